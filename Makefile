@@ -1,0 +1,51 @@
+# Every target sets up what it needs: Python 3.10 or newer with pip is enough.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# torch comes first and alone, so that no other package's requirement picks another build of it.
+TORCH ?= torch==2.13.0
+TRITON ?= triton==3.6.0
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format test-gpu bench docs clean
+
+help: ## Show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+$(STAMP): pyproject.toml Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "$(TRITON)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "$(TRITON)" -e ".[dev]"
+	touch $@
+
+setup: $(STAMP) ## Create the virtual environment and install everything
+
+demo: $(STAMP) ## Train, index, search and evaluate a sparse retriever on this machine (2 cores are enough)
+	$(BIN)/tilefold demo
+
+test: $(STAMP) ## Run the tests that need no GPU
+	$(BIN)/python -m pytest -m "not gpu" -n auto --dist loadfile
+
+lint: $(STAMP) ## Format check, lint, types and spelling
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/typos
+
+format: $(STAMP) ## Rewrite the sources in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# A GPU machine brings its own torch and triton: both targets use PYTHON as it is.
+test-gpu: ## Run the whole suite on a GPU with the Python given by PYTHON
+	PYTHONPATH=src $(PYTHON) -m pytest
+
+bench: ## Time every operator on a GPU with the Python given by PYTHON
+	PYTHONPATH=src $(PYTHON) -m tilefold.cli bench --all
+
+docs: $(STAMP) ## Check that every link and command in the documents exists
+	$(BIN)/python -m pytest tests/test_docs.py
+
+clean: ## Remove the environment and everything generated
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist

@@ -1,0 +1,66 @@
+"""Argument checks of the operators: every error names the argument, what was expected, what came, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float16`` -> ``"float16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_tensor(name: str, value: object) -> Tensor:
+    """Return ``value`` if it is a tensor, else raise ``TypeError``."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}; convert it first.")
+    return value
+
+
+def check_shape(name: str, value: Tensor, spec: str, **sizes: int) -> None:
+    """Check the shape of ``value`` against ``spec``, one letter or word a dimension.
+
+    Args:
+        name: the argument's name, for the error text.
+        value: the tensor.
+        spec: dimension names separated by spaces, for instance ``"B S D"``.
+        sizes: known sizes of some of those dimensions, for instance ``D=384``.
+
+    Raises:
+        ValueError: for another number of dimensions, or another size of a known one.
+    """
+    dims = spec.split()
+    expected = f"[{', '.join(dims)}]"
+    known = ", ".join(f"{dim}={sizes[dim]}" for dim in dims if dim in sizes)
+    wanted = f"{expected} with {known}" if known else expected
+    if value.dim() != len(dims) or any(dim in sizes and value.size(i) != sizes[dim] for i, dim in enumerate(dims)):
+        raise ValueError(f"{name} must have shape {wanted}, got {list(value.shape)}.")
+
+
+def check_dtype(name: str, value: Tensor, allowed: Sequence[torch.dtype], remedy: str) -> None:
+    """Raise ``TypeError`` unless ``value.dtype`` is one of ``allowed``."""
+    if value.dtype not in allowed:
+        names = ", ".join(dtype_name(dtype) for dtype in allowed)
+        raise TypeError(f"{name} must have dtype {names}, got {dtype_name(value.dtype)}; {remedy}")
+
+
+def check_same_device(reference_name: str, reference: Tensor, others: Mapping[str, Tensor | None]) -> None:
+    """Raise ``ValueError`` unless every given tensor lies on the device of ``reference``."""
+    for name, value in others.items():
+        if value is not None and value.device != reference.device:
+            raise ValueError(
+                f"{name} must be on the device of {reference_name} ({reference.device}), got {value.device}; "
+                f"move it with .to({reference_name}.device)."
+            )
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name} must be one of {listed}, got {value!r}.")

@@ -1,0 +1,54 @@
+"""Which implementation of an operator runs: chosen by device for ``"auto"``, never changed behind an explicit name."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+
+IMPLS = ("auto", "reference", "tiled", "triton")
+
+
+@functools.cache
+def triton_installed() -> bool:
+    """Whether the ``triton`` package can be imported (it is not imported here)."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def triton_interpreted() -> bool:
+    """Whether Triton runs its kernels in Python on the CPU (``TRITON_INTERPRET=1``)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def why_not_triton(device: torch.device) -> str | None:
+    """The reason that the Triton kernels cannot run on ``device``, or ``None`` if they can."""
+    if not triton_installed():
+        return "the package triton is not installed (pip install triton)"
+    if device.type == "cuda":
+        if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+            return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+        return None
+    if triton_interpreted():
+        return None
+    return f"tensors are on {device.type!r}, and the kernels need a CUDA device (or TRITON_INTERPRET=1)"
+
+
+def resolve_impl(impl: str, device: torch.device) -> str:
+    """Turn ``impl`` into ``"reference"``, ``"tiled"`` or ``"triton"``.
+
+    ``"auto"`` takes the Triton kernels where they can run on a GPU and the tiled torch path elsewhere.
+
+    Raises:
+        ValueError: for an unknown name.
+        RuntimeError: for ``"triton"`` where it cannot run; there is no silent fallback.
+    """
+    if impl not in IMPLS:
+        listed = ", ".join(repr(name) for name in IMPLS)
+        raise ValueError(f"impl must be one of {listed}, got {impl!r}.")
+    if impl == "auto":
+        return "triton" if device.type == "cuda" and why_not_triton(device) is None else "tiled"
+    if impl == "triton" and (reason := why_not_triton(device)) is not None:
+        raise RuntimeError(f"impl='triton' cannot run here: {reason}. Use impl='auto' or impl='tiled'.")
+    return impl
