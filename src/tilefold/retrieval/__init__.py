@@ -1,0 +1,59 @@
+"""Collections, sparse vectors, indexes, baselines, fusion and evaluation around a retriever.
+
+Names are resolved on first use, so importing this package imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "Document": "collection",
+    "Collection": "collection",
+    "load_beir": "collection",
+    "load_collection": "collection",
+    "build_pydocs": "pydocs",
+    "SparseVectors": "vectors",
+    "SparseVectorWriter": "vectors",
+    "VectorManifest": "vectors",
+    "read_manifest": "vectors",
+    "read_vectors": "vectors",
+    "write_vectors": "vectors",
+    "export_jsonl": "vectors",
+    "vocabulary_fingerprint": "vectors",
+    "encode_collection": "encoding",
+    "encode_queries": "encoding",
+    "Hit": "index",
+    "SparseIndex": "index",
+    "build_index": "index",
+    "load_index": "index",
+    "hits_to_run": "index",
+    "BM25Index": "bm25",
+    "dense_run": "dense",
+    "Run": "fusion",
+    "interpolate": "fusion",
+    "reciprocal_rank_fusion": "fusion",
+    "evaluate": "evaluation",
+    "evaluate_per_query": "evaluation",
+    "write_trec_run": "evaluation",
+    "read_trec_run": "evaluation",
+    "active_terms": "evaluation",
+    "flops": "evaluation",
+}
+
+__all__ = [  # noqa: PLE0604 - the table above is the list
+    *sorted(_HOME)
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
