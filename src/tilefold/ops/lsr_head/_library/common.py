@@ -1,0 +1,72 @@
+"""What the operators' registrations share: schema pieces, autocast, the choice of implementation, absent gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilefold.ops.lsr_head import _tiled
+
+HEAD = "Tensor hidden, Tensor weight, Tensor? bias"
+LAYOUT = "Tensor? attention_mask, Tensor? cu_seqlens"
+OPTIONS = "str activation, float logit_scale"
+
+
+def define_op(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Define ``tilefold::name`` with the decorated function as its implementation on every device."""
+    torch.library.define(f"tilefold::{name}", schema)
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            # Products must not fall under autocast a second time: the operator has settled its dtypes.
+            with torch.autocast(args[0].device.type, enabled=False):
+                return function(*args)
+
+        torch.library.impl(f"tilefold::{name}", "default", run)
+        return function
+
+    return register
+
+
+def implementation(impl: str) -> ModuleType:
+    if impl == "tiled":
+        return _tiled
+    from tilefold.ops.lsr_head import _triton
+
+    return _triton
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` with fp32 (fp64) accumulation that is also handed out in fp32 (fp64)."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    if a.dtype == wide:
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=wide)
+    return a.to(wide) @ b.to(wide)
+
+
+def present(
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None], like: Tensor, bias_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Operators return tensors only: an empty one stands for a gradient that nobody asked for."""
+    dhidden, dweight, dbias = (like.new_empty(0) if grad is None else grad for grad in grads)
+    return dhidden, dweight, dbias if bias_dtype is None else dbias.to(bias_dtype)
+
+
+def fake_grads(
+    hidden: Tensor, weight: Tensor, need_hidden: bool, need_weight: bool, bias_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        torch.empty_like(hidden, memory_format=torch.contiguous_format) if need_hidden else hidden.new_empty(0),
+        torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else hidden.new_empty(0),
+        hidden.new_empty(0) if bias_dtype is None else weight.new_empty(weight.size(0), dtype=bias_dtype),
+    )
+
+
+def asked_for(grads: tuple[Tensor, ...], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(grad if needed else None for grad, needed in zip(grads, needs, strict=True))

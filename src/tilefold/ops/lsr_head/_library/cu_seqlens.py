@@ -1,0 +1,47 @@
+"""The values of ``cu_seqlens``: checked on the host where that needs no synchronisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilefold.ops.lsr_head._library.common import define_op
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, rows: int) -> None:
+    """Check the values of ``cu_seqlens`` on the host.
+
+    Raises:
+        ValueError: unless it starts with 0, never falls, and ends at the number of rows.
+    """
+    values = cu_seqlens.tolist()
+    falls = next((i for i in range(1, len(values)) if values[i] < values[i - 1]), None)
+    if values[0] != 0:
+        problem = f"cu_seqlens[0] = {values[0]}"
+    elif falls is not None:
+        problem = f"cu_seqlens[{falls}] = {values[falls]} after {values[falls - 1]}"
+    elif values[-1] != rows:
+        problem = f"cu_seqlens[-1] = {values[-1]} with {rows} rows in hidden"
+    else:
+        return
+    raise ValueError(
+        f"cu_seqlens must start with 0, never fall and end at the number of rows T of hidden, got {problem}; "
+        "build it as the cumulative sum of the sequence lengths with a 0 in front."
+    )
+
+
+@define_op("check_cu_seqlens", "(Tensor cu_seqlens, int rows) -> Tensor")
+def _checked_copy(cu_seqlens: Tensor, rows: int) -> Tensor:
+    if cu_seqlens.device.type != "cuda":
+        check_cu_seqlens(cu_seqlens, rows)
+    return cu_seqlens.to(torch.int32, copy=True)
+
+
+@torch.library.register_fake("tilefold::check_cu_seqlens")
+def _(cu_seqlens: Tensor, rows: int) -> Tensor:
+    return torch.empty_like(cu_seqlens, dtype=torch.int32)
+
+
+def checked_cu_seqlens(cu_seqlens: Tensor, rows: int) -> Tensor:
+    """``cu_seqlens`` as int32; its values are checked where that needs no synchronisation."""
+    return torch.ops.tilefold.check_cu_seqlens(cu_seqlens, rows)  # type: ignore[no-any-return]

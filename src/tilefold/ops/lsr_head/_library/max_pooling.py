@@ -1,0 +1,203 @@
+"""Max pooling: ``tilefold::lsr_head_max`` and its backward, which needs the scores and winners only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilefold.ops.lsr_head._layout import batch_size, length_bound, winner_dtype
+from tilefold.ops.lsr_head._library.common import (
+    HEAD,
+    LAYOUT,
+    OPTIONS,
+    asked_for,
+    define_op,
+    fake_grads,
+    implementation,
+    present,
+)
+from tilefold.ops.lsr_head._library.cu_seqlens import check_cu_seqlens
+
+
+@define_op(
+    "lsr_head_max",
+    f"({HEAD}, {LAYOUT}, {OPTIONS}, ScalarType out_dtype, ScalarType compute_dtype, bool with_winners, str impl)"
+    " -> (Tensor scores, Tensor winners)",
+)
+def _max_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    activation: str,
+    logit_scale: float,
+    out_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    with_winners: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    if cu_seqlens is not None and hidden.device.type != "cuda":
+        check_cu_seqlens(cu_seqlens, hidden.size(0))
+    return implementation(impl).max_forward(
+        hidden,
+        weight,
+        bias,
+        attention_mask,
+        cu_seqlens,
+        activation,
+        logit_scale,
+        out_dtype,
+        compute_dtype,
+        with_winners,
+        length_bound(hidden),
+    )
+
+
+@torch.library.register_fake("tilefold::lsr_head_max")
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    activation: str,
+    logit_scale: float,
+    out_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    with_winners: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    shape = (batch_size(hidden, cu_seqlens), weight.size(0))
+    dtype = winner_dtype(length_bound(hidden))
+    return (
+        hidden.new_empty(shape, dtype=out_dtype),
+        hidden.new_empty((shape[0] if with_winners else 0, shape[1]), dtype=dtype),
+    )
+
+
+@define_op(
+    "lsr_head_max_backward",
+    "(Tensor dscores, Tensor scores, Tensor winners, Tensor hidden, Tensor weight, Tensor? cu_seqlens,"
+    f" {OPTIONS}, ScalarType compute_dtype, bool need_hidden, bool need_weight, ScalarType? bias_dtype, str impl)"
+    " -> (Tensor dhidden, Tensor dweight, Tensor dbias)",
+)
+def _max_backward(
+    dscores: Tensor,
+    scores: Tensor,
+    winners: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    cu_seqlens: Tensor | None,
+    activation: str,
+    logit_scale: float,
+    compute_dtype: torch.dtype,
+    need_hidden: bool,
+    need_weight: bool,
+    bias_dtype: torch.dtype | None,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = implementation(impl).max_backward(
+        dscores,
+        scores,
+        winners,
+        hidden,
+        weight,
+        cu_seqlens,
+        activation,
+        logit_scale,
+        compute_dtype,
+        (need_hidden, need_weight, bias_dtype is not None),
+    )
+    return present(grads, hidden, bias_dtype)
+
+
+@torch.library.register_fake("tilefold::lsr_head_max_backward")
+def _(
+    dscores: Tensor,
+    scores: Tensor,
+    winners: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    cu_seqlens: Tensor | None,
+    activation: str,
+    logit_scale: float,
+    compute_dtype: torch.dtype,
+    need_hidden: bool,
+    need_weight: bool,
+    bias_dtype: torch.dtype | None,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return fake_grads(hidden, weight, need_hidden, need_weight, bias_dtype)
+
+
+def _max_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    hidden, weight, bias, _, cu_seqlens, activation, logit_scale, _, compute_dtype, with_winners, impl = inputs
+    scores, winners = output
+    ctx.mark_non_differentiable(winners)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(scores, winners, hidden, weight, cu_seqlens)
+    ctx.options = (activation, logit_scale, compute_dtype)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.with_winners, ctx.impl = with_winners, impl
+
+
+def _max_autograd(ctx: Any, dscores: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * 8
+    if dscores is None:
+        return (None, None, None, *nothing)
+    if not ctx.with_winners:
+        raise RuntimeError("lsr_head_max needs with_winners=True where a gradient is asked for; call lsr_head.")
+    need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+    scores, winners, hidden, weight, cu_seqlens = ctx.saved_tensors
+    grads = torch.ops.tilefold.lsr_head_max_backward(
+        dscores,
+        scores,
+        winners,
+        hidden,
+        weight,
+        cu_seqlens,
+        *ctx.options,
+        need_hidden,
+        need_weight,
+        ctx.bias_dtype if need_bias else None,
+        ctx.impl,
+    )
+    return (*asked_for(grads, (need_hidden, need_weight, need_bias)), *nothing)
+
+
+torch.library.register_autograd("tilefold::lsr_head_max", _max_autograd, setup_context=_max_setup_context)
+
+
+def max_head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    activation: str,
+    logit_scale: float,
+    out_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    impl: str,
+) -> Tensor:
+    """Max-pooled scores ``[B, V]``; winners are kept only if a gradient can be asked for."""
+    with_winners = torch.is_grad_enabled() and (
+        hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    scores, _ = torch.ops.tilefold.lsr_head_max(
+        hidden,
+        weight,
+        bias,
+        attention_mask,
+        cu_seqlens,
+        activation,
+        logit_scale,
+        out_dtype,
+        compute_dtype,
+        with_winners,
+        impl,
+    )
+    return scores  # type: ignore[no-any-return]

@@ -1,0 +1,287 @@
+"""The LSR head in torch operations on tiles: the CPU path, and the fallback on any device.
+
+Forward folds one ``[tokens, BLOCK_V]`` tile of logits at a time; backward of max pooling touches winners only.
+Products are taken in at least fp32, whatever the input's dtype: ``compute_dtype``, which tensor cores need, is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from tilefold.ops.lsr_head._activation import activate, slope_from_logit, slope_from_score
+from tilefold.ops.lsr_head._layout import PackedRows, no_winner, pack_rows, winner_dtype
+
+TILE_ELEMENTS = 1 << 20  # logits of one tile: 4 MiB in fp32, so that it stays in the last-level cache
+BLOCK_V = 512  # vocabulary entries of a tile
+BLOCK_WINNER = 16  # tokens among which the winner is looked for, once their block is known
+SLAB_ENTRIES = 1 << 22  # (sequence, vocabulary) pairs whose gradients are sorted at a time
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that products accumulate in: fp32, or fp64 for fp64 input."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def max_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    activation: str,
+    logit_scale: float,
+    out_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    with_winners: bool,
+    length_bound: int,
+) -> tuple[Tensor, Tensor]:
+    """Scores ``[B, V]`` in ``out_dtype``, and winners ``[B, V]`` (uint16 or int32; empty unless asked for)."""
+    packed = _packed_in_compute_dtype(hidden, attention_mask, cu_seqlens)
+    batch, vocab = len(packed.offsets) - 1, weight.size(0)
+    scores = torch.zeros(batch, vocab, dtype=packed.rows.dtype, device=hidden.device)
+    winners = torch.zeros(batch if with_winners else 0, vocab, dtype=torch.int32, device=hidden.device)
+    for v0, v1, tile_weight, tile_bias in _vocabulary_tiles(weight, bias, packed.rows.dtype):
+        for first, last, logits in _sequence_tiles(packed, tile_weight, logit_scale):
+            best, winner = _max_over_tokens(logits, with_winners)
+            if tile_bias is not None:
+                best += tile_bias
+            scores[first:last, v0:v1] = activate(best, activation)
+            if with_winners:
+                winners[first:last, v0:v1] = winner
+    if with_winners:
+        winners = _positions_in_sequence(winners, packed, attention_mask, length_bound)
+    return scores.to(out_dtype), winners
+
+
+def max_backward(
+    dscores: Tensor,
+    scores: Tensor,
+    winners: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    cu_seqlens: Tensor | None,
+    activation: str,
+    logit_scale: float,
+    compute_dtype: torch.dtype,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden, weight and bias (``None`` where not needed), each in its parameter's dtype.
+
+    Both matrix gradients are weighted sums of gathered rows, one owner each: the weight's row ``v`` sums
+    ``g[b, v] * hidden[b, winner[b, v]]`` over b, the hidden row sums ``g[b, v] * weight[v]`` over what it won.
+    """
+    need_hidden, need_weight, need_bias = needs
+    dtype = wide_dtype(hidden.dtype)
+    rows = hidden.reshape(-1, hidden.size(-1))
+    batch, vocab = scores.shape
+    if cu_seqlens is None:
+        starts = torch.arange(batch, device=hidden.device) * (hidden.size(1) if hidden.dim() == 3 else 0)
+    else:
+        starts = cu_seqlens[:-1].long()
+    dhidden = torch.zeros(rows.shape, dtype=dtype, device=hidden.device) if need_hidden else None
+    dweight = torch.zeros_like(weight) if need_weight else None
+    dbias = torch.zeros(vocab, dtype=dtype, device=hidden.device) if need_bias else None
+    compute_rows = rows.to(dtype) if need_weight else rows
+    slab = max(1, SLAB_ENTRIES // max(batch, 1))
+    for v0 in range(0, vocab, slab):
+        v1 = min(v0 + slab, vocab)
+        grad, row = _logit_gradient(dscores, scores, winners, starts, v0, v1, activation, dtype)  # [Vs, B]
+        if dbias is not None:
+            dbias[v0:v1] = grad.sum(dim=1)
+        entry_v, entry_b = grad.nonzero(as_tuple=True)  # sorted by vocabulary entry, then by sequence
+        entry_grad = grad[entry_v, entry_b] * logit_scale
+        entry_row = row[entry_v, entry_b]
+        if dweight is not None:
+            dweight[v0:v1] = _sum_of_rows(compute_rows, entry_row, entry_v, entry_grad, v1 - v0)
+        if dhidden is not None:
+            entry_row, order = entry_row.sort(stable=True)
+            tile_weight = weight[v0:v1].to(dtype)
+            dhidden += _sum_of_rows(tile_weight, entry_v[order], entry_row, entry_grad[order], rows.size(0))
+    return (
+        dhidden.to(hidden.dtype).view(hidden.shape) if dhidden is not None else None,
+        dweight,
+        dbias,
+    )
+
+
+def sum_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    activation: str,
+    logit_scale: float,
+    out_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    mean: bool,
+) -> Tensor:
+    """``[B, V]`` sum or mean over valid tokens of the activated logits."""
+    packed = _packed_in_compute_dtype(hidden, attention_mask, cu_seqlens)
+    batch, vocab = len(packed.offsets) - 1, weight.size(0)
+    scores = torch.zeros(batch, vocab, dtype=packed.rows.dtype, device=hidden.device)
+    for v0, v1, tile_weight, tile_bias in _vocabulary_tiles(weight, bias, packed.rows.dtype):
+        for first, last, logits in _sequence_tiles(packed, tile_weight, logit_scale):
+            if tile_bias is not None:
+                logits += tile_bias
+            scores[first:last, v0:v1] = activate(logits, activation).sum(dim=1)
+    if mean:
+        scores /= _lengths(packed, scores)[:, None]
+    return scores.to(out_dtype)
+
+
+def sum_backward(
+    dscores: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    activation: str,
+    logit_scale: float,
+    compute_dtype: torch.dtype,
+    mean: bool,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of sum and mean pooling: every token counts, so each tile of logits is computed again."""
+    need_hidden, need_weight, need_bias = needs
+    packed = _packed_in_compute_dtype(hidden, attention_mask, cu_seqlens)
+    rows = packed.rows
+    grad = dscores.to(rows.dtype)
+    if mean:
+        grad = grad / _lengths(packed, grad)[:, None]
+    drows = torch.zeros_like(rows) if need_hidden else None
+    dweight = torch.zeros_like(weight) if need_weight else None
+    dbias = torch.zeros(weight.size(0), dtype=rows.dtype, device=rows.device) if need_bias else None
+    for v0, v1, tile_weight, tile_bias in _vocabulary_tiles(weight, bias, rows.dtype):
+        tile_dweight = torch.zeros_like(tile_weight)
+        for first, last, logits in _sequence_tiles(packed, tile_weight, logit_scale):
+            start, end = packed.offsets[first], packed.offsets[last]
+            if tile_bias is not None:
+                logits += tile_bias
+            dlogits = slope_from_logit(logits, activation).mul_(grad[first:last, None, v0:v1]).flatten(0, 1)
+            if dbias is not None:
+                dbias[v0:v1] += dlogits.sum(dim=0)
+            if drows is not None:
+                drows[start:end].addmm_(dlogits, tile_weight, alpha=logit_scale)
+            tile_dweight.addmm_(dlogits.T, rows[start:end], alpha=logit_scale)
+        if dweight is not None:
+            dweight[v0:v1] = tile_dweight
+    dhidden = None
+    if drows is not None:
+        dhidden = drows.to(hidden.dtype)
+        if packed.index is not None:
+            dhidden = torch.zeros_like(hidden).view(-1, hidden.size(-1)).index_copy_(0, packed.index, dhidden)
+        dhidden = dhidden.view(hidden.shape)
+    return dhidden, dweight, dbias
+
+
+def _packed_in_compute_dtype(hidden: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> PackedRows:
+    packed = pack_rows(hidden, mask, cu_seqlens)
+    return PackedRows(packed.rows.to(wide_dtype(hidden.dtype)), packed.offsets, packed.index)
+
+
+def _vocabulary_tiles(
+    weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Iterator[tuple[int, int, Tensor, Tensor | None]]:
+    """Yield ``(v0, v1, weight[v0:v1], bias[v0:v1])`` in the compute dtype."""
+    for v0 in range(0, weight.size(0), BLOCK_V):
+        v1 = min(v0 + BLOCK_V, weight.size(0))
+        yield v0, v1, weight[v0:v1].to(dtype), None if bias is None else bias[v0:v1].to(dtype)
+
+
+def _sequence_tiles(packed: PackedRows, tile_weight: Tensor, logit_scale: float) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield ``(first, last, logits)``: scaled logits ``[last - first, L, BLOCK_V]`` of sequences of one length.
+
+    Sequences of equal lengths share a product; empty ones are left out. The tile is overwritten by the next.
+    """
+    offsets = packed.offsets
+    batch, width = len(offsets) - 1, tile_weight.size(0)
+    most_rows = max(1, TILE_ELEMENTS // max(width, 1))
+    length = packed.uniform_length
+    group = max(1, most_rows // max(length, 1)) if length is not None else 1
+    for first in range(0, batch, group):
+        last = min(first + group, batch)
+        start, end = offsets[first], offsets[last]
+        if end > start:
+            logits = packed.rows[start:end] @ tile_weight.T
+            if logit_scale != 1.0:
+                logits *= logit_scale
+            yield first, last, logits.view(last - first, -1, width)
+
+
+def _max_over_tokens(logits: Tensor, with_winners: bool) -> tuple[Tensor, Tensor]:
+    """Maximum over dim 1 of ``[n, L, C]`` and the lowest index that holds it; the maximum of a row with NaN is NaN.
+
+    The index is looked for in two steps, first the block of tokens, then the token: a maximum with indices over all
+    tokens costs several times the maximum alone.
+    """
+    length = logits.size(1)
+    if not with_winners:
+        return logits.amax(dim=1), logits.new_empty(0)
+    if length <= BLOCK_WINNER:
+        best, winner = logits.max(dim=1)
+        return best, winner
+    whole = length // BLOCK_WINNER
+    maxima = logits[:, : whole * BLOCK_WINNER].reshape(-1, whole, BLOCK_WINNER, logits.size(2)).amax(dim=2)
+    if whole * BLOCK_WINNER < length:
+        maxima = torch.cat([maxima, logits[:, whole * BLOCK_WINNER :].amax(dim=1, keepdim=True)], dim=1)
+    block = maxima.max(dim=1).indices  # [n, C]
+    places = torch.arange(BLOCK_WINNER, device=logits.device)[None, :, None]
+    tokens = (block[:, None] * BLOCK_WINNER + places).clamp_(max=length - 1)  # [n, 16, C]
+    best, place = logits.gather(1, tokens).max(dim=1)
+    return best, block * BLOCK_WINNER + place
+
+
+def _positions_in_sequence(
+    winners: Tensor, packed: PackedRows, attention_mask: Tensor | None, length_bound: int
+) -> Tensor:
+    """Turn the count of valid tokens before the winner into its position, and mark empty sequences."""
+    dtype = winner_dtype(length_bound)
+    offsets = torch.tensor(packed.offsets, device=winners.device)
+    if packed.index is not None and attention_mask is not None:
+        position = packed.index % attention_mask.size(1)
+        last_row = max(position.numel() - 1, 0)
+        if position.numel():
+            winners = position[(winners + offsets[:-1, None]).clamp_(max=last_row)]
+    empty = (offsets[1:] == offsets[:-1])[:, None]
+    return winners.int().masked_fill(empty, no_winner(dtype)).to(dtype)
+
+
+def _logit_gradient(
+    dscores: Tensor,
+    scores: Tensor,
+    winners: Tensor,
+    starts: Tensor,
+    v0: int,
+    v1: int,
+    activation: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """``[Vs, B]`` gradient of the winning logits of a slab, and the row of hidden that holds each winner."""
+    winner = winners[:, v0:v1].to(torch.int32)
+    has_winner = winner != no_winner(winners.dtype)
+    score = scores[:, v0:v1].to(dtype)
+    grad = dscores[:, v0:v1].to(dtype) * slope_from_score(score, activation)
+    grad = torch.where(has_winner, grad, torch.zeros_like(grad))
+    row = torch.where(has_winner, winner, 0) + starts[:, None]
+    return grad.T, row.T
+
+
+def _sum_of_rows(table: Tensor, row: Tensor, owner: Tensor, coefficient: Tensor, owners: int) -> Tensor:
+    """``out[o] = sum over entries e with owner[e] == o of coefficient[e] * table[row[e]]``; ``owner`` is sorted."""
+    counts = torch.bincount(owner, minlength=owners)
+    offsets = counts.cumsum(0) - counts
+    if row.numel() == 0:
+        return table.new_zeros(owners, table.size(1))
+    return embedding_bag(row, table, offsets, mode="sum", per_sample_weights=coefficient)
+
+
+def _lengths(packed: PackedRows, like: Tensor) -> Tensor:
+    """``[B]`` sequence lengths, at least 1, in the dtype and on the device of ``like``."""
+    offsets = torch.tensor(packed.offsets, device=like.device)
+    return (offsets[1:] - offsets[:-1]).clamp_(min=1).to(like.dtype)

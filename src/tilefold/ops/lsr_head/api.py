@@ -1,0 +1,325 @@
+"""The fused language-model head of learned sparse retrieval, public functions: arguments, checks and dispatch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tilefold.ops._shared.checks import (
+    FLOAT_DTYPES,
+    check_choice,
+    check_dtype,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    dtype_name,
+)
+from tilefold.ops._shared.impl import resolve_impl
+from tilefold.ops.lsr_head import _library, _reference
+from tilefold.ops.lsr_head._activation import ACTIVATIONS
+from tilefold.ops.lsr_head._layout import batch_size, sequence_mask
+from tilefold.ops.lsr_head._sparse import SparseRows
+
+POOLINGS = ("max", "sum", "mean", "cls", "last")
+TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Vocabulary columns that lsr_head_sparse holds in dense form at a time, for the whole batch.
+SPARSE_BLOCK_V = 16384
+
+
+def lsr_head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    pooling: str = "max",
+    activation: str = "log1p_relu",
+    logit_scale: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Score every vocabulary entry for every sequence, without the ``[B, S, V]`` logits (Sparton, arXiv 2603.25011).
+
+    With ``logit[b, s, v] = logit_scale * hidden[b, s] . weight[v] + bias[v]`` over the valid tokens s of sequence b::
+
+        max:       out[b, v] = act(max_s logit[b, s, v])
+        sum, mean: out[b, v] = sum_s or mean_s act(logit[b, s, v])
+        cls, last: out[b, v] = act(logit[b, s*, v]), s* the first or the last valid token
+
+    Products accumulate in fp32 (fp64 for fp64 input) and the maximum is taken on those values; among equal logits
+    the lowest token wins and takes the whole gradient. A sequence without a valid token scores 0, with no gradient.
+    A NaN in a valid token gives NaN; whatever a masked token holds is never read into a result. Backward is bitwise
+    deterministic. Under ``torch.autocast`` products take autocast's dtype and gradients keep their parameter's.
+
+    Args:
+        hidden: ``[B, S, D]`` token states, or ``[T, D]`` packed ones with ``cu_seqlens``; fp16, bf16, fp32 or fp64.
+        weight: ``[V, D]`` decoder weight, dtype of ``hidden`` (any floating dtype under autocast).
+        bias: ``[V]`` decoder bias, or ``None``.
+        attention_mask: ``[B, S]``, nonzero = valid, in any pattern (padding on either side, holes). Real-valued
+            term weights are not part of this contract: a nonzero value only says "valid".
+        cu_seqlens: ``[B + 1]`` int32, ``0 = cu_seqlens[0] <= ... <= cu_seqlens[B] = T``. On the CPU other values
+            raise; on a GPU, where looking costs a synchronisation, they make every score NaN.
+        pooling: ``"max"``, ``"sum"``, ``"mean"``, ``"cls"`` or ``"last"``.
+        activation: ``"log1p_relu"`` (SPLADE), ``"log1p_log1p_relu"`` (OpenSearch l0), ``"relu"``, ``"softplus"`` or
+            ``"none"``.
+        logit_scale: a number that multiplies the products before the bias is added.
+        out_dtype: dtype of the scores; by default that of ``hidden``, or autocast's.
+        impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see :func:`chosen_impl`.
+
+    Returns:
+        ``[B, V]`` scores.
+
+    Raises:
+        TypeError: for arguments that are no tensors, or of a dtype that is not supported.
+        ValueError: for shapes, devices, masks, ``cu_seqlens`` or options that do not fit together.
+        RuntimeError: if ``impl="triton"`` cannot run here.
+    """
+    compute_dtype = _check(hidden, weight, bias, attention_mask, cu_seqlens, pooling, activation, logit_scale)
+    out_dtype = _check_out_dtype(out_dtype, compute_dtype)
+    impl = chosen_impl(hidden, impl)
+    if impl == "reference":
+        return _run_reference(
+            hidden, weight, bias, attention_mask, cu_seqlens, pooling, activation, logit_scale, out_dtype
+        )
+    if pooling in ("cls", "last"):
+        token, valid = _pooled_token(hidden, attention_mask, cu_seqlens, last=pooling == "last")
+        scores = _library.token_head(token, weight, bias, activation, float(logit_scale), out_dtype, compute_dtype)
+        return scores.masked_fill(~valid[:, None], 0)
+    if pooling == "max":
+        return _library.max_head(
+            hidden,
+            weight,
+            bias,
+            attention_mask,
+            cu_seqlens,
+            activation,
+            float(logit_scale),
+            out_dtype,
+            compute_dtype,
+            impl,
+        )
+    return _library.sum_head(
+        hidden,
+        weight,
+        bias,
+        attention_mask,
+        cu_seqlens,
+        activation,
+        float(logit_scale),
+        out_dtype,
+        compute_dtype,
+        pooling == "mean",
+        impl,
+    )
+
+
+def lsr_head_sparse(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    pooling: str = "max",
+    activation: str = "log1p_relu",
+    logit_scale: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+    top_k: int | None = None,
+    min_weight: float = 0.0,
+    impl: str = "auto",
+) -> Tensor:
+    """:func:`lsr_head` for encoding: scores above ``min_weight`` as a sparse CSR tensor; ``[B, V]`` never exists.
+
+    The vocabulary is walked in blocks; of each, only what is kept survives. Selection is made on fp32 scores (fp64
+    for fp64 input). Not differentiable: the result carries no graph.
+
+    Args:
+        top_k: keep at most this many entries a row, the largest; among equal ones the lowest vocabulary index.
+            ``None`` keeps all.
+        min_weight: keep entries strictly greater than this; NaN is always kept, so that it is seen.
+
+    The other arguments and errors are those of :func:`lsr_head`.
+
+    Returns:
+        ``[B, V]`` ``torch.sparse_csr`` tensor with int64 indices, sorted within each row.
+    """
+    compute_dtype = _check(hidden, weight, bias, attention_mask, cu_seqlens, pooling, activation, logit_scale)
+    out_dtype = _check_out_dtype(out_dtype, compute_dtype)
+    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
+        raise ValueError(f"top_k must be a positive integer or None, got {top_k!r}.")
+    if math.isnan(min_weight):
+        raise ValueError("min_weight must be a number, got nan.")
+    vocab = weight.size(0)
+    rows = SparseRows(batch_size(hidden, cu_seqlens), vocab, top_k, min_weight, hidden.device)
+    with torch.no_grad():
+        for v0 in range(0, vocab, SPARSE_BLOCK_V):
+            v1 = min(v0 + SPARSE_BLOCK_V, vocab)
+            scores = lsr_head(
+                hidden,
+                weight[v0:v1],
+                None if bias is None else bias[v0:v1],
+                attention_mask=attention_mask,
+                cu_seqlens=cu_seqlens,
+                pooling=pooling,
+                activation=activation,
+                logit_scale=logit_scale,
+                out_dtype=torch.promote_types(hidden.dtype, torch.float32),
+                impl=impl,
+            )
+            rows.add(scores, v0)
+        return rows.to_csr(out_dtype)
+
+
+def chosen_impl(hidden: Tensor, impl: str = "auto") -> str:
+    """Which implementation ``lsr_head(hidden, ..., impl=impl)`` runs: ``"reference"``, ``"tiled"`` or ``"triton"``.
+
+    ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, else ``"tiled"``.
+
+    Raises:
+        ValueError: for an unknown name.
+        RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
+    """
+    resolved = resolve_impl(impl, hidden.device)
+    if resolved == "triton" and hidden.dtype not in TRITON_DTYPES:
+        if impl == "auto":
+            return "tiled"
+        names = ", ".join(dtype_name(dtype) for dtype in TRITON_DTYPES)
+        raise TypeError(
+            f"hidden must have dtype {names} for impl='triton', got {dtype_name(hidden.dtype)}; "
+            "use impl='auto' or impl='tiled'."
+        )
+    return resolved
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    pooling: str,
+    activation: str,
+    logit_scale: float,
+) -> torch.dtype:
+    """Check everything that can be checked without reading a value; return the dtype of the products."""
+    check_choice("pooling", pooling, POOLINGS)
+    check_choice("activation", activation, ACTIVATIONS)
+    if not isinstance(logit_scale, (int, float)) or not math.isfinite(logit_scale):
+        raise ValueError(
+            f"logit_scale must be a finite Python number, got {logit_scale!r}; "
+            "multiply hidden by a tensor to learn a scale."
+        )
+    check_tensor("hidden", hidden)
+    check_tensor("weight", weight)
+    check_shape("hidden", hidden, "B S D" if cu_seqlens is None else "T D")
+    check_shape("weight", weight, "V D", D=hidden.size(-1))
+    for name, value, size in (("D", hidden, hidden.size(-1)), ("V", weight, weight.size(0))):
+        if size == 0:
+            raise ValueError(f"{name} must be at least 1, got {name}=0 in shape {list(value.shape)}.")
+    if bias is not None:
+        check_shape("bias", check_tensor("bias", bias), "V", V=weight.size(0))
+    if attention_mask is not None:
+        check_tensor("attention_mask", attention_mask)
+        if cu_seqlens is not None:
+            raise ValueError(
+                "attention_mask must be None with packed input, got a tensor; cu_seqlens already says which rows "
+                "belong to which sequence."
+            )
+        check_shape("attention_mask", attention_mask, "B S", B=hidden.size(0), S=hidden.size(1))
+        if attention_mask.is_complex():
+            raise TypeError(f"attention_mask must be bool, integer or floating, got {attention_mask.dtype}.")
+    if cu_seqlens is not None:
+        check_tensor("cu_seqlens", cu_seqlens)
+        check_dtype("cu_seqlens", cu_seqlens, (torch.int32, torch.int64), "use cu_seqlens.int().")
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
+            raise ValueError(f"cu_seqlens must have shape [B + 1], got {list(cu_seqlens.shape)}.")
+    check_same_device(
+        "hidden",
+        hidden,
+        {"weight": weight, "bias": bias, "attention_mask": attention_mask, "cu_seqlens": cu_seqlens},
+    )
+    return _check_dtypes(hidden, weight, bias)
+
+
+def _check_dtypes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
+    remedy = "cast it with .to(torch.bfloat16) or another of these."
+    check_dtype("hidden", hidden, FLOAT_DTYPES, remedy)
+    check_dtype("weight", weight, FLOAT_DTYPES, remedy)
+    if bias is not None:
+        check_dtype("bias", bias, FLOAT_DTYPES, remedy)
+    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(hidden.device.type)
+    if weight.dtype != hidden.dtype:
+        raise TypeError(
+            f"weight must have the dtype of hidden ({dtype_name(hidden.dtype)}), got {dtype_name(weight.dtype)}; "
+            "cast one of them, or run under torch.autocast."
+        )
+    return hidden.dtype
+
+
+def _check_out_dtype(out_dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
+    if out_dtype is None:
+        return default
+    if out_dtype not in FLOAT_DTYPES:
+        names = ", ".join(dtype_name(dtype) for dtype in FLOAT_DTYPES)
+        raise TypeError(f"out_dtype must be one of {names} or None, got {out_dtype}.")
+    return out_dtype
+
+
+def _run_reference(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    pooling: str,
+    activation: str,
+    logit_scale: float,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    with torch.autocast(hidden.device.type, enabled=False):
+        if cu_seqlens is not None:
+            _library.check_cu_seqlens(cu_seqlens, hidden.size(0))
+            lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+            longest = int(lengths.max()) if lengths.numel() else 0
+            valid = sequence_mask(cu_seqlens, longest)
+            padded = hidden.new_zeros(*valid.shape, hidden.size(1))
+            hidden = padded.index_put(valid.nonzero(as_tuple=True), hidden)
+        elif attention_mask is None:
+            valid = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+        else:
+            valid = attention_mask != 0
+        if hidden.size(1) == 0:
+            return (hidden.sum() + weight.sum()).to(out_dtype) * hidden.new_zeros(
+                hidden.size(0), weight.size(0), dtype=out_dtype
+            )
+        return _reference.lsr_head(hidden, weight, bias, valid, pooling, activation, float(logit_scale), out_dtype)
+
+
+def _pooled_token(
+    hidden: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, *, last: bool
+) -> tuple[Tensor, Tensor]:
+    """The first or last valid token of each sequence ``[B, D]``, zeros where there is none, and ``[B]`` valid."""
+    if cu_seqlens is not None:
+        cu_seqlens = _library.checked_cu_seqlens(cu_seqlens, hidden.size(0))
+        valid = cu_seqlens[1:] > cu_seqlens[:-1]
+        row = cu_seqlens[1:] - 1 if last else cu_seqlens[:-1]
+        flat = hidden
+    else:
+        batch, length, dim = hidden.shape
+        flat = hidden.reshape(batch * length, dim)
+        mask = hidden.new_ones(batch, length) if attention_mask is None else attention_mask
+        places = torch.arange(length, device=hidden.device)
+        if last:
+            place = torch.where(mask != 0, places, -1).amax(dim=1) if length else mask.new_full((batch,), -1)
+        else:
+            place = torch.where(mask != 0, places, length).amin(dim=1) if length else mask.new_zeros(batch)
+        valid = (place >= 0) & (place < length)
+        row = place.long() + torch.arange(batch, device=hidden.device) * length
+    if flat.size(0) == 0:
+        return hidden.new_zeros(valid.numel(), hidden.size(-1)), valid & False
+    token = flat[torch.where(valid, row, 0)]
+    return token.masked_fill(~valid[:, None], 0), valid
