@@ -1,16 +1,89 @@
-"""BM25 over bm25s."""
+"""BM25 over bm25s: the lexical baseline."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
+
+from tilefold.retrieval._files import require
 from tilefold.retrieval.fusion import Run
+
+__all__ = ["BM25Index", "tokenize"]
+
+# Scripts that are written without spaces: Thai, Lao, Khmer, kana, CJK ideographs; cut into character pairs.
+_UNSPACED = "\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_WORD = re.compile(rf"[{_UNSPACED}]+|[^\W{_UNSPACED}]+")
+_PAIRED = re.compile(rf"[{_UNSPACED}]")
+
+
+def tokenize(text: str, stopwords: frozenset[str] = frozenset()) -> list[str]:
+    """Lower-cased words of at least two characters without `stopwords`.
+
+    Runs of a script that is written without spaces give overlapping pairs of characters instead.
+    """
+    tokens: list[str] = []
+    for match in _WORD.finditer(text.lower()):
+        word = match.group()
+        if _PAIRED.match(word):
+            tokens.extend(word[i : i + 2] for i in range(max(1, len(word) - 1)))
+        elif len(word) > 1 and word not in stopwords:
+            tokens.append(word)
+    return tokens
 
 
 class BM25Index:
+    """BM25 (Lucene's variant) in memory, with English stop words left out."""
+
+    def __init__(self, engine: Any, ids: list[str], stopwords: frozenset[str]) -> None:
+        self._engine, self._ids, self._stopwords = engine, ids, stopwords
+
     @classmethod
-    def build(cls, documents: Mapping[str, str]) -> BM25Index:
-        raise NotImplementedError
+    def build(cls, documents: Mapping[str, str], *, k1: float = 1.5, b: float = 0.75) -> BM25Index:
+        """Index ``{document id: contents}``.
+
+        Raises:
+            ValueError: there is no document, or no document has a word.
+        """
+        bm25s = require("bm25s", "bm25s", "BM25")
+        if not documents:
+            raise ValueError("documents: expected at least one, got none.")
+        stopwords = frozenset(require("bm25s.stopwords", "bm25s", "BM25").STOPWORDS_EN)
+        corpus = [tokenize(text, stopwords) for text in documents.values()]
+        if not any(corpus):
+            raise ValueError("documents: expected at least one with a word, got only empty ones.")
+        engine = bm25s.BM25(k1=k1, b=b)
+        engine.index(corpus, show_progress=False)
+        return cls(engine, list(documents), stopwords)
+
+    @property
+    def n_documents(self) -> int:
+        return len(self._ids)
 
     def search(self, queries: Mapping[str, str], k: int) -> Run:
-        raise NotImplementedError
+        """The at most `k` best documents for each query; documents that share no word are not returned."""
+        if k < 1:
+            raise ValueError(f"k: expected at least 1, got {k}.")
+        run: Run = {}
+        for query_id, text in queries.items():
+            tokens = [t for t in tokenize(text, self._stopwords) if t in self._engine.vocab_dict]
+            if not tokens:
+                run[query_id] = {}
+                continue
+            scores = np.asarray(self._engine.get_scores(tokens), dtype=np.float32)
+            run[query_id] = {self._ids[i]: float(scores[i]) for i in top_positive(scores, k)}
+        return run
+
+
+def top_positive(scores: np.ndarray[Any, np.dtype[np.float32]], k: int) -> list[int]:
+    """Positions of the `k` highest positive scores, best first, equal scores by position."""
+    found = np.flatnonzero(scores > 0)
+    if found.size > k:
+        values = scores[found]
+        threshold = np.partition(values, found.size - k)[found.size - k]
+        above = found[values > threshold]
+        found = np.concatenate([above, found[values == threshold][: k - above.size]])
+    order = np.lexsort((found, -scores[found]))
+    return [int(i) for i in found[order]]

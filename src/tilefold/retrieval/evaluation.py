@@ -2,39 +2,151 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from tilefold.retrieval._files import atomic_file, require
+from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
-from tilefold.retrieval.vectors import SparseVectors
+from tilefold.retrieval.vectors import SparseVectors, check_same_vocabulary
+
+__all__ = [
+    "DEFAULT_MEASURES",
+    "active_terms",
+    "evaluate",
+    "evaluate_per_query",
+    "flops",
+    "read_trec_run",
+    "write_trec_run",
+]
 
 DEFAULT_MEASURES = ("nDCG@10", "R@100", "RR@10")
 
+_RunLike = Mapping[str, Mapping[str, float]]
+_QrelsLike = Mapping[str, Mapping[str, int]]
 
-def evaluate(
-    run: Run, qrels: Mapping[str, Mapping[str, int]], measures: Sequence[str] = DEFAULT_MEASURES
-) -> dict[str, float]:
-    raise NotImplementedError
+
+def evaluate(run: _RunLike, qrels: _QrelsLike, measures: Sequence[str] = DEFAULT_MEASURES) -> dict[str, float]:
+    """Mean of each measure over **all** judged queries; a query without results counts as 0.
+
+    Args:
+        run: query id -> document id -> score. Queries that `qrels` does not judge are ignored.
+        qrels: query id -> document id -> grade.
+        measures: names as ir-measures writes them, such as ``nDCG@10``, ``R@100``, ``RR@10``, ``AP``.
+
+    Returns:
+        ``{measure: mean}`` in the order asked for.
+
+    Raises:
+        ValueError: empty `qrels`, an unknown measure, a score that is not a number.
+    """
+    table = evaluate_per_query(run, qrels, measures)
+    return {name: math.fsum(row[name] for row in table.values()) / len(table) for name in measures}
 
 
 def evaluate_per_query(
-    run: Run, qrels: Mapping[str, Mapping[str, int]], measures: Sequence[str] = DEFAULT_MEASURES
+    run: _RunLike, qrels: _QrelsLike, measures: Sequence[str] = DEFAULT_MEASURES
 ) -> dict[str, dict[str, float]]:
-    """``{query id: {measure: value}}``."""
-    raise NotImplementedError
+    """``{query id: {measure: value}}`` for every judged query; see :func:`evaluate`."""
+    if not measures or isinstance(measures, str):
+        raise ValueError(f"measures: expected a list of names such as ['nDCG@10'], got {measures!r}.")
+    if not any(qrels.values()):
+        raise ValueError("qrels: expected at least one judged query, got none. Check the split.")
+    for query_id, scores in run.items():
+        if any(math.isnan(score) for score in scores.values()):
+            raise ValueError(f"run: query {query_id!r} has a score that is not a number (NaN).")
+    ir_measures = require("ir_measures", "ir-measures", "Evaluation")
+    parsed = [_parse(ir_measures, name) for name in measures]
+    judged = {query_id: dict(grades) for query_id, grades in qrels.items() if grades}
+    kept = {query_id: dict(run[query_id]) for query_id in judged if run.get(query_id)}
+    table = {query_id: dict.fromkeys(measures, 0.0) for query_id in judged}
+    if kept:
+        name_of = dict(zip(parsed, measures, strict=True))
+        for metric in ir_measures.iter_calc(list(name_of), judged, kept):
+            table[metric.query_id][name_of[metric.measure]] = float(metric.value)
+    return table
 
 
-def write_trec_run(run: Run, path: str | Path, tag: str = "tilefold") -> None:
-    raise NotImplementedError
+def _parse(ir_measures: Any, name: str) -> Any:
+    try:
+        return ir_measures.parse_measure(name)
+    except (NameError, ValueError, SyntaxError) as error:
+        raise ValueError(
+            f"measures: expected names such as nDCG@10, R@100, RR@10 or AP, got {name!r} ({error})."
+        ) from error
+
+
+def write_trec_run(run: _RunLike, path: str | Path, tag: str = "tilefold") -> None:
+    """Write ``query Q0 document rank score tag`` lines, best first, ranks from 1; atomically.
+
+    Raises:
+        ValueError: an id or the tag is empty or has white space, which the format cannot carry.
+    """
+    _check_word("tag", tag)
+    with atomic_file(Path(path)) as temporary, temporary.open("w", encoding="utf-8") as stream:
+        for query_id, scores in run.items():
+            _check_word("query id", query_id)
+            ranked = sorted(scores.items(), key=lambda item: -item[1])
+            for rank, (document_id, score) in enumerate(ranked, start=1):
+                _check_word("document id", document_id)
+                stream.write(f"{query_id} Q0 {document_id} {rank} {float(score)!r} {tag}\n")
+
+
+def _check_word(what: str, value: str) -> None:
+    if not value or len(value.split()) != 1:
+        raise ValueError(f"{what}: a TREC run needs words without white space, got {value!r}. Rename it.")
 
 
 def read_trec_run(path: str | Path) -> Run:
-    raise NotImplementedError
+    """Read a TREC run file into ``{query id: {document id: score}}``.
+
+    Raises:
+        FileNotFoundError: no such file.
+        DataError: a line without 6 fields, a score that is not a finite number, a document given twice for a
+            query; the message names file and line.
+    """
+    run: Run = {}
+    with Path(path).open(encoding="utf-8") as stream:
+        for number, line in enumerate(stream, start=1):
+            fields = line.split()
+            if not fields:
+                continue
+            if len(fields) != 6:
+                raise DataError(f"{path}:{number}: expected 6 fields (query Q0 doc rank score tag), got {len(fields)}.")
+            query_id, _, document_id, _, text, _ = fields
+            try:
+                score = float(text)
+            except ValueError:
+                score = math.nan
+            if not math.isfinite(score):
+                raise DataError(f"{path}:{number}: expected a finite score, got {text!r}.")
+            scores = run.setdefault(query_id, {})
+            if document_id in scores:
+                raise DataError(f"{path}:{number}: document {document_id!r} was already given for query {query_id!r}.")
+            scores[document_id] = score
+    return run
 
 
 def active_terms(vectors: SparseVectors) -> float:
-    raise NotImplementedError
+    """Mean number of non-zero terms a vector. 0 when there is no vector."""
+    return float(np.count_nonzero(vectors.data)) / len(vectors) if len(vectors) else 0.0
 
 
 def flops(queries: SparseVectors, documents: SparseVectors) -> float:
-    raise NotImplementedError
+    """Expected number of terms that a query and a document share: the FLOPS of Paria et al. (ICLR 2020).
+
+    ``sum over terms v of P(query has v) * P(document has v)``: the multiplications that one score costs in an
+    inverted index, on average over all pairs.
+    """
+    check_same_vocabulary(queries, documents, "queries", "documents")
+    if not len(queries) or not len(documents):
+        return 0.0
+    counts = [
+        np.bincount(side.indices[side.data != 0], minlength=side.vocab_size).astype(np.float64) / len(side)
+        for side in (queries, documents)
+    ]
+    return float(counts[0] @ counts[1])

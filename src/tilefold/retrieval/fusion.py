@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+__all__ = ["Run", "interpolate", "reciprocal_rank_fusion"]
+
 Run = dict[str, dict[str, float]]
+"""Query id -> document id -> score, higher is better."""
+
+_Scores = Mapping[str, float]
 
 
 def interpolate(
@@ -14,8 +20,98 @@ def interpolate(
     normalization: Literal["min_max", "z_score", "none"] = "min_max",
     k: int = 1000,
 ) -> Run:
-    raise NotImplementedError
+    """Weighted sum of normalised scores, query by query.
+
+    Each run is normalised by its own scores for the query: ``min_max`` maps them to [0, 1], ``z_score`` to
+    mean 0 and deviation 1, ``none`` leaves them. A document that a run did not return gets the minimum of
+    that run for the query after normalisation. When all scores of a run are equal, ``min_max`` gives 1 to
+    its documents and 0 to the others, and ``z_score`` gives 0 to all. A run without results for a query adds
+    nothing to that query.
+
+    Args:
+        runs: at least one run.
+        weights: one finite number a run; equal weights of ``1 / len(runs)`` when None.
+        normalization: see above.
+        k: documents kept for each query.
+
+    Returns:
+        A run over the union of queries, documents by falling score; equal scores keep the order in which the
+        runs brought them.
+    """
+    weights = _check(runs, weights, k)
+    normalizers: dict[str, Callable[[_Scores], tuple[dict[str, float], float]]] = {
+        "min_max": _min_max,
+        "z_score": _z_score,
+        "none": _plain,
+    }
+    if normalization not in normalizers:
+        raise ValueError(f"normalization: expected one of {', '.join(normalizers)}, got {normalization!r}.")
+    normalize = normalizers[normalization]
+    fused: Run = {}
+    for query_id in _queries(runs):
+        present = [
+            (weight, *normalize(run[query_id])) for run, weight in zip(runs, weights, strict=True) if run.get(query_id)
+        ]
+        documents = dict.fromkeys(doc for _, scores, _ in present for doc in scores)
+        total = {doc: sum(weight * scores.get(doc, low) for weight, scores, low in present) for doc in documents}
+        fused[query_id] = _top(total, k)
+    return fused
 
 
 def reciprocal_rank_fusion(runs: Sequence[Run], k: int = 60) -> Run:
-    raise NotImplementedError
+    """Sum of ``1 / (k + rank)`` over the runs, ranks from 1 (Cormack, Clarke and Büttcher, SIGIR 2009).
+
+    A document that a run did not return gets nothing from that run. Equal scores within a run are ranked in
+    the order in which the run holds them.
+    """
+    _check(runs, None, k)
+    fused: Run = {}
+    for query_id in _queries(runs):
+        total: dict[str, float] = {}
+        for run in runs:
+            for rank, doc in enumerate(_top(run.get(query_id, {}), None), start=1):
+                total[doc] = total.get(doc, 0.0) + 1.0 / (k + rank)
+        fused[query_id] = _top(total, None)
+    return fused
+
+
+def _check(runs: Sequence[Run], weights: Sequence[float] | None, k: int) -> Sequence[float]:
+    if not runs:
+        raise ValueError("runs: expected at least one run, got none.")
+    if k < 1:
+        raise ValueError(f"k: expected at least 1, got {k}.")
+    if weights is None:
+        return [1.0 / len(runs)] * len(runs)
+    if len(weights) != len(runs):
+        raise ValueError(f"weights: expected one number for each of {len(runs)} runs, got {len(weights)}.")
+    if not all(math.isfinite(weight) for weight in weights):
+        raise ValueError(f"weights: expected finite numbers, got {list(weights)}.")
+    return weights
+
+
+def _queries(runs: Sequence[Run]) -> list[str]:
+    return list(dict.fromkeys(query_id for run in runs for query_id in run))
+
+
+def _top(scores: _Scores, k: int | None) -> dict[str, float]:
+    return dict(sorted(scores.items(), key=lambda item: -item[1])[:k])
+
+
+def _plain(scores: _Scores) -> tuple[dict[str, float], float]:
+    return dict(scores), min(scores.values())
+
+
+def _min_max(scores: _Scores) -> tuple[dict[str, float], float]:
+    low, high = min(scores.values()), max(scores.values())
+    if high == low:
+        return dict.fromkeys(scores, 1.0), 0.0
+    return {doc: (score - low) / (high - low) for doc, score in scores.items()}, 0.0
+
+
+def _z_score(scores: _Scores) -> tuple[dict[str, float], float]:
+    mean = math.fsum(scores.values()) / len(scores)
+    deviation = math.sqrt(math.fsum((score - mean) ** 2 for score in scores.values()) / len(scores))
+    if deviation == 0.0:
+        return dict.fromkeys(scores, 0.0), 0.0
+    normalized = {doc: (score - mean) / deviation for doc, score in scores.items()}
+    return normalized, min(normalized.values())

@@ -1,53 +1,60 @@
-"""Sparse vectors in memory and on disk."""
+"""Sparse vectors on disk: Parquet shards and a manifest that says when they are whole.
+
+A folder of vectors holds ``part-00000.parquet``, ``part-00001.parquet``, ... with the columns ``id``
+(string), ``indices`` (list of int32) and ``weights`` (list of float32), and ``manifest.json``
+(:class:`VectorManifest`).
+Shards and manifest are replaced atomically and a shard counts only once the manifest lists it, so that an
+interrupted writer can go on where it stopped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from tilefold.retrieval._files import atomic_file, read_json_object, require, sha256_file, write_json
+from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary, vocabulary_fingerprint
+from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 
-@dataclass
-class SparseVectors:
-    ids: list[str]
-    indptr: npt.NDArray[np.int64]
-    indices: npt.NDArray[np.int32]
-    data: npt.NDArray[np.float32]
-    vocab_size: int
-    fingerprint: str | None = None
+__all__ = [
+    "SparseVectorWriter",
+    "SparseVectors",
+    "VectorManifest",
+    "check_same_vocabulary",
+    "export_jsonl",
+    "iter_shards",
+    "read_manifest",
+    "read_vectors",
+    "vocabulary_fingerprint",
+    "write_vectors",
+]
 
-    @classmethod
-    def from_rows(
-        cls,
-        rows: Mapping[str, Mapping[int, float]],
-        vocab_size: int,
-        fingerprint: str | None = None,
-    ) -> SparseVectors:
-        raise NotImplementedError
-
-    @classmethod
-    def from_torch(
-        cls, ids: Sequence[str], matrix: Any, fingerprint: str | None = None, min_weight: float = 0.0
-    ) -> SparseVectors:
-        raise NotImplementedError
-
-    @classmethod
-    def concatenate(cls, parts: Iterable[SparseVectors]) -> SparseVectors:
-        raise NotImplementedError
-
-    def row(self, i: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        return len(self.ids)
+SCHEMA_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+_REMEDY = "Write the vectors again (tilefold encode)."
 
 
 @dataclass
 class VectorManifest:
+    """What a folder of vectors holds.
+
+    Attributes:
+        vocab_size, fingerprint: of the vocabulary; see :class:`SparseVectors`.
+        model_name: the model that made the vectors, if known.
+        kind: ``"document"`` or ``"query"``.
+        n_documents: rows in all shards.
+        shards: ``{"file", "rows", "nonzeros", "sha256"}`` for each shard, in order.
+        settings: how the vectors were made; two writers may share a folder only if these are equal.
+        failed: id -> reason, for texts that have no vector.
+        complete: whether the writer finished.
+        schema_version: of this layout.
+    """
+
     vocab_size: int
     fingerprint: str | None
     model_name: str | None
@@ -57,10 +64,23 @@ class VectorManifest:
     settings: dict[str, Any] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     complete: bool = False
-    schema_version: int = 1
+    schema_version: int = SCHEMA_VERSION
 
 
 class SparseVectorWriter:
+    """Write vectors shard by shard.
+
+    Args:
+        path: the folder, made when missing.
+        vocab_size, fingerprint, model_name, kind, settings: see :class:`VectorManifest`.
+        resume: go on with what an earlier writer left in `path` if it was made the same way. Otherwise, and
+            with ``resume=False``, earlier shards are discarded.
+
+    Raises:
+        FileExistsError: `path` holds files but no manifest, so it is not a folder of vectors.
+        DataError: ``resume=True`` and the earlier vectors were made in another way.
+    """
+
     def __init__(
         self,
         path: str | Path,
@@ -72,24 +92,155 @@ class SparseVectorWriter:
         settings: Mapping[str, Any] | None = None,
         resume: bool = False,
     ) -> None:
-        raise NotImplementedError
+        _arrow()
+        self.path = Path(path)
+        manifest = VectorManifest(vocab_size, fingerprint, model_name, kind, settings=dict(settings or {}))
+        earlier = self._earlier()
+        if earlier is not None and resume:
+            _check_resumable(self.path, earlier, manifest)
+            manifest = earlier
+        self.manifest = manifest
+        if earlier is None or not resume:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._save()
+            for stale in self.path.glob("part-*.parquet"):
+                stale.unlink()
+
+    def _earlier(self) -> VectorManifest | None:
+        if self.path.is_file():
+            raise FileExistsError(f"{self.path}: expected a folder for vectors, got a file.")
+        if (self.path / MANIFEST_NAME).exists():
+            return _load_manifest(self.path)
+        if self.path.exists() and any(self.path.iterdir()):
+            raise FileExistsError(
+                f"{self.path}: expected a new folder or one with vectors, got one with other files. "
+                "Choose another path; nothing was overwritten."
+            )
+        return None
 
     def has_shard(self, number: int) -> bool:
-        raise NotImplementedError
+        """Whether shard `number` is whole: listed in the manifest, and its file is there and unchanged."""
+        if number >= len(self.manifest.shards):
+            return False
+        shard = self.manifest.shards[number]
+        file = self.path / str(shard["file"])
+        return file.is_file() and sha256_file(file) == shard["sha256"]
 
     def write_shard(self, number: int, vectors: SparseVectors, failed: Mapping[str, str] | None = None) -> None:
-        raise NotImplementedError
+        """Write shard `number` (the next one, or one to replace) and list it in the manifest."""
+        check_same_vocabulary(self.manifest, vectors, "the folder", "vectors")
+        if not 0 <= number <= len(self.manifest.shards):
+            raise ValueError(
+                f"number: expected at most {len(self.manifest.shards)}, the next shard, got {number}. "
+                "Shards are written in order."
+            )
+        file = self.path / f"part-{number:05d}.parquet"
+        with atomic_file(file) as temporary:
+            _write_parquet(vectors, temporary)
+            digest = sha256_file(temporary)
+        shard = {
+            "file": file.name,
+            "rows": len(vectors),
+            "nonzeros": int(vectors.indices.size),
+            "sha256": digest,
+        }
+        self.manifest.shards[number : number + 1] = [shard]
+        self.manifest.n_documents = sum(int(part["rows"]) for part in self.manifest.shards)
+        self.manifest.failed.update(failed or {})
+        self.manifest.complete = False
+        self._save()
 
     def finish(self) -> VectorManifest:
-        raise NotImplementedError
+        """Mark the folder as complete."""
+        self.manifest.complete = True
+        self._save()
+        return self.manifest
+
+    def _save(self) -> None:
+        write_json(self.path / MANIFEST_NAME, asdict(self.manifest))
+
+
+def _check_resumable(path: Path, earlier: VectorManifest, wanted: VectorManifest) -> None:
+    names = ("vocab_size", "fingerprint", "model_name", "kind")
+    before = {name: getattr(earlier, name) for name in names} | earlier.settings
+    now = {name: getattr(wanted, name) for name in names} | wanted.settings
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if changed:
+        detail = "; ".join(f"{name}: {before.get(name)!r} before, {now.get(name)!r} now" for name in changed)
+        raise DataError(
+            f"{path}: holds vectors that were made in another way ({detail}). "
+            "Choose another folder, or pass resume=False to write them again."
+        )
 
 
 def read_manifest(path: str | Path) -> VectorManifest:
-    raise NotImplementedError
+    """The manifest of the folder `path`, complete or not."""
+    return _load_manifest(Path(path))
+
+
+def _load_manifest(folder: Path) -> VectorManifest:
+    file = folder / MANIFEST_NAME
+    value = read_json_object(file, _REMEDY)
+    known = {item.name for item in fields(VectorManifest)}
+    version = value.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise DataError(f"{file}: expected schema_version {SCHEMA_VERSION}, got {version!r}. {_REMEDY}")
+    try:
+        manifest = VectorManifest(**{key: item for key, item in value.items() if key in known})
+        well_formed = (
+            isinstance(manifest.vocab_size, int)
+            and isinstance(manifest.failed, dict)
+            and all({"file", "rows", "sha256"} <= set(shard) for shard in manifest.shards)
+        )
+    except TypeError as error:
+        raise DataError(f"{file}: expected a manifest of vectors, got another object ({error}).") from error
+    if not well_formed:
+        raise DataError(f"{file}: expected a manifest of vectors, got fields of other types. {_REMEDY}")
+    return manifest
 
 
 def read_vectors(path: str | Path) -> SparseVectors:
-    raise NotImplementedError
+    """Read a folder of vectors into memory.
+
+    Raises:
+        FileNotFoundError: no manifest or a listed shard is missing.
+        DataError: the writer did not finish, or a shard is damaged or holds bad vectors; names the file.
+    """
+    folder = Path(path)
+    manifest = _load_manifest(folder)
+    if not manifest.complete:
+        raise DataError(
+            f"{folder}: expected complete vectors, got {len(manifest.shards)} shard(s) of an unfinished run. "
+            "Run the same `tilefold encode` again; it goes on where it stopped."
+        )
+    parts = list(iter_shards(folder, manifest))
+    if not parts:
+        empty = np.zeros(0)
+        return SparseVectors(
+            [],
+            np.zeros(1, np.int64),
+            empty.astype(np.int32),
+            empty.astype(np.float32),
+            manifest.vocab_size,
+            manifest.fingerprint,
+        )
+    return SparseVectors.concatenate(parts)
+
+
+def iter_shards(path: str | Path, manifest: VectorManifest | None = None) -> Iterator[SparseVectors]:
+    """Yield the listed shards one at a time, checked; for collections larger than memory."""
+    folder = Path(path)
+    manifest = manifest or _load_manifest(folder)
+    for shard in manifest.shards:
+        file = folder / str(shard["file"])
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}: listed in the manifest, but there is no such file. {_REMEDY}")
+        if sha256_file(file) != shard["sha256"]:
+            raise DataError(f"{file}: damaged; its checksum is not the one in the manifest. {_REMEDY}")
+        vectors = _read_parquet(file, manifest.vocab_size, manifest.fingerprint)
+        if len(vectors) != shard["rows"]:
+            raise DataError(f"{file}: expected {shard['rows']} rows, got {len(vectors)}. {_REMEDY}")
+        yield vectors
 
 
 def write_vectors(
@@ -100,12 +251,94 @@ def write_vectors(
     kind: str = "document",
     shard_size: int = 65536,
 ) -> VectorManifest:
-    raise NotImplementedError
+    """Write vectors that are in memory to the folder `path`, replacing vectors that were there."""
+    if shard_size < 1:
+        raise ValueError(f"shard_size: expected at least 1, got {shard_size}.")
+    writer = SparseVectorWriter(
+        path, vocab_size=vectors.vocab_size, fingerprint=vectors.fingerprint, model_name=model_name, kind=kind
+    )
+    for number, start in enumerate(range(0, len(vectors), shard_size)):
+        writer.write_shard(number, vectors.slice(start, start + shard_size))
+    return writer.finish()
 
 
-def export_jsonl(vectors: SparseVectors, path: str | Path, tokens: Sequence[str] | None = None) -> None:
-    raise NotImplementedError
+def _arrow() -> tuple[Any, Any]:
+    purpose = "Storing vectors"
+    return require("pyarrow", "pyarrow", purpose), require("pyarrow.parquet", "pyarrow", purpose)
 
 
-def vocabulary_fingerprint(tokenizer: Any) -> str | None:
-    raise NotImplementedError
+def _write_parquet(vectors: SparseVectors, path: Path) -> None:
+    pa, pq = _arrow()
+    if vectors.indices.size > np.iinfo(np.int32).max:
+        raise ValueError(f"vectors: expected fewer than 2^31 weights a shard, got {vectors.indices.size}.")
+    offsets = pa.array(vectors.indptr.astype(np.int32))
+    table = pa.table(
+        {
+            "id": pa.array(vectors.ids, pa.string()),
+            "indices": pa.ListArray.from_arrays(offsets, pa.array(vectors.indices, pa.int32())),
+            "weights": pa.ListArray.from_arrays(offsets, pa.array(vectors.data, pa.float32())),
+        }
+    )
+    pq.write_table(table, path, compression="zstd")
+
+
+def _read_parquet(path: Path, vocab_size: int, fingerprint: str | None) -> SparseVectors:
+    pa, pq = _arrow()
+    try:
+        table = pq.read_table(path, columns=["id", "indices", "weights"]).combine_chunks()
+        columns = [table.column(name).combine_chunks() for name in ("id", "indices", "weights")]
+        ids, indices, weights = columns
+        lengths = indices.value_lengths().to_numpy(zero_copy_only=False)
+        same = bool((lengths == weights.value_lengths().to_numpy(zero_copy_only=False)).all())
+        arrays = (
+            indices.flatten().to_numpy(zero_copy_only=False),
+            weights.flatten().to_numpy(zero_copy_only=False),
+        )
+    except (pa.ArrowException, OSError, KeyError, AttributeError) as error:
+        raise DataError(f"{path}: expected Parquet with id, indices and weights, got ({error}). {_REMEDY}") from error
+    if not same or any(column.null_count for column in columns):
+        raise DataError(f"{path}: expected as many weights as indices and no nulls, got others. {_REMEDY}")
+    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    try:
+        return SparseVectors(ids.to_pylist(), indptr, *arrays, vocab_size, fingerprint)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def export_jsonl(
+    vectors: SparseVectors,
+    path: str | Path,
+    tokens: Sequence[str] | None = None,
+    *,
+    contents: Mapping[str, str] | None = None,
+    scale: float | None = None,
+) -> None:
+    """Write one ``{"id", "contents", "vector": {token: weight}}`` a line, as Anserini and Pyserini read it.
+
+    Args:
+        tokens: token of each index; the index itself, as text, when None.
+        contents: id -> text for the ``contents`` field, which is empty otherwise.
+        scale: weights become ``round(weight * scale)``, for engines that index integer impacts (100 is
+            usual); terms that round to 0 are dropped. Floats are written when None.
+
+    Raises:
+        VocabularyMismatchError: a weight at an index for which there is no token.
+        DataError: two terms of one vector share their token text, so that the line could not hold both.
+    """
+    highest = int(vectors.indices.max()) if vectors.indices.size else -1
+    if tokens is not None and highest >= len(tokens):
+        raise VocabularyMismatchError(
+            f"tokens: expected a token for every index up to {highest}, got {len(tokens)} tokens. "
+            "Pass the vocabulary of the model that made the vectors."
+        )
+    with atomic_file(Path(path)) as temporary, temporary.open("w", encoding="utf-8") as stream:
+        for i, row_id in enumerate(vectors.ids):
+            terms, weights = vectors.row(i)
+            names = [str(term) if tokens is None else tokens[term] for term in terms.tolist()]
+            if len(set(names)) != len(names):
+                raise DataError(f"tokens: two terms of {row_id!r} have the same text. Pass tokens=None.")
+            vector: dict[str, float] = dict(zip(names, weights.tolist(), strict=True))
+            if scale is not None:
+                vector = {name: q for name, w in vector.items() if (q := round(w * scale)) > 0}
+            line = {"id": row_id, "contents": (contents or {}).get(row_id, ""), "vector": vector}
+            stream.write(json.dumps(line, ensure_ascii=False) + "\n")

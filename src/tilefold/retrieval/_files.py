@@ -1,0 +1,123 @@
+"""Atomic files and directories, JSON and checksums."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Collection as AnyCollection
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tilefold.retrieval.errors import DataError, MissingPackageError
+
+
+def require(module: str, package: str, purpose: str) -> Any:
+    """Import an optional `module`, or say which `package` to install and why it is needed."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{purpose} needs the package {package}, which could not be imported ({error}). "
+            f"Install it with `pip install {package}` or `pip install 'tilefold[retrieval]'`."
+        ) from error
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; it replaces `path` only when the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+@contextmanager
+def atomic_directory(path: Path, *, own_names: AnyCollection[str]) -> Iterator[Path]:
+    """Yield a temporary directory beside `path`; it takes the place of `path` when the block ends well.
+
+    A directory that already holds anything but `own_names` is never replaced.
+    """
+    check_replaceable(path, own_names)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o777 & ~_umask())
+        _swap(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def check_replaceable(path: Path, own_names: AnyCollection[str]) -> None:
+    """Raise FileExistsError when `path` is a file, or a directory with names other than `own_names`."""
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise FileExistsError(f"{path}: expected a new or an own directory, got a file. Choose another path.")
+    strange = sorted(entry.name for entry in path.iterdir() if entry.name not in own_names)
+    if strange:
+        raise FileExistsError(
+            f"{path}: expected a new or an own directory, got one with other files "
+            f"({', '.join(strange[:3])}). Choose another path; nothing was overwritten."
+        )
+
+
+def _swap(new: Path, path: Path) -> None:
+    if not path.exists():
+        new.replace(path)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
+    path.replace(old)
+    try:
+        new.replace(path)
+    except OSError:
+        old.replace(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def write_json(path: Path, value: Any) -> None:
+    with atomic_file(path) as temporary:
+        temporary.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
+    """The JSON object in `path`; FileNotFoundError or DataError otherwise, ending in `remedy`."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file. {remedy}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"{path}: expected a JSON object, got malformed JSON ({error}). {remedy}") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: expected a JSON object, got {type(value).__name__}. {remedy}")
+    return value
+
+
+def sha256_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

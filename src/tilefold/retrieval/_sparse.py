@@ -1,0 +1,236 @@
+"""Sparse vectors in memory: CSR arrays with ids, a vocabulary size and a vocabulary fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tilefold.retrieval.errors import DataError, VocabularyMismatchError
+
+
+@dataclass
+class SparseVectors:
+    """N sparse vectors over a vocabulary of V terms.
+
+    Attributes:
+        ids: N unique, non-empty strings.
+        indptr: int64 ``[N + 1]``; row `i` is ``indices[indptr[i]:indptr[i + 1]]``.
+        indices: int32 ``[nnz]``, terms in ``[0, V)``, ascending and unique within a row.
+        data: float32 ``[nnz]``, finite and not negative.
+        vocab_size: V.
+        fingerprint: what :func:`vocabulary_fingerprint` gave for the tokenizer, or None when unknown.
+
+    The arrays are checked on construction; rows whose terms are out of order are sorted.
+
+    Raises:
+        DataError: shapes that do not fit, an index out of range or twice in a row, a weight that is NaN,
+            infinite or negative, an empty or repeated id. The message names the row.
+    """
+
+    ids: list[str]
+    indptr: npt.NDArray[np.int64]
+    indices: npt.NDArray[np.int32]
+    data: npt.NDArray[np.float32]
+    vocab_size: int
+    fingerprint: str | None = None
+
+    def __post_init__(self) -> None:
+        self.ids = list(self.ids)
+        self.indptr = np.ascontiguousarray(self.indptr, dtype=np.int64)
+        self.indices = _as_int32(self.indices)
+        self.data = np.ascontiguousarray(self.data, dtype=np.float32)
+        _check_ids(self.ids)
+        self._check_layout()
+        self._check_values()
+        self._sort_rows()
+
+    def _check_layout(self) -> None:
+        n, nnz = len(self.ids), self.indices.size
+        if self.vocab_size < 1:
+            raise DataError(f"vocab_size: expected at least 1, got {self.vocab_size}.")
+        if self.indptr.shape != (n + 1,):
+            raise DataError(f"indptr: expected {n + 1} offsets for {n} ids, got shape {self.indptr.shape}.")
+        if self.indices.shape != (nnz,) or self.data.shape != (nnz,):
+            raise DataError(
+                "indices and data: expected two flat arrays of one length, "
+                f"got shapes {self.indices.shape} and {self.data.shape}."
+            )
+        if self.indptr[0] != 0 or self.indptr[-1] != nnz or bool((np.diff(self.indptr) < 0).any()):
+            raise DataError(f"indptr: expected offsets that rise from 0 to {nnz}, got others.")
+
+    def _check_values(self) -> None:
+        low, high = (int(self.indices.min()), int(self.indices.max())) if self.indices.size else (0, 0)
+        if low < 0 or high >= self.vocab_size:
+            at = int(np.flatnonzero((self.indices < 0) | (self.indices >= self.vocab_size))[0])
+            raise DataError(
+                f"indices: expected terms in [0, {self.vocab_size}), got {self.indices[at]} "
+                f"for {self._owner(at)}. Were the vectors made with another vocabulary?"
+            )
+        bad = ~np.isfinite(self.data) | (self.data < 0)
+        if bad.any():
+            at = int(np.flatnonzero(bad)[0])
+            raise DataError(
+                f"data: expected finite weights of at least 0, got {self.data[at]} for {self._owner(at)} "
+                f"({int(bad.sum())} in all). Check the model's output and its activation."
+            )
+
+    def _sort_rows(self) -> None:
+        rows = np.repeat(np.arange(len(self.ids), dtype=np.int64), np.diff(self.indptr))
+        keys = rows * self.vocab_size + self.indices
+        steps = np.diff(keys)
+        if (steps <= 0).any():
+            order = np.argsort(keys, kind="stable")
+            self.indices, self.data, steps = self.indices[order], self.data[order], np.diff(keys[order])
+        if (steps == 0).any():
+            at = int(np.flatnonzero(steps == 0)[0])
+            raise DataError(f"indices: term {self.indices[at]} is given twice for {self._owner(at)}.")
+
+    def _owner(self, position: int) -> str:
+        return repr(self.ids[int(np.searchsorted(self.indptr, position, side="right")) - 1])
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: Mapping[str, Mapping[int, float]],
+        vocab_size: int,
+        fingerprint: str | None = None,
+    ) -> SparseVectors:
+        """From ``{id: {term index: weight}}``."""
+        lengths = [len(row) for row in rows.values()]
+        indices = np.fromiter((term for row in rows.values() for term in row), dtype=np.int64)
+        data = np.fromiter((weight for row in rows.values() for weight in row.values()), dtype=np.float32)
+        return cls(list(rows), _offsets(lengths), _as_int32(indices), data, vocab_size, fingerprint)
+
+    @classmethod
+    def from_torch(
+        cls, ids: Sequence[str], matrix: Any, fingerprint: str | None = None, min_weight: float = 0.0
+    ) -> SparseVectors:
+        """From a torch tensor ``[N, V]``: dense, sparse COO or CSR; any device, any float dtype.
+
+        Entries that are 0, or positive and not above `min_weight`, are dropped; NaN and negative entries are
+        kept so that they are reported.
+        """
+        torch = import_module("torch")
+        if not isinstance(matrix, torch.Tensor) or matrix.ndim != 2 or matrix.shape[0] != len(ids):
+            got = tuple(matrix.shape) if isinstance(matrix, torch.Tensor) else type(matrix).__name__
+            raise DataError(f"matrix: expected a tensor [{len(ids)}, V] for {len(ids)} ids, got {got}.")
+        matrix = matrix.detach()
+        if matrix.layout == torch.sparse_csr:
+            counts = matrix.crow_indices().diff()
+            rows = torch.repeat_interleave(torch.arange(len(ids), device=matrix.device), counts)
+            columns, values = matrix.col_indices(), matrix.values()
+        else:
+            sparse = matrix.coalesce() if matrix.layout == torch.sparse_coo else matrix.to_sparse_coo()
+            rows, columns = sparse.indices().unbind(0)
+            values = sparse.values()
+        keep = (values > min_weight) | (values < 0) | values.isnan()
+        rows, columns, values = (part[keep].cpu() for part in (rows, columns, values))
+        lengths = np.bincount(rows.numpy(), minlength=len(ids))
+        return cls(
+            list(ids),
+            _offsets(lengths),
+            columns.to(torch.int32).numpy(),
+            values.float().numpy(),
+            int(matrix.shape[1]),
+            fingerprint,
+        )
+
+    @classmethod
+    def concatenate(cls, parts: Iterable[SparseVectors]) -> SparseVectors:
+        """All rows of `parts`, which must share one vocabulary, in order.
+
+        Raises:
+            VocabularyMismatchError: two parts differ in vocabulary size or fingerprint.
+            ValueError: there is no part.
+        """
+        parts = list(parts)
+        if not parts:
+            raise ValueError("parts: expected at least one set of vectors, got none.")
+        for number, part in enumerate(parts[1:], start=1):
+            check_same_vocabulary(parts[0], part, "parts[0]", f"parts[{number}]")
+        lengths = np.concatenate([np.diff(part.indptr) for part in parts])
+        return cls(
+            [row_id for part in parts for row_id in part.ids],
+            _offsets(lengths),
+            np.concatenate([part.indices for part in parts]),
+            np.concatenate([part.data for part in parts]),
+            parts[0].vocab_size,
+            next((part.fingerprint for part in parts if part.fingerprint), None),
+        )
+
+    def slice(self, start: int, stop: int) -> SparseVectors:
+        """Rows `start` to `stop` as vectors of their own."""
+        ids, pointers = self.ids[start:stop], self.indptr[start : max(start, stop) + 1]
+        low, high = int(pointers[0]), int(pointers[-1])
+        return SparseVectors(
+            ids,
+            pointers - low,
+            self.indices[low:high],
+            self.data[low:high],
+            self.vocab_size,
+            self.fingerprint,
+        )
+
+    def row(self, i: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Terms and weights of row `i`."""
+        low, high = int(self.indptr[i]), int(self.indptr[i + 1])
+        return self.indices[low:high], self.data[low:high]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def check_same_vocabulary(
+    left: SparseVectors | Any, right: SparseVectors | Any, left_name: str, right_name: str
+) -> None:
+    """Raise VocabularyMismatchError unless sizes are equal, and fingerprints too where both are known."""
+    if left.vocab_size != right.vocab_size:
+        raise VocabularyMismatchError(
+            f"{right_name}: expected the vocabulary of {left_name} with {left.vocab_size} terms, "
+            f"got one with {right.vocab_size}. Encode both with the same model."
+        )
+    if left.fingerprint and right.fingerprint and left.fingerprint != right.fingerprint:
+        raise VocabularyMismatchError(
+            f"{right_name}: expected the vocabulary of {left_name} (fingerprint {left.fingerprint[:12]}), "
+            f"got another of the same size ({right.fingerprint[:12]}). Encode both with the same model."
+        )
+
+
+def vocabulary_fingerprint(tokenizer: Any) -> str | None:
+    """SHA-256 over the (token, index) pairs of a tokenizer's vocabulary; None when it has no vocabulary."""
+    get_vocab = getattr(tokenizer, "get_vocab", None)
+    if get_vocab is None:
+        return None
+    digest = hashlib.sha256()
+    for token, index in sorted(get_vocab().items(), key=lambda item: (item[1], item[0])):
+        digest.update(f"{index}\t{token}\n".encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def _offsets(lengths: Any) -> npt.NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(lengths, dtype=np.int64))])
+
+
+def _as_int32(indices: Any) -> npt.NDArray[np.int32]:
+    array = np.asarray(indices)
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise DataError(f"indices: expected integers, got {array.dtype}.")
+    if array.size and (array.max() > np.iinfo(np.int32).max or array.min() < np.iinfo(np.int32).min):
+        raise DataError(f"indices: expected terms that fit int32, got {array.min()} to {array.max()}.")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def _check_ids(ids: list[str]) -> None:
+    seen: set[str] = set()
+    for number, value in enumerate(ids):
+        if not isinstance(value, str) or not value:
+            raise DataError(f"ids[{number}]: expected a non-empty string, got {value!r}.")
+        if value in seen:
+            raise DataError(f"ids[{number}]: {value!r} was given before. Ids must be unique.")
+        seen.add(value)
