@@ -1,0 +1,97 @@
+"""The correctness gate: a benchmark row is shown only if its implementation was right in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Largest allowed relative errors ``||out - ref|| / ||ref||`` of the output and of every gradient."""
+
+    forward: float
+    gradient: float
+
+
+# Output rounding dominates (unit roundoff 3.9e-3 for bf16, 4.9e-4 for fp16, root mean square about 0.4 of that);
+# products accumulate in fp32. A gradient is rounded twice. One step of room is left above either.
+BUDGETS: Mapping[str, Budget] = {
+    "bfloat16": Budget(forward=4e-3, gradient=8e-3),
+    "float16": Budget(forward=5e-4, gradient=1e-3),
+    "float32": Budget(forward=2e-5, gradient=5e-5),
+    "float64": Budget(forward=1e-12, gradient=1e-11),
+}
+
+# Baselines that keep logits in the input's dtype pick another winner where two round to the same value, so their
+# gradients are far off by construction. They must only be the same function, not as exact; the error is shown.
+BASELINE_BUDGETS: Mapping[str, Budget] = {
+    "bfloat16": Budget(forward=3e-2, gradient=0.5),
+    "float16": Budget(forward=5e-3, gradient=0.2),
+    "float32": Budget(forward=2e-5, gradient=5e-5),
+    "float64": Budget(forward=1e-12, gradient=1e-11),
+}
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """What the gate found.
+
+    Attributes:
+        errors: relative error of each checked quantity; infinite where a value is not finite.
+        budget: what was allowed. Names that start with ``"d"`` are gradients.
+    """
+
+    errors: Mapping[str, float]
+    budget: Budget
+
+    def limit(self, name: str) -> float:
+        """The budget that applies to the quantity ``name``."""
+        return self.budget.gradient if name.startswith("d") else self.budget.forward
+
+    @property
+    def failures(self) -> list[str]:
+        """One readable line for each quantity over its budget."""
+        return [
+            f"{name} error {error:.2e} > {self.limit(name):.0e}"
+            for name, error in self.errors.items()
+            if not error <= self.limit(name)
+        ]
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was checked and everything stayed within budget."""
+        return bool(self.errors) and not self.failures
+
+    def worst(self, gradients: bool) -> float | None:
+        """The largest error among gradients, or among outputs; ``None`` if none was checked."""
+        values = [error for name, error in self.errors.items() if name.startswith("d") is gradients]
+        return max(values) if values else None
+
+
+def relative_error(out: Tensor, reference: Tensor) -> float:
+    """``||out - reference|| / ||reference||`` in fp64; infinite for another shape or any non-finite value.
+
+    An all-zero reference gives the norm of ``out`` itself.
+    """
+    if out.shape != reference.shape:
+        return float("inf")
+    out, reference = out.double(), reference.double()
+    if not bool(out.isfinite().all()):
+        return float("inf")
+    scale = float(reference.norm())
+    return float((out - reference).norm()) / (scale if scale > 0 else 1.0)
+
+
+def poison_allocator(like: Sequence[Tensor]) -> None:
+    """Fill and free blocks of the sizes of ``like`` with NaN, so that an element nobody writes shows up as one.
+
+    Effective on CUDA, whose caching allocator hands the same blocks out again.
+    """
+    blocks = [torch.full_like(tensor, float("nan")) for tensor in like if tensor.is_floating_point()]
+    if blocks and blocks[0].is_cuda:
+        torch.cuda.synchronize()
+    del blocks

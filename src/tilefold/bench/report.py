@@ -1,0 +1,137 @@
+"""The tables that ``tilefold bench`` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from tilefold.bench.provenance import Provenance
+    from tilefold.bench.registry import BenchCase, BenchSpec
+    from tilefold.bench.runner import BenchRow, Verdict
+
+_COLUMNS = ("impl", "fwd ms", "x eager", "TFLOP/s", "of floor", "peak MiB", "f+b ms", "x eager", "of floor", "peak MiB")
+_BARE = "gemm"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if value == 0:
+        return "0"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _spread(row: BenchRow, phase: str) -> str:
+    p20, p50, p80 = (getattr(row, f"{phase}_{name}_ms") for name in ("p20", "p50", "p80"))
+    return "-" if p50 is None else f"{_number(p50)} ({_number(p20)}..{_number(p80)})"
+
+
+def _speedup(row: BenchRow, base: BenchRow | None, phase: str) -> str:
+    mine = getattr(row, f"{phase}_p50_ms")
+    theirs = getattr(base, f"{phase}_p50_ms", None)
+    return "-" if not mine or theirs is None else f"{theirs / mine:.2f}"
+
+
+def _share(row: BenchRow, phase: str) -> str:
+    floor, mine = getattr(row, f"{phase}_floor_ms"), getattr(row, f"{phase}_p50_ms")
+    return "-" if not mine or floor is None else f"{100 * floor / mine:.0f}%"
+
+
+def _error(row: BenchRow) -> str:
+    def one(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1e}"
+
+    return f"{one(row.forward_error)} / {one(row.gradient_error)}"
+
+
+def case_title(case: BenchCase, rows: Sequence[BenchRow]) -> str:
+    """The shape, its dtype, and how much of it is valid and active."""
+    dims = ", ".join(f"{name}={size}" for name, size in case.dims.items())
+    row = rows[0]
+    active = "" if row.active is None else f", {100 * row.active:.3g}% of scores positive"
+    return f"{row.op} {case.name} ({dims}; {case.dtype}; {row.valid_tokens} valid tokens{active})"
+
+
+def case_table(spec: BenchSpec, case: BenchCase, rows: Sequence[BenchRow]) -> Table:
+    """One case: a line for each implementation; without a time where its gate failed."""
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table(title=case_title(case, rows), title_justify="left", header_style="bold")
+    names = [name if name != "x eager" else f"x {spec.baseline}" for name in _COLUMNS]
+    for position, name in enumerate([*names, "error fwd / grad"]):
+        table.add_column(name, justify="left" if position == 0 else "right", no_wrap=True)
+    base = next((row for row in rows if row.impl == spec.baseline and row.status == "ok"), None)
+    for row in rows:
+        name = f"{row.impl} ({row.label})" if row.impl == "tilefold" and row.label else row.impl
+        if row.status != "ok":
+            blanks = ["-"] * (len(_COLUMNS) - 2)
+            table.add_row(name, row.status, *blanks, _error(row), style="red" if row.failed_gate else "dim")
+            continue
+        table.add_row(
+            name,
+            _spread(row, "forward"),
+            _speedup(row, base, "forward"),
+            _number(row.forward_tflops),
+            _share(row, "forward"),
+            _number(row.forward_peak_mib),
+            _spread(row, "forward_backward"),
+            _speedup(row, base, "forward_backward"),
+            _share(row, "forward_backward"),
+            _number(row.forward_backward_peak_mib),
+            _error(row),
+        )
+    return table
+
+
+def print_case(console: Console, spec: BenchSpec, case: BenchCase, rows: Sequence[BenchRow]) -> None:
+    """Print the table of one case, our time over the bare product's, and why rows have no time."""
+    if not rows:
+        return
+    console.print(case_table(spec, case, rows))
+    by_impl = {row.impl: row for row in rows if row.status == "ok"}
+    ours = by_impl.get("tilefold")
+    for name in (_BARE, f"{_BARE}-full"):
+        bare = by_impl.get(name)
+        if ours is not None and bare is not None and ours.forward_p50_ms and bare.forward_p50_ms:
+            ratio = ours.forward_p50_ms / bare.forward_p50_ms
+            console.print(f"  forward takes {ratio:.2f}x the time of the bare matrix product ({bare.label})")
+    for row in rows:
+        if row.note:
+            console.print(f"  {row.impl}: {row.status}: {row.note}", markup=False)
+
+
+def print_header(console: Console, provenance: Provenance) -> None:
+    """One line on where the numbers come from."""
+    where = provenance.device
+    if provenance.cuda:
+        where += f", driver {provenance.driver or 'unknown'}, CUDA {provenance.cuda}, triton {provenance.triton}"
+    else:
+        where += f", {provenance.threads} threads"
+    dirty = {"yes": " with local changes", "no": "", "unknown": ""}[provenance.dirty]
+    text = (
+        f"{where}; torch {provenance.torch}, Python {provenance.python}, tilefold {provenance.tilefold} "
+        f"at {provenance.commit}{dirty}; {provenance.date}"
+    )
+    console.print(text, markup=False, highlight=False)
+
+
+def print_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
+    """Every claim with both sides and whether it held."""
+    for verdict in verdicts:
+        requirement = verdict.requirement
+        word = {True: "held", False: "MISSED", None: "not measured"}[verdict.held]
+        left, right = (f"{impl} {_number(value)}" for (impl, _), value in _sides(verdict))
+        unit = "MiB" if requirement.left[1].endswith("_mib") else "ms"
+        console.print(
+            f"{word}: {requirement.claim} at {requirement.case}: {left} {unit}, {right} {unit}, "
+            f"ratio {verdict.ratio:.3g} (limit {requirement.limit:.3g})",
+            markup=False,
+        )
+
+
+def _sides(verdict: Verdict) -> tuple[tuple[tuple[str, str], float | None], ...]:
+    return (verdict.requirement.left, verdict.left), (verdict.requirement.right, verdict.right)

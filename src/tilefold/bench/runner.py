@@ -1,0 +1,328 @@
+"""Run one case of one benchmark: gate, then memory, then time, for every implementation that was right."""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from tilefold.bench import child
+from tilefold.bench.gate import GateResult
+from tilefold.bench.registry import (
+    PHASES,
+    BenchCase,
+    BenchSpec,
+    Ceilings,
+    Implementation,
+    Phase,
+    Requirement,
+    Runnable,
+)
+from tilefold.bench.timing import (
+    TimeBudget,
+    Timing,
+    available_memory_bytes,
+    cuda_extra_peak_mib,
+    measure_ceilings,
+    time_all,
+)
+
+CSV_KEY = ("op", "case", "dtype", "impl")
+_MEMORY_SHARE = 0.8  # of the free memory that a case may be expected to take
+
+
+@dataclass
+class BenchRow:
+    """One line of the table and of the CSV. Times are ``None`` unless ``status`` is ``"ok"``."""
+
+    op: str
+    case: str
+    dtype: str
+    impl: str
+    label: str = ""
+    dims: str = ""
+    variant: str = ""
+    valid_tokens: int = 0
+    active: float | None = None
+    status: str = "ok"
+    note: str = ""
+    forward_error: float | None = None
+    gradient_error: float | None = None
+    forward_p20_ms: float | None = None
+    forward_p50_ms: float | None = None
+    forward_p80_ms: float | None = None
+    forward_reps: int | None = None
+    forward_floor_ms: float | None = None
+    forward_tflops: float | None = None
+    forward_peak_mib: float | None = None
+    forward_backward_p20_ms: float | None = None
+    forward_backward_p50_ms: float | None = None
+    forward_backward_p80_ms: float | None = None
+    forward_backward_reps: int | None = None
+    forward_backward_floor_ms: float | None = None
+    forward_backward_peak_mib: float | None = None
+    ceiling_tflops: float | None = None
+    ceiling_tbps: float | None = None
+    failed_gate: bool = field(default=False, repr=False)
+
+    def record(self) -> dict[str, object]:
+        """The row as CSV fields."""
+        fields = asdict(self)
+        fields.pop("failed_gate")
+        return fields
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How to run.
+
+    Attributes:
+        device: where.
+        impls: names to run, or ``None`` for the device's defaults.
+        budget: time to spend on timing.
+        memory: whether to measure peak memory (on the CPU: one subprocess for each implementation).
+        seed: of the inputs.
+    """
+
+    device: torch.device
+    impls: Sequence[str] | None = None
+    budget: TimeBudget = field(default_factory=TimeBudget)
+    memory: bool = True
+    seed: int = 0
+
+
+@dataclass
+class _Entry:
+    implementation: Implementation
+    row: BenchRow
+    runnable: Runnable | None = None
+
+
+def chosen_implementations(spec: BenchSpec, options: RunOptions) -> list[Implementation]:
+    """The implementations to run, in the spec's order; ``ValueError`` for an unknown name."""
+    if options.impls is None:
+        return [i for i in spec.implementations if options.device.type in i.default_on]
+    wanted = {spec.implementation(name).name for name in options.impls}
+    return [i for i in spec.implementations if i.name in wanted]
+
+
+def run_case(
+    spec: BenchSpec,
+    case: BenchCase,
+    options: RunOptions,
+    ceilings: Ceilings,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[BenchRow]:
+    """Gate, weigh and time every chosen implementation on ``case``; nothing that one of them raises escapes."""
+    inputs = spec.make_inputs(case, options.device, options.seed)
+    progress(f"{case.name}: computing the fp64 ground truth")
+    gate = spec.make_gate(case, inputs)
+    entries = [_Entry(i, _empty_row(spec, case, inputs, i, ceilings)) for i in chosen_implementations(spec, options)]
+    for entry in entries:
+        progress(f"{case.name}: checking {entry.implementation.name}")
+        _check_and_weigh(spec, case, inputs, gate, entry, options)
+    for phase in PHASES:
+        progress(f"{case.name}: timing {phase.replace('_', ' + ')}")
+        _time_phase(entries, phase, options)
+    for entry in entries:
+        if entry.row.status == "ok":
+            _derive(spec, case, inputs, entry.row, ceilings)
+    return [entry.row for entry in entries]
+
+
+def _empty_row(
+    spec: BenchSpec, case: BenchCase, inputs: Any, implementation: Implementation, ceilings: Ceilings
+) -> BenchRow:
+    return BenchRow(
+        op=spec.op,
+        case=case.name,
+        dtype=case.dtype,
+        impl=implementation.name,
+        dims=" ".join(f"{name}={size}" for name, size in case.dims.items()),
+        variant=case.variant,
+        valid_tokens=getattr(inputs, "valid_tokens", 0),
+        active=getattr(inputs, "active", None),
+        ceiling_tflops=ceilings.flops / 1e12,
+        ceiling_tbps=ceilings.bandwidth / 1e12,
+    )
+
+
+def _does_not_fit(spec: BenchSpec, case: BenchCase, impl: str, device: torch.device) -> str | None:
+    needed = spec.needs_bytes(case, impl)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes()
+    if free is not None and needed > _MEMORY_SHARE * free:
+        return f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free"
+    return None
+
+
+def _check_and_weigh(
+    spec: BenchSpec, case: BenchCase, inputs: Any, gate: Any, entry: _Entry, options: RunOptions
+) -> None:
+    row, implementation = entry.row, entry.implementation
+    _release(options.device)
+    reason = _does_not_fit(spec, case, implementation.name, options.device)
+    if reason is not None:
+        row.status, row.note = "skipped", reason
+        return
+    try:
+        runnable = implementation.build(inputs)
+        row.label = runnable.label
+        if implementation.kind != "bare":
+            result: GateResult = gate.check(runnable, implementation.kind)
+            row.forward_error, row.gradient_error = result.worst(gradients=False), result.worst(gradients=True)
+            if not result.passed:
+                row.status, row.failed_gate = "FAILED", True
+                row.note = "; ".join(result.failures) or "the gate checked nothing"
+                return
+        if options.memory and implementation.kind != "bare":
+            _weigh(spec, case, runnable, row, options)
+        entry.runnable = runnable
+    except torch.cuda.OutOfMemoryError:
+        row.status, row.note = "OOM", "out of device memory"
+    except Exception as error:  # one implementation must not take the others' rows with it
+        _note_error(row, implementation, error)
+
+
+def _note_error(row: BenchRow, implementation: Implementation, error: Exception) -> None:
+    lines = str(error).strip().splitlines()
+    row.status = "ERROR"
+    row.note = f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+    row.failed_gate = implementation.kind == "ours"
+
+
+def _weigh(spec: BenchSpec, case: BenchCase, runnable: Runnable, row: BenchRow, options: RunOptions) -> None:
+    if options.device.type == "cuda":
+        row.forward_peak_mib = cuda_extra_peak_mib(runnable.forward)
+        if runnable.forward_backward is not None:
+            row.forward_backward_peak_mib = cuda_extra_peak_mib(runnable.forward_backward)
+        return
+    measured = child.measure_peaks(spec.op, case, row.impl, options.seed)
+    row.forward_peak_mib = measured["forward"]
+    row.forward_backward_peak_mib = measured.get("forward_backward")
+
+
+def _time_phase(entries: Sequence[_Entry], phase: Phase, options: RunOptions) -> None:
+    timed: dict[str, Callable[[], Any]] = {}
+    for entry in entries:
+        run = getattr(entry.runnable, phase, None)
+        if run is not None and entry.row.status == "ok":
+            timed[entry.row.impl] = run
+    rows = {entry.row.impl: entry.row for entry in entries}
+    _release(options.device)
+    for name, timing in _time_surviving(timed, rows, options).items():
+        for attribute, value in _timing_fields(phase, timing).items():
+            setattr(rows[name], attribute, value)
+
+
+def _time_surviving(
+    timed: dict[str, Callable[[], Any]], rows: Mapping[str, BenchRow], options: RunOptions
+) -> dict[str, Timing]:
+    """Time all together; if memory gives out, one by one, so that only the culprit loses its time."""
+    try:
+        return time_all(timed, options.device, options.budget)
+    except torch.cuda.OutOfMemoryError:
+        _release(options.device)
+    alone: dict[str, Timing] = {}
+    for name, run in timed.items():
+        try:
+            alone |= time_all({name: run}, options.device, options.budget)
+        except torch.cuda.OutOfMemoryError:
+            rows[name].status, rows[name].note = "OOM", "out of device memory"
+        _release(options.device)
+    return alone
+
+
+def _timing_fields(phase: Phase, timing: Timing) -> dict[str, float]:
+    return {
+        f"{phase}_p20_ms": timing.p20,
+        f"{phase}_p50_ms": timing.p50,
+        f"{phase}_p80_ms": timing.p80,
+        f"{phase}_reps": timing.reps,
+    }
+
+
+def _derive(spec: BenchSpec, case: BenchCase, inputs: Any, row: BenchRow, ceilings: Ceilings) -> None:
+    forward = spec.work(case, inputs, "forward")
+    row.forward_floor_ms = forward.floor_ms(ceilings)
+    if row.forward_p50_ms:
+        row.forward_tflops = forward.flops / row.forward_p50_ms / 1e9
+    if row.forward_backward_p50_ms is not None:
+        row.forward_backward_floor_ms = spec.work(case, inputs, "forward_backward").floor_ms(ceilings)
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def run_spec(
+    spec: BenchSpec,
+    cases: Sequence[BenchCase],
+    options: RunOptions,
+    on_rows: Callable[[BenchCase, list[BenchRow]], None] = lambda case, rows: None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[BenchRow]:
+    """Run ``cases`` in order, measuring the ceilings once a dtype; ``on_rows`` sees every case as it ends."""
+    ceilings: dict[str, Ceilings] = {}
+    rows: list[BenchRow] = []
+    shape: tuple[int, ...] | None = None
+    for case in cases:
+        if case.shape_key != shape:
+            # compiled baselines recompile for a new shape: forget the last one, or dynamo's limit is soon reached
+            if "torch._dynamo" in sys.modules:
+                torch._dynamo.reset()
+            shape = case.shape_key
+        if case.dtype not in ceilings:
+            progress(f"measuring the ceilings in {case.dtype}")
+            ceilings[case.dtype] = measure_ceilings(options.device, case.dtype)
+        found = run_case(spec, case, options, ceilings[case.dtype], progress)
+        rows += found
+        on_rows(case, found)
+        _release(options.device)
+    return rows
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A requirement against what was measured; ``held`` is ``None`` where a side is missing."""
+
+    requirement: Requirement
+    left: float | None
+    right: float | None
+
+    @property
+    def held(self) -> bool | None:
+        """Whether ``left <= limit * right``."""
+        if self.left is None or self.right is None:
+            return None
+        return self.left <= self.requirement.limit * self.right
+
+    @property
+    def ratio(self) -> float:
+        """``left / right``, or NaN."""
+        return self.left / self.right if self.left is not None and self.right else math.nan
+
+
+def verdicts(spec: BenchSpec, rows: Sequence[BenchRow]) -> list[Verdict]:
+    """Every requirement of ``spec`` whose case was run."""
+    found: list[Verdict] = []
+    for requirement in spec.requirements:
+        by_impl = {row.impl: row for row in rows if row.case == requirement.case}
+        if by_impl:
+            sides = [
+                getattr(by_impl.get(impl), attribute, None) for impl, attribute in (requirement.left, requirement.right)
+            ]
+            found.append(Verdict(requirement, *sides))
+    return found
+
+
+def with_dtype(case: BenchCase, dtype: str) -> BenchCase:
+    """``case`` in another dtype."""
+    return replace(case, dtype=dtype)

@@ -1,0 +1,193 @@
+"""Timers and memory probes: device events with a cold L2 on CUDA, interleaved wall clock on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilefold.bench.registry import DTYPES, Ceilings
+
+_FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU so far
+_MEBI = float(2**20)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call at the 20th, 50th and 80th percentile, over ``reps`` calls."""
+
+    p20: float
+    p50: float
+    p80: float
+    reps: int
+
+    @classmethod
+    def of(cls, samples: list[float]) -> Timing:
+        """Percentiles of ``samples`` in milliseconds."""
+        values = torch.tensor(samples, dtype=torch.float64)
+        p20, p50, p80 = torch.quantile(values, torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+        return cls(p20, p50, p80, len(samples))
+
+
+@dataclass(frozen=True)
+class TimeBudget:
+    """How long to time: seconds for one implementation and phase, and bounds on the number of calls."""
+
+    seconds: float = 0.5
+    min_reps: int = 10
+    max_reps: int = 200
+    rounds: int = 3
+    warmup: int = 2
+
+
+def _cuda_samples(run: Callable[[], Any], reps: int, flush: torch.Tensor) -> list[float]:
+    new_event: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True)
+    events = [(new_event(), new_event()) for _ in range(reps)]
+    for start, end in events:
+        flush.zero_()
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in events]
+
+
+def time_cuda(runs: Mapping[str, Callable[[], Any]], budget: TimeBudget) -> dict[str, Timing]:
+    """Time every call of ``runs`` with CUDA events, L2 flushed before each, in interleaved rounds.
+
+    Rounds let a clock that drifts touch every implementation alike.
+    """
+    flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(budget.rounds):
+        for name, run in runs.items():
+            for _ in range(budget.warmup):
+                run()
+            estimate = _cuda_samples(run, 1, flush)[0]
+            wanted = int(1e3 * budget.seconds / budget.rounds / max(estimate, 1e-3))
+            low = -(-budget.min_reps // budget.rounds)
+            high = -(-budget.max_reps // budget.rounds)
+            samples[name] += _cuda_samples(run, min(max(wanted, low), high), flush)
+    return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def time_cpu(runs: Mapping[str, Callable[[], Any]], budget: TimeBudget) -> dict[str, Timing]:
+    """Time every call of ``runs`` by wall clock, one call of each in turn, so that noise hits all alike.
+
+    The number of turns follows the slowest implementation's first timed call.
+    """
+    for run in runs.values():
+        for _ in range(min(budget.warmup, 1)):
+            run()
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    start = time.perf_counter()
+    deadline = start + budget.seconds * len(runs)
+    while runs:
+        for name, run in runs.items():
+            before = time.perf_counter()
+            run()
+            samples[name].append(1e3 * (time.perf_counter() - before))
+        reps = len(next(iter(samples.values())))
+        if reps >= budget.max_reps or (reps >= budget.min_reps and time.perf_counter() >= deadline):
+            break
+    return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def time_all(runs: Mapping[str, Callable[[], Any]], device: torch.device, budget: TimeBudget) -> dict[str, Timing]:
+    """``time_cuda`` or ``time_cpu``, whichever fits ``device``."""
+    return time_cuda(runs, budget) if device.type == "cuda" else time_cpu(runs, budget)
+
+
+def cuda_extra_peak_mib(run: Callable[[], Any]) -> float:
+    """MiB that one call of ``run`` allocates at its peak above what is held before it, its results included."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = run()
+    torch.cuda.synchronize()
+    del result
+    return (torch.cuda.max_memory_allocated() - before) / _MEBI
+
+
+def _status_kib(field: str) -> int | None:
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(field + ":"):
+                return int(line.split()[1])
+    except OSError:
+        return None
+    return None
+
+
+def _release_free_heap() -> None:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _reset_high_water() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    high, now = _status_kib("VmHWM"), _status_kib("VmRSS")
+    return high is not None and now is not None and high <= now + 1024
+
+
+def resident_peak_mib(run: Callable[[], Any]) -> float:
+    """MiB of resident memory that one call of ``run`` adds at its peak in this process.
+
+    Where the kernel lets the high-water mark be reset it is; elsewhere the whole life of the process counts, so a fresh
+    process that did nothing bigger before is needed either way.
+    """
+    _release_free_heap()
+    was_reset = _reset_high_water()
+    before = _status_kib("VmRSS")
+    if before is None:  # no /proc: the life-time maximum before and after is all there is
+        before = _max_rss_kib()
+    result = run()
+    high = _status_kib("VmHWM") if was_reset else _max_rss_kib()
+    del result
+    return max(0, (high or 0) - before) / 1024
+
+
+def _max_rss_kib() -> int:
+    import sys  # noqa: PLC0415
+
+    value = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return value // 1024 if sys.platform == "darwin" else value
+
+
+def available_memory_bytes() -> int | None:
+    """Memory this machine can still hand out, or ``None`` where that cannot be read."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None
+
+
+def measure_ceilings(device: torch.device, dtype: str) -> Ceilings:
+    """Rate of a large square matrix product in ``dtype`` and of a large copy, on ``device``, random data."""
+    on_gpu = device.type == "cuda"
+    size, copy_bytes = (8192, 2**31) if on_gpu else (2048, 2**28)
+    budget = TimeBudget(seconds=0.3, min_reps=5, max_reps=30, rounds=1, warmup=3)
+    torch_dtype = DTYPES[dtype]
+    a = torch.randn(size, size, device=device).to(torch_dtype)
+    b = torch.randn(size, size, device=device).to(torch_dtype)
+    c = torch.empty(size, size, device=device, dtype=torch_dtype)
+    product = time_all({"mm": lambda: torch.mm(a, b, out=c)}, device, budget)["mm"].p50
+    source = torch.randint(0, 2**30, (copy_bytes // 4,), dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    copy = time_all({"copy": lambda: target.copy_(source)}, device, budget)["copy"].p50
+    return Ceilings(flops=2 * size**3 / product * 1e3, bandwidth=2 * copy_bytes / copy * 1e3)
