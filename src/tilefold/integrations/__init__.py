@@ -1,0 +1,1 @@
+"""Public seams of other libraries: patched only on request, and reversible."""

@@ -1,0 +1,127 @@
+"""Give a SparseEncoder a fused head in place, and take it away again."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilefold.integrations.sentence_transformers._heads import check_head
+from tilefold.integrations.sentence_transformers._pairs import find_pairs
+from tilefold.integrations.sentence_transformers._pooling import FusedSpladePooling, pass_hidden_states
+from tilefold.integrations.sentence_transformers._selfcheck import check_pair
+from tilefold.ops._shared.impl import IMPLS
+
+
+class Acceleration:
+    """Handle of an accelerated model: leave it, or use it as a context that restores the model at its end.
+
+    Attributes:
+        model: the SparseEncoder, accelerated in place.
+        heads: how many LM heads were fused; a Router may have one for each route.
+    """
+
+    def __init__(self, model: Any, heads: int) -> None:
+        self.model = model
+        self.heads = heads
+
+    def __enter__(self) -> Any:
+        return self.model
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Make the model stock again."""
+        restore(self.model)
+
+    def __repr__(self) -> str:
+        return f"Acceleration({type(self.model).__name__}, heads={self.heads})"
+
+
+def accelerate(model: Any, *, impl: str = "auto", check: bool = True) -> Acceleration:
+    """Let a SparseEncoder make its scores without the ``[B, S, V]`` logits, in training and in encoding.
+
+    The model is changed in place and stays a stock SparseEncoder: same classes, same state dict, same checkpoint, so
+    that sentence-transformers alone loads what it saves. Only two forwards are replaced, on the instances: the LM head
+    hands on hidden states, and the SpladePooling behind it applies :func:`tilefold.ops.lsr_head`. Routers, tied
+    weights, LoRA on the LM head, flattened inputs, autocast, pickle and deepcopy keep working. ``token_embeddings`` is
+    no longer among the features that the model returns. A second call starts over, with its own ``impl``; call again
+    after an adapter was added to the LM head, or merged into it.
+
+    Args:
+        model: a ``sentence_transformers.SparseEncoder`` with a SpladePooling.
+        impl: implementation of the head, see :func:`tilefold.ops.lsr_head`.
+        check: run two short texts through the stock and the fused model, and refuse if they disagree. It takes four
+            forwards of two short texts in eval mode, and changes neither modes nor random state.
+
+    Returns:
+        A handle; as a context manager, it restores the model at its end.
+
+    Raises:
+        TypeError: if ``model`` is no SparseEncoder.
+        ValueError: if the model has no LM head before a SpladePooling, or does something with its logits that a fused
+            head cannot reproduce; nothing is changed then.
+        RuntimeError: if the check cannot run the model where it lies.
+    """
+    if impl not in IMPLS:
+        listed = ", ".join(repr(name) for name in IMPLS)
+        raise ValueError(f"impl must be one of {listed}, got {impl!r}.")
+    if isinstance(model, nn.Module):
+        _remove_patches(model)
+    pairs = find_pairs(model)
+    for pair in pairs:
+        check_head(pair.head)
+        if check:
+            check_pair(pair, impl)
+    for pair in pairs:
+        pair.head.forward = pass_hidden_states
+        pair.pooling.forward = FusedSpladePooling(pair.pooling, pair.head, impl)
+        if _check_head_is_fused not in pair.transformer._forward_pre_hooks.values():
+            pair.transformer.register_forward_pre_hook(_check_head_is_fused)
+    return Acceleration(model, heads=len({id(pair.head) for pair in pairs}))
+
+
+def restore(model: Any) -> None:
+    """Undo :func:`accelerate`; a model that is not accelerated stays as it is.
+
+    Raises:
+        TypeError: if ``model`` is no ``torch.nn.Module``.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a SparseEncoder, got {type(model).__name__}; pass the model, not its path.")
+    _remove_patches(model)
+
+
+def is_accelerated(model: Any) -> bool:
+    """Whether ``model`` makes its scores with a fused head."""
+    return isinstance(model, nn.Module) and any(
+        isinstance(vars(module).get("forward"), FusedSpladePooling) for module in model.modules()
+    )
+
+
+def _remove_patches(model: nn.Module) -> None:
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if forward is pass_hidden_states or isinstance(forward, FusedSpladePooling):
+            del module.forward
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is _check_head_is_fused]:
+            del hooks[key]
+
+
+def _check_head_is_fused(transformer: Any, _: Any) -> None:
+    """Before each forward: adapters that were added or merged since put another layer in the head's place."""
+    if torch.compiler.is_compiling():
+        return
+    head = transformer.model.get_output_embeddings()
+    if vars(head).get("forward") is not pass_hidden_states:
+        raise RuntimeError(
+            "the LM head must be the one that accelerate(model) saw, got another layer in its place "
+            f"({type(head).__name__}: an adapter was added, merged or removed, or the head was replaced); call "
+            "accelerate(model) again."
+        )

@@ -1,0 +1,110 @@
+"""Encode texts straight to sparse rows: neither the ``[B, S, V]`` logits nor the dense ``[B, V]`` exist."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilefold.integrations.sentence_transformers._accelerate import accelerate, is_accelerated
+from tilefold.integrations.sentence_transformers._pooling import SparseOptions, sparse_scores
+
+
+def encode_sparse(
+    model: Any,
+    texts: Sequence[str],
+    *,
+    task: str | None = None,
+    prompt_name: str | None = None,
+    prompt: str | None = None,
+    batch_size: int = 32,
+    top_k: int | None = None,
+    min_weight: float = 0.0,
+) -> Tensor:
+    """Encode ``texts`` to a ``torch.sparse_csr`` matrix ``[len(texts), V]`` on the CPU, in the order of ``texts``.
+
+    Rows equal those of ``model.encode(texts, max_active_dims=top_k)``, up to the evaluation order of the head. A model
+    that is not accelerated is accelerated for the call. Routes without an LM head (static query embeddings) are
+    encoded densely and made sparse afterwards.
+
+    Args:
+        model: a ``sentence_transformers.SparseEncoder``.
+        texts: any number of texts.
+        task: ``"query"``, ``"document"`` or ``None``: the route of a Router, and the name of the default prompt.
+        prompt_name: name of a prompt of the model; by default that of the task, if the model has one.
+        prompt: a prompt to put before every text; wins over ``prompt_name``.
+        batch_size: texts encoded at a time; texts are sorted by length first.
+        top_k: keep at most this many entries of a row; by default the model's ``max_active_dims``.
+        min_weight: keep entries strictly greater than this.
+
+    Raises:
+        TypeError: if ``texts`` is one string, or ``model`` no SparseEncoder.
+        ValueError: if ``batch_size`` is not positive, or the model has no prompt of that name.
+    """
+    if isinstance(texts, str):
+        raise TypeError("texts must be a sequence of strings, got one string; pass [text].")
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be a positive integer, got {batch_size}.")
+    with nullcontext() if is_accelerated(model) else accelerate(model):
+        options = SparseOptions(model.max_active_dims if top_k is None else top_k, min_weight)
+        prompt = _prompt(model, task, prompt_name) if prompt is None else prompt
+        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+        was_training = model.training
+        model.eval()
+        try:
+            batches = [
+                _encode_batch(model, [texts[i] for i in order[start : start + batch_size]], task, prompt, options)
+                for start in range(0, len(texts), batch_size)
+            ]
+        finally:
+            model.train(was_training)
+    return _stack_rows(batches, order, model.get_embedding_dimension() or 0)
+
+
+def _prompt(model: Any, task: str | None, prompt_name: str | None) -> str | None:
+    """The prompt that ``encode``, ``encode_query`` and ``encode_document`` choose."""
+    if prompt_name is not None:
+        if prompt_name not in model.prompts:
+            raise ValueError(f"prompt_name must be one of {list(model.prompts)}, got {prompt_name!r}.")
+        return str(model.prompts[prompt_name])
+    names = {"query": ["query"], "document": ["document", "passage", "corpus"]}.get(task or "", [])
+    found = next((name for name in names if name in model.prompts), model.default_prompt_name)
+    return model.prompts.get(found)  # type: ignore[no-any-return]
+
+
+def _encode_batch(model: Any, texts: list[str], task: str | None, prompt: str | None, options: SparseOptions) -> Tensor:
+    task_kwargs = {} if task is None else {"task": task}
+    features = model.preprocess(texts, prompt=prompt, **task_kwargs)
+    features = {key: value.to(model.device) if isinstance(value, Tensor) else value for key, value in features.items()}
+    with torch.inference_mode(), sparse_scores(options):
+        rows: Tensor = model(features, **task_kwargs)["sentence_embedding"]
+        return (rows if rows.layout == torch.sparse_csr else _prune(rows.to_dense(), options)).cpu()
+
+
+def _prune(rows: Tensor, options: SparseOptions) -> Tensor:
+    """Dense ``[B, V]`` to CSR, under the same options."""
+    kept = rows.where(rows > options.min_weight, 0)
+    if options.top_k is not None and options.top_k < rows.size(1):
+        best = kept.topk(options.top_k, dim=1)
+        kept = torch.zeros_like(kept).scatter_(1, best.indices, best.values)
+    return kept.to_sparse_csr()
+
+
+def _stack_rows(batches: list[Tensor], order: list[int], vocab_size: int) -> Tensor:
+    """Row ``i`` of the stacked ``batches`` becomes row ``order[i]`` of the result."""
+    if not batches:
+        empty = torch.empty(0, dtype=torch.int64)
+        return torch.sparse_csr_tensor(torch.zeros(1, dtype=torch.int64), empty, torch.empty(0), (0, vocab_size))
+    counts = torch.cat([batch.crow_indices().diff() for batch in batches])
+    columns = torch.cat([batch.col_indices() for batch in batches])
+    values = torch.cat([batch.values() for batch in batches])
+    rank = torch.empty(len(order), dtype=torch.int64)
+    rank[torch.tensor(order)] = torch.arange(len(order))  # where the row of text i is in the stack
+    starts = counts.cumsum(0) - counts
+    offsets = torch.cat([counts.new_zeros(1), counts[rank].cumsum(0)])
+    within = torch.arange(len(values)) - offsets[:-1].repeat_interleave(counts[rank])
+    source = starts[rank].repeat_interleave(counts[rank]) + within
+    return torch.sparse_csr_tensor(offsets, columns[source], values[source], (len(order), batches[0].size(1)))

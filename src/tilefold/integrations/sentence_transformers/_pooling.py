@@ -1,0 +1,136 @@
+"""What replaces the forwards of an accelerated pair: hidden states pass the head, and the pooling folds them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from sentence_transformers.sparse_encoder.modules import SpladePooling
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from tilefold.integrations.sentence_transformers._heads import head_operands
+from tilefold.ops import lsr_head, lsr_head_sparse
+
+ACTIVATIONS = {"relu": "log1p_relu", "log1p_relu": "log1p_log1p_relu"}  # SpladePooling's name -> the operator's
+
+
+class SparseOptions(NamedTuple):
+    """Ask the fused poolings for CSR scores in place of dense ones."""
+
+    top_k: int | None
+    min_weight: float
+
+
+_sparse_options: ContextVar[SparseOptions | None] = ContextVar("tilefold_sparse_options", default=None)
+
+
+@contextmanager
+def sparse_scores(options: SparseOptions) -> Iterator[None]:
+    """Inside, in this thread, fused poolings put ``torch.sparse_csr`` scores into ``sentence_embedding``."""
+    token = _sparse_options.set(options)
+    try:
+        yield
+    finally:
+        _sparse_options.reset(token)
+
+
+def pass_hidden_states(hidden: Tensor) -> Tensor:
+    """Stands in for the forward of an LM head: its input goes on, the pooling applies the weight."""
+    return hidden
+
+
+class FusedSpladePooling:
+    """Stands in for the forward of one ``SpladePooling`` instance; no module, so it adds nothing to the state dict.
+
+    Args:
+        pooling: the stock module, whose options are read at every call.
+        head: the LM head in front of it, whose weights are read at every call.
+        impl: implementation of :func:`tilefold.ops.lsr_head`.
+    """
+
+    def __init__(self, pooling: Any, head: nn.Module, impl: str) -> None:
+        self.pooling = pooling
+        self.head = head
+        self.impl = impl
+
+    def __call__(self, features: dict[str, Any]) -> dict[str, Any]:
+        """Put ``sentence_embedding`` ``[B, V]`` into ``features``, and take the hidden states out of them."""
+        hidden: Tensor = features.pop("token_embeddings")  # [B, S, D], or [1, T, D] when inputs are flattened
+        cu_seqlens: Tensor | None = features.get("cu_seq_lens_q")
+        mask = features["attention_mask"] if cu_seqlens is None else None
+        if cu_seqlens is not None:
+            hidden = hidden.squeeze(0)
+        scores = self._score(hidden, mask, cu_seqlens)
+        if self.pooling.embedding_dimension is None:
+            self.pooling.embedding_dimension = scores.shape[1]
+        features["sentence_embedding"] = scores
+        return features
+
+    def _score(self, hidden: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        out_dtype = self._output_dtype(hidden, flattened=cu_seqlens is not None)
+        hidden, weight, bias = head_operands(self.head, hidden)
+        if not _autocasts(hidden):
+            hidden = hidden.to(weight.dtype)  # some models hand on fp32 from a half-precision head
+        arguments: dict[str, Any] = {
+            "attention_mask": mask,
+            "cu_seqlens": cu_seqlens,
+            "pooling": self.pooling.pooling_strategy,
+            "activation": ACTIVATIONS[self.pooling.activation_function],
+            "out_dtype": out_dtype,
+            "impl": self.impl,
+        }
+        options = _sparse_options.get()
+        if options is None:
+            return lsr_head(hidden, weight, bias, **arguments)
+        return lsr_head_sparse(hidden, weight, bias, **arguments, top_k=options.top_k, min_weight=options.min_weight)
+
+    def _output_dtype(self, hidden: Tensor, *, flattened: bool) -> torch.dtype:
+        """That of the stock module: the dtype of the logits, or what autocast makes of it."""
+        if not _autocasts(hidden):
+            return hidden.dtype
+        pooling, device_type = self.pooling, hidden.device.type
+        return stock_output_dtype(
+            device_type,
+            torch.get_autocast_dtype(device_type),
+            pooling.pooling_strategy,
+            pooling.activation_function,
+            pooling.training,
+            flattened,
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def stock_output_dtype(
+    device_type: str,
+    autocast_dtype: torch.dtype,
+    pooling_strategy: str,
+    activation_function: str,
+    training: bool,
+    flattened: bool,
+) -> torch.dtype:
+    """The dtype that stock ``SpladePooling`` returns under autocast, which it is asked for on one token.
+
+    It depends on autocast's lists of operations, on the mode and on the version, so no table of ours can know it.
+    """
+    stock = SpladePooling(pooling_strategy, activation_function).train(training)
+    with torch.no_grad(), torch.autocast(device_type, dtype=autocast_dtype):
+        token = torch.zeros(1, 1, 1, device=device_type)
+        features = {"token_embeddings": linear(token, token[0]), "attention_mask": torch.ones(1, 1, device=device_type)}
+        if flattened:
+            features["cu_seq_lens_q"] = torch.tensor([0, 1])
+        dtype: torch.dtype = stock(features)["sentence_embedding"].dtype
+    return dtype
+
+
+def _autocasts(hidden: Tensor) -> bool:
+    device_type = hidden.device.type
+    return (
+        hidden.dtype != torch.float64
+        and torch.amp.is_autocast_available(device_type)
+        and torch.is_autocast_enabled(device_type)
+    )

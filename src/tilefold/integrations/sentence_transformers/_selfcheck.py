@@ -1,0 +1,134 @@
+"""Does this model compute what the fused head computes? Asked once, on two short texts, when a pair is accelerated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilefold.integrations.sentence_transformers._heads import base_linear, head_operands
+from tilefold.integrations.sentence_transformers._pairs import SpladePair
+from tilefold.integrations.sentence_transformers._pooling import FusedSpladePooling, pass_hidden_states
+
+TEXTS = ["one", "a second text, with a few more tokens than the first"]
+TOLERANCE = 0.02  # of the largest score: wide enough for bf16 logits and TF32, far below a wrong formula
+SCALE_TOLERANCE = 1e-2
+
+
+class HeadProbe:
+    """A forward for the head that answers with known large numbers, to see what the model makes of its logits."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.hidden: list[Tensor] = []
+        self.logits: list[Tensor] = []
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits between -250 and 250, ``[..., V]``, in the dtype of ``hidden``."""
+        count = hidden[..., 0].numel() * self.vocab_size
+        ramp = torch.arange(count, device=hidden.device) * 37 % 2003 - 1001
+        logits = (ramp * 0.25 + 0.125).to(hidden.dtype).view(*hidden.shape[:-1], self.vocab_size)
+        self.hidden.append(hidden)
+        self.logits.append(logits)
+        return logits
+
+
+def check_pair(pair: SpladePair, impl: str) -> None:
+    """Run the stock pair and the fused one on two short texts; parameters, modes and random state stay as they are.
+
+    Raises:
+        ValueError: if something between the LM head and the pooling changes the logits, or the scores disagree.
+        RuntimeError: if the model cannot run where it lies.
+    """
+    with _evaluating(pair), torch.no_grad():
+        try:
+            features = _tiny_batch(pair.transformer)
+            probe = _probe(pair, features)
+            expected = pair.pooling(pair.transformer(dict(features)))["sentence_embedding"]
+        except Exception as error:
+            raise RuntimeError(
+                f"model must be able to encode two short texts on its device for the check of accelerate(), but it "
+                f"raised {type(error).__name__}: {error}; move it to its device first, or pass check=False."
+            ) from error
+        _check_logits_untouched(pair, probe, features)
+        fused = FusedSpladePooling(pair.pooling, pair.head, impl)
+        pair.head.forward = pass_hidden_states
+        try:
+            got = fused(pair.transformer(dict(features)))["sentence_embedding"]
+        finally:
+            del pair.head.forward
+        _check_scores(got, expected)
+
+
+def _probe(pair: SpladePair, features: dict[str, Any]) -> tuple[HeadProbe, Tensor]:
+    """The probe after one forward of the Transformer, and what came out of the Transformer."""
+    probe = HeadProbe(base_linear(pair.head).out_features)
+    pair.head.forward = probe
+    try:
+        output = pair.transformer(dict(features))["token_embeddings"]
+    finally:
+        del pair.head.forward
+    return probe, output
+
+
+def _check_logits_untouched(pair: SpladePair, seen: tuple[HeadProbe, Tensor], features: dict[str, Any]) -> None:
+    probe, output = seen
+    name = type(pair.transformer.model).__name__
+    if len(probe.logits) != 1:
+        raise ValueError(
+            f"the LM head must run once a forward, got {len(probe.logits)} calls in {name}; this architecture applies "
+            "its vocabulary matrix elsewhere and cannot be accelerated."
+        )
+    logits, tokens = probe.logits[0], features["input_ids"].shape
+    if logits.shape[:-1] != tokens:
+        raise ValueError(
+            f"the LM head must see every token {list(tokens)}, got {list(logits.shape[:-1])} in {name}; load causal "
+            'models with Transformer(..., processing_kwargs={"text": {"logits_to_keep": 0}}).'
+        )
+    if output.shape == logits.shape and torch.equal(output.to(logits.dtype), logits):
+        return
+    scale = (output.flatten()[0] / logits.flatten()[0]) if output.shape == logits.shape else None
+    if scale is not None and torch.allclose(output.float(), scale.float() * logits.float(), rtol=SCALE_TOLERANCE):
+        bias = head_operands(pair.head, probe.hidden[0]).bias
+        if bias is None:
+            return  # a constant factor on the hidden states is the same factor on the logits
+    raise ValueError(
+        f"logits must reach SpladePooling as the LM head makes them, got others in {name} (soft-capping, a scale on a "
+        "biased head or a cut of the vocabulary); call tilefold.ops.lsr_head where such logits are not wanted, or "
+        "leave the model stock."
+    )
+
+
+def _check_scores(got: Tensor, expected: Tensor) -> None:
+    scale = max(1.0, float(expected.abs().max()))
+    difference = float((got.float() - expected.float()).abs().max()) if got.shape == expected.shape else float("nan")
+    if not difference <= TOLERANCE * scale:
+        raise ValueError(
+            f"fused scores must equal stock scores within {TOLERANCE * scale:.3g} on two short texts, got a "
+            f"difference of {difference:.3g} (shapes {list(got.shape)} and {list(expected.shape)}); please report the "
+            "model, and leave it stock."
+        )
+
+
+def _tiny_batch(transformer: Any) -> dict[str, Any]:
+    device = next(transformer.parameters()).device
+    features = transformer.preprocess(TEXTS)
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in features.items()}
+
+
+@contextmanager
+def _evaluating(pair: SpladePair) -> Iterator[None]:
+    """Eval mode, and afterwards the mode that each module had."""
+    modes = {module: module.training for root in (pair.transformer, pair.pooling) for module in root.modules()}
+    dimension = pair.pooling.embedding_dimension
+    pair.transformer.eval()
+    pair.pooling.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        pair.pooling.embedding_dimension = dimension

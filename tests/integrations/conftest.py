@@ -1,0 +1,37 @@
+"""Real SPLADE models: the MiniLM trunk under a masked-language-model head, and tiny ones of other architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from splade_models import build_minilm_splade, build_tiny_splade, make_tokenizer_folder
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def minilm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a stock SparseEncoder with the real all-MiniLM-L6-v2 trunk."""
+    folder = tmp_path_factory.mktemp("minilm-splade")
+    build_minilm_splade(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Path:
+    """A checkpoint of a stock SparseEncoder with a tiny BERT."""
+    folder = tmp_path_factory.mktemp("tiny-splade")
+    build_tiny_splade("bert", tokenizer_folder).save_pretrained(str(folder))
+    return folder

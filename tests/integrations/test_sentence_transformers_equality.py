@@ -1,0 +1,204 @@
+"""An accelerated SparseEncoder gives the scores and the gradients of the stock one."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sentence_transformers import SparseEncoder
+from sentence_transformers.sparse_encoder.modules import SpladePooling
+from splade_models import (
+    TEXTS,
+    assert_close,
+    assert_same_training,
+    build_tiny_splade,
+    decided_columns,
+    scores_and_gradients,
+    without_dropout,
+)
+
+from tilefold.integrations.sentence_transformers import accelerate
+
+POOLINGS = [("max", "relu"), ("max", "log1p_relu"), ("sum", "relu"), ("sum", "log1p_relu")]
+
+
+@pytest.mark.parametrize(("strategy", "activation"), POOLINGS)
+def test_minilm_trains_with_the_scores_and_gradients_of_the_stock_model(
+    minilm_folder: Path, strategy: str, activation: str
+) -> None:
+    stock = SparseEncoder(str(minilm_folder), device="cpu")
+    stock[1].pooling_strategy, stock[1].activation_function = strategy, activation
+    fused = copy.deepcopy(stock)
+    accelerate(fused)
+    assert_same_training(without_dropout(stock), without_dropout(fused))
+
+
+def test_a_tied_embedding_receives_the_gradient_of_the_head_too(minilm_folder: Path) -> None:
+    stock = SparseEncoder(str(minilm_folder), device="cpu")
+    network = stock.transformers_model
+    assert network.get_output_embeddings().weight is network.get_input_embeddings().weight
+    fused = copy.deepcopy(stock)
+    accelerate(fused)
+    decided = decided_columns(without_dropout(stock))
+    _, expected = scores_and_gradients(stock, decided)
+    _, got = scores_and_gradients(without_dropout(fused), decided)
+    (name,) = [n for n, p in stock.named_parameters() if p is network.get_input_embeddings().weight]
+    used = stock.preprocess(TEXTS)["input_ids"].unique()
+    unused = torch.ones(len(expected[name]), dtype=torch.bool).index_fill(0, used, False)
+    assert expected[name][unused].abs().max() > 0  # only the head reaches the words that no text uses
+    assert_close(got[name], expected[name], 1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["max", "sum"])
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "roberta", "xlm-roberta", "modernbert", "mpnet", "albert"])
+def test_masked_language_models_of_every_kind_train_as_stock(kind: str, pooling: str, tokenizer_folder: Path) -> None:
+    stock = build_tiny_splade(kind, tokenizer_folder, SpladePooling(pooling))
+    fused = copy.deepcopy(stock)
+    accelerate(fused)
+    assert_same_training(without_dropout(stock), without_dropout(fused))
+    assert "token_embeddings" not in fused(fused.preprocess(TEXTS))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("granite", {"logits_scaling": 4.0})],
+)
+def test_causal_language_models_train_as_stock_with_left_padding(
+    kind: str, options: dict[str, Any], tokenizer_folder: Path
+) -> None:
+    stock = build_tiny_splade(kind, tokenizer_folder, **options)
+    assert not stock.preprocess(TEXTS)["attention_mask"][:, 0].all()
+    fused = copy.deepcopy(stock)
+    accelerate(fused)
+    assert_same_training(without_dropout(stock), without_dropout(fused))
+
+
+def test_untied_and_unbiased_heads_train_as_stock(tokenizer_folder: Path) -> None:
+    stock = build_tiny_splade("modernbert", tokenizer_folder, decoder_bias=False, tie_word_embeddings=False)
+    assert stock.transformers_model.get_output_embeddings().bias is None
+    fused = copy.deepcopy(stock)
+    accelerate(fused)
+    assert_same_training(without_dropout(stock), without_dropout(fused))
+
+
+@pytest.mark.parametrize("pooling", ["max", "sum"])
+def test_masks_with_left_padding_holes_and_empty_rows_mean_what_they_mean_in_stock(
+    pooling: str, tokenizer_folder: Path
+) -> None:
+    stock = build_tiny_splade("bert", tokenizer_folder, SpladePooling(pooling)).eval()
+    fused = copy.deepcopy(stock)
+    accelerate(fused)
+    features = stock.preprocess(TEXTS)
+    mask = torch.ones_like(features["attention_mask"])
+    mask[0, :3] = 0
+    mask[1, 2:5] = 0
+    mask[2] = 0
+    expected = stock({**features, "attention_mask": mask})["sentence_embedding"]
+    got = fused({**features, "attention_mask": mask})["sentence_embedding"]
+    assert got[2].count_nonzero() == 0
+    assert_close(got, expected, 1e-5)
+
+
+def test_a_chunk_size_of_the_stock_pooling_changes_nothing(tokenizer_folder: Path) -> None:
+    stock = build_tiny_splade("bert", tokenizer_folder, SpladePooling(chunk_size=3))
+    fused = copy.deepcopy(stock)
+    accelerate(fused)
+    assert fused.splade_pooling_chunk_size == 3
+    assert_same_training(without_dropout(stock), without_dropout(fused))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("strategy", "activation"), POOLINGS)
+def test_flattened_inputs_are_pooled_as_stock(
+    strategy: str, activation: str, training: bool, tokenizer_folder: Path
+) -> None:
+    stock = build_tiny_splade("bert", tokenizer_folder, SpladePooling(strategy, activation)).train(training)
+    fused = copy.deepcopy(stock)
+    accelerate(fused)
+    torch.manual_seed(3)
+    hidden = torch.randn(1, 11, 32)
+    cu_seq_lens = torch.tensor([0, 4, 5, 11], dtype=torch.int32)
+    head = stock.transformers_model.get_output_embeddings()
+    results, gradients = [], []
+    for model, tokens in (
+        (stock, lambda h: torch.nn.functional.linear(h, head.weight, head.bias)),
+        (fused, lambda h: h),
+    ):
+        leaf = hidden.clone().requires_grad_()
+        features = model[1]({"token_embeddings": tokens(leaf), "cu_seq_lens_q": cu_seq_lens})
+        scores = features["sentence_embedding"]
+        if training:  # in evaluation mode stock SpladePooling has no backward
+            scores.square().sum().backward()
+            gradients.append(leaf.grad)
+        results.append(scores.detach())
+    assert_close(results[1], results[0], 1e-5)
+    if training:
+        assert_close(gradients[1], gradients[0], 1e-5, "gradient")
+
+
+@pytest.mark.parametrize("pooling", ["max", "sum"])
+def test_autocast_gives_the_dtypes_and_the_scores_of_stock(pooling: str, tokenizer_folder: Path) -> None:
+    stock = build_tiny_splade("bert", tokenizer_folder, SpladePooling(pooling))
+    fused = copy.deepcopy(stock)
+    accelerate(fused)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, expected_gradients = scores_and_gradients(without_dropout(stock))
+        got, gradients = scores_and_gradients(without_dropout(fused))
+        assert_close(fused.encode(TEXTS).to_dense(), stock.encode(TEXTS).to_dense(), 2**-6)
+    # the stock logits are rounded to 8 bits before they are compared: half a unit in the last place, and of the sum
+    assert_close(got, expected, 2**-6)
+    assert all(gradients[name].dtype == expected_gradients[name].dtype for name in expected_gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_model_may_change_its_dtype_after_it_was_accelerated(dtype: torch.dtype, tokenizer_folder: Path) -> None:
+    stock = build_tiny_splade("bert", tokenizer_folder).eval()
+    fused = copy.deepcopy(stock)
+    accelerate(fused)
+    stock.to(dtype)
+    fused.to(dtype)
+    with torch.no_grad():
+        expected = stock(stock.preprocess(TEXTS))["sentence_embedding"]
+        got = fused(fused.preprocess(TEXTS))["sentence_embedding"]
+    assert_close(got, expected, 1e-10 if dtype == torch.float64 else 2**-6)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(tokenizer_folder: Path) -> None:
+    stock = build_tiny_splade("bert", tokenizer_folder, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    fused = copy.deepcopy(stock)
+    fused.transformers_model.gradient_checkpointing_enable({"use_reentrant": False})
+    accelerate(fused)
+    assert_same_training(stock.train(), fused.train())
+
+
+def test_dropout_draws_the_same_numbers_in_training(minilm_folder: Path) -> None:
+    stock = SparseEncoder(str(minilm_folder), device="cpu").train()
+    fused = copy.deepcopy(stock)
+    accelerate(fused)
+    assert fused.transformers_model.training
+    torch.manual_seed(5)
+    expected, _ = scores_and_gradients(stock)
+    torch.manual_seed(5)
+    got, _ = scores_and_gradients(fused)
+    assert_close(got, expected, 1e-5)
+
+
+@pytest.mark.parametrize("impl", ["reference", "tiled"])
+def test_every_implementation_that_runs_here_gives_stock_scores(impl: str, tiny_folder: Path) -> None:
+    stock = SparseEncoder(str(tiny_folder), device="cpu")
+    fused = copy.deepcopy(stock)
+    accelerate(fused, impl=impl)
+    assert_same_training(without_dropout(stock), without_dropout(fused))
+
+
+def test_encode_with_max_active_dims_is_unchanged(tiny_folder: Path) -> None:
+    model = SparseEncoder(str(tiny_folder), device="cpu")
+    expected = model.encode(TEXTS, max_active_dims=16)
+    with accelerate(model):
+        got = model.encode(TEXTS, max_active_dims=16)
+    assert got.layout == expected.layout
+    assert torch.equal((got.to_dense() > 0).sum(1), torch.full((len(TEXTS),), 16))
+    assert_close(got.to_dense(), expected.to_dense(), 1e-5)
