@@ -164,15 +164,17 @@ class SparseVectors:
             next((part.fingerprint for part in parts if part.fingerprint), None),
         )
 
-    def slice(self, start: int, stop: int) -> SparseVectors:
-        """Rows `start` to `stop` as vectors of their own."""
-        ids, pointers = self.ids[start:stop], self.indptr[start : max(start, stop) + 1]
-        low, high = int(pointers[0]), int(pointers[-1])
+    def take(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> SparseVectors:
+        """The given rows, in the given order, as vectors of their own."""
+        chosen = np.asarray(rows, dtype=np.int64)
+        starts, lengths = self.indptr[chosen], np.diff(self.indptr)[chosen]
+        offsets = _offsets(lengths)
+        at = np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])
         return SparseVectors(
-            ids,
-            pointers - low,
-            self.indices[low:high],
-            self.data[low:high],
+            [self.ids[i] for i in chosen.tolist()],
+            offsets,
+            self.indices[at],
+            self.data[at],
             self.vocab_size,
             self.fingerprint,
         )

@@ -9,29 +9,43 @@ from typing import Any
 import numpy as np
 
 from tilefold.retrieval._files import require
+from tilefold.retrieval._ranking import check_k, top_positive
 from tilefold.retrieval.fusion import Run
 
 __all__ = ["BM25Index", "tokenize"]
 
 # Scripts that are written without spaces: Thai, Lao, Khmer, kana, CJK ideographs; cut into character pairs.
 _UNSPACED = "\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_WORD = re.compile(rf"[{_UNSPACED}]+|[^\W{_UNSPACED}]+")
+_WORD = re.compile(rf"[{_UNSPACED}]+|[^\W_{_UNSPACED}]+")
 _PAIRED = re.compile(rf"[{_UNSPACED}]")
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def tokenize(text: str, stopwords: frozenset[str] = frozenset()) -> list[str]:
-    """Lower-cased words of at least two characters without `stopwords`.
+    """Lower-cased words of at least two characters without `stopwords`, English plurals made singular.
 
-    Runs of a script that is written without spaces give overlapping pairs of characters instead.
+    Identifiers are cut at underscores and at capitals (``move_to_end``, ``OrderedDict``). Runs of a script
+    that is written without spaces give overlapping pairs of characters instead of words.
     """
     tokens: list[str] = []
-    for match in _WORD.finditer(text.lower()):
+    for match in _WORD.finditer(_CAMEL.sub(" ", text).lower()):
         word = match.group()
         if _PAIRED.match(word):
             tokens.extend(word[i : i + 2] for i in range(max(1, len(word) - 1)))
         elif len(word) > 1 and word not in stopwords:
-            tokens.append(word)
+            tokens.append(_singular(word))
     return tokens
+
+
+def _singular(word: str) -> str:
+    """The S-stemmer of Harman (JASIS 1991)."""
+    if len(word) < 4 or word[-1] != "s":
+        return word
+    if word.endswith("ies") and not word.endswith(("eies", "aies")):
+        return word[:-3] + "y"
+    if word.endswith("es") and not word.endswith(("aes", "ees", "oes")):
+        return word[:-1]
+    return word if word.endswith(("us", "ss")) else word[:-1]
 
 
 class BM25Index:
@@ -64,8 +78,7 @@ class BM25Index:
 
     def search(self, queries: Mapping[str, str], k: int) -> Run:
         """The at most `k` best documents for each query; documents that share no word are not returned."""
-        if k < 1:
-            raise ValueError(f"k: expected at least 1, got {k}.")
+        check_k(k)
         run: Run = {}
         for query_id, text in queries.items():
             tokens = [t for t in tokenize(text, self._stopwords) if t in self._engine.vocab_dict]
@@ -75,15 +88,3 @@ class BM25Index:
             scores = np.asarray(self._engine.get_scores(tokens), dtype=np.float32)
             run[query_id] = {self._ids[i]: float(scores[i]) for i in top_positive(scores, k)}
         return run
-
-
-def top_positive(scores: np.ndarray[Any, np.dtype[np.float32]], k: int) -> list[int]:
-    """Positions of the `k` highest positive scores, best first, equal scores by position."""
-    found = np.flatnonzero(scores > 0)
-    if found.size > k:
-        values = scores[found]
-        threshold = np.partition(values, found.size - k)[found.size - k]
-        above = found[values > threshold]
-        found = np.concatenate([above, found[values == threshold][: k - above.size]])
-    order = np.lexsort((found, -scores[found]))
-    return [int(i) for i in found[order]]

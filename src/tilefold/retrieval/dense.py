@@ -1,12 +1,53 @@
-"""Zero-shot dense baseline."""
+"""Dense retrieval with a sentence-transformers bi-encoder, as a baseline to compare with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from tilefold.retrieval._ranking import check_k
 from tilefold.retrieval.fusion import Run
 
+__all__ = ["dense_run"]
 
-def dense_run(model: Any, documents: Mapping[str, str], queries: Mapping[str, str], k: int) -> Run:
-    raise NotImplementedError
+
+def dense_run(
+    model: Any,
+    documents: Mapping[str, str],
+    queries: Mapping[str, str],
+    k: int,
+    *,
+    batch_size: int = 64,
+    query_chunk: int = 256,
+) -> Run:
+    """The `k` best documents for each query by the model's own similarity, over all documents.
+
+    Args:
+        model: a ``SentenceTransformer``; its ``encode_document``, ``encode_query`` and ``similarity`` are used,
+            so prompts and cosine or dot product are those that the model was trained with.
+        documents: id -> contents.
+        queries: id -> text.
+        k: documents for each query; all of them when there are fewer.
+        batch_size: texts encoded at a time.
+        query_chunk: queries scored at a time, which bounds the scores in memory to ``[query_chunk, N]``.
+
+    Raises:
+        ValueError: no document, no query, ``k < 1``.
+    """
+    check_k(k)
+    for name, texts in (("documents", documents), ("queries", queries)):
+        if not texts:
+            raise ValueError(f"{name}: expected at least one, got none.")
+    settings = {"batch_size": batch_size, "convert_to_tensor": True, "show_progress_bar": False}
+    document_vectors = model.encode_document(list(documents.values()), **settings)
+    query_vectors = model.encode_query(list(queries.values()), **settings)
+    document_ids, query_ids = list(documents), list(queries)
+    run: Run = {}
+    for start in range(0, len(query_ids), query_chunk):
+        scores = model.similarity(query_vectors[start : start + query_chunk], document_vectors)
+        values, rows = scores.float().topk(min(k, len(document_ids)), dim=1)
+        for offset, (row_values, row) in enumerate(zip(values.tolist(), rows.tolist(), strict=True)):
+            run[query_ids[start + offset]] = {
+                document_ids[at]: score for at, score in zip(row, row_values, strict=True)
+            }
+    return run

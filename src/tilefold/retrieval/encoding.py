@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tilefold.retrieval.vectors import SparseVectors, VectorManifest
+from tilefold.retrieval._sparse import SparseVectors, vocabulary_fingerprint
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.vectors import SparseVectorWriter, VectorManifest
+
+__all__ = ["encode_collection", "encode_queries", "model_fingerprint"]
+
+Kind = Literal["document", "query"]
+_SAMPLES_A_TENSOR = 1024
 
 
 def encode_collection(
@@ -14,7 +22,7 @@ def encode_collection(
     texts: Mapping[str, str],
     output_dir: str | Path,
     *,
-    kind: Literal["document", "query"] = "document",
+    kind: Kind = "document",
     batch_size: int = 32,
     shard_size: int = 1024,
     top_k: int | None = None,
@@ -22,8 +30,71 @@ def encode_collection(
     progress: Callable[[int, int], None] | None = None,
     resume: bool = True,
 ) -> VectorManifest:
-    """Encode `texts` into shards under `output_dir`; ``progress(done, total)`` is called after each shard."""
-    raise NotImplementedError
+    """Encode `texts` into a folder of vectors, shard by shard, and go on where an earlier run stopped.
+
+    A shard holds `shard_size` consecutive texts and is encoded in batches of similar length. It is written
+    whole or not at all, so that a crash or an interrupt costs at most the shard in progress. A text that
+    cannot be encoded (not a string, an error or NaN in the model) is left out and listed with the reason in
+    ``manifest.failed``; the others are not lost.
+
+    Args:
+        model: a ``SparseEncoder``, plain or accelerated.
+        texts: id -> text, in a fixed order.
+        output_dir: the folder; see :mod:`tilefold.retrieval.vectors`.
+        kind: ``"document"`` uses the model's document prompt and route, ``"query"`` those of queries.
+        batch_size: texts encoded at a time.
+        shard_size: texts in a shard.
+        top_k: heaviest terms kept for each text; None keeps what the model's own ``max_active_dims`` keeps.
+        min_weight: terms are kept above this weight.
+        progress: called as ``progress(texts done, texts in all)`` after each shard, and once at the start.
+        resume: keep the whole shards of an earlier run with the same model, texts and settings; they are
+            compared, and a difference is an error. With False, earlier vectors are discarded.
+
+    Returns:
+        The complete manifest.
+
+    Raises:
+        ValueError: a wrong argument, or no text.
+        DataError: ``resume=True`` and the folder holds vectors made in another way; or every text of a shard
+            failed, which points at the model and not at the texts.
+        FileExistsError: the folder holds other files.
+    """
+    _check_settings(kind, batch_size, top_k, min_weight)
+    if shard_size < 1:
+        raise ValueError(f"shard_size: expected at least 1, got {shard_size}.")
+    if not texts:
+        raise ValueError("texts: expected at least one, got none.")
+    writer = SparseVectorWriter(
+        output_dir,
+        vocab_size=_vocab_size(model),
+        fingerprint=vocabulary_fingerprint(_tokenizer(model)),
+        model_name=_model_name(model),
+        kind=kind,
+        settings={
+            "model_fingerprint": model_fingerprint(model),
+            "texts_sha256": _texts_digest(texts),
+            "shard_size": shard_size,
+            "top_k": top_k,
+            "min_weight": min_weight,
+        },
+        resume=resume,
+    )
+    ids = list(texts)
+    report = progress or (lambda done, total: None)
+    report(0, len(ids))
+    for number, start in enumerate(range(0, len(ids), shard_size)):
+        chunk = ids[start : start + shard_size]
+        if not writer.has_shard(number):
+            vectors, failed = _encode(model, texts, chunk, kind, batch_size, top_k, min_weight)
+            if failed and not len(vectors):
+                name, reason = next(iter(failed.items()))
+                raise DataError(
+                    f"texts: all {len(chunk)} of shard {number} failed, {name!r} first: {reason} "
+                    "Check the model; earlier shards are kept."
+                )
+            writer.write_shard(number, vectors, failed)
+        report(min(start + shard_size, len(ids)), len(ids))
+    return writer.finish()
 
 
 def encode_queries(
@@ -34,4 +105,126 @@ def encode_queries(
     top_k: int | None = None,
     min_weight: float = 0.0,
 ) -> SparseVectors:
-    raise NotImplementedError
+    """Encode id -> query text into memory with the model's query prompt and route.
+
+    Raises:
+        ValueError: a wrong argument, or no query.
+        DataError: a query cannot be encoded; the message names it.
+    """
+    _check_settings("query", batch_size, top_k, min_weight)
+    if not queries:
+        raise ValueError("queries: expected at least one, got none.")
+    vectors, failed = _encode(model, queries, list(queries), "query", batch_size, top_k, min_weight)
+    if failed:
+        name, reason = next(iter(failed.items()))
+        raise DataError(f"queries: {len(failed)} of {len(queries)} failed, {name!r} first: {reason}")
+    return vectors
+
+
+def model_fingerprint(model: Any) -> str:
+    """SHA-256 over the names, shapes and a sample of every weight, the prompts and the length limit.
+
+    Up to 1,024 evenly spaced values of each tensor enter, so that it costs little on a large model and any
+    training step changes it; it is no proof against a deliberate forgery.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.detach().reshape(-1)
+        step = max(1, flat.numel() // _SAMPLES_A_TENSOR)
+        sample = flat[::step].cpu().double().numpy()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(sample.tobytes())
+    for name in ("prompts", "default_prompt_name", "max_seq_length", "max_active_dims"):
+        digest.update(f"{name}={getattr(model, name, None)!r}\n".encode())
+    return digest.hexdigest()
+
+
+def _encode(
+    model: Any,
+    texts: Mapping[str, str],
+    ids: Sequence[str],
+    kind: Kind,
+    batch_size: int,
+    top_k: int | None,
+    min_weight: float,
+) -> tuple[SparseVectors, dict[str, str]]:
+    """Vectors of `ids` that could be encoded, in their order, and the reasons for the others."""
+    encode = model.encode_document if kind == "document" else model.encode_query
+    fingerprint = vocabulary_fingerprint(_tokenizer(model))
+    failed: dict[str, str] = {}
+    done: list[SparseVectors] = []
+
+    def attempt(batch: list[str]) -> None:
+        try:
+            dense = encode(
+                [texts[name] for name in batch],
+                batch_size=len(batch),
+                show_progress_bar=False,
+                convert_to_tensor=True,
+                convert_to_sparse_tensor=False,
+                max_active_dims=top_k,
+            )
+            done.append(SparseVectors.from_torch(batch, dense, fingerprint, min_weight))
+        except Exception as error:  # any fault of one text must not lose the others
+            if len(batch) == 1:
+                failed[batch[0]] = f"{type(error).__name__}: {error}"
+                return
+            middle = len(batch) // 2
+            attempt(batch[:middle])
+            attempt(batch[middle:])
+
+    strings: list[str] = []
+    for name in ids:
+        if isinstance(texts[name], str):
+            strings.append(name)
+        else:
+            failed[name] = f"expected a string, got {type(texts[name]).__name__}."
+    strings.sort(key=lambda name: len(texts[name]), reverse=True)
+    for start in range(0, len(strings), batch_size):
+        attempt(strings[start : start + batch_size])
+    if not done:
+        return SparseVectors.from_rows({}, _vocab_size(model), fingerprint), failed
+    position = {name: i for i, name in enumerate(ids)}
+    encoded = SparseVectors.concatenate(done)
+    order = sorted(range(len(encoded)), key=lambda i: position[encoded.ids[i]])
+    failed = {name: failed[name] for name in ids if name in failed}
+    return encoded.take(order), failed
+
+
+def _check_settings(kind: str, batch_size: int, top_k: int | None, min_weight: float) -> None:
+    if kind not in ("document", "query"):
+        raise ValueError(f"kind: expected 'document' or 'query', got {kind!r}.")
+    if batch_size < 1:
+        raise ValueError(f"batch_size: expected at least 1, got {batch_size}.")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k: expected None or at least 1, got {top_k}.")
+    if not min_weight >= 0:
+        raise ValueError(f"min_weight: expected at least 0, got {min_weight}.")
+
+
+def _tokenizer(model: Any) -> Any:
+    return getattr(model, "tokenizer", None)
+
+
+def _vocab_size(model: Any) -> int:
+    size = model.get_embedding_dimension()
+    if not isinstance(size, int):
+        raise ValueError(
+            f"model: expected a SparseEncoder that knows its vocabulary size, got {type(model).__name__} with {size!r}."
+        )
+    return size
+
+
+def _model_name(model: Any) -> str | None:
+    card = getattr(model, "model_card_data", None)
+    name = getattr(card, "model_name", None) or getattr(card, "base_model", None)
+    return str(name) if name else None
+
+
+def _texts_digest(texts: Mapping[str, str]) -> str:
+    digest = hashlib.sha256()
+    for name, text in texts.items():
+        for part in (name, text if isinstance(text, str) else repr(text)):
+            encoded = part.encode("utf-8", "surrogatepass")
+            digest.update(len(encoded).to_bytes(8, "big") + encoded)
+    return digest.hexdigest()

@@ -215,15 +215,7 @@ def read_vectors(path: str | Path) -> SparseVectors:
         )
     parts = list(iter_shards(folder, manifest))
     if not parts:
-        empty = np.zeros(0)
-        return SparseVectors(
-            [],
-            np.zeros(1, np.int64),
-            empty.astype(np.int32),
-            empty.astype(np.float32),
-            manifest.vocab_size,
-            manifest.fingerprint,
-        )
+        return SparseVectors.from_rows({}, manifest.vocab_size, manifest.fingerprint)
     return SparseVectors.concatenate(parts)
 
 
@@ -258,7 +250,7 @@ def write_vectors(
         path, vocab_size=vectors.vocab_size, fingerprint=vectors.fingerprint, model_name=model_name, kind=kind
     )
     for number, start in enumerate(range(0, len(vectors), shard_size)):
-        writer.write_shard(number, vectors.slice(start, start + shard_size))
+        writer.write_shard(number, vectors.take(range(start, min(start + shard_size, len(vectors)))))
     return writer.finish()
 
 

@@ -1,21 +1,49 @@
-"""Sparse indexes behind one protocol."""
+"""Sparse indexes behind one protocol: ``exact`` (numpy, nothing to install) and ``seismic`` (approximate)."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from tilefold.retrieval.index.protocol import Hit, SparseIndex, hits_to_run
+from tilefold.retrieval.index.protocol import Hit, SparseIndex, hits_to_run, read_manifest
 from tilefold.retrieval.vectors import SparseVectors
 
 __all__ = ["BACKENDS", "Hit", "SparseIndex", "build_index", "hits_to_run", "load_index"]
 
-BACKENDS = ("exact", "seismic")
+_CLASSES = {"exact": "ExactIndex", "seismic": "SeismicIndex"}
+BACKENDS = tuple(_CLASSES)
+
+
+def _backend(name: str, where: str) -> type[SparseIndex]:
+    if name not in _CLASSES:
+        raise ValueError(f"{where}: expected one of {', '.join(BACKENDS)}, got {name!r}.")
+    return cast("type[SparseIndex]", getattr(import_module(f"{__name__}.{name}"), _CLASSES[name]))
 
 
 def build_index(vectors: SparseVectors, backend: str = "exact", **options: Any) -> SparseIndex:
-    raise NotImplementedError
+    """Build an index of document vectors.
+
+    Args:
+        vectors: the documents.
+        backend: ``"exact"`` or ``"seismic"``.
+        options: of the backend; ``exact`` has none, ``seismic`` those of
+            :class:`tilefold.retrieval.index.seismic.SeismicOptions`.
+
+    Raises:
+        ValueError: an unknown backend or option, or no vector with a positive weight.
+        MissingPackageError: the backend's package is not installed.
+    """
+    return _backend(backend, "backend").build(vectors, **options)
 
 
 def load_index(path: str | Path) -> SparseIndex:
-    raise NotImplementedError
+    """Read a saved index of any backend.
+
+    Raises:
+        FileNotFoundError: no index at `path`.
+        DataError: a damaged index, or one of a newer schema.
+        MissingPackageError: the backend's package is not installed.
+    """
+    name = read_manifest(path)["backend"]
+    return _backend(name, f"{path}: backend").load(path)

@@ -1,4 +1,4 @@
-"""What every sparse index offers."""
+"""What every sparse index offers, and the manifest that all of them keep on disk."""
 
 from __future__ import annotations
 
@@ -6,17 +6,37 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
+from tilefold._version import __version__
+from tilefold.retrieval._files import read_json_object, sha256_file, write_json
+from tilefold.retrieval._ranking import check_k
+from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary
+from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
-from tilefold.retrieval.vectors import SparseVectors
+
+__all__ = ["Hit", "SparseIndex", "hits_to_run"]
+
+MANIFEST_NAME = "index.json"
+SCHEMA_VERSION = 1
+_REMEDY = "Build the index again (tilefold index)."
 
 
 class Hit(NamedTuple):
+    """A document found, and the inner product of its vector and the query's (an estimate, if the backend is
+    approximate)."""
+
     id: str
     score: float
 
 
 @runtime_checkable
 class SparseIndex(Protocol):
+    """A searchable set of sparse vectors.
+
+    ``search`` gives for each query the at most `k` best documents by inner product, best first; documents
+    that share no term with the query are not returned, and an empty query finds nothing. ``save`` writes a
+    directory that appears whole or not at all; ``load`` (or :func:`tilefold.retrieval.load_index`) reads it.
+    """
+
     backend: ClassVar[str]
 
     @property
@@ -40,5 +60,70 @@ class SparseIndex(Protocol):
 
 
 def hits_to_run(queries: SparseVectors, hits: Sequence[Sequence[Hit]]) -> Run:
-    """``{query id: {document id: score}}`` of a search's answer."""
+    """``{query id: {document id: score}}`` of what ``index.search(queries, k)`` returned."""
     return {qid: {hit.id: hit.score for hit in row} for qid, row in zip(queries.ids, hits, strict=True)}
+
+
+def check_buildable(vectors: SparseVectors) -> None:
+    if not len(vectors) or not bool((vectors.data > 0).any()):
+        raise ValueError(
+            f"vectors: expected at least one vector with a positive weight, got {len(vectors)} vector(s) "
+            "without. Check the model and what was encoded."
+        )
+
+
+def check_search(index: SparseIndex, queries: SparseVectors, k: int) -> None:
+    check_k(k)
+    check_same_vocabulary(index, queries, "the index", "queries")
+
+
+def write_manifest(folder: Path, index: SparseIndex, versions: dict[str, str], options: Any) -> None:
+    """Write ``index.json``, with a checksum of every other file in `folder`. Call it last."""
+    files = {file.name: sha256_file(file) for file in sorted(folder.iterdir())}
+    write_json(
+        folder / MANIFEST_NAME,
+        {
+            "schema_version": SCHEMA_VERSION,
+            "backend": index.backend,
+            "n_documents": index.n_documents,
+            "vocab_size": index.vocab_size,
+            "fingerprint": index.fingerprint,
+            "versions": {"tilefold": __version__, **versions},
+            "options": options,
+            "files": files,
+        },
+    )
+
+
+def read_manifest(path: str | Path, backend: str | None = None) -> dict[str, Any]:
+    """The checked ``index.json`` of the index at `path`.
+
+    Raises:
+        FileNotFoundError: no index there, or one of its files is missing.
+        DataError: not an index, of another backend than `backend`, or one of its files is damaged.
+    """
+    file = Path(path) / MANIFEST_NAME
+    manifest = read_json_object(file, _REMEDY)
+    expected = {"backend": str, "n_documents": int, "vocab_size": int, "options": dict, "files": dict}
+    wrong = [key for key, kind in expected.items() if not isinstance(manifest.get(key), kind)]
+    if wrong or manifest.get("schema_version") != SCHEMA_VERSION:
+        what = f"wrong {', '.join(wrong)}" if wrong else f"schema {manifest.get('schema_version')!r}"
+        raise DataError(f"{file}: expected an index of schema {SCHEMA_VERSION}, got {what}. {_REMEDY}")
+    if backend is not None and manifest["backend"] != backend:
+        raise DataError(
+            f"{file}: expected an index of backend {backend!r}, got {manifest['backend']!r}. Use load_index."
+        )
+    for name, digest in manifest["files"].items():
+        part = Path(path) / name
+        if Path(name).name != name or not part.is_file():
+            raise FileNotFoundError(f"{part}: listed in {MANIFEST_NAME}, but there is no such file. {_REMEDY}")
+        if sha256_file(part) != digest:
+            raise DataError(f"{part}: damaged; its checksum is not the one in {MANIFEST_NAME}. {_REMEDY}")
+    return manifest
+
+
+def read_ids(path: Path, n_documents: int) -> list[str]:
+    ids = read_json_object(path, _REMEDY).get("ids")
+    if not isinstance(ids, list) or len(ids) != n_documents:
+        raise DataError(f"{path}: expected the ids of {n_documents} documents, got others. {_REMEDY}")
+    return [str(value) for value in ids]

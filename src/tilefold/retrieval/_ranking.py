@@ -1,0 +1,23 @@
+"""Choose the best scores of a row, ties in a fixed order."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+
+def check_k(k: int) -> None:
+    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
+        raise ValueError(f"k: expected an integer of at least 1, got {k!r}.")
+
+
+def top_positive(scores: npt.NDArray[np.float32], k: int) -> list[int]:
+    """Positions of the `k` highest positive scores, best first, equal scores by position."""
+    found = np.flatnonzero(scores > 0)
+    if found.size > k:
+        values = scores[found]
+        threshold = np.partition(values, found.size - k)[found.size - k]
+        above = found[values > threshold]
+        found = np.concatenate([above, found[values == threshold][: k - above.size]])
+    order = np.lexsort((found, -scores[found]))
+    return [int(i) for i in found[order]]

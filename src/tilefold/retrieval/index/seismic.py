@@ -1,0 +1,298 @@
+"""Approximate search with Seismic (Bruch, Nardini, Rulli and Venturini, SIGIR 2024), package pyseismic-lsr.
+
+What this wrapper guards against, seen in pyseismic-lsr 0.5.4: it prints while it builds and saves; a component
+beyond its dimension is accepted and corrupts the answer; ``k = 0`` panics; queries may come back in another
+order; weights are kept in 16-bit floats; and time to build grows with the vocabulary even where no document
+uses a term, so terms are renumbered to those in use.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from tilefold.retrieval._files import atomic_directory, require, write_json
+from tilefold.retrieval._sparse import SparseVectors
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.index.protocol import (
+    MANIFEST_NAME,
+    Hit,
+    check_buildable,
+    check_search,
+    read_ids,
+    read_manifest,
+    write_manifest,
+)
+
+__all__ = ["SeismicIndex", "SeismicOptions"]
+
+_SMALL_VOCABULARY = 1 << 16
+_LARGEST_WEIGHT = 65504.0
+_STEM = "seismic"
+_FILE = f"{_STEM}.index.seismic"
+_OWN_NAMES = (MANIFEST_NAME, "ids.json", "terms.npy", _FILE)
+
+
+@dataclass(frozen=True)
+class SeismicOptions:
+    """Build options (the first five) and defaults of a search.
+
+    Attributes:
+        n_postings: postings kept for a term, on average.
+        centroid_fraction: clusters of a posting list, as a fraction of its documents.
+        min_cluster_size: documents of the smallest cluster.
+        summary_energy: fraction of a cluster's weight that its summary keeps.
+        doc_cut: heaviest terms of a document that clustering looks at.
+        query_cut: heaviest terms of a query that choose the clusters to look into; scores use all terms.
+        heap_factor: lower looks into more clusters: slower and closer to exact. In [0, 1].
+        num_threads: 0 is one a core.
+    """
+
+    n_postings: int = 3500
+    centroid_fraction: float = 0.1
+    min_cluster_size: int = 2
+    summary_energy: float = 0.4
+    doc_cut: int = 15
+    query_cut: int = 20
+    heap_factor: float = 0.7
+    num_threads: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("n_postings", "min_cluster_size", "doc_cut", "query_cut"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}.")
+        if not isinstance(self.num_threads, int) or self.num_threads < 0:
+            raise ValueError(f"num_threads: expected 0 or more, got {self.num_threads!r}.")
+        for name, low_open in (("centroid_fraction", True), ("summary_energy", True), ("heap_factor", False)):
+            value = getattr(self, name)
+            if not 0.0 <= value <= 1.0 or (low_open and value == 0.0):
+                raise ValueError(f"{name}: expected a number in {'(' if low_open else '['}0, 1], got {value!r}.")
+
+    @classmethod
+    def parse(cls, options: dict[str, Any]) -> SeismicOptions:
+        known = [item.name for item in fields(cls)]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ValueError(f"options: Seismic has {', '.join(known)}; got {', '.join(unknown)}.")
+        return cls(**options)
+
+
+class SeismicIndex:
+    """Clustered inverted lists with summaries; documents are found approximately.
+
+    Scores are inner products of all query terms with weights rounded to 16-bit floats (relative error below
+    1e-3). Building uses random clustering, so two builds may differ in what they miss.
+    """
+
+    backend: ClassVar[str] = "seismic"
+
+    def __init__(
+        self,
+        engine: Any,
+        ids: list[str],
+        terms: npt.NDArray[np.int32],
+        vocab_size: int,
+        fingerprint: str | None,
+        options: SeismicOptions,
+    ) -> None:
+        self._engine, self._ids, self._terms = engine, ids, terms
+        self._vocab_size, self._fingerprint = vocab_size, fingerprint
+        self.options = options
+
+    @property
+    def n_documents(self) -> int:
+        return len(self._ids)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def fingerprint(self) -> str | None:
+        return self._fingerprint
+
+    @classmethod
+    def build(cls, vectors: SparseVectors, **options: Any) -> SeismicIndex:
+        """Build the index; `options` as in :class:`SeismicOptions`.
+
+        Raises:
+            MissingPackageError: pyseismic-lsr is not installed.
+            ValueError: no vector has a positive weight, a weight is above 65504, or an option is wrong.
+        """
+        chosen = SeismicOptions.parse(options)
+        seismic = _package()
+        check_buildable(vectors)
+        keep = vectors.data > 0
+        if float(vectors.data.max()) > _LARGEST_WEIGHT:
+            raise ValueError(
+                f"vectors: Seismic keeps weights in 16 bits, up to {_LARGEST_WEIGHT:.0f}, "
+                f"got {float(vectors.data.max()):g}. Scale the vectors down, or use the exact backend."
+            )
+        rows = np.repeat(np.arange(len(vectors)), np.diff(vectors.indptr))[keep]
+        counts = np.bincount(rows, minlength=len(vectors))
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+        terms, components = np.unique(vectors.indices[keep], return_inverse=True)
+        large = terms.size > _SMALL_VOCABULARY
+        with _quiet():
+            dataset = (seismic.SeismicDatasetLV if large else seismic.SeismicDataset)(dim=int(terms.size))
+            _fill(dataset, components.astype(np.int64), vectors.data[keep], offsets)
+            engine = (seismic.SeismicIndexLV if large else seismic.SeismicIndex).build_from_dataset(
+                dataset,
+                n_postings=chosen.n_postings,
+                centroid_fraction=chosen.centroid_fraction,
+                min_cluster_size=chosen.min_cluster_size,
+                summary_energy=chosen.summary_energy,
+                doc_cut=chosen.doc_cut,
+                num_threads=chosen.num_threads,
+            )
+        return cls(engine, list(vectors.ids), terms.astype(np.int32), vectors.vocab_size, vectors.fingerprint, chosen)
+
+    def search(
+        self,
+        queries: SparseVectors,
+        k: int,
+        *,
+        query_cut: int | None = None,
+        heap_factor: float | None = None,
+    ) -> list[list[Hit]]:
+        """See :class:`SparseIndex`; `query_cut` and `heap_factor` default to those of the build.
+
+        Fewer than `k` documents may come back although more share a term with the query.
+
+        Raises:
+            ValueError: ``k < 1`` or a wrong option.
+            VocabularyMismatchError: the queries are over another vocabulary.
+        """
+        check_search(self, queries, k)
+        changed = {"query_cut": query_cut, "heap_factor": heap_factor}
+        chosen = SeismicOptions(
+            **asdict(self.options) | {name: value for name, value in changed.items() if value is not None}
+        )
+        string_type = _package().get_seismic_string()
+        names: list[str] = []
+        components: list[npt.NDArray[np.str_]] = []
+        values: list[npt.NDArray[np.float32]] = []
+        for i in range(len(queries)):
+            terms, weights = queries.row(i)
+            at = np.minimum(np.searchsorted(self._terms, terms), self._terms.size - 1)
+            known = (self._terms[at] == terms) & (weights > 0)
+            if known.any():
+                names.append(str(i))
+                components.append(at[known].astype(string_type))
+                values.append(np.ascontiguousarray(weights[known]))
+        results: list[list[Hit]] = [[] for _ in range(len(queries))]
+        if not names:
+            return results
+        with _quiet():
+            answers = self._engine.batch_search(
+                np.array(names, dtype=string_type),
+                components,
+                values,
+                k=min(int(k), self.n_documents),
+                query_cut=chosen.query_cut,
+                heap_factor=float(chosen.heap_factor),
+                num_threads=chosen.num_threads,
+            )
+        for answer in answers:
+            found = sorted((-float(score), int(row)) for _, score, row in answer)
+            if found:
+                results[int(answer[0][0])] = [Hit(self._ids[row], -score) for score, row in found]
+        return results
+
+    def save(self, path: str | Path) -> None:
+        """Write the index as a directory; only an earlier Seismic index is replaced."""
+        with atomic_directory(Path(path), own_names=_OWN_NAMES) as folder:
+            with _quiet():
+                self._engine.save(str(folder / _STEM))
+            np.save(folder / "terms.npy", self._terms, allow_pickle=False)
+            write_json(folder / "ids.json", {"ids": self._ids})
+            write_manifest(folder, self, {"pyseismic-lsr": _version()}, asdict(self.options))
+
+    @classmethod
+    def load(cls, path: str | Path) -> SeismicIndex:
+        """Read an index that :meth:`save` wrote, after checking that its files are the ones saved.
+
+        Raises:
+            FileNotFoundError, DataError: no index there, a damaged one, or one of a version of pyseismic-lsr
+                whose files the installed version cannot read.
+        """
+        folder = Path(path)
+        manifest = read_manifest(folder, cls.backend)
+        seismic = _package()
+        ids = read_ids(folder / "ids.json", manifest["n_documents"])
+        try:
+            options = SeismicOptions.parse(manifest["options"])
+            terms = np.load(folder / "terms.npy", allow_pickle=False)
+            kind = seismic.SeismicIndexLV if terms.size > _SMALL_VOCABULARY else seismic.SeismicIndex
+            with _quiet():
+                engine = kind.load(str(folder / _FILE))
+        except (OSError, ValueError, EOFError, RuntimeError) as error:
+            written = manifest.get("versions", {}).get("pyseismic-lsr", "unknown")
+            raise DataError(
+                f"{folder}: could not be read ({error}); written by pyseismic-lsr {written}, "
+                f"read by {_version()}. Build the index again (tilefold index)."
+            ) from error
+        return cls(engine, ids, terms, manifest["vocab_size"], manifest.get("fingerprint"), options)
+
+
+def _fill(
+    dataset: Any,
+    components: npt.NDArray[np.int64],
+    weights: npt.NDArray[np.float32],
+    offsets: npt.NDArray[np.int64],
+) -> None:
+    """Add the rows under their numbers; rows without terms are left out (the engine has no such documents)."""
+    n = len(offsets) - 1
+    if hasattr(dataset, "add_documents_by_id"):
+        dataset.add_documents_by_id([str(i) for i in range(n)], components, weights, offsets)
+        return
+    tokens = components.astype(_package().get_seismic_string())
+    for i in range(n):
+        low, high = int(offsets[i]), int(offsets[i + 1])
+        if high > low:
+            dataset.add_document(str(i), tokens[low:high], weights[low:high])
+
+
+def _package() -> Any:
+    return require("seismic", "pyseismic-lsr", "The seismic backend")
+
+
+def _version() -> str:
+    try:
+        return version("pyseismic-lsr")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Send what native code prints to the process's standard streams nowhere; turn its panics into errors."""
+    saved: list[tuple[int, int]] = []
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    with Path(os.devnull).open("wb") as nowhere:
+        for descriptor in (1, 2):
+            with suppress(OSError):  # closed by the caller
+                saved.append((descriptor, os.dup(descriptor)))
+                os.dup2(nowhere.fileno(), descriptor)
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ == "PanicException":  # a BaseException of pyo3
+                raise RuntimeError(f"Seismic failed: {error}") from error
+            raise
+        finally:
+            for descriptor, copy in saved:
+                os.dup2(copy, descriptor)
+                os.close(copy)
