@@ -1,5 +1,37 @@
-"""Fused heads and scorers for neural retrieval: big score matrices are folded tile by tile, never stored."""
+"""Fused heads and scorers for neural retrieval: big score matrices are folded tile by tile, never stored.
+
+``tilefold.lsr_head`` and ``tilefold.lsr_head_sparse`` are the operators, ``tilefold.nn`` wraps them as modules.
+Importing the package is cheap: torch loads with the first operator, kernels and integrations at first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from tilefold._version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from tilefold import nn
+    from tilefold.ops import lsr_head, lsr_head_sparse
+
+__all__ = ["__version__", "lsr_head", "lsr_head_sparse", "nn"]
+
+_OPERATORS = ("lsr_head", "lsr_head_sparse")
+
+
+def __getattr__(name: str) -> Any:
+    # resolved at first use, so that `tilefold --help` and `--version` do not wait for torch
+    import importlib  # noqa: PLC0415
+
+    if name in _OPERATORS:
+        value = getattr(importlib.import_module("tilefold.ops"), name)
+    elif name == "nn":
+        value = importlib.import_module("tilefold.nn")
+    else:
+        raise AttributeError(f"module 'tilefold' has no attribute {name!r}; public names: {', '.join(__all__)}.")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
