@@ -117,11 +117,11 @@ def _measure_side(
 def _does_not_fit(case: BenchCase, impl: str) -> str | None:
     import torch  # noqa: PLC0415
 
+    from tilefold.bench import timing  # noqa: PLC0415
     from tilefold.bench.registry import get_spec  # noqa: PLC0415
-    from tilefold.bench.timing import available_memory_bytes  # noqa: PLC0415
 
     needed = get_spec("lsr_head").needs_bytes(case, impl)
-    free = torch.cuda.mem_get_info()[0] if case.device == "cuda" else available_memory_bytes()
+    free = timing.free_memory_bytes(torch.device(case.device))
     if free is None or needed <= _MEMORY_SHARE * free:
         return None
     return f"needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB of memory free"

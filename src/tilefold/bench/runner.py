@@ -26,8 +26,8 @@ from tilefold.bench.registry import (
 from tilefold.bench.timing import (
     TimeBudget,
     Timing,
-    available_memory_bytes,
     cuda_extra_peak_mib,
+    free_memory_bytes,
     measure_ceilings,
     time_all,
 )
@@ -154,7 +154,7 @@ def _empty_row(
 
 def _does_not_fit(spec: BenchSpec, case: BenchCase, impl: str, device: torch.device) -> str | None:
     needed = spec.needs_bytes(case, impl)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes()
+    free = free_memory_bytes(device)
     if free is not None and needed > _MEMORY_SHARE * free:
         return f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free"
     return None

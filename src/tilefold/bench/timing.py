@@ -177,6 +177,11 @@ def available_memory_bytes() -> int | None:
     return None
 
 
+def free_memory_bytes(device: torch.device) -> int | None:
+    """Memory that ``device`` can still hand out, or ``None`` where that cannot be read."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes()
+
+
 def measure_ceilings(device: torch.device, dtype: str) -> Ceilings:
     """Rate of a large square matrix product in ``dtype`` and of a large copy, on ``device``, random data."""
     on_gpu = device.type == "cuda"
