@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tilefold.integrations.sentence_transformers._accelerate import accelerate, is_accelerated
-from tilefold.integrations.sentence_transformers._pooling import SparseOptions, sparse_scores
+from tilefold.integrations.sentence_transformers._heads import base_linear
+from tilefold.integrations.sentence_transformers._pooling import FusedSpladePooling, SparseOptions, sparse_scores
 
 
 def encode_sparse(
@@ -61,7 +62,7 @@ def encode_sparse(
             ]
         finally:
             model.train(was_training)
-    return _stack_rows(batches, order, model.get_embedding_dimension() or 0)
+        return _stack_rows(batches, order, _vocab_size(model))
 
 
 def _prompt(model: Any, task: str | None, prompt_name: str | None) -> str | None:
@@ -93,18 +94,24 @@ def _prune(rows: Tensor, options: SparseOptions) -> Tensor:
     return kept.to_sparse_csr()
 
 
+def _vocab_size(model: Any) -> int:
+    fused = (vars(module).get("forward") for module in model.modules())
+    return next(base_linear(f.head).out_features for f in fused if isinstance(f, FusedSpladePooling))
+
+
 def _stack_rows(batches: list[Tensor], order: list[int], vocab_size: int) -> Tensor:
     """Row ``i`` of the stacked ``batches`` becomes row ``order[i]`` of the result."""
     if not batches:
-        empty = torch.empty(0, dtype=torch.int64)
-        return torch.sparse_csr_tensor(torch.zeros(1, dtype=torch.int64), empty, torch.empty(0), (0, vocab_size))
+        batches = [torch.zeros(0, vocab_size).to_sparse_csr()]
     counts = torch.cat([batch.crow_indices().diff() for batch in batches])
     columns = torch.cat([batch.col_indices() for batch in batches])
     values = torch.cat([batch.values() for batch in batches])
     rank = torch.empty(len(order), dtype=torch.int64)
-    rank[torch.tensor(order)] = torch.arange(len(order))  # where the row of text i is in the stack
+    rank[torch.tensor(order, dtype=torch.int64)] = torch.arange(len(order))  # where row i of the result is now
     starts = counts.cumsum(0) - counts
     offsets = torch.cat([counts.new_zeros(1), counts[rank].cumsum(0)])
     within = torch.arange(len(values)) - offsets[:-1].repeat_interleave(counts[rank])
     source = starts[rank].repeat_interleave(counts[rank]) + within
-    return torch.sparse_csr_tensor(offsets, columns[source], values[source], (len(order), batches[0].size(1)))
+    return torch.sparse_csr_tensor(
+        offsets, columns[source], values[source], (len(order), vocab_size), check_invariants=False
+    )

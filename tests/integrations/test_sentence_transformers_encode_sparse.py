@@ -1,0 +1,67 @@
+"""encode_sparse: the rows of encode, as CSR, without a dense [B, V]."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from sentence_transformers import SparseEncoder
+from splade_models import TEXTS, assert_close
+
+from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated
+
+
+@pytest.fixture
+def model(tiny_folder: Path) -> SparseEncoder:
+    return SparseEncoder(str(tiny_folder), device="cpu")
+
+
+def test_rows_are_those_of_encode_in_the_order_of_the_texts(model: SparseEncoder) -> None:
+    expected = model.encode(TEXTS).to_dense()
+    got = encode_sparse(model, TEXTS, batch_size=3)
+    assert got.layout == torch.sparse_csr and got.device.type == "cpu"
+    assert_close(got.to_dense(), expected, 1e-5)
+    assert not is_accelerated(model)
+    with accelerate(model):
+        assert torch.equal(encode_sparse(model, TEXTS, batch_size=3).to_dense(), got.to_dense())
+        assert is_accelerated(model)
+
+
+def test_top_k_and_min_weight_prune_and_the_model_may_say_how_many(model: SparseEncoder) -> None:
+    dense = model.encode(TEXTS).to_dense()
+    got = encode_sparse(model, TEXTS, top_k=8)
+    assert got.crow_indices().tolist() == [0, 8, 16, 24, 32]
+    assert_close(got.to_dense(), model.encode(TEXTS, max_active_dims=8).to_dense(), 1e-5)
+    threshold = float(dense.max()) / 2
+    assert (encode_sparse(model, TEXTS, min_weight=threshold).values() > threshold).all()
+    model.max_active_dims = 5
+    assert encode_sparse(model, TEXTS).crow_indices().diff().tolist() == [5] * 4
+
+
+def test_prompts_are_those_of_encode(model: SparseEncoder) -> None:
+    model.prompts = {"query": "find: ", "passage": "text: ", "other": "other: "}
+    assert_close(encode_sparse(model, TEXTS, task="query").to_dense(), model.encode_query(TEXTS).to_dense(), 1e-5)
+    assert_close(encode_sparse(model, TEXTS, task="document").to_dense(), model.encode_document(TEXTS).to_dense(), 1e-5)
+    other = model.encode(TEXTS, prompt_name="other").to_dense()
+    assert_close(encode_sparse(model, TEXTS, prompt_name="other").to_dense(), other, 1e-5)
+    assert_close(encode_sparse(model, TEXTS, prompt="other: ").to_dense(), other, 1e-5)
+
+
+def test_no_texts_give_no_rows(model: SparseEncoder) -> None:
+    assert encode_sparse(model, []).shape == (0, 30522)
+
+
+def test_the_mode_of_the_model_is_kept(model: SparseEncoder) -> None:
+    model.train()
+    encode_sparse(model, TEXTS)
+    assert model.training and model.transformers_model.training
+
+
+def test_wrong_arguments_name_themselves(model: SparseEncoder) -> None:
+    with pytest.raises(TypeError, match=r"texts must be a sequence of strings, got one string; pass \[text\]"):
+        encode_sparse(model, "one text")
+    with pytest.raises(ValueError, match="batch_size must be a positive integer, got 0"):
+        encode_sparse(model, TEXTS, batch_size=0)
+    with pytest.raises(ValueError, match=r"prompt_name must be one of .*got 'missing'"):
+        encode_sparse(model, TEXTS, prompt_name="missing")

@@ -1,0 +1,164 @@
+"""An accelerated model stays a stock SparseEncoder: saved, copied, pickled, restored, accelerated again."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from sentence_transformers import SparseEncoder
+from splade_models import TEXTS, assert_close
+
+from tilefold.integrations.sentence_transformers import accelerate, is_accelerated, restore
+
+
+@pytest.fixture
+def model(tiny_folder: Path) -> SparseEncoder:
+    return SparseEncoder(str(tiny_folder), device="cpu")
+
+
+def encode(model: SparseEncoder) -> torch.Tensor:
+    return model.encode(TEXTS).to_dense()
+
+
+RELOAD_WITHOUT_TILEFOLD = """
+import sys, torch
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "tilefold":
+            raise ImportError("tilefold must not be imported")
+sys.meta_path.insert(0, Refuse())
+from sentence_transformers import SparseEncoder
+model = SparseEncoder(sys.argv[1], device="cpu")
+torch.save(model.encode(sys.argv[3:]).to_dense(), sys.argv[2])
+assert "tilefold" not in sys.modules
+"""
+
+
+def test_a_checkpoint_saved_while_accelerated_loads_in_plain_sentence_transformers(
+    model: SparseEncoder, tmp_path: Path
+) -> None:
+    keys = list(model.state_dict())
+    expected = encode(model)
+    accelerate(model)
+    assert list(model.state_dict()) == keys
+    model.save_pretrained(str(tmp_path / "saved"))
+    scores = tmp_path / "scores.pt"
+    command = [sys.executable, "-c", RELOAD_WITHOUT_TILEFOLD, str(tmp_path / "saved"), str(scores), *TEXTS]
+    subprocess.run(command, check=True, capture_output=True)
+    assert torch.equal(torch.load(scores, weights_only=True), expected)
+
+
+def test_the_files_of_a_checkpoint_are_those_of_the_stock_model(model: SparseEncoder, tmp_path: Path) -> None:
+    model.encode(TEXTS)
+    model.save_pretrained(str(tmp_path / "stock"), create_model_card=False)
+    accelerate(model)
+    model.save_pretrained(str(tmp_path / "fused"), create_model_card=False)
+    names = sorted(str(p.relative_to(tmp_path / "stock")) for p in (tmp_path / "stock").rglob("*") if p.is_file())
+    assert "model.safetensors" in names
+    for name in names:
+        assert (tmp_path / "fused" / name).read_bytes() == (tmp_path / "stock" / name).read_bytes(), name
+    types = [module["type"] for module in json.loads((tmp_path / "fused" / "modules.json").read_text())]
+    assert all(kind.startswith("sentence_transformers.") for kind in types)
+
+
+def test_copies_and_pickles_stay_accelerated_with_weights_of_their_own(model: SparseEncoder) -> None:
+    accelerate(model)
+    expected = encode(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
+        assert is_accelerated(twin)
+        assert torch.equal(encode(twin), expected)
+        head = twin.transformers_model.get_output_embeddings()
+        with torch.no_grad():
+            head.bias.add_(1.0)
+        assert not torch.equal(encode(twin), expected)
+        assert torch.equal(encode(model), expected)
+        restore(twin)
+        assert is_accelerated(model) and not is_accelerated(twin)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch, on unpickling a sparse tensor
+def test_a_pool_of_processes_encodes_with_the_accelerated_model(model: SparseEncoder) -> None:
+    expected = encode(model)
+    accelerate(model)
+    pool = model.start_multi_process_pool(["cpu"])
+    try:
+        got = model.encode(TEXTS, pool=pool, chunk_size=2).to_dense()
+    finally:
+        model.stop_multi_process_pool(pool)
+    assert_close(got, expected, 1e-5)
+
+
+def test_restore_gives_back_the_stock_model_bit_for_bit(model: SparseEncoder) -> None:
+    before = [dict(vars(module)) for module in model.modules()]
+    expected = encode(model)
+    accelerate(model)
+    restore(model)
+    assert not is_accelerated(model)
+    assert torch.equal(encode(model), expected)
+    assert [vars(module).keys() for module in model.modules()] == [state.keys() for state in before]
+    assert all(not module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_context_restores_the_model_even_after_an_error(model: SparseEncoder) -> None:
+    with accelerate(model) as inside:
+        assert inside is model and is_accelerated(model)
+    assert not is_accelerated(model)
+    with pytest.raises(KeyError), accelerate(model):
+        raise KeyError
+    assert not is_accelerated(model)
+
+
+def test_accelerating_twice_is_accelerating_once_and_takes_the_last_options(model: SparseEncoder) -> None:
+    expected = encode(model)
+    accelerate(model, impl="tiled")
+    handle = accelerate(model, impl="reference")
+    assert repr(handle) == "Acceleration(SparseEncoder, heads=1)"
+    assert model[1].forward.impl == "reference"
+    assert len(model[0]._forward_pre_hooks) == 1
+    assert_close(encode(model), expected, 1e-5)
+    handle.restore()
+    assert torch.equal(encode(model), expected)
+
+
+def test_restoring_a_stock_model_changes_nothing(model: SparseEncoder) -> None:
+    expected = encode(model)
+    restore(model)
+    assert torch.equal(encode(model), expected)
+
+
+def test_accelerating_leaves_modes_and_random_numbers_alone(model: SparseEncoder) -> None:
+    model.train()
+    model[0].model.bert.embeddings.eval()
+    modes = [module.training for module in model.modules()]
+    torch.manual_seed(11)
+    random.seed(11)
+    expected = (torch.rand(1).item(), random.random())  # noqa: S311
+    torch.manual_seed(11)
+    random.seed(11)
+    accelerate(model)
+    assert (torch.rand(1).item(), random.random()) == expected  # noqa: S311
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_in_half_precision_can_be_accelerated(model: SparseEncoder) -> None:
+    model.bfloat16()
+    expected = encode(model)
+    accelerate(model)
+    assert_close(encode(model), expected, 2**-6)
+
+
+def test_the_embedding_dimension_is_known_after_the_first_batch(tiny_folder: Path) -> None:
+    model = SparseEncoder(str(tiny_folder), device="cpu")
+    model[1].embedding_dimension = None
+    accelerate(model)
+    assert model[1].embedding_dimension is None
+    encode(model)
+    assert model.get_embedding_dimension() == 30522

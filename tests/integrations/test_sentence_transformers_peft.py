@@ -1,0 +1,131 @@
+"""Adapters on the LM head: LoRA in every state, modules_to_save, and the kinds that are refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from sentence_transformers import SparseEncoder
+from splade_models import (
+    TEXTS,
+    assert_close,
+    assert_same_training,
+    build_tiny_splade,
+    scores_and_gradients,
+    without_dropout,
+)
+
+from tilefold.integrations.sentence_transformers import accelerate, restore
+
+pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")  # peft, on a second adapter
+
+
+def with_lora(folder: Path, *names: str, **options: Any) -> SparseEncoder:
+    """A tiny untied model with LoRA adapters on its LM head and its attention, B away from zero."""
+    model = build_tiny_splade("bert", folder, tie_word_embeddings=False)
+    for name in names or ("default",):
+        settings = {"r": 4, "lora_alpha": 8, "target_modules": ["query", "decoder"], "lora_dropout": 0.0, **options}
+        model.add_adapter(LoraConfig(**settings), name)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_B" in parameter_name:
+                parameter.normal_(std=0.05)
+    return model
+
+
+@pytest.mark.parametrize("options", [{}, {"r": 3}, {"lora_bias": True}, {"use_rslora": True}])
+def test_lora_on_the_head_trains_its_factors_as_stock(options: dict[str, Any], tokenizer_folder: Path) -> None:
+    stock = with_lora(tokenizer_folder, **options)
+    fused = copy.deepcopy(stock)
+    accelerate(fused)
+    assert_same_training(without_dropout(stock), without_dropout(fused))
+    _, gradients = scores_and_gradients(fused)
+    trained = [name for name in gradients if "decoder" in name]
+    assert all("lora_" in name for name in trained) and len(trained) >= 2
+
+
+def test_dropout_inside_lora_is_exact(tokenizer_folder: Path) -> None:
+    stock = with_lora(tokenizer_folder, lora_dropout=0.3)
+    fused = copy.deepcopy(stock)
+    accelerate(fused)
+    torch.manual_seed(9)
+    expected, expected_gradients = scores_and_gradients(stock.train())
+    torch.manual_seed(9)
+    got, gradients = scores_and_gradients(fused.train())
+    assert_close(got, expected, 1e-5)
+    assert gradients.keys() == expected_gradients.keys()
+
+
+def test_two_active_adapters_add_up(tokenizer_folder: Path) -> None:
+    stock = with_lora(tokenizer_folder, "one", "two")
+    stock.set_adapter(["one", "two"])
+    fused = copy.deepcopy(stock)
+    accelerate(fused)
+    assert_same_training(without_dropout(stock), without_dropout(fused))
+
+
+def test_switching_disabling_and_merging_adapters_is_followed(tokenizer_folder: Path) -> None:
+    stock = with_lora(tokenizer_folder, "one", "two")
+    fused = copy.deepcopy(stock)
+    accelerate(fused)
+    seen = []
+    for action in (
+        lambda model: model.set_adapter("one"),
+        lambda model: model.set_adapter("two"),
+        lambda model: model.disable_adapters(),
+        lambda model: model.enable_adapters(),
+        lambda model: model.transformers_model.get_output_embeddings().merge(),
+        lambda model: model.disable_adapters(),
+    ):
+        action(stock)
+        action(fused)
+        expected = stock.encode(TEXTS).to_dense()
+        assert_close(fused.encode(TEXTS).to_dense(), expected, 1e-5)
+        seen.append(expected)
+    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
+
+
+@pytest.mark.parametrize("saved", [["decoder"], ["decoder", "transform"]])
+def test_a_head_among_the_modules_to_save_is_trained_as_stock(saved: list[str], tokenizer_folder: Path) -> None:
+    stock = build_tiny_splade("bert", tokenizer_folder, tie_word_embeddings=False)
+    stock.add_adapter(LoraConfig(r=4, target_modules=["query"], modules_to_save=saved))
+    fused = copy.deepcopy(stock)
+    accelerate(fused)
+    assert_same_training(without_dropout(stock), without_dropout(fused))
+    stock.disable_adapters()
+    fused.disable_adapters()
+    assert_close(fused.encode(TEXTS).to_dense(), stock.encode(TEXTS).to_dense(), 1e-5)
+
+
+def test_adapters_in_fp32_on_a_half_precision_model_score_as_stock(tokenizer_folder: Path) -> None:
+    stock = with_lora(tokenizer_folder).bfloat16()
+    for name, parameter in stock.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+    fused = copy.deepcopy(stock)
+    accelerate(fused)
+    assert_close(fused.encode(TEXTS).to_dense(), stock.encode(TEXTS).to_dense(), 2**-6)
+
+
+def test_an_adapter_added_afterwards_asks_for_another_call(tokenizer_folder: Path) -> None:
+    model = build_tiny_splade("bert", tokenizer_folder, tie_word_embeddings=False)
+    accelerate(model)
+    model.add_adapter(LoraConfig(r=4, target_modules=["decoder"]))
+    with pytest.raises(RuntimeError, match=r"an adapter was added.*call accelerate\(model\) again"):
+        model.encode(TEXTS)
+    stock = copy.deepcopy(model)
+    restore(stock)
+    expected = stock.encode(TEXTS).to_dense()
+    accelerate(model)
+    assert_close(model.encode(TEXTS).to_dense(), expected, 1e-5)
+
+
+def test_variants_of_lora_are_refused(tokenizer_folder: Path) -> None:
+    model = with_lora(tokenizer_folder, use_dora=True)
+    with pytest.raises(ValueError, match=r"must be a plain one, got a variant .*leave the LM head out"):
+        accelerate(model)

@@ -1,0 +1,65 @@
+"""Asymmetric models: every route with an LM head is fused, and a shared one only once."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from sentence_transformers import SparseEncoder
+from sentence_transformers.base.modules import Router
+from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
+from splade_models import TEXTS, assert_close, tiny_transformer
+
+from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, restore
+
+
+def build(kind: str, folder: Path) -> SparseEncoder:
+    document = tiny_transformer("bert", folder)
+    if kind == "shared model":
+        query = [document, SpladePooling("sum")]
+    elif kind == "shared pooling":
+        router = Router.for_query_document(query_modules=[document], document_modules=[document])
+        return SparseEncoder(modules=[router, SpladePooling()], device="cpu")
+    elif kind == "two models":
+        query = [tiny_transformer("distilbert", folder), SpladePooling(activation_function="log1p_relu")]
+    else:
+        tokenizer = document.tokenizer
+        query = [SparseStaticEmbedding(tokenizer, torch.rand(tokenizer.vocab_size))]
+    router = Router.for_query_document(query_modules=query, document_modules=[document, SpladePooling()])
+    return SparseEncoder(modules=[router], device="cpu")
+
+
+KINDS = {"shared model": 1, "shared pooling": 1, "two models": 2, "static queries": 1}
+
+
+@pytest.mark.parametrize(("kind", "heads"), KINDS.items())
+def test_both_routes_score_as_stock(kind: str, heads: int, tokenizer_folder: Path) -> None:
+    stock = build(kind, tokenizer_folder)
+    fused = copy.deepcopy(stock)
+    assert accelerate(fused).heads == heads
+    for encode in ("encode_query", "encode_document"):
+        expected = getattr(stock, encode)(TEXTS).to_dense()
+        assert (expected > 0).any()
+        assert_close(getattr(fused, encode)(TEXTS).to_dense(), expected, 1e-5)
+    restore(fused)
+    assert torch.equal(fused.encode_document(TEXTS).to_dense(), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("task", ["query", "document"])
+def test_each_route_is_encoded_to_sparse_rows(kind: str, task: str, tokenizer_folder: Path) -> None:
+    model = build(kind, tokenizer_folder)
+    expected = getattr(model, f"encode_{task}")(TEXTS, max_active_dims=3).to_dense()
+    got = encode_sparse(model, TEXTS, task=task, top_k=3)
+    assert_close(got.to_dense(), expected, 1e-5)
+
+
+def test_an_accelerated_router_saves_and_loads_as_stock(tokenizer_folder: Path, tmp_path: Path) -> None:
+    model = build("two models", tokenizer_folder)
+    expected = model.encode_query(TEXTS).to_dense()
+    accelerate(model)
+    model.save_pretrained(str(tmp_path), create_model_card=False)
+    assert "tilefold" not in (tmp_path / "router_config.json").read_text()
+    assert torch.equal(SparseEncoder(str(tmp_path), device="cpu").encode_query(TEXTS).to_dense(), expected)
