@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -66,7 +67,7 @@ def encode_collection(
         raise ValueError("texts: expected at least one, got none.")
     writer = SparseVectorWriter(
         output_dir,
-        vocab_size=_vocab_size(model),
+        vocab_size=_vocab_size(model, kind),
         fingerprint=vocabulary_fingerprint(_tokenizer(model)),
         model_name=_model_name(model),
         kind=kind,
@@ -149,22 +150,14 @@ def _encode(
     min_weight: float,
 ) -> tuple[SparseVectors, dict[str, str]]:
     """Vectors of `ids` that could be encoded, in their order, and the reasons for the others."""
-    encode = model.encode_document if kind == "document" else model.encode_query
     fingerprint = vocabulary_fingerprint(_tokenizer(model))
     failed: dict[str, str] = {}
     done: list[SparseVectors] = []
 
     def attempt(batch: list[str]) -> None:
         try:
-            dense = encode(
-                [texts[name] for name in batch],
-                batch_size=len(batch),
-                show_progress_bar=False,
-                convert_to_tensor=True,
-                convert_to_sparse_tensor=False,
-                max_active_dims=top_k,
-            )
-            done.append(SparseVectors.from_torch(batch, dense, fingerprint, min_weight))
+            matrix = _run(model, [texts[name] for name in batch], kind, top_k, min_weight)
+            done.append(SparseVectors.from_torch(batch, matrix, fingerprint, min_weight))
         except Exception as error:  # any fault of one text must not lose the others
             if len(batch) == 1:
                 failed[batch[0]] = f"{type(error).__name__}: {error}"
@@ -183,7 +176,7 @@ def _encode(
     for start in range(0, len(strings), batch_size):
         attempt(strings[start : start + batch_size])
     if not done:
-        return SparseVectors.from_rows({}, _vocab_size(model), fingerprint), failed
+        return SparseVectors.from_rows({}, _vocab_size(model, kind), fingerprint), failed
     position = {name: i for i, name in enumerate(ids)}
     encoded = SparseVectors.concatenate(done)
     order = sorted(range(len(encoded)), key=lambda i: position[encoded.ids[i]])
@@ -206,13 +199,31 @@ def _tokenizer(model: Any) -> Any:
     return getattr(model, "tokenizer", None)
 
 
-def _vocab_size(model: Any) -> int:
-    size = model.get_embedding_dimension()
-    if not isinstance(size, int):
+def _vocab_size(model: Any, kind: Kind) -> int:
+    """Length of the vectors that `model` makes, seen on one word: stock models need not know it beforehand."""
+    vectors = _run(model, ["a"], kind, None)
+    if vectors.ndim != 2:
         raise ValueError(
-            f"model: expected a SparseEncoder that knows its vocabulary size, got {type(model).__name__} with {size!r}."
+            f"model: expected a SparseEncoder, got {type(model).__name__}, whose vectors for one text have "
+            f"shape {tuple(vectors.shape)} and not [1, V]."
         )
-    return size
+    return int(vectors.shape[1])
+
+
+def _run(model: Any, batch: list[str], kind: Kind, top_k: int | None, min_weight: float = 0.0) -> Any:
+    """``[len(batch), V]``: dense from a stock model, CSR from an accelerated one."""
+    fused = sys.modules.get("tilefold.integrations.sentence_transformers")  # imported if anything is accelerated
+    if fused is not None and fused.is_accelerated(model):
+        return fused.encode_sparse(model, batch, task=kind, batch_size=len(batch), top_k=top_k, min_weight=min_weight)
+    encode = model.encode_document if kind == "document" else model.encode_query
+    return encode(
+        batch,
+        batch_size=len(batch),
+        show_progress_bar=False,
+        convert_to_tensor=True,
+        convert_to_sparse_tensor=False,
+        max_active_dims=top_k,
+    )
 
 
 def _model_name(model: Any) -> str | None:
