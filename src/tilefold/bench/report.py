@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("impl", "fwd ms", "x eager", "TFLOP/s", "of floor", "peak MiB", "f+b ms", "x eager", "of floor", "peak MiB")
 _BARE = "gemm"
+_BUSY = 0.7  # load average before the first timing above which the machine is not ours
 
 
 def _number(value: float | None) -> str:
@@ -117,6 +119,9 @@ def print_header(console: Console, provenance: Provenance) -> None:
         f"at {provenance.commit}{dirty}; {provenance.date}"
     )
     console.print(text, markup=False, highlight=False)
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if not provenance.cuda and busy > _BUSY:
+        console.print(f"load average {busy:.1f}: other programs run here, CPU times will be noisy", style="yellow")
 
 
 def print_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:

@@ -96,11 +96,14 @@ def _lsr_head_configs() -> Any:
     import importlib  # noqa: PLC0415
     import importlib.util  # noqa: PLC0415
 
+    import torch  # noqa: PLC0415
+
     name = "tilefold.ops.lsr_head.configs"
     if importlib.util.find_spec(name) is None:
         return None
     describe = getattr(importlib.import_module(name), "describe", None)
-    return describe() if callable(describe) else None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return describe(device) if callable(describe) else None
 
 
 def _print(facts: dict[str, Any]) -> None:
