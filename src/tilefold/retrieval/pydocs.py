@@ -15,6 +15,7 @@ import platform
 import re
 import sys
 import sysconfig
+import textwrap
 import types
 import warnings
 from collections import Counter
@@ -161,6 +162,7 @@ def _held_out(texts: dict[str, str]) -> dict[str, str]:
     parts = {name: _split(text) for name, text in texts.items()}
     openings = Counter(_normal(summary) for summary, _ in parts.values())
     bodies = Counter(_normal(body) for _, body in parts.values())
+    bodies.update(_normal(text) for text in texts.values())
     return {
         name: summary.rstrip(".").rstrip()
         for name, (summary, body) in parts.items()
@@ -174,7 +176,7 @@ def _held_out(texts: dict[str, str]) -> dict[str, str]:
 def _split(text: str) -> tuple[str, str]:
     """Summary line and body; without an empty line after the first there is no body."""
     summary, _, rest = text.partition("\n")
-    return (summary.strip(), rest.strip("\n")) if rest.startswith("\n") else (summary.strip(), "")
+    return (summary.strip(), textwrap.dedent(rest).strip("\n")) if rest.startswith("\n") else (summary.strip(), "")
 
 
 def _is_query(summary: str) -> bool:

