@@ -1,0 +1,130 @@
+"""Launch configurations of the LSR head by architecture and dtype; nothing is searched at run time."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+from tilefold.ops._shared.impl import triton_interpreted
+
+
+@dataclass(frozen=True)
+class MaxForwardConfig:
+    """Tiles of the max-pooling forward kernel.
+
+    Attributes:
+        block_v, block_t, block_k: vocabulary entries, tokens and hidden dimensions of a tile.
+        group: rows that sequences are aligned to.
+        num_warps, num_stages: warps of a program, depth of the load pipeline.
+        use_tma: read operands through TMA descriptors (compute capability 9.0 and newer).
+        precision: ``input_precision`` of fp32 products.
+    """
+
+    block_v: int
+    block_t: int
+    block_k: int
+    group: int
+    num_warps: int
+    num_stages: int
+    use_tma: bool
+    precision: str = "ieee"
+
+
+HOPPER_16BIT = MaxForwardConfig(128, 256, 64, 16, num_warps=8, num_stages=3, use_tma=True)
+AMPERE_16BIT = MaxForwardConfig(128, 128, 32, 16, num_warps=8, num_stages=3, use_tma=False)
+FP32 = MaxForwardConfig(64, 64, 32, 16, num_warps=4, num_stages=2, use_tma=False)
+INTERPRETED = MaxForwardConfig(16, 32, 16, 16, num_warps=4, num_stages=1, use_tma=True)
+
+
+def max_forward_config_for(capability: tuple[int, int], dtype: torch.dtype, tf32: bool) -> MaxForwardConfig:
+    """The forward configuration for a compute capability; ``tf32`` allows TF32 products of fp32 input."""
+    if dtype == torch.float32:
+        return MaxForwardConfig(**{**asdict(FP32), "precision": "tf32" if tf32 else "tf32x3"})
+    return HOPPER_16BIT if capability >= (9, 0) else AMPERE_16BIT
+
+
+def max_forward_config(dtype: torch.dtype, device: torch.device) -> MaxForwardConfig:
+    """The forward configuration for ``dtype`` on ``device``."""
+    if device.type != "cuda" or triton_interpreted():
+        return INTERPRETED
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    return max_forward_config_for(torch.cuda.get_device_capability(device), dtype, tf32)
+
+
+def describe(device: torch.device) -> dict[str, dict[str, object]]:
+    """The configurations in use on ``device``, by dtype, for reports."""
+    return {
+        str(dtype).removeprefix("torch."): asdict(max_forward_config(dtype, device))
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    }
+
+
+@dataclass(frozen=True)
+class MaxBackwardConfig:
+    """Tiles of the max-pooling backward kernels.
+
+    Attributes:
+        block_r: hidden rows that own one list of entries; at most 32.
+        split_v, scan_block, scan_warps: vocabulary entries of one scan program, of one step of it, and its warps.
+        block_e, dhidden_block_d: entries and hidden dimensions of a tile of the hidden gradient.
+        block_b, dweight_block_v, dweight_block_d: sequences, vocabulary entries and hidden dimensions of a tile of
+            the weight gradient.
+        precision: ``input_precision`` of fp32 products.
+    """
+
+    block_r: int = 32
+    split_v: int = 8192
+    scan_block: int = 1024
+    scan_warps: int = 4
+    block_e: int = 64
+    dhidden_block_d: int = 256
+    dhidden_warps: int = 4
+    dhidden_stages: int = 3
+    block_b: int = 4
+    dweight_block_v: int = 16
+    dweight_block_d: int = 256
+    dweight_warps: int = 4
+    dweight_stages: int = 2
+    precision: str = "ieee"
+
+
+BACKWARD_16BIT = MaxBackwardConfig()
+BACKWARD_FP32 = MaxBackwardConfig(block_e=32, dhidden_block_d=128, dhidden_stages=2, dweight_block_v=8)
+BACKWARD_INTERPRETED = MaxBackwardConfig(
+    block_r=16, split_v=64, scan_block=32, block_e=16, dhidden_block_d=16, block_b=2, dweight_block_v=16, dweight_block_d=16
+)
+
+
+def max_backward_config(dtype: torch.dtype, device: torch.device) -> MaxBackwardConfig:
+    """The backward configuration for ``dtype`` on ``device``."""
+    if device.type != "cuda" or triton_interpreted():
+        return BACKWARD_INTERPRETED
+    return BACKWARD_FP32 if dtype == torch.float32 else BACKWARD_16BIT
+
+
+@dataclass(frozen=True)
+class SumConfig:
+    """Tiles of the sum-pooling kernels; ``slab_elements`` bounds the ``dlogits`` that backward holds at a time."""
+
+    block_v: int = 128
+    block_t: int = 128
+    block_k: int = 64
+    num_warps: int = 8
+    num_stages: int = 3
+    slab_elements: int = 1 << 25
+    precision: str = "ieee"
+
+
+SUM_AMPERE = SumConfig(block_k=32)
+SUM_FP32 = SumConfig(block_v=64, block_t=64, block_k=32, num_warps=4, num_stages=2)
+SUM_INTERPRETED = SumConfig(block_v=16, block_t=16, block_k=16, num_warps=4, num_stages=1, slab_elements=4096)
+
+
+def sum_config(dtype: torch.dtype, device: torch.device) -> SumConfig:
+    """The sum-pooling configuration for ``dtype`` on ``device``."""
+    if device.type != "cuda" or triton_interpreted():
+        return SUM_INTERPRETED
+    if dtype == torch.float32:
+        return SUM_FP32
+    return SumConfig() if torch.cuda.get_device_capability(device) >= (9, 0) else SUM_AMPERE
