@@ -84,7 +84,7 @@ class FusedSpladePooling:
             "out_dtype": out_dtype,
             "impl": self.impl,
         }
-        options = _sparse_options.get()
+        options = None if torch.compiler.is_compiling() else _sparse_options.get()
         if options is None:
             return lsr_head(hidden, weight, bias, **arguments)
         return lsr_head_sparse(hidden, weight, bias, **arguments, top_k=options.top_k, min_weight=options.min_weight)
