@@ -16,6 +16,7 @@ from splade_models import (
     assert_same_training,
     build_tiny_splade,
     decided_columns,
+    needs_all_causal_logits,
     scores_and_gradients,
     without_dropout,
 )
@@ -62,6 +63,7 @@ def test_masked_language_models_of_every_kind_train_as_stock(kind: str, pooling:
     assert "token_embeddings" not in fused(fused.preprocess(TEXTS))
 
 
+@needs_all_causal_logits
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("granite", {"logits_scaling": 4.0})],

@@ -86,7 +86,8 @@ def _check_logits_untouched(pair: SpladePair, seen: tuple[HeadProbe, Tensor], fe
     if logits.shape[:-1] != tokens:
         raise ValueError(
             f"the LM head must see every token {list(tokens)}, got {list(logits.shape[:-1])} in {name}; load causal "
-            'models with Transformer(..., processing_kwargs={"text": {"logits_to_keep": 0}}).'
+            'models with Transformer(..., processing_kwargs={"text": {"logits_to_keep": 0}}), which needs '
+            "sentence-transformers 6.2 or later."
         )
     if output.shape == logits.shape and torch.equal(output.to(logits.dtype), logits):
         return
