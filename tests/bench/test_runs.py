@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from tilefold.bench import child, provenance
 from tilefold.bench import lsr_head as bench_lsr_head
+from tilefold.bench.markdown import markdown_table
 from tilefold.bench.registry import BenchCase, Ceilings, Work, get_spec, operators, parse_dtype
 from tilefold.bench.runner import CSV_KEY, BenchRow, verdicts
 from tilefold.bench.timing import TimeBudget, Timing, resident_peak_mib, time_cpu
@@ -224,3 +225,19 @@ def test_every_default_implementation_passes_on_the_gpu(app: typer.Typer, tmp_pa
     arguments = ["lsr_head", "--device", "cuda", "--quick", "--output", str(tmp_path)]
     result = CliRunner().invoke(app, [*arguments, "--shape", "64x32x768x30522-2pct"])
     assert result.exit_code == 0, result.output
+
+
+def test_a_results_file_becomes_a_table_with_its_conditions(tmp_path: Path) -> None:
+    path = tmp_path / "lsr_head.csv"
+    rows = [
+        BenchRow("lsr_head", "a", "float32", "tilefold", forward_p50_ms=1.25, forward_floor_ms=1.0).record(),
+        BenchRow("lsr_head", "a", "float32", "eager", status="OOM").record(),
+    ]
+    provenance.write_csv(path, rows, provenance.collect(CPU), CSV_KEY)
+    lines = markdown_table(path).splitlines()
+    assert lines[2] == "| a, float32 | tilefold | 1.25 | - | - | 80% |  |"
+    assert lines[3] == "|  | eager | - | - | - | - | OOM |"
+    assert f"torch {torch.__version__}" in lines[-1]
+    (tmp_path / "other.csv").write_text("a\n1\n")
+    with pytest.raises(ValueError, match="must be a file that `tilefold bench` wrote"):
+        markdown_table(tmp_path / "other.csv")

@@ -92,18 +92,17 @@ def _operators() -> dict[str, dict[str, Any]]:
 
 
 def _lsr_head_configs() -> Any:
-    """The kernels' launch configurations, if the operator can describe them; ``None`` otherwise."""
+    """The kernels' launch configurations on the current GPU, if the operator can describe them."""
     import importlib  # noqa: PLC0415
     import importlib.util  # noqa: PLC0415
 
     import torch  # noqa: PLC0415
 
     name = "tilefold.ops.lsr_head.configs"
-    if importlib.util.find_spec(name) is None:
+    if not torch.cuda.is_available() or importlib.util.find_spec(name) is None:
         return None
     describe = getattr(importlib.import_module(name), "describe", None)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return describe(device) if callable(describe) else None
+    return describe(torch.device("cuda")) if callable(describe) else None
 
 
 def _print(facts: dict[str, Any]) -> None:

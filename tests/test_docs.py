@@ -1,0 +1,81 @@
+"""The documents: their links lead somewhere, their commands exist, their Python runs as far as it can."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from tilefold import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+SKIPPED = {".venv", ".git", "node_modules", "tilefold-demo", "build", "dist"}
+DOCUMENTS = sorted(p for p in ROOT.rglob("*.md") if not SKIPPED & set(p.relative_to(ROOT).parts))
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def label(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def anchors(path: Path) -> set[str]:
+    """GitHub's anchors of the headings of a document."""
+    headings = re.findall(r"^#{1,6}\s+(.*)$", FENCE.sub("", path.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def shell_commands(path: Path) -> list[list[str]]:
+    """The ``tilefold`` command lines in the fenced blocks of a document, as words."""
+    found: list[list[str]] = []
+    for language, body in FENCE.findall(path.read_text(encoding="utf-8")):
+        if language in ("sh", "bash", "console", "shell"):
+            for line in body.replace("\\\n", " ").splitlines():
+                words = shlex.split(line.removeprefix("$ "), comments=True)
+                if words and words[0] == "tilefold":
+                    found.append(words[1:])
+    return found
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=label)
+def test_relative_links_lead_to_files_and_headings_that_exist(path: Path) -> None:
+    broken: list[str] = []
+    for target in LINK.findall(FENCE.sub("", path.read_text(encoding="utf-8"))):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, fragment = target.partition("#")
+        file = (path.parent / name) if name else path
+        if not file.exists() or (fragment and file.suffix == ".md" and fragment not in anchors(file)):
+            broken.append(target)
+    assert not broken, f"{label(path)}: broken links {broken}"
+
+
+@pytest.mark.parametrize("path", [p for p in DOCUMENTS if shell_commands(p)], ids=label)
+def test_commands_in_the_documents_have_the_verbs_and_options_of_the_program(path: Path) -> None:
+    group = typer.main.get_command(cli.app)
+    for words in shell_commands(path):
+        if words[0].startswith("-"):
+            continue
+        assert words[0] in group.commands, f"{label(path)}: tilefold {words[0]} does not exist"
+        command = group.commands[words[0]]
+        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        used = {word.partition("=")[0] for word in words[1:] if word.startswith("--")} - {"--help"}
+        assert used <= known, f"{label(path)}: tilefold {words[0]} has no option {sorted(used - known)}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=label)
+def test_python_in_the_documents_parses(path: Path) -> None:
+    for language, body in FENCE.findall(path.read_text(encoding="utf-8")):
+        if language == "python":
+            ast.parse(body)
+
+
+def test_the_first_python_example_of_the_readme_runs_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = [b for language, b in FENCE.findall((ROOT / "README.md").read_text()) if language == "python"]
+    namespace: dict[str, object] = {}
+    exec(compile(blocks[0], "README.md", "exec"), namespace)  # noqa: S102
+    assert capsys.readouterr().out.strip()

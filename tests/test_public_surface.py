@@ -1,0 +1,106 @@
+"""The public surface: what is exported, that it is documented, annotated, and free of banned patterns."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import tilefold
+
+PACKAGE = Path(tilefold.__file__).resolve().parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+PUBLIC_FILES = [path for path in FILES if not any(p.startswith("_") and p != "__init__.py" for p in path.parts)]
+EXPORTING = ("tilefold.ops", "tilefold.nn", "tilefold.integrations.sentence_transformers")
+
+
+def label(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def public_definitions(tree: ast.Module) -> list[tuple[str, ast.AST]]:
+    """Module-level functions and classes, and the methods of those classes, whose name has no leading underscore."""
+    found: list[tuple[str, ast.AST]] = []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name[0] != "_":
+            found.append((node.name, node))
+            if isinstance(node, ast.ClassDef):
+                found += [
+                    (f"{node.name}.{item.name}", item)
+                    for item in node.body
+                    if isinstance(item, ast.FunctionDef) and item.name[0] != "_"
+                ]
+    return found
+
+
+def test_the_package_exports_exactly_what_it_lists() -> None:
+    assert dir(tilefold) == sorted(tilefold.__all__)
+    for name in tilefold.__all__:
+        assert getattr(tilefold, name) is not None
+    with pytest.raises(AttributeError, match="module 'tilefold' has no attribute 'lsr_tail'; public names"):
+        tilefold.lsr_tail  # noqa: B018
+
+
+def test_the_version_is_that_of_the_file_the_build_reads() -> None:
+    text = (PACKAGE / "_version.py").read_text()
+    assert re.search(r'__version__ = "([^"]+)"', text).group(1) == tilefold.__version__
+
+
+@pytest.mark.parametrize("name", EXPORTING)
+def test_a_room_exports_exactly_what_it_lists(name: str) -> None:
+    module = importlib.import_module(name)
+    exported = {
+        key
+        for key, value in vars(module).items()
+        if not key.startswith("_") and not inspect.ismodule(value) and key not in ("annotations", "TYPE_CHECKING")
+    }
+    listed = set(module.__all__)
+    assert exported <= listed
+    for key in listed:
+        assert getattr(module, key) is not None
+
+
+@pytest.mark.parametrize("name", ["lsr_head", "lsr_head_sparse"])
+def test_an_operator_documents_every_argument_and_what_it_raises(name: str) -> None:
+    operator = getattr(tilefold, name)
+    signature = inspect.signature(operator)
+    doc = inspect.getdoc(operator)
+    for parameter in signature.parameters.values():
+        assert parameter.annotation is not inspect.Parameter.empty
+    for section in ("Returns:", "Raises:", "arXiv"):
+        assert section in doc or name != "lsr_head", f"{section} is missing from the docstring of {name}"
+    own = [p for p in signature.parameters if f"{p}:" in doc]
+    if name == "lsr_head":
+        assert own == list(signature.parameters)
+
+
+@pytest.mark.parametrize("path", PUBLIC_FILES, ids=label)
+def test_public_functions_and_classes_have_docstrings_and_annotations(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    problems: list[str] = []
+    for name, node in public_definitions(tree):
+        if ast.get_docstring(node) is None and "." not in name:
+            problems.append(f"{name} has no docstring")
+        if isinstance(node, ast.FunctionDef):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            missing = [a.arg for a in arguments if a.annotation is None and a.arg not in ("self", "cls")]
+            problems += [f"{name}: argument {argument} has no annotation" for argument in missing]
+            if node.returns is None:
+                problems.append(f"{name} has no return annotation")
+    assert not problems, f"{label(path)}: " + "; ".join(problems)
+
+
+@pytest.mark.parametrize("path", FILES, ids=label)
+def test_sources_are_of_readable_size_and_free_of_banned_patterns(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 450, f"{label(path)} is too long: split it"
+    tree = ast.parse(text)
+    assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)], "assert in the package"
+    bare = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and n.type is None]
+    assert not bare, f"{label(path)}: bare except in lines {bare}"
+    assert "import *" not in text
+    assert "pickle.load" not in text
