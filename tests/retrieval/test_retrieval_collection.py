@@ -40,9 +40,7 @@ def test_saving_never_overwrites_a_folder_of_other_things(beir: Path, tmp_path: 
     assert [path.name for path in (tmp_path / "home").iterdir()] == ["thesis.txt"]
 
 
-def test_an_interrupted_save_leaves_no_trace(
-    beir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_save_leaves_no_trace(beir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     collection = load_beir(beir)
 
     class Interrupting(dict[str, dict[str, dict[str, int]]]):
@@ -93,9 +91,7 @@ def test_blank_lines_a_byte_order_mark_and_integer_ids_are_tolerated(beir: Path)
         ("qrels/test.tsv", "query-id\tcorpus-id\tscore\n", r"test.tsv: expected at least one judgement"),
     ],
 )
-def test_a_bad_line_is_reported_by_file_and_number(
-    beir: Path, name: str, content: str, message: str
-) -> None:
+def test_a_bad_line_is_reported_by_file_and_number(beir: Path, name: str, content: str, message: str) -> None:
     (beir / name).write_text(content, encoding="utf-8")
     with pytest.raises(DataError, match=message):
         load_beir(beir)
@@ -116,7 +112,7 @@ def test_judgements_of_absent_documents_can_be_dropped(beir: Path) -> None:
 @pytest.mark.parametrize("name", ["corpus.jsonl", "queries.jsonl", "qrels/test.tsv"])
 def test_a_missing_file_is_reported_with_the_layout(beir: Path, name: str) -> None:
     (beir / name).unlink()
-    with pytest.raises(FileNotFoundError, match="A BEIR folder has corpus.jsonl"):
+    with pytest.raises(FileNotFoundError, match=r"A BEIR folder has corpus\.jsonl"):
         load_beir(beir)
 
 
@@ -151,7 +147,7 @@ def test_pydocs_cuts_the_query_from_its_document_and_from_no_other(pydocs: Colle
 def test_pydocs_covers_sources_and_c_modules_but_no_tests(pydocs: Collection) -> None:
     ids = set(pydocs.documents)
     assert {"json.dumps", "pathlib.Path", "builtins.sorted", "itertools.chain"} <= ids
-    assert not [name for name in ids if re.match(r"(test|idlelib|turtledemo|antigravity|site-packages)\b", name)]
+    assert not [name for name in ids if re.match(r"(test|idlelib|turtledemo|site-packages)\b", name)]
     assert pydocs.queries["q-json.dumps"] == "Serialize ``obj`` to a JSON formatted ``str``"
     assert "Serialize ``obj`` to" not in pydocs.documents["json.dumps"].text
 

@@ -90,7 +90,7 @@ def encode_collection(
             if failed and not len(vectors):
                 name, reason = next(iter(failed.items()))
                 raise DataError(
-                    f"texts: all {len(chunk)} of shard {number} failed, {name!r} first: {reason} "
+                    f"texts: all {len(chunk)} of shard {number} failed, {name!r} first ({reason}). "
                     "Check the model; earlier shards are kept."
                 )
             writer.write_shard(number, vectors, failed)
@@ -118,7 +118,7 @@ def encode_queries(
     vectors, failed = _encode(model, queries, list(queries), "query", batch_size, top_k, min_weight)
     if failed:
         name, reason = next(iter(failed.items()))
-        raise DataError(f"queries: {len(failed)} of {len(queries)} failed, {name!r} first: {reason}")
+        raise DataError(f"queries: {len(failed)} of {len(queries)} failed, {name!r} first ({reason}).")
     return vectors
 
 
@@ -171,16 +171,16 @@ def _encode(
         if isinstance(texts[name], str):
             strings.append(name)
         else:
-            failed[name] = f"expected a string, got {type(texts[name]).__name__}."
+            failed[name] = f"expected a string, got {type(texts[name]).__name__}"
     strings.sort(key=lambda name: len(texts[name]), reverse=True)
     for start in range(0, len(strings), batch_size):
         attempt(strings[start : start + batch_size])
+    failed = {name: failed[name] for name in ids if name in failed}
     if not done:
         return SparseVectors.from_rows({}, _vocab_size(model, kind), fingerprint), failed
     position = {name: i for i, name in enumerate(ids)}
     encoded = SparseVectors.concatenate(done)
     order = sorted(range(len(encoded)), key=lambda i: position[encoded.ids[i]])
-    failed = {name: failed[name] for name in ids if name in failed}
     return encoded.take(order), failed
 
 

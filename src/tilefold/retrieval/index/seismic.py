@@ -144,8 +144,13 @@ class SeismicIndex:
         terms, components = np.unique(vectors.indices[keep], return_inverse=True)
         large = terms.size > _SMALL_VOCABULARY
         with _quiet():
-            dataset = (seismic.SeismicDatasetLV if large else seismic.SeismicDataset)(dim=int(terms.size))
-            _fill(dataset, components.astype(np.int64), vectors.data[keep], offsets)
+            dataset = _dataset(
+                seismic.SeismicDatasetLV if large else seismic.SeismicDataset,
+                int(terms.size),
+                components.astype(np.int64),
+                vectors.data[keep],
+                offsets,
+            )
             engine = (seismic.SeismicIndexLV if large else seismic.SeismicIndex).build_from_dataset(
                 dataset,
                 n_postings=chosen.n_postings,
@@ -245,22 +250,26 @@ class SeismicIndex:
         return cls(engine, ids, terms, manifest["vocab_size"], manifest.get("fingerprint"), options)
 
 
-def _fill(
-    dataset: Any,
+def _dataset(
+    kind: Any,
+    n_components: int,
     components: npt.NDArray[np.int64],
     weights: npt.NDArray[np.float32],
     offsets: npt.NDArray[np.int64],
-) -> None:
-    """Add the rows under their numbers; rows without terms are left out (the engine has no such documents)."""
+) -> Any:
+    """The rows under their numbers; rows without terms are left out (the engine has no such documents)."""
     n = len(offsets) - 1
-    if hasattr(dataset, "add_documents_by_id"):
+    if hasattr(kind, "add_documents_by_id"):
+        dataset = kind(dim=n_components)
         dataset.add_documents_by_id([str(i) for i in range(n)], components, weights, offsets)
-        return
+        return dataset
+    dataset = kind()
     tokens = components.astype(_package().get_seismic_string())
     for i in range(n):
         low, high = int(offsets[i]), int(offsets[i + 1])
         if high > low:
             dataset.add_document(str(i), tokens[low:high], weights[low:high])
+    return dataset
 
 
 def _package() -> Any:

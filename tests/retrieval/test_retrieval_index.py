@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import seismic
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilefold.retrieval import SparseVectors, build_index, hits_to_run, load_index
+from tilefold.retrieval.errors import DataError, MissingPackageError, VocabularyMismatchError
+from tilefold.retrieval.index.seismic import SeismicIndex
+
+Make = Callable[..., SparseVectors]
+BACKENDS = ["exact", "seismic"]
+
+
+def dense(vectors: SparseVectors) -> np.ndarray[Any, np.dtype[np.float64]]:
+    matrix = np.zeros((len(vectors), vectors.vocab_size))
+    for i in range(len(vectors)):
+        terms, weights = vectors.row(i)
+        matrix[i, terms] = weights
+    return matrix
+
+
+def test_exact_search_equals_the_dense_product(make_vectors: Make) -> None:
+    documents, queries = make_vectors(200), make_vectors(30, terms=5, seed=1, prefix="q")
+    hits = build_index(documents).search(queries, 10)
+    scores = dense(queries) @ dense(documents).T
+    for row, found in zip(scores, hits, strict=True):
+        # sums of at most 5 float32 products: 5 roundings of 2^-24, doubled
+        assert np.allclose([hit.score for hit in found], np.sort(row)[::-1][: len(found)], rtol=6e-7)
+        assert len(found) == min(10, int((row > 0).sum()))
+        for hit in found:
+            assert np.isclose(row[documents.ids.index(hit.id)], hit.score, rtol=6e-7)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    weights=st.lists(st.lists(st.integers(0, 3), min_size=4, max_size=4), min_size=1, max_size=12),
+    query=st.lists(st.integers(0, 3), min_size=4, max_size=4),
+    k=st.integers(1, 14),
+)
+def test_exact_search_ranks_ties_by_document_order(weights: list[list[int]], query: list[int], k: int) -> None:
+    rows = {f"d{i}": {t: float(w) for t, w in enumerate(row) if w} for i, row in enumerate(weights)}
+    if not any(rows.values()):
+        return
+    documents = SparseVectors.from_rows(rows, 4)
+    queries = SparseVectors.from_rows({"q": {t: float(w) for t, w in enumerate(query) if w}}, 4)
+    (found,) = build_index(documents).search(queries, k)
+    scores = [sum(a * b for a, b in zip(row, query, strict=True)) for row in weights]
+    ranked = sorted((i for i, score in enumerate(scores) if score), key=lambda i: (-scores[i], i))[:k]
+    assert found == [(f"d{i}", float(scores[i])) for i in ranked]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_documents_that_share_no_term_are_not_returned(backend: str) -> None:
+    documents = SparseVectors.from_rows({"a": {0: 1.0}, "b": {1: 2.0}, "empty": {}}, 9)
+    queries = SparseVectors.from_rows({"x": {1: 0.5}, "none": {}, "y": {0: 1.0, 1: 1.0}, "z": {8: 1.0}}, 9)
+    run = hits_to_run(queries, build_index(documents, backend).search(queries, 10))
+    assert run == {"x": {"b": 1.0}, "none": {}, "y": {"b": 2.0, "a": 1.0}, "z": {}}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_saved_index_gives_the_same_results(backend: str, make_vectors: Make, tmp_path: Path) -> None:
+    documents, queries = make_vectors(300), make_vectors(20, seed=1, prefix="q")
+    index = build_index(documents, backend)
+    index.save(tmp_path / "index")
+    index.save(tmp_path / "index")  # an own index may be replaced
+    again = load_index(tmp_path / "index")
+    assert (again.backend, again.n_documents, again.vocab_size, again.fingerprint) == (
+        backend,
+        300,
+        500,
+        "f" * 64,
+    )
+    assert again.search(queries, 7) == index.search(queries, 7)
+    manifest = json.loads((tmp_path / "index" / "index.json").read_text())
+    assert manifest["backend"] == backend and "tilefold" in manifest["versions"]
+    assert [path.name for path in tmp_path.iterdir()] == ["index"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_queries_over_another_vocabulary_are_refused(backend: str, make_vectors: Make) -> None:
+    index = build_index(make_vectors(20), backend)
+    with pytest.raises(VocabularyMismatchError, match="500 terms, got one with 600"):
+        index.search(make_vectors(2, vocab_size=600), 3)
+    queries = make_vectors(2)
+    queries.fingerprint = "0" * 64
+    with pytest.raises(VocabularyMismatchError, match="another of the same size"):
+        index.search(queries, 3)
+    queries.fingerprint = None  # unknown is not different
+    assert len(index.search(queries, 3)) == 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("k", [0, -1, 2.5, True])
+def test_k_must_be_a_positive_integer(backend: str, k: Any, make_vectors: Make) -> None:
+    with pytest.raises(ValueError, match="k: expected an integer of at least 1"):
+        build_index(make_vectors(5), backend).search(make_vectors(1), k)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_index_needs_a_positive_weight(backend: str) -> None:
+    with pytest.raises(ValueError, match="at least one vector with a positive weight, got 0 vector"):
+        build_index(SparseVectors.from_rows({}, 5), backend)
+    with pytest.raises(ValueError, match="got 2 vector"):
+        build_index(SparseVectors.from_rows({"a": {}, "b": {1: 0.0}}, 5), backend)
+
+
+def test_unknown_backends_and_options_are_refused(make_vectors: Make) -> None:
+    vectors = make_vectors(5)
+    with pytest.raises(ValueError, match="backend: expected one of exact, seismic, got 'lucene'"):
+        build_index(vectors, "lucene")
+    with pytest.raises(ValueError, match="the exact index has none, got n_postings"):
+        build_index(vectors, "exact", n_postings=3)
+    with pytest.raises(ValueError, match=r"Seismic has n_postings, .*; got ef"):
+        build_index(vectors, "seismic", ef=3)
+    with pytest.raises(ValueError, match="n_postings: expected an integer of at least 1, got 0"):
+        build_index(vectors, "seismic", n_postings=0)
+    with pytest.raises(ValueError, match=r"heap_factor: expected a number in \[0, 1\], got nan"):
+        build_index(vectors, "seismic", heap_factor=float("nan"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_missing_or_damaged_index_is_named(backend: str, make_vectors: Make, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"index.json: no such file.*tilefold index"):
+        load_index(tmp_path / "nowhere")
+    build_index(make_vectors(50), backend).save(tmp_path / "index")
+    for file in sorted((tmp_path / "index").iterdir()):
+        copy = tmp_path / f"without-{file.name}"
+        shutil.copytree(tmp_path / "index", copy)
+        (copy / file.name).unlink()
+        with pytest.raises(FileNotFoundError, match=file.name):
+            load_index(copy)
+        (copy / file.name).write_bytes(file.read_bytes()[:-20])
+        with pytest.raises(DataError, match=file.name):
+            load_index(copy)
+
+
+def test_an_index_without_its_marker_file_is_not_an_index(make_vectors: Make, tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text('{"backend": "exact"}')
+    with pytest.raises(DataError, match="expected an index of schema 1, got wrong n_documents"):
+        load_index(tmp_path)
+    build_index(make_vectors(3)).save(tmp_path / "index")
+    with pytest.raises(DataError, match="expected an index of backend 'seismic', got 'exact'"):
+        SeismicIndex.load(tmp_path / "index")
+
+
+def test_saving_never_replaces_a_folder_of_other_things(make_vectors: Make, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(FileExistsError, match="nothing was overwritten"):
+        build_index(make_vectors(3)).save(tmp_path)
+
+
+def test_seismic_finds_nearly_all_that_exact_search_finds(make_vectors: Make) -> None:
+    documents, queries = make_vectors(2000), make_vectors(50, seed=1, terms=10, prefix="q")
+    exact = build_index(documents).search(queries, 10)
+    found = build_index(documents, "seismic").search(queries, 10)
+    overlap = [len({h.id for h in a} & {h.id for h in b}) / 10 for a, b in zip(exact, found, strict=True)]
+    assert np.mean(overlap) > 0.9
+    truth = [{hit.id: hit.score for hit in row} for row in build_index(documents).search(queries, 2000)]
+    for row, scores in zip(found, truth, strict=True):
+        assert [hit.score for hit in row] == sorted((hit.score for hit in row), reverse=True)
+        for hit in row:  # weights in 16-bit floats: half an ulp, 2^-11
+            assert hit.score == pytest.approx(scores[hit.id], rel=2**-11)
+
+
+def test_seismic_searches_closer_to_exact_on_request(make_vectors: Make) -> None:
+    documents, queries = make_vectors(500), make_vectors(20, seed=1, prefix="q")
+    index = build_index(documents, "seismic", query_cut=1, heap_factor=1.0)
+    assert isinstance(index, SeismicIndex)
+    exact = build_index(documents).search(queries, 10)
+
+    def recall(found: list[list[Any]]) -> float:
+        pairs = zip(found, exact, strict=True)
+        return float(np.mean([len({h.id for h in a} & {h.id for h in b}) / len(b) for a, b in pairs]))
+
+    assert recall(index.search(queries, 10, query_cut=20, heap_factor=0.0)) > recall(index.search(queries, 10))
+
+
+def test_seismic_prints_nothing(make_vectors: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    index = build_index(make_vectors(50), "seismic")
+    index.save(tmp_path / "index")
+    load_index(tmp_path / "index").search(make_vectors(3), 5)
+    sys.stdout.write("still here\n")
+    assert capfd.readouterr() == ("still here\n", "")
+
+
+def test_seismic_refuses_weights_that_16_bits_cannot_hold() -> None:
+    with pytest.raises(ValueError, match=r"up to 65504, got 70000"):
+        build_index(SparseVectors.from_rows({"a": {0: 7e4}}, 5), "seismic")
+
+
+def test_seismic_indexes_vocabularies_beyond_16_bits(
+    make_vectors: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents, queries = make_vectors(100, vocab_size=250_002), make_vectors(5, vocab_size=250_002)
+    few = build_index(documents, "seismic")  # fewer than 65,536 terms in use: renumbered into 16 bits
+    monkeypatch.setattr("tilefold.retrieval.index.seismic._SMALL_VOCABULARY", 100)
+    many = build_index(documents, "seismic")
+    assert (type(few._engine), type(many._engine)) == (seismic.SeismicIndex, seismic.SeismicIndexLV)  # type: ignore[attr-defined]
+    assert [row[0].id for row in few.search(queries, 3)] == queries.ids
+    assert [row[0].id for row in many.search(queries, 3)] == queries.ids
+    many.save(tmp_path / "index")
+    assert load_index(tmp_path / "index").search(queries, 3) == many.search(queries, 3)
+
+
+def test_seismic_without_the_fast_loader_gives_the_same_index(
+    make_vectors: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents, queries = make_vectors(50), make_vectors(5, seed=1)
+    expected = build_index(documents, "seismic", heap_factor=0.0).search(queries, 5)
+    real = seismic.SeismicDataset
+
+    class OlderDataset:  # the class before documents could be added by component
+        def __new__(cls) -> Any:
+            return real()
+
+    monkeypatch.setattr(seismic, "SeismicDataset", OlderDataset)
+    found = build_index(documents, "seismic", heap_factor=0.0).search(queries, 5)
+    assert [[hit.id for hit in row] for row in found] == [[hit.id for hit in row] for row in expected]
+
+
+def test_a_panic_of_seismic_is_an_ordinary_error(make_vectors: Make) -> None:
+    index = build_index(make_vectors(5), "seismic")
+
+    class PanicException(BaseException):
+        pass
+
+    class Broken:
+        def batch_search(self, *arguments: Any, **options: Any) -> None:
+            raise PanicException("assertion failed")
+
+    index._engine = Broken()  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="Seismic failed: assertion failed"):
+        index.search(make_vectors(1), 3)
+
+
+def test_a_missing_backend_package_says_how_to_install_it(make_vectors: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "seismic", None)
+    with pytest.raises(MissingPackageError, match=r"pip install pyseismic-lsr"):
+        build_index(make_vectors(3), "seismic")

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilefold.retrieval import (
+    BM25Index,
+    Collection,
+    SparseVectors,
+    active_terms,
+    evaluate,
+    evaluate_per_query,
+    flops,
+    interpolate,
+    read_trec_run,
+    reciprocal_rank_fusion,
+    write_trec_run,
+)
+from tilefold.retrieval.bm25 import tokenize
+from tilefold.retrieval.errors import DataError, VocabularyMismatchError
+
+A = {"q": {"x": 3.0, "y": 1.0}}
+B = {"q": {"y": 10.0, "z": 5.0, "x": 0.0}}
+
+
+def test_min_max_interpolation_follows_the_hand_computation() -> None:
+    fused = interpolate([A, B], [0.5, 0.5])
+    assert fused == {"q": {"x": 0.5, "y": 0.5, "z": 0.25}}
+    assert list(fused["q"]) == ["x", "y", "z"]  # equal scores in the order in which the runs brought them
+    assert interpolate([A, B], [0.5, 0.5], k=1) == {"q": {"x": 0.5}}
+
+
+def test_a_document_missing_in_a_run_gets_the_minimum_of_that_run() -> None:
+    assert interpolate([A, B], [1.0, 1.0], "none") == {"q": {"y": 11.0, "z": 6.0, "x": 3.0}}
+    z = interpolate([A, B], [1.0, 1.0], "z_score")["q"]
+    deviation = math.sqrt(50 / 3)
+    assert z == pytest.approx({"y": -1 + 5 / deviation, "z": -1.0, "x": 1 - 5 / deviation})
+
+
+def test_constant_and_absent_runs_are_harmless() -> None:
+    one = {"q": {"x": 7.0}}
+    assert interpolate([one, {}], [1.0, 1.0]) == {"q": {"x": 1.0}}
+    assert interpolate([one, {"p": {"y": 2.0}}], normalization="z_score") == {"q": {"x": 0.0}, "p": {"y": 0.0}}
+    assert interpolate([{"q": {}}, {"q": {}}]) == {"q": {}}
+    assert reciprocal_rank_fusion([one, {"q": {}}]) == {"q": {"x": 1 / 61}}
+
+
+def test_reciprocal_rank_fusion_follows_the_hand_computation() -> None:
+    fused = reciprocal_rank_fusion([A, B])["q"]
+    assert fused == pytest.approx({"y": 1 / 62 + 1 / 61, "x": 1 / 61 + 1 / 63, "z": 1 / 62})
+    assert list(fused) == ["y", "x", "z"]
+
+
+def test_fusion_refuses_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="runs: expected at least one"):
+        interpolate([])
+    with pytest.raises(ValueError, match="one number for each of 2 runs, got 1"):
+        interpolate([A, B], [1.0])
+    with pytest.raises(ValueError, match="expected finite"):
+        interpolate([A], [math.inf])
+    with pytest.raises(ValueError, match=r"min_max, z_score, none, got 'softmax'"):
+        interpolate([A], normalization="softmax")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="k: expected at least 1"):
+        reciprocal_rank_fusion([A], k=0)
+
+
+def test_evaluation_follows_the_hand_computation() -> None:
+    qrels = {"q1": {"a": 1}, "q2": {"b": 2, "c": 1}, "silent": {"a": 1}}
+    run = {"q1": {"x": 2.0, "a": 1.0}, "q2": {"b": 3.0}, "not judged": {"a": 1.0}}
+    rows = evaluate_per_query(run, qrels)
+    assert rows["q1"] == pytest.approx({"nDCG@10": 1 / math.log2(3), "R@100": 1.0, "RR@10": 0.5})
+    assert rows["q2"] == pytest.approx({"nDCG@10": 2 / (2 + 1 / math.log2(3)), "R@100": 0.5, "RR@10": 1.0})
+    assert rows["silent"] == {"nDCG@10": 0.0, "R@100": 0.0, "RR@10": 0.0}
+    assert evaluate(run, qrels)["RR@10"] == pytest.approx(0.5)
+    assert list(evaluate(run, qrels, ["AP", "nDCG@10"])) == ["AP", "nDCG@10"]
+
+
+def test_a_run_without_any_result_counts_as_zero() -> None:
+    assert evaluate({}, {"q": {"a": 1}}) == {"nDCG@10": 0.0, "R@100": 0.0, "RR@10": 0.0}
+
+
+def test_evaluation_refuses_empty_judgements_unknown_measures_and_nan() -> None:
+    with pytest.raises(ValueError, match="qrels: expected at least one judged query"):
+        evaluate(A, {"q": {}})
+    with pytest.raises(ValueError, match=r"such as nDCG@10.*got 'best'"):
+        evaluate(A, {"q": {"x": 1}}, ["best"])
+    with pytest.raises(ValueError, match="measures: expected a list"):
+        evaluate(A, {"q": {"x": 1}}, "nDCG@10")
+    with pytest.raises(ValueError, match="query 'q' has a score that is not a number"):
+        evaluate({"q": {"x": math.nan}}, {"q": {"x": 1}})
+
+
+def test_trec_runs_survive_writing_and_reading(tmp_path: Path) -> None:
+    run = {"q1": {"a": 0.1, "b": 1 / 3}, "q2": {"ü": 1e-30}}
+    write_trec_run(run, tmp_path / "x.run", tag="mine")
+    assert (tmp_path / "x.run").read_text(encoding="utf-8").splitlines()[0] == f"q1 Q0 b 1 {1 / 3!r} mine"
+    assert read_trec_run(tmp_path / "x.run") == run
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("q Q0 d 1 2.0", r":2: expected 6 fields .* got 5"),
+        ("q Q0 d 1 high tag", r":2: expected a finite score, got 'high'"),
+        ("q Q0 d 1 nan tag", r":2: expected a finite score, got 'nan'"),
+        ("q Q0 a 2 0.5 tag", r":2: document 'a' was already given for query 'q'"),
+    ],
+)
+def test_bad_lines_of_a_trec_run_are_named(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "x.run").write_text(f"q Q0 a 1 1.0 tag\n{line}\n")
+    with pytest.raises(DataError, match=message):
+        read_trec_run(tmp_path / "x.run")
+
+
+def test_a_trec_run_refuses_ids_with_white_space(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"document id: .*got 'a b'"):
+        write_trec_run({"q": {"a b": 1.0}}, tmp_path / "x.run")
+    assert not list(tmp_path.iterdir())
+
+
+def test_sparsity_figures_follow_the_hand_computation() -> None:
+    documents = SparseVectors.from_rows({"a": {0: 1.0, 1: 0.0}, "b": {0: 1.0, 2: 1.0}, "c": {}, "d": {2: 1.0}}, 4)
+    queries = SparseVectors.from_rows({"q": {0: 1.0}, "p": {0: 1.0, 2: 3.0}}, 4)
+    assert active_terms(documents) == 1.0
+    assert flops(queries, documents) == pytest.approx(1.0 * 0.5 + 0.5 * 0.5)
+    assert active_terms(SparseVectors.from_rows({}, 4)) == flops(SparseVectors.from_rows({}, 4), documents) == 0.0
+    with pytest.raises(VocabularyMismatchError, match="documents: expected the vocabulary of queries"):
+        flops(SparseVectors.from_rows({}, 5), documents)
+
+
+def test_bm25_ranks_pydocs_as_well_as_bm25_does(pydocs: Collection) -> None:
+    index = BM25Index.build(pydocs.contents())
+    queries = dict(list(pydocs.split_queries("test").items())[:200])
+    run = index.search(queries, 100)
+    assert index.n_documents == len(pydocs.documents)
+    measured = evaluate(run, {query_id: pydocs.qrels["test"][query_id] for query_id in queries})
+    assert 0.3 < measured["nDCG@10"] < 0.6 and 0.7 < measured["R@100"] < 0.95
+
+
+def test_bm25_leaves_out_documents_and_queries_without_a_match() -> None:
+    index = BM25Index.build({"a": "parse the json", "b": "sort a list", "c": ""})
+    run = index.search({"q": "json parser", "none": "zebra", "empty": "", "stop": "the"}, 10)
+    assert run == {"q": {"a": run["q"]["a"]}, "none": {}, "empty": {}, "stop": {}}
+    assert run["q"]["a"] > 0
+    with pytest.raises(ValueError, match="k: expected an integer"):
+        index.search({"q": "json"}, 0)
+    with pytest.raises(ValueError, match="documents: expected at least one, got none"):
+        BM25Index.build({})
+    with pytest.raises(ValueError, match="got only empty ones"):
+        BM25Index.build({"a": "..."})
+
+
+def test_words_identifiers_plurals_and_unspaced_scripts_are_cut_as_documented() -> None:
+    assert tokenize("Move_to_end of OrderedDict, queries!", frozenset({"of"})) == [
+        "move",
+        "to",
+        "end",
+        "ordered",
+        "dict",
+        "query",
+    ]
+    assert tokenize("classes buses boxes glass radius") == ["classe", "buse", "boxe", "glass", "radius"]
+    assert tokenize("東大寺の仏像") == ["東大", "大寺", "寺の", "の仏", "仏像"]
+    assert tokenize("寺 año ภาษา") == ["寺", "año", "ภา", "าษ", "ษา"]
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, tilefold.retrieval as r; r.Collection; r.evaluate; r.BM25Index; r.build_index;"
+        "heavy = {'torch', 'transformers', 'sentence_transformers', 'pyarrow', 'bm25s', 'ir_measures',"
+        " 'seismic', 'matplotlib'} & set(sys.modules);"
+        "print(sorted(heavy), all(hasattr(r, name) for name in r.__all__))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() in ("[] True", "['torch'] True"), result.stdout
