@@ -38,7 +38,7 @@ _MEMORY_SHARE = 0.8  # of the free memory that a case may be expected to take
 
 @dataclass
 class BenchRow:
-    """One line of the table and of the CSV. Times are ``None`` unless ``status`` is ``"ok"``."""
+    """One line of the table and of the CSV; no time unless the gate passed, ``None`` for what was not measured."""
 
     op: str
     case: str

@@ -34,7 +34,7 @@ def bench(
 ) -> None:
     """Check, then time operators and their baselines; a row whose check fails shows no time.
 
-    Without --output, results go to benchmarks/results if the current directory has it.
+    Without --output, results go to benchmarks/results if the current directory has benchmarks.
     Exits with 1 if an implementation failed its check.
     """
     from tilefold.bench.registry import get_spec, operators  # noqa: PLC0415
@@ -79,7 +79,7 @@ def _run_all(
     from rich.console import Console  # noqa: PLC0415
 
     from tilefold.bench import report  # noqa: PLC0415
-    from tilefold.bench.provenance import collect  # noqa: PLC0415
+    from tilefold.bench.provenance import collect, device_slug  # noqa: PLC0415
     from tilefold.bench.runner import RunOptions, verdicts  # noqa: PLC0415
     from tilefold.bench.timing import TimeBudget  # noqa: PLC0415
 
@@ -92,28 +92,42 @@ def _run_all(
     provenance = collect(target)
     console = Console(width=None if Console().is_terminal else 190)
     report.print_header(console, provenance)
-    folder = output or (RESULTS if RESULTS.is_dir() and not quick else None)
+    folder = output or (RESULTS if RESULTS.parent.is_dir() and not quick else None)
     failed = False
     for spec in specs:
         cases = _cases(spec, shape, target.type, dtype, quick)
-        rows = _run_one(spec, cases, options, console)
+        path = folder / device_slug(provenance) / f"{spec.op}.csv" if folder is not None else None
+        rows = _run_one(spec, cases, options, console, path, provenance)
         report.print_verdicts(console, verdicts(spec, rows))
         failed |= any(row.failed_gate for row in rows)
-        if folder is not None:
-            console.print(f"results: {_save(folder, spec, rows, provenance)}", markup=False)
+        if path is not None and rows:
+            console.print(f"results: {path}", markup=False)
     return failed
 
 
-def _run_one(spec: BenchSpec, cases: list[BenchCase], options: RunOptions, console: Console) -> list[BenchRow]:
+def _run_one(
+    spec: BenchSpec,
+    cases: list[BenchCase],
+    options: RunOptions,
+    console: Console,
+    path: Path | None,
+    provenance: Provenance,
+) -> list[BenchRow]:
     from tilefold.bench import report  # noqa: PLC0415
-    from tilefold.bench.runner import run_spec  # noqa: PLC0415
+    from tilefold.bench.provenance import write_csv  # noqa: PLC0415
+    from tilefold.bench.runner import CSV_KEY, run_spec  # noqa: PLC0415
+
+    def on_rows(case: BenchCase, rows: list[BenchRow]) -> None:
+        report.print_case(console, spec, case, rows)
+        if path is not None:  # after every case: a run that dies keeps what it has
+            write_csv(path, [row.record() for row in rows], provenance, CSV_KEY)
 
     with console.status(f"{spec.op}: starting") as status:
         return run_spec(
             spec,
             cases,
             options,
-            on_rows=lambda case, rows: report.print_case(console, spec, case, rows),
+            on_rows=on_rows,
             progress=lambda text: status.update(f"{spec.op}: {text}"),
         )
 
@@ -142,12 +156,3 @@ def _cases(spec: BenchSpec, shape: list[str] | None, device: str, dtype: str | N
     else:
         cases = [case for case in spec.cases if case.device == device and (case.quick or not quick)]
     return [with_dtype(case, parse_dtype(dtype)) for case in cases] if dtype else cases
-
-
-def _save(folder: Path, spec: BenchSpec, rows: list[BenchRow], provenance: Provenance) -> Path:
-    from tilefold.bench.provenance import device_slug, write_csv  # noqa: PLC0415
-    from tilefold.bench.runner import CSV_KEY  # noqa: PLC0415
-
-    path = folder / device_slug(provenance) / f"{spec.op}.csv"
-    write_csv(path, [row.record() for row in rows], provenance, CSV_KEY)
-    return path
