@@ -13,7 +13,7 @@ import seismic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilefold.retrieval import SparseVectors, build_index, hits_to_run, load_index
+from tilefold.retrieval import SparseIndex, SparseVectors, build_index, hits_to_run, load_index
 from tilefold.retrieval.errors import DataError, MissingPackageError, VocabularyMismatchError
 from tilefold.retrieval.index.seismic import SeismicIndex
 
@@ -71,6 +71,7 @@ def test_documents_that_share_no_term_are_not_returned(backend: str) -> None:
 def test_a_saved_index_gives_the_same_results(backend: str, make_vectors: Make, tmp_path: Path) -> None:
     documents, queries = make_vectors(300), make_vectors(20, seed=1, prefix="q")
     index = build_index(documents, backend)
+    assert isinstance(index, SparseIndex)
     index.save(tmp_path / "index")
     index.save(tmp_path / "index")  # an own index may be replaced
     again = load_index(tmp_path / "index")

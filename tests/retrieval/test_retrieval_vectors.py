@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,6 +92,26 @@ def test_a_crash_between_shard_and_manifest_loses_only_that_shard(
     again.write_shard(1, make_vectors(3, seed=2, prefix="e"))
     again.finish()
     assert read_vectors(tmp_path).ids == ["d0", "d1", "d2", "e0", "e1", "e2"]
+
+
+def test_what_a_killed_process_left_behind_is_cleared_away(make_vectors: Make, tmp_path: Path) -> None:
+    code = (
+        "import os, sys, tilefold.retrieval.vectors as v\n"
+        "writer = v.SparseVectorWriter(sys.argv[1], vocab_size=500, fingerprint='f' * 64)\n"
+        "rows = v.SparseVectors.from_rows({'d0': {1: 1.0}}, 500, 'f' * 64)\n"
+        "writer.write_shard(0, rows)\n"
+        "v.sha256_file = lambda path: os._exit(9)\n"
+        "writer.write_shard(1, rows)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert killed.returncode == 9
+    assert list(tmp_path.glob(".part-00001.parquet.*.tmp"))
+    writer = SparseVectorWriter(tmp_path, vocab_size=500, fingerprint="f" * 64, resume=True)
+    assert writer.has_shard(0) and not writer.has_shard(1)
+    writer.write_shard(1, make_vectors(2, prefix="e"))
+    writer.finish()
+    assert read_vectors(tmp_path).ids == ["d0", "e0", "e1"]
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_resuming_with_another_vocabulary_is_refused(make_vectors: Make, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class VectorManifest:
 
 
 class SparseVectorWriter:
-    """Write vectors shard by shard.
+    """Write vectors shard by shard; one writer at a time may use a folder.
 
     Args:
         path: the folder, made when missing.
@@ -105,13 +105,16 @@ class SparseVectorWriter:
             self._save()
             for stale in self.path.glob("part-*.parquet"):
                 stale.unlink()
+        for name in ("part-*.parquet", MANIFEST_NAME):  # left by a process that was killed
+            for left in self.path.glob(f".{name}.*.tmp"):
+                left.unlink()
 
     def _earlier(self) -> VectorManifest | None:
         if self.path.is_file():
             raise FileExistsError(f"{self.path}: expected a folder for vectors, got a file.")
         if (self.path / MANIFEST_NAME).exists():
             return _load_manifest(self.path)
-        if self.path.exists() and any(self.path.iterdir()):
+        if self.path.exists() and any(not entry.name.endswith(".tmp") for entry in self.path.iterdir()):
             raise FileExistsError(
                 f"{self.path}: expected a new folder or one with vectors, got one with other files. "
                 "Choose another path; nothing was overwritten."

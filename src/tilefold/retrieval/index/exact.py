@@ -96,7 +96,7 @@ class ExactIndex:
             terms, weights = queries.row(i)
             for term, weight in zip(terms.tolist(), weights, strict=True):
                 low, high = self._offsets[term], self._offsets[term + 1]
-                scores[self._documents[low:high]] += weight * self._weights[low:high]
+                np.add.at(scores, self._documents[low:high], weight * self._weights[low:high])
             results.append([Hit(self._ids[at], float(scores[at])) for at in top_positive(scores, k)])
         return results
 
@@ -121,14 +121,15 @@ class ExactIndex:
         ids = read_ids(folder / "ids.json", manifest["n_documents"])
         try:
             offsets, documents, weights = (
-                np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS
+                np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)) for name in _ARRAYS
             )
         except (OSError, ValueError, EOFError) as error:
             raise DataError(f"{folder}: expected the arrays of an exact index, got ({error}).") from error
         fits = (
             offsets.shape == (manifest["vocab_size"] + 1,)
             and documents.shape == weights.shape == (int(offsets[-1]),)
-            and (documents.dtype, weights.dtype) == (np.int32, np.float32)
+            and documents.dtype == np.dtype(np.int32)
+            and weights.dtype == np.dtype(np.float32)
         )
         if not fits:
             raise DataError(f"{folder}: arrays do not fit together. Build the index again (tilefold index).")
