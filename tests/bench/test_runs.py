@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from tilefold.bench import child, provenance
 from tilefold.bench import lsr_head as bench_lsr_head
 from tilefold.bench.markdown import markdown_table
+from tilefold.bench.plots import plot_results
 from tilefold.bench.registry import BenchCase, Ceilings, Work, get_spec, operators, parse_dtype
 from tilefold.bench.runner import CSV_KEY, BenchRow, verdicts
 from tilefold.bench.timing import TimeBudget, Timing, resident_peak_mib, time_cpu
@@ -241,3 +242,19 @@ def test_a_results_file_becomes_a_table_with_its_conditions(tmp_path: Path) -> N
     (tmp_path / "other.csv").write_text("a\n1\n")
     with pytest.raises(ValueError, match="must be a file that `tilefold bench` wrote"):
         markdown_table(tmp_path / "other.csv")
+
+
+def test_a_results_file_becomes_a_picture(tmp_path: Path) -> None:
+    path = tmp_path / "lsr_head.csv"
+    rows = [
+        BenchRow(
+            "lsr_head", "a", "float32", impl, forward_backward_p50_ms=ms, forward_backward_peak_mib=10 * ms
+        ).record()
+        for impl, ms in (("tilefold", 1.0), ("eager", 4.0))
+    ]
+    provenance.write_csv(path, rows, provenance.collect(CPU), CSV_KEY)
+    picture = plot_results(path, tmp_path / "lsr_head.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    path.write_text("status,impl\nFAILED,tilefold\n")
+    with pytest.raises(ValueError, match="must hold measured rows"):
+        plot_results(path, picture)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,28 +179,14 @@ def plot_heads(rows: Sequence[HeadMeasurement], path: str | os.PathLike[str]) ->
     """
     if not any(row.peak_mb is not None for row in rows):
         raise ValueError(f"rows must hold at least one measurement, got {len(rows)} without any; see skipped_reason.")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError as error:
-        raise ImportError("plot_heads needs matplotlib; install it with: pip install 'tilefold[plot]'") from error
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    from tilefold.bench.plots import new_figure, save_figure  # noqa: PLC0415
+
+    figure = new_figure((10, 4.2))
     memory, duration = figure.subplots(1, 2)
     _panel(memory, rows, "peak_mb", "peak memory above the inputs, MB")
     _panel(duration, rows, "forward_backward_ms", "median time, ms")
     figure.suptitle(_conditions(rows), fontsize=9)
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".png")
-    os.close(handle)
-    try:
-        figure.savefig(temporary, dpi=150)
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(target)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-    return target
+    return save_figure(figure, path)
 
 
 def _panel(axes: Axes, rows: Sequence[HeadMeasurement], attribute: str, label: str) -> None:

@@ -1,0 +1,105 @@
+"""Turn a results file into a picture: ``python -m tilefold.bench.plots results.csv picture.png``."""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_SHOWN = ("eager", "compile", "compile-max-first", "tilefold")
+_PANELS = (
+    ("forward_backward_p50_ms", "forward + backward, median ms"),
+    ("forward_backward_peak_mib", "peak memory above the inputs, MiB"),
+)
+
+
+def plot_results(results: str | Path, picture: str | Path) -> Path:
+    """Draw time and peak memory of every case in a CSV of ``tilefold bench``, ours beside the baselines.
+
+    Args:
+        results: the CSV.
+        picture: the PNG to write; replaced atomically.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ValueError: if the file holds no measured row.
+        ImportError: if matplotlib is not installed.
+    """
+    with Path(results).open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row.get("status") == "ok" and row.get("impl") in _SHOWN]
+    if not rows:
+        raise ValueError(f"{results} must hold measured rows of `tilefold bench`, got none.")
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    figure = new_figure((11, 1.2 + 0.75 * len(cases)))
+    for axes, (column, title) in zip(figure.subplots(1, 2, sharey=True), _PANELS, strict=True):
+        _bars(axes, rows, cases, column, title)
+    figure.suptitle(_conditions(rows), fontsize=8)
+    return save_figure(figure, picture)
+
+
+def new_figure(size: tuple[float, float]) -> Figure:
+    """An empty figure on the Agg canvas, outside pyplot's global state."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+        from matplotlib.figure import Figure  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError("plots need matplotlib; install it with: pip install 'tilefold[plot]'") from error
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Figure, picture: str | os.PathLike[str]) -> Path:
+    """Write ``figure`` as a PNG, atomically; the folder is made."""
+    target = Path(picture)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".png")
+    os.close(handle)
+    try:
+        figure.savefig(temporary, dpi=150)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(target)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    return target
+
+
+def _bars(axes: Axes, rows: Sequence[Mapping[str, str]], cases: Sequence[str], column: str, title: str) -> None:
+    shown = [impl for impl in _SHOWN if any(row["impl"] == impl for row in rows)]
+    height = 0.8 / len(shown)
+    for place, impl in enumerate(shown):
+        values = {row["case"]: float(row[column]) for row in rows if row["impl"] == impl and row[column]}
+        positions = [cases.index(case) + (place - (len(shown) - 1) / 2) * height for case in values]
+        axes.barh(positions, list(values.values()), height, label=impl)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(cases)), cases, fontsize=8)
+    if not axes.yaxis_inverted():
+        axes.invert_yaxis()
+    axes.set_xlabel(title, fontsize=8)
+    axes.grid(visible=True, axis="x", alpha=0.3)
+    axes.legend(fontsize=7)
+
+
+def _conditions(rows: Sequence[Mapping[str, str]]) -> str:
+    def values(column: str) -> str:
+        return "/".join(dict.fromkeys(row[column] for row in rows if row[column]))
+
+    gpu = f", driver {values('driver')}, CUDA {values('cuda')}, triton {values('triton')}" if values("cuda") else ""
+    return (
+        f"{values('op')} on {values('device')}{gpu}, torch {values('torch')}, {values('dtype')}; "
+        f"BxSxDxV; commit {values('commit')}; logarithmic axes"
+    )
+
+
+if __name__ == "__main__":
+    plot_results(sys.argv[1], sys.argv[2])
