@@ -65,9 +65,10 @@ def evaluate_per_query(
     kept = {query_id: dict(run[query_id]) for query_id in judged if run.get(query_id)}
     table = {query_id: dict.fromkeys(measures, 0.0) for query_id in judged}
     if kept:
-        name_of = dict(zip(parsed, measures, strict=True))
-        for metric in ir_measures.iter_calc(list(name_of), judged, kept):
-            table[metric.query_id][name_of[metric.measure]] = float(metric.value)
+        for metric in ir_measures.iter_calc(list(dict.fromkeys(parsed)), judged, kept):
+            for name, measure in zip(measures, parsed, strict=True):  # two names may be one measure
+                if measure == metric.measure:
+                    table[metric.query_id][name] = float(metric.value)
     return table
 
 
@@ -137,7 +138,7 @@ def active_terms(vectors: SparseVectors) -> float:
 
 
 def flops(queries: SparseVectors, documents: SparseVectors) -> float:
-    """Expected number of terms that a query and a document share: the FLOPS of Paria et al. (ICLR 2020).
+    """Expected number of terms that a query and a document share: the FLOPS measure of arXiv 2004.05665.
 
     ``sum over terms v of P(query has v) * P(document has v)``: the multiplications that one score costs in an
     inverted index, on average over all pairs.
