@@ -45,11 +45,13 @@ def _cells(row: Mapping[str, str], case: str) -> list[str]:
     ]
 
 
-def _short(text: str) -> str:
-    if not text:
-        return "-"
-    value = float(text)
+def short_number(value: float) -> str:
+    """Three significant digits, no exponent for large values: ``1234``, ``12.3``, ``0.123``."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _short(text: str) -> str:
+    return short_number(float(text)) if text else "-"
 
 
 def _share(row: Mapping[str, str]) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tilefold.bench.markdown import short_number
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -43,6 +45,8 @@ def plot_results(results: str | Path, picture: str | Path) -> Path:
     figure = new_figure((11, 1.2 + 0.75 * len(cases)))
     for axes, (column, title) in zip(figure.subplots(1, 2, sharey=True), _PANELS, strict=True):
         _bars(axes, rows, cases, column, title)
+    names = sum(1 for impl in _SHOWN if any(row["impl"] == impl for row in rows))
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=names, fontsize=8)
     figure.suptitle(_conditions(rows), fontsize=8)
     return save_figure(figure, picture)
 
@@ -75,19 +79,23 @@ def save_figure(figure: Figure, picture: str | os.PathLike[str]) -> Path:
 
 
 def _bars(axes: Axes, rows: Sequence[Mapping[str, str]], cases: Sequence[str], column: str, title: str) -> None:
+    """Bars relative to each case's largest value, on an axis that starts at zero, with the values at their ends."""
     shown = [impl for impl in _SHOWN if any(row["impl"] == impl for row in rows)]
     height = 0.8 / len(shown)
+    values = {(row["case"], row["impl"]): float(row[column]) for row in rows if row[column]}
+    largest = {case: max((v for (c, _), v in values.items() if c == case), default=1.0) for case in cases}
     for place, impl in enumerate(shown):
-        values = {row["case"]: float(row[column]) for row in rows if row["impl"] == impl and row[column]}
-        positions = [cases.index(case) + (place - (len(shown) - 1) / 2) * height for case in values]
-        axes.barh(positions, list(values.values()), height, label=impl)
-    axes.set_xscale("log")
+        present = [case for case in cases if (case, impl) in values]
+        positions = [cases.index(case) + (place - (len(shown) - 1) / 2) * height for case in present]
+        shares = [values[case, impl] / largest[case] for case in present]
+        bars = axes.barh(positions, shares, height, label=impl)
+        axes.bar_label(bars, [short_number(values[case, impl]) for case in present], padding=2, fontsize=7)
+    axes.set_xlim(0, 1.15)
+    axes.set_xticks([])
     axes.set_yticks(range(len(cases)), cases, fontsize=8)
     if not axes.yaxis_inverted():
         axes.invert_yaxis()
-    axes.set_xlabel(title, fontsize=8)
-    axes.grid(visible=True, axis="x", alpha=0.3)
-    axes.legend(fontsize=7)
+    axes.set_title(title, fontsize=9)
 
 
 def _conditions(rows: Sequence[Mapping[str, str]]) -> str:
@@ -97,7 +105,7 @@ def _conditions(rows: Sequence[Mapping[str, str]]) -> str:
     gpu = f", driver {values('driver')}, CUDA {values('cuda')}, triton {values('triton')}" if values("cuda") else ""
     return (
         f"{values('op')} on {values('device')}{gpu}, torch {values('torch')}, {values('dtype')}; "
-        f"BxSxDxV; commit {values('commit')}; logarithmic axes"
+        f"shapes BxSxDxV; commit {values('commit')}; bars relative to each shape's largest"
     )
 
 
