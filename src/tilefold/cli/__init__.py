@@ -1,0 +1,100 @@
+"""The ``tilefold`` command: one file per verb."""
+# ruff: noqa: PLC0415 - typer and the verbs are imported when the command runs
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["app", "main"]
+
+INTERRUPTED = 130
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line and leave with its exit code: 0, 1 for failures, 2 for usage, 130 for Ctrl-C."""
+    # Threads that spin at OpenMP barriers make small operations tens of times slower on a busy machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    given = list(sys.argv[1:] if args is None else args)
+    debug = "--debug" in given
+    sys.exit(_run([arg for arg in given if arg != "--debug"], debug))
+
+
+def _run(args: list[str], debug: bool) -> int:
+    try:
+        import typer
+    except ImportError:
+        sys.stderr.write('Error: the tilefold command needs typer and rich: pip install "tilefold[cli]"\n')
+        return 1
+    try:
+        outcome = typer.main.get_command(sys.modules[__name__].app)(args, prog_name="tilefold", standalone_mode=False)
+        return outcome if isinstance(outcome, int) else 0
+    except typer.Exit as leave:
+        return leave.exit_code
+    except (typer.Abort, KeyboardInterrupt):
+        _say("Interrupted. What was finished is kept: run the same command again to go on from there.")
+        return INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+    except Exception as error:
+        if debug:
+            raise
+        return _report(error)
+
+
+def _report(error: Exception) -> int:
+    from tilefold.cli._common import CommandError, UsageError
+
+    formatted = getattr(error, "format_message", None)  # typer's own errors have it
+    usage = formatted is not None
+    text = formatted() if formatted is not None else str(error).strip()
+    known = isinstance(error, (CommandError, ValueError, OSError, ImportError, RuntimeError)) or usage
+    if not known or not text:
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    _say(f"Error: {' '.join(text.split())}")
+    context = getattr(error, "ctx", None)
+    if context is not None:
+        _say(f"Try: {context.command_path} --help")
+    elif not known:
+        _say("This is not expected. The same command with --debug shows where it happened.")
+    return 2 if usage or isinstance(error, UsageError) else 1
+
+
+def _say(text: str) -> None:
+    from tilefold.cli._common import stderr
+
+    style = "bold red" if text.startswith("Error") else None
+    stderr().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _app() -> Any:
+    import typer
+
+    from tilefold.cli import bench, demo, encode, evaluate, index, info, search, train
+    from tilefold.cli._root import root
+
+    app = typer.Typer(
+        name="tilefold",
+        help="Train, encode, index, search and evaluate neural retrievers.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+    )
+    app.callback()(root)
+    for verb in (demo.demo, train.train, encode.encode, index.index, search.search, evaluate.evaluate):
+        app.command()(verb)
+    app.command()(bench.bench)
+    app.command()(info.info)
+    return app
+
+
+def __getattr__(name: str) -> Any:
+    if name == "app":
+        globals()["app"] = app = _app()
+        return app
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

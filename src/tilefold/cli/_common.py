@@ -1,0 +1,154 @@
+"""What the verbs share: errors in one line, progress on stderr, JSON on stdout, loading what they name."""
+# ruff: noqa: PLC0415 - a verb imports heavy packages when it runs, so that --help is fast
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tilefold.retrieval.collection import Collection
+
+__all__ = [
+    "CommandError",
+    "UsageError",
+    "load_data",
+    "load_encoder",
+    "note",
+    "print_json",
+    "progress_bar",
+    "stderr",
+    "stdout",
+]
+
+DEMO_DIR = Path("tilefold-demo")
+
+
+class CommandError(Exception):
+    """A failure that the user can understand and mend; exit code 1."""
+
+
+class UsageError(CommandError):
+    """An argument is wrong; exit code 2."""
+
+
+def stdout() -> Console:
+    """A console for results. Off a terminal it is wide, so that tables in files are whole."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def stderr() -> Console:
+    """A console for progress, notes and errors."""
+    from rich.console import Console
+
+    return Console(stderr=True, width=None if sys.stderr.isatty() else 400)
+
+
+def note(text: str) -> None:
+    """One line about what goes on, on stderr."""
+    stderr().print(text, markup=False, highlight=False)
+
+
+def print_json(value: Any) -> None:
+    """The one JSON value of a ``--json`` call, on stdout."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def progress_bar(text: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr, if that is a terminal; the function it gives takes (done, total, note)."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        TextColumn("{task.fields[note]}"),
+    )
+    console = stderr()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(text, total=None, note="")
+
+        def update(done: int, total: int, note: str = "") -> None:
+            progress.update(task, completed=done, total=total, note=note)
+
+        yield update
+
+
+def load_data(name_or_path: str, cache_dir: Path | None = None) -> Collection:
+    """``pydocs`` or a BEIR folder."""
+    from tilefold.retrieval.collection import load_collection
+
+    return load_collection(name_or_path, cache_dir=cache_dir)
+
+
+def check_split(collection: Collection, split: str) -> None:
+    """Refuse a split that the collection does not have."""
+    if split not in collection.qrels:
+        splits = ", ".join(sorted(collection.qrels)) or "none"
+        raise UsageError(f"--split: {split!r} is no split of {collection.name}; it has {splits}.")
+
+
+def load_encoder(name_or_path: str) -> Any:
+    """A SparseEncoder from a folder or a Hugging Face name, with the fused head where its architecture allows.
+
+    No remote code runs, and a folder is read without a look at the network.
+    """
+    from tilefold.recipes._quiet import quiet_libraries
+
+    sparse_encoder = _sparse_encoder_class()
+    local = Path(name_or_path).is_dir()
+    if not local and (Path(name_or_path).is_absolute() or name_or_path.startswith((".", "~"))):
+        raise UsageError(f"--model: there is no folder {name_or_path}; train one with: tilefold train")
+    from tilefold.integrations.sentence_transformers import accelerate
+
+    with quiet_libraries():
+        try:
+            model = sparse_encoder(name_or_path, trust_remote_code=False, local_files_only=local)
+        except OSError as error:
+            raise CommandError(
+                f"--model: {name_or_path} is no folder with a model, and could not be fetched by that name "
+                f"({first_line(error)})"
+            ) from error
+        model.model_card_data.local_files_only = True
+        try:
+            accelerate(model)
+        except ValueError as error:
+            note(f"encoding with the plain head: {first_line(error)}")
+    return model
+
+
+def _sparse_encoder_class() -> Any:
+    try:
+        from sentence_transformers import SparseEncoder
+    except ImportError as error:
+        raise CommandError(
+            'this needs sentence-transformers 6 or later: pip install "tilefold[sentence-transformers]"'
+        ) from error
+    return SparseEncoder
+
+
+@contextmanager
+def fast_inference() -> Iterator[None]:
+    """bf16 autocast where the hardware has it; weights and scores stay fp32."""
+    import torch
+
+    from tilefold.recipes.splade import supports_bf16
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.autocast(device, torch.bfloat16, enabled=supports_bf16()):
+        yield
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its class when it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,117 @@
+"""``tilefold search``: ranked documents, and the terms that made their scores."""
+# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tilefold.cli import _common
+
+if TYPE_CHECKING:
+    from tilefold.retrieval.vectors import SparseVectors
+
+SHOWN_TERMS = 6
+
+
+@dataclass(frozen=True)
+class _Places:
+    model: str
+    index: Path
+    data: str | None
+    cache: Path | None
+    vectors: Path | None
+
+
+def search(
+    query: Annotated[str, typer.Argument(help="What to look for.")],
+    demo: Annotated[Path, typer.Option(help="Folder of tilefold demo, used without --index.")] = _common.DEMO_DIR,
+    model: Annotated[str | None, typer.Option(help="Folder or name of a SparseEncoder; with --index.")] = None,
+    index: Annotated[Path | None, typer.Option(help="Index to search; with --model.")] = None,
+    data: Annotated[str | None, typer.Option(help="The collection, to show titles.")] = None,
+    vectors: Annotated[Path | None, typer.Option(help="The encoded documents, to show which terms matched.")] = None,
+    k: Annotated[int, typer.Option(help="Documents to show.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="The hits as JSON on stdout.")] = False,
+) -> None:
+    """Search an index; with no options, that of the demo."""
+    if not query.strip():
+        raise _common.UsageError("query: expected some words, got an empty text.")
+    if k < 1:
+        raise _common.UsageError(f"--k: expected at least 1, got {k}.")
+    if (model is None) != (index is None):
+        raise _common.UsageError("--model and --index go together.")
+    if model is not None and index is not None:
+        places = _Places(model, index, data, None, vectors)
+    else:
+        places = _demo_places(demo)
+    hits = _hits(query, places, k)
+    if as_json:
+        _common.print_json({"query": query, "hits": hits})
+        return
+    if not hits:
+        typer.echo("no document shares a term with this query")
+        return
+    _common.stdout().print(_table(query, hits))
+
+
+def _demo_places(folder: Path) -> _Places:
+    record = folder / "demo.json"
+    if not record.is_file():
+        raise _common.CommandError(
+            f"there is no finished demo in {folder}: run tilefold demo first, or name --model and --index."
+        )
+    try:
+        found = json.loads(record.read_text(encoding="utf-8"))
+        at = folder / found["folder"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _common.CommandError(f"{record} is damaged: run tilefold demo again.") from error
+    return _Places(str(at / "model"), at / "index", "pydocs", folder / "data", at / "vectors")
+
+
+def _hits(query: str, places: _Places, k: int) -> list[dict[str, Any]]:
+    from tilefold.retrieval import encode_queries, load_index, read_vectors
+
+    loaded = load_index(places.index)
+    encoder = _common.load_encoder(places.model)
+    encoded = encode_queries(encoder, {"query": query})
+    found = loaded.search(encoded, k)[0]
+    documents = _common.load_data(places.data, places.cache).documents if places.data else {}
+    stored = read_vectors(places.vectors) if places.vectors else None
+    rows = {name: row for row, name in enumerate(stored.ids)} if stored is not None else {}
+    hits = []
+    for rank, hit in enumerate(found, start=1):
+        document = documents.get(hit.id)
+        terms = _terms(encoded, stored, rows[hit.id], encoder.tokenizer) if stored and hit.id in rows else []
+        title = document.title or document.text[:80] if document else ""
+        hits.append({"rank": rank, "id": hit.id, "score": float(hit.score), "title": title, "terms": terms})
+    return hits
+
+
+def _terms(encoded: SparseVectors, stored: SparseVectors, row: int, tokenizer: Any) -> list[dict[str, Any]]:
+    """Terms of the query that the document has, by their share of the score, largest first."""
+    query = dict(zip(*(part.tolist() for part in encoded.row(0)), strict=True))
+    document = dict(zip(*(part.tolist() for part in stored.row(row)), strict=True))
+    shares = {term: weight * document[term] for term, weight in query.items() if term in document}
+    ordered = sorted(shares.items(), key=lambda item: (-item[1], item[0]))
+    tokens = tokenizer.convert_ids_to_tokens([term for term, _ in ordered])
+    return [{"term": token, "contribution": share} for token, (_, share) in zip(tokens, ordered, strict=True)]
+
+
+def _table(query: str, hits: list[dict[str, Any]]) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(query), title_justify="left")
+    table.add_column("#", justify="right")
+    table.add_column("document")
+    table.add_column("score", justify="right")
+    table.add_column("matched terms (share of the score)")
+    for hit in hits:
+        terms = "  ".join(f"{term['term']} {term['contribution']:.2f}" for term in hit["terms"][:SHOWN_TERMS])
+        name = hit["title"] or hit["id"]
+        table.add_row(str(hit["rank"]), Text(name), f"{hit['score']:.2f}", Text(terms))
+    return table
