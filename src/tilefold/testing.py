@@ -1,0 +1,345 @@
+"""Error budgets and inputs, shared by the tests and the benchmarks; imports torch only.
+
+**Budgets.** An error is ``||out - reference|| / ||reference||`` against the reference in fp64 on the same, already
+rounded inputs. What a dtype allows follows from its unit roundoff ``u`` (half the distance from 1 to the next number):
+
+* ``"forward"``: products accumulate in fp32 and the score is rounded once, which is at most ``u`` for every entry, so
+  for the norm too. The fp32 work before it costs ``sqrt(D) * 2^-24`` times the condition of the products: 1e-5 covers
+  D up to 4,096 at a condition of 2.
+* ``"gradient"``: three roundings in a row: the saved score (from which the slope is taken), the logit's gradient, and
+  the result. Rounding errors of many entries are independent, with root mean square 0.41 u, so three add up to 0.7 u;
+  the slope of a score y multiplies the first by up to about 2 at usual scores: ``1.3 u`` in all, 5e-3 in bf16.
+* ``"gradient_bound"``: the same chain where a tensor is too small to average (fewer than some hundred entries): the
+  worst cases add up, ``4 u``.
+
+TF32 products round their operands to 11 bits: 1e-3 is added to all kinds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilefold.ops import lsr_head
+
+LAYOUTS = ("full", "right", "left", "holes", "packed")
+DENSITIES = ("mixed", "dense", "sparse")
+SENTINEL = 113  # what poisoned integers hold: a valid index of nothing small
+_ACCUMULATION = 1e-5  # fp32 products and sums, before any rounding to the output
+_FACTORS = {"forward": 1.0, "gradient": 1.3, "gradient_bound": 4.0}
+_KINKED = ("log1p_relu", "log1p_log1p_relu", "relu")
+
+
+def budget(dtype: torch.dtype, kind: str = "forward", *, tf32: bool = False) -> float:
+    """The relative error that results of ``dtype`` may have; the derivation heads this module.
+
+    Args:
+        dtype: dtype of the scores, or of the gradient.
+        kind: ``"forward"``, ``"gradient"`` or ``"gradient_bound"``.
+        tf32: whether fp32 products may run in TF32.
+
+    Raises:
+        ValueError: for an unknown kind.
+    """
+    if kind not in _FACTORS:
+        raise ValueError(f"kind must be one of {', '.join(map(repr, _FACTORS))}, got {kind!r}.")
+    roundoff = torch.finfo(dtype).eps / 2
+    accumulation = 1e-13 if dtype == torch.float64 else _ACCUMULATION
+    if kind != "forward":
+        accumulation *= 2  # a product, and a sum over what it selects
+    return _FACTORS[kind] * roundoff + accumulation + (1e-3 if tf32 else 0.0)
+
+
+def relative_error(out: Tensor, reference: Tensor) -> float:
+    """``||out - reference|| / ||reference||`` in fp64; 0 where both are zero, infinite for any non-finite value.
+
+    Raises:
+        ValueError: for different shapes.
+    """
+    if out.shape != reference.shape:
+        raise ValueError(f"out must have the shape of reference {list(reference.shape)}, got {list(out.shape)}.")
+    reference = reference.detach().double()
+    difference = float((out.detach().to(reference) - reference).norm())
+    scale = float(reference.norm())
+    if not (math.isfinite(difference) and math.isfinite(scale)):
+        return math.inf
+    if scale == 0:
+        return 0.0 if difference == 0 else math.inf
+    return difference / scale
+
+
+def assert_within_budget(
+    out: Tensor,
+    reference: Tensor,
+    dtype: torch.dtype | None = None,
+    kind: str = "forward",
+    *,
+    name: str = "result",
+    tf32: bool = False,
+) -> float:
+    """Raise ``AssertionError`` if ``out`` is further from ``reference`` than :func:`budget` allows.
+
+    Args:
+        out, reference: tensors of one shape.
+        dtype: whose budget applies; by default that of ``out``.
+        kind, tf32: as in :func:`budget`.
+        name: what the error text calls ``out``.
+
+    Returns:
+        The relative error.
+    """
+    dtype = out.dtype if dtype is None else dtype
+    allowed = budget(dtype, kind, tf32=tf32)
+    error = relative_error(out, reference)
+    if error <= allowed:
+        return error
+    wide = out.detach().to(reference.device, torch.float64)
+    distance = (wide - reference.detach().double()).abs()
+    distance = torch.where(distance.isnan(), math.inf, distance)
+    place = tuple(int(i) for i in torch.unravel_index(distance.argmax(), distance.shape))
+    raise AssertionError(
+        f"{name}: relative error {error:.2e} is over the {kind} budget {allowed:.1e} of {str(dtype).split('.')[-1]}; "
+        f"furthest at {place}: {wide[place].item():.6g} instead of {reference[place].item():.6g}, shape "
+        f"{list(out.shape)}, {int((~wide.isfinite()).sum())} not finite."
+    )
+
+
+@contextlib.contextmanager
+def nan_poisoned_empty() -> Iterator[None]:
+    """Within it, ``torch.empty``, ``torch.empty_like`` and ``Tensor.new_empty`` hand out NaN, and integers SENTINEL.
+
+    An element that nobody writes then shows up, instead of holding what happens to be a zero. Not for threads.
+    """
+
+    def poisoned(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            tensor = function(*args, **kwargs)
+            if tensor.dtype != torch.bool:
+                tensor.detach().fill_(math.nan if tensor.dtype.is_floating_point else SENTINEL)
+            return tensor
+
+        return call
+
+    places: list[tuple[Any, str]] = [(torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")]
+    originals = [getattr(owner, name) for owner, name in places]
+    try:
+        for (owner, name), original in zip(places, originals, strict=True):
+            setattr(owner, name, poisoned(original))
+        yield
+    finally:
+        for (owner, name), original in zip(places, originals, strict=True):
+            setattr(owner, name, original)
+
+
+@dataclasses.dataclass(frozen=True)
+class LSRHeadInputs:
+    """One problem for :func:`tilefold.ops.lsr_head`, with the gradient that comes back.
+
+    Attributes:
+        hidden: ``[B, S, D]``, or packed ``[T, D]``.
+        weight: ``[V, D]``.
+        bias: ``[V]`` or ``None``.
+        attention_mask: ``[B, S]`` or ``None``.
+        cu_seqlens: ``[B + 1]`` int32 or ``None``.
+        dscores: ``[B, V]``.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    attention_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    dscores: Tensor
+
+    @property
+    def layout(self) -> dict[str, Tensor | None]:
+        """``attention_mask`` and ``cu_seqlens``, as keyword arguments."""
+        return {"attention_mask": self.attention_mask, "cu_seqlens": self.cu_seqlens}
+
+    @property
+    def lengths(self) -> list[int]:
+        """Valid tokens of each sequence."""
+        if self.cu_seqlens is not None:
+            return self.cu_seqlens.diff().tolist()
+        if self.attention_mask is not None:
+            return (self.attention_mask != 0).sum(dim=1).tolist()
+        return [self.hidden.size(1)] * self.hidden.size(0)
+
+    def sequences(self) -> list[Tensor]:
+        """The valid tokens ``[L, D]`` of each sequence."""
+        if self.cu_seqlens is not None:
+            return list(torch.split(self.hidden, self.lengths))
+        if self.attention_mask is not None:
+            return [row[kept != 0] for row, kept in zip(self.hidden, self.attention_mask, strict=True)]
+        return list(self.hidden)
+
+    def packed(self) -> LSRHeadInputs:
+        """The same problem with ``hidden`` packed."""
+        rows = [self.hidden.new_empty(0, self.hidden.size(-1)), *self.sequences()]
+        offsets = torch.tensor([0, *self.lengths], device=self.hidden.device).cumsum(0).int()
+        return dataclasses.replace(self, hidden=torch.cat(rows), attention_mask=None, cu_seqlens=offsets)
+
+    def cast(self, dtype: torch.dtype) -> LSRHeadInputs:
+        """The same problem with all floating tensors in ``dtype``."""
+        return dataclasses.replace(
+            self,
+            hidden=self.hidden.to(dtype),
+            weight=self.weight.to(dtype),
+            bias=None if self.bias is None else self.bias.to(dtype),
+            dscores=self.dscores.to(dtype),
+        )
+
+
+def lsr_head_inputs(
+    batch: int,
+    length: int,
+    dim: int,
+    vocab: int,
+    *,
+    layout: str = "full",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    bias: bool = True,
+    density: str = "mixed",
+    seed: int = 0,
+) -> LSRHeadInputs:
+    """Random inputs with logits of standard deviation about 1, the same on every device.
+
+    Args:
+        batch, length, dim, vocab: B, S (the longest sequence of a packed input), D, V.
+        layout: ``"full"`` (no mask), ``"right"`` or ``"left"`` padding, ``"holes"`` anywhere (both with an empty
+            sequence from B = 2 on), or ``"packed"`` (with empty ones at both ends and in the middle from B = 5 on).
+        dtype, device: of the floating tensors.
+        bias: whether there is one.
+        density: how many scores are positive: about half (``"mixed"``), all (``"dense"``), or about 2%
+            (``"sparse"``); the last two need a bias.
+        seed: of the random numbers.
+
+    Raises:
+        ValueError: for an unknown layout or density.
+    """
+    if layout not in LAYOUTS or density not in DENSITIES:
+        raise ValueError(f"layout must be one of {LAYOUTS} and density of {DENSITIES}, got {layout!r}, {density!r}.")
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(batch, length, dim, generator=generator)
+    weight = torch.randn(vocab, dim, generator=generator) / math.sqrt(dim)
+    shift = {"mixed": 0.0, "dense": 8.0, "sparse": -2.0 - math.sqrt(2 * math.log(max(length, 2)))}[density]
+    offset = 0.5 * torch.randn(vocab, generator=generator) + shift
+    dscores = torch.randn(batch, vocab, generator=generator)
+    mask = _mask(layout, batch, length, generator)
+    inputs = LSRHeadInputs(
+        hidden.to(device, dtype),
+        weight.to(device, dtype),
+        offset.to(device, dtype) if bias else None,
+        None if mask is None else mask.to(device),
+        None,
+        dscores.to(device, dtype),
+    )
+    return inputs.packed() if layout == "packed" else inputs
+
+
+def _mask(layout: str, batch: int, length: int, generator: torch.Generator) -> Tensor | None:
+    if layout == "full":
+        return None
+    places = torch.arange(length)
+    lengths = torch.randint(min(1, length), length + 1, (batch, 1), generator=generator)
+    if layout == "holes":
+        mask = torch.rand(batch, length, generator=generator) < 0.6
+    elif layout == "left":
+        mask = places >= length - lengths
+    else:
+        mask = places < lengths
+    mask[: max(batch - 1, 0)][:1] = True  # one sequence as long as can be
+    if layout == "packed" and batch >= 5:
+        mask[[0, batch // 2, batch - 1]] = False
+        mask[1] = True
+    elif layout in ("left", "holes") and batch >= 2:
+        mask[batch // 2] = False
+    return mask.long()
+
+
+def lsr_head_results(
+    inputs: LSRHeadInputs, *, needs: Sequence[str] = ("hidden", "weight", "bias"), **options: Any
+) -> dict[str, Tensor]:
+    """Run forward and backward; return ``scores`` and the gradients ``dhidden``, ``dweight`` and ``dbias`` asked for.
+
+    Args:
+        inputs: the problem.
+        needs: which of hidden, weight and bias want a gradient.
+        options: of :func:`tilefold.ops.lsr_head`.
+    """
+    given = {"hidden": inputs.hidden, "weight": inputs.weight, "bias": inputs.bias}
+    leaves = {name: None if t is None else t.detach().requires_grad_(name in needs) for name, t in given.items()}
+    scores = lsr_head(leaves["hidden"], leaves["weight"], leaves["bias"], **inputs.layout, **options)  # type: ignore[arg-type]
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf is not None and name in needs}
+    gradients = torch.autograd.grad(scores, list(wanted.values()), inputs.dscores.to(scores.dtype)) if wanted else ()
+    return {"scores": scores.detach()} | {f"d{name}": g for name, g in zip(wanted, gradients, strict=True)}
+
+
+def lsr_head_truth(inputs: LSRHeadInputs, **options: Any) -> dict[str, Tensor]:
+    """:func:`lsr_head_results` of the reference in fp64."""
+    options = {key: value for key, value in options.items() if key not in ("out_dtype", "impl")}
+    return lsr_head_results(inputs.cast(torch.float64), impl="reference", **options)
+
+
+def with_one_answer(
+    inputs: LSRHeadInputs, pooling: str = "max", activation: str = "log1p_relu", logit_scale: float = 1.0
+) -> LSRHeadInputs:
+    """Zero ``dscores`` where floating point does not decide the gradient, so that a tight budget can hold.
+
+    That is where the two largest logits, or a logit and the kink of relu, differ by less than the order of evaluation
+    may (2e-5 of the largest logit). Builds every logit in fp64: for small problems.
+    """
+    exact = inputs.cast(torch.float64)
+    dscores = inputs.dscores.clone()
+    kinked = activation in _KINKED
+    for row, tokens in zip(dscores, exact.sequences(), strict=True):
+        logits = logit_scale * (tokens @ exact.weight.T)
+        if exact.bias is not None:
+            logits = logits + exact.bias
+        if logits.numel() == 0:
+            continue
+        margin = 2e-5 * max(1.0, float(logits.nan_to_num(0.0, 0.0, 0.0).abs().max()))
+        unclear = torch.zeros_like(row, dtype=torch.bool)
+        if pooling == "max":
+            best = logits.topk(min(2, logits.size(0)), dim=0).values
+            if best.size(0) == 2:
+                unclear |= best[0] - best[1] < margin
+            logits = best[:1]
+        if kinked:
+            unclear |= (logits.abs() < margin).any(dim=0)
+        row[unclear] = 0
+    return dataclasses.replace(inputs, dscores=dscores)
+
+
+def assert_lsr_head_matches(
+    inputs: LSRHeadInputs,
+    *,
+    kind: str = "gradient",
+    needs: Sequence[str] = ("hidden", "weight", "bias"),
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Run an implementation and hold its scores and gradients to their budgets; return its results.
+
+    Args:
+        inputs: the problem; entries without one answer are taken out by :func:`with_one_answer`.
+        kind: budget of the gradients.
+        needs: gradients to ask for.
+        options: of :func:`tilefold.ops.lsr_head`, with ``impl``.
+    """
+    choices = {key: options[key] for key in ("pooling", "activation", "logit_scale") if key in options}
+    inputs = with_one_answer(inputs, **choices)
+    results = lsr_head_results(inputs, needs=needs, **options)
+    truth = lsr_head_truth(inputs, needs=needs, **options)
+    if results.keys() != truth.keys():
+        raise AssertionError(f"results must be {list(truth)}, got {list(results)}.")
+    for name, out in results.items():
+        part = "forward" if name == "scores" else kind
+        assert_within_budget(out, truth[name], kind=part, name=name)
+    return results
