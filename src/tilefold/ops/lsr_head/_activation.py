@@ -30,8 +30,8 @@ def slope_from_score(score: Tensor, activation: str) -> Tensor:
         return -torch.expm1(-score)
     else:
         return torch.ones_like(score)
-    # NaN is kept: where() would turn a NaN score into a silent zero gradient
-    return torch.where(positive | score.isnan(), slope + (score - score), torch.zeros_like(slope))
+    # NaN is kept: where() alone would turn a NaN score into a silent zero gradient
+    return torch.where(positive, slope, torch.where(score.isnan(), score, torch.zeros_like(slope)))
 
 
 def slope_from_logit(logit: Tensor, activation: str) -> Tensor:

@@ -55,6 +55,7 @@ class SparseRows:
         row_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+            warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
             return torch.sparse_csr_tensor(
                 row_starts,
                 columns[order],

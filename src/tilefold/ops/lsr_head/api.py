@@ -150,8 +150,8 @@ def lsr_head_sparse(
     out_dtype = _check_out_dtype(out_dtype, compute_dtype)
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
         raise ValueError(f"top_k must be a positive integer or None, got {top_k!r}.")
-    if math.isnan(min_weight):
-        raise ValueError("min_weight must be a number, got nan.")
+    if not isinstance(min_weight, (int, float)) or math.isnan(min_weight):
+        raise ValueError(f"min_weight must be a Python number, got {min_weight!r}; -inf keeps every entry.")
     vocab = weight.size(0)
     rows = SparseRows(batch_size(hidden, cu_seqlens), vocab, top_k, min_weight, hidden.device)
     with torch.no_grad():
@@ -207,7 +207,7 @@ def _check(
     """Check everything that can be checked without reading a value; return the dtype of the products."""
     check_choice("pooling", pooling, POOLINGS)
     check_choice("activation", activation, ACTIVATIONS)
-    if not isinstance(logit_scale, (int, float)) or not math.isfinite(logit_scale):
+    if not isinstance(logit_scale, (int, float)) or not -math.inf < logit_scale < math.inf:
         raise ValueError(
             f"logit_scale must be a finite Python number, got {logit_scale!r}; "
             "multiply hidden by a tensor to learn a scale."
@@ -250,8 +250,13 @@ def _check_dtypes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.
     check_dtype("weight", weight, FLOAT_DTYPES, remedy)
     if bias is not None:
         check_dtype("bias", bias, FLOAT_DTYPES, remedy)
-    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
-        return torch.get_autocast_dtype(hidden.device.type)
+    device_type = hidden.device.type
+    if (
+        hidden.dtype != torch.float64
+        and torch.amp.is_autocast_available(device_type)
+        and torch.is_autocast_enabled(device_type)
+    ):
+        return torch.get_autocast_dtype(device_type)
     if weight.dtype != hidden.dtype:
         raise TypeError(
             f"weight must have the dtype of hidden ({dtype_name(hidden.dtype)}), got {dtype_name(weight.dtype)}; "
@@ -265,7 +270,7 @@ def _check_out_dtype(out_dtype: torch.dtype | None, default: torch.dtype) -> tor
         return default
     if out_dtype not in FLOAT_DTYPES:
         names = ", ".join(dtype_name(dtype) for dtype in FLOAT_DTYPES)
-        raise TypeError(f"out_dtype must be one of {names} or None, got {out_dtype}.")
+        raise TypeError(f"out_dtype must be one of {names} or None, got {out_dtype!r}.")
     return out_dtype
 
 
@@ -320,6 +325,7 @@ def _pooled_token(
         valid = (place >= 0) & (place < length)
         row = place.long() + torch.arange(batch, device=hidden.device) * length
     if flat.size(0) == 0:
-        return hidden.new_zeros(valid.numel(), hidden.size(-1)), valid & False
+        nothing = hidden.sum(dim=tuple(range(hidden.dim() - 1)))  # zeros [D] that keep the graph
+        return nothing.expand(valid.numel(), -1), valid & False
     token = flat[torch.where(valid, row, 0)]
     return token.masked_fill(~valid[:, None], 0), valid

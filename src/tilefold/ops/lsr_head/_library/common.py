@@ -32,6 +32,24 @@ def define_op(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable
     return register
 
 
+def forbid_double_backward(name: str) -> None:
+    """Make a derivative of the gradient operator ``tilefold::name`` an error; without this it would silently be wrong.
+
+    Call once the operator's fake kernel is registered.
+    """
+
+    def backward(ctx: Any, *grads: Tensor | None) -> None:
+        raise RuntimeError(
+            f"tilefold::{name} has no derivative: lsr_head can be differentiated once. Leave out create_graph=True, or "
+            "use impl='reference', which can be differentiated again."
+        )
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+
+    torch.library.register_autograd(f"tilefold::{name}", backward, setup_context=setup_context)
+
+
 def implementation(impl: str) -> ModuleType:
     if impl == "tiled":
         return _tiled

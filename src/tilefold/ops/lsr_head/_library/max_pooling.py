@@ -15,6 +15,7 @@ from tilefold.ops.lsr_head._library.common import (
     asked_for,
     define_op,
     fake_grads,
+    forbid_double_backward,
     implementation,
     present,
 )
@@ -41,7 +42,7 @@ def _max_forward(
 ) -> tuple[Tensor, Tensor]:
     if cu_seqlens is not None and hidden.device.type != "cuda":
         check_cu_seqlens(cu_seqlens, hidden.size(0))
-    return implementation(impl).max_forward(
+    return implementation(impl).max_forward(  # type: ignore[no-any-return]
         hidden,
         weight,
         bias,
@@ -131,6 +132,9 @@ def _(
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return fake_grads(hidden, weight, need_hidden, need_weight, bias_dtype)
+
+
+forbid_double_backward("lsr_head_max_backward")
 
 
 def _max_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from tilefold.ops.lsr_head._activation import activate, slope_from_score
-from tilefold.ops.lsr_head._library.common import asked_for, define_op, fake_grads, present, product
+from tilefold.ops.lsr_head._library.common import (
+    asked_for,
+    define_op,
+    fake_grads,
+    forbid_double_backward,
+    present,
+    product,
+)
 
 
 @define_op(
@@ -87,6 +94,9 @@ def _(
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return fake_grads(token, weight, need_token, need_weight, bias_dtype)
+
+
+forbid_double_backward("lsr_head_token_backward")
 
 
 def _token_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -15,6 +15,7 @@ from tilefold.ops.lsr_head._library.common import (
     asked_for,
     define_op,
     fake_grads,
+    forbid_double_backward,
     implementation,
     present,
 )
@@ -126,6 +127,9 @@ def _(
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return fake_grads(hidden, weight, need_hidden, need_weight, bias.dtype if need_bias and bias is not None else None)
+
+
+forbid_double_backward("lsr_head_sum_backward")
 
 
 def _sum_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
