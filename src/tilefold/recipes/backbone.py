@@ -117,6 +117,7 @@ def minilm_splade(
             tokenizer.save_pretrained(folder)
             encoder = _stock_encoder(folder, max_length, device)
     encoder.model_card_data.base_model = MINILM_NAME
+    encoder.model_card_data.generate_widget_examples = False
     return encoder
 
 

@@ -219,6 +219,7 @@ def load_base_model(recipe: SpladeRecipe, sample_texts: list[str]) -> SparseEnco
     model = SparseEncoder(recipe.base_model, trust_remote_code=False)
     model.max_seq_length = min(recipe.max_length, model.max_seq_length or recipe.max_length)
     model.model_card_data.local_files_only = True
+    model.model_card_data.generate_widget_examples = False
     return model
 
 
@@ -292,7 +293,6 @@ def _regularizer_schedule(recipe: SpladeRecipe, loss: Any) -> Any:
 def _arguments(recipe: SpladeRecipe, run: _run.TrainingRun, n_pairs: int, bf16: bool, verbose: bool) -> Any:
     import torch
     from sentence_transformers.sparse_encoder import SparseEncoderTrainingArguments
-    from sentence_transformers.training_args import BatchSamplers
 
     steps = total_steps(recipe, n_pairs)
     return SparseEncoderTrainingArguments(
@@ -305,7 +305,7 @@ def _arguments(recipe: SpladeRecipe, run: _run.TrainingRun, n_pairs: int, bf16: 
         weight_decay=0.0,
         bf16=bf16,
         use_cpu=not torch.cuda.is_available(),
-        batch_sampler=BatchSamplers.NO_DUPLICATES,
+        batch_sampler="no_duplicates",
         dataloader_pin_memory=torch.cuda.is_available(),
         save_strategy="steps",
         save_steps=recipe.save_steps,

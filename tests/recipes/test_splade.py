@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tilefold.recipes import SpladeRecipe, train
+from tilefold.recipes.splade import total_steps
+from tilefold.retrieval.collection import Collection
+
+RUN_AND_HANG = """
+import sys, time
+from tests.recipes.small import small_collection
+from tilefold.recipes import SpladeRecipe, train
+def hang(step, steps, loss):
+    if step == 5:
+        print("at step 5", flush=True)
+        time.sleep(600)
+recipe = SpladeRecipe(base_model=sys.argv[1], max_steps=6, batch_size=4, max_length=24, save_steps=2, bf16=False)
+train(recipe, small_collection(), sys.argv[2], progress=hang)
+"""
+
+
+@pytest.fixture
+def recipe(masked_lm: str) -> SpladeRecipe:
+    return SpladeRecipe(base_model=masked_lm, max_steps=6, batch_size=4, max_length=24, save_steps=2, bf16=False)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_equal(one: Path, other: Path) -> None:
+    left, right = weights(one), weights(other)
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+def test_training_leaves_a_stock_model_that_changed_and_no_other_files(recipe, collection, tmp_path: Path) -> None:
+    from sentence_transformers import SparseEncoder
+
+    seen: list[tuple[int, int]] = []
+    result = train(recipe, collection, tmp_path / "m", progress=lambda step, steps, loss: seen.append((step, steps)))
+    assert (result.steps, result.reused, result.resumed_from, result.fused) == (6, False, 0, True)
+    assert seen == [(step, 6) for step in range(1, 7)]
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    before, after = weights(Path(recipe.base_model)), weights(tmp_path / "m")
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    model = SparseEncoder(str(tmp_path / "m"), device="cpu")
+    assert model.max_seq_length == 24
+    assert type(model[0].model).__name__ == "BertForMaskedLM"
+
+
+def test_a_killed_run_goes_on_and_ends_with_the_weights_of_an_uninterrupted_one(
+    recipe, collection, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", RUN_AND_HANG, recipe.base_model, str(tmp_path / "killed")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    assert process.stdout is not None
+    assert process.stdout.readline() == "at step 5\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert not (tmp_path / "killed").exists()
+    half = tmp_path / "killed.training" / "checkpoint-5"  # as if it had died while writing
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+    steps: list[int] = []
+    result = train(recipe, collection, tmp_path / "killed", progress=lambda step, *_: steps.append(step))
+    assert result.resumed_from == 4
+    assert steps == [5, 6]
+    train(recipe, collection, tmp_path / "whole")
+    assert_equal(tmp_path / "killed", tmp_path / "whole")
+
+
+def test_a_finished_run_is_reused_and_other_settings_are_refused(recipe, collection, tmp_path: Path) -> None:
+    recipe = replace(recipe, max_steps=1)
+    train(recipe, collection, tmp_path / "m")
+    assert train(recipe, collection, tmp_path / "m").reused
+    with pytest.raises(FileExistsError, match="differs in seed"):
+        train(replace(recipe, seed=1), collection, tmp_path / "m")
+    assert not train(replace(recipe, seed=1), collection, tmp_path / "m", overwrite=True).reused
+
+
+def test_a_folder_of_something_else_is_never_overwritten(recipe, collection, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="no model that tilefold trained"):
+        train(recipe, collection, tmp_path, overwrite=True)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_checkpoints_of_other_settings_are_refused_until_a_fresh_start(recipe, collection, tmp_path: Path) -> None:
+    def stop(step: int, steps: int, loss: float | None) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, collection, tmp_path / "m", progress=stop)
+    other = replace(recipe, max_steps=4)
+    with pytest.raises(ValueError, match="interrupted run with other settings.*max_steps"):
+        train(other, collection, tmp_path / "m")
+    assert train(other, collection, tmp_path / "m", resume=False).resumed_from == 0
+
+
+def test_fused_and_plain_training_end_with_nearly_the_same_weights(recipe, collection, tmp_path: Path) -> None:
+    recipe = replace(recipe, max_steps=2)
+    train(recipe, collection, tmp_path / "fused")
+    train(replace(recipe, fused=False), collection, tmp_path / "plain")
+    fused, plain = weights(tmp_path / "fused"), weights(tmp_path / "plain")
+    # Adam divides a gradient by its size: where that is rounding noise, two steps may differ by 2 * 2 * lr
+    assert max((fused[name] - plain[name]).abs().max().item() for name in fused) <= 4 * recipe.learning_rate * 1.01
+
+
+def test_a_collection_without_training_pairs_is_a_clear_error(recipe, collection, tmp_path: Path) -> None:
+    empty = Collection("bare", collection.documents, collection.queries, {"test": collection.qrels["test"]})
+    with pytest.raises(ValueError, match="'bare' has no pairs in its 'train' split"):
+        train(recipe, empty, tmp_path / "m")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("base_model", ""),
+        ("max_steps", 0),
+        ("batch_size", 2.5),
+        ("epochs", float("nan")),
+        ("learning_rate", -1.0),
+        ("document_regularizer", -1e-3),
+        ("warmup_ratio", 1.0),
+        ("regularizer_warmup_ratio", 0),
+        ("start_percentile", 100),
+        ("train_max_length", 512),
+        ("bf16", "yes"),
+    ],
+)
+def test_a_recipe_names_the_field_that_is_wrong(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"^{field} must"):
+        SpladeRecipe(**{field: value})
+
+
+def test_a_recipe_survives_json_and_refuses_unknown_fields() -> None:
+    recipe = SpladeRecipe(epochs=2, seed=3)
+    assert SpladeRecipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+    with pytest.raises(ValueError, match="unknown recipe fields"):
+        SpladeRecipe.from_dict({"temperature": 1})
+
+
+def test_steps_follow_epochs_unless_they_are_given() -> None:
+    assert total_steps(SpladeRecipe(epochs=2, batch_size=4), 10) == 6
+    assert total_steps(SpladeRecipe(max_steps=7), 10) == 7
