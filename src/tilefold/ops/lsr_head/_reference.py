@@ -71,8 +71,5 @@ def pooled_position(logits: Tensor, valid: Tensor, pooling: str) -> Tensor:
     if pooling == "max":
         return max_first_winner(logits, valid)
     tokens = torch.arange(valid.size(1), device=valid.device)
-    if pooling == "cls":
-        position = valid.to(torch.uint8).argmax(dim=1)
-    else:
-        position = torch.where(valid, tokens, 0).amax(dim=1)
+    position = valid.byte().argmax(dim=1) if pooling == "cls" else torch.where(valid, tokens, 0).amax(dim=1)
     return position[:, None].expand(-1, logits.size(2))

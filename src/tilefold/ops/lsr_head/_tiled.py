@@ -1,7 +1,7 @@
 """The LSR head in torch operations on tiles: the CPU path, and the fallback on any device.
 
 Forward folds one ``[tokens, BLOCK_V]`` tile of logits at a time; backward of max pooling touches winners only.
-Products are taken in at least fp32, whatever the input's dtype: ``compute_dtype``, which tensor cores need, is not used.
+Products are taken in at least fp32, whatever the input's dtype: ``compute_dtype``, for tensor cores, is not used.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def sum_forward(
     for v0, v1, tile_weight, tile_bias in _vocabulary_tiles(weight, bias, packed.rows.dtype):
         for first, last, logits in _sequence_tiles(packed, tile_weight, logit_scale):
             if tile_bias is not None:
-                logits += tile_bias
+                logits.add_(tile_bias)
             scores[first:last, v0:v1] = activate(logits, activation).sum(dim=1)
     if mean:
         scores /= _lengths(packed, scores)[:, None]
@@ -162,7 +162,7 @@ def sum_backward(
         for first, last, logits in _sequence_tiles(packed, tile_weight, logit_scale):
             start, end = packed.offsets[first], packed.offsets[last]
             if tile_bias is not None:
-                logits += tile_bias
+                logits.add_(tile_bias)
             dlogits = slope_from_logit(logits, activation).mul_(grad[first:last, None, v0:v1]).flatten(0, 1)
             if dbias is not None:
                 dbias[v0:v1] += dlogits.sum(dim=0)

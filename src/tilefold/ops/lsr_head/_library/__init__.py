@@ -1,4 +1,4 @@
-"""The LSR head as ``torch.library`` operators: schema, fake kernels and autograd, for ``torch.compile(fullgraph=True)``."""
+"""The LSR head as ``torch.library`` operators: schema, fake kernels and autograd, for full-graph ``torch.compile``."""
 
 from tilefold.ops.lsr_head._library.cu_seqlens import check_cu_seqlens, checked_cu_seqlens
 from tilefold.ops.lsr_head._library.max_pooling import max_head
