@@ -1,0 +1,139 @@
+"""Every implementation of the LSR head within its error budget of the reference: options, layouts, shapes, dtypes.
+
+The same tests serve the tiled path on the CPU, the kernels on a GPU, and, started by test_lsr_head_interpreted.py,
+the kernels interpreted on the CPU. Interpreting takes about half a second a case, so that run has fewer of them, and no
+bf16, whose products the interpreter cannot compute.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tests.ops.conftest import Target
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.testing import DENSITIES, LAYOUTS, assert_lsr_head_matches, lsr_head_inputs
+
+INTERPRETED = triton_interpreted()
+POOLINGS = ("max", "sum", "mean", "cls", "last")
+ACTIVATIONS = ("log1p_relu", "log1p_log1p_relu", "relu", "softplus", "none")
+DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
+SHAPE = (5, 19, 24, 21) if INTERPRETED else (5, 37, 40, 70)
+
+if INTERPRETED:
+    OPTIONS = [("max", a, LAYOUTS[i % 5]) for i, a in enumerate(ACTIVATIONS)]
+    OPTIONS += [("max", "log1p_relu", layout) for layout in LAYOUTS[1:]]
+    OPTIONS += [("sum", a, LAYOUTS[(i + 1) % 5]) for i, a in enumerate(ACTIVATIONS)]
+    OPTIONS += [("mean", "log1p_relu", layout) for layout in LAYOUTS]
+    OPTIONS += [("cls", "log1p_relu", "left"), ("last", "none", "packed")]
+    SHAPES = [(1, 1, 8, 1), (2, 7, 9, 30), (3, 32, 16, 17), (1, 70, 8, 20), (7, 3, 33, 5)]
+else:
+    OPTIONS = list(itertools.product(POOLINGS, ACTIVATIONS, LAYOUTS))
+    # every pair of sizes occurs, not every combination
+    SHAPES = [
+        (1, 1, 8, 1),
+        (3, 1, 9, 30),
+        (2, 1, 24, 517),
+        (2, 7, 8, 30),
+        (7, 7, 24, 1),
+        (3, 7, 33, 70),
+        (2, 37, 9, 517),
+        (5, 37, 33, 1),
+        (2, 300, 8, 70),
+        (3, 300, 40, 30),
+        (2, 300, 33, 517),
+        (40, 16, 24, 70),
+    ]
+
+
+def tolerant_kind(*sizes: int) -> str:
+    """Small gradients do not average their rounding errors: the worst case is their budget."""
+    return "gradient" if min(sizes) >= 500 else "gradient_bound"
+
+
+@pytest.mark.parametrize(("pooling", "activation", "layout"), OPTIONS)
+def test_scores_and_gradients_for_every_option(target: Target, pooling: str, activation: str, layout: str) -> None:
+    inputs = lsr_head_inputs(*SHAPE, layout=layout, device=target.device)
+    assert_lsr_head_matches(inputs, pooling=pooling, activation=activation, impl=target.impl)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("pooling", "layout"), [("max", "right"), ("max", "packed"), ("sum", "holes"), ("cls", "left")]
+)
+def test_scores_and_gradients_for_every_dtype(target: Target, pooling: str, layout: str, dtype: torch.dtype) -> None:
+    inputs = lsr_head_inputs(*SHAPE, layout=layout, dtype=dtype, device=target.device)
+    assert_lsr_head_matches(inputs, pooling=pooling, impl=target.impl, kind="gradient_bound")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the kernels have no fp64; too large to interpret")
+@pytest.mark.parametrize(
+    ("pooling", "layout"), [("max", "right"), ("sum", "holes"), ("mean", "packed"), ("last", "left")]
+)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_fp64_is_computed_in_fp64(device: str, pooling: str, layout: str) -> None:
+    inputs = lsr_head_inputs(*SHAPE, layout=layout, dtype=torch.float64, device=device)
+    assert_lsr_head_matches(inputs, pooling=pooling)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="too large to interpret")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("density", DENSITIES)
+@pytest.mark.parametrize("activation", ["log1p_relu", "log1p_log1p_relu"])
+def test_gradients_are_exact_to_rounding_at_every_density(
+    target: Target, activation: str, density: str, dtype: torch.dtype
+) -> None:
+    inputs = lsr_head_inputs(8, 64, 64, 1000, layout="right", dtype=dtype, density=density, device=target.device)
+    # a slope saved through a score of 2 multiplies its rounding error by more than the averaged budget has room for
+    kind = "gradient_bound" if density == "dense" else "gradient"
+    results = assert_lsr_head_matches(inputs, activation=activation, impl=target.impl, kind=kind)
+    active = (results["scores"] > 0).float().mean().item()
+    low, high = {"mixed": (0.5, 1.0), "dense": (0.8, 1.0), "sparse": (0.0005, 0.06)}[density]
+    assert low < active <= high
+
+
+@pytest.mark.parametrize("pooling", ["max", "mean"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_odd_shapes(target: Target, shape: tuple[int, int, int, int], pooling: str) -> None:
+    for layout in ("packed",) if INTERPRETED else ("full", "holes", "packed"):
+        inputs = lsr_head_inputs(*shape, layout=layout, device=target.device)
+        assert_lsr_head_matches(inputs, pooling=pooling, impl=target.impl)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="too large to interpret")
+@pytest.mark.parametrize(("batch", "length", "vocab"), [(1, 3000, 300), (3, 1100, 130), (300, 5, 40), (2, 20, 9000)])
+def test_long_documents_large_batches_and_large_vocabularies(
+    target: Target, batch: int, length: int, vocab: int
+) -> None:
+    for layout in ("full", "right", "packed"):
+        inputs = lsr_head_inputs(batch, length, 16, vocab, layout=layout, device=target.device)
+        assert_lsr_head_matches(inputs, impl=target.impl)
+
+
+@pytest.mark.parametrize("pooling", ["max", "sum", "last"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+@pytest.mark.parametrize("scale", [-1.5, 0.25])
+def test_scale_and_bias(target: Target, scale: float, bias: bool, pooling: str) -> None:
+    inputs = lsr_head_inputs(*SHAPE, layout="right", bias=bias, device=target.device)
+    assert_lsr_head_matches(inputs, pooling=pooling, logit_scale=scale, activation="softplus", impl=target.impl)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("pooling", ["max", "sum", "cls"])
+def test_out_dtype_is_the_dtype_of_the_scores_and_of_nothing_else(
+    target: Target, pooling: str, out_dtype: torch.dtype
+) -> None:
+    inputs = lsr_head_inputs(*SHAPE, dtype=torch.float16, device=target.device)
+    results = assert_lsr_head_matches(
+        inputs, pooling=pooling, out_dtype=out_dtype, impl=target.impl, kind="gradient_bound"
+    )
+    assert results["scores"].dtype == out_dtype
+    assert {results[name].dtype for name in ("dhidden", "dweight", "dbias")} == {torch.float16}
+
+
+def test_scores_in_fp32_of_half_precision_input_are_exact_to_fp32(target: Target) -> None:
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
+    inputs = lsr_head_inputs(*SHAPE, dtype=dtype, layout="right", device=target.device)
+    assert_lsr_head_matches(inputs, out_dtype=torch.float32, impl=target.impl, kind="gradient_bound")
