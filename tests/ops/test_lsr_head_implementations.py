@@ -48,11 +48,6 @@ else:
     ]
 
 
-def tolerant_kind(*sizes: int) -> str:
-    """Small gradients do not average their rounding errors: the worst case is their budget."""
-    return "gradient" if min(sizes) >= 500 else "gradient_bound"
-
-
 @pytest.mark.parametrize(("pooling", "activation", "layout"), OPTIONS)
 def test_scores_and_gradients_for_every_option(target: Target, pooling: str, activation: str, layout: str) -> None:
     inputs = lsr_head_inputs(*SHAPE, layout=layout, device=target.device)

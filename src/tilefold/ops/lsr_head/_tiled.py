@@ -83,7 +83,7 @@ def max_backward(
     else:
         starts = cu_seqlens[:-1].long()
     dhidden = torch.zeros(rows.shape, dtype=dtype, device=hidden.device) if need_hidden else None
-    dweight = torch.zeros_like(weight) if need_weight else None
+    dweight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device) if need_weight else None
     dbias = torch.zeros(vocab, dtype=dtype, device=hidden.device) if need_bias else None
     compute_rows = rows.to(dtype) if need_weight else rows
     slab = max(1, SLAB_ENTRIES // max(batch, 1))
@@ -154,8 +154,8 @@ def sum_backward(
     grad = dscores.to(rows.dtype)
     if mean:
         grad = grad / _lengths(packed, grad)[:, None]
-    drows = torch.zeros_like(rows) if need_hidden else None
-    dweight = torch.zeros_like(weight) if need_weight else None
+    drows = torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device) if need_hidden else None
+    dweight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device) if need_weight else None
     dbias = torch.zeros(weight.size(0), dtype=rows.dtype, device=rows.device) if need_bias else None
     for v0, v1, tile_weight, tile_bias in _vocabulary_tiles(weight, bias, rows.dtype):
         tile_dweight = torch.zeros_like(tile_weight)
@@ -175,7 +175,8 @@ def sum_backward(
     if drows is not None:
         dhidden = drows.to(hidden.dtype)
         if packed.index is not None:
-            dhidden = torch.zeros_like(hidden).view(-1, hidden.size(-1)).index_copy_(0, packed.index, dhidden)
+            flat = dhidden.new_zeros(hidden.shape).view(-1, hidden.size(-1))
+            dhidden = flat.index_copy_(0, packed.index, dhidden)
         dhidden = dhidden.view(hidden.shape)
     return dhidden, dweight, dbias
 

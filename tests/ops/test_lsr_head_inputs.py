@@ -1,0 +1,315 @@
+"""Inputs that go wrong elsewhere: strides, empty batches, NaN and infinity, ties, subsets of gradients, winners."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.conftest import Target
+from tilefold.ops import lsr_head
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.testing import (
+    LAYOUTS,
+    LSRHeadInputs,
+    assert_lsr_head_matches,
+    assert_within_budget,
+    lsr_head_inputs,
+    lsr_head_results,
+    lsr_head_truth,
+    nan_poisoned_empty,
+    with_one_answer,
+)
+
+POOLINGS = ("max", "sum", "mean", "cls", "last")
+SMALL = (4, 11, 24, 21)
+NAMES = ("hidden", "weight", "bias")
+
+
+def strided(tensor: Tensor, style: str) -> Tensor:
+    """A view with the values of ``tensor`` and other strides."""
+    if style == "transposed":
+        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+    if style == "sliced":
+        wide = tensor.new_zeros(*tensor.shape[:-1], 2 * tensor.size(-1) + 1)
+        wide[..., 1::2] = tensor
+        return wide[..., 1::2]
+    padded = tensor.new_full((tensor.size(0) + 1, *tensor.shape[1:-1], tensor.size(-1) + 3), math.nan)
+    padded[1:, ..., 1:-2] = tensor
+    return padded[1:, ..., 1:-2]  # "offset": rows apart, base not aligned
+
+
+@pytest.mark.parametrize("style", ["transposed", "sliced", "offset"])
+@pytest.mark.parametrize(("pooling", "layout"), [("max", "full"), ("max", "packed"), ("sum", "holes"), ("cls", "left")])
+def test_strides_of_the_inputs_do_not_matter(target: Target, pooling: str, layout: str, style: str) -> None:
+    inputs = lsr_head_inputs(*SMALL, layout=layout, device=target.device)
+    views = {name: strided(getattr(inputs, name), style) for name in ("hidden", "weight", "dscores")}
+    if inputs.attention_mask is not None:
+        views["attention_mask"] = strided(inputs.attention_mask.float(), style)
+    other = dataclasses.replace(inputs, **views)
+    assert not other.hidden.is_contiguous() or style == "offset"
+    expected = lsr_head_results(inputs, pooling=pooling, impl=target.impl)
+    found = lsr_head_results(other, pooling=pooling, impl=target.impl)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("pooling", ["max", "sum", "last"])
+def test_an_expanded_gradient_and_expanded_weights_work(target: Target, pooling: str) -> None:
+    inputs = lsr_head_inputs(*SMALL, device=target.device, layout="right")
+    inputs = dataclasses.replace(
+        inputs,
+        dscores=torch.ones((), device=target.device).expand(SMALL[0], SMALL[3]),
+        weight=inputs.weight[:1].expand(SMALL[3], -1),
+    )
+    found = lsr_head_results(inputs, pooling=pooling, impl=target.impl)
+    truth = lsr_head_truth(inputs, pooling=pooling)
+    for name, value in truth.items():
+        assert_within_budget(found[name], value, kind="gradient", name=name)
+
+
+@pytest.mark.parametrize(
+    "needs", [("weight",), ("bias",), ("hidden",), ("weight", "bias"), ("hidden", "bias"), ()], ids=str
+)
+@pytest.mark.parametrize("pooling", ["max", "sum", "cls"])
+def test_only_gradients_asked_for_are_computed(target: Target, pooling: str, needs: tuple[str, ...]) -> None:
+    inputs = lsr_head_inputs(*SMALL, layout="right", device=target.device)
+    results = assert_lsr_head_matches(inputs, needs=needs, pooling=pooling, impl=target.impl)
+    assert set(results) == {"scores", *(f"d{name}" for name in needs)}
+
+
+@pytest.mark.parametrize("layout", ["holes", "packed"])
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_two_runs_give_the_same_bits(target: Target, pooling: str, layout: str) -> None:
+    shape = SMALL if triton_interpreted() else (8, 50, 48, 600)
+    inputs = lsr_head_inputs(*shape, layout=layout, dtype=torch.float16, device=target.device)
+    first, second = (lsr_head_results(inputs, pooling=pooling, impl=target.impl) for _ in range(2))
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("pooling", ["max", "sum", "mean"])
+def test_every_element_of_every_result_is_written(target: Target, pooling: str, layout: str) -> None:
+    inputs = lsr_head_inputs(*SMALL, layout=layout, device=target.device)
+    expected = lsr_head_results(inputs, pooling=pooling, impl=target.impl)
+    with nan_poisoned_empty():
+        found = lsr_head_results(inputs, pooling=pooling, impl=target.impl)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("density", ["sparse", "dense"])
+def test_every_element_is_written_at_every_density(target: Target, density: str) -> None:
+    inputs = lsr_head_inputs(*SMALL, layout="right", density=density, device=target.device)
+    with nan_poisoned_empty():
+        assert_lsr_head_matches(inputs, impl=target.impl)
+
+
+@pytest.mark.parametrize(
+    ("shape", "cu_seqlens"),
+    [((0, 3, 4), None), ((2, 0, 4), None), ((0, 0, 4), None), ((0, 4), [0]), ((0, 4), [0, 0, 0])],
+    ids=["B=0", "S=0", "B=S=0", "T=0 B=0", "T=0 B=2"],
+)
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_empty_batches_give_empty_or_zero_scores_and_zero_gradients(
+    target: Target, pooling: str, shape: tuple[int, ...], cu_seqlens: list[int] | None
+) -> None:
+    hidden, weight, bias = (torch.randn(s, device=target.device, requires_grad=True) for s in (shape, (5, 4), (5,)))
+    offsets = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32, device=target.device)
+    batch = shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    with nan_poisoned_empty():
+        scores = lsr_head(hidden, weight, bias, cu_seqlens=offsets, pooling=pooling, impl=target.impl)
+        scores.sum().backward()
+    assert scores.shape == (batch, 5) and not scores.any()
+    for leaf in (hidden, weight, bias):
+        assert leaf.grad is not None and leaf.grad.shape == leaf.shape and not leaf.grad.any()
+
+
+@pytest.mark.parametrize("layout", ["full", "right", "packed"])
+@pytest.mark.parametrize("activation", ["log1p_relu", "softplus", "none"])
+@pytest.mark.parametrize("pooling", ["max", "sum", "mean"])
+def test_nan_in_a_valid_token_makes_exactly_its_sequence_nan(
+    target: Target, pooling: str, activation: str, layout: str
+) -> None:
+    inputs = lsr_head_inputs(*SMALL, layout=layout, device=target.device)
+    hidden = inputs.hidden.clone()
+    (hidden if layout == "packed" else hidden[0])[0, 3] = math.nan
+    inputs = dataclasses.replace(inputs, hidden=hidden)
+    results = lsr_head_results(inputs, pooling=pooling, activation=activation, impl=target.impl)
+    scores = results["scores"]
+    assert scores[0].isnan().all()
+    assert scores[1:].isfinite().all()
+    assert results["dweight"].isnan().any(dim=1).all(), "the gradient of the weight hides the NaN"
+
+
+@pytest.mark.parametrize("layout", ["left", "holes"])
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_what_a_masked_token_holds_reaches_nothing(target: Target, pooling: str, layout: str) -> None:
+    inputs = lsr_head_inputs(*SMALL, layout=layout, device=target.device)
+    masked = (inputs.attention_mask == 0)[:, :, None]
+    expected = lsr_head_results(inputs, pooling=pooling, impl=target.impl)
+    for poison in (math.nan, math.inf):
+        hostile = dataclasses.replace(inputs, hidden=inputs.hidden.masked_fill(masked, poison))
+        found = lsr_head_results(hostile, pooling=pooling, impl=target.impl)
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+        assert not found["dhidden"].masked_select(masked).any()
+
+
+@pytest.mark.parametrize("activation", ["log1p_relu", "none"])
+@pytest.mark.parametrize("pooling", ["max", "cls"])
+def test_a_bias_of_minus_infinity_switches_a_vocabulary_entry_off(
+    target: Target, pooling: str, activation: str
+) -> None:
+    inputs = lsr_head_inputs(*SMALL, layout="right", device=target.device)
+    inputs.bias[3] = -math.inf
+    inputs.dscores[:, 3] = 0  # what a softmax over the scores sends back
+    inputs = with_one_answer(inputs, pooling, activation)
+    found = lsr_head_results(inputs, pooling=pooling, activation=activation, impl=target.impl)
+    truth = lsr_head_truth(inputs, pooling=pooling, activation=activation)
+    assert torch.equal(found["scores"][:, 3].cpu(), truth["scores"][:, 3].float().cpu())
+    for name in ("dhidden", "dweight", "dbias"):
+        assert_within_budget(found[name], truth[name], kind="gradient", name=name)
+
+
+@pytest.mark.parametrize("activation", ["log1p_relu", "log1p_log1p_relu", "relu", "softplus", "none"])
+@pytest.mark.parametrize("pooling", ["max", "sum", "last"])
+def test_infinite_logits_have_the_gradient_of_the_reference(target: Target, pooling: str, activation: str) -> None:
+    inputs = lsr_head_inputs(2, 3, 8, 5, device=target.device, bias=False)
+    inputs.hidden[0, 2] = 1e30
+    inputs = dataclasses.replace(inputs, weight=inputs.weight.abs() * 1e30, dscores=inputs.dscores.abs())
+    inputs.hidden[1] = -inputs.hidden[1].abs()
+    found = lsr_head_results(inputs, pooling=pooling, activation=activation, impl=target.impl)
+    truth = lsr_head_results(inputs, pooling=pooling, activation=activation, impl="reference")
+    for name, value in truth.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("pooling", ["max", "mean"])
+def test_large_values_keep_their_relative_error(target: Target, pooling: str) -> None:
+    inputs = lsr_head_inputs(*SMALL, layout="right", device=target.device)
+    inputs = dataclasses.replace(inputs, hidden=inputs.hidden * 1e8, weight=inputs.weight * 1e8)
+    for activation in ("log1p_relu", "softplus", "none"):
+        assert_lsr_head_matches(inputs, pooling=pooling, activation=activation, impl=target.impl)
+
+
+@pytest.mark.parametrize("layout", ["full", "holes", "packed"])
+def test_equal_tokens_leave_the_whole_gradient_to_the_first_of_them(target: Target, layout: str) -> None:
+    inputs = lsr_head_inputs(4, 40, 8, 21, layout=layout, device=target.device)
+    # integers: every product is exact, so equal logits are equal in every order of evaluation
+    inputs = dataclasses.replace(inputs, hidden=inputs.hidden.round(), weight=(4 * inputs.weight).round(), bias=None)
+    found = lsr_head_results(inputs, activation="relu", impl=target.impl)
+    truth = lsr_head_truth(inputs, activation="relu")
+    for name, value in truth.items():
+        assert_within_budget(found[name], value, kind="gradient", name=name)
+
+
+def test_a_sequence_scores_the_same_in_any_company(target: Target) -> None:
+    inputs = lsr_head_inputs(6, 23, 24, 30, layout="right", device=target.device)
+    scores = lsr_head_results(inputs, needs=(), impl=target.impl)["scores"]
+    assert inputs.attention_mask is not None
+    for b in (0, 4):
+        length = int(inputs.attention_mask[b].sum())
+        alone = lsr_head(inputs.hidden[b : b + 1, :length], inputs.weight, inputs.bias, impl=target.impl)
+        torch.testing.assert_close(alone[0], scores[b], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_packed_equals_padded(target: Target, pooling: str) -> None:
+    inputs = lsr_head_inputs(*SMALL, layout="holes", device=target.device)
+    padded = lsr_head_results(inputs, pooling=pooling, impl=target.impl)
+    packed = lsr_head_results(inputs.packed(), pooling=pooling, impl=target.impl)
+    assert inputs.attention_mask is not None
+    padded["dhidden"] = padded["dhidden"][inputs.attention_mask.bool()]
+    for name, value in padded.items():
+        torch.testing.assert_close(packed[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("pooling", ["max", "sum", "cls"])
+def test_offsets_may_be_int32_or_int64(target: Target, pooling: str, dtype: torch.dtype) -> None:
+    inputs = lsr_head_inputs(5, 11, 24, 21, layout="packed", device=target.device)
+    assert inputs.cu_seqlens is not None
+    inputs = dataclasses.replace(inputs, cu_seqlens=inputs.cu_seqlens.to(dtype))
+    assert_lsr_head_matches(inputs, pooling=pooling, impl=target.impl)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.int32, torch.float16], ids=str)
+def test_masks_of_every_dtype_mean_the_same(target: Target, kind: torch.dtype) -> None:
+    inputs = lsr_head_inputs(*SMALL, layout="holes", device=target.device)
+    assert inputs.attention_mask is not None
+    expected = lsr_head_results(inputs, impl=target.impl)
+    found = lsr_head_results(
+        dataclasses.replace(inputs, attention_mask=inputs.attention_mask.to(kind)), impl=target.impl
+    )
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def saved_winners(inputs: LSRHeadInputs, **options: Any) -> Tensor:
+    """The winners that a forward pass keeps for backward."""
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        lsr_head(inputs.hidden, inputs.weight.detach().requires_grad_(), inputs.bias, **inputs.layout, **options)
+    (winners,) = (t for t in kept if t.dtype in (torch.uint16, torch.int32) and t.dim() == 2)
+    return winners
+
+
+@pytest.mark.parametrize(
+    ("length", "packed", "dtype"),
+    [
+        (300, False, torch.uint16),
+        (65535, False, torch.uint16),
+        (65536, False, torch.int32),
+        (70000, True, torch.int32),
+    ],
+)
+@pytest.mark.skipif(triton_interpreted(), reason="too large to interpret")
+def test_winners_are_stored_in_the_smallest_dtype_that_holds_them(
+    target: Target, length: int, packed: bool, dtype: torch.dtype
+) -> None:
+    inputs = lsr_head_inputs(1, length, 8, 3, device=target.device)
+    if packed:
+        inputs = dataclasses.replace(inputs.packed(), cu_seqlens=torch.tensor([0, 0, 65000, length]).int())
+        inputs = dataclasses.replace(
+            inputs, dscores=inputs.dscores.expand(3, -1).clone(), cu_seqlens=inputs.cu_seqlens.to(target.device)
+        )
+    # the last tokens win
+    (inputs.hidden if packed else inputs.hidden[0])[-2:] *= 50
+    assert saved_winners(inputs, impl=target.impl).dtype == dtype
+    assert_lsr_head_matches(inputs, impl=target.impl)
+
+
+def test_nothing_but_scores_and_winners_is_kept_for_backward(target: Target) -> None:
+    inputs = lsr_head_inputs(*SMALL, layout="right", device=target.device, dtype=torch.float16)
+    winners = saved_winners(inputs, impl=target.impl)
+    assert winners.dtype == torch.uint16 and winners.shape == (SMALL[0], SMALL[3])
+
+
+def test_a_forward_pass_without_gradients_keeps_no_winners(target: Target) -> None:
+    inputs = lsr_head_inputs(*SMALL, device=target.device)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            scores = lsr_head(inputs.hidden, inputs.weight, inputs.bias, impl=target.impl)
+        assert not scores.requires_grad
+        assert_within_budget(scores, lsr_head_truth(inputs, needs=())["scores"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pooling", ["max", "sum", "cls"])
+@pytest.mark.parametrize("offsets", [[1, 5, 11], [0, 7, 5, 11], [0, 5, 9], [0, 5, 12]], ids=str)
+def test_broken_offsets_on_a_gpu_give_nan_and_no_plausible_number(offsets: list[int], pooling: str) -> None:
+    hidden, weight = torch.randn(11, 24, device="cuda"), torch.randn(21, 24, device="cuda")
+    cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device="cuda")
+    scores = lsr_head(hidden, weight, cu_seqlens=cu_seqlens, pooling=pooling, impl="triton")
+    assert scores.isnan().all()
