@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import functools
+import importlib.metadata
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from tilefold.ops._shared.impl import triton_interpreted
+
+
+@functools.cache
+def has_gluon() -> bool:
+    """Whether this Triton has the Gluon that the Hopper kernel is written in (3.6 and newer)."""
+    version = importlib.metadata.version("triton").split("+")[0].split(".")
+    return (int(version[0]), int(version[1])) >= (3, 6)
 
 
 @dataclass(frozen=True)
@@ -19,6 +28,8 @@ class MaxForwardConfig:
         num_warps, num_stages: warps of a program, depth of the load pipeline.
         use_tma: read operands through TMA descriptors (compute capability 9.0 and newer).
         precision: ``input_precision`` of fp32 products.
+        warp_roles: take the kernel whose warps load or compute (compute capability 9.0); ``num_warps`` is then that
+            of one of its two computing groups.
     """
 
     block_v: int
@@ -29,19 +40,28 @@ class MaxForwardConfig:
     num_stages: int
     use_tma: bool
     precision: str = "ieee"
+    warp_roles: bool = False
 
 
-HOPPER_16BIT = MaxForwardConfig(128, 256, 64, 16, num_warps=8, num_stages=3, use_tma=True)
+HOPPER_16BIT = MaxForwardConfig(128, 256, 64, 16, num_warps=4, num_stages=4, use_tma=True, warp_roles=True)
+TMA_16BIT = MaxForwardConfig(128, 256, 64, 16, num_warps=8, num_stages=3, use_tma=True)
 AMPERE_16BIT = MaxForwardConfig(128, 128, 32, 16, num_warps=8, num_stages=3, use_tma=False)
-FP32 = MaxForwardConfig(64, 64, 32, 16, num_warps=4, num_stages=2, use_tma=False)
+FP32 = MaxForwardConfig(64, 64, 32, 16, num_warps=4, num_stages=2, use_tma=False, precision="tf32x3")
 INTERPRETED = MaxForwardConfig(16, 32, 16, 16, num_warps=4, num_stages=1, use_tma=True)
 
 
 def max_forward_config_for(capability: tuple[int, int], dtype: torch.dtype, tf32: bool) -> MaxForwardConfig:
     """The forward configuration for a compute capability; ``tf32`` allows TF32 products of fp32 input."""
     if dtype == torch.float32:
-        return MaxForwardConfig(**{**asdict(FP32), "precision": "tf32" if tf32 else "tf32x3"})
-    return HOPPER_16BIT if capability >= (9, 0) else AMPERE_16BIT
+        return replace(FP32, precision="tf32") if tf32 else FP32
+    if capability == (9, 0) and has_gluon():
+        return HOPPER_16BIT
+    return TMA_16BIT if capability >= (9, 0) else AMPERE_16BIT
+
+
+def without_tma(config: MaxForwardConfig) -> MaxForwardConfig:
+    """The configuration for operands that TMA cannot read, with sequences aligned as in ``config``."""
+    return AMPERE_16BIT if config in {HOPPER_16BIT, TMA_16BIT} else replace(config, use_tma=False)
 
 
 def max_forward_config(dtype: torch.dtype, device: torch.device) -> MaxForwardConfig:
@@ -68,8 +88,7 @@ class MaxBackwardConfig:
         block_r: hidden rows that own one list of entries; at most 32.
         split_v, scan_block, scan_warps: vocabulary entries of one scan program, of one step of it, and its warps.
         block_e, dhidden_block_d: entries and hidden dimensions of a tile of the hidden gradient.
-        block_b, dweight_block_v, dweight_block_d: sequences, vocabulary entries and hidden dimensions of a tile of
-            the weight gradient.
+        dweight_block_v, dweight_block_d: vocabulary entries and hidden dimensions of a tile of the weight gradient.
         precision: ``input_precision`` of fp32 products.
     """
 
@@ -81,7 +100,6 @@ class MaxBackwardConfig:
     dhidden_block_d: int = 256
     dhidden_warps: int = 4
     dhidden_stages: int = 3
-    block_b: int = 4
     dweight_block_v: int = 16
     dweight_block_d: int = 256
     dweight_warps: int = 4
@@ -90,9 +108,15 @@ class MaxBackwardConfig:
 
 
 BACKWARD_16BIT = MaxBackwardConfig()
-BACKWARD_FP32 = MaxBackwardConfig(block_e=32, dhidden_block_d=128, dhidden_stages=2, dweight_block_v=8)
+BACKWARD_FP32 = MaxBackwardConfig(block_e=32, dhidden_block_d=128, dhidden_stages=2)
 BACKWARD_INTERPRETED = MaxBackwardConfig(
-    block_r=16, split_v=64, scan_block=32, block_e=16, dhidden_block_d=16, block_b=2, dweight_block_v=16, dweight_block_d=16
+    block_r=16,
+    split_v=64,
+    scan_block=32,
+    block_e=16,
+    dhidden_block_d=16,
+    dweight_block_v=16,
+    dweight_block_d=16,
 )
 
 
@@ -108,7 +132,7 @@ class SumConfig:
     """Tiles of the sum-pooling kernels; ``slab_elements`` bounds the ``dlogits`` that backward holds at a time."""
 
     block_v: int = 128
-    block_t: int = 128
+    block_t: int = 64
     block_k: int = 64
     num_warps: int = 8
     num_stages: int = 3
@@ -117,7 +141,7 @@ class SumConfig:
 
 
 SUM_AMPERE = SumConfig(block_k=32)
-SUM_FP32 = SumConfig(block_v=64, block_t=64, block_k=32, num_warps=4, num_stages=2)
+SUM_FP32 = SumConfig(block_v=32, block_t=64, block_k=32, num_warps=4, num_stages=2, precision="tf32x3")
 SUM_INTERPRETED = SumConfig(block_v=16, block_t=16, block_k=16, num_warps=4, num_stages=1, slab_elements=4096)
 
 
@@ -126,5 +150,6 @@ def sum_config(dtype: torch.dtype, device: torch.device) -> SumConfig:
     if device.type != "cuda" or triton_interpreted():
         return SUM_INTERPRETED
     if dtype == torch.float32:
-        return SUM_FP32
+        tf32 = torch.backends.cuda.matmul.allow_tf32
+        return replace(SUM_FP32, precision="tf32") if tf32 else SUM_FP32
     return SumConfig() if torch.cuda.get_device_capability(device) >= (9, 0) else SUM_AMPERE

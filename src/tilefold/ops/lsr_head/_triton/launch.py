@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ class TileConfig(Protocol):
     def block_t(self) -> int: ...
     @property
     def block_k(self) -> int: ...
-    @property
-    def use_tma(self) -> bool: ...
 
 
 @functools.cache
@@ -36,12 +34,9 @@ def can_use_tma(tensor: Tensor) -> bool:
     return tensor.data_ptr() % 16 == 0 and tensor.stride(0) * tensor.element_size() % 16 == 0 and tensor.stride(1) == 1
 
 
-def make_source(weight: Tensor, rows: Tensor, config: TileConfig) -> tuple[Any, Any, bool]:
-    """What the forward kernel reads weight and rows through: descriptors, or the tensors themselves."""
-    if config.use_tma and can_use_tma(weight) and can_use_tma(rows):
-        return (
-            TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [config.block_v, config.block_k]),
-            TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [config.block_t, config.block_k]),
-            True,
-        )
-    return weight, rows, False
+def tma_descriptors(weight: Tensor, rows: Tensor, config: TileConfig) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """TMA descriptors of vocabulary tiles and of token tiles."""
+    return (
+        TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [config.block_v, config.block_k]),
+        TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [config.block_t, config.block_k]),
+    )

@@ -76,9 +76,7 @@ def _count_kernel(
     while (start < row1) & (b < B):
         for v0 in range(split * split_v, v1, BLOCK):
             v = v0 + tl.arange(0, BLOCK)
-            winner, active = _won_rows(
-                scores_ptr, winner_ptr, b.to(tl.int64) * V + v, v < v1, ALWAYS_ACTIVE, NO_WINNER
-            )
+            winner, active = _won_rows(scores_ptr, winner_ptr, b.to(tl.int64) * V + v, v < v1, ALWAYS_ACTIVE, NO_WINNER)
             row = winner + start  # [BLOCK]
             count += (active & (row >= row0) & (row < row1)).to(tl.int32)
         b += 1
@@ -162,9 +160,9 @@ def _dhidden_kernel(
 def _dweight_kernel(
     dscores_ptr, scores_ptr, winner_ptr, rows_ptr, cu_ptr, dweight_ptr, dbias_ptr,
     B, V, N, uniform_length, logit_scale, stride_db, stride_dv,
-    D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, ACTIVATION: tl.constexpr,
-    ALWAYS_ACTIVE: tl.constexpr, NO_WINNER: tl.constexpr, UNIFORM: tl.constexpr,
-    NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr,
+    D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, ACTIVATION: tl.constexpr,
+    ALWAYS_ACTIVE: tl.constexpr, NO_WINNER: tl.constexpr, UNIFORM: tl.constexpr, NEED_WEIGHT: tl.constexpr,
+    NEED_BIAS: tl.constexpr,
 ):  # fmt: skip
     """``dweight[v] = sum_b g[b, v] * hidden[winner[b, v]]`` and ``dbias[v] = sum_b g[b, v]``."""
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -172,30 +170,29 @@ def _dweight_kernel(
     mask_d = d < D
     acc = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
     dbias = tl.zeros((BLOCK_V,), tl.float32)
-    for b0 in range(0, B, BLOCK_B):
-        b = b0 + tl.arange(0, BLOCK_B)
-        offs = b.to(tl.int64)[:, None] * V + v[None, :]  # [BLOCK_B, BLOCK_V]
-        mask = (b < B)[:, None] & (v < V)[None, :]
-        winner, active = _won_rows(scores_ptr, winner_ptr, offs, mask, ALWAYS_ACTIVE, NO_WINNER)
+    start = tl.zeros((), tl.int32)
+    for b in range(B):
+        offs = tl.cast(b, tl.int64) * V + v  # [BLOCK_V]
+        winner, active = _won_rows(scores_ptr, winner_ptr, offs, v < V, ALWAYS_ACTIVE, NO_WINNER)
         score = tl.load(scores_ptr + offs, mask=active, other=0.0).to(tl.float32)
-        offs_d = b.to(tl.int64)[:, None] * stride_db + v.to(tl.int64)[None, :] * stride_dv
+        offs_d = tl.cast(b, tl.int64) * stride_db + v.to(tl.int64) * stride_dv
         grad = tl.load(dscores_ptr + offs_d, mask=active, other=0.0).to(tl.float32)
-        grad = tl.where(active, grad * slope_from_score(score, ACTIVATION), 0.0)
+        grad = tl.where(active, grad * slope_from_score(score, ACTIVATION), 0.0)  # [BLOCK_V]
         if NEED_BIAS:
-            dbias += tl.sum(grad, axis=0)
+            dbias += grad
         if NEED_WEIGHT:
             if UNIFORM:
-                start = b * uniform_length
+                row = winner + start
+                start += uniform_length
             else:
-                start = tl.load(cu_ptr + b, mask=b < B, other=0)
-            row = winner + start[:, None]
-            active = active & (row >= 0) & (row < N)
+                row = winner + tl.load(cu_ptr + b)
+            active = active & (row >= 0) & (row < N)  # a broken cu_seqlens must not read elsewhere
             h = tl.load(
-                rows_ptr + row.to(tl.int64)[:, :, None] * D + d[None, None, :],
-                mask=active[:, :, None] & mask_d[None, None, :],
+                rows_ptr + row.to(tl.int64)[:, None] * D + d[None, :],
+                mask=active[:, None] & mask_d[None, :],
                 other=0.0,
-            )  # [BLOCK_B, BLOCK_V, BLOCK_D]
-            acc += tl.sum(grad[:, :, None] * h.to(tl.float32), axis=0)
+            )  # [BLOCK_V, BLOCK_D]
+            acc += grad[:, None] * h.to(tl.float32)
     if NEED_WEIGHT:
         tl.store(
             dweight_ptr + v.to(tl.int64)[:, None] * D + d[None, :],
@@ -243,15 +240,13 @@ def max_backward(
         tiles = triton.cdiv(rows.size(0), config.block_r)
         counts = torch.empty(tiles, splits, dtype=torch.int32, device=device)
         scan = {"BLOCK_R": config.block_r, "BLOCK": config.scan_block, "num_warps": config.scan_warps, **flags}
-        _count_kernel[(tiles, splits)](
-            scores, winners, cu_seqlens, counts, *sizes, splits, config.split_v, **scan
-        )
+        _count_kernel[(tiles, splits)](scores, winners, cu_seqlens, counts, *sizes, splits, config.split_v, **scan)
         places = counts.view(-1).cumsum(0)
         codes = torch.empty(batch * vocab, dtype=torch.int32, device=device)
         grads = torch.empty(batch * vocab, dtype=compute_dtype, device=device)
         _list_kernel[(tiles, splits)](
-            dscores, scores, winners, cu_seqlens, places, counts, codes, grads, *sizes, splits, config.split_v, *strides,
-            ACTIVATION=activation, **scan,
+            dscores, scores, winners, cu_seqlens, places, counts, codes, grads, *sizes, splits, config.split_v,
+            *strides, ACTIVATION=activation, **scan,
         )  # fmt: skip
         _dhidden_kernel[(triton.cdiv(dim, config.dhidden_block_d), tiles)](
             weight.to(compute_dtype).contiguous(), places, codes, grads, dhidden, rows.size(0), splits, logit_scale,
@@ -263,7 +258,7 @@ def max_backward(
         _dweight_kernel[(blocks_d, triton.cdiv(vocab, config.dweight_block_v))](
             dscores, scores, winners, rows.to(compute_dtype).contiguous(), cu_seqlens, dweight, dbias,
             *sizes, logit_scale, *strides,
-            D=dim, BLOCK_V=config.dweight_block_v, BLOCK_D=config.dweight_block_d, BLOCK_B=config.block_b,
+            D=dim, BLOCK_V=config.dweight_block_v, BLOCK_D=config.dweight_block_d,
             ACTIVATION=activation, NEED_WEIGHT=need_weight, NEED_BIAS=need_bias,
             num_warps=config.dweight_warps, num_stages=config.dweight_stages, **flags,
         )  # fmt: skip

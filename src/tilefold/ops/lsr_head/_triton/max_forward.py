@@ -16,12 +16,18 @@ import triton.language as tl
 from torch import Tensor
 
 from tilefold.ops.lsr_head._layout import batch_size, no_winner, winner_dtype
-from tilefold.ops.lsr_head._triton.activation import activate, nan_max
-from tilefold.ops.lsr_head._triton.launch import make_source, sm_count
+from tilefold.ops.lsr_head._triton.activation import nan_max
+from tilefold.ops.lsr_head._triton.launch import can_use_tma, sm_count, tma_descriptors
 from tilefold.ops.lsr_head._triton.pack import AlignedRows, align_rows
-from tilefold.ops.lsr_head.configs import MaxForwardConfig, max_forward_config
-
-LAST = tl.constexpr(2147483647)
+from tilefold.ops.lsr_head._triton.sequences import (
+    LAST,
+    merge,
+    sequence_offset,
+    store_partial,
+    store_scores,
+    unit_tiles_of,
+)
+from tilefold.ops.lsr_head.configs import MaxForwardConfig, max_forward_config, without_tma
 
 
 @triton.jit
@@ -35,46 +41,6 @@ def _reduce_tokens(x, AXIS: tl.constexpr, N: tl.constexpr, WITH_WINNERS: tl.cons
     else:
         place = tl.zeros(best.shape, tl.int32)
     return best, place
-
-
-@triton.jit
-def _merge(best, winner, new_best, new_winner, WITH_WINNERS: tl.constexpr):
-    """Keep the larger; among equals the one that was there first."""
-    if WITH_WINNERS:
-        winner = tl.where(new_best > best, new_winner, winner)
-    return nan_max(best, new_best), winner
-
-
-@triton.jit
-def _store_scores(
-    best, winner, seq, start, offs_v, mask_v, bias_ptr, position_ptr, out_ptr, winner_ptr, V,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, WITH_WINNERS: tl.constexpr,
-):  # fmt: skip
-    if HAS_BIAS:
-        best += tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)  # [BLOCK_V]
-    offs = seq.to(tl.int64) * V + offs_v
-    tl.store(out_ptr + offs, activate(best, ACTIVATION).to(out_ptr.dtype.element_ty), mask=mask_v)
-    if WITH_WINNERS:
-        if HAS_POSITIONS:
-            position = tl.load(position_ptr + winner, mask=mask_v, other=0)  # [BLOCK_V]
-        else:
-            position = winner - start
-        tl.store(winner_ptr + offs, position.to(winner_ptr.dtype.element_ty), mask=mask_v)
-
-
-@triton.jit
-def _store_partial(best, winner, slot, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS: tl.constexpr):
-    offs = slot.to(tl.int64) * V + offs_v
-    tl.store(part_ptr + offs, best, mask=mask_v)
-    if WITH_WINNERS:
-        tl.store(part_winner_ptr + offs, winner, mask=mask_v)
-
-
-@triton.jit
-def _unit_tiles(n_rows, units, round_to, BLOCK_T: tl.constexpr):
-    """Token tiles of all rows, and of one unit (a multiple of round_to)."""
-    n_tiles = tl.maximum(tl.cdiv(n_rows, BLOCK_T), 1)
-    return n_tiles, tl.cdiv(tl.cdiv(n_tiles, units), round_to) * round_to
 
 
 @triton.jit
@@ -92,15 +58,6 @@ def _first_sequence(offset_ptr, row, B, uniform_length, UNIFORM: tl.constexpr):
     return seq
 
 
-@triton.jit
-def _offset(offset_ptr, seq, B, uniform_length, UNIFORM: tl.constexpr):
-    """First row of sequence ``seq``; past the last sequence, beyond every row."""
-    if UNIFORM:
-        return seq * uniform_length
-    else:
-        return tl.load(offset_ptr + seq, mask=seq <= B, other=LAST)
-
-
 @triton.jit(do_not_specialize=["B", "T", "uniform_length", "units", "round_to", "logit_scale"])
 def _max_forward_kernel(
     weight_src, rows_src, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr, part_ptr, part_winner_ptr,
@@ -111,7 +68,7 @@ def _max_forward_kernel(
 ):  # fmt: skip
     K_STEPS: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
-    n_tiles, unit_tiles = _unit_tiles(n_rows, units, round_to, BLOCK_T)
+    n_tiles, unit_tiles = unit_tiles_of(n_rows, units, round_to, BLOCK_T)
     n_units = tl.cdiv(n_tiles, unit_tiles)
     n_items = tl.cdiv(V, BLOCK_V) * n_units
     item = tl.program_id(0)
@@ -128,8 +85,8 @@ def _max_forward_kernel(
     last_row = tl.minimum(unit_row + unit_tiles * BLOCK_T, n_tiles * BLOCK_T)
     r0 = unit_row
     seq = _first_sequence(offset_ptr, unit_row, B, uniform_length, UNIFORM)
-    start = _offset(offset_ptr, seq, B, uniform_length, UNIFORM)
-    end = _offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
+    start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)
+    end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
     best = tl.full((BLOCK_V,), float("-inf"), tl.float32)
     winner = tl.zeros((BLOCK_V,), tl.int32) + tl.maximum(start, unit_row)
     acc = tl.zeros((BLOCK_V, BLOCK_T), tl.float32)
@@ -160,17 +117,32 @@ def _max_forward_kernel(
             offs_v = v0 + tl.arange(0, BLOCK_V)
             mask_v = offs_v < V
             r1 = tl.minimum(r0 + BLOCK_T, n_rows)
-            if (start <= r0) & (end > r0 + BLOCK_T):
+            if (start <= r0) & (end >= r0 + BLOCK_T):
                 tile_best, place = _reduce_tokens(acc, 1, BLOCK_T, WITH_WINNERS)
-                best, winner = _merge(best, winner, tile_best, r0 + place, WITH_WINNERS)
+                best, winner = merge(best, winner, tile_best, r0 + place, WITH_WINNERS)
+                if end == r1:
+                    if start < unit_row:
+                        store_partial(
+                            best, winner, 2 * unit, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS
+                        )
+                    else:
+                        store_scores(
+                            best, winner, seq, start, offs_v, mask_v, bias_ptr, position_ptr, out_ptr, winner_ptr,
+                            V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS,
+                        )  # fmt: skip
+                    seq += 1
+                    start = end
+                    end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
+                    best = tl.full((BLOCK_V,), float("-inf"), tl.float32)
+                    winner = tl.zeros((BLOCK_V,), tl.int32) + start
             else:
                 N_GROUPS: tl.constexpr = BLOCK_T // GROUP
                 groups = tl.arange(0, N_GROUPS) * GROUP
                 # [BLOCK_V, N_GROUPS]
-                group_best, place = _reduce_tokens(
+                group_best, group_place = _reduce_tokens(
                     tl.reshape(acc, (BLOCK_V, N_GROUPS, GROUP)), 2, GROUP, WITH_WINNERS
                 )
-                place += groups[None, :]
+                group_place += groups[None, :]
                 more = True
                 while more:
                     inside = ((groups >= start - r0) & (groups < end - r0))[None, :]
@@ -178,23 +150,23 @@ def _max_forward_kernel(
                     seq_place = tl.zeros((BLOCK_V,), tl.int32)
                     if WITH_WINNERS:
                         seq_place = tl.min(
-                            tl.where(inside & (group_best == seq_best[:, None]), place, BLOCK_T), axis=1
+                            tl.where(inside & (group_best == seq_best[:, None]), group_place, BLOCK_T), axis=1
                         )
-                    best, winner = _merge(best, winner, seq_best, r0 + seq_place, WITH_WINNERS)
+                    best, winner = merge(best, winner, seq_best, r0 + seq_place, WITH_WINNERS)
                     more = end <= r1
                     if more:
                         if start < unit_row:
-                            _store_partial(
+                            store_partial(
                                 best, winner, 2 * unit, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS
                             )
                         elif end > start:
-                            _store_scores(
+                            store_scores(
                                 best, winner, seq, start, offs_v, mask_v, bias_ptr, position_ptr, out_ptr, winner_ptr,
                                 V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS,
                             )  # fmt: skip
                         seq += 1
                         start = end
-                        end = _offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
+                        end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
                         best = tl.full((BLOCK_V,), float("-inf"), tl.float32)
                         winner = tl.zeros((BLOCK_V,), tl.int32) + start
                         more = seq < B
@@ -204,7 +176,7 @@ def _max_forward_kernel(
             if r0 == last_row:
                 if (start < last_row) & (seq < B):  # the sequence goes on in the next unit
                     slot = 2 * unit + tl.where(start < unit_row, 0, 1)
-                    _store_partial(best, winner, slot, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS)
+                    store_partial(best, winner, slot, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS)
                 item += stride
                 unit = item % n_units
                 v0 = (item // n_units) * BLOCK_V
@@ -212,8 +184,8 @@ def _max_forward_kernel(
                 last_row = tl.minimum(unit_row + unit_tiles * BLOCK_T, n_tiles * BLOCK_T)
                 r0 = unit_row
                 seq = _first_sequence(offset_ptr, unit_row, B, uniform_length, UNIFORM)
-                start = _offset(offset_ptr, seq, B, uniform_length, UNIFORM)
-                end = _offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
+                start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)
+                end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
                 best = tl.full((BLOCK_V,), float("-inf"), tl.float32)
                 winner = tl.zeros((BLOCK_V,), tl.int32) + tl.maximum(start, unit_row)
 
@@ -229,10 +201,10 @@ def _combine_kernel(
     seq = tl.program_id(1)
     offs_v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask_v = offs_v < V
-    start = _offset(offset_ptr, seq, B, uniform_length, UNIFORM)
-    end = _offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
+    start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)
+    end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
-    _, unit_tiles = _unit_tiles(n_rows, units, round_to, BLOCK_T)
+    _, unit_tiles = unit_tiles_of(n_rows, units, round_to, BLOCK_T)
     unit_rows = unit_tiles * BLOCK_T
     if start == end:
         empty = 0.0
@@ -252,8 +224,8 @@ def _combine_kernel(
             part_winner = winner
             if WITH_WINNERS:
                 part_winner = tl.load(part_winner_ptr + offs, mask=mask_v, other=0)  # [BLOCK]
-            best, winner = _merge(best, winner, part, part_winner, WITH_WINNERS)
-        _store_scores(
+            best, winner = merge(best, winner, part, part_winner, WITH_WINNERS)
+        store_scores(
             best, winner, seq, start, offs_v, mask_v, bias_ptr, position_ptr, out_ptr, winner_ptr,
             V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS,
         )  # fmt: skip
@@ -282,12 +254,13 @@ def max_forward(
     config = max_forward_config(compute_dtype, hidden.device)
     weight = weight.to(compute_dtype).contiguous()
     aligned = align_rows(hidden.to(compute_dtype), attention_mask, cu_seqlens, config.group)
+    if config.use_tma and not (can_use_tma(weight) and can_use_tma(aligned.rows)):
+        config = without_tma(config)
     programs = sm_count(hidden.device)
     total = aligned.rows.size(0)
     units, round_to = plan_units(total, vocab, aligned, config, programs)
     part = torch.empty(2 * units, vocab, dtype=torch.float32, device=hidden.device)
     part_winner = torch.empty_like(part if with_winners else part[:0], dtype=torch.int32)
-    weight_src, rows_src, use_tma = make_source(weight, aligned.rows, config)
     sizes = (batch, vocab, total, aligned.uniform_length, units, round_to)
     flags = {
         "ACTIVATION": activation,
@@ -297,12 +270,21 @@ def max_forward(
         "UNIFORM": aligned.offsets is None,
         "BLOCK_T": config.block_t,
     }
-    _max_forward_kernel[(programs,)](
-        weight_src, rows_src, bias, aligned.offsets, aligned.positions, scores, winners, part, part_winner,
-        *sizes, logit_scale,
-        D=dim, BLOCK_V=config.block_v, BLOCK_K=config.block_k, GROUP=config.group, HAS_SCALE=logit_scale != 1.0,
-        USE_TMA=use_tma, PRECISION=config.precision, num_warps=config.num_warps, num_stages=config.num_stages, **flags,
-    )  # fmt: skip
+    pointers = (bias, aligned.offsets, aligned.positions, scores, winners, part, part_winner)
+    tiles = {"D": dim, "BLOCK_K": config.block_k, "GROUP": config.group, "HAS_SCALE": logit_scale != 1.0, **flags}
+    if config.warp_roles:
+        from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper  # noqa: PLC0415 (needs Gluon)
+
+        sources = hopper.hopper_descriptors(weight, aligned.rows, config.block_t, config.block_k)
+        hopper.max_forward_hopper_kernel[(programs,)](
+            *sources, *pointers, *sizes, logit_scale, STAGES=config.num_stages, num_warps=config.num_warps, **tiles
+        )
+    else:
+        sources = tma_descriptors(weight, aligned.rows, config) if config.use_tma else (weight, aligned.rows)
+        _max_forward_kernel[(programs,)](
+            *sources, *pointers, *sizes, logit_scale, BLOCK_V=config.block_v, USE_TMA=config.use_tma,
+            PRECISION=config.precision, num_warps=config.num_warps, num_stages=config.num_stages, **tiles,
+        )  # fmt: skip
     if aligned.offsets is not None or units_cut_sequences(aligned, round_to, config):
         block = 1024
         _combine_kernel[(triton.cdiv(vocab, block), batch)](
@@ -312,9 +294,7 @@ def max_forward(
     return scores, winners
 
 
-def plan_units(
-    rows: int, vocab: int, aligned: AlignedRows, config: MaxForwardConfig, programs: int
-) -> tuple[int, int]:
+def plan_units(rows: int, vocab: int, aligned: AlignedRows, config: MaxForwardConfig, programs: int) -> tuple[int, int]:
     """Into how many units the token tiles are split, and the number of tiles that a unit's size is a multiple of.
 
     The split that leaves the fewest tiles to the busiest program, at a price of 0.1 tile an item.
@@ -329,7 +309,7 @@ def plan_units(
 
     def busiest(units: int) -> float:
         tiles = triton.cdiv(triton.cdiv(n_tiles, units), round_to) * round_to
-        return triton.cdiv(n_vocab * triton.cdiv(n_tiles, tiles), programs) * (tiles + 0.1)  # type: ignore[no-any-return]
+        return triton.cdiv(n_vocab * triton.cdiv(n_tiles, tiles), programs) * (tiles + 0.1)
 
     return min(range(1, min(n_tiles, 32) + 1), key=busiest), round_to
 

@@ -35,7 +35,16 @@ def _count_kernel(mask_ptr, count_ptr, last_ptr, S, SCAN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "T"])
 def _plan_kernel(
-    length_ptr, cu_ptr, last_ptr, offset_ptr, ok_ptr, B, T, GROUP: tl.constexpr, SCAN: tl.constexpr, PACKED: tl.constexpr
+    length_ptr,
+    cu_ptr,
+    last_ptr,
+    offset_ptr,
+    ok_ptr,
+    B,
+    T,
+    GROUP: tl.constexpr,
+    SCAN: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Group-aligned offsets ``[B + 1]``; broken ``cu_seqlens`` make every sequence empty and ``ok`` 0."""
     ok = True
@@ -125,7 +134,9 @@ def _repeat_last_kernel(
     for d0 in range(0, D, BLOCK_D):
         d = d0 + tl.arange(0, BLOCK_D)
         x = tl.load(hidden_ptr + last * D + d, mask=(d < D) & (last >= 0), other=0.0)
-        tl.store(rows_ptr + row.to(tl.int64)[:, None] * D + d[None, :], x[None, :], mask=fill[:, None] & (d < D)[None, :])
+        tl.store(
+            rows_ptr + row.to(tl.int64)[:, None] * D + d[None, :], x[None, :], mask=fill[:, None] & (d < D)[None, :]
+        )
 
 
 @dataclass(frozen=True)
@@ -171,9 +182,7 @@ def align_rows(hidden: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor
     if mask is not None and batch:
         _count_kernel[(batch,)](mask, counts, last, length, SCAN=SCAN)
     plan_rows = hidden.size(0) if packed else 0
-    _plan_kernel[(1,)](
-        counts, cu_seqlens, last, offsets, ok, batch, plan_rows, GROUP=group, SCAN=SCAN, PACKED=packed
-    )
+    _plan_kernel[(1,)](counts, cu_seqlens, last, offsets, ok, batch, plan_rows, GROUP=group, SCAN=SCAN, PACKED=packed)
     if batch and hidden.numel():
         if packed:
             _copy_packed_kernel[(triton.cdiv(plan_rows, BLOCK_ROWS),)](

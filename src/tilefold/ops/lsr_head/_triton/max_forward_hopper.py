@@ -1,0 +1,265 @@
+"""Max pooling, forward, for compute capability 9.0: warps with roles of their own, written in Gluon.
+
+One warp loads tiles by TMA into a ring of shared-memory buffers. Two groups of four warps each own half of the
+vocabulary tile, ``[64, BLOCK_T]`` logits in registers. Each group goes through the ring at its own pace, so the
+tensor cores work for one group while the other reduces its tile: the reduction costs no time of its own.
+
+The walk over items, units and sequences, and what is stored, is that of ``max_forward``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilefold.ops.lsr_head._triton.activation import nan_max
+from tilefold.ops.lsr_head._triton.sequences import (
+    merge,
+    sequence_offset,
+    store_partial,
+    store_scores,
+    unit_tiles_of,
+)
+
+HALF_V = gl.constexpr(64)
+
+
+@gluon.jit
+def _first_sequence(offset_ptr, row, B, uniform_length, UNIFORM: gl.constexpr):
+    """The first sequence that reaches past ``row``."""
+    if UNIFORM:
+        return row // uniform_length
+    else:
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        seq = row * 0
+        if row > 0:
+            for b0 in range(0, B, 256):
+                b = b0 + gl.arange(0, 256, layout=layout)
+                end = gl.load(offset_ptr + 1 + b, mask=b < B, other=2147483647)
+                seq += gl.sum((end <= row).to(gl.int32), axis=0)
+        return seq
+
+
+@gluon.jit
+def _reduce_tile(acc, N: gl.constexpr, WITH_WINNERS: gl.constexpr):
+    """Maximum over all tokens of the tile, and the lowest place that holds it."""
+    best = gl.reduce(acc, 1, nan_max)
+    place = gl.zeros_like(best).to(gl.int32)
+    if WITH_WINNERS:
+        cols = gl.arange(0, N, layout=gl.SliceLayout(0, acc.type.layout))
+        place = gl.min(gl.where(acc == gl.expand_dims(best, 1), cols[None, :], N), axis=1)
+    return best, place
+
+
+@gluon.jit
+def _reduce_groups(acc, N_GROUPS: gl.constexpr, GROUP: gl.constexpr, WITH_WINNERS: gl.constexpr):
+    """Maximum over the tokens of each group ``[HALF_V, N_GROUPS]``, and the lowest place in the tile that holds it."""
+    grouped = acc.reshape([HALF_V, N_GROUPS, GROUP])
+    best = gl.reduce(grouped, 2, nan_max)
+    place = gl.zeros_like(best).to(gl.int32)
+    if WITH_WINNERS:
+        inner: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, grouped.type.layout))
+        cols = gl.arange(0, GROUP, layout=inner)
+        cols = gl.expand_dims(gl.expand_dims(cols, 0), 0)
+        place = gl.min(gl.where(grouped == gl.expand_dims(best, 2), cols, GROUP), axis=2)
+        groups = gl.arange(0, N_GROUPS, layout=gl.SliceLayout(0, place.type.layout))
+        place += groups[None, :] * GROUP
+    return best, place
+
+
+@gluon.jit
+def _load_tiles(
+    weight_desc, rows_desc, w_ring, h_ring, full, empty,
+    V, n_tiles, unit_tiles, K_STEPS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: fill the ring in the order in which the groups read it."""
+    n_units = gl.cdiv(n_tiles, unit_tiles)
+    n_items = gl.cdiv(V, 2 * HALF_V) * n_units
+    step = 0
+    for item in range(gl.program_id(0), n_items, gl.num_programs(0)):
+        unit = item % n_units
+        v0 = (item // n_units) * 2 * HALF_V
+        t0 = unit * unit_tiles
+        t1 = gl.minimum(t0 + unit_tiles, n_tiles)
+        for t in range(t0, t1):
+            for k in range(K_STEPS):
+                slot = step % STAGES
+                phase = (step // STAGES) & 1
+                mbarrier.wait(empty.index(slot), phase ^ 1)
+                bar = full.index(slot)
+                mbarrier.expect(bar, weight_desc.block_type.nbytes * 2 + rows_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(weight_desc, [v0, k * BLOCK_K], bar, w_ring.index(2 * slot))
+                tma.async_copy_global_to_shared(
+                    weight_desc, [v0 + HALF_V, k * BLOCK_K], bar, w_ring.index(2 * slot + 1)
+                )
+                tma.async_copy_global_to_shared(rows_desc, [t * BLOCK_T, k * BLOCK_K], bar, h_ring.index(slot))
+                step += 1
+
+
+@gluon.jit
+def _fold_tiles(
+    w_ring, h_ring, full, empty, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr, part_ptr, part_winner_ptr,
+    B, V, n_rows, n_tiles, unit_tiles, uniform_length, logit_scale,
+    HALF: gl.constexpr, K_STEPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_POSITIONS: gl.constexpr, HAS_SCALE: gl.constexpr,
+    WITH_WINNERS: gl.constexpr, UNIFORM: gl.constexpr,
+):  # fmt: skip
+    """One group of four warps: products and running maximum of its half of the vocabulary tile."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 16])
+    column: gl.constexpr = gl.SliceLayout(1, layout)
+    N_GROUPS: gl.constexpr = BLOCK_T // GROUP
+    n_units = gl.cdiv(n_tiles, unit_tiles)
+    n_items = gl.cdiv(V, 2 * HALF_V) * n_units
+    step = 0
+    for item in range(gl.program_id(0), n_items, gl.num_programs(0)):
+        unit = item % n_units
+        offs_v = (item // n_units) * 2 * HALF_V + HALF * HALF_V + gl.arange(0, HALF_V, layout=column)
+        mask_v = offs_v < V
+        t0 = unit * unit_tiles
+        t1 = gl.minimum(t0 + unit_tiles, n_tiles)
+        unit_row = t0 * BLOCK_T
+        seq = _first_sequence(offset_ptr, unit_row, B, uniform_length, UNIFORM)
+        start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)
+        end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
+        best = gl.full([HALF_V], float("-inf"), gl.float32, layout=column)
+        winner = gl.full([HALF_V], 0, gl.int32, layout=column) + gl.maximum(start, unit_row)
+        for t in range(t0, t1):
+            acc = gl.zeros([HALF_V, BLOCK_T], gl.float32, layout=layout)
+            for k in range(K_STEPS):
+                slot = step % STAGES
+                mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+                acc = warpgroup_mma(
+                    w_ring.index(2 * slot + HALF), h_ring.index(slot).permute((1, 0)), acc, use_acc=k > 0, is_async=True
+                )
+                # the product before this one is done: its buffers may be filled again
+                acc = warpgroup_mma_wait(1, deps=(acc,))
+                if k > 0:
+                    mbarrier.arrive(empty.index((step - 1) % STAGES))
+                step += 1
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index((step - 1) % STAGES))
+            if HAS_SCALE:
+                acc = acc * logit_scale
+            r0 = t * BLOCK_T
+            r1 = gl.minimum(r0 + BLOCK_T, n_rows)
+            if (start <= r0) & (end >= r0 + BLOCK_T):
+                tile_best, tile_place = _reduce_tile(acc, BLOCK_T, WITH_WINNERS)
+                best, winner = merge(best, winner, tile_best, r0 + tile_place, WITH_WINNERS)
+                if end == r1:
+                    if start < unit_row:
+                        store_partial(
+                            best, winner, 2 * unit, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS
+                        )
+                    else:
+                        store_scores(
+                            best, winner, seq, start, offs_v, mask_v, bias_ptr, position_ptr, out_ptr, winner_ptr,
+                            V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS,
+                        )  # fmt: skip
+                    seq += 1
+                    start = end
+                    end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
+                    best = gl.full([HALF_V], float("-inf"), gl.float32, layout=column)
+                    winner = gl.full([HALF_V], 0, gl.int32, layout=column) + start
+            else:
+                group_best, group_place = _reduce_groups(acc, N_GROUPS, GROUP, WITH_WINNERS)
+                groups = gl.arange(0, N_GROUPS, layout=gl.SliceLayout(0, group_best.type.layout)) * GROUP
+                more = True
+                while more:
+                    inside = gl.expand_dims((groups >= start - r0) & (groups < end - r0), 0)
+                    seq_best = gl.reduce(gl.where(inside, group_best, float("-inf")), 1, nan_max)
+                    seq_place = gl.zeros_like(seq_best).to(gl.int32)
+                    if WITH_WINNERS:
+                        seq_place = gl.min(
+                            gl.where(inside & (group_best == gl.expand_dims(seq_best, 1)), group_place, BLOCK_T), axis=1
+                        )
+                    seq_best = gl.convert_layout(seq_best, column)
+                    seq_place = gl.convert_layout(seq_place, column)
+                    best, winner = merge(best, winner, seq_best, r0 + seq_place, WITH_WINNERS)
+                    more = end <= r1
+                    if more:
+                        if start < unit_row:
+                            store_partial(
+                                best, winner, 2 * unit, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS
+                            )
+                        elif end > start:
+                            store_scores(
+                                best, winner, seq, start, offs_v, mask_v, bias_ptr, position_ptr, out_ptr, winner_ptr,
+                                V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS,
+                            )  # fmt: skip
+                        seq += 1
+                        start = end
+                        end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
+                        best = gl.full([HALF_V], float("-inf"), gl.float32, layout=column)
+                        winner = gl.full([HALF_V], 0, gl.int32, layout=column) + start
+                        more = seq < B
+        if (start < t1 * BLOCK_T) & (seq < B):  # the sequence goes on in the next unit
+            slot = 2 * unit + gl.where(start < unit_row, 0, 1)
+            store_partial(best, winner, slot, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS)
+
+
+@gluon.jit(do_not_specialize=["B", "T", "uniform_length", "units", "round_to", "logit_scale"])
+def max_forward_hopper_kernel(
+    weight_desc, rows_desc, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr, part_ptr, part_winner_ptr,
+    B, V, T, uniform_length, units, round_to, logit_scale,
+    D: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_POSITIONS: gl.constexpr, HAS_SCALE: gl.constexpr,
+    WITH_WINNERS: gl.constexpr, UNIFORM: gl.constexpr,
+):  # fmt: skip
+    K_STEPS: gl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
+    n_rows = T
+    if not UNIFORM:
+        n_rows = gl.load(offset_ptr + B)
+    n_tiles, unit_tiles = unit_tiles_of(n_rows, units, round_to, BLOCK_T)
+    w_ring = gl.allocate_shared_memory(weight_desc.dtype, [2 * STAGES, HALF_V, BLOCK_K], weight_desc.layout)
+    h_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_T, BLOCK_K], rows_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    gl.warp_specialize(
+        [
+            (
+                _fold_tiles,
+                (
+                    w_ring, h_ring, full, empty, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr, part_ptr,
+                    part_winner_ptr, B, V, n_rows, n_tiles, unit_tiles, uniform_length, logit_scale, 0, K_STEPS,
+                    BLOCK_T, STAGES, GROUP, ACTIVATION, HAS_BIAS, HAS_POSITIONS, HAS_SCALE, WITH_WINNERS, UNIFORM,
+                ),
+            ),
+            (
+                _fold_tiles,
+                (
+                    w_ring, h_ring, full, empty, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr, part_ptr,
+                    part_winner_ptr, B, V, n_rows, n_tiles, unit_tiles, uniform_length, logit_scale, 1, K_STEPS,
+                    BLOCK_T, STAGES, GROUP, ACTIVATION, HAS_BIAS, HAS_POSITIONS, HAS_SCALE, WITH_WINNERS, UNIFORM,
+                ),
+            ),
+            (
+                _load_tiles,
+                (
+                    weight_desc, rows_desc, w_ring, h_ring, full, empty, V, n_tiles, unit_tiles, K_STEPS, BLOCK_T,
+                    BLOCK_K, STAGES,
+                ),
+            ),
+        ],
+        [4, 1],
+        [232, 24],
+    )  # fmt: skip
+
+
+def hopper_descriptors(weight: Tensor, rows: Tensor, block_t: int, block_k: int) -> tuple[Any, Any]:
+    """TMA descriptors of half vocabulary tiles and of token tiles."""
+    element = gl.bfloat16 if weight.dtype == torch.bfloat16 else gl.float16
+    w_block, h_block = [HALF_V.value, block_k], [block_t, block_k]
+    return (
+        TensorDescriptor.from_tensor(weight, w_block, gl.NVMMASharedLayout.get_default_for(w_block, element)),
+        TensorDescriptor.from_tensor(rows, h_block, gl.NVMMASharedLayout.get_default_for(h_block, element)),
+    )

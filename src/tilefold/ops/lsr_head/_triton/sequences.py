@@ -1,0 +1,57 @@
+"""What the forward kernels share: where sequences and units begin, and how a finished maximum is stored."""
+
+import triton
+import triton.language as tl
+
+from tilefold.ops.lsr_head._triton.activation import activate, nan_max
+
+LAST = tl.constexpr(2147483647)
+
+
+@triton.jit
+def merge(best, winner, new_best, new_winner, WITH_WINNERS: tl.constexpr):
+    """Keep the larger; among equals the one that was there first."""
+    if WITH_WINNERS:
+        winner = tl.where(new_best > best, new_winner, winner)
+    return nan_max(best, new_best), winner
+
+
+@triton.jit
+def store_scores(
+    best, winner, seq, start, offs_v, mask_v, bias_ptr, position_ptr, out_ptr, winner_ptr, V,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, WITH_WINNERS: tl.constexpr,
+):  # fmt: skip
+    if HAS_BIAS:
+        best += tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)  # [BLOCK_V]
+    offs = seq.to(tl.int64) * V + offs_v
+    tl.store(out_ptr + offs, activate(best, ACTIVATION).to(out_ptr.dtype.element_ty), mask=mask_v)
+    if WITH_WINNERS:
+        if HAS_POSITIONS:
+            position = tl.load(position_ptr + winner, mask=mask_v, other=0)  # [BLOCK_V]
+        else:
+            position = winner - start
+        tl.store(winner_ptr + offs, position.to(winner_ptr.dtype.element_ty), mask=mask_v)
+
+
+@triton.jit
+def store_partial(best, winner, slot, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS: tl.constexpr):
+    offs = slot.to(tl.int64) * V + offs_v
+    tl.store(part_ptr + offs, best, mask=mask_v)
+    if WITH_WINNERS:
+        tl.store(part_winner_ptr + offs, winner, mask=mask_v)
+
+
+@triton.jit
+def unit_tiles_of(n_rows, units, round_to, BLOCK_T: tl.constexpr):
+    """Token tiles of all rows, and of one unit (a multiple of round_to)."""
+    n_tiles = tl.maximum(tl.cdiv(n_rows, BLOCK_T), 1)
+    return n_tiles, tl.cdiv(tl.cdiv(n_tiles, units), round_to) * round_to
+
+
+@triton.jit
+def sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM: tl.constexpr):
+    """First row of sequence ``seq``; past the last sequence, beyond every row."""
+    if UNIFORM:
+        return seq * uniform_length
+    else:
+        return tl.load(offset_ptr + seq, mask=seq <= B, other=LAST)

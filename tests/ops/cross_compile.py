@@ -1,0 +1,69 @@
+"""Compiles Triton kernels for GPUs that are not here, and reads what the assembler made of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Resources of one kernel on one target.
+
+    Attributes:
+        registers: registers a thread.
+        stack: bytes of stack a thread; any means that values were spilled to memory.
+        shared: bytes of shared memory a program.
+        wgmma: number of Hopper tensor-core instructions.
+        local_memory: number of loads and stores of spilled values.
+    """
+
+    registers: int
+    stack: int
+    shared: int
+    wgmma: int
+    local_memory: int
+
+
+def compile_kernel(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, num_warps: int, num_stages: int
+) -> Compiled:
+    """Compile ``kernel`` for ``sm_<capability>``; ``types`` gives the dtype of each run-time argument by name."""
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    # torch allocations are aligned: the launcher tells the compiler so, and wide loads depend on it
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")
+    }
+    source_type = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = source_type(kernel, signature, constants, aligned)
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps, "num_stages": num_stages}
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _dump("--dump-resource-usage", file.name)
+        code = _dump("--dump-sass", file.name)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    return Compiled(
+        int(registers),
+        int(stack),
+        compiled.metadata.shared,
+        compiled.asm["ptx"].count("wgmma.mma_async"),
+        len(re.findall(r"\b(?:LDL|STL)\b", code)),
+    )
+
+
+def _dump(option: str, path: str) -> str:
+    return subprocess.run([CUOBJDUMP, option, path], capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,178 @@
+"""Every LSR head kernel builds for Ampere, Hopper and Blackwell without a GPU: no spills, and wgmma on Hopper."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from triton.experimental.gluon import language as gl
+
+from tests.ops.cross_compile import Compiled, compile_kernel
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops.lsr_head import configs
+from tilefold.ops.lsr_head._triton import pack, sum_pooling
+from tilefold.ops.lsr_head._triton.max_backward import _count_kernel, _dhidden_kernel, _dweight_kernel, _list_kernel
+from tilefold.ops.lsr_head._triton.max_forward import _max_forward_kernel
+from tilefold.ops.lsr_head._triton.max_forward_hopper import max_forward_hopper_kernel
+
+pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
+
+CAPABILITIES = (80, 90, 100)
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+DIM = 768
+
+
+def common_types(dtype: torch.dtype) -> dict[str, str]:
+    element = f"*{NAMES[dtype]}"
+    types = dict.fromkeys(
+        ["weight_ptr", "rows_ptr", "bias_ptr", "out_ptr", "dscores_ptr", "scores_ptr", "dhidden_ptr", "dweight_ptr",
+         "hidden_ptr", "grad_ptr", "dlogits_ptr"],
+        element,
+    )  # fmt: skip
+    types |= dict.fromkeys(["offset_ptr", "position_ptr", "cu_ptr", "ok_ptr", "count_ptr", "code_ptr", "last_ptr",
+                            "length_ptr", "part_winner_ptr"], "*i32")  # fmt: skip
+    types |= dict.fromkeys(["B", "V", "T", "N", "S", "D", "uniform_length", "units", "round_to", "SPLITS", "split_v",
+                            "stride_db", "stride_dv", "stride_out", "v_start", "v_end"], "i32")  # fmt: skip
+    types |= {"winner_ptr": "*u16", "part_ptr": "*fp32", "dbias_ptr": "*fp32", "place_ptr": "*i64", "mask_ptr": "*u8",
+              "logit_scale": "fp32"}  # fmt: skip
+    return types
+
+
+def check(compiled: Compiled, capability: int, tensor_cores: bool) -> None:
+    assert compiled.stack == 0 and compiled.local_memory == 0, f"registers are spilled: {compiled}"
+    assert compiled.shared <= SHARED_LIMIT[capability], f"too much shared memory: {compiled}"
+    if capability == 90 and tensor_cores:
+        assert compiled.wgmma > 0, f"the products do not use wgmma: {compiled}"
+
+
+@pytest.mark.parametrize("uniform", [True, False], ids=["uniform", "ragged"])
+@pytest.mark.parametrize("with_winners", [True, False], ids=["winners", "scores_only"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_max_forward_builds_without_spills(capability, dtype, with_winners, uniform):
+    config = configs.max_forward_config_for(divmod(capability, 10), dtype, tf32=False)
+    if config.warp_roles:
+        config = configs.TMA_16BIT  # what a Triton without Gluon runs there
+    name = NAMES[dtype]
+    types = common_types(dtype)
+    if config.use_tma:
+        types["weight_src"] = f"tensordesc<{name}[{config.block_v},{config.block_k}]>"
+        types["rows_src"] = f"tensordesc<{name}[{config.block_t},{config.block_k}]>"
+    else:
+        types["weight_src"] = types["rows_src"] = f"*{name}"
+    constants = {
+        "D": DIM, "BLOCK_V": config.block_v, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k,
+        "GROUP": config.group, "ACTIVATION": "log1p_relu", "HAS_BIAS": True, "HAS_POSITIONS": not uniform,
+        "HAS_SCALE": False, "WITH_WINNERS": with_winners, "UNIFORM": uniform, "USE_TMA": config.use_tma,
+        "PRECISION": config.precision,
+    }  # fmt: skip
+    kernel = _max_forward_kernel
+    compiled = compile_kernel(kernel, types, constants, capability, config.num_warps, config.num_stages)
+    check(compiled, capability, tensor_cores=dtype != torch.float32)
+
+
+@pytest.mark.parametrize("uniform", [True, False], ids=["uniform", "ragged"])
+@pytest.mark.parametrize("with_winners", [True, False], ids=["winners", "scores_only"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=NAMES.get)
+def test_the_hopper_forward_builds_without_spills(dtype, with_winners, uniform):
+    config = configs.HOPPER_16BIT
+    types = common_types(dtype)
+    types["weight_desc"] = hopper_descriptor(dtype, 64, config.block_k)
+    types["rows_desc"] = hopper_descriptor(dtype, config.block_t, config.block_k)
+    constants = {
+        "D": DIM, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k, "GROUP": config.group,
+        "STAGES": config.num_stages, "ACTIVATION": "log1p_relu", "HAS_BIAS": True, "HAS_POSITIONS": not uniform,
+        "HAS_SCALE": False, "WITH_WINNERS": with_winners, "UNIFORM": uniform,
+    }  # fmt: skip
+    compiled = compile_kernel(max_forward_hopper_kernel, types, constants, 90, config.num_warps, 3)
+    check(compiled, 90, tensor_cores=True)
+
+
+def hopper_descriptor(dtype: torch.dtype, rows: int, columns: int) -> str:
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], getattr(gl, str(dtype).removeprefix("torch.")))
+    return f"tensordesc<{NAMES[dtype]}[{rows}, {columns}],{layout!r}>"
+
+
+@pytest.mark.parametrize("activation", ["log1p_log1p_relu", "softplus"])
+def test_the_other_activations_build_without_spills(activation):
+    config = configs.TMA_16BIT
+    types = common_types(torch.bfloat16)
+    types["weight_src"] = f"tensordesc<bf16[{config.block_v},{config.block_k}]>"
+    types["rows_src"] = f"tensordesc<bf16[{config.block_t},{config.block_k}]>"
+    constants = {
+        "D": DIM, "BLOCK_V": config.block_v, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k,
+        "GROUP": config.group, "ACTIVATION": activation, "HAS_BIAS": True, "HAS_POSITIONS": True,
+        "HAS_SCALE": True, "WITH_WINNERS": True, "UNIFORM": False, "USE_TMA": True, "PRECISION": "ieee",
+    }  # fmt: skip
+    kernel = _max_forward_kernel
+    check(compile_kernel(kernel, types, constants, 90, config.num_warps, config.num_stages), 90, tensor_cores=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_max_backward_builds_without_spills(capability, dtype):
+    config = configs.BACKWARD_FP32 if dtype == torch.float32 else configs.BACKWARD_16BIT
+    types = common_types(dtype)
+    flags = {"ALWAYS_ACTIVE": False, "NO_WINNER": 65535}
+    scan = {"BLOCK_R": config.block_r, "BLOCK": config.scan_block, **flags}
+    dhidden = {"D": DIM, "BLOCK_R": config.block_r, "BLOCK_D": config.dhidden_block_d, "BLOCK_E": config.block_e,
+               "PRECISION": config.precision}  # fmt: skip
+    dweight = {"D": DIM, "BLOCK_V": config.dweight_block_v, "BLOCK_D": config.dweight_block_d,
+               "ACTIVATION": "log1p_relu", "NEED_WEIGHT": True, "NEED_BIAS": True, **flags}  # fmt: skip
+    check(compile_kernel(_dhidden_kernel, types, dhidden, capability, config.dhidden_warps,
+                         config.dhidden_stages), capability, tensor_cores=False)  # fmt: skip
+    for uniform in (True, False):
+        layout = {"UNIFORM": uniform}
+        for kernel, constants, warps, stages in (
+            (_count_kernel, scan, config.scan_warps, 3),
+            (_list_kernel, scan | {"ACTIVATION": "log1p_relu"}, config.scan_warps, 3),
+            (_dweight_kernel, dweight, config.dweight_warps, config.dweight_stages),
+        ):
+            compiled = compile_kernel(kernel, types, constants | layout, capability, warps, stages)
+            check(compiled, capability, tensor_cores=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_sum_pooling_builds_without_spills(capability, dtype):
+    if dtype == torch.float32:
+        config = configs.SUM_FP32
+    else:
+        config = configs.SumConfig() if capability >= 90 else configs.SUM_AMPERE
+    constants = {
+        "D": DIM, "BLOCK_V": config.block_v, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k,
+        "ACTIVATION": "log1p_relu", "HAS_BIAS": True, "HAS_MASK": True, "UNIFORM": True, "MEAN": True,
+        "PRECISION": config.precision,
+    }  # fmt: skip
+    for kernel in (sum_pooling._sum_forward_kernel, sum_pooling._dlogits_kernel):
+        compiled = compile_kernel(kernel, common_types(dtype), constants, capability, config.num_warps,
+                                  config.num_stages)  # fmt: skip
+        check(compiled, capability, tensor_cores=dtype != torch.float32)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_packing_builds_without_spills(capability):
+    types = common_types(torch.bfloat16)
+    scan, rows = {"SCAN": pack.SCAN}, {"BLOCK_ROWS": pack.BLOCK_ROWS, "BLOCK_D": pack.BLOCK_D}
+    kernels = [
+        (pack._count_kernel, scan),
+        (pack._copy_padded_kernel, scan | rows),
+        (pack._copy_packed_kernel, rows),
+    ]
+    for packed, group in itertools.product((True, False), {configs.HOPPER_16BIT.group, configs.FP32.group}):
+        kernels.append((pack._plan_kernel, scan | {"GROUP": group, "PACKED": packed}))
+        kernels.append((pack._repeat_last_kernel, {"GROUP": group, "PACKED": packed, "BLOCK_D": pack.BLOCK_D}))
+    for kernel, constants in kernels:
+        check(compile_kernel(kernel, types, constants, capability, 4, 3), capability, tensor_cores=False)
+
+
+def test_configurations_say_what_they_are():
+    assert dataclasses.asdict(configs.HOPPER_16BIT)["warp_roles"]
+    assert dataclasses.asdict(configs.TMA_16BIT)["use_tma"]
+    assert not dataclasses.asdict(configs.AMPERE_16BIT)["use_tma"]
