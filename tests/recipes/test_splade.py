@@ -105,7 +105,7 @@ def test_checkpoints_of_other_settings_are_refused_until_a_fresh_start(recipe, c
     with pytest.raises(KeyboardInterrupt):
         train(recipe, collection, tmp_path / "m", progress=stop)
     other = replace(recipe, max_steps=4)
-    with pytest.raises(ValueError, match="interrupted run with other settings.*max_steps"):
+    with pytest.raises(ValueError, match=r"interrupted run with other settings.*max_steps"):
         train(other, collection, tmp_path / "m")
     assert train(other, collection, tmp_path / "m", resume=False).resumed_from == 0
 

@@ -31,12 +31,11 @@ def _run(args: list[str], debug: bool) -> int:
         return 1
     try:
         outcome = typer.main.get_command(sys.modules[__name__].app)(args, prog_name="tilefold", standalone_mode=False)
-        return outcome if isinstance(outcome, int) else 0
+        code = outcome if isinstance(outcome, int) else 0
     except typer.Exit as leave:
-        return leave.exit_code
+        code = leave.exit_code
     except (typer.Abort, KeyboardInterrupt):
-        _say("Interrupted. What was finished is kept: run the same command again to go on from there.")
-        return INTERRUPTED
+        code = INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()
         return 1
@@ -44,6 +43,9 @@ def _run(args: list[str], debug: bool) -> int:
         if debug:
             raise
         return _report(error)
+    if code == INTERRUPTED:  # typer turns Ctrl-C into this code
+        _say("Interrupted. What was finished is kept: run the same command again to go on from there.")
+    return code
 
 
 def _report(error: Exception) -> int:

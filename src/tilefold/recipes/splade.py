@@ -248,6 +248,7 @@ def _fit(
     from sentence_transformers.sparse_encoder import SparseEncoderTrainer, losses
     from transformers.trainer_callback import PrinterCallback
 
+    model.model_card_data.widget = model.model_card_data.widget or [{"text": pairs[0][0]}]  # else it draws a bar
     length = model.max_seq_length
     model.max_seq_length = min(length, recipe.train_max_length or recipe.max_length)
     loss = losses.SpladeLoss(

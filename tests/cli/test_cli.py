@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.recipes.small import small_collection
+from tilefold import cli
+from tilefold._version import __version__
+
+VERBS = ("demo", "train", "encode", "index", "search", "evaluate", "bench", "info")
+
+
+class Outcome:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run the command line in this process, as its entry point does."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+
+    def run(*args: str | Path) -> Outcome:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as leave:
+            cli.main([str(arg) for arg in args])
+        captured = capsys.readouterr()
+        return Outcome(int(leave.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
+    """A folder with a collection, a model trained from it, its vectors and an index, all made by the program."""
+    folder = tmp_path_factory.mktemp("work")
+    small_collection().save_beir(folder / "data")
+    steps = (
+        ["train", "--data", "data", "--model", masked_lm, "--output", "model", "--steps", "2", "--batch-size", "4"],
+        ["encode", "--model", "model", "--data", "data", "--output", "vectors", "--top-k", "64"],
+        ["index", "--vectors", "vectors", "--output", "index"],
+    )
+    for step in steps:
+        command = [sys.executable, "-m", "tilefold.cli", *step, "--json"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        (folder / f"{step[0]}.json").write_text(done.stdout)
+        (folder / f"{step[0]}.err").write_text(done.stderr)
+    return folder
+
+
+def test_help_names_every_verb_and_loads_no_torch() -> None:
+    code = "import sys; from tilefold import cli\ntry: cli.main(['--help'])\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert all(re.search(rf"\b{verb}\b", done.stdout) for verb in VERBS)
+    assert done.stdout.strip().endswith("False")
+
+
+def test_the_version_is_printed(call: Any) -> None:
+    outcome = call("--version")
+    assert (outcome.code, outcome.out) == (0, f"tilefold {__version__}\n")
+
+
+def test_the_steps_write_json_alone_to_stdout_and_no_progress_to_a_pipe(work: Path) -> None:
+    trained, encoded, indexed = (
+        json.loads((work / f"{verb}.json").read_text()) for verb in ("train", "encode", "index")
+    )
+    assert (trained["steps"], trained["fused"]) == (2, True)
+    assert (encoded["n"], encoded["kind"], encoded["failed"]) == (16, "document", {})
+    assert 0 < encoded["mean_active_terms"] <= 64
+    assert (indexed["backend"], indexed["n_documents"]) == ("exact", 16)
+    assert [(work / f"{verb}.err").read_text() for verb in ("train", "encode", "index")] == ["", "", ""]
+
+
+def test_search_explains_a_score_by_the_terms_that_matched(call: Any, work: Path) -> None:
+    places = ("--model", work / "model", "--index", work / "index")
+    explained = ("--data", work / "data", "--vectors", work / "vectors")
+    outcome = call("search", "how do I work with csv files", *places, *explained, "--k", "3", "--json")
+    assert outcome.code == 0, outcome.err
+    hits = json.loads(outcome.out)["hits"]
+    assert [hit["rank"] for hit in hits] == [1, 2, 3]
+    for hit in hits:
+        shares = [term["contribution"] for term in hit["terms"]]
+        assert shares == sorted(shares, reverse=True)
+        assert sum(shares) == pytest.approx(hit["score"], rel=1e-5)  # fp32 sums of at most 64 terms
+        assert hit["title"].startswith("module")
+    table = call("search", "how do I work with csv files", *places, *explained)
+    assert table.code == 0
+    assert hits[0]["title"] in table.out
+    assert hits[0]["terms"][0]["term"] in table.out
+
+
+def test_evaluating_a_model_and_the_run_that_it_saved_gives_the_same_numbers(
+    call: Any, work: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run.trec"
+    places = ("--model", work / "model", "--index", work / "index")
+    searched = call("evaluate", "--data", work / "data", *places, "--save-run", run, "--json")
+    read = call("evaluate", "--data", work / "data", "--run", run, "--json")
+    assert (searched.code, read.code) == (0, 0), searched.err + read.err
+    measures = json.loads(read.out)["measures"]
+    assert measures == json.loads(searched.out)["measures"]
+    assert list(measures) == ["nDCG@10", "R@100", "RR@10"]
+    assert "nDCG@10" in call("evaluate", "--data", work / "data", "--run", run).out
+
+
+def test_queries_of_one_split_are_encoded_and_cannot_be_indexed(call: Any, work: Path, tmp_path: Path) -> None:
+    vectors = tmp_path / "queries"
+    asked = ("--queries", "--split", "test", "--jsonl", tmp_path / "q.jsonl", "--json")
+    outcome = call("encode", "--model", work / "model", "--data", work / "data", "--output", vectors, *asked)
+    assert json.loads(outcome.out)["n"] == 4
+    lines = [json.loads(line) for line in (tmp_path / "q.jsonl").read_text().splitlines()]
+    assert [line["id"] for line in lines] == ["q12", "q13", "q14", "q15"]
+    refused = call("index", "--vectors", vectors, "--output", tmp_path / "index")
+    assert refused.code == 2
+    assert "holds query vectors" in refused.err
+
+
+def test_training_again_returns_the_finished_model(call: Any, work: Path, masked_lm: str, monkeypatch: Any) -> None:
+    monkeypatch.chdir(work)
+    same = ("--data", "data", "--model", masked_lm, "--output", "model", "--batch-size", "4")
+    again = call("train", *same, "--steps", "2")
+    assert (again.code, "already trained" in again.out) == (0, True)
+    other = call("train", *same, "--steps", "3")
+    assert other.code == 1
+    assert "differs in max_steps" in other.err
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["serch"], 2, "No such command 'serch'"),
+        (["train"], 2, "Missing option '--output'"),
+        (["train", "--output", "m", "--batch-size", "0"], 2, "batch_size must be a whole number"),
+        (["train", "--output", "m", "--data", "no-such-folder"], 1, "no-such-folder"),
+        (["encode", "--model", "m", "--output", "v", "--split", "test"], 2, "together with --queries"),
+        (["encode", "--model", "./nothing", "--output", "v", "--data", "{work}/data"], 2, "no folder ./nothing"),
+        (["index", "--vectors", "nothing", "--output", "i"], 1, "nothing"),
+        (["index", "--vectors", "{work}/vectors", "--output", "i", "--backend", "faiss"], 2, "expected one of exact"),
+        (["search", " "], 2, "got an empty text"),
+        (["search", "x", "--model", "m"], 2, "--model and --index go together"),
+        (["search", "x", "--k", "0"], 2, "--k: expected at least 1"),
+        (["search", "x"], 1, "run tilefold demo first"),
+        (["evaluate"], 2, "either --run FILE, or --model and --index"),
+        (["evaluate", "--data", "{work}/data", "--run", "r", "--split", "dev"], 2, "'dev' is no split of"),
+        (["evaluate", "--data", "{work}/data", "--run", "missing.trec"], 1, "missing.trec"),
+    ],
+)
+def test_an_error_is_one_line_on_stderr_with_its_exit_code(
+    call: Any, work: Path, tmp_path: Path, monkeypatch: Any, args: list[str], code: int, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = call(*(arg.replace("{work}", str(work)) for arg in args))
+    assert outcome.code == code, outcome.err
+    assert message in outcome.err
+    assert outcome.out == ""
+    assert "Traceback" not in outcome.err
+    first, *rest = outcome.err.splitlines()
+    assert first.startswith("Error: ")
+    assert len(rest) <= 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_shows_the_traceback_of_an_error(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Exception, match="run tilefold demo first"):
+        cli.main(["search", "x", "--debug"])
+
+
+def test_a_missing_optional_package_is_named_with_its_extra(call: Any, work: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    outcome = call("encode", "--model", work / "model", "--data", work / "data", "--output", work / "never")
+    assert outcome.code == 1
+    assert 'pip install "tilefold[sentence-transformers]"' in outcome.err
+
+
+def test_a_damaged_demo_record_says_to_run_the_demo_again(call: Any, tmp_path: Path) -> None:
+    (tmp_path / "demo.json").write_text("{")
+    outcome = call("search", "x", "--demo", tmp_path)
+    assert outcome.code == 1
+    assert "is damaged: run tilefold demo again" in outcome.err
+
+
+def test_ctrl_c_leaves_with_130_and_says_how_to_go_on(work: Path, masked_lm: str, tmp_path: Path) -> None:
+    args = ["--data", str(work / "data"), "--model", masked_lm, "--output", str(tmp_path / "m"), "--steps", "100000"]
+    command = [sys.executable, "-m", "tilefold.cli", "train", *args, "--batch-size", "4"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "m.training").glob("checkpoint-*/tilefold_whole.json")):
+        assert time.monotonic() < deadline, "no checkpoint within a minute"
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert (out, "run the same command again to go on" in err) == ("", True)
+    assert "Traceback" not in err
