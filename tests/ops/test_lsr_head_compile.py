@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.lsr_head import configs
 from tilefold.ops.lsr_head._triton import pack, sum_pooling
 from tilefold.ops.lsr_head._triton.max_backward import _count_kernel, _dhidden_kernel, _dweight_kernel, _list_kernel
-from tilefold.ops.lsr_head._triton.max_forward import _max_forward_kernel
+from tilefold.ops.lsr_head._triton.max_forward import _combine_kernel, _max_forward_kernel
 from tilefold.ops.lsr_head._triton.max_forward_hopper import max_forward_hopper_kernel
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
@@ -159,17 +158,23 @@ def test_sum_pooling_builds_without_spills(capability, dtype):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_packing_builds_without_spills(capability):
     types = common_types(torch.bfloat16)
-    scan, rows = {"SCAN": pack.SCAN}, {"BLOCK_ROWS": pack.BLOCK_ROWS, "BLOCK_D": pack.BLOCK_D}
-    kernels = [
-        (pack._count_kernel, scan),
-        (pack._copy_padded_kernel, scan | rows),
-        (pack._copy_packed_kernel, rows),
-    ]
-    for packed, group in itertools.product((True, False), {configs.HOPPER_16BIT.group, configs.FP32.group}):
-        kernels.append((pack._plan_kernel, scan | {"GROUP": group, "PACKED": packed}))
-        kernels.append((pack._repeat_last_kernel, {"GROUP": group, "PACKED": packed, "BLOCK_D": pack.BLOCK_D}))
-    for kernel, constants in kernels:
+    rows = {"D": DIM, "BLOCK_ROWS": pack.BLOCK_ROWS, "BLOCK_D": pack.BLOCK_D, "GROUP": configs.HOPPER_16BIT.group}
+    for kernel, constants in (
+        (pack._count_kernel, {"SCAN": pack.SCAN}),
+        (pack._copy_padded_kernel, {"SCAN": pack.SCAN, **rows}),
+        (pack._copy_packed_kernel, {"SCAN_B": 64, **rows}),
+    ):
         check(compile_kernel(kernel, types, constants, capability, 4, 3), capability, tensor_cores=False)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_combining_units_builds_without_spills(capability):
+    constants = {
+        "BLOCK_T": 256, "BLOCK": 1024, "ACTIVATION": "log1p_relu", "HAS_BIAS": True, "HAS_POSITIONS": True,
+        "WITH_WINNERS": True, "UNIFORM": False, "NO_WINNER": 65535, "CHECKED": True,
+    }  # fmt: skip
+    compiled = compile_kernel(_combine_kernel, common_types(torch.bfloat16), constants, capability, 4, 3)
+    check(compiled, capability, tensor_cores=False)
 
 
 def test_configurations_say_what_they_are():

@@ -35,10 +35,11 @@ def check_shape(name: str, value: Tensor, spec: str, **sizes: int) -> None:
         ValueError: for another number of dimensions, or another size of a known one.
     """
     dims = spec.split()
-    expected = f"[{', '.join(dims)}]"
-    known = ", ".join(f"{dim}={sizes[dim]}" for dim in dims if dim in sizes)
-    wanted = f"{expected} with {known}" if known else expected
     if value.dim() != len(dims) or any(dim in sizes and value.size(i) != sizes[dim] for i, dim in enumerate(dims)):
+        # only here: writing a size out makes torch.compile take it for a constant
+        expected = f"[{', '.join(dims)}]"
+        known = ", ".join(f"{dim}={sizes[dim]}" for dim in dims if dim in sizes)
+        wanted = f"{expected} with {known}" if known else expected
         raise ValueError(f"{name} must have shape {wanted}, got {list(value.shape)}.")
 
 

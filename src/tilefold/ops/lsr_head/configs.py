@@ -96,13 +96,13 @@ class MaxBackwardConfig:
     split_v: int = 8192
     scan_block: int = 1024
     scan_warps: int = 4
-    block_e: int = 64
-    dhidden_block_d: int = 256
+    block_e: int = 128
+    dhidden_block_d: int = 128
     dhidden_warps: int = 4
     dhidden_stages: int = 3
     dweight_block_v: int = 16
     dweight_block_d: int = 256
-    dweight_warps: int = 4
+    dweight_warps: int = 8
     dweight_stages: int = 2
     precision: str = "ieee"
 
@@ -141,7 +141,7 @@ class SumConfig:
 
 
 SUM_AMPERE = SumConfig(block_k=32)
-SUM_FP32 = SumConfig(block_v=32, block_t=64, block_k=32, num_warps=4, num_stages=2, precision="tf32x3")
+SUM_FP32 = SumConfig(block_v=32, block_t=32, block_k=32, num_warps=4, num_stages=2, precision="tf32x3")
 SUM_INTERPRETED = SumConfig(block_v=16, block_t=16, block_k=16, num_warps=4, num_stages=1, slab_elements=4096)
 
 

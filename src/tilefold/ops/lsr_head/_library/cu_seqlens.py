@@ -30,7 +30,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, rows: int) -> None:
     )
 
 
-@define_op("check_cu_seqlens", "(Tensor cu_seqlens, int rows) -> Tensor")
+@define_op("check_cu_seqlens", "(Tensor cu_seqlens, SymInt rows) -> Tensor")
 def _checked_copy(cu_seqlens: Tensor, rows: int) -> Tensor:
     if cu_seqlens.device.type != "cuda":
         check_cu_seqlens(cu_seqlens, rows)

@@ -187,12 +187,13 @@ def _dweight_kernel(
             else:
                 row = winner + tl.load(cu_ptr + b)
             active = active & (row >= 0) & (row < N)  # a broken cu_seqlens must not read elsewhere
-            h = tl.load(
-                rows_ptr + row.to(tl.int64)[:, None] * D + d[None, :],
-                mask=active[:, None] & mask_d[None, :],
-                other=0.0,
-            )  # [BLOCK_V, BLOCK_D]
-            acc += grad[:, None] * h.to(tl.float32)
+            if tl.max(active.to(tl.int32)) > 0:
+                h = tl.load(
+                    rows_ptr + row.to(tl.int64)[:, None] * D + d[None, :],
+                    mask=active[:, None] & mask_d[None, :],
+                    other=0.0,
+                )  # [BLOCK_V, BLOCK_D]
+                acc += grad[:, None] * h.to(tl.float32)
     if NEED_WEIGHT:
         tl.store(
             dweight_ptr + v.to(tl.int64)[:, None] * D + d[None, :],

@@ -196,6 +196,7 @@ def _combine_kernel(
     B, V, T, uniform_length, units, round_to,
     BLOCK_T: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, WITH_WINNERS: tl.constexpr, UNIFORM: tl.constexpr, NO_WINNER: tl.constexpr,
+    CHECKED: tl.constexpr,
 ):  # fmt: skip
     """Finish the sequences that units cut, and write the empty ones."""
     seq = tl.program_id(1)
@@ -208,7 +209,7 @@ def _combine_kernel(
     unit_rows = unit_tiles * BLOCK_T
     if start == end:
         empty = 0.0
-        if HAS_POSITIONS:
+        if CHECKED:
             empty = tl.where(tl.load(ok_ptr) != 0, 0.0, float("nan"))
         offs = seq.to(tl.int64) * V + offs_v
         tl.store(out_ptr + offs, (tl.zeros((BLOCK,), tl.float32) + empty).to(out_ptr.dtype.element_ty), mask=mask_v)
@@ -289,7 +290,7 @@ def max_forward(
         block = 1024
         _combine_kernel[(triton.cdiv(vocab, block), batch)](
             bias, aligned.offsets, aligned.positions, aligned.ok, scores, winners, part, part_winner,
-            *sizes, BLOCK=block, NO_WINNER=no_winner(dtype), **flags,
+            *sizes, BLOCK=block, NO_WINNER=no_winner(dtype), CHECKED=aligned.ok is not None, **flags,
         )  # fmt: skip
     return scores, winners
 

@@ -9,6 +9,7 @@ The walk over items, units and sequences, and what is stored, is that of ``max_f
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -255,11 +256,16 @@ def max_forward_hopper_kernel(
     )  # fmt: skip
 
 
+@functools.cache
+def _shared_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
+
+
 def hopper_descriptors(weight: Tensor, rows: Tensor, block_t: int, block_k: int) -> tuple[Any, Any]:
     """TMA descriptors of half vocabulary tiles and of token tiles."""
-    element = gl.bfloat16 if weight.dtype == torch.bfloat16 else gl.float16
-    w_block, h_block = [HALF_V.value, block_k], [block_t, block_k]
+    half = HALF_V.value
     return (
-        TensorDescriptor.from_tensor(weight, w_block, gl.NVMMASharedLayout.get_default_for(w_block, element)),
-        TensorDescriptor.from_tensor(rows, h_block, gl.NVMMASharedLayout.get_default_for(h_block, element)),
+        TensorDescriptor.from_tensor(weight, [half, block_k], _shared_layout(half, block_k, weight.dtype)),
+        TensorDescriptor.from_tensor(rows, [block_t, block_k], _shared_layout(block_t, block_k, rows.dtype)),
     )
