@@ -44,7 +44,8 @@ def demo(
     except MissingPackageError as error:
         raise _common.CommandError(f'{_common.first_line(error)} (everything: pip install "tilefold[demo]")') from error
     results["seconds"] = time.monotonic() - started
-    write_json(output / "demo.json", {"folder": folder.name, "results": results})
+    record = {"folder": folder.name, "query_terms": _demo_steps.QUERY_TERMS, "results": results}
+    write_json(output / "demo.json", record)
     if as_json:
         _common.print_json(results)
         return
@@ -92,7 +93,7 @@ def _evaluate(
         dense = _demo_steps.dense_baseline(plan, collection, queries, digest)
     with _step("searching: SPLADE"):
         with _common.fast_inference():
-            encoded = encode_queries(encoder, queries)
+            encoded = encode_queries(encoder, queries, top_k=_demo_steps.QUERY_TERMS)
         found = {name: hits_to_run(encoded, index.search(encoded, depth)) for name, index in indexes.items()}
     runs = (bm25, dense, found["exact"])
     with _step("choosing fusion weights on held-out training queries"):

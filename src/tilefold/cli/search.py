@@ -25,6 +25,7 @@ class _Places:
     data: str | None
     cache: Path | None
     vectors: Path | None
+    query_terms: int | None = None
 
 
 def search(
@@ -67,9 +68,10 @@ def _demo_places(folder: Path) -> _Places:
     try:
         found = json.loads(record.read_text(encoding="utf-8"))
         at = folder / found["folder"]
+        query_terms = int(found["query_terms"])
     except (ValueError, KeyError, TypeError) as error:
         raise _common.CommandError(f"{record} is damaged: run tilefold demo again.") from error
-    return _Places(str(at / "model"), at / "index", "pydocs", folder / "data", at / "vectors")
+    return _Places(str(at / "model"), at / "index", "pydocs", folder / "data", at / "vectors", query_terms)
 
 
 def _hits(query: str, places: _Places, k: int) -> list[dict[str, Any]]:
@@ -77,7 +79,7 @@ def _hits(query: str, places: _Places, k: int) -> list[dict[str, Any]]:
 
     loaded = load_index(places.index)
     encoder = _common.load_encoder(places.model)
-    encoded = encode_queries(encoder, {"query": query})
+    encoded = encode_queries(encoder, {"query": query}, top_k=places.query_terms)
     found = loaded.search(encoded, k)[0]
     documents = _common.load_data(places.data, places.cache).documents if places.data else {}
     stored = read_vectors(places.vectors) if places.vectors else None
