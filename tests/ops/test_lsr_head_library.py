@@ -1,0 +1,274 @@
+"""The LSR head as torch operators: opcheck, torch.compile, autocast, inference mode, second derivatives, memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+
+from tilefold.ops import lsr_head
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops.lsr_head.api import chosen_impl
+from tilefold.testing import (
+    LSRHeadInputs,
+    assert_within_budget,
+    lsr_head_inputs,
+    lsr_head_results,
+    lsr_head_truth,
+    with_one_answer,
+)
+
+pytestmark = pytest.mark.skipif(triton_interpreted(), reason="this part needs no interpreter")
+POOLINGS = ("max", "sum", "mean", "cls", "last")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+F32 = torch.float32
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def leaves(inputs: LSRHeadInputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    given = (inputs.hidden, inputs.weight, inputs.bias)
+    return tuple(None if t is None else t.detach().clone().requires_grad_() for t in given)  # type: ignore[return-value]
+
+
+def op_samples(device: str) -> list[tuple[str, str, tuple[Any, ...]]]:
+    """(name, case, arguments) for every operator that the LSR head registers."""
+    samples: list[tuple[str, str, tuple[Any, ...]]] = []
+    for layout, dtype in (("full", F32), ("right", torch.float16), ("packed", F32)):
+        inputs = lsr_head_inputs(5, 9, 16, 21, layout=layout, dtype=dtype, device=device)
+        impl = chosen_impl(inputs.hidden)
+        head = leaves(inputs)
+        place = (inputs.attention_mask, inputs.cu_seqlens)
+        case, bias_dtype = f"{layout}-{dtype}", dtype
+        samples.append(("lsr_head_max", case, (*head, *place, "relu", 1.0, dtype, dtype, True, impl)))
+        samples.append(("lsr_head_sum", case, (*head, *place, "softplus", 0.5, dtype, dtype, True, impl)))
+        with torch.no_grad():
+            plain = (inputs.hidden, inputs.weight, inputs.bias)
+            out = torch.ops.tilefold.lsr_head_max(*plain, *place, "log1p_relu", 1.0, dtype, dtype, True, impl)
+        back = (inputs.dscores, *out, inputs.hidden, inputs.weight, inputs.cu_seqlens, "log1p_relu", 1.0, dtype)
+        for needs in ((True, True, bias_dtype), (False, True, None), (True, False, None)):
+            samples.append(("lsr_head_max_backward", f"{case}-{needs}", (*back, *needs, impl)))
+        for needs in ((True, True, True), (False, False, True)):
+            arguments = (inputs.dscores, *plain, *place, "relu", 1.0, dtype, False, *needs, impl)
+            samples.append(("lsr_head_sum_backward", f"{case}-{needs}", arguments))
+    token, weight, bias = (
+        torch.randn(4, 16, device=device),
+        torch.randn(21, 16, device=device),
+        torch.randn(21, device=device),
+    )
+    token, weight, bias = (t.requires_grad_() for t in (token, weight, bias))
+    samples.append(("lsr_head_token", "fp32", (token, weight, bias, "log1p_relu", 1.0, F32, F32)))
+    samples.append(("lsr_head_token", "no bias", (token, weight, None, "none", 2.0, torch.float16, F32)))
+    dscores, scores = torch.randn(2, 4, 21, device=device)
+    arguments = (dscores, scores, token.detach(), weight.detach(), "softplus", 1.0, F32, True, True, F32)
+    samples.append(("lsr_head_token_backward", "fp32", arguments))
+    offsets = torch.tensor([0, 3, 3, 7], device=device)
+    samples += [("check_cu_seqlens", str(kind), (offsets.to(kind), 7)) for kind in (torch.int32, torch.int64)]
+    return samples
+
+
+def test_every_registered_operator_has_a_sample() -> None:
+    prefix = "tilefold::"
+    names = [str(name) for name in torch._C._dispatch_get_all_op_names()]
+    ours = {n.removeprefix(prefix).split(".")[0] for n in names if n.startswith(prefix)}
+    ours = {name for name in ours if name.startswith("lsr_head") or name == "check_cu_seqlens"}
+    assert ours == {name for name, _, _ in op_samples("cpu")}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_operators_pass_opcheck(device: str) -> None:
+    for name, case, arguments in op_samples(device):
+        operator = getattr(torch.ops.tilefold, name).default
+        try:
+            torch.library.opcheck(operator, arguments)
+        except Exception as error:
+            raise AssertionError(f"tilefold::{name} fails opcheck for {case}: {error}") from error
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_of_transposed_operands_have_the_strides_that_the_fake_kernels_promise(device: str) -> None:
+    for layout in ("right", "packed"):
+        inputs = lsr_head_inputs(5, 9, 16, 24, layout=layout, device=device)
+        hidden = inputs.hidden.transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
+        weight = inputs.weight.T.contiguous().T.requires_grad_()
+        place = (inputs.attention_mask, inputs.cu_seqlens)
+        impl = chosen_impl(hidden)
+        for name, rest in (("lsr_head_max", (F32, F32, True, impl)), ("lsr_head_sum", (F32, F32, False, impl))):
+            operator = getattr(torch.ops.tilefold, name).default
+            torch.library.opcheck(operator, (hidden, weight, None, *place, "relu", 1.0, *rest))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["full", "right", "packed"])
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_the_public_function_compiles_whole_with_gradients(device: str, pooling: str, layout: str) -> None:
+    inputs = lsr_head_inputs(5, 9, 16, 21, layout=layout, device=device)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(hidden: Tensor, weight: Tensor, bias: Tensor | None, **layout: Tensor | None) -> Tensor:
+        return lsr_head(2 * hidden, weight, bias, pooling=pooling, **layout) + 1
+
+    with torch.no_grad():
+        operands = (inputs.hidden, inputs.weight, inputs.bias)
+        expected = lsr_head(2 * inputs.hidden, *operands[1:], pooling=pooling, **inputs.layout) + 1
+        torch.testing.assert_close(compiled(*operands, **inputs.layout), expected)
+    mine, theirs = leaves(inputs), leaves(inputs)
+    compiled(*mine, **inputs.layout).backward(inputs.dscores)
+    (lsr_head(2 * theirs[0], *theirs[1:], pooling=pooling, **inputs.layout) + 1).backward(inputs.dscores)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+@pytest.mark.parametrize("device", DEVICES)
+def test_inductor_compiles_the_head_between_other_operations(device: str) -> None:
+    inputs = lsr_head_inputs(3, 9, 16, 21, layout="right", device=device)
+
+    @torch.compile(fullgraph=True)
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        scores = lsr_head(torch.nn.functional.gelu(hidden), weight, bias, **inputs.layout)
+        return (scores.mean(dim=0) ** 2).sum()
+
+    mine, theirs = leaves(inputs), leaves(inputs)
+    loss(*mine).backward()
+    scores = lsr_head(torch.nn.functional.gelu(theirs[0]), *theirs[1:], **inputs.layout)
+    (scores.mean(dim=0) ** 2).sum().backward()
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["right", "packed"])
+@pytest.mark.parametrize("pooling", ["max", "mean", "last"])
+def test_batches_of_other_sizes_reuse_one_dynamic_graph(pooling: str, layout: str) -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
+    def compiled(hidden: Tensor, weight: Tensor, bias: Tensor, scale: float, **layout: Tensor | None) -> Tensor:
+        return lsr_head(hidden, weight, bias, pooling=pooling, logit_scale=scale, **layout)
+
+    for batch, length in ((3, 8), (5, 13), (6, 21), (9, 40)):
+        inputs = lsr_head_inputs(batch, length, 16, 21, layout=layout)
+        hidden, weight, bias = leaves(inputs)
+        out = compiled(hidden, weight, bias, 0.5, **inputs.layout)
+        out.backward(inputs.dscores)
+        expected = lsr_head_results(inputs, pooling=pooling, logit_scale=0.5)
+        torch.testing.assert_close(out.detach(), expected["scores"])
+        torch.testing.assert_close(weight.grad, expected["dweight"])
+    assert counter.frame_count <= 2, f"{counter.frame_count} compilations for four shapes"
+
+
+def test_a_changing_scale_does_not_break_the_graph() -> None:
+    inputs = lsr_head_inputs(3, 8, 16, 21)
+    compiled = torch.compile(lsr_head, fullgraph=True, backend="aot_eager")
+    for scale in (1.0, 0.5, 0.25, 0.125):
+        expected = lsr_head(inputs.hidden, inputs.weight, logit_scale=scale)
+        torch.testing.assert_close(compiled(inputs.hidden, inputs.weight, logit_scale=scale), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_autocast_sets_the_dtype_of_scores_and_leaves_gradients_that_of_their_parameters(
+    pooling: str, device: str, dtype: torch.dtype
+) -> None:
+    inputs = with_one_answer(
+        lsr_head_inputs(5, 9, 16, 21, layout="right", device=device).cast(dtype).cast(F32), pooling
+    )
+    hidden = inputs.hidden.to(dtype).requires_grad_()  # what layers before the head hand out under autocast
+    _, weight, bias = leaves(inputs)
+    with torch.autocast(device, dtype=dtype):
+        scores = lsr_head(hidden, weight, bias, pooling=pooling, **inputs.layout)
+    scores.backward(inputs.dscores.to(dtype))
+    assert scores.dtype == dtype
+    truth = lsr_head_truth(inputs, pooling=pooling)
+    assert_within_budget(scores, truth["scores"])
+    for name, leaf, kind in (("dhidden", hidden, dtype), ("dweight", weight, F32), ("dbias", bias, F32)):
+        assert leaf.grad.dtype == kind
+        assert_within_budget(leaf.grad, truth[name], dtype, "gradient_bound", name=name)
+
+
+def test_autocast_leaves_fp64_alone() -> None:
+    inputs = lsr_head_inputs(2, 3, 8, 5, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert lsr_head(inputs.hidden, inputs.weight).dtype == torch.float64
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_inference_mode_gives_the_scores_of_training(pooling: str) -> None:
+    inputs = lsr_head_inputs(5, 9, 16, 21, layout="right")
+    hidden, weight, bias = leaves(inputs)
+    with torch.inference_mode():
+        scores = lsr_head(hidden, weight, bias, pooling=pooling, **inputs.layout)
+    assert scores.is_inference()
+    assert torch.equal(scores, lsr_head(hidden, weight, bias, pooling=pooling, **inputs.layout))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_a_second_derivative_is_an_error_and_not_a_wrong_number(pooling: str, device: str) -> None:
+    hidden, weight, bias = leaves(lsr_head_inputs(2, 5, 8, 7, device=device))
+    scores = lsr_head(hidden, weight, bias, pooling=pooling)
+    (first,) = torch.autograd.grad((scores**2).sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"has no derivative: lsr_head can be differentiated once.*impl='reference'"):
+        first.sum().backward()
+    scores = lsr_head(hidden, weight, bias, pooling=pooling, impl="reference")
+    (first,) = torch.autograd.grad((scores**2).sum(), hidden, create_graph=True)
+    first.sum().backward()
+    assert weight.grad is not None and weight.grad.isfinite().all()
+
+
+def test_backward_twice_through_a_retained_graph_adds_up() -> None:
+    inputs = lsr_head_inputs(3, 9, 16, 21)
+    hidden, weight, bias = leaves(inputs)
+    scores = lsr_head(hidden, weight, bias)
+    scores.backward(inputs.dscores, retain_graph=True)
+    once = weight.grad.clone()
+    scores.backward(inputs.dscores)
+    assert torch.equal(weight.grad, 2 * once)
+
+
+def test_meta_tensors_give_the_shape_without_computing() -> None:
+    hidden, weight = torch.empty(3, 500, 64, device="meta"), torch.empty(250_000, 64, device="meta")
+    for pooling in POOLINGS:
+        scores = lsr_head(hidden, weight, pooling=pooling)
+        assert scores.shape == (3, 250_000) and scores.device.type == "meta"
+
+
+@pytest.mark.parametrize("pooling", ["max", "sum"])
+def test_no_tensor_of_the_size_of_the_logits_is_ever_allocated(pooling: str) -> None:
+    batch, length, vocab = 8, 128, 20_000  # 82 MB of logits in fp32
+    inputs = lsr_head_inputs(batch, length, 32, vocab, layout="right")
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        lsr_head_results(inputs, pooling=pooling)
+    allocated = [event.nbytes for event in memory_events(profile)]
+    assert allocated, "the profiler saw no allocation"
+    logits = 4 * batch * length * vocab
+    held, peak = 0, 0
+    for nbytes in allocated:
+        held += nbytes
+        peak = max(peak, held)
+    assert max(allocated) <= logits / 8
+    assert peak <= logits / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryEvent:
+    """One allocation (positive) or release (negative)."""
+
+    nbytes: int
+
+
+def memory_events(profile: torch.profiler.profile) -> list[MemoryEvent]:
+    found = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return [MemoryEvent(e.nbytes()) for e in sorted(found, key=lambda e: e.start_ns())]
