@@ -102,7 +102,7 @@ class MaxBackwardConfig:
     dhidden_stages: int = 3
     dweight_block_v: int = 16
     dweight_block_d: int = 256
-    dweight_warps: int = 8
+    dweight_warps: int = 4
     dweight_stages: int = 2
     precision: str = "ieee"
 

@@ -22,8 +22,11 @@ def define_op(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
+            device_type = args[0].device.type
+            if not torch.is_autocast_enabled(device_type):
+                return function(*args)
             # Products must not fall under autocast a second time: the operator has settled its dtypes.
-            with torch.autocast(args[0].device.type, enabled=False):
+            with torch.autocast(device_type, enabled=False):
                 return function(*args)
 
         torch.library.impl(f"tilefold::{name}", "default", run)

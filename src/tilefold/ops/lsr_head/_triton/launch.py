@@ -21,6 +21,11 @@ class TileConfig(Protocol):
     def block_k(self) -> int: ...
 
 
+def cdiv(a: int, b: int) -> int:
+    """``ceil(a / b)``; Triton's own costs microseconds a call on the host."""
+    return -(-a // b)
+
+
 @functools.cache
 def sm_count(device: torch.device) -> int:
     """Multiprocessors of ``device``; 3 programs where kernels are interpreted."""

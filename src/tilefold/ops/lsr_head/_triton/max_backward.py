@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tilefold.ops.lsr_head._layout import no_winner
 from tilefold.ops.lsr_head._triton.activation import slope_from_score
+from tilefold.ops.lsr_head._triton.launch import cdiv
 from tilefold.ops.lsr_head.configs import max_backward_config
 
 LAST = tl.constexpr(2147483647)
@@ -129,8 +130,8 @@ def _dhidden_kernel(
     D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``dhidden[tile] = onehot(row) * g @ weight[v]``, over the tile's entries in their order."""
-    tile = tl.program_id(1)
-    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    tile = tl.program_id(0)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_d = d < D
     first = tl.load(place_ptr + tile.to(tl.int64) * SPLITS - 1, mask=tile > 0, other=0)
     last = tl.load(place_ptr + (tile + 1).to(tl.int64) * SPLITS - 1)
@@ -165,8 +166,8 @@ def _dweight_kernel(
     NEED_BIAS: tl.constexpr,
 ):  # fmt: skip
     """``dweight[v] = sum_b g[b, v] * hidden[winner[b, v]]`` and ``dbias[v] = sum_b g[b, v]``."""
-    v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_d = d < D
     acc = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
     dbias = tl.zeros((BLOCK_V,), tl.float32)
@@ -200,7 +201,7 @@ def _dweight_kernel(
             (acc * logit_scale).to(dweight_ptr.dtype.element_ty),
             mask=(v < V)[:, None] & mask_d[None, :],
         )
-    if NEED_BIAS and tl.program_id(0) == 0:
+    if NEED_BIAS and tl.program_id(1) == 0:
         tl.store(dbias_ptr + v, dbias, mask=v < V)
 
 
@@ -237,8 +238,8 @@ def max_backward(
     }
     strides = dscores.stride()
     if dhidden is not None:
-        splits = triton.cdiv(vocab, config.split_v)
-        tiles = triton.cdiv(rows.size(0), config.block_r)
+        splits = cdiv(vocab, config.split_v)
+        tiles = cdiv(rows.size(0), config.block_r)
         counts = torch.empty(tiles, splits, dtype=torch.int32, device=device)
         scan = {"BLOCK_R": config.block_r, "BLOCK": config.scan_block, "num_warps": config.scan_warps, **flags}
         _count_kernel[(tiles, splits)](scores, winners, cu_seqlens, counts, *sizes, splits, config.split_v, **scan)
@@ -249,14 +250,14 @@ def max_backward(
             dscores, scores, winners, cu_seqlens, places, counts, codes, grads, *sizes, splits, config.split_v,
             *strides, ACTIVATION=activation, **scan,
         )  # fmt: skip
-        _dhidden_kernel[(triton.cdiv(dim, config.dhidden_block_d), tiles)](
+        _dhidden_kernel[(tiles, cdiv(dim, config.dhidden_block_d))](
             weight.to(compute_dtype).contiguous(), places, codes, grads, dhidden, rows.size(0), splits, logit_scale,
             D=dim, BLOCK_R=config.block_r, BLOCK_D=config.dhidden_block_d, BLOCK_E=config.block_e,
             PRECISION=config.precision, num_warps=config.dhidden_warps, num_stages=config.dhidden_stages,
         )  # fmt: skip
     if dweight is not None or dbias is not None:
-        blocks_d = triton.cdiv(dim, config.dweight_block_d) if need_weight else 1
-        _dweight_kernel[(blocks_d, triton.cdiv(vocab, config.dweight_block_v))](
+        blocks_d = cdiv(dim, config.dweight_block_d) if need_weight else 1
+        _dweight_kernel[(cdiv(vocab, config.dweight_block_v), blocks_d)](
             dscores, scores, winners, rows.to(compute_dtype).contiguous(), cu_seqlens, dweight, dbias,
             *sizes, logit_scale, *strides,
             D=dim, BLOCK_V=config.dweight_block_v, BLOCK_D=config.dweight_block_d,

@@ -10,6 +10,8 @@ All steps of all items form one flat loop, so that loads of the next tile are in
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from tilefold.ops.lsr_head._layout import batch_size, no_winner, winner_dtype
 from tilefold.ops.lsr_head._triton.activation import nan_max
-from tilefold.ops.lsr_head._triton.launch import can_use_tma, sm_count, tma_descriptors
+from tilefold.ops.lsr_head._triton.launch import can_use_tma, cdiv, sm_count, tma_descriptors
 from tilefold.ops.lsr_head._triton.pack import AlignedRows, align_rows
 from tilefold.ops.lsr_head._triton.sequences import (
     LAST,
@@ -28,6 +30,9 @@ from tilefold.ops.lsr_head._triton.sequences import (
     unit_tiles_of,
 )
 from tilefold.ops.lsr_head.configs import MaxForwardConfig, max_forward_config, without_tma
+
+MAX_UNITS = 32
+LONG_SEQUENCE_TILES = 16  # longer sequences are rather cut than kept in one unit
 
 
 @triton.jit
@@ -199,8 +204,8 @@ def _combine_kernel(
     CHECKED: tl.constexpr,
 ):  # fmt: skip
     """Finish the sequences that units cut, and write the empty ones."""
-    seq = tl.program_id(1)
-    offs_v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    seq = tl.program_id(0)
+    offs_v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask_v = offs_v < V
     start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)
     end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
@@ -259,7 +264,7 @@ def max_forward(
         config = without_tma(config)
     programs = sm_count(hidden.device)
     total = aligned.rows.size(0)
-    units, round_to = plan_units(total, vocab, aligned, config, programs)
+    units, round_to = plan_units(total, vocab, aligned.uniform_length, config.block_v, config.block_t, programs)
     part = torch.empty(2 * units, vocab, dtype=torch.float32, device=hidden.device)
     part_winner = torch.empty_like(part if with_winners else part[:0], dtype=torch.int32)
     sizes = (batch, vocab, total, aligned.uniform_length, units, round_to)
@@ -288,31 +293,32 @@ def max_forward(
         )  # fmt: skip
     if aligned.offsets is not None or units_cut_sequences(aligned, round_to, config):
         block = 1024
-        _combine_kernel[(triton.cdiv(vocab, block), batch)](
+        _combine_kernel[(batch, cdiv(vocab, block))](
             bias, aligned.offsets, aligned.positions, aligned.ok, scores, winners, part, part_winner,
             *sizes, BLOCK=block, NO_WINNER=no_winner(dtype), CHECKED=aligned.ok is not None, **flags,
         )  # fmt: skip
     return scores, winners
 
 
-def plan_units(rows: int, vocab: int, aligned: AlignedRows, config: MaxForwardConfig, programs: int) -> tuple[int, int]:
+@functools.lru_cache(maxsize=4096)
+def plan_units(
+    rows: int, vocab: int, uniform_length: int, block_v: int, block_t: int, programs: int
+) -> tuple[int, int]:
     """Into how many units the token tiles are split, and the number of tiles that a unit's size is a multiple of.
 
-    The split that leaves the fewest tiles to the busiest program, at a price of 0.1 tile an item.
+    The split that leaves the fewest tiles to the busiest program, at a price of 0.1 tile an item. Units end with
+    sequences where all have one length (``uniform_length``, else 0) that is a multiple of ``block_t``.
     """
-    n_tiles = max(1, triton.cdiv(rows, config.block_t))
-    n_vocab = triton.cdiv(vocab, config.block_v)
-    round_to = 1
-    if aligned.offsets is None and aligned.uniform_length % config.block_t == 0:
-        round_to = max(1, aligned.uniform_length // config.block_t)
-        if round_to > 16:  # long documents: rather cut them
-            round_to = 1
+    n_tiles = max(1, cdiv(rows, block_t))
+    n_vocab = cdiv(vocab, block_v)
+    tiles_per_sequence = uniform_length // block_t if uniform_length % block_t == 0 else 0
+    round_to = tiles_per_sequence if 1 <= tiles_per_sequence <= LONG_SEQUENCE_TILES else 1
 
     def busiest(units: int) -> float:
-        tiles = triton.cdiv(triton.cdiv(n_tiles, units), round_to) * round_to
-        return triton.cdiv(n_vocab * triton.cdiv(n_tiles, tiles), programs) * (tiles + 0.1)
+        tiles = cdiv(cdiv(n_tiles, units), round_to) * round_to
+        return cdiv(n_vocab * cdiv(n_tiles, tiles), programs) * (tiles + 0.1)
 
-    return min(range(1, min(n_tiles, 32) + 1), key=busiest), round_to
+    return min(range(1, min(n_tiles, MAX_UNITS) + 1), key=busiest), round_to
 
 
 def units_cut_sequences(aligned: AlignedRows, round_to: int, config: MaxForwardConfig) -> bool:

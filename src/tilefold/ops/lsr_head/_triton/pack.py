@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilefold.ops.lsr_head._triton.launch import cdiv
+
 BLOCK_ROWS = 32  # rows that one program copies
 BLOCK_D = 128
 SCAN = 1024  # mask entries or sequences that are scanned at a time
@@ -43,8 +45,8 @@ def _copy_padded_kernel(
     hidden_ptr, mask_ptr, count_ptr, last_ptr, offset_ptr, rows_ptr, position_ptr, B, S,
     D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SCAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(1).to(tl.int64)
-    s0 = tl.program_id(0) * BLOCK_ROWS
+    b = tl.program_id(0).to(tl.int64)
+    s0 = tl.program_id(1) * BLOCK_ROWS
     offset = 0
     for start in range(0, b, SCAN):
         other = start + tl.arange(0, SCAN)
@@ -156,13 +158,13 @@ def align_rows(hidden: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor
         attention_mask = torch.ones(batch, length, dtype=torch.uint8, device=device)
     mask = attention_mask.view(torch.uint8) if attention_mask.dtype == torch.bool else attention_mask
     mask = mask.contiguous()
-    bound = batch * triton.cdiv(length, group) * group
+    bound = batch * cdiv(length, group) * group
     rows = torch.empty(bound, dim, dtype=hidden.dtype, device=device)
     offsets, count, last, positions = torch.empty(3 * batch + 1 + bound, dtype=torch.int32, device=device).split(
         [batch + 1, batch, batch, bound]
     )
     _count_kernel[(batch,)](mask, count, last, length, SCAN=SCAN)
-    _copy_padded_kernel[(triton.cdiv(length, BLOCK_ROWS), batch)](
+    _copy_padded_kernel[(batch, cdiv(length, BLOCK_ROWS))](
         hidden, mask, count, last, offsets, rows, positions, batch, length,
         D=dim, BLOCK_ROWS=BLOCK_ROWS, BLOCK_D=BLOCK_D, SCAN=SCAN, GROUP=group,
     )  # fmt: skip
@@ -177,7 +179,7 @@ def _align_packed(hidden: Tensor, cu_seqlens: Tensor, group: int) -> AlignedRows
     offsets, ok, positions = torch.empty(batch + 2 + bound, dtype=torch.int32, device=hidden.device).split(
         [batch + 1, 1, bound]
     )
-    _copy_packed_kernel[(max(1, triton.cdiv(total, BLOCK_ROWS)),)](
+    _copy_packed_kernel[(max(1, cdiv(total, BLOCK_ROWS)),)](
         hidden, cu_seqlens, offsets, ok, rows, positions, batch, total,
         D=dim, BLOCK_ROWS=BLOCK_ROWS, BLOCK_D=BLOCK_D, GROUP=group, SCAN_B=64,
     )  # fmt: skip

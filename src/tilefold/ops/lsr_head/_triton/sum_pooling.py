@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tilefold.ops.lsr_head._layout import batch_size
 from tilefold.ops.lsr_head._triton.activation import activate, slope_from_logit
+from tilefold.ops.lsr_head._triton.launch import cdiv
 from tilefold.ops.lsr_head.configs import SumConfig, sum_config
 
 
@@ -173,7 +174,7 @@ def sum_forward(
     mask = _as_bytes(attention_mask)
     rows = hidden.to(compute_dtype).contiguous().view(-1, hidden.size(-1))
     length = hidden.size(1) if cu_seqlens is None else 0
-    _sum_forward_kernel[(batch, triton.cdiv(vocab, config.block_v))](
+    _sum_forward_kernel[(batch, cdiv(vocab, config.block_v))](
         weight.to(compute_dtype).contiguous(), rows, bias, mask, cu_seqlens, scores, vocab, rows.size(0), length,
         logit_scale, **_launch_options(hidden, bias, mask, activation, mean, config),
     )  # fmt: skip
@@ -205,14 +206,14 @@ def sum_backward(
     dweight = torch.empty(weight.shape, dtype=weight.dtype, device=hidden.device) if need_weight else None
     dbias = torch.zeros(vocab, dtype=torch.float32, device=hidden.device) if need_bias else None
     slab = max(config.block_v, config.slab_elements // max(rows.size(0), 1) // config.block_v * config.block_v)
-    slab = min(slab, triton.cdiv(vocab, 8) * 8)
+    slab = min(slab, cdiv(vocab, 8) * 8)
     dlogits = torch.zeros(rows.size(0), slab, dtype=compute_dtype, device=hidden.device)
     length = hidden.size(1) if cu_seqlens is None else 0
     options = _launch_options(hidden, bias, mask, activation, mean, config)
     for v0 in range(0, vocab, slab):
         v1 = min(v0 + slab, vocab)
         if batch:
-            _dlogits_kernel[(batch, triton.cdiv(v1 - v0, config.block_v))](
+            _dlogits_kernel[(batch, cdiv(v1 - v0, config.block_v))](
                 dscores, compute_weight, rows, bias, mask, cu_seqlens, dlogits, v0, v1, vocab, rows.size(0), length,
                 logit_scale, *dscores.stride(), slab, **options,
             )  # fmt: skip
