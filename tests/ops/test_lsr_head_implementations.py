@@ -98,6 +98,17 @@ def test_odd_shapes(target: Target, shape: tuple[int, int, int, int], pooling: s
 
 
 @pytest.mark.skipif(INTERPRETED, reason="too large to interpret")
+@pytest.mark.parametrize(
+    ("dtype", "activation"), [(torch.float16, "log1p_relu"), *((torch.bfloat16, name) for name in ACTIVATIONS)], ids=str
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_half_precision_across_tile_borders(target: Target, layout: str, activation: str, dtype: torch.dtype) -> None:
+    for shape in ((5, 300, 64, 300), (3, 256, 64, 128), (9, 33, 64, 129), (2, 700, 64, 257)):
+        inputs = lsr_head_inputs(*shape, layout=layout, dtype=dtype, device=target.device)
+        assert_lsr_head_matches(inputs, activation=activation, impl=target.impl, kind="gradient_bound")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="too large to interpret")
 @pytest.mark.parametrize(("batch", "length", "vocab"), [(1, 3000, 300), (3, 1100, 130), (300, 5, 40), (2, 20, 9000)])
 def test_long_documents_large_batches_and_large_vocabularies(
     target: Target, batch: int, length: int, vocab: int

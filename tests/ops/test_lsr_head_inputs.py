@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.ops.conftest import Target
 from tilefold.ops import lsr_head
 from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops.lsr_head import api
 from tilefold.testing import (
     LAYOUTS,
     LSRHeadInputs,
@@ -305,11 +306,28 @@ def test_a_forward_pass_without_gradients_keeps_no_winners(target: Target) -> No
         assert_within_budget(scores, lsr_head_truth(inputs, needs=())["scores"])
 
 
+BROKEN_OFFSETS = [[1, 5, 11], [-1, 5, 11], [0, 7, 5, 11], [0, 5, 9], [0, 5, 12], [0, 30, 11], [0]]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("pooling", ["max", "sum", "cls"])
-@pytest.mark.parametrize("offsets", [[1, 5, 11], [0, 7, 5, 11], [0, 5, 9], [0, 5, 12]], ids=str)
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("offsets", BROKEN_OFFSETS, ids=str)
 def test_broken_offsets_on_a_gpu_give_nan_and_no_plausible_number(offsets: list[int], pooling: str) -> None:
     hidden, weight = torch.randn(11, 24, device="cuda"), torch.randn(21, 24, device="cuda")
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device="cuda")
     scores = lsr_head(hidden, weight, cu_seqlens=cu_seqlens, pooling=pooling, impl="triton")
     assert scores.isnan().all()
+
+
+@pytest.mark.parametrize("pooling", ["cls", "last"])
+@pytest.mark.parametrize(
+    ("rows", "offsets"), [(11, offsets) for offsets in BROKEN_OFFSETS] + [(0, [0, 3]), (0, [1, 0])], ids=str
+)
+def test_broken_offsets_that_nobody_looked_at_gather_no_row_outside(
+    monkeypatch: pytest.MonkeyPatch, rows: int, offsets: list[int], pooling: str
+) -> None:
+    # what happens on a GPU, where looking at the values would cost a synchronisation
+    monkeypatch.setattr(api._library, "checked_cu_seqlens", lambda offsets, rows: offsets)
+    cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
+    scores = lsr_head(torch.randn(rows, 8), torch.randn(5, 8), cu_seqlens=cu_seqlens, pooling=pooling)
+    assert scores.shape == (len(offsets) - 1, 5) and scores.isnan().all()

@@ -308,10 +308,15 @@ def _pooled_token(
     hidden: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, *, last: bool
 ) -> tuple[Tensor, Tensor]:
     """The first or last valid token of each sequence ``[B, D]``, zeros where there is none, and ``[B]`` valid."""
+    broken = None
     if cu_seqlens is not None:
-        cu_seqlens = _library.checked_cu_seqlens(cu_seqlens, hidden.size(0))
-        valid = cu_seqlens[1:] > cu_seqlens[:-1]
-        row = cu_seqlens[1:] - 1 if last else cu_seqlens[:-1]
+        cu_seqlens, rows = _library.checked_cu_seqlens(cu_seqlens, hidden.size(0)), hidden.size(0)
+        lengths = cu_seqlens.diff()
+        broken = (
+            (cu_seqlens[0] != 0) | (cu_seqlens[-1] != rows) | (lengths < 0).any()
+        )  # not looked at: a GPU may be far
+        valid = (lengths > 0) | broken
+        row = (cu_seqlens[1:] - 1 if last else cu_seqlens[:-1]).clamp(0, max(rows - 1, 0))
         flat = hidden
     else:
         batch, length, dim = hidden.shape
@@ -326,6 +331,11 @@ def _pooled_token(
         row = place.long() + torch.arange(batch, device=hidden.device) * length
     if flat.size(0) == 0:
         nothing = hidden.sum(dim=tuple(range(hidden.dim() - 1)))  # zeros [D] that keep the graph
-        return nothing.expand(valid.numel(), -1), valid & False
-    token = flat[torch.where(valid, row, 0)]
-    return token.masked_fill(~valid[:, None], 0), valid
+        token = nothing.expand(valid.numel(), -1)
+        valid = torch.zeros_like(valid) if broken is None else valid & broken
+    else:
+        token = flat[torch.where(valid, row, 0)]
+    token = token.masked_fill(~valid[:, None], 0)
+    if broken is not None:
+        token = token.masked_fill(broken, math.nan)
+    return token, valid
