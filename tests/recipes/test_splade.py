@@ -84,7 +84,11 @@ def test_a_killed_run_goes_on_and_ends_with_the_weights_of_an_uninterrupted_one(
 def test_a_finished_run_is_reused_and_other_settings_are_refused(recipe, collection, tmp_path: Path) -> None:
     recipe = replace(recipe, max_steps=1)
     train(recipe, collection, tmp_path / "m")
+    left = tmp_path / "m.training"  # as if it had died before it cleared away its checkpoints
+    left.mkdir()
+    (left / "tilefold_training.json").write_text((tmp_path / "m/tilefold_training.json").read_text())
     assert train(recipe, collection, tmp_path / "m").reused
+    assert not left.exists()
     with pytest.raises(FileExistsError, match="differs in seed"):
         train(replace(recipe, seed=1), collection, tmp_path / "m")
     assert not train(replace(recipe, seed=1), collection, tmp_path / "m", overwrite=True).reused

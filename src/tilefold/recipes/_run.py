@@ -40,16 +40,17 @@ class TrainingRun:
         if not self.output_dir.exists() or (self.output_dir.is_dir() and not any(self.output_dir.iterdir())):
             return None
         record = read_json(self.output_dir / RECORD)
-        if overwrite and self.output_dir.is_dir() and record is not None:
-            if resume and record.get("settings") == self.settings:
-                return self._result(record)
-            return None
         if record is None:
             raise FileExistsError(
                 f"output_dir {self.output_dir} exists and holds no model that tilefold trained; choose another one."
             )
         if resume and record.get("settings") == self.settings:
+            left = read_json(self.work_dir / RECORD)
+            if left is not None and left.get("settings") == self.settings:  # killed after the model was in place
+                shutil.rmtree(self.work_dir)
             return self._result(record)
+        if overwrite:
+            return None
         raise FileExistsError(
             f"output_dir {self.output_dir} holds a model of other settings ({self._difference(record)}); "
             "choose another one, or allow it to be overwritten."
