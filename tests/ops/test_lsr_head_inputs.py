@@ -13,7 +13,8 @@ from torch import Tensor
 from tests.ops.conftest import Target
 from tilefold.ops import lsr_head
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.lsr_head import api
+from tilefold.ops.lsr_head._library import cu_seqlens as cu_seqlens_rules
+from tilefold.ops.lsr_head._library import max_pooling, sum_pooling
 from tilefold.testing import (
     LAYOUTS,
     LSRHeadInputs,
@@ -319,15 +320,26 @@ def test_broken_offsets_on_a_gpu_give_nan_and_no_plausible_number(offsets: list[
     assert scores.isnan().all()
 
 
-@pytest.mark.parametrize("pooling", ["cls", "last"])
+@pytest.mark.gpu
+@pytest.mark.parametrize("pooling", ["max", "mean"])
+def test_broken_offsets_are_an_error_where_the_host_reads_them_anyway(pooling: str) -> None:
+    hidden, weight = torch.randn(11, 24, device="cuda"), torch.randn(21, 24, device="cuda")
+    cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32, device="cuda")
+    with pytest.raises(ValueError, match=r"cu_seqlens must start with 0"):
+        lsr_head(hidden, weight, cu_seqlens=cu_seqlens, pooling=pooling, impl="tiled")
+
+
+@pytest.mark.parametrize("pooling", ["max", "sum", "mean"] if triton_interpreted() else ["cls", "last"])
 @pytest.mark.parametrize(
     ("rows", "offsets"), [(11, offsets) for offsets in BROKEN_OFFSETS] + [(0, [0, 3]), (0, [1, 0])], ids=str
 )
-def test_broken_offsets_that_nobody_looked_at_gather_no_row_outside(
+def test_broken_offsets_that_nobody_looked_at_read_no_row_outside_and_give_nan(
     monkeypatch: pytest.MonkeyPatch, rows: int, offsets: list[int], pooling: str
 ) -> None:
     # what happens on a GPU, where looking at the values would cost a synchronisation
-    monkeypatch.setattr(api._library, "checked_cu_seqlens", lambda offsets, rows: offsets)
+    for module in (cu_seqlens_rules, max_pooling, sum_pooling):
+        monkeypatch.setattr(module, "looks_are_free", lambda tensor, impl: False)
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
-    scores = lsr_head(torch.randn(rows, 8), torch.randn(5, 8), cu_seqlens=cu_seqlens, pooling=pooling)
+    impl = "triton" if triton_interpreted() else "tiled"
+    scores = lsr_head(torch.randn(rows, 8), torch.randn(5, 8), cu_seqlens=cu_seqlens, pooling=pooling, impl=impl)
     assert scores.shape == (len(offsets) - 1, 5) and scores.isnan().all()

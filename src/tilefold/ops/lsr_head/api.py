@@ -311,11 +311,8 @@ def _pooled_token(
     broken = None
     if cu_seqlens is not None:
         cu_seqlens, rows = _library.checked_cu_seqlens(cu_seqlens, hidden.size(0)), hidden.size(0)
-        lengths = cu_seqlens.diff()
-        broken = (
-            (cu_seqlens[0] != 0) | (cu_seqlens[-1] != rows) | (lengths < 0).any()
-        )  # not looked at: a GPU may be far
-        valid = (lengths > 0) | broken
+        broken = _library.broken_cu_seqlens(cu_seqlens, rows)
+        valid = (cu_seqlens.diff() > 0) | broken
         row = (cu_seqlens[1:] - 1 if last else cu_seqlens[:-1]).clamp(0, max(rows - 1, 0))
         flat = hidden
     else:

@@ -19,7 +19,7 @@ from tilefold.ops.lsr_head._library.common import (
     implementation,
     present,
 )
-from tilefold.ops.lsr_head._library.cu_seqlens import check_cu_seqlens
+from tilefold.ops.lsr_head._library.cu_seqlens import check_cu_seqlens, looks_are_free
 
 
 @define_op(
@@ -40,7 +40,7 @@ def _max_forward(
     with_winners: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    if cu_seqlens is not None and hidden.device.type != "cuda":
+    if cu_seqlens is not None and looks_are_free(hidden, impl):
         check_cu_seqlens(cu_seqlens, hidden.size(0))
     return implementation(impl).max_forward(  # type: ignore[no-any-return]
         hidden,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from tilefold.ops.lsr_head._library.common import (
     implementation,
     present,
 )
-from tilefold.ops.lsr_head._library.cu_seqlens import check_cu_seqlens
+from tilefold.ops.lsr_head._library.cu_seqlens import broken_cu_seqlens, check_cu_seqlens, looks_are_free
 
 
 @define_op(
@@ -39,9 +40,9 @@ def _sum_forward(
     mean: bool,
     impl: str,
 ) -> Tensor:
-    if cu_seqlens is not None and hidden.device.type != "cuda":
+    if cu_seqlens is not None and looks_are_free(hidden, impl):
         check_cu_seqlens(cu_seqlens, hidden.size(0))
-    return implementation(impl).sum_forward(  # type: ignore[no-any-return]
+    scores: Tensor = implementation(impl).sum_forward(
         hidden,
         weight,
         bias,
@@ -53,6 +54,9 @@ def _sum_forward(
         compute_dtype,
         mean,
     )
+    if cu_seqlens is not None and not looks_are_free(hidden, impl):
+        scores.masked_fill_(broken_cu_seqlens(cu_seqlens, hidden.size(0)), math.nan)
+    return scores
 
 
 @torch.library.register_fake("tilefold::lsr_head_sum")
