@@ -99,7 +99,7 @@ class MaxBackwardConfig:
     block_e: int = 128
     dhidden_block_d: int = 128
     dhidden_warps: int = 4
-    dhidden_stages: int = 3
+    dhidden_stages: int = 2
     dweight_block_v: int = 16
     dweight_block_d: int = 256
     dweight_warps: int = 4

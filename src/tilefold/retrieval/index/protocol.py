@@ -65,6 +65,7 @@ def hits_to_run(queries: SparseVectors, hits: Sequence[Sequence[Hit]]) -> Run:
 
 
 def check_buildable(vectors: SparseVectors) -> None:
+    """Raise ``ValueError`` unless some vector holds a positive weight."""
     if not len(vectors) or not bool((vectors.data > 0).any()):
         raise ValueError(
             f"vectors: expected at least one vector with a positive weight, got {len(vectors)} vector(s) "
@@ -73,6 +74,7 @@ def check_buildable(vectors: SparseVectors) -> None:
 
 
 def check_search(index: SparseIndex, queries: SparseVectors, k: int) -> None:
+    """Raise ``ValueError`` or ``VocabularyMismatchError`` unless ``queries`` and ``k`` suit the index."""
     check_k(k)
     check_same_vocabulary(index, queries, "the index", "queries")
 
@@ -123,6 +125,7 @@ def read_manifest(path: str | Path, backend: str | None = None) -> dict[str, Any
 
 
 def read_ids(path: Path, n_documents: int) -> list[str]:
+    """Document ids as an index saved them, one a line of JSON."""
     ids = read_json_object(path, _REMEDY).get("ids")
     if not isinstance(ids, list) or len(ids) != n_documents:
         raise DataError(f"{path}: expected the ids of {n_documents} documents, got others. {_REMEDY}")

@@ -45,14 +45,14 @@ def slope_from_score(y, ACTIVATION: tl.constexpr):
     if ACTIVATION == "softplus":
         return -expm1(-y)
     elif ACTIVATION == "none":
-        return y - y + 1.0
+        return tl.where(y == y, 1.0, y)
     else:
         if ACTIVATION == "log1p_relu":
             slope = tl.exp(-y)
         elif ACTIVATION == "log1p_log1p_relu":
             slope = tl.exp(-y - expm1(y))
         else:
-            slope = y - y + 1.0
+            slope = tl.where(y == y, 1.0, y)
         return tl.where(y <= 0.0, 0.0, slope)
 
 
@@ -62,9 +62,9 @@ def slope_from_logit(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "softplus":
         return 1.0 / (1.0 + tl.exp(-x))
     elif ACTIVATION == "none":
-        return x - x + 1.0
+        return tl.where(x == x, 1.0, x)
     elif ACTIVATION == "relu":
-        return tl.where(x <= 0.0, 0.0, x - x + 1.0)
+        return tl.where(x <= 0.0, 0.0, tl.where(x == x, 1.0, x))
     elif ACTIVATION == "log1p_relu":
         return tl.where(x <= 0.0, 0.0, 1.0 / (1.0 + x))
     else:

@@ -225,7 +225,7 @@ def max_backward(
         raise ValueError(f"weight must have at most {MAX_VOCAB} rows for the Triton backward, got {vocab}.")
     config = max_backward_config(compute_dtype, device)
     rows = hidden.reshape(-1, dim)
-    dhidden = torch.empty(rows.shape, dtype=hidden.dtype, device=device) if need_hidden else None
+    dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=device) if need_hidden else None
     dweight = torch.empty(weight.shape, dtype=weight.dtype, device=device) if need_weight else None
     dbias = torch.empty(vocab, dtype=torch.float32, device=device) if need_bias else None
     if batch == 0 or rows.size(0) == 0:
@@ -264,4 +264,4 @@ def max_backward(
             ACTIVATION=activation, NEED_WEIGHT=need_weight, NEED_BIAS=need_bias,
             num_warps=config.dweight_warps, num_stages=config.dweight_stages, **flags,
         )  # fmt: skip
-    return dhidden.view(hidden.shape) if dhidden is not None else None, dweight, dbias
+    return dhidden, dweight, dbias
