@@ -125,7 +125,7 @@ def read_manifest(path: str | Path, backend: str | None = None) -> dict[str, Any
 
 
 def read_ids(path: Path, n_documents: int) -> list[str]:
-    """Document ids as an index saved them, one a line of JSON."""
+    """The ids of the ``n_documents`` documents of a saved index; ``DataError`` for a file that says otherwise."""
     ids = read_json_object(path, _REMEDY).get("ids")
     if not isinstance(ids, list) or len(ids) != n_documents:
         raise DataError(f"{path}: expected the ids of {n_documents} documents, got others. {_REMEDY}")
