@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilefold.ops.lsr_head._layout import no_winner
 from tilefold.ops.lsr_head._triton.activation import slope_from_score
-from tilefold.ops.lsr_head._triton.launch import cdiv
+from tilefold.ops.lsr_head._triton.launch import as_int32, cdiv
 from tilefold.ops.lsr_head.configs import max_backward_config
 
 LAST = tl.constexpr(2147483647)
@@ -224,6 +224,7 @@ def max_backward(
     if vocab > MAX_VOCAB:
         raise ValueError(f"weight must have at most {MAX_VOCAB} rows for the Triton backward, got {vocab}.")
     config = max_backward_config(compute_dtype, device)
+    cu_seqlens = None if cu_seqlens is None else as_int32(cu_seqlens)
     rows = hidden.reshape(-1, dim)
     dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=device) if need_hidden else None
     dweight = torch.empty(weight.shape, dtype=weight.dtype, device=device) if need_weight else None

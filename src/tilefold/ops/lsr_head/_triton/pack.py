@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilefold.ops.lsr_head._triton.launch import cdiv
+from tilefold.ops.lsr_head._triton.launch import as_int32, cdiv
 
 BLOCK_ROWS = 32  # rows that one program copies
 BLOCK_D = 128
@@ -150,7 +150,7 @@ def align_rows(hidden: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor
     hidden = hidden.contiguous()
     device, dim = hidden.device, hidden.size(-1)
     if cu_seqlens is not None:
-        return _align_packed(hidden, cu_seqlens.contiguous(), group)
+        return _align_packed(hidden, as_int32(cu_seqlens), group)
     batch, length = hidden.size(0), hidden.size(1)
     if attention_mask is None:
         if length % group == 0:

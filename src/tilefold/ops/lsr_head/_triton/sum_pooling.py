@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilefold.ops.lsr_head._layout import batch_size
 from tilefold.ops.lsr_head._triton.activation import activate, slope_from_logit
-from tilefold.ops.lsr_head._triton.launch import cdiv
+from tilefold.ops.lsr_head._triton.launch import as_int32, cdiv
 from tilefold.ops.lsr_head.configs import SumConfig, sum_config
 
 
@@ -171,6 +171,7 @@ def sum_forward(
     if batch == 0:
         return scores
     config = sum_config(compute_dtype, hidden.device)
+    cu_seqlens = None if cu_seqlens is None else as_int32(cu_seqlens)
     mask = _as_bytes(attention_mask)
     rows = hidden.to(compute_dtype).contiguous().view(-1, hidden.size(-1))
     length = hidden.size(1) if cu_seqlens is None else 0
@@ -198,6 +199,7 @@ def sum_backward(
     need_hidden, need_weight, need_bias = needs
     batch, vocab = dscores.shape
     config = sum_config(compute_dtype, hidden.device)
+    cu_seqlens = None if cu_seqlens is None else as_int32(cu_seqlens)
     mask = _as_bytes(attention_mask)
     rows = hidden.to(compute_dtype).contiguous().view(-1, hidden.size(-1))
     compute_weight = weight.to(compute_dtype).contiguous()
