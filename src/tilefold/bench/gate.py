@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilefold import testing
+from tilefold.ops._shared.checks import FLOAT_DTYPES, dtype_name
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -17,13 +20,8 @@ class Budget:
     gradient: float
 
 
-# Output rounding dominates (unit roundoff 3.9e-3 for bf16, 4.9e-4 for fp16, root mean square about 0.4 of that);
-# products accumulate in fp32. A gradient is rounded twice. One step of room is left above either.
 BUDGETS: Mapping[str, Budget] = {
-    "bfloat16": Budget(forward=4e-3, gradient=8e-3),
-    "float16": Budget(forward=5e-4, gradient=1e-3),
-    "float32": Budget(forward=2e-5, gradient=5e-5),
-    "float64": Budget(forward=1e-12, gradient=1e-11),
+    dtype_name(dtype): Budget(testing.budget(dtype), testing.budget(dtype, "gradient")) for dtype in FLOAT_DTYPES
 }
 
 # Baselines that keep logits in the input's dtype pick another winner where two round to the same value, so their
@@ -73,17 +71,8 @@ class GateResult:
 
 
 def relative_error(out: Tensor, reference: Tensor) -> float:
-    """``||out - reference|| / ||reference||`` in fp64; infinite for another shape or any non-finite value.
-
-    An all-zero reference gives the norm of ``out`` itself.
-    """
-    if out.shape != reference.shape:
-        return float("inf")
-    out, reference = out.double(), reference.double()
-    if not bool(out.isfinite().all()):
-        return float("inf")
-    scale = float(reference.norm())
-    return float((out - reference).norm()) / (scale if scale > 0 else 1.0)
+    """:func:`tilefold.testing.relative_error`, and infinite for another shape: the row fails, the run goes on."""
+    return testing.relative_error(out, reference) if out.shape == reference.shape else float("inf")
 
 
 def poison_allocator(like: Sequence[Tensor]) -> None:
