@@ -194,14 +194,17 @@ def test_a_damaged_demo_record_says_to_run_the_demo_again(call: Any, tmp_path: P
 def test_ctrl_c_leaves_with_130_and_says_how_to_go_on(work: Path, masked_lm: str, tmp_path: Path) -> None:
     args = ["--data", str(work / "data"), "--model", masked_lm, "--output", str(tmp_path / "m"), "--steps", "100000"]
     command = [sys.executable, "-m", "tilefold.cli", "train", *args, "--batch-size", "4"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not list((tmp_path / "m.training").glob("checkpoint-*/tilefold_whole.json")):
-        assert time.monotonic() < deadline, "no checkpoint within a minute"
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.1)
-    os.kill(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while not list((tmp_path / "m.training").glob("checkpoint-*/tilefold_whole.json")):
+                assert time.monotonic() < deadline, "no checkpoint within two minutes"
+                assert process.poll() is None, process.communicate()[1]
+                time.sleep(0.1)
+            os.kill(process.pid, signal.SIGINT)
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert (out, "run the same command again to go on" in err) == ("", True)
     assert "Traceback" not in err

@@ -6,9 +6,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 RECORD = "tilefold_training.json"
@@ -112,12 +116,15 @@ def make_watcher(progress: Callable[[int, int, float | None], None] | None, run:
 
     class Watcher(TrainerCallback):  # type: ignore[misc]
         loss: float | None = None
+        interrupted = False
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if logs and "loss" in logs:
                 self.loss = float(logs["loss"])
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if self.interrupted:
+                raise KeyboardInterrupt
             if progress is not None:
                 progress(state.global_step, state.max_steps, self.loss)
 
@@ -127,6 +134,28 @@ def make_watcher(progress: Callable[[int, int, float | None], None] | None, run:
                 write_json(folder / WHOLE, {"step": state.global_step})
 
     return Watcher()
+
+
+@contextmanager
+def heeding_interrupts(watcher: Any) -> Iterator[None]:
+    """Make Ctrl-C count at the next step at the latest.
+
+    Python drops a ``KeyboardInterrupt`` that is raised while a destructor or a callback from C runs, and the training
+    would go on.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        watcher.interrupted = True
+        signal.default_int_handler(number, frame)
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def digest(pairs: Iterable[tuple[str, str]]) -> str:

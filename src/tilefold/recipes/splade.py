@@ -269,7 +269,8 @@ def _fit(
         )
         if not verbose:
             trainer.remove_callback(PrinterCallback)
-        trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
+        with _run.heeding_interrupts(watcher):
+            trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
     model.max_seq_length = length
     last: float | None = watcher.loss
     return last
