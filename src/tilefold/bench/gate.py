@@ -25,9 +25,10 @@ BUDGETS: Mapping[str, Budget] = {
 }
 
 # Baselines that keep logits in the input's dtype pick another winner where two round to the same value, so their
-# gradients are far off by construction. They must only be the same function, not as exact; the error is shown.
+# gradients are far off by construction, and a bias that cancels most of a rounded logit magnifies its error. They must
+# only be the same function, not as exact; the error is shown.
 BASELINE_BUDGETS: Mapping[str, Budget] = {
-    "bfloat16": Budget(forward=3e-2, gradient=0.5),
+    "bfloat16": Budget(forward=6e-2, gradient=0.5),
     "float16": Budget(forward=5e-3, gradient=0.2),
     "float32": Budget(forward=2e-5, gradient=5e-5),
     "float64": Budget(forward=1e-12, gradient=1e-11),

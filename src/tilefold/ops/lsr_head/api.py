@@ -16,14 +16,14 @@ from tilefold.ops._shared.checks import (
     check_tensor,
     dtype_name,
 )
-from tilefold.ops._shared.impl import resolve_impl
+from tilefold.ops._shared.impl import IMPLS
 from tilefold.ops.lsr_head import _library, _reference
 from tilefold.ops.lsr_head._activation import ACTIVATIONS
+from tilefold.ops.lsr_head._choice import chosen_impl
 from tilefold.ops.lsr_head._layout import batch_size, sequence_mask
 from tilefold.ops.lsr_head._sparse import SparseRows
 
 POOLINGS = ("max", "sum", "mean", "cls", "last")
-TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Vocabulary columns that lsr_head_sparse holds in dense form at a time, for the whole batch.
 SPARSE_BLOCK_V = 16384
 
@@ -79,7 +79,10 @@ def lsr_head(
     """
     compute_dtype = _check(hidden, weight, bias, attention_mask, cu_seqlens, pooling, activation, logit_scale)
     out_dtype = _check_out_dtype(out_dtype, compute_dtype)
-    impl = chosen_impl(hidden, impl)
+    if torch.compiler.is_compiling():
+        check_choice("impl", impl, IMPLS)  # the operators choose when they run: a device cannot be asked in a trace
+    else:
+        impl = chosen_impl(hidden, impl)
     if impl == "reference":
         return _run_reference(
             hidden, weight, bias, attention_mask, cu_seqlens, pooling, activation, logit_scale, out_dtype
@@ -171,27 +174,6 @@ def lsr_head_sparse(
             )
             rows.add(scores, v0)
         return rows.to_csr(out_dtype)
-
-
-def chosen_impl(hidden: Tensor, impl: str = "auto") -> str:
-    """Which implementation ``lsr_head(hidden, ..., impl=impl)`` runs: ``"reference"``, ``"tiled"`` or ``"triton"``.
-
-    ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, else ``"tiled"``.
-
-    Raises:
-        ValueError: for an unknown name.
-        RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
-    """
-    resolved = resolve_impl(impl, hidden.device)
-    if resolved == "triton" and hidden.dtype not in TRITON_DTYPES:
-        if impl == "auto":
-            return "tiled"
-        names = ", ".join(dtype_name(dtype) for dtype in TRITON_DTYPES)
-        raise TypeError(
-            f"hidden must have dtype {names} for impl='triton', got {dtype_name(hidden.dtype)}; "
-            "use impl='auto' or impl='tiled'."
-        )
-    return resolved
 
 
 def _check(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops.lsr_head import _tiled
+from tilefold.ops.lsr_head._choice import chosen_impl
 
 HEAD = "Tensor hidden, Tensor weight, Tensor? bias"
 LAYOUT = "Tensor? attention_mask, Tensor? cu_seqlens"
@@ -53,7 +54,9 @@ def forbid_double_backward(name: str) -> None:
     torch.library.register_autograd(f"tilefold::{name}", backward, setup_context=setup_context)
 
 
-def implementation(impl: str) -> ModuleType:
+def implementation(impl: str, hidden: Tensor) -> ModuleType:
+    """The module that computes with ``impl`` on ``hidden``."""
+    impl = chosen_impl(hidden, impl)
     if impl == "tiled":
         return _tiled
     from tilefold.ops.lsr_head import _triton

@@ -42,7 +42,7 @@ def _max_forward(
 ) -> tuple[Tensor, Tensor]:
     if cu_seqlens is not None and looks_are_free(hidden, impl):
         check_cu_seqlens(cu_seqlens, hidden.size(0))
-    return implementation(impl).max_forward(  # type: ignore[no-any-return]
+    return implementation(impl, hidden).max_forward(  # type: ignore[no-any-return]
         hidden,
         weight,
         bias,
@@ -100,7 +100,7 @@ def _max_backward(
     bias_dtype: torch.dtype | None,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = implementation(impl).max_backward(
+    grads = implementation(impl, hidden).max_backward(
         dscores,
         scores,
         winners,

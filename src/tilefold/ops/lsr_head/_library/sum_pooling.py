@@ -42,7 +42,7 @@ def _sum_forward(
 ) -> Tensor:
     if cu_seqlens is not None and looks_are_free(hidden, impl):
         check_cu_seqlens(cu_seqlens, hidden.size(0))
-    scores: Tensor = implementation(impl).sum_forward(
+    scores: Tensor = implementation(impl, hidden).sum_forward(
         hidden,
         weight,
         bias,
@@ -97,7 +97,7 @@ def _sum_backward(
     need_bias: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = implementation(impl).sum_backward(
+    grads = implementation(impl, hidden).sum_backward(
         dscores,
         hidden,
         weight,
