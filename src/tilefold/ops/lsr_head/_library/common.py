@@ -23,7 +23,10 @@ def define_op(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            device_type = args[0].device.type
+            device, device_type = args[0].device, args[0].device.type
+            if device_type == "cuda" and device.index != torch.cuda.current_device():
+                with torch.cuda.device(device):  # kernels are launched on the current device
+                    return run(*args)
             if not torch.is_autocast_enabled(device_type):
                 return function(*args)
             # Products must not fall under autocast a second time: the operator has settled its dtypes.
