@@ -39,10 +39,10 @@ format: $(STAMP) ## Rewrite the sources in the house format
 
 # A GPU machine brings its own torch and triton: both targets use PYTHON as it is.
 test-gpu: ## Run the whole suite on a GPU with the Python given by PYTHON
-	PYTHONPATH=src $(PYTHON) -m pytest
+	PYTHONPATH="$(CURDIR)/src:$$PYTHONPATH" $(PYTHON) -m pytest
 
 bench: ## Time every operator on a GPU with the Python given by PYTHON
-	PYTHONPATH=src $(PYTHON) -m tilefold.cli bench --all
+	PYTHONPATH="$(CURDIR)/src:$$PYTHONPATH" $(PYTHON) -m tilefold.cli bench --all
 
 docs: $(STAMP) ## Check that every link and command in the documents exists
 	$(BIN)/python -m pytest tests/test_docs.py

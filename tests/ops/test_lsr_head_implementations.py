@@ -14,7 +14,7 @@ import torch
 
 from tests.ops.conftest import Target
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.testing import DENSITIES, LAYOUTS, assert_lsr_head_matches, lsr_head_inputs
+from tilefold.testing.lsr_head import DENSITIES, LAYOUTS, assert_lsr_head_matches, lsr_head_inputs
 
 INTERPRETED = triton_interpreted()
 POOLINGS = ("max", "sum", "mean", "cls", "last")

@@ -15,15 +15,14 @@ from tilefold.ops import lsr_head
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.lsr_head._library import cu_seqlens as cu_seqlens_rules
 from tilefold.ops.lsr_head._library import max_pooling, sum_pooling
-from tilefold.testing import (
+from tilefold.testing import assert_within_budget, nan_poisoned_empty
+from tilefold.testing.lsr_head import (
     LAYOUTS,
     LSRHeadInputs,
     assert_lsr_head_matches,
-    assert_within_budget,
     lsr_head_inputs,
     lsr_head_results,
     lsr_head_truth,
-    nan_poisoned_empty,
     with_one_answer,
 )
 

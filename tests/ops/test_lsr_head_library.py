@@ -14,14 +14,8 @@ from torch import Tensor
 from tilefold.ops import lsr_head
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.lsr_head.api import chosen_impl
-from tilefold.testing import (
-    LSRHeadInputs,
-    assert_within_budget,
-    lsr_head_inputs,
-    lsr_head_results,
-    lsr_head_truth,
-    with_one_answer,
-)
+from tilefold.testing import assert_within_budget
+from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results, lsr_head_truth, with_one_answer
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="this part needs no interpreter")
 POOLINGS = ("max", "sum", "mean", "cls", "last")

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.ops.conftest import Target
 from tilefold.ops import lsr_head, lsr_head_sparse
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.testing import LSRHeadInputs, assert_lsr_head_matches, lsr_head_inputs, lsr_head_results
+from tilefold.testing.lsr_head import LSRHeadInputs, assert_lsr_head_matches, lsr_head_inputs, lsr_head_results
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings

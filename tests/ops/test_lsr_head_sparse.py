@@ -15,7 +15,7 @@ from tests.ops.conftest import Target
 from tilefold.ops import lsr_head, lsr_head_sparse
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.lsr_head import api
-from tilefold.testing import LSRHeadInputs, lsr_head_inputs
+from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs
 
 pytestmark = [
     pytest.mark.skipif(triton_interpreted(), reason="nothing here depends on the kernels"),

@@ -7,17 +7,14 @@ import math
 import pytest
 import torch
 
-from tilefold.testing import (
+from tilefold.testing import assert_within_budget, budget, nan_poisoned_empty, relative_error
+from tilefold.testing.lsr_head import (
     DENSITIES,
     LAYOUTS,
     assert_lsr_head_matches,
-    assert_within_budget,
-    budget,
     lsr_head_inputs,
     lsr_head_results,
     lsr_head_truth,
-    nan_poisoned_empty,
-    relative_error,
     with_one_answer,
 )
 

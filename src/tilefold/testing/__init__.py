@@ -1,0 +1,131 @@
+"""Error budgets, shared by the tests and the benchmarks; the inputs of an operator have a module of its name.
+
+**Budgets.** An error is ``||out - reference|| / ||reference||`` against the reference in fp64 on the same, already
+rounded inputs. What a dtype allows follows from its unit roundoff ``u`` (half the distance from 1 to the next number):
+
+* ``"forward"``: products accumulate in fp32 and the score is rounded once, which is at most ``u`` for every entry, so
+  for the norm too. The fp32 work before it costs ``sqrt(D) * 2^-24`` times the condition of the products: 1e-5 covers
+  D up to 4,096 at a condition of 2.
+* ``"gradient"``: three roundings in a row: the saved score (from which the slope is taken), the logit's gradient, and
+  the result. Rounding errors of many entries are independent, with root mean square 0.41 u, so three add up to 0.7 u;
+  the slope of a score y multiplies the first by up to about 2 at usual scores: ``1.3 u`` in all, 5e-3 in bf16.
+* ``"gradient_bound"``: the same chain where a tensor is too small to average (fewer than some hundred entries): the
+  worst cases add up, ``4 u``.
+
+TF32 products round their operands to 11 bits: 1e-3 is added to all kinds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SENTINEL = 113  # what poisoned integers hold: a valid index of nothing small
+_ACCUMULATION = 1e-5  # fp32 products and sums, before any rounding to the output
+_FACTORS = {"forward": 1.0, "gradient": 1.3, "gradient_bound": 4.0}
+
+
+def budget(dtype: torch.dtype, kind: str = "forward", *, tf32: bool = False) -> float:
+    """The relative error that results of ``dtype`` may have; the derivation heads this module.
+
+    Args:
+        dtype: dtype of the scores, or of the gradient.
+        kind: ``"forward"``, ``"gradient"`` or ``"gradient_bound"``.
+        tf32: whether fp32 products may run in TF32.
+
+    Raises:
+        ValueError: for an unknown kind.
+    """
+    if kind not in _FACTORS:
+        raise ValueError(f"kind must be one of {', '.join(map(repr, _FACTORS))}, got {kind!r}.")
+    roundoff = torch.finfo(dtype).eps / 2
+    accumulation = 1e-13 if dtype == torch.float64 else _ACCUMULATION
+    if kind != "forward":
+        accumulation *= 2  # a product, and a sum over what it selects
+    return _FACTORS[kind] * roundoff + accumulation + (1e-3 if tf32 else 0.0)
+
+
+def relative_error(out: Tensor, reference: Tensor) -> float:
+    """``||out - reference|| / ||reference||`` in fp64; 0 where both are zero, infinite for any non-finite value.
+
+    Raises:
+        ValueError: for different shapes.
+    """
+    if out.shape != reference.shape:
+        raise ValueError(f"out must have the shape of reference {list(reference.shape)}, got {list(out.shape)}.")
+    reference = reference.detach().double()
+    difference = float((out.detach().to(reference) - reference).norm())
+    scale = float(reference.norm())
+    if not (math.isfinite(difference) and math.isfinite(scale)):
+        return math.inf
+    if scale == 0:
+        return 0.0 if difference == 0 else math.inf
+    return difference / scale
+
+
+def assert_within_budget(
+    out: Tensor,
+    reference: Tensor,
+    dtype: torch.dtype | None = None,
+    kind: str = "forward",
+    *,
+    name: str = "result",
+    tf32: bool = False,
+) -> float:
+    """Raise ``AssertionError`` if ``out`` is further from ``reference`` than :func:`budget` allows.
+
+    Args:
+        out, reference: tensors of one shape.
+        dtype: whose budget applies; by default that of ``out``.
+        kind, tf32: as in :func:`budget`.
+        name: what the error text calls ``out``.
+
+    Returns:
+        The relative error.
+    """
+    dtype = out.dtype if dtype is None else dtype
+    allowed = budget(dtype, kind, tf32=tf32)
+    error = relative_error(out, reference)
+    if error <= allowed:
+        return error
+    wide = out.detach().to(reference.device, torch.float64)
+    distance = (wide - reference.detach().double()).abs()
+    distance = torch.where(distance.isnan(), math.inf, distance)
+    place = tuple(int(i) for i in torch.unravel_index(distance.argmax(), distance.shape))
+    raise AssertionError(
+        f"{name}: relative error {error:.2e} is over the {kind} budget {allowed:.1e} of {str(dtype).split('.')[-1]}; "
+        f"furthest at {place}: {wide[place].item():.6g} instead of {reference[place].item():.6g}, shape "
+        f"{list(out.shape)}, {int((~wide.isfinite()).sum())} not finite."
+    )
+
+
+@contextlib.contextmanager
+def nan_poisoned_empty() -> Iterator[None]:
+    """Within it, ``torch.empty``, ``torch.empty_like`` and ``Tensor.new_empty`` hand out NaN, and integers SENTINEL.
+
+    An element that nobody writes then shows up, instead of holding what happens to be a zero. Not for threads.
+    """
+
+    def poisoned(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            tensor = function(*args, **kwargs)
+            if tensor.dtype != torch.bool:
+                tensor.detach().fill_(math.nan if tensor.dtype.is_floating_point else SENTINEL)
+            return tensor
+
+        return call
+
+    places: list[tuple[Any, str]] = [(torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")]
+    originals = [getattr(owner, name) for owner, name in places]
+    try:
+        for (owner, name), original in zip(places, originals, strict=True):
+            setattr(owner, name, poisoned(original))
+        yield
+    finally:
+        for (owner, name), original in zip(places, originals, strict=True):
+            setattr(owner, name, original)
