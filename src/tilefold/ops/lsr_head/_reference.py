@@ -7,20 +7,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
-
-def activate(x: Tensor, activation: str) -> Tensor:
-    """Apply the monotone ``activation`` elementwise; NaN stays NaN."""
-    if activation == "log1p_relu":
-        return x.relu().log1p()
-    if activation == "log1p_log1p_relu":
-        return x.relu().log1p().log1p()
-    if activation == "relu":
-        return x.relu()
-    if activation == "softplus":
-        return softplus(x)
-    return x
+from tilefold.ops._shared.activation import activate
 
 
 def max_first_winner(logits: Tensor, valid: Tensor) -> Tensor:

@@ -1,0 +1,72 @@
+"""Device functions on scores: NaN-keeping maximum, activations and their slopes."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def nan_max(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def log1p(x):
+    # log(1 + x) loses small x; the quotient restores it (Kahan)
+    u = 1.0 + x
+    y = tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0))
+    return tl.where(u == 1.0, x, tl.where(u == float("inf"), u, y))
+
+
+@triton.jit
+def expm1(x):
+    # for small x the series, elsewhere exp(x) - 1: relative error below 2e-6
+    series = x * (1.0 + x * (0.5 + x * (1.0 / 6.0 + x * (1.0 / 24.0 + x * (1.0 / 120.0)))))
+    return tl.where(tl.abs(x) < 0.125, series, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "softplus":
+        return nan_max(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
+    elif ACTIVATION == "none":
+        return x
+    else:
+        y = nan_max(x, 0.0)
+        if ACTIVATION == "log1p_relu":
+            y = log1p(y)
+        elif ACTIVATION == "log1p_log1p_relu":
+            y = log1p(log1p(y))
+        return y
+
+
+@triton.jit
+def slope_from_score(y, ACTIVATION: tl.constexpr):
+    """``act'(x)`` in terms of ``y = act(x)``; NaN stays NaN."""
+    if ACTIVATION == "softplus":
+        return -expm1(-y)
+    elif ACTIVATION == "none":
+        return tl.where(y == y, 1.0, y)
+    else:
+        if ACTIVATION == "log1p_relu":
+            slope = tl.exp(-y)
+        elif ACTIVATION == "log1p_log1p_relu":
+            slope = tl.exp(-y - expm1(y))
+        else:
+            slope = tl.where(y == y, 1.0, y)
+        return tl.where(y <= 0.0, 0.0, slope)
+
+
+@triton.jit
+def slope_from_logit(x, ACTIVATION: tl.constexpr):
+    """``act'(x)``, elementwise; NaN stays NaN."""
+    if ACTIVATION == "softplus":
+        return 1.0 / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "none":
+        return tl.where(x == x, 1.0, x)
+    elif ACTIVATION == "relu":
+        return tl.where(x <= 0.0, 0.0, tl.where(x == x, 1.0, x))
+    elif ACTIVATION == "log1p_relu":
+        return tl.where(x <= 0.0, 0.0, 1.0 / (1.0 + x))
+    else:
+        u = log1p(nan_max(x, 0.0))
+        return tl.where(x <= 0.0, 0.0, 1.0 / ((1.0 + u) * (1.0 + x)))
