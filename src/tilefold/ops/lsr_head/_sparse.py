@@ -50,19 +50,7 @@ class SparseRows:
         rows = torch.cat([entry[0] for entry in self._entries])
         columns = torch.cat([entry[1] for entry in self._entries])
         scores = torch.cat([entry[2] for entry in self._entries])
-        order = rows.sort(stable=True).indices  # columns already rise within a row
-        counts = torch.bincount(rows, minlength=self.batch)
-        row_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
-            warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
-            return torch.sparse_csr_tensor(
-                row_starts,
-                columns[order],
-                scores[order].to(dtype),
-                size=(self.batch, self.vocab),
-                check_invariants=False,
-            )
+        return csr_from_entries(rows, columns, scores, (self.batch, self.vocab), dtype)
 
     def _above_minimum(
         self, scores: Tensor, columns: Tensor | None, first_column: int
@@ -70,3 +58,18 @@ class SparseRows:
         rows, places = (~(scores <= self.min_weight)).nonzero(as_tuple=True)
         kept_columns = places + first_column if columns is None else columns[rows, places]
         return rows, kept_columns, scores[rows, places]
+
+
+def csr_from_entries(
+    rows: Tensor, columns: Tensor, scores: Tensor, shape: tuple[int, int], dtype: torch.dtype
+) -> Tensor:
+    """Entries as a ``torch.sparse_csr`` tensor of ``dtype``; within a row they come in the order of their columns."""
+    order = rows.sort(stable=True).indices
+    counts = torch.bincount(rows, minlength=shape[0])
+    row_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+        warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
+        return torch.sparse_csr_tensor(
+            row_starts, columns[order], scores[order].to(dtype), size=shape, check_invariants=False
+        )

@@ -17,7 +17,7 @@ from tilefold.ops._shared.checks import (
     dtype_name,
 )
 from tilefold.ops._shared.impl import IMPLS
-from tilefold.ops.lsr_head import _library, _reference
+from tilefold.ops.lsr_head import _library, _parallel, _reference
 from tilefold.ops.lsr_head._activation import ACTIVATIONS
 from tilefold.ops.lsr_head._choice import chosen_impl
 from tilefold.ops.lsr_head._layout import batch_size, sequence_mask
@@ -54,6 +54,10 @@ def lsr_head(
     A NaN in a valid token gives NaN; whatever a masked token holds is never read into a result. Backward is bitwise
     deterministic. Under ``torch.autocast`` products take autocast's dtype and gradients keep their parameter's.
 
+    A DTensor ``weight`` (and ``bias``) that is ``Shard(0)`` over one mesh dimension makes the head vocabulary-parallel:
+    ``hidden`` is then a ``Replicate()`` DTensor, the scores are a ``Shard(1)`` one, and only ``dhidden`` is summed over
+    the ranks, in fp32.
+
     Args:
         hidden: ``[B, S, D]`` token states, or ``[T, D]`` packed ones with ``cu_seqlens``; fp16, bf16, fp32 or fp64.
         weight: ``[V, D]`` decoder weight, dtype of ``hidden`` (any floating dtype under autocast).
@@ -77,6 +81,10 @@ def lsr_head(
         ValueError: for shapes, devices, masks, ``cu_seqlens`` or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
+    if _parallel.is_distributed(hidden, weight, bias):
+        layout = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
+        options = {"pooling": pooling, "activation": activation, "logit_scale": logit_scale, "out_dtype": out_dtype}
+        return _parallel.parallel_head(lsr_head, hidden, weight, bias, layout, {**options, "impl": impl})
     compute_dtype = _check(hidden, weight, bias, attention_mask, cu_seqlens, pooling, activation, logit_scale)
     out_dtype = _check_out_dtype(out_dtype, compute_dtype)
     if torch.compiler.is_compiling():
@@ -147,8 +155,14 @@ def lsr_head_sparse(
     The other arguments and errors are those of :func:`lsr_head`.
 
     Returns:
-        ``[B, V]`` ``torch.sparse_csr`` tensor with int64 indices, sorted within each row.
+        ``[B, V]`` ``torch.sparse_csr`` tensor with int64 indices, sorted within each row; with DTensor arguments the
+        plain, whole tensor on every rank.
     """
+    if _parallel.is_distributed(hidden, weight, bias):
+        layout = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
+        options = {"pooling": pooling, "activation": activation, "logit_scale": logit_scale, "out_dtype": out_dtype}
+        options |= {"top_k": top_k, "min_weight": min_weight, "impl": impl}
+        return _parallel.parallel_head_sparse(lsr_head_sparse, hidden, weight, bias, layout, options)
     compute_dtype = _check(hidden, weight, bias, attention_mask, cu_seqlens, pooling, activation, logit_scale)
     out_dtype = _check_out_dtype(out_dtype, compute_dtype)
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
