@@ -36,6 +36,7 @@ def common_types(dtype: torch.dtype) -> dict[str, str]:
     )  # fmt: skip
     types |= dict.fromkeys(["offset_ptr", "position_ptr", "cu_ptr", "ok_ptr", "count_ptr", "code_ptr", "last_ptr",
                             "length_ptr", "part_winner_ptr"], "*i32")  # fmt: skip
+    types["code64_ptr"] = "*i64"
     types |= dict.fromkeys(["B", "V", "T", "N", "S", "D", "uniform_length", "units", "round_to", "SPLITS", "split_v",
                             "stride_db", "stride_dv", "stride_out", "v_start", "v_end"], "i32")  # fmt: skip
     types |= {"winner_ptr": "*u16", "part_ptr": "*fp32", "dbias_ptr": "*fp32", "place_ptr": "*i64", "mask_ptr": "*u8",
@@ -122,8 +123,10 @@ def test_max_backward_builds_without_spills(capability, dtype):
     scan = {"BLOCK_R": config.block_r, "BLOCK": config.scan_block, **flags}
     dhidden = {"D": DIM, "BLOCK_R": config.block_r, "BLOCK_D": config.dhidden_block_d, "BLOCK_E": config.block_e,
                "PRECISION": config.precision}  # fmt: skip
-    dweight = {"D": DIM, "BLOCK_V": config.dweight_block_v, "BLOCK_D": config.dweight_block_d,
-               "ACTIVATION": "log1p_relu", "NEED_WEIGHT": True, "NEED_BIAS": True, **flags}  # fmt: skip
+    dweight = {"D": DIM, "BLOCK_B": config.dweight_block_b, "BLOCK_V": config.dweight_block_v,
+               "BLOCK_D": config.dweight_block_d, "BLOCK_E": config.dweight_block_e, "ACTIVATION": "log1p_relu",
+               "NEED_WEIGHT": True, "NEED_BIAS": True, "ACCUMULATE": False, "PRECISION": config.precision,
+               **flags}  # fmt: skip
     check(compile_kernel(_dhidden_kernel, types, dhidden, capability, config.dhidden_warps,
                          config.dhidden_stages), capability, tensor_cores=False)  # fmt: skip
     for uniform in (True, False):

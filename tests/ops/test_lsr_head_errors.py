@@ -210,3 +210,25 @@ def test_triton_is_chosen_on_a_gpu() -> None:
 def test_the_cpu_takes_the_tiled_path_and_says_so() -> None:
     assert chosen_impl(HIDDEN) == "tiled"
     assert chosen_impl(HIDDEN, "reference") == "reference"
+
+
+MAIN_GRADS = [
+    ({"weight_main_grad": torch.zeros(4, 5)}, ValueError, r"weight_main_grad must have shape \[V, D\] with V=5, D=4"),
+    (
+        {"weight_main_grad": torch.zeros(5, 4).half()},
+        TypeError,
+        "weight_main_grad must have dtype float32, got",
+    ),
+    ({"weight_main_grad": torch.zeros(4, 5).T}, ValueError, "weight_main_grad must be contiguous"),
+    ({"weight_main_grad": torch.zeros(5, 4), "pooling": "sum"}, ValueError, "must be None with pooling='sum'"),
+    ({"weight_main_grad": torch.zeros(5, 4), "impl": "reference"}, ValueError, "must be None with .*impl='reference'"),
+    ({"weight_main_grad": torch.zeros(5, 4)}, ValueError, "must be None where weight needs no gradient"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), MAIN_GRADS)
+def test_a_gradient_buffer_that_cannot_take_the_gradient(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        lsr_head(HIDDEN, WEIGHT, **options)

@@ -13,8 +13,17 @@ import pytest
 import torch
 
 from tests.ops.conftest import Target
+from tilefold.ops import lsr_head
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.testing.lsr_head import DENSITIES, LAYOUTS, assert_lsr_head_matches, lsr_head_inputs
+from tilefold.testing import assert_within_budget
+from tilefold.testing.lsr_head import (
+    DENSITIES,
+    LAYOUTS,
+    assert_lsr_head_matches,
+    lsr_head_inputs,
+    lsr_head_truth,
+    with_one_answer,
+)
 
 INTERPRETED = triton_interpreted()
 POOLINGS = ("max", "sum", "mean", "cls", "last")
@@ -143,3 +152,20 @@ def test_scores_in_fp32_of_half_precision_input_are_exact_to_fp32(target: Target
     dtype = torch.float16 if INTERPRETED else torch.bfloat16
     inputs = lsr_head_inputs(*SHAPE, dtype=dtype, layout="right", device=target.device)
     assert_lsr_head_matches(inputs, out_dtype=torch.float32, impl=target.impl, kind="gradient_bound")
+
+
+@pytest.mark.parametrize("layout", ["right", "packed"])
+def test_the_weight_gradient_can_be_added_to_a_buffer_in_fp32(target: Target, layout: str) -> None:
+    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    inputs = with_one_answer(lsr_head_inputs(5, 20, 24, 70, layout=layout, dtype=dtype, device=target.device))
+    truth = lsr_head_truth(inputs)
+    before = torch.randn(70, 24, device=target.device)
+    main_grad = before.clone()
+    hidden, weight, bias = (t.detach().requires_grad_() for t in (inputs.hidden, inputs.weight, inputs.bias))
+    for _ in range(2):
+        scores = lsr_head(hidden, weight, bias, **inputs.layout, weight_main_grad=main_grad, impl=target.impl)
+        scores.backward(inputs.dscores)
+    assert weight.grad is None
+    assert_within_budget(main_grad - before, 2 * truth["dweight"], dtype, "gradient_bound", name="main_grad")
+    assert_within_budget(hidden.grad, 2 * truth["dhidden"], dtype, "gradient_bound", name="dhidden")
+    assert_within_budget(bias.grad, 2 * truth["dbias"], dtype, "gradient_bound", name="dbias")

@@ -81,8 +81,11 @@ def max_backward(
     logit_scale: float,
     compute_dtype: torch.dtype,
     needs: tuple[bool, bool, bool],
+    main_grad: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden, weight and bias (``None`` where not needed), each in its parameter's dtype.
+
+    With ``main_grad``, fp32 ``[V, D]``, the weight's gradient is added to it and not returned.
 
     Both matrix gradients are weighted sums of gathered rows, one owner each: the weight's row ``v`` sums
     ``g[b, v] * hidden[b, winner[b, v]]`` over b, the hidden row sums ``g[b, v] * weight[v]`` over what it won.
@@ -96,7 +99,11 @@ def max_backward(
     else:
         starts = cu_seqlens[:-1].long()
     dhidden = torch.zeros(rows.shape, dtype=dtype, device=hidden.device) if need_hidden else None
-    dweight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device) if need_weight else None
+    dweight = (
+        torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+        if need_weight and main_grad is None
+        else None
+    )
     dbias = torch.zeros(vocab, dtype=dtype, device=hidden.device) if need_bias else None
     compute_rows = rows.to(dtype) if need_weight else rows
     slab = max(1, min(SLAB_V, SLAB_ENTRIES // max(batch, 1)))
@@ -108,8 +115,12 @@ def max_backward(
         entry_v, entry_b = grad.nonzero(as_tuple=True)  # sorted by vocabulary entry, then by sequence
         entry_grad = grad[entry_v, entry_b] * logit_scale
         entry_row = row[entry_v, entry_b]
-        if dweight is not None:
-            dweight[v0:v1] = _sum_of_rows(compute_rows, entry_row, entry_v, entry_grad, v1 - v0)
+        if need_weight:
+            tile_gradient = _sum_of_rows(compute_rows, entry_row, entry_v, entry_grad, v1 - v0)
+            if main_grad is not None:
+                main_grad[v0:v1] += tile_gradient
+            elif dweight is not None:
+                dweight[v0:v1] = tile_gradient
         if dhidden is not None:
             entry_row, order = entry_row.sort(stable=True)
             tile_weight = weight[v0:v1].to(dtype)

@@ -39,6 +39,7 @@ def lsr_head(
     activation: str = "log1p_relu",
     logit_scale: float = 1.0,
     out_dtype: torch.dtype | None = None,
+    weight_main_grad: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
     """Score every vocabulary entry for every sequence, without the ``[B, S, V]`` logits (Sparton, arXiv 2603.25011).
@@ -71,6 +72,8 @@ def lsr_head(
             ``"none"``.
         logit_scale: a number that multiplies the products before the bias is added.
         out_dtype: dtype of the scores; by default that of ``hidden``, or autocast's.
+        weight_main_grad: ``[V, D]`` fp32, contiguous: backward adds the weight's gradient to it, in fp32, and leaves
+            ``weight.grad`` alone (Megatron's ``main_grad``). For max pooling in eager mode.
         impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see :func:`chosen_impl`.
 
     Returns:
@@ -84,9 +87,12 @@ def lsr_head(
     if _parallel.is_distributed(hidden, weight, bias):
         layout = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
         options = {"pooling": pooling, "activation": activation, "logit_scale": logit_scale, "out_dtype": out_dtype}
-        return _parallel.parallel_head(lsr_head, hidden, weight, bias, layout, {**options, "impl": impl})
+        options |= {"weight_main_grad": weight_main_grad, "impl": impl}
+        return _parallel.parallel_head(lsr_head, hidden, weight, bias, layout, options)
     compute_dtype = _check(hidden, weight, bias, attention_mask, cu_seqlens, pooling, activation, logit_scale)
     out_dtype = _check_out_dtype(out_dtype, compute_dtype)
+    if weight_main_grad is not None:
+        _check_main_grad(weight_main_grad, weight, pooling, impl)
     if torch.compiler.is_compiling():
         check_choice("impl", impl, IMPLS)  # the operators choose when they run: a device cannot be asked in a trace
     else:
@@ -111,6 +117,7 @@ def lsr_head(
             out_dtype,
             compute_dtype,
             impl,
+            weight_main_grad,
         )
     return _library.sum_head(
         hidden,
@@ -259,6 +266,34 @@ def _check_dtypes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.
             "cast one of them, or run under torch.autocast."
         )
     return hidden.dtype
+
+
+def _check_main_grad(main_grad: Tensor, weight: Tensor, pooling: str, impl: str) -> None:
+    if pooling != "max" or impl == "reference":
+        raise ValueError(
+            f"weight_main_grad must be None with pooling={pooling!r} and impl={impl!r}, got a tensor; only max pooling "
+            "of the tiled and triton implementations accumulates, elsewhere add weight.grad to it yourself."
+        )
+    check_shape(
+        "weight_main_grad", check_tensor("weight_main_grad", main_grad), "V D", V=weight.size(0), D=weight.size(1)
+    )
+    check_dtype(
+        "weight_main_grad",
+        main_grad,
+        (torch.float32,),
+        "allocate it with torch.zeros_like(weight, dtype=torch.float32).",
+    )
+    check_same_device("weight", weight, {"weight_main_grad": main_grad})
+    if not main_grad.is_contiguous() or main_grad.requires_grad:
+        raise ValueError(
+            "weight_main_grad must be contiguous and must not require a gradient, got strides "
+            f"{main_grad.stride()} and requires_grad={main_grad.requires_grad}; use torch.zeros(V, D)."
+        )
+    if torch.is_grad_enabled() and not weight.requires_grad:
+        raise ValueError(
+            "weight_main_grad must be None where weight needs no gradient, got a tensor; call weight.requires_grad_() "
+            "or leave it out."
+        )
 
 
 def _check_out_dtype(out_dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:

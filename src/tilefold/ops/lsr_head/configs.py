@@ -89,6 +89,8 @@ class MaxBackwardConfig:
         split_v, scan_block, scan_warps: vocabulary entries of one scan program, of one step of it, and its warps.
         block_e, dhidden_block_d: entries and hidden dimensions of a tile of the hidden gradient.
         dweight_block_v, dweight_block_d: vocabulary entries and hidden dimensions of a tile of the weight gradient.
+        dweight_block_b, dweight_block_e: sequences whose entries are listed at a time, entries of one product.
+        dweight_programs: programs of the weight gradient on a multiprocessor.
         precision: ``input_precision`` of fp32 products.
     """
 
@@ -101,14 +103,17 @@ class MaxBackwardConfig:
     dhidden_warps: int = 4
     dhidden_stages: int = 2
     dweight_block_v: int = 16
-    dweight_block_d: int = 256
+    dweight_block_d: int = 128
+    dweight_block_b: int = 32
+    dweight_block_e: int = 32
+    dweight_programs: int = 8
     dweight_warps: int = 4
     dweight_stages: int = 2
     precision: str = "ieee"
 
 
 BACKWARD_16BIT = MaxBackwardConfig()
-BACKWARD_FP32 = MaxBackwardConfig(block_e=32, dhidden_block_d=128, dhidden_stages=2)
+BACKWARD_FP32 = MaxBackwardConfig(block_e=32, dweight_block_e=16)
 BACKWARD_INTERPRETED = MaxBackwardConfig(
     block_r=16,
     split_v=64,
@@ -117,6 +122,9 @@ BACKWARD_INTERPRETED = MaxBackwardConfig(
     dhidden_block_d=16,
     dweight_block_v=16,
     dweight_block_d=16,
+    dweight_block_b=4,
+    dweight_block_e=16,
+    dweight_programs=1,
 )
 
 

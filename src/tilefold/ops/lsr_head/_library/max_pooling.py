@@ -17,7 +17,9 @@ from tilefold.ops.lsr_head._library.common import (
     fake_grads,
     forbid_double_backward,
     implementation,
+    is_plain,
     present,
+    run,
 )
 from tilefold.ops.lsr_head._library.cu_seqlens import check_cu_seqlens, looks_are_free
 
@@ -99,6 +101,7 @@ def _max_backward(
     need_weight: bool,
     bias_dtype: torch.dtype | None,
     impl: str,
+    main_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads = implementation(impl, hidden).max_backward(
         dscores,
@@ -111,6 +114,7 @@ def _max_backward(
         logit_scale,
         compute_dtype,
         (need_hidden, need_weight, bias_dtype is not None),
+        main_grad,
     )
     return present(grads, hidden, bias_dtype)
 
@@ -137,10 +141,9 @@ def _(
 forbid_double_backward("lsr_head_max_backward")
 
 
-def _max_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     hidden, weight, bias, _, cu_seqlens, activation, logit_scale, _, compute_dtype, with_winners, impl = inputs
     scores, winners = output
-    ctx.mark_non_differentiable(winners)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(scores, winners, hidden, weight, cu_seqlens)
     ctx.options = (activation, logit_scale, compute_dtype)
@@ -148,31 +151,58 @@ def _max_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.with_winners, ctx.impl = with_winners, impl
 
 
-def _max_autograd(ctx: Any, dscores: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * 8
+def _max_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    _save(ctx, inputs, output)
+
+
+def _gradients(
+    ctx: Any, dscores: Tensor | None, n_inputs: int, *, registered: bool, main_grad: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    """Gradients of hidden, weight and bias, then ``None`` for the other inputs."""
     if dscores is None:
-        return (None, None, None, *nothing)
-    if not ctx.with_winners:
-        raise RuntimeError("lsr_head_max needs with_winners=True where a gradient is asked for; call lsr_head.")
+        return (None,) * n_inputs
     need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
     scores, winners, hidden, weight, cu_seqlens = ctx.saved_tensors
-    grads = torch.ops.tilefold.lsr_head_max_backward(
-        dscores,
-        scores,
-        winners,
-        hidden,
-        weight,
-        cu_seqlens,
-        *ctx.options,
-        need_hidden,
-        need_weight,
-        ctx.bias_dtype if need_bias else None,
-        ctx.impl,
-    )
-    return (*asked_for(grads, (need_hidden, need_weight, need_bias)), *nothing)
+    inputs = (dscores, scores, winners, hidden, weight, cu_seqlens, *ctx.options)
+    needs = (need_hidden, need_weight, ctx.bias_dtype if need_bias else None)
+    if registered or torch.is_grad_enabled():  # the registered operator refuses a second derivative
+        if main_grad is not None:
+            raise RuntimeError("weight_main_grad cannot be used with create_graph=True; leave one of them out.")
+        grads = torch.ops.tilefold.lsr_head_max_backward(*inputs, *needs, ctx.impl)
+    else:
+        grads = run(_max_backward, *inputs, *needs, ctx.impl, main_grad)
+    if main_grad is not None:
+        need_weight = False
+    return (*asked_for(grads, (need_hidden, need_weight, need_bias)), *(None,) * (n_inputs - 3))
+
+
+def _max_autograd(ctx: Any, dscores: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dscores is not None and not ctx.with_winners:
+        raise RuntimeError("lsr_head_max needs with_winners=True where a gradient is asked for; call lsr_head.")
+    return _gradients(ctx, dscores, 11, registered=True)
 
 
 torch.library.register_autograd("tilefold::lsr_head_max", _max_autograd, setup_context=_max_setup_context)
+
+
+class _MaxHead(torch.autograd.Function):
+    """The registered operator and its gradient without the dispatcher, for plain tensors; see ``is_plain``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None, *rest: Any
+    ) -> Tensor:
+        attention_mask, cu_seqlens, *options = rest
+        inputs = (hidden, weight, bias, attention_mask, cu_seqlens, *options)
+        output = run(_max_forward, *inputs)
+        _save(ctx, inputs, output)
+        ctx.main_grad = main_grad
+        return output[0]  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, dscores, 12, registered=False, main_grad=ctx.main_grad)
 
 
 def max_head(
@@ -186,22 +216,22 @@ def max_head(
     out_dtype: torch.dtype,
     compute_dtype: torch.dtype,
     impl: str,
+    weight_main_grad: Tensor | None = None,
 ) -> Tensor:
     """Max-pooled scores ``[B, V]``; winners are kept only if a gradient can be asked for."""
     with_winners = torch.is_grad_enabled() and (
         hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
-    scores, _ = torch.ops.tilefold.lsr_head_max(
-        hidden,
-        weight,
-        bias,
-        attention_mask,
-        cu_seqlens,
-        activation,
-        logit_scale,
-        out_dtype,
-        compute_dtype,
-        with_winners,
-        impl,
-    )
+    place = (attention_mask, cu_seqlens)
+    options = (activation, logit_scale, out_dtype, compute_dtype, with_winners, impl)
+    if is_plain(hidden, weight, bias, *place):
+        if with_winners:
+            return _MaxHead.apply(hidden, weight, bias, weight_main_grad, *place, *options)  # type: ignore[no-any-return, no-untyped-call]
+        return run(_max_forward, hidden, weight, bias, *place, *options)[0]  # type: ignore[no-any-return]
+    if weight_main_grad is not None:
+        raise RuntimeError(
+            "weight_main_grad cannot be used under torch.compile or with tensor subclasses; leave it out there, "
+            "and add weight.grad to it after backward."
+        )
+    scores, _ = torch.ops.tilefold.lsr_head_max(hidden, weight, bias, *place, *options)
     return scores  # type: ignore[no-any-return]

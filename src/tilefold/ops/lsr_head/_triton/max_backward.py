@@ -9,6 +9,8 @@ gathered weight rows, on the tensor cores.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -16,8 +18,8 @@ from torch import Tensor
 
 from tilefold.ops.lsr_head._layout import no_winner
 from tilefold.ops.lsr_head._triton.activation import slope_from_score
-from tilefold.ops.lsr_head._triton.launch import as_int32, cdiv
-from tilefold.ops.lsr_head.configs import max_backward_config
+from tilefold.ops.lsr_head._triton.launch import as_int32, cdiv, sm_count
+from tilefold.ops.lsr_head.configs import MaxBackwardConfig, max_backward_config
 
 LAST = tl.constexpr(2147483647)
 # An entry of a list packs the vocabulary index above the row inside its tile.
@@ -159,50 +161,78 @@ def _dhidden_kernel(
 
 @triton.jit(do_not_specialize=["B", "N", "uniform_length", "logit_scale"])
 def _dweight_kernel(
-    dscores_ptr, scores_ptr, winner_ptr, rows_ptr, cu_ptr, dweight_ptr, dbias_ptr,
+    dscores_ptr, scores_ptr, winner_ptr, rows_ptr, cu_ptr, code64_ptr, grad_ptr, dweight_ptr, dbias_ptr,
     B, V, N, uniform_length, logit_scale, stride_db, stride_dv,
-    D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, ACTIVATION: tl.constexpr,
-    ALWAYS_ACTIVE: tl.constexpr, NO_WINNER: tl.constexpr, UNIFORM: tl.constexpr, NEED_WEIGHT: tl.constexpr,
-    NEED_BIAS: tl.constexpr,
+    D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALWAYS_ACTIVE: tl.constexpr, NO_WINNER: tl.constexpr, UNIFORM: tl.constexpr,
+    NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``dweight[v] = sum_b g[b, v] * hidden[winner[b, v]]`` and ``dbias[v] = sum_b g[b, v]``."""
-    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask_d = d < D
-    acc = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
-    dbias = tl.zeros((BLOCK_V,), tl.float32)
-    start = tl.zeros((), tl.int32)
-    for b in range(B):
-        offs = tl.cast(b, tl.int64) * V + v  # [BLOCK_V]
-        winner, active = _won_rows(scores_ptr, winner_ptr, offs, v < V, ALWAYS_ACTIVE, NO_WINNER)
-        score = tl.load(scores_ptr + offs, mask=active, other=0.0).to(tl.float32)
-        offs_d = tl.cast(b, tl.int64) * stride_db + v.to(tl.int64) * stride_dv
-        grad = tl.load(dscores_ptr + offs_d, mask=active, other=0.0).to(tl.float32)
-        grad = tl.where(active, grad * slope_from_score(score, ACTIVATION), 0.0)  # [BLOCK_V]
-        if NEED_BIAS:
-            dbias += grad
+    """``dweight[v] = sum_b g[b, v] * hidden[winner[b, v]]`` and ``dbias[v] = sum_b g[b, v]``.
+
+    A program lists the active entries of BLOCK_B sequences in a few kilobytes of its own, in rising b, and reads them
+    back as a one-hot matrix of g: what is not active costs no gather.
+    """
+    D_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D if NEED_WEIGHT else 1
+    own = tl.program_id(0).to(tl.int64) * BLOCK_B * BLOCK_V
+    v_in_tile = tl.arange(0, BLOCK_V)
+    for item in range(tl.program_id(0), tl.cdiv(V, BLOCK_V) * D_BLOCKS, tl.num_programs(0)):
+        v = (item // D_BLOCKS) * BLOCK_V + v_in_tile
+        d = (item % D_BLOCKS) * BLOCK_D + tl.arange(0, BLOCK_D)
+        mask_d = d < D
+        acc = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
+        dbias = tl.zeros((BLOCK_V,), tl.float32)
+        total = 0
+        for b0 in range(0, B, BLOCK_B):
+            b = b0 + tl.arange(0, BLOCK_B)
+            offs = b.to(tl.int64)[:, None] * V + v[None, :]
+            inside = (b < B)[:, None] & (v < V)[None, :]
+            # [BLOCK_B, BLOCK_V]
+            winner, active = _won_rows(scores_ptr, winner_ptr, offs, inside, ALWAYS_ACTIVE, NO_WINNER)
+            score = tl.load(scores_ptr + offs, mask=active, other=0.0).to(tl.float32)
+            offs_d = b.to(tl.int64)[:, None] * stride_db + v.to(tl.int64)[None, :] * stride_dv
+            grad = tl.load(dscores_ptr + offs_d, mask=active, other=0.0).to(tl.float32)
+            grad = tl.where(active, grad * slope_from_score(score, ACTIVATION), 0.0)
+            if NEED_BIAS:
+                dbias += tl.sum(grad, axis=0)
+            if NEED_WEIGHT:
+                if UNIFORM:
+                    start = b * uniform_length
+                else:
+                    start = tl.load(cu_ptr + b, mask=b < B, other=0)  # [BLOCK_B]
+                row = winner + start[:, None]
+                active = active & (row >= 0) & (row < N)  # a broken cu_seqlens must not read elsewhere
+                flag = tl.reshape(active.to(tl.int32), (BLOCK_B * BLOCK_V,))
+                count = tl.sum(flag)
+                if count > 0:
+                    at = own + tl.reshape(tl.cumsum(flag), (BLOCK_B, BLOCK_V)) - 1
+                    code = (row.to(tl.int64) * BLOCK_V) + v_in_tile[None, :]
+                    tl.debug_barrier()  # the list before this one has been read
+                    tl.store(code64_ptr + at, code, mask=active)
+                    tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=active)
+                    tl.debug_barrier()
+                    for e0 in range(0, count, BLOCK_E):
+                        e = e0 + tl.arange(0, BLOCK_E)
+                        entry = tl.load(code64_ptr + own + e, mask=e < count, other=0)  # [BLOCK_E]
+                        g = tl.load(grad_ptr + own + e, mask=e < count, other=0.0)  # [BLOCK_E]
+                        h = tl.load(
+                            rows_ptr + (entry // BLOCK_V)[:, None] * D + d[None, :],
+                            mask=(e < count)[:, None] & mask_d[None, :],
+                            other=0.0,
+                        )  # [BLOCK_E, BLOCK_D]
+                        mine = v_in_tile[:, None] == (entry % BLOCK_V).to(tl.int32)[None, :]
+                        onehot = tl.where(mine, g[None, :], 0.0).to(h.dtype)  # [BLOCK_V, BLOCK_E]
+                        acc = tl.dot(onehot, h, acc, input_precision=PRECISION)
+                    total += count
         if NEED_WEIGHT:
-            if UNIFORM:
-                row = winner + start
-                start += uniform_length
-            else:
-                row = winner + tl.load(cu_ptr + b)
-            active = active & (row >= 0) & (row < N)  # a broken cu_seqlens must not read elsewhere
-            if tl.max(active.to(tl.int32)) > 0:
-                h = tl.load(
-                    rows_ptr + row.to(tl.int64)[:, None] * D + d[None, :],
-                    mask=active[:, None] & mask_d[None, :],
-                    other=0.0,
-                )  # [BLOCK_V, BLOCK_D]
-                acc += grad[:, None] * h.to(tl.float32)
-    if NEED_WEIGHT:
-        tl.store(
-            dweight_ptr + v.to(tl.int64)[:, None] * D + d[None, :],
-            (acc * logit_scale).to(dweight_ptr.dtype.element_ty),
-            mask=(v < V)[:, None] & mask_d[None, :],
-        )
-    if NEED_BIAS and tl.program_id(1) == 0:
-        tl.store(dbias_ptr + v, dbias, mask=v < V)
+            mask = (v < V)[:, None] & mask_d[None, :]
+            offs_w = v.to(tl.int64)[:, None] * D + d[None, :]
+            acc *= logit_scale
+            if not ACCUMULATE:
+                tl.store(dweight_ptr + offs_w, acc.to(dweight_ptr.dtype.element_ty), mask=mask)
+            elif total > 0:
+                tl.store(dweight_ptr + offs_w, tl.load(dweight_ptr + offs_w, mask=mask, other=0.0) + acc, mask=mask)
+        if NEED_BIAS and item % D_BLOCKS == 0:
+            tl.store(dbias_ptr + v, dbias, mask=v < V)
 
 
 def max_backward(
@@ -216,8 +246,12 @@ def max_backward(
     logit_scale: float,
     compute_dtype: torch.dtype,
     needs: tuple[bool, bool, bool],
+    main_grad: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden, weight (each in its parameter's dtype) and bias (fp32); ``None`` where not needed."""
+    """Gradients of hidden, weight (each in its parameter's dtype) and bias (fp32); ``None`` where not needed.
+
+    With ``main_grad``, fp32 ``[V, D]``, the weight's gradient is added to it, in fp32, and not returned.
+    """
     need_hidden, need_weight, need_bias = needs
     device, dim = hidden.device, hidden.size(-1)
     batch, vocab = scores.shape
@@ -227,42 +261,83 @@ def max_backward(
     cu_seqlens = None if cu_seqlens is None else as_int32(cu_seqlens)
     rows = hidden.reshape(-1, dim)
     dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=device) if need_hidden else None
-    dweight = torch.empty(weight.shape, dtype=weight.dtype, device=device) if need_weight else None
-    dbias = torch.empty(vocab, dtype=torch.float32, device=device) if need_bias else None
     if batch == 0 or rows.size(0) == 0:
-        return tuple(None if grad is None else grad.zero_() for grad in (dhidden, dweight, dbias))  # type: ignore[return-value]
+        return (
+            None if dhidden is None else dhidden.zero_(),
+            torch.zeros_like(weight) if need_weight and main_grad is None else None,
+            torch.zeros(vocab, device=device) if need_bias else None,
+        )
     sizes = (batch, vocab, rows.size(0), hidden.size(1) if cu_seqlens is None else 0)
     flags = {
         "ALWAYS_ACTIVE": activation in {"softplus", "none"},
         "NO_WINNER": no_winner(winners.dtype),
         "UNIFORM": cu_seqlens is None,
     }
-    strides = dscores.stride()
     if dhidden is not None:
-        splits = cdiv(vocab, config.split_v)
-        tiles = cdiv(rows.size(0), config.block_r)
-        counts = torch.empty(tiles, splits, dtype=torch.int32, device=device)
-        scan = {"BLOCK_R": config.block_r, "BLOCK": config.scan_block, "num_warps": config.scan_warps, **flags}
-        _count_kernel[(tiles, splits)](scores, winners, cu_seqlens, counts, *sizes, splits, config.split_v, **scan)
-        places = counts.view(-1).cumsum(0)
-        codes = torch.empty(batch * vocab, dtype=torch.int32, device=device)
-        grads = torch.empty(batch * vocab, dtype=compute_dtype, device=device)
-        _list_kernel[(tiles, splits)](
-            dscores, scores, winners, cu_seqlens, places, counts, codes, grads, *sizes, splits, config.split_v,
-            *strides, ACTIVATION=activation, **scan,
-        )  # fmt: skip
-        _dhidden_kernel[(tiles, cdiv(dim, config.dhidden_block_d))](
-            weight.to(compute_dtype).contiguous(), places, codes, grads, dhidden, rows.size(0), splits, logit_scale,
-            D=dim, BLOCK_R=config.block_r, BLOCK_D=config.dhidden_block_d, BLOCK_E=config.block_e,
-            PRECISION=config.precision, num_warps=config.dhidden_warps, num_stages=config.dhidden_stages,
-        )  # fmt: skip
-    if dweight is not None or dbias is not None:
-        blocks_d = cdiv(dim, config.dweight_block_d) if need_weight else 1
-        _dweight_kernel[(cdiv(vocab, config.dweight_block_v), blocks_d)](
-            dscores, scores, winners, rows.to(compute_dtype).contiguous(), cu_seqlens, dweight, dbias,
-            *sizes, logit_scale, *strides,
-            D=dim, BLOCK_V=config.dweight_block_v, BLOCK_D=config.dweight_block_d,
-            ACTIVATION=activation, NEED_WEIGHT=need_weight, NEED_BIAS=need_bias,
+        _hidden_gradient(
+            dhidden,
+            dscores,
+            scores,
+            winners,
+            weight.to(compute_dtype).contiguous(),
+            cu_seqlens,
+            activation,
+            logit_scale,
+            sizes,
+            config,
+            flags,
+        )
+    # The lists of the hidden gradient are gone by now: the peak is that of the results.
+    dweight = main_grad
+    if need_weight and dweight is None:
+        dweight = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+    dbias = torch.empty(vocab, dtype=torch.float32, device=device) if need_bias else None
+    if need_weight or need_bias:
+        items = cdiv(vocab, config.dweight_block_v) * (cdiv(dim, config.dweight_block_d) if need_weight else 1)
+        programs = min(items, sm_count(device) * config.dweight_programs)
+        entries = programs * config.dweight_block_b * config.dweight_block_v
+        codes = torch.empty(entries, dtype=torch.int64, device=device)
+        grads = torch.empty(entries, dtype=compute_dtype, device=device)
+        _dweight_kernel[(programs,)](
+            dscores, scores, winners, rows.to(compute_dtype).contiguous(), cu_seqlens, codes, grads, dweight, dbias,
+            *sizes, logit_scale, *dscores.stride(),
+            D=dim, BLOCK_B=config.dweight_block_b, BLOCK_V=config.dweight_block_v, BLOCK_D=config.dweight_block_d,
+            BLOCK_E=config.dweight_block_e, ACTIVATION=activation, NEED_WEIGHT=need_weight, NEED_BIAS=need_bias,
+            ACCUMULATE=main_grad is not None, PRECISION=config.precision,
             num_warps=config.dweight_warps, num_stages=config.dweight_stages, **flags,
         )  # fmt: skip
-    return dhidden, dweight, dbias
+    return dhidden, dweight if main_grad is None else None, dbias
+
+
+def _hidden_gradient(
+    dhidden: Tensor,
+    dscores: Tensor,
+    scores: Tensor,
+    winners: Tensor,
+    weight: Tensor,
+    cu_seqlens: Tensor | None,
+    activation: str,
+    logit_scale: float,
+    sizes: tuple[int, int, int, int],
+    config: MaxBackwardConfig,
+    flags: dict[str, Any],
+) -> None:
+    """Fill ``dhidden``; ``sizes`` are B, V, rows of hidden, and the length of every sequence (0 if they differ)."""
+    (batch, vocab, n_rows, _), dim, device = sizes, weight.size(1), weight.device
+    splits = cdiv(vocab, config.split_v)
+    tiles = cdiv(n_rows, config.block_r)
+    counts = torch.empty(tiles, splits, dtype=torch.int32, device=device)
+    scan = {"BLOCK_R": config.block_r, "BLOCK": config.scan_block, "num_warps": config.scan_warps, **flags}
+    _count_kernel[(tiles, splits)](scores, winners, cu_seqlens, counts, *sizes, splits, config.split_v, **scan)
+    places = counts.view(-1).cumsum(0)
+    codes = torch.empty(batch * vocab, dtype=torch.int32, device=device)
+    grads = torch.empty(batch * vocab, dtype=weight.dtype, device=device)
+    _list_kernel[(tiles, splits)](
+        dscores, scores, winners, cu_seqlens, places, counts, codes, grads, *sizes, splits, config.split_v,
+        *dscores.stride(), ACTIVATION=activation, **scan,
+    )  # fmt: skip
+    _dhidden_kernel[(tiles, cdiv(dim, config.dhidden_block_d))](
+        weight, places, codes, grads, dhidden, n_rows, splits, logit_scale,
+        D=dim, BLOCK_R=config.block_r, BLOCK_D=config.dhidden_block_d, BLOCK_E=config.block_e,
+        PRECISION=config.precision, num_warps=config.dhidden_warps, num_stages=config.dhidden_stages,
+    )  # fmt: skip
