@@ -1,6 +1,7 @@
 """Fused heads and scorers for neural retrieval: big score matrices are folded tile by tile, never stored.
 
-``tilefold.lsr_head`` and ``tilefold.lsr_head_sparse`` are the operators, ``tilefold.nn`` wraps them as modules.
+``tilefold.lsr_head``, ``tilefold.lsr_head_sparse`` and ``tilefold.maxsim`` are the operators; ``tilefold.nn`` has them
+as modules.
 Importing the package is cheap: torch loads with the first operator, kernels and integrations at first use.
 """
 
@@ -12,11 +13,11 @@ from tilefold._version import __version__
 
 if TYPE_CHECKING:
     from tilefold import nn
-    from tilefold.ops import lsr_head, lsr_head_sparse
+    from tilefold.ops import lsr_head, lsr_head_sparse, maxsim
 
-__all__ = ["__version__", "lsr_head", "lsr_head_sparse", "nn"]
+__all__ = ["__version__", "lsr_head", "lsr_head_sparse", "maxsim", "nn"]
 
-_OPERATORS = ("lsr_head", "lsr_head_sparse")
+_OPERATORS = ("lsr_head", "lsr_head_sparse", "maxsim")
 
 
 def __getattr__(name: str) -> Any:

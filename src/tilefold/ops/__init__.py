@@ -1,5 +1,7 @@
 """The operators: one room each, the public functions re-exported here."""
 
+from tilefold.ops.entmax import entmax, sparsemax
 from tilefold.ops.lsr_head import lsr_head, lsr_head_sparse
+from tilefold.ops.maxsim import maxsim
 
-__all__ = ["lsr_head", "lsr_head_sparse"]
+__all__ = ["entmax", "lsr_head", "lsr_head_sparse", "maxsim", "sparsemax"]

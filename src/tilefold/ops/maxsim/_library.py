@@ -1,0 +1,188 @@
+"""MaxSim as ``torch.library`` operators: schemas, fake kernels, autograd, for full-graph ``torch.compile``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilefold.ops.maxsim._choice import chosen_impl
+from tilefold.ops.maxsim._problem import Problem, wide_dtype
+
+_PROBLEM = (
+    "Tensor queries, Tensor documents, Tensor? query_mask, Tensor? document_mask, Tensor? cu_queries,"
+    " Tensor? cu_documents, SymInt query_length, SymInt document_length, Tensor? index, str pairing, bool mask_zero,"
+    " float temperature, bool normalize, SymInt longest_query"
+)
+_ARGUMENTS = _PROBLEM.count(",") + 1
+
+
+def check_cu_seqlens(name: str, cu_seqlens: Tensor, rows: int, side: str) -> None:
+    """Check the values of packed offsets on the host.
+
+    Raises:
+        ValueError: unless they start with 0, never fall, and end at the number of rows.
+    """
+    values = cu_seqlens.tolist()
+    falls = next((i for i in range(1, len(values)) if values[i] < values[i - 1]), None)
+    if values[0] != 0:
+        problem = f"{name}[0] = {values[0]}"
+    elif falls is not None:
+        problem = f"{name}[{falls}] = {values[falls]} after {values[falls - 1]}"
+    elif values[-1] != rows:
+        problem = f"{name}[-1] = {values[-1]} with {rows} rows in {side}"
+    else:
+        return
+    raise ValueError(
+        f"{name} must start with 0, never fall and end at the number of rows T of {side}, got {problem}; "
+        "build it as the cumulative sum of the lengths with a 0 in front."
+    )
+
+
+def check_values(problem: Problem, impl: str) -> None:
+    """Check offsets and pair indices where the host may look: on the CPU, or where the implementation looks anyway."""
+    if problem.queries.device.type == "cuda" and impl == "triton":
+        return
+    if problem.cu_queries is not None:
+        check_cu_seqlens("cu_seqlens_q", problem.cu_queries, problem.queries.size(0), "queries")
+    if problem.cu_documents is not None:
+        check_cu_seqlens("cu_seqlens_d", problem.cu_documents, problem.documents.size(0), "documents")
+    if problem.index is not None and problem.index.numel():
+        sizes = torch.tensor([problem.n_queries, problem.n_documents], device=problem.index.device)
+        bad = ((problem.index < 0) | (problem.index >= sizes)).nonzero()
+        if bad.numel():
+            pair, side = bad[0].tolist()
+            name = ("queries", "documents")[side]
+            raise ValueError(
+                f"pairing must hold indices below the number of {name} ({int(sizes[side])}), got "
+                f"{int(problem.index[pair, side])} in pair {pair}; drop that pair or fix its index."
+            )
+
+
+def _define(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Define ``tilefold::name`` with the decorated function as its implementation on every device."""
+    torch.library.define(f"tilefold::{name}", schema)
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            device, device_type = args[0].device, args[0].device.type
+            if device_type == "cuda" and device.index != torch.cuda.current_device():
+                with torch.cuda.device(device):  # kernels are launched on the current device
+                    return run(*args)
+            if not torch.is_autocast_enabled(device_type):
+                return function(*args)
+            with torch.autocast(device_type, enabled=False):  # the public function has settled the dtypes
+                return function(*args)
+
+        torch.library.impl(f"tilefold::{name}", "default", run)
+        return function
+
+    return register
+
+
+def _implementation(impl: str) -> ModuleType:
+    if impl == "tiled":
+        from tilefold.ops.maxsim import _tiled  # noqa: PLC0415
+
+        return _tiled
+    from tilefold.ops.maxsim import _triton  # noqa: PLC0415 (needs triton)
+
+    return _triton
+
+
+@_define("maxsim", f"({_PROBLEM}, bool with_saved, str impl) -> (Tensor scores, Tensor saved)")
+def _maxsim(*args: Any) -> tuple[Tensor, Tensor]:
+    problem, with_saved = Problem(*args[:_ARGUMENTS]), args[_ARGUMENTS]
+    impl = chosen_impl(problem.queries, args[_ARGUMENTS + 1])
+    check_values(problem, impl)
+    return _implementation(impl).forward(problem, with_saved)  # type: ignore[no-any-return]
+
+
+@torch.library.register_fake("tilefold::maxsim")
+def _(*args: Any) -> tuple[Tensor, Tensor]:
+    problem, with_saved = Problem(*args[:_ARGUMENTS]), args[_ARGUMENTS]
+    queries = problem.queries
+    saved = problem.saved_shape if with_saved else (0, 0)
+    return (
+        queries.new_empty(problem.score_shape, dtype=wide_dtype(queries.dtype)),
+        queries.new_empty(saved, dtype=problem.saved_dtype),
+    )
+
+
+@_define(
+    "maxsim_backward",
+    f"(Tensor dscores, Tensor saved, {_PROBLEM}, bool need_queries, bool need_documents, str impl)"
+    " -> (Tensor dqueries, Tensor ddocuments)",
+)
+def _maxsim_backward(dscores: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    problem, (need_queries, need_documents, impl) = Problem(*args[:_ARGUMENTS]), args[_ARGUMENTS:]
+    module = _implementation(chosen_impl(problem.queries, impl))
+    grads = module.backward(problem, dscores, saved, need_queries, need_documents)
+    # operators return tensors only: an empty one stands for a gradient that nobody asked for
+    dqueries, ddocuments = (dscores.new_empty(0) if grad is None else grad for grad in grads)
+    return dqueries, ddocuments
+
+
+@torch.library.register_fake("tilefold::maxsim_backward")
+def _(dscores: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    problem, (need_queries, need_documents, _) = Problem(*args[:_ARGUMENTS]), args[_ARGUMENTS:]
+    sides = ((problem.queries, need_queries), (problem.documents, need_documents))
+    dqueries, ddocuments = (
+        torch.empty_like(rows, memory_format=torch.contiguous_format) if needed else dscores.new_empty(0)
+        for rows, needed in sides
+    )
+    return dqueries, ddocuments
+
+
+def _no_second_derivative(ctx: Any, *grads: Tensor | None) -> None:
+    raise RuntimeError(
+        "tilefold::maxsim_backward has no derivative: maxsim can be differentiated once. Leave out create_graph=True, "
+        "or use impl='reference', which can be differentiated again."
+    )
+
+
+def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.set_materialize_grads(False)
+
+
+torch.library.register_autograd("tilefold::maxsim_backward", _no_second_derivative, setup_context=_setup_nothing)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    tensors = [value if isinstance(value, Tensor) else None for value in inputs[:_ARGUMENTS]]
+    ctx.save_for_backward(output[1], *tensors)
+    ctx.others = [None if isinstance(value, Tensor) else value for value in inputs[:_ARGUMENTS]]
+    ctx.with_saved, ctx.impl = inputs[_ARGUMENTS:]
+
+
+def _backward(ctx: Any, dscores: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * _ARGUMENTS  # the mask and whatever follows
+    if dscores is None:
+        return (None, None, *nothing)
+    if not ctx.with_saved:
+        raise RuntimeError("tilefold::maxsim needs with_saved=True where a gradient is asked for; call maxsim.")
+    saved, *tensors = ctx.saved_tensors
+    arguments = [other if tensor is None else tensor for tensor, other in zip(tensors, ctx.others, strict=True)]
+    needs = ctx.needs_input_grad[:2]
+    grads = torch.ops.tilefold.maxsim_backward(dscores, saved, *arguments, *needs, ctx.impl)
+    dqueries, ddocuments = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
+    return (dqueries, ddocuments, *nothing)
+
+
+torch.library.register_autograd("tilefold::maxsim", _backward, setup_context=_setup_context)
+
+
+def scores(problem: Problem, impl: str) -> Tensor:
+    """Scores of ``problem``; what backward needs is kept only if a gradient can be asked for."""
+    with_saved = torch.is_grad_enabled() and (problem.queries.requires_grad or problem.documents.requires_grad)
+    out, _ = torch.ops.tilefold.maxsim(
+        problem.queries, problem.documents, problem.query_mask, problem.document_mask, problem.cu_queries,
+        problem.cu_documents, problem.query_length, problem.document_length, problem.index, problem.pairing,
+        problem.mask_zero, problem.temperature, problem.normalize, problem.longest_query, with_saved, impl,
+    )  # fmt: skip
+    return out  # type: ignore[no-any-return]

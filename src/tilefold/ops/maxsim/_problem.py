@@ -1,0 +1,115 @@
+"""One description of every layout: rows of tokens, where each sequence lies among them, and which pairs are scored.
+
+Queries and documents are rows ``[T, D]``. Sequence ``i`` of a padded side is rows ``i * length`` to
+``(i + 1) * length``; of a packed side, ``cu[i]`` to ``cu[i + 1]``. A mask has one entry a row.
+
+Pairs are "all" of them, "grouped" (document ``d`` belongs to query ``d // group``; aligned pairs are groups of one) or
+an "index" ``[P, 2]``. What backward needs of each (pair, query token) is saved in one place of a tensor:
+
+========  ============  ==================================
+pairing   saved shape   place of token ``t`` (row of queries)
+========  ============  ==================================
+all       [Nd, Tq]      ``[d, t]``
+grouped   [group, Tq]   ``[d % group, t]``
+index     [P, longest]  ``[p, t - first row of the query]``
+========  ============  ==================================
+
+A winner is the position of the token in its document, padding counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# In uint16 the largest value stands for "no winner"; int32 uses -1.
+NO_WINNER_UINT16 = 65535
+
+
+def no_winner(dtype: torch.dtype) -> int:
+    """The stored winner of a query token that no valid document token answers."""
+    return NO_WINNER_UINT16 if dtype == torch.uint16 else -1
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores and sums: fp32, or fp64 for fp64 input."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a MaxSim operator is asked to score.
+
+    Attributes:
+        queries, documents: ``[Tq, D]`` and ``[Td, D]`` rows.
+        query_mask, document_mask: ``[Tq]`` and ``[Td]``, nonzero = keep, or ``None``.
+        cu_queries, cu_documents: first rows of packed sequences, or ``None``.
+        query_length, document_length: rows of every padded sequence; 0 on a packed side.
+        index: ``[P, 2]`` (query, document), or ``None``.
+        pairing: ``"all"``, ``"grouped"`` or ``"index"``.
+        mask_zero: whether a masked document token scores 0 and takes part; else it is left out.
+        temperature: of the smooth maximum; 0 for the maximum itself.
+        normalize: whether rows are divided by their Euclidean norm.
+        longest_query: for "index", a bound of the tokens of a query.
+        query_scale, document_scale: ``[Tq]`` and ``[Td]`` fp32 factors of the rows, or ``None``.
+    """
+
+    queries: Tensor
+    documents: Tensor
+    query_mask: Tensor | None
+    document_mask: Tensor | None
+    cu_queries: Tensor | None
+    cu_documents: Tensor | None
+    query_length: int
+    document_length: int
+    index: Tensor | None
+    pairing: str
+    mask_zero: bool
+    temperature: float
+    normalize: bool
+    longest_query: int
+    query_scale: Tensor | None = None
+    document_scale: Tensor | None = None
+
+    @property
+    def n_queries(self) -> int:
+        """Number of queries."""
+        return _count(self.queries, self.cu_queries, self.query_length)
+
+    @property
+    def n_documents(self) -> int:
+        """Number of documents."""
+        return _count(self.documents, self.cu_documents, self.document_length)
+
+    @property
+    def group(self) -> int:
+        """Documents of each query, for "grouped"."""
+        return self.n_documents // max(self.n_queries, 1)
+
+    @property
+    def score_shape(self) -> tuple[int, ...]:
+        """Shape of the scores."""
+        if self.pairing == "all":
+            return (self.n_queries, self.n_documents)
+        return (self.n_documents if self.index is None else self.index.size(0),)
+
+    @property
+    def saved_shape(self) -> tuple[int, int]:
+        """Shape of what backward needs."""
+        if self.index is not None:
+            return (self.index.size(0), self.longest_query)
+        return (self.n_documents if self.pairing == "all" else self.group, self.queries.size(0))
+
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        """Winners in uint16 or int32, or the smooth maxima in fp32 (fp64)."""
+        if self.temperature:
+            return wide_dtype(self.queries.dtype)
+        bound = self.documents.size(0) if self.cu_documents is not None else self.document_length
+        return torch.uint16 if bound <= NO_WINNER_UINT16 else torch.int32
+
+
+def _count(rows: Tensor, cu: Tensor | None, length: int) -> int:
+    return rows.size(0) // length if cu is None else cu.numel() - 1

@@ -1,0 +1,71 @@
+"""MaxSim in plain PyTorch: the specification the other implementations are held to.
+
+It builds every similarity ``[.., Lq, Ld]``, in at least fp32, on any device, with autograd.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilefold.ops.maxsim._problem import Problem, wide_dtype
+
+
+def padded(rows: Tensor, mask: Tensor | None, cu: Tensor | None, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sequences ``[N, L, D]``, and ``[N, L]`` bools: the token exists, and it is not masked."""
+    kept = torch.ones(rows.size(0), dtype=torch.bool, device=rows.device) if mask is None else mask != 0
+    rows = rows.masked_fill(~kept[:, None], 0)  # a masked NaN must not reach a product
+    if cu is None:
+        kept = kept.view(-1, length)
+        return rows.view(*kept.shape, -1), torch.ones_like(kept), kept
+    lengths = cu.diff()
+    longest = int(lengths.max()) if lengths.numel() else 0
+    exists = torch.arange(max(longest, 1), device=rows.device) < lengths[:, None]
+    place = exists.nonzero(as_tuple=True)
+    tokens = rows.new_zeros(*exists.shape, rows.size(1)).index_put(place, rows)
+    return tokens, exists, torch.zeros_like(exists).index_put(place, kept)
+
+
+def unit(x: Tensor) -> Tensor:
+    """Rows divided by their norm; a zero row stays zero and has no gradient."""
+    square = x.square().sum(dim=-1, keepdim=True)
+    return torch.where(square > 0, x * torch.where(square > 0, square, 1).rsqrt(), 0)
+
+
+def first_largest(x: Tensor, allowed: Tensor) -> Tensor:
+    """Index of the largest allowed entry along the last dim, the lowest among equals, the first NaN if there is one."""
+    masked = x.masked_fill(~allowed, float("-inf"))
+    best = masked.amax(dim=-1, keepdim=True)
+    is_best = (masked == best) | (masked.isnan() & best.isnan())
+    return (is_best & allowed).to(torch.uint8).argmax(dim=-1)
+
+
+def maxsim(problem: Problem) -> Tensor:
+    """Scores, in the shape of the pairing."""
+    dtype = wide_dtype(problem.queries.dtype)
+    q, _, q_kept = padded(problem.queries.to(dtype), problem.query_mask, problem.cu_queries, problem.query_length)
+    d, exists, d_kept = padded(
+        problem.documents.to(dtype), problem.document_mask, problem.cu_documents, problem.document_length
+    )
+    if problem.normalize:
+        q, d = unit(q), unit(d)
+    if problem.pairing == "all":
+        sims = torch.einsum("qid,njd->qnij", q, d)  # [Nq, Nd, Lq, Ld]
+        q_kept, d_kept, exists = q_kept[:, None], d_kept[None], exists[None]
+    else:
+        document = torch.arange(problem.n_documents, device=d.device)
+        which = (
+            (document // max(problem.group, 1), document) if problem.index is None else problem.index.long().unbind(1)
+        )
+        q_kept, d_kept, exists = q_kept[which[0]], d_kept[which[1]], exists[which[1]]
+        sims = torch.einsum("pid,pjd->pij", q[which[0]], d[which[1]])  # [P, Lq, Ld]
+    allowed = (exists if problem.mask_zero else d_kept).unsqueeze(-2)  # [.., 1, Ld]
+    sims = torch.where(d_kept.unsqueeze(-2), sims, 0)
+    some = allowed.any(dim=-1)  # [.., 1]
+    if problem.temperature:
+        scaled = (sims / problem.temperature).masked_fill(~allowed & some[..., None], float("-inf"))
+        best = problem.temperature * scaled.logsumexp(dim=-1)
+    else:
+        winner = first_largest(sims, allowed.expand(sims.shape))
+        best = sims.gather(-1, winner.unsqueeze(-1)).squeeze(-1)  # [.., Lq]
+    return torch.where(some & q_kept, best, 0).sum(dim=-1)

@@ -1,0 +1,270 @@
+"""MaxSim in torch operations on tiles: the CPU path, and the fallback on any device.
+
+Forward multiplies a block of documents with the query tokens and reduces each tile of similarities at once; backward
+of the maximum touches winners only, backward of the smooth maximum computes each tile again. Products are taken in
+at least fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from tilefold.ops.maxsim._blocks import BLOCK_COLUMNS, Block, Side, blocks, inverse_norms, pairs, sides
+from tilefold.ops.maxsim._problem import Problem, no_winner, wide_dtype
+
+BLOCK_WINNER = 16  # tokens among which the winner is looked for, once their block is known
+SLAB_ENTRIES = 1 << 22  # (pair, query token) winners whose gradients are sorted at a time
+
+
+def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
+    """Scores, and what backward needs (empty unless asked for)."""
+    queries, documents = sides(problem)
+    dtype = wide_dtype(problem.queries.dtype)
+    device = problem.queries.device
+    shape = problem.saved_shape if with_saved else (0, 0)
+    nothing = float("inf") if problem.temperature else no_winner(problem.saved_dtype)
+    # few operations know uint16: winners are kept wide until the end
+    kind = dtype if problem.temperature else torch.int32
+    saved = torch.full(shape, nothing, dtype=kind, device=device)
+    if problem.pairing == "all":
+        scores = _all_pairs(problem, queries, documents, saved if with_saved else None)
+    else:
+        scores = _some_pairs(problem, queries, documents, saved if with_saved else None)
+    return scores, saved.to(problem.saved_dtype)
+
+
+def _all_pairs(problem: Problem, queries: Side, documents: Side, saved: Tensor | None) -> Tensor:
+    dtype = wide_dtype(problem.queries.dtype)
+    device = problem.queries.device
+    columns = torch.arange(queries.rows.size(0), device=device) if queries.index is None else queries.index
+    every = torch.arange(problem.n_queries, device=device)
+    longest = int(queries.counts.max()) if every.numel() else 0
+    member, exists = queries.kept_rows(every, longest)  # [Nq, longest]
+    scores = torch.zeros(problem.n_documents, problem.n_queries, dtype=dtype, device=device)
+    table = queries.take(columns) if queries.index is not None else None
+    every_document = torch.arange(problem.n_documents, device=device)
+    for block in blocks(documents, every_document, min(columns.numel(), BLOCK_COLUMNS), problem.mask_zero):
+        best = torch.zeros(block.items.numel(), queries.rows.size(0), dtype=dtype, device=device)
+        flat = block.tokens.flatten(0, 1)
+        for c0 in range(0, columns.numel(), BLOCK_COLUMNS):
+            chosen = columns[c0 : c0 + BLOCK_COLUMNS]
+            part = queries.take(chosen) if table is None else table[c0 : c0 + BLOCK_COLUMNS]
+            sims = (flat @ part.T).view(*block.rows.shape, -1)  # [n, L, C]
+            value, state = _reduce(problem, documents, block, sims, saved is not None)
+            best[:, chosen] = value
+            if saved is not None:
+                saved[block.items[:, None], chosen] = state
+        scores[block.items] = torch.where(exists, best[:, member], 0).sum(dim=2)
+    return scores.T.contiguous()
+
+
+def _some_pairs(problem: Problem, queries: Side, documents: Side, saved: Tensor | None) -> Tensor:
+    dtype = wide_dtype(problem.queries.dtype)
+    device = problem.queries.device
+    query_of, document_of = pairs(problem)
+    scores = torch.zeros(document_of.numel(), dtype=dtype, device=device)
+    longest = int(queries.counts.max()) if queries.counts.numel() else 0
+    for block in blocks(documents, document_of, longest, problem.mask_zero):
+        query = query_of[block.items]
+        rows, exists = queries.kept_rows(query, longest)  # [n, Lq]
+        sims = block.tokens @ queries.take(rows).mT  # [n, L, Lq]
+        value, state = _reduce(problem, documents, block, sims, saved is not None)
+        scores[block.items] = torch.where(exists, value, 0).sum(dim=1)
+        if saved is not None:
+            place = _places(problem, block.items[:, None], rows, queries.starts[query][:, None])
+            saved.view(-1)[place[exists]] = state[exists]
+    return scores
+
+
+def _places(problem: Problem, item: Tensor, row: Tensor, start: Tensor) -> Tensor:
+    """Where the flattened ``saved`` holds (pair, query row)."""
+    if problem.index is not None:
+        return item * problem.longest_query + row - start
+    return item % problem.group * problem.queries.size(0) + row
+
+
+def _reduce(problem: Problem, side: Side, block: Block, sims: Tensor, with_saved: bool) -> tuple[Tensor, Tensor]:
+    """The maximum over document tokens of ``[n, L, C]``, and its winner or, of a smooth one, itself."""
+    if block.exists is not None:
+        sims.masked_fill_(~block.exists[:, :, None], float("-inf"))
+    masked = None
+    if problem.mask_zero and side.index is not None:
+        masked = (side.sizes - side.counts)[block.documents][:, None]  # [n, 1]
+    if problem.temperature:
+        best = _smooth(sims, problem.temperature, masked)
+        return best, best
+    best, place = _max_over_tokens(sims, with_saved)
+    first_masked = None
+    if masked is not None:
+        exists = torch.ones_like(block.rows, dtype=torch.bool) if block.exists is None else block.exists
+        first_masked = side.first_masked(block.documents, block.rows, exists)[:, None]
+    if not with_saved:
+        return (best if masked is None else torch.where((masked > 0) & (best < 0), 0, best)), place
+    position = block.rows.gather(1, place) - side.starts[block.documents][:, None]
+    if masked is not None and first_masked is not None:
+        zero_wins = (masked > 0) & ((best < 0) | ((best == 0) & (first_masked < position)))
+        best = best.masked_fill(zero_wins, 0)
+        position = position.masked_fill(zero_wins, no_winner(problem.saved_dtype))
+    return best, position.int()
+
+
+def _smooth(sims: Tensor, temperature: float, masked: Tensor | None) -> Tensor:
+    scaled = sims.div_(temperature)
+    top = scaled.amax(dim=1)
+    if masked is not None:
+        top = torch.where(masked > 0, top.clamp_min(0), top)
+    shift = torch.where(top.isfinite(), top, 0)
+    total = scaled.sub_(shift[:, None]).exp_().sum(dim=1)
+    if masked is not None:
+        total = total + masked * torch.exp(-shift)
+    return temperature * (shift + total.log())
+
+
+def _max_over_tokens(sims: Tensor, with_winners: bool) -> tuple[Tensor, Tensor]:
+    """Maximum over dim 1 of ``[n, L, C]`` and the lowest index that holds it; NaN if there is one.
+
+    First the block of tokens, then the token: a maximum with indices over all tokens costs several times as much.
+    """
+    length = sims.size(1)
+    if not with_winners:
+        return sims.amax(dim=1), sims.new_empty(0)
+    if length <= BLOCK_WINNER:
+        best, winner = sims.max(dim=1)
+        return best, winner
+    whole = length // BLOCK_WINNER * BLOCK_WINNER
+    maxima = sims[:, :whole].view(sims.size(0), -1, BLOCK_WINNER, sims.size(2)).amax(dim=2)
+    if whole < length:
+        maxima = torch.cat([maxima, sims[:, whole:].amax(dim=1, keepdim=True)], dim=1)
+    block = maxima.max(dim=1).indices  # [n, C]
+    places = torch.arange(BLOCK_WINNER, device=sims.device)[None, :, None]
+    tokens = (block[:, None] * BLOCK_WINNER + places).clamp_(max=length - 1)  # [n, 16, C]
+    best, place = sims.gather(1, tokens).max(dim=1)
+    return best, (block * BLOCK_WINNER + place).clamp_(max=length - 1)
+
+
+def backward(
+    problem: Problem, dscores: Tensor, saved: Tensor, need_queries: bool, need_documents: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of queries and documents, in their dtypes."""
+    dtype = wide_dtype(problem.queries.dtype)
+    dqueries = torch.zeros(problem.queries.shape, dtype=dtype, device=dscores.device) if need_queries else None
+    ddocuments = torch.zeros(problem.documents.shape, dtype=dtype, device=dscores.device) if need_documents else None
+    grad = dscores.to(dtype)
+    if problem.temperature:
+        _smooth_backward(problem, grad, saved, dqueries, ddocuments)
+    else:
+        _max_backward(problem, grad, saved, dqueries, ddocuments)
+    return _finish(problem, problem.queries, dqueries), _finish(problem, problem.documents, ddocuments)
+
+
+def _finish(problem: Problem, rows: Tensor, grad: Tensor | None) -> Tensor | None:
+    """The gradient of a row from that of its unit vector, in the row's dtype."""
+    if grad is not None and problem.normalize:
+        scale = inverse_norms(rows)
+        unit = rows.to(grad.dtype) * scale
+        grad = scale * (grad - unit * (unit * grad).sum(dim=1, keepdim=True))
+    return None if grad is None else grad.to(rows.dtype)
+
+
+def _max_backward(
+    problem: Problem, grad: Tensor, saved: Tensor, dqueries: Tensor | None, ddocuments: Tensor | None
+) -> None:
+    """Each gradient row is a weighted sum of rows of the other side, over the pairs in rising order."""
+    queries, documents = sides(problem)
+    every = torch.arange(problem.n_queries, device=grad.device)
+    longest = int(queries.sizes.max()) if every.numel() else 0
+    offset = torch.arange(longest, device=grad.device)
+    if problem.pairing == "all":
+        document_of = torch.arange(problem.n_documents, device=grad.device)
+        query_of_row = every.repeat_interleave(queries.sizes)
+        width = queries.rows.size(0)
+    else:
+        query_of, document_of = pairs(problem)
+        width = longest
+    step = max(1, SLAB_ENTRIES // max(width, 1))
+    all_documents = None
+    for i in range(0, document_of.numel(), step):
+        chosen = document_of[i : i + step]
+        items = torch.arange(i, i + chosen.numel(), device=grad.device)[:, None]
+        if problem.pairing == "all":
+            row = torch.arange(width, device=grad.device).expand(chosen.numel(), -1)
+            winner = saved[i : i + step].to(torch.int64)
+            weight = grad.T[i : i + step, query_of_row]
+        else:
+            query = query_of[i : i + step]
+            inside = offset < queries.sizes[query][:, None]
+            row = torch.where(inside, queries.starts[query][:, None] + offset, 0)
+            place = torch.where(inside, _places(problem, items, row, queries.starts[query][:, None]), 0)
+            winner = saved.view(-1)[place].to(torch.int64).masked_fill(~inside, no_winner(saved.dtype))
+            weight = grad[i : i + step, None].expand(winner.shape)
+        has = winner != no_winner(saved.dtype)
+        target = torch.where(has, documents.starts[chosen][:, None] + winner, 0)
+        weight = torch.where(has, weight, 0)
+        if dqueries is not None:
+            if all_documents is None:
+                all_documents = documents.take(torch.arange(documents.rows.size(0), device=grad.device))
+            if problem.pairing == "all":  # [width, n]: every row has n entries
+                bags = embedding_bag(target.T.contiguous(), all_documents, mode="sum", per_sample_weights=weight.T)
+                dqueries += bags
+            else:
+                _add_rows(dqueries, all_documents, row, target, weight, has)
+        if ddocuments is not None:
+            table = queries.take(torch.arange(queries.rows.size(0), device=grad.device))
+            _add_rows(ddocuments, table, target, row, weight, has)
+
+
+def _add_rows(out: Tensor, table: Tensor, owner: Tensor, row: Tensor, weight: Tensor, has: Tensor) -> None:
+    """``out[owner] += weight * table[row]`` over the entries that exist, one owner after the other."""
+    owner, order = owner[has].sort(stable=True)
+    if owner.numel() == 0:
+        return
+    unique, counts = torch.unique_consecutive(owner, return_counts=True)
+    starts = counts.cumsum(0) - counts
+    row, weight = row[has][order], weight[has][order]
+    out[unique] += embedding_bag(row, table, starts, mode="sum", per_sample_weights=weight)
+
+
+def _smooth_backward(
+    problem: Problem, grad: Tensor, saved: Tensor, dqueries: Tensor | None, ddocuments: Tensor | None
+) -> None:
+    """Softmax weights of each tile, computed again from the saved smooth maxima."""
+    queries, documents = sides(problem)
+    whole = problem.pairing == "all"
+    longest = int(queries.counts.max()) if queries.counts.numel() else 0
+    if whole:
+        query_of = document_of = torch.arange(problem.n_documents, device=grad.device)
+        every = torch.arange(problem.n_queries, device=grad.device)
+        query_of_row = every.repeat_interleave(queries.sizes)
+        rows = torch.arange(queries.rows.size(0), device=grad.device) if queries.index is None else queries.index
+        parts = [rows[c0 : c0 + BLOCK_COLUMNS] for c0 in range(0, rows.numel(), BLOCK_COLUMNS)]
+    else:
+        query_of, document_of = pairs(problem)
+    columns = min(BLOCK_COLUMNS, queries.rows.size(0)) if whole else longest
+    for block in blocks(documents, document_of, columns, problem.mask_zero):
+        query = query_of[block.items]
+        exists = torch.empty(0, dtype=torch.bool, device=grad.device)
+        if not whole:
+            part, exists = queries.kept_rows(query, longest)
+            parts = [part]
+        for part in parts:
+            tokens = queries.take(part)  # [C, D] or [n, Lq, D]
+            sims = block.tokens @ tokens.mT  # [n, L, C]
+            if whole:
+                top = saved[block.items[:, None], part]
+                weight = grad.T[block.items[:, None], query_of_row[part]]
+            else:
+                place = _places(problem, block.items[:, None], part, queries.starts[query][:, None])
+                top = saved.view(-1)[torch.where(exists, place, 0)]
+                weight = grad[block.items][:, None].masked_fill(~exists, 0)
+            share = sims.sub_(top[:, None]).div_(problem.temperature).exp_().mul_(weight[:, None])
+            if block.exists is not None:
+                share.masked_fill_(~block.exists[:, :, None], 0)
+            if dqueries is not None:
+                if whole:
+                    dqueries[part] += share.flatten(0, 1).T @ block.tokens.flatten(0, 1)
+                else:  # rows repeat: this sum is deterministic on every device
+                    dqueries.index_put_((part,), share.mT @ block.tokens, accumulate=True)
+            if ddocuments is not None:
+                ddocuments.index_put_((block.rows,), share @ tokens, accumulate=True)

@@ -1,0 +1,232 @@
+"""Inputs of MaxSim, its results, and their comparison with the reference in fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilefold.ops import maxsim
+from tilefold.testing import assert_within_budget
+
+LAYOUTS = ("full", "right", "left", "holes", "packed")
+PAIRINGS = ("all", "aligned", "grouped", "index")
+
+
+@dataclasses.dataclass(frozen=True)
+class MaxSimInputs:
+    """One problem for :func:`tilefold.ops.maxsim`, with the gradient that comes back.
+
+    Attributes:
+        queries: ``[Nq, Lq, D]``, or packed ``[T, D]``.
+        documents: ``[Nd, Ld, D]``, ``[B, N, Ld, D]``, or packed ``[T, D]``.
+        query_mask, document_mask, cu_seqlens_q, cu_seqlens_d: as in :func:`tilefold.ops.maxsim`, or ``None``.
+        pairing: a name, or a ``[P, 2]`` index.
+        dscores: of the scores' shape, fp32 (fp64).
+    """
+
+    queries: Tensor
+    documents: Tensor
+    query_mask: Tensor | None
+    document_mask: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_d: Tensor | None
+    pairing: str | Tensor
+    dscores: Tensor
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Masks, offsets and pairing, as keyword arguments."""
+        names = ("query_mask", "document_mask", "cu_seqlens_q", "cu_seqlens_d", "pairing")
+        return {name: getattr(self, name) for name in names}
+
+    def to(self, device: torch.device | str) -> MaxSimInputs:
+        """The same problem on ``device``."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return MaxSimInputs(**{n: v.to(device) if isinstance(v, Tensor) else v for n, v in fields.items()})
+
+    def cast(self, dtype: torch.dtype) -> MaxSimInputs:
+        """The same problem with token vectors in ``dtype``, and the scores' gradient in what the scores then have."""
+        wide = torch.promote_types(dtype, torch.float32)
+        queries, documents = self.queries.to(dtype), self.documents.to(dtype)
+        return dataclasses.replace(self, queries=queries, documents=documents, dscores=self.dscores.to(wide))
+
+    def packed(self, sides: str = "qd") -> MaxSimInputs:
+        """The same problem with the kept tokens of queries (``"q"``), documents (``"d"``) or both in packed rows."""
+        changes: dict[str, Any] = {}
+        for side, name, mask_name in (("q", "queries", "query_mask"), ("d", "documents", "document_mask")):
+            if side not in sides:
+                continue
+            tokens = getattr(self, name)
+            mask = getattr(self, mask_name)
+            kept = torch.ones(tokens.shape[:-1], dtype=torch.bool, device=tokens.device) if mask is None else mask != 0
+            lengths = kept.reshape(-1, kept.size(-1)).sum(dim=1)
+            offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+            changes |= {name: tokens[kept], mask_name: None, f"cu_seqlens_{side}": offsets}
+        return dataclasses.replace(self, **changes)
+
+
+def maxsim_inputs(
+    n_queries: int,
+    n_documents: int,
+    query_length: int,
+    document_length: int,
+    dim: int,
+    *,
+    pairing: str = "all",
+    layout: str = "full",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> MaxSimInputs:
+    """Random inputs with similarities of standard deviation about 1, the same on every device.
+
+    Args:
+        n_queries: Nq, or B.
+        n_documents: Nd for ``"all"`` and ``"index"``, N for ``"grouped"``; not used for ``"aligned"``.
+        query_length, document_length, dim: Lq, Ld (the longest of packed ones), D.
+        pairing: ``"all"``, ``"aligned"``, ``"grouped"``, or ``"index"`` for some random pairs, some of them twice.
+        layout: of both sides: ``"full"`` (no mask), ``"right"`` or ``"left"`` padding, ``"holes"`` anywhere, or
+            ``"packed"``; all but the first with an empty query and an empty document where there are two or more.
+        dtype, device: of the token vectors.
+        seed: of the random numbers.
+
+    Raises:
+        ValueError: for an unknown layout or pairing.
+    """
+    if layout not in LAYOUTS or pairing not in PAIRINGS:
+        raise ValueError(f"layout must be one of {LAYOUTS} and pairing of {PAIRINGS}, got {layout!r}, {pairing!r}.")
+    generator = torch.Generator().manual_seed(seed)
+    outer = {"all": (n_documents,), "index": (n_documents,), "aligned": (n_queries,)}.get(
+        pairing, (n_queries, n_documents)
+    )
+    queries = torch.randn(n_queries, query_length, dim, generator=generator) * dim**-0.25
+    documents = torch.randn(*outer, document_length, dim, generator=generator) * dim**-0.25
+    index: str | Tensor = pairing
+    shape: tuple[int, ...] = {"all": (n_queries, n_documents), "grouped": outer}.get(pairing, (n_queries,))
+    if pairing == "index":
+        count = n_queries + n_documents
+        columns = [torch.randint(size, (count, 1), generator=generator) for size in (n_queries, n_documents)]
+        index, shape = torch.cat(columns, dim=1), (count,)
+    inputs = MaxSimInputs(
+        queries,
+        documents,
+        _mask(layout, queries, generator),
+        _mask(layout, documents, generator),
+        None,
+        None,
+        index,
+        torch.randn(shape, generator=generator),
+    )
+    if layout == "packed":
+        inputs = inputs.packed()
+    return inputs.cast(dtype).to(device)
+
+
+def _mask(layout: str, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    if layout == "full":
+        return None
+    count, length = tokens.shape[:-2].numel(), tokens.size(-2)
+    lengths = torch.randint(min(1, length), length + 1, (count, 1), generator=generator)
+    if layout == "holes":
+        mask = torch.rand(count, length, generator=generator) < 0.6
+    elif layout == "left":
+        mask = torch.arange(length) >= length - lengths
+    else:
+        mask = torch.arange(length) < lengths
+    mask[:1] = True  # one sequence as long as can be
+    if count >= 2:
+        mask[count // 2] = False
+    return mask.view(tokens.shape[:-1])
+
+
+def maxsim_results(inputs: MaxSimInputs, *, needs: str = "qd", **options: Any) -> dict[str, Tensor]:
+    """Run forward and backward; return ``scores`` and the gradients ``dqueries`` and ``ddocuments`` asked for.
+
+    Args:
+        inputs: the problem.
+        needs: ``"q"``, ``"d"``, both or neither: what wants a gradient.
+        options: of :func:`tilefold.ops.maxsim`.
+    """
+    queries = inputs.queries.detach().requires_grad_("q" in needs)
+    documents = inputs.documents.detach().requires_grad_("d" in needs)
+    scores = maxsim(queries, documents, **inputs.layout, **options)
+    wanted = {f"d{n}": t for n, t in (("queries", queries), ("documents", documents)) if t.requires_grad}
+    gradients = torch.autograd.grad(scores, list(wanted.values()), inputs.dscores.to(scores.dtype)) if wanted else ()
+    return {"scores": scores.detach()} | dict(zip(wanted, gradients, strict=True))
+
+
+def with_one_answer(inputs: MaxSimInputs, **options: Any) -> MaxSimInputs:
+    """Zero ``dscores`` where floating point does not decide a winner, so that a tight budget can hold.
+
+    That is where for some query token the two largest similarities differ by less than the order of evaluation may
+    (2e-5 of the largest similarity). Builds every similarity in fp64: for small problems.
+    """
+    if options.get("temperature") is not None:
+        return inputs
+    exact = inputs.cast(torch.float64)
+    kept = [part.reshape(-1) != 0 for part in (_ones(exact.queries), _ones(exact.documents))]
+    for i, mask in enumerate((exact.query_mask, exact.document_mask)):
+        if mask is not None:
+            kept[i] = mask.reshape(-1) != 0
+    queries, documents = (t.reshape(-1, t.size(-1)) for t in (exact.queries, exact.documents))
+    if options.get("normalize"):
+        queries, documents = (torch.nn.functional.normalize(t, dim=-1) for t in (queries, documents))
+    ends = [_offsets(exact.queries, exact.cu_seqlens_q), _offsets(exact.documents, exact.cu_seqlens_d)]
+    dscores = inputs.dscores.clone()
+    flat = dscores.view(-1)
+    for place, (q, d) in enumerate(_pairs(inputs, len(ends[0]) - 1, len(ends[1]) - 1)):
+        rows, columns = slice(ends[0][q], ends[0][q + 1]), slice(ends[1][d], ends[1][d + 1])
+        mine, theirs = queries[rows][kept[0][rows]], documents[columns]
+        if options.get("mask_mode") == "zero":
+            theirs = theirs.masked_fill(~kept[1][columns][:, None], 0)
+        else:
+            theirs = theirs[kept[1][columns]]
+        sims = (mine @ theirs.T).nan_to_num()
+        if sims.numel() and sims.size(1) > 1:
+            best = sims.topk(2, dim=1).values
+            if bool((best[:, 0] - best[:, 1] < 2e-5 * max(1.0, float(sims.abs().max()))).any()):
+                flat[place] = 0
+    return dataclasses.replace(inputs, dscores=dscores)
+
+
+def _ones(tokens: Tensor) -> Tensor:
+    return torch.ones(tokens.shape[:-1], device=tokens.device)
+
+
+def _offsets(tokens: Tensor, cu_seqlens: Tensor | None) -> list[int]:
+    if cu_seqlens is not None:
+        return [int(value) for value in cu_seqlens.tolist()]
+    return [i * tokens.size(-2) for i in range(tokens.shape[:-2].numel() + 1)]
+
+
+def _pairs(inputs: MaxSimInputs, n_queries: int, n_documents: int) -> list[tuple[int, int]]:
+    if isinstance(inputs.pairing, Tensor):
+        return [(q, d) for q, d in inputs.pairing.tolist()]
+    if inputs.pairing == "all":
+        return [(q, d) for q in range(n_queries) for d in range(n_documents)]
+    return [(d // max(n_documents // n_queries, 1), d) for d in range(n_documents)]
+
+
+def assert_maxsim_matches(
+    inputs: MaxSimInputs, *, kind: str = "gradient", needs: str = "qd", **options: Any
+) -> dict[str, Tensor]:
+    """Run an implementation and hold its scores and gradients to their budgets; return its results.
+
+    Args:
+        inputs: the problem; pairs without one answer are taken out by :func:`with_one_answer`.
+        kind: budget of the gradients.
+        needs: gradients to ask for.
+        options: of :func:`tilefold.ops.maxsim`, with ``impl``.
+    """
+    choices = {key: value for key, value in options.items() if key != "impl"}
+    inputs = with_one_answer(inputs, **choices)
+    results = maxsim_results(inputs, needs=needs, **options)
+    truth = maxsim_results(inputs.cast(torch.float64), needs=needs, impl="reference", **choices)
+    if results.keys() != truth.keys():
+        raise AssertionError(f"results must be {list(truth)}, got {list(results)}.")
+    for name, out in results.items():
+        assert_within_budget(out, truth[name], kind="forward" if name == "scores" else kind, name=name)
+    return results

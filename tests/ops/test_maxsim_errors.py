@@ -1,0 +1,144 @@
+"""What MaxSim says about arguments that do not fit: the name, what was expected, what came, what to do."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from tilefold.ops import maxsim
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops.maxsim import chosen_impl
+
+QUERIES, DOCUMENTS, PACKED = torch.zeros(2, 3, 4), torch.zeros(2, 5, 4), torch.zeros(6, 4)
+OFFSETS = torch.tensor([0, 2, 6], dtype=torch.int32)
+
+VALUES = [
+    ({"queries": PACKED}, "queries must have shape [N, L, D], got [6, 4]."),
+    ({"documents": PACKED}, "documents must have shape [N, L, D], got [6, 4]."),
+    ({"pairing": "grouped"}, "documents must have shape [B, N, L, D], got [2, 5, 4]."),
+    ({"queries": QUERIES, "cu_seqlens_q": OFFSETS}, "queries must have shape [T, D], got [2, 3, 4]."),
+    ({"documents": torch.zeros(2, 5, 8)}, "documents must have the D of queries (4), got 8 in shape [2, 5, 8]."),
+    ({"queries": torch.zeros(2, 3, 0)}, "queries must have D of at least 1, got D=0 in shape [2, 3, 0]."),
+    ({"query_mask": torch.ones(2, 4)}, "query_mask must have shape [2, 3], got [2, 4]."),
+    ({"document_mask": torch.ones(2)}, "document_mask must have shape [2, 5], got [2]."),
+    ({"documents": PACKED, "cu_seqlens_d": OFFSETS[None]}, "cu_seqlens_d must have shape [N + 1], got [1, 3]."),
+    (
+        {"documents": torch.zeros(3, 5, 4), "pairing": "aligned"},
+        "documents must be as many as queries (2) for pairing='aligned', got 3.",
+    ),
+    (
+        {"documents": torch.zeros(3, 2, 5, 4), "pairing": "grouped"},
+        "documents must come in one group of equal size for each of the 2 queries for pairing='grouped', got 6 "
+        "documents "
+        "in shape [3, 2, 5, 4].",
+    ),
+    (
+        {"pairing": "both"},
+        "pairing must be one of 'all', 'aligned', 'grouped', or an integer tensor [P, 2], got 'both'.",
+    ),
+    ({"pairing": torch.zeros(3, dtype=torch.int64)}, "pairing must have shape [P, 2], got [3]."),
+    ({"pairing": torch.zeros(3, 3, dtype=torch.int64)}, "pairing must have shape [P, 2], got [3, 3]."),
+    ({"reduction": "max"}, "reduction must be one of 'sum', 'mean', got 'max'."),
+    ({"mask_mode": "keep"}, "mask_mode must be one of 'exclude', 'zero', got 'keep'."),
+    ({"temperature": 0.0}, "temperature must be a positive Python number or None, got 0.0."),
+    ({"temperature": math.inf}, "temperature must be a positive Python number or None, got inf."),
+    ({"impl": "cuda"}, "impl must be one of 'auto', 'reference', 'tiled', 'triton', got 'cuda'."),
+    (
+        {"documents": PACKED, "cu_seqlens_d": torch.tensor([0, 4, 2, 6])},
+        "cu_seqlens_d must start with 0, never fall and end at the number of rows T of documents, got "
+        "cu_seqlens_d[2] = 2 "
+        "after 4; build it as the cumulative sum of the lengths with a 0 in front.",
+    ),
+    (
+        {"queries": PACKED, "cu_seqlens_q": torch.tensor([0, 4])},
+        "cu_seqlens_q must start with 0, never fall and end at the number of rows T of queries, got "
+        "cu_seqlens_q[-1] = 4 "
+        "with 6 rows in queries; build it as the cumulative sum of the lengths with a 0 in front.",
+    ),
+    (
+        {"queries": PACKED, "cu_seqlens_q": torch.tensor([1, 6])},
+        "cu_seqlens_q must start with 0, never fall and end at the number of rows T of queries, got "
+        "cu_seqlens_q[0] = 1; "
+        "build it as the cumulative sum of the lengths with a 0 in front.",
+    ),
+    (
+        {"pairing": torch.tensor([[0, 0], [1, 2]])},
+        "pairing must hold indices below the number of documents (2), got 2 in pair 1; drop that pair or fix "
+        "its index.",
+    ),
+    (
+        {"pairing": torch.tensor([[-1, 0]])},
+        "pairing must hold indices below the number of queries (2), got -1 in pair 0; drop that pair or fix its index.",
+    ),
+]
+TYPES = [
+    ({"queries": [[1.0]]}, "queries must be a torch.Tensor, got list; convert it first."),
+    ({"document_mask": [1]}, "document_mask must be a torch.Tensor, got list; convert it first."),
+    (
+        {"queries": QUERIES.int()},
+        "queries must have dtype float16, bfloat16, float32, float64, got int32; cast it with .to(torch.bfloat16) or "
+        "another of these.",
+    ),
+    (
+        {"documents": DOCUMENTS.half()},
+        "documents must have the dtype of queries (float32), got float16; cast one of them, or run under "
+        "torch.autocast.",
+    ),
+    (
+        {"documents": PACKED, "cu_seqlens_d": OFFSETS.float()},
+        "cu_seqlens_d must have dtype int32, int64, got float32; use cu_seqlens_d.int().",
+    ),
+    ({"pairing": torch.zeros(3, 2)}, "pairing must have dtype int32, int64, got float32; use pairing.long()."),
+    (
+        {"query_mask": torch.ones(2, 3, dtype=torch.complex64)},
+        "query_mask must be bool, integer or floating, got torch.complex64.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), VALUES)
+def test_values_that_do_not_fit(changed: dict[str, Any], message: str) -> None:
+    for impl in ({},) if "impl" in changed else ({"impl": "reference"}, {"impl": "tiled"}):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            maxsim(**{"queries": QUERIES, "documents": DOCUMENTS} | changed | impl)
+
+
+@pytest.mark.parametrize(("changed", "message"), TYPES)
+def test_types_that_do_not_fit(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        maxsim(**{"queries": QUERIES, "documents": DOCUMENTS} | changed)
+
+
+def test_tensors_of_another_device_are_named() -> None:
+    with pytest.raises(ValueError, match=r"document_mask must be on the device of queries \(cpu\), got meta"):
+        maxsim(QUERIES, DOCUMENTS, document_mask=torch.ones(2, 5, device="meta"))
+
+
+@pytest.mark.skipif(triton_interpreted(), reason="the kernels can run here")
+def test_an_implementation_that_cannot_run_is_refused_and_never_replaced() -> None:
+    assert chosen_impl(QUERIES) == "tiled"
+    with pytest.raises(RuntimeError, match="impl='triton' cannot run here"):
+        maxsim(QUERIES, DOCUMENTS, impl="triton")
+
+
+@pytest.mark.gpu
+def test_the_kernels_refuse_fp64_and_auto_does_not_take_them() -> None:
+    queries = QUERIES.cuda().double()
+    assert chosen_impl(queries) == "tiled"
+    with pytest.raises(TypeError, match="queries must have dtype float16, bfloat16, float32 for impl='triton'"):
+        maxsim(queries, queries, impl="triton")
+
+
+@pytest.mark.gpu
+def test_broken_offsets_and_indices_score_nan_on_a_gpu() -> None:
+    queries, documents = torch.ones(2, 3, 16, device="cuda"), torch.ones(6, 16, device="cuda")
+    offsets = torch.tensor([0, 4, 2, 6], dtype=torch.int32, device="cuda")
+    scores = maxsim(queries, documents, cu_seqlens_d=offsets, impl="triton")
+    assert scores[:, 1].isnan().all() and bool((scores[:, 0] == 48).all())
+    pairs = torch.tensor([[0, 0], [0, 7], [-1, 0]], device="cuda")
+    found = maxsim(queries, documents.view(2, 3, 16), pairing=pairs, impl="triton")
+    assert found.isnan().tolist() == [False, True, True]

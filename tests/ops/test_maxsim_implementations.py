@@ -1,0 +1,218 @@
+"""Every implementation of MaxSim within its error budget of the reference: options, layouts, shapes, dtypes.
+
+The same tests serve the tiled path on the CPU, the kernels on a GPU, and, started by test_maxsim_interpreted.py, the
+kernels interpreted on the CPU: fewer cases, and no bf16, whose products the interpreter cannot compute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.conftest import Target
+from tilefold.ops import maxsim
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.testing import nan_poisoned_empty
+from tilefold.testing.maxsim import LAYOUTS, PAIRINGS, assert_maxsim_matches, maxsim_inputs, maxsim_results
+
+INTERPRETED = triton_interpreted()
+DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
+SHAPE = (3, 4, 5, 21, 24) if INTERPRETED else (4, 5, 7, 37, 40)
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"mask_mode": "zero"},
+    {"temperature": 0.5},
+    {"normalize": True},
+    {"mask_mode": "zero", "temperature": 0.7, "normalize": True, "reduction": "mean"},
+]
+NAMES = ["plain", "zero", "smooth", "normalize", "everything"]
+# (Nq, Nd, Lq, Ld, D): every pair of sizes occurs, not every combination
+SHAPES = [(1, 1, 1, 1, 8), (2, 3, 1, 70, 9), (3, 1, 33, 5, 16), (1, 7, 20, 40, 8)]
+if not INTERPRETED:
+    SHAPES += [
+        (17, 3, 32, 30, 24),
+        (2, 40, 8, 300, 33),
+        (5, 2, 130, 129, 64),
+        (3, 2, 300, 257, 40),
+        (1, 3, 24, 1100, 8),
+    ]
+SHAPES += [(9, 2, 16, 33, 136)]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
+@pytest.mark.parametrize(("pairing", "layout"), list(itertools.product(PAIRINGS, LAYOUTS)))
+def test_scores_and_gradients_for_every_option(
+    target: Target, pairing: str, layout: str, options: dict[str, Any]
+) -> None:
+    if INTERPRETED and options and layout in ("right", "left"):
+        pytest.skip("covered by holes")
+    inputs = maxsim_inputs(*SHAPE, pairing=pairing, layout=layout, device=target.device)
+    with nan_poisoned_empty():
+        assert_maxsim_matches(inputs, impl=target.impl, **options)
+
+
+@pytest.mark.parametrize("sides", ["q", "d"])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_one_side_packed(target: Target, pairing: str, sides: str) -> None:
+    inputs = maxsim_inputs(*SHAPE, pairing=pairing, layout="right", device=target.device).packed(sides)
+    assert_maxsim_matches(inputs, impl=target.impl)
+
+
+@pytest.mark.parametrize("mode", ["exclude", "zero"])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_packed_rows_with_masks(target: Target, pairing: str, mode: str) -> None:
+    inputs = maxsim_inputs(*SHAPE, pairing=pairing, layout="packed", device=target.device)
+    generator = torch.Generator().manual_seed(3)
+    masks = [torch.rand(t.size(0), generator=generator) < 0.5 for t in (inputs.queries, inputs.documents)]
+    inputs = dataclasses.replace(
+        inputs, query_mask=masks[0].to(target.device), document_mask=masks[1].to(target.device)
+    )
+    assert_maxsim_matches(inputs, impl=target.impl, mask_mode=mode)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
+@pytest.mark.parametrize(("pairing", "layout"), [("all", "holes"), ("grouped", "packed")])
+def test_scores_and_gradients_for_every_dtype(
+    target: Target, pairing: str, layout: str, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    inputs = maxsim_inputs(*SHAPE, pairing=pairing, layout=layout, dtype=dtype, device=target.device)
+    results = assert_maxsim_matches(inputs, impl=target.impl, kind="gradient_bound", **options)
+    assert results["scores"].dtype == torch.float32
+    assert results["dqueries"].dtype == results["ddocuments"].dtype == dtype
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the kernels have no fp64")
+@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_fp64_is_computed_in_fp64(pairing: str, options: dict[str, Any]) -> None:
+    inputs = maxsim_inputs(*SHAPE, pairing=pairing, layout="holes", dtype=torch.float64)
+    assert_maxsim_matches(inputs, **options)
+
+
+@pytest.mark.parametrize("pairing", ["all", "grouped"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_odd_shapes(target: Target, shape: tuple[int, int, int, int, int], pairing: str) -> None:
+    for layout in ("packed",) if INTERPRETED else ("full", "holes", "packed"):
+        inputs = maxsim_inputs(*shape, pairing=pairing, layout=layout, device=target.device)
+        assert_maxsim_matches(inputs, impl=target.impl)
+        if not INTERPRETED:
+            assert_maxsim_matches(inputs, impl=target.impl, temperature=1.5)
+
+
+@pytest.mark.parametrize("needs", ["q", "d"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5}], ids=["max", "smooth"])
+def test_gradients_of_one_side_alone(target: Target, options: dict[str, Any], needs: str) -> None:
+    inputs = maxsim_inputs(*SHAPE, layout="holes", device=target.device)
+    results = assert_maxsim_matches(inputs, impl=target.impl, needs=needs, **options)
+    assert len(results) == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5}], ids=["max", "smooth"])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_results_repeat_to_the_bit(target: Target, pairing: str, options: dict[str, Any]) -> None:
+    inputs = maxsim_inputs(*SHAPE, pairing=pairing, layout="holes", device=target.device)
+    first, second = (maxsim_results(inputs, impl=target.impl, **options) for _ in range(2))
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_operands_with_any_strides(target: Target, pairing: str) -> None:
+    inputs = maxsim_inputs(*SHAPE, pairing=pairing, layout="holes", device=target.device)
+    strided = dataclasses.replace(
+        inputs,
+        queries=inputs.queries.transpose(0, -1).contiguous().transpose(0, -1),
+        documents=torch.cat([inputs.documents, inputs.documents], dim=-1)[..., : inputs.documents.size(-1)],
+        document_mask=inputs.document_mask.transpose(0, -1).contiguous().transpose(0, -1),
+        dscores=inputs.dscores[..., :1].expand_as(inputs.dscores),
+    )
+    assert_maxsim_matches(strided, impl=target.impl)
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.float32, torch.uint8, torch.bool], ids=str)
+def test_masks_of_any_dtype_keep_what_is_not_zero(target: Target, kind: torch.dtype) -> None:
+    inputs = maxsim_inputs(*SHAPE, layout="holes", device=target.device)
+    masks = {name: (2 * getattr(inputs, name)).to(kind) for name in ("query_mask", "document_mask")}
+    found = maxsim_results(dataclasses.replace(inputs, **masks), impl=target.impl)
+    for name, value in maxsim_results(inputs, impl=target.impl).items():
+        assert torch.equal(found[name], value)
+
+
+@pytest.mark.parametrize("options", [{}, {"mask_mode": "zero"}, {"temperature": 0.5}], ids=["max", "zero", "smooth"])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_nan_is_seen_where_it_is_kept_and_nowhere_else(target: Target, pairing: str, options: dict[str, Any]) -> None:
+    inputs = maxsim_inputs(*SHAPE, pairing=pairing, layout="holes", device=target.device)
+    poisoned = dataclasses.replace(inputs, queries=inputs.queries.clone(), documents=inputs.documents.clone())
+    poisoned.queries[inputs.query_mask == 0] = math.nan
+    poisoned.documents[inputs.document_mask == 0] = math.nan
+    found = maxsim_results(poisoned, impl=target.impl, **options)
+    for name, value in maxsim_results(inputs, impl=target.impl, **options).items():
+        assert torch.equal(found[name], value), name
+    poisoned.documents.view(-1, *inputs.documents.shape[-2:])[0, 1, 3] = math.nan  # the first document keeps all
+    found = maxsim_results(poisoned, impl=target.impl, needs="", **options)["scores"]
+    expected = maxsim_results(poisoned, impl="reference", needs="", **options)["scores"]
+    assert expected.isnan().any() and torch.equal(found.isnan(), expected.isnan())
+
+
+def test_infinite_similarities_are_not_taken_for_masked_ones(target: Target) -> None:
+    queries = torch.tensor([[[1.0] * 8]], device=target.device)
+    documents = torch.full((2, 3, 8), -math.inf, device=target.device)
+    documents[1, 2] = 2.0
+    mask = torch.tensor([[1, 1, 0], [0, 1, 1]], device=target.device)
+    if INTERPRETED or target.impl != "triton":  # TF32 parts of an infinite product are NaN
+        scores = maxsim(queries, documents, document_mask=mask, impl=target.impl)
+        assert scores.tolist() == [[-math.inf, 16.0]]
+
+
+def test_empty_sides(target: Target) -> None:
+    rows = torch.randn(6, 8, device=target.device)
+    nothing = torch.zeros(3, dtype=torch.int32, device=target.device)
+    tokens = torch.randn(2, 4, 8, device=target.device)
+    assert maxsim(rows[:0], tokens, cu_seqlens_q=nothing, impl=target.impl).tolist() == [[0, 0], [0, 0]]
+    assert maxsim(tokens, rows[:0], cu_seqlens_d=nothing, impl=target.impl).tolist() == [[0, 0], [0, 0]]
+    assert maxsim(tokens, tokens, pairing=nothing.view(-1, 1)[:0].expand(0, 2), impl=target.impl).shape == (0,)
+    assert maxsim(tokens[:0], tokens, impl=target.impl).shape == (0, 2)
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements() -> None:
+    documents = torch.zeros(16500, 1024, 128, dtype=torch.float16, device="cuda")
+    documents[-1, -1] = 1
+    queries = torch.ones(1, 4, 128, dtype=torch.float16, device="cuda").requires_grad_()
+    scores = maxsim(queries, documents, impl="triton")
+    assert scores[0, -1].item() == 512 and not scores[0, :-1].any()
+    (gradient,) = torch.autograd.grad(scores[:, -1].sum(), queries)
+    assert bool((gradient == 1).all())
+    assert maxsim(queries[0].repeat(2, 1, 1), documents[-2:], pairing="aligned", impl="triton")[1].item() == 512
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_cuda_graphs_replay_forward_and_backward(pairing: str) -> None:
+    inputs = maxsim_inputs(4, 5, 32, 70, 64, pairing=pairing, layout="holes", dtype=torch.float16, device="cuda")
+    queries, documents = inputs.queries.clone().requires_grad_(), inputs.documents.clone().requires_grad_()
+
+    def step() -> tuple[torch.Tensor, ...]:
+        scores = maxsim(queries, documents, **inputs.layout, impl="triton")
+        return scores.detach(), *torch.autograd.grad(scores, (queries, documents), inputs.dscores)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        queries.copy_(queries.flip(0))
+    graph.replay()
+    for value, expected in zip(captured, step(), strict=True):
+        assert torch.equal(value, expected)

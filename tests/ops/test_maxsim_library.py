@@ -1,0 +1,143 @@
+"""MaxSim as torch operators: opcheck, torch.compile, autocast, second derivatives, what is kept for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+
+from tilefold.ops import maxsim
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops.maxsim import chosen_impl
+from tilefold.testing import assert_within_budget
+from tilefold.testing.maxsim import PAIRINGS, maxsim_inputs, maxsim_results, with_one_answer
+
+pytestmark = pytest.mark.skipif(triton_interpreted(), reason="this part needs no interpreter")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+CASES = [(pairing, layout) for pairing in PAIRINGS for layout in ("full", "holes", "packed")]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def operator_arguments(device: str, pairing: str, layout: str, temperature: float) -> tuple[Any, ...]:
+    inputs = maxsim_inputs(3, 4, 5, 9, 16, pairing=pairing, layout=layout, device=device)
+    masks = [None if m is None else m.reshape(-1) for m in (inputs.query_mask, inputs.document_mask)]
+    packed = layout == "packed"
+    index = inputs.pairing if pairing == "index" else None
+    return (
+        inputs.queries.reshape(-1, 16), inputs.documents.reshape(-1, 16), *masks, inputs.cu_seqlens_q,
+        inputs.cu_seqlens_d, 0 if packed else 5, 0 if packed else 9, index,
+        "grouped" if pairing == "aligned" else pairing, False, temperature, True, 5 if pairing == "index" else 0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+@pytest.mark.parametrize(("pairing", "layout"), CASES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_operators_pass_opcheck(device: str, pairing: str, layout: str, temperature: float) -> None:
+    arguments = operator_arguments(device, pairing, layout, temperature)
+    impl = chosen_impl(arguments[0])
+    with torch.no_grad():
+        scores, saved = torch.ops.tilefold.maxsim(*arguments, True, impl)
+    leaves = tuple(t.clone().requires_grad_() for t in arguments[:2])
+    torch.library.opcheck(torch.ops.tilefold.maxsim.default, (*leaves, *arguments[2:], True, impl))
+    for needs in ((True, True), (False, True), (True, False)):
+        torch.library.opcheck(
+            torch.ops.tilefold.maxsim_backward.default, (torch.randn_like(scores), saved, *arguments, *needs, impl)
+        )
+
+
+@pytest.mark.parametrize(("pairing", "layout"), [c for c in CASES if c != ("index", "packed")])
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_public_function_compiles_whole_with_gradients(device: str, pairing: str, layout: str) -> None:
+    inputs = maxsim_inputs(3, 4, 5, 9, 16, pairing=pairing, layout=layout, device=device)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(queries: Tensor, documents: Tensor, **options: Any) -> Tensor:
+        return maxsim(2 * queries, documents, **options) + 1
+
+    for options in ({}, {"temperature": 0.5, "reduction": "mean", "normalize": True}):
+        mine, theirs = (tuple(t.clone().requires_grad_() for t in (inputs.queries, inputs.documents)) for _ in range(2))
+        found = compiled(*mine, **inputs.layout, **options)
+        expected = maxsim(2 * theirs[0], theirs[1], **inputs.layout, **options) + 1
+        torch.testing.assert_close(found, expected)
+        found.backward(inputs.dscores)
+        expected.backward(inputs.dscores)
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("layout", ["full", "packed"])
+def test_batches_of_other_sizes_reuse_one_dynamic_graph(layout: str) -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(maxsim, fullgraph=True, dynamic=True, backend=counter)
+    for count, length in ((3, 8), (5, 13), (6, 21), (9, 40)):
+        inputs = maxsim_inputs(count, count + 1, 4, length, 16, layout=layout)
+        queries = inputs.queries.clone().requires_grad_()
+        out = compiled(queries, inputs.documents, **inputs.layout)
+        out.backward(inputs.dscores)
+        expected = maxsim_results(inputs)
+        torch.testing.assert_close(out.detach(), expected["scores"])
+        torch.testing.assert_close(queries.grad, expected["dqueries"])
+    assert counter.frame_count <= 2, f"{counter.frame_count} compilations for four shapes"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_takes_its_dtype_and_leaves_gradients_that_of_their_parameters(
+    device: str, dtype: torch.dtype
+) -> None:
+    inputs = with_one_answer(maxsim_inputs(4, 5, 6, 9, 16, layout="holes", dtype=dtype, device=device)).cast(
+        torch.float32
+    )
+    queries = inputs.queries.clone().requires_grad_()
+    documents = inputs.documents.to(dtype).requires_grad_()
+    with torch.autocast(device, dtype=dtype):
+        scores = maxsim(queries, documents, **inputs.layout)
+    scores.backward(inputs.dscores)
+    truth = maxsim_results(inputs.cast(torch.float64), impl="reference")
+    assert scores.dtype == queries.grad.dtype == torch.float32 and documents.grad.dtype == dtype
+    assert_within_budget(scores, truth["scores"])
+    assert_within_budget(queries.grad, truth["dqueries"], dtype, "gradient_bound")
+    assert_within_budget(documents.grad, truth["ddocuments"], kind="gradient_bound")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_second_derivative_is_refused_and_the_reference_has_one(device: str) -> None:
+    inputs = maxsim_inputs(2, 3, 4, 5, 8, device=device)
+    queries = inputs.queries.clone().requires_grad_()
+    scores = maxsim(queries, inputs.documents, temperature=1.0)
+    (gradient,) = torch.autograd.grad(scores.sum(), queries, create_graph=True)
+    with pytest.raises(RuntimeError, match="maxsim can be differentiated once"):
+        gradient.sum().backward()
+    scores = maxsim(queries, inputs.documents, temperature=1.0, impl="reference")
+    (gradient,) = torch.autograd.grad(scores.sum(), queries, create_graph=True)
+    gradient.sum().backward()
+    assert bool(queries.grad.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("layout", "length", "dtype"), [("full", 9, torch.uint16), ("full", 65536, torch.int32)], ids=str
+)
+def test_winners_take_two_bytes_up_to_65535_tokens_and_are_kept_only_for_a_gradient(
+    layout: str, length: int, dtype: torch.dtype
+) -> None:
+    inputs = maxsim_inputs(2, 2, 3, length, 2, layout=layout)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        maxsim(inputs.queries.requires_grad_(), inputs.documents)
+    assert [t.shape for t in saved if t.dtype == dtype] == [(2, 6)]
+    scores, winners = torch.ops.tilefold.maxsim(
+        *(t.detach().flatten(0, 1) for t in (inputs.queries, inputs.documents)), None, None, None, None, 3, length,
+        None, "all", False, 0.0, False, 0, False, "tiled",
+    )  # fmt: skip
+    assert scores.shape == (2, 2) and winners.numel() == 0
