@@ -15,7 +15,7 @@ import tilefold
 PACKAGE = Path(tilefold.__file__).resolve().parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 PUBLIC_FILES = [path for path in FILES if not any(p.startswith("_") and p != "__init__.py" for p in path.parts)]
-EXPORTING = ("tilefold.ops", "tilefold.nn", "tilefold.integrations.sentence_transformers")
+EXPORTING = ("tilefold.losses", "tilefold.ops", "tilefold.nn", "tilefold.integrations.sentence_transformers")
 
 
 def label(path: Path) -> str:

@@ -1,0 +1,121 @@
+"""Sums over ranks that autograd understands, and what a scores tensor says about where its parts lie.
+
+Two kinds of sum, which differ in what each rank's loss means:
+
+* over the *rows* of data-parallel ranks. Every rank makes the same loss ``L`` of the summed statistics, DDP and FSDP
+  average the ranks' gradients, so each rank must contribute ``W`` times the gradient of its own rows: backward
+  multiplies by the number of ranks ``W``, and needs no communication.
+* over the *columns* of vocabulary shards. Every rank makes the same loss and keeps the gradient of its own columns:
+  backward hands the gradient on.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# "world" is all ranks, or this process alone where torch.distributed is not initialised; None is this process alone.
+Group: TypeAlias = "dist.ProcessGroup | Literal['world'] | None"
+
+
+class Columns(NamedTuple):
+    """What this process holds of the scores.
+
+    Attributes:
+        local: ``[B, V]``, or this rank's columns of it, in fp32 (fp64).
+        shards: the ranks that hold the other columns of the same rows, or ``None``.
+        rows: the ranks that hold other rows of the batch, or ``None``.
+    """
+
+    local: Tensor
+    shards: dist.ProcessGroup | None
+    rows: dist.ProcessGroup | None
+
+
+def columns_of(scores: Tensor, group: Group) -> Columns:
+    """Read the layout of ``scores``.
+
+    Raises:
+        TypeError: if ``scores`` is no floating tensor.
+        ValueError: for another shape than ``[B, V]``, a layout other than whole or sharded columns, an unclear group.
+    """
+    if not isinstance(scores, Tensor) or not scores.is_floating_point():
+        got = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
+        raise TypeError(
+            f"scores must be a floating-point tensor, got {got}; pass the [B, V] output of a sparse encoder."
+        )
+    if scores.dim() != 2:
+        raise ValueError(f"scores must have shape [B, V], got {list(scores.shape)}.")
+    if group is not None and group != "world" and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group must be a ProcessGroup, 'world' or None, got {group!r}.")
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    if type(scores) is Tensor or not _is_dtensor(scores):
+        return Columns(scores.to(wide), None, _row_group(group))
+    local, mesh, dim = _local_columns(scores)
+    if group == "world":
+        if mesh.size() != dist.get_world_size():
+            raise ValueError(
+                "group must name the ranks that hold other rows where scores are a DTensor on some of the ranks, got "
+                "'world'; pass the group of the data-parallel dimension, for instance mesh['dp'].get_group(), or None."
+            )
+        group = None  # the mesh is the world, and its ranks hold the same rows
+    return Columns(local.to(wide), None if dim is None else mesh.get_group(dim), _row_group(group))
+
+
+def sum_over_rows(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum over data-parallel ranks; backward multiplies by their number (see above)."""
+    return statistics if group is None else _sum(statistics, group, dist.get_world_size(group))
+
+
+def sum_over_columns(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum over vocabulary shards; backward hands the gradient on (see above)."""
+    return statistics if group is None else _sum(statistics, group, 1)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, statistics: Tensor, group: dist.ProcessGroup, factor: int) -> Tensor:
+        ctx.factor = factor
+        total = statistics.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] * ctx.factor if ctx.factor != 1 else grads[0], None, None
+
+
+def _sum(statistics: Tensor, group: dist.ProcessGroup, factor: int) -> Tensor:
+    total: Tensor = _Sum.apply(statistics, group, factor)  # type: ignore[no-untyped-call]
+    return total
+
+
+def _row_group(group: Group) -> dist.ProcessGroup | None:
+    if group == "world":
+        available = dist.is_available() and dist.is_initialized()
+        return dist.group.WORLD if available and dist.get_world_size() > 1 else None
+    return group
+
+
+def _is_dtensor(scores: Tensor) -> bool:
+    if not dist.is_available():
+        return False
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+
+    return isinstance(scores, DTensor)
+
+
+def _local_columns(scores: Any) -> tuple[Tensor, Any, int | None]:
+    """This rank's columns of a DTensor, its mesh, and the mesh dimension that shards them (``None``: not sharded)."""
+    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415
+
+    sharded = [i for i, placement in enumerate(scores.placements) if not isinstance(placement, Replicate)]
+    if len(sharded) > 1 or any(scores.placements[i] != Shard(1) for i in sharded):
+        raise ValueError(
+            "scores must be Shard(1) on at most one dimension of their mesh and Replicate() on the others, got "
+            f"{scores.placements}; rows of data-parallel ranks are plain tensors here, see the argument group."
+        )
+    return scores.to_local(), scores.device_mesh, sharded[0] if sharded else None

@@ -1,0 +1,120 @@
+"""Sparsity regularisers of learned sparse retrieval, as functions of the scores ``[B, V]``.
+
+Scores are those of a sparse encoder, nonnegative; statistics and results are fp32 (fp64 for fp64 scores). All take
+``group``: the ranks whose rows make up the batch. With it each rank returns the value over the whole batch, and its
+gradient is such that the *average* of the ranks' gradients, as DistributedDataParallel and FSDP take it, is the
+gradient of one process with all rows. The ranks may hold different numbers of rows; each must weigh the result alike.
+
+Scores may be a DTensor ``Shard(1)``, as a vocabulary-parallel head makes them: columns stay where they are, and scalars
+and row counts are summed over the shards.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilefold.losses._collectives import Columns, Group, columns_of, sum_over_columns, sum_over_rows
+
+
+def flops(
+    scores: Tensor, *, threshold: float | None = None, weights: Tensor | None = None, group: Group = None
+) -> Tensor:
+    """FLOPS: the expected number of multiplications of one inner product (Paria et al., arXiv 2004.05665).
+
+    ``sum_v (w_v * mean_b scores[b, v])^2``, the mean over all rows of all ranks of ``group``. Without weights on one
+    process this is ``FlopsLoss`` of sentence-transformers. Averaging over one rank's rows instead adds
+    ``variance / rows``: such a penalty grows as the same batch is spread over more ranks, and so does sparsity.
+
+    Args:
+        scores: ``[B, V]``, or a DTensor ``Shard(1)``.
+        threshold: rows with at most this many nonzero scores count as zero, and stay in the mean (the l0 mask of
+            arXiv 2504.14839).
+        weights: ``[V]`` factors of the columns (this rank's where scores are a DTensor): :func:`df_weights`.
+        group: ranks that hold other rows of the batch: a process group, ``"world"``, or ``None`` for no others.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        TypeError: if ``scores`` is no floating-point tensor.
+        ValueError: for shapes, DTensor placements or groups that do not fit.
+    """
+    columns = columns_of(scores, group)
+    local = columns.local
+    if threshold is not None:
+        counts = (local != 0).sum(dim=1)
+        if columns.shards is not None:
+            dist.all_reduce(counts, group=columns.shards)
+        local = local * (counts > threshold).to(local.dtype)[:, None]
+    mean = _mean_over_rows(local.sum(dim=0), columns)
+    if weights is not None:
+        if weights.shape != mean.shape:
+            raise ValueError(f"weights must have shape [V] with V={mean.size(0)}, got {list(weights.shape)}.")
+        mean = mean * weights.to(mean)
+    return sum_over_columns(mean.square().sum(), columns.shards)
+
+
+def l1(scores: Tensor, *, group: Group = None) -> Tensor:
+    """``mean_b sum_v |scores[b, v]|``: the query penalty of Efficient SPLADE (Lassance and Clinchant, 2207.03834).
+
+    Arguments, result and errors are those of :func:`flops`.
+    """
+    columns = columns_of(scores, group)
+    mean = _mean_over_rows(columns.local.abs().sum()[None], columns)
+    return sum_over_columns(mean[0], columns.shards)
+
+
+def anti_zero(scores: Tensor, *, epsilon: float = 1e-8, group: Group = None) -> Tensor:
+    """``1 / ((sum_bv scores[b, v])^2 + epsilon)``: keeps regularised scores from dying out altogether.
+
+    The term of naver's SPLADE trainer, there without ``epsilon``, which makes a batch of zeros infinite. It is made to
+    be added to another penalty: see :class:`tilefold.losses.RegularizerSum`.
+
+    Args:
+        scores, group: as in :func:`flops`.
+        epsilon: bounds the value by ``1 / epsilon``; a batch of zeros has no gradient.
+
+    Raises:
+        ValueError: if ``epsilon`` is negative, and as in :func:`flops`.
+    """
+    if not epsilon >= 0:
+        raise ValueError(f"epsilon must be a number that is not negative, got {epsilon!r}.")
+    columns = columns_of(scores, group)
+    total = sum_over_rows(columns.local.sum(), columns.rows)
+    return 1 / (sum_over_columns(total, columns.shards).square() + epsilon)
+
+
+def df_weights(document_frequency: Tensor, *, alpha: float = 0.1, beta: float = 10.0) -> Tensor:
+    """``w(x) = 1 / (1 + (x^log_alpha(2) - 1)^beta)``, the weights of DF-FLOPS (Porco et al., arXiv 2505.15070).
+
+    A logistic curve on [0, 1]: 0 for a term in no document, 1/2 for one in a share ``alpha`` of them, 1 for one in all.
+
+    Args:
+        document_frequency: ``[V]`` shares of documents that contain each term, in [0, 1].
+        alpha: the share at which the penalty is half, in (0, 1).
+        beta: how steep the curve is there, positive.
+
+    Raises:
+        ValueError: for ``alpha`` or ``beta`` out of range.
+    """
+    if not 0 < alpha < 1:
+        raise ValueError(f"alpha must be between 0 and 1, exclusive, got {alpha!r}.")
+    if not 0 < beta < math.inf:
+        raise ValueError(f"beta must be positive and finite, got {beta!r}.")
+    share = document_frequency.to(torch.promote_types(document_frequency.dtype, torch.float32)).clamp(0, 1)
+    exponent = math.log(2) / math.log(alpha)
+    base = share.pow(exponent) - 1  # infinite where the share is 0, which makes the weight 0
+    return 1 / (1 + base.clamp(min=0).pow(beta))
+
+
+def _mean_over_rows(sums: Tensor, columns: Columns) -> Tensor:
+    """``sums`` ``[n]`` of this process's rows -> means over all rows of the batch, in one all-reduce."""
+    if columns.rows is None:
+        return sums / columns.local.size(0)
+    count = sums.new_full((1,), columns.local.size(0))
+    total = sum_over_rows(torch.cat([sums, count]), columns.rows)
+    return total[:-1] / total[-1]

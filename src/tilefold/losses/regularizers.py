@@ -1,0 +1,178 @@
+"""Regularisers as modules with ``compute_loss_from_embeddings``, the seam of ``SpladeLoss`` of sentence-transformers.
+
+Nothing here needs sentence-transformers to be installed. Weights and their schedule stay with ``SpladeLoss`` and its
+scheduler callback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tilefold.losses._collectives import Group, columns_of
+from tilefold.losses.functional import anti_zero, df_weights, flops, l1
+
+
+class Regularizer(nn.Module):
+    """Base of the regularisers: a function of the scores ``[B, V]`` of one side, queries or documents.
+
+    Args:
+        group: ranks that hold other rows of the batch: a process group, ``"world"`` (all ranks, where
+            torch.distributed is initialised), or ``None`` for no others. Where several ranks hold the same rows (tensor
+            parallelism with gathered scores), pass the data-parallel group, or ``None``.
+    """
+
+    def __init__(self, group: Group = "world") -> None:
+        super().__init__()
+        self.group = group
+
+    def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
+        """The penalty of the scores ``[B, V]``, a scalar."""
+        raise NotImplementedError
+
+    def forward(self, embeddings: Tensor) -> Tensor:
+        """The same as :meth:`compute_loss_from_embeddings`."""
+        return self.compute_loss_from_embeddings(embeddings)
+
+
+class GlobalFlopsLoss(Regularizer):
+    """FLOPS over the batch of all ranks, see :func:`tilefold.losses.flops`.
+
+    Drop it into ``SpladeLoss(..., document_regularizer=GlobalFlopsLoss())``. On one process it equals ``FlopsLoss`` of
+    sentence-transformers; on W ranks it equals what one process with W times the rows computes, so that the weight
+    found on one GPU keeps its meaning. Cost: one all-reduce of ``[V]`` in forward, none in backward.
+
+    Args:
+        threshold: rows with at most this many nonzero scores count as zero (the l0 mask of arXiv 2504.14839).
+        group: as in :class:`Regularizer`.
+    """
+
+    def __init__(self, threshold: float | None = None, group: Group = "world") -> None:
+        super().__init__(group)
+        self.threshold = threshold
+
+    def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
+        """``sum_v (mean_b embeddings[b, v])^2`` over the rows of all ranks."""
+        return flops(embeddings, threshold=self.threshold, group=self.group)
+
+
+class L1Loss(Regularizer):
+    """``mean_b sum_v |w|``, see :func:`tilefold.losses.l1`.
+
+    A mean over rows is the same on any number of ranks with equal batches; ``group`` matters where they differ.
+
+    Args:
+        group: as in :class:`Regularizer`.
+    """
+
+    def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
+        """The mean row sum over the rows of all ranks."""
+        return l1(embeddings, group=self.group)
+
+
+class AntiZeroLoss(Regularizer):
+    """``1 / ((sum w)^2 + epsilon)``, see :func:`tilefold.losses.anti_zero`; add it to another with RegularizerSum.
+
+    Args:
+        epsilon: bounds the penalty of a batch of zeros.
+        group: as in :class:`Regularizer`.
+    """
+
+    def __init__(self, epsilon: float = 1e-8, group: Group = "world") -> None:
+        super().__init__(group)
+        self.epsilon = epsilon
+
+    def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
+        """The penalty of the sum of all scores of all ranks."""
+        return anti_zero(embeddings, epsilon=self.epsilon, group=self.group)
+
+
+class DFFlopsLoss(Regularizer):
+    """DF-FLOPS: FLOPS that spares rare terms and presses on those that most documents contain (arXiv 2505.15070).
+
+    ``sum_v (w_v * mean_b scores[b, v])^2`` with ``w`` of :func:`tilefold.losses.df_weights`. Summaries of the paper put
+    ``w_v`` inside the square or in front of it; it is inside here.
+
+    The paper takes document frequencies from the documents that validation encodes, every 100 steps: hand those in with
+    :meth:`set_document_frequency`. With ``refresh_every`` the module estimates them by itself, from the training
+    documents of all ranks since the last refresh; until the first one every weight is 1, which is FLOPS.
+
+    Args:
+        alpha, beta: of the weights.
+        refresh_every: training steps between estimates, or ``None`` for :meth:`set_document_frequency` alone.
+        group: as in :class:`Regularizer`.
+
+    Raises:
+        ValueError: if ``refresh_every`` is not positive.
+    """
+
+    weights: Tensor | None
+    _counts: Tensor | None
+
+    def __init__(
+        self, alpha: float = 0.1, beta: float = 10.0, refresh_every: int | None = 100, group: Group = "world"
+    ) -> None:
+        super().__init__(group)
+        if refresh_every is not None and refresh_every < 1:
+            raise ValueError(f"refresh_every must be a positive number of steps or None, got {refresh_every!r}.")
+        self.alpha, self.beta, self.refresh_every = alpha, beta, refresh_every
+        self.register_buffer("weights", None, persistent=False)
+        self.register_buffer("_counts", None, persistent=False)
+        self._steps = 0
+
+    def set_document_frequency(self, document_frequency: Tensor) -> None:
+        """Use these shares of documents ``[V]`` from now on (this rank's columns where scores are a DTensor)."""
+        self.weights = df_weights(document_frequency, alpha=self.alpha, beta=self.beta)
+
+    def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
+        """The weighted FLOPS over the rows of all ranks; in training mode the rows are counted too."""
+        if self.training and self.refresh_every is not None and torch.is_grad_enabled():
+            self._count(embeddings)
+        return flops(embeddings, weights=self.weights, group=self.group)
+
+    @torch.no_grad()
+    def _count(self, embeddings: Tensor) -> None:
+        columns = columns_of(embeddings.detach(), self.group)
+        present = (columns.local > 0).sum(dim=0)
+        seen = torch.cat([present, present.new_full((1,), columns.local.size(0))])  # [V + 1], the rows last
+        self._counts = seen if self._counts is None else self._counts + seen
+        self._steps += 1
+        if self._steps % (self.refresh_every or 1) == 0:
+            if columns.rows is not None:
+                dist.all_reduce(self._counts, group=columns.rows)
+            self.set_document_frequency(self._counts[:-1] / self._counts[-1].clamp(min=1))
+            self._counts = None
+
+
+class RegularizerSum(Regularizer):
+    """A weighted sum of regularisers for one side, as naver's trainer adds anti-zero to FLOPS.
+
+    Args:
+        terms: pairs of a module with ``compute_loss_from_embeddings``, ours or sentence-transformers', and a weight.
+
+    Raises:
+        TypeError: if a term has no ``compute_loss_from_embeddings``.
+    """
+
+    def __init__(self, terms: Iterable[tuple[nn.Module, float]]) -> None:
+        super().__init__(None)
+        pairs = list(terms)
+        for term, _ in pairs:
+            if not callable(getattr(term, "compute_loss_from_embeddings", None)):
+                raise TypeError(
+                    f"terms must have compute_loss_from_embeddings, got {type(term).__name__}; pass regularisers of "
+                    "tilefold.losses or of sentence-transformers."
+                )
+        self.terms = nn.ModuleList(term for term, _ in pairs)
+        self.weights = [float(weight) for _, weight in pairs]
+
+    def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
+        """``sum_i weight_i * term_i``."""
+        values = [
+            weight * term.compute_loss_from_embeddings(embeddings)  # type: ignore[operator]
+            for term, weight in zip(self.terms, self.weights, strict=True)
+        ]
+        return torch.stack(values).sum()

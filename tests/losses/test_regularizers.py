@@ -1,0 +1,146 @@
+"""Regularisers on one process: hand-computed values, the classes of sentence-transformers, gradients, errors."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from sentence_transformers.sparse_encoder.losses import FlopsLoss
+from torch import Tensor, nn
+
+from tilefold.losses import (
+    AntiZeroLoss,
+    DFFlopsLoss,
+    GlobalFlopsLoss,
+    L1Loss,
+    RegularizerSum,
+    anti_zero,
+    df_weights,
+    flops,
+    l1,
+)
+
+SCORES = torch.tensor([[1.0, 0.0, 3.0], [0.0, 0.0, 1.0]])
+
+
+def random_scores(rows: int = 5, columns: int = 11, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float64).relu().to(dtype)
+
+
+def test_flops_is_the_sum_of_squared_column_means() -> None:
+    assert flops(SCORES).item() == pytest.approx(0.5**2 + 2.0**2)
+
+
+def test_flops_with_a_threshold_zeroes_sparse_rows_but_keeps_them_in_the_mean() -> None:
+    assert flops(SCORES, threshold=1).item() == pytest.approx(0.5**2 + 1.5**2)
+
+
+def test_l1_is_the_mean_row_sum() -> None:
+    assert l1(SCORES).item() == pytest.approx(2.5)
+
+
+def test_anti_zero_is_the_inverse_square_of_the_sum_and_finite_without_any_score() -> None:
+    assert anti_zero(SCORES, epsilon=0.0).item() == pytest.approx(1 / 25)
+    nothing = torch.zeros(2, 3, requires_grad=True)
+    value = anti_zero(nothing)
+    value.backward()
+    assert value.item() == pytest.approx(1e8)
+    assert torch.equal(nothing.grad, torch.zeros(2, 3))
+
+
+def test_df_weights_rise_from_zero_over_one_half_at_alpha_to_one() -> None:
+    weights = df_weights(torch.tensor([0.0, 0.01, 0.1, 0.5, 1.0], dtype=torch.float64))
+    assert weights[0] == 0 and weights[2] == pytest.approx(0.5) and weights[4] == 1
+    assert (weights.diff() > 0).all()
+    share = 0.2
+    by_hand = 1 / (1 + (share ** (math.log(2) / math.log(0.3)) - 1) ** 4)
+    assert df_weights(torch.tensor([share]), alpha=0.3, beta=4).item() == pytest.approx(by_hand)
+
+
+def test_weights_of_flops_stand_inside_the_square() -> None:
+    assert flops(SCORES, weights=torch.tensor([2.0, 1.0, 0.5])).item() == pytest.approx(1.0**2 + 1.0**2)
+
+
+@pytest.mark.parametrize("threshold", [None, 4])
+def test_global_flops_of_one_process_is_flops_loss_of_sentence_transformers(threshold: int | None) -> None:
+    results = []
+    for loss in (GlobalFlopsLoss(threshold), FlopsLoss(nn.Identity(), threshold)):
+        scores = random_scores().requires_grad_()
+        value = loss.compute_loss_from_embeddings(scores)
+        value.backward()
+        results.append((value.detach(), scores.grad))
+    assert results[0][0].item() == pytest.approx(results[1][0].item(), rel=1e-12)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("function", [flops, l1, anti_zero])
+def test_gradients_are_the_derivatives(function: object) -> None:
+    scores = (random_scores() + 0.1).requires_grad_()  # away from the kink of the absolute value
+    assert torch.autograd.gradcheck(function, (scores,))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_statistics_of_half_precision_scores_are_fp32(dtype: torch.dtype) -> None:
+    scores = random_scores(dtype=dtype)
+    value = flops(scores)
+    assert value.dtype == torch.float32
+    assert value.item() == pytest.approx(flops(scores.double()).item(), rel=1e-5)
+
+
+def test_df_flops_starts_as_flops_and_weighs_columns_after_its_first_refresh() -> None:
+    loss = DFFlopsLoss(refresh_every=2)
+    first, second = random_scores(4), random_scores(4).flip(0, 1)
+    assert loss(first).item() == pytest.approx(flops(first).item())
+    frequency = (torch.cat([first, second]) > 0).double().mean(dim=0)
+    assert loss(second).item() == pytest.approx(flops(second, weights=df_weights(frequency)).item(), rel=1e-6)
+    assert loss(first).item() == pytest.approx(flops(first, weights=df_weights(frequency)).item(), rel=1e-6)
+
+
+def test_df_flops_takes_frequencies_from_outside_and_counts_nothing_in_eval_mode() -> None:
+    loss = DFFlopsLoss(refresh_every=None)
+    frequency = torch.linspace(0, 1, 11)
+    loss.set_document_frequency(frequency)
+    scores = random_scores()
+    assert loss(scores).item() == pytest.approx(flops(scores, weights=df_weights(frequency)).item())
+    counting = DFFlopsLoss(refresh_every=1).eval()
+    counting(scores)
+    assert counting.weights is None
+
+
+def test_a_sum_of_regularizers_weighs_its_terms_ours_and_stock() -> None:
+    total = RegularizerSum([(FlopsLoss(nn.Identity()), 0.5), (AntiZeroLoss(), 2.0), (L1Loss(), 0.1)])
+    scores = random_scores()
+    expected = 0.5 * flops(scores) + 2 * anti_zero(scores) + 0.1 * l1(scores)
+    assert total.compute_loss_from_embeddings(scores).item() == pytest.approx(expected.item())
+
+
+def test_regularizers_can_be_copied_and_add_nothing_to_a_state_dict() -> None:
+    loss = DFFlopsLoss(refresh_every=1)
+    loss(random_scores())
+    twin = copy.deepcopy(loss)
+    assert not loss.state_dict()
+    assert torch.equal(twin.weights, loss.weights)
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(TypeError, match="scores must be a floating-point tensor, got"):
+        flops(torch.ones(2, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"scores must have shape \[B, V\], got \[3\]"):
+        l1(torch.ones(3))
+    with pytest.raises(ValueError, match="weights must have shape"):
+        flops(SCORES, weights=torch.ones(2))
+    with pytest.raises(ValueError, match="group must be a ProcessGroup, 'world' or None, got 'all'"):
+        flops(SCORES, group="all")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="alpha must be between 0 and 1"):
+        df_weights(torch.ones(2), alpha=1.0)
+    with pytest.raises(ValueError, match="beta must be positive"):
+        df_weights(torch.ones(2), beta=0.0)
+    with pytest.raises(ValueError, match="epsilon"):
+        anti_zero(SCORES, epsilon=-1.0)
+    with pytest.raises(ValueError, match="refresh_every must be a positive number"):
+        DFFlopsLoss(refresh_every=0)
+    with pytest.raises(TypeError, match="terms must have compute_loss_from_embeddings, got ReLU"):
+        RegularizerSum([(nn.ReLU(), 1.0)])
