@@ -13,11 +13,11 @@ from tilefold._version import __version__
 
 if TYPE_CHECKING:
     from tilefold import nn
-    from tilefold.ops import lsr_head, lsr_head_sparse, maxsim
+    from tilefold.ops import lsr_head, lsr_head_sparse, maxsim, token_scatter, token_scatter_sparse
 
-__all__ = ["__version__", "lsr_head", "lsr_head_sparse", "maxsim", "nn"]
+__all__ = ["__version__", "lsr_head", "lsr_head_sparse", "maxsim", "nn", "token_scatter", "token_scatter_sparse"]
 
-_OPERATORS = ("lsr_head", "lsr_head_sparse", "maxsim")
+_OPERATORS = ("lsr_head", "lsr_head_sparse", "maxsim", "token_scatter", "token_scatter_sparse")
 
 
 def __getattr__(name: str) -> Any:

@@ -3,5 +3,6 @@
 from tilefold.ops.entmax import entmax, sparsemax
 from tilefold.ops.lsr_head import lsr_head, lsr_head_sparse
 from tilefold.ops.maxsim import maxsim
+from tilefold.ops.token_scatter import token_scatter, token_scatter_sparse
 
-__all__ = ["entmax", "lsr_head", "lsr_head_sparse", "maxsim", "sparsemax"]
+__all__ = ["entmax", "lsr_head", "lsr_head_sparse", "maxsim", "sparsemax", "token_scatter", "token_scatter_sparse"]

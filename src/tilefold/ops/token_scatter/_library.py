@@ -1,0 +1,207 @@
+"""The token scatter as ``torch.library`` operators: schema, fake kernels and autograd, for full-graph compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilefold.ops.token_scatter import _tiled
+from tilefold.ops.token_scatter._choice import chosen_impl
+from tilefold.ops.token_scatter._layout import batch_size, check_cu_seqlens, check_ids, valid_tokens
+
+FORWARD = (
+    "(Tensor weights, Tensor input_ids, Tensor? attention_mask, Tensor? cu_seqlens, SymInt vocab_size, str reduce,"
+    " str activation, int[] ignore_ids, ScalarType out_dtype, bool with_counted, str impl)"
+    " -> (Tensor scores, Tensor counted)"
+)
+BACKWARD = (
+    "(Tensor dscores, Tensor weights, Tensor input_ids, Tensor counted, Tensor? cu_seqlens, str activation, str impl)"
+    " -> Tensor"
+)
+
+
+def _define(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Define ``tilefold::name`` with the decorated function as its implementation on every device."""
+    torch.library.define(f"tilefold::{name}", schema)
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            device = args[0].device
+            if device.type == "cuda" and device.index != torch.cuda.current_device():
+                with torch.cuda.device(device):  # kernels are launched on the current device
+                    return function(*args)
+            return function(*args)
+
+        torch.library.impl(f"tilefold::{name}", "default", run)
+        return function
+
+    return register
+
+
+def _implementation(impl: str, weights: Tensor) -> ModuleType:
+    if chosen_impl(weights, impl) == "tiled":
+        return _tiled
+    from tilefold.ops.token_scatter import _triton  # noqa: PLC0415
+
+    return _triton
+
+
+def looks_are_free(weights: Tensor) -> bool:
+    """Whether the host may read values without a synchronisation; the tiled path reads them in any case."""
+    return weights.device.type != "cuda"
+
+
+@_define("token_scatter", FORWARD)
+def _forward(
+    weights: Tensor,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    vocab_size: int,
+    reduce: str,
+    activation: str,
+    ignore_ids: Sequence[int],
+    out_dtype: torch.dtype,
+    with_counted: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    module = _implementation(impl, weights)
+    if module is not _tiled and looks_are_free(weights):
+        if cu_seqlens is not None:
+            check_cu_seqlens(cu_seqlens, weights.size(0))
+        check_ids(input_ids, valid_tokens(input_ids, attention_mask, ignore_ids), vocab_size)
+    return module.forward(  # type: ignore[no-any-return]
+        weights,
+        input_ids,
+        attention_mask,
+        cu_seqlens,
+        vocab_size,
+        reduce,
+        activation,
+        ignore_ids,
+        out_dtype,
+        with_counted,
+    )
+
+
+@torch.library.register_fake("tilefold::token_scatter")
+def _(
+    weights: Tensor,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    vocab_size: int,
+    reduce: str,
+    activation: str,
+    ignore_ids: Sequence[int],
+    out_dtype: torch.dtype,
+    with_counted: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    return (
+        weights.new_empty((batch_size(weights, cu_seqlens), vocab_size), dtype=out_dtype),
+        weights.new_empty(weights.shape if with_counted else (0,), dtype=torch.uint8),
+    )
+
+
+@_define("token_scatter_backward", BACKWARD)
+def _backward(
+    dscores: Tensor,
+    weights: Tensor,
+    input_ids: Tensor,
+    counted: Tensor,
+    cu_seqlens: Tensor | None,
+    activation: str,
+    impl: str,
+) -> Tensor:
+    return _implementation(impl, weights).backward(  # type: ignore[no-any-return]
+        dscores, weights, input_ids, counted, cu_seqlens, activation
+    )
+
+
+@torch.library.register_fake("tilefold::token_scatter_backward")
+def _(
+    dscores: Tensor,
+    weights: Tensor,
+    input_ids: Tensor,
+    counted: Tensor,
+    cu_seqlens: Tensor | None,
+    activation: str,
+    impl: str,
+) -> Tensor:
+    return weights.new_empty(weights.shape)
+
+
+def _no_second_derivative(ctx: Any, *grads: Tensor | None) -> None:
+    raise RuntimeError(
+        "tilefold::token_scatter_backward has no derivative: token_scatter can be differentiated once. Leave out "
+        "create_graph=True, or use impl='reference', which can be differentiated again."
+    )
+
+
+def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.set_materialize_grads(False)
+
+
+torch.library.register_autograd("tilefold::token_scatter_backward", _no_second_derivative, setup_context=_keep_nothing)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    weights, input_ids, _, cu_seqlens, _, _, activation, _, _, with_counted, impl = inputs
+    counted = output[1]
+    ctx.mark_non_differentiable(counted)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(weights, input_ids, counted, cu_seqlens)
+    ctx.activation, ctx.with_counted, ctx.impl = activation, with_counted, impl
+
+
+def _autograd(ctx: Any, dscores: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * 10
+    if dscores is None:
+        return (None, *nothing)
+    if not ctx.with_counted:
+        raise RuntimeError(
+            "tilefold::token_scatter needs with_counted=True where a gradient is asked for; call token_scatter."
+        )
+    weights, input_ids, counted, cu_seqlens = ctx.saved_tensors
+    dweights = torch.ops.tilefold.token_scatter_backward(
+        dscores, weights, input_ids, counted, cu_seqlens, ctx.activation, ctx.impl
+    )
+    return (dweights, *nothing)
+
+
+torch.library.register_autograd("tilefold::token_scatter", _autograd, setup_context=_setup_context)
+
+
+def scatter(
+    weights: Tensor,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    vocab_size: int,
+    reduce: str,
+    activation: str,
+    ignore_ids: tuple[int, ...],
+    out_dtype: torch.dtype,
+    impl: str,
+) -> Tensor:
+    """``[B, V]`` scores; what backward needs is kept only if a gradient can be asked for."""
+    with_counted = torch.is_grad_enabled() and weights.requires_grad
+    scores, _ = torch.ops.tilefold.token_scatter(
+        weights,
+        input_ids,
+        attention_mask,
+        cu_seqlens,
+        vocab_size,
+        reduce,
+        activation,
+        list(ignore_ids),
+        out_dtype,
+        with_counted,
+        impl,
+    )
+    return scores  # type: ignore[no-any-return]

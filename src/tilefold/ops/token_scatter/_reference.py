@@ -1,0 +1,48 @@
+"""The token scatter in plain PyTorch: the specification the other implementations are held to.
+
+It builds the whole ``[B, S, V]`` membership, computes in at least fp32, on any device, with autograd.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilefold.ops._shared.activation import activate
+
+
+def first_winner(weights: Tensor, holds: Tensor) -> Tensor:
+    """The token with the largest weight among those that hold each vocabulary entry; the lowest among equals.
+
+    Args:
+        weights: ``[B, S]``.
+        holds: ``[B, S, V]`` bool, whether token s is a valid token with id v.
+
+    Returns:
+        ``[B, V]`` int64, the first NaN if there is one, 0 where no token holds v.
+    """
+    candidates = torch.where(holds, weights[:, :, None], float("-inf"))
+    best = candidates.amax(dim=1, keepdim=True)
+    is_best = (candidates == best) | (candidates.isnan() & best.isnan())
+    return (is_best & holds).to(torch.uint8).argmax(dim=1)
+
+
+def token_scatter(
+    weights: Tensor,
+    input_ids: Tensor,
+    valid: Tensor,
+    vocab_size: int,
+    reduce: str,
+    activation: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``[B, V]`` scores of padded ``weights`` and ``input_ids`` ``[B, S]`` under the bool mask ``valid`` ``[B, S]``."""
+    weights = weights.to(torch.promote_types(weights.dtype, torch.float32)).masked_fill(~valid, 0)
+    entries = torch.arange(vocab_size, device=weights.device)
+    holds = (input_ids[:, :, None] == entries) & valid[:, :, None]  # [B, S, V]
+    values = activate(weights, activation)  # [B, S]
+    if reduce == "sum":
+        return torch.where(holds, values[:, :, None], 0).sum(dim=1).to(out_dtype)
+    scores = values.gather(1, first_winner(weights.detach(), holds))  # [B, V]
+    # an entry that no token holds scores 0, and so does one whose best value is negative
+    return torch.where(holds.any(dim=1) & ~(scores <= 0), scores, 0).to(out_dtype)

@@ -1,0 +1,58 @@
+"""The token scatter straight to CSR: the valid tokens sorted by (sequence, id), and what is kept of their scores."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from tilefold.ops._shared.activation import activate
+from tilefold.ops.token_scatter._layout import batch_size, counted_tokens
+from tilefold.ops.token_scatter._segments import group_by_entry
+
+
+def scatter(
+    weights: Tensor,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    vocab_size: int,
+    reduce: str,
+    activation: str,
+    ignore_ids: tuple[int, ...],
+    out_dtype: torch.dtype,
+    top_k: int | None,
+    min_weight: float,
+) -> Tensor:
+    """``[B, V]`` CSR tensor of the scores above ``min_weight``, at most ``top_k`` of each row."""
+    tokens = counted_tokens(weights, input_ids, attention_mask, cu_seqlens, vocab_size, ignore_ids)
+    batch = batch_size(weights, cu_seqlens)
+    groups = group_by_entry(tokens.entry)
+    scores = groups.reduce(activate(tokens.weights, activation), reduce)
+    if reduce == "max":
+        scores = scores.clamp(min=0)  # as against an entry that no token holds; NaN stays
+    kept = ~(scores <= min_weight)
+    rows, columns = groups.entry[kept] // vocab_size, groups.entry[kept] % vocab_size
+    scores = scores[kept]
+    if top_k is not None:
+        best = _best_of_rows(rows, scores, batch, top_k)
+        rows, columns, scores = rows[best], columns[best], scores[best]
+    counts = torch.bincount(rows, minlength=batch)
+    row_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+        warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
+        return torch.sparse_csr_tensor(
+            row_starts, columns, scores.to(out_dtype), size=(batch, vocab_size), check_invariants=False
+        )
+
+
+def _best_of_rows(rows: Tensor, scores: Tensor, batch: int, top_k: int) -> Tensor:
+    """Places of the ``top_k`` largest scores of each row, rising; among equal ones the first, NaN before all."""
+    order = scores.sort(descending=True, stable=True).indices
+    order = order[rows[order].sort(stable=True).indices]  # by row, then by score
+    counts = torch.bincount(rows, minlength=batch)
+    starts = counts.cumsum(0) - counts
+    rank = torch.arange(order.numel(), device=rows.device) - starts[rows[order]]
+    return order[rank < top_k].sort().values

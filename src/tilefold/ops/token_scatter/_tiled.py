@@ -1,0 +1,96 @@
+"""The token scatter in torch operations on the valid tokens alone: the CPU path, and the fallback on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilefold.ops._shared.activation import activate, slope_from_logit
+from tilefold.ops.token_scatter._layout import CountedTokens, batch_size, counted_tokens, sequence_of_tokens
+from tilefold.ops.token_scatter._segments import group_by_entry
+
+
+def forward(
+    weights: Tensor,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    vocab_size: int,
+    reduce: str,
+    activation: str,
+    ignore_ids: Sequence[int],
+    out_dtype: torch.dtype,
+    with_counted: bool,
+) -> tuple[Tensor, Tensor]:
+    """Scores ``[B, V]``, and which tokens the gradient goes to (uint8 like ``weights``; empty unless asked for)."""
+    tokens = counted_tokens(weights, input_ids, attention_mask, cu_seqlens, vocab_size, ignore_ids)
+    batch = batch_size(weights, cu_seqlens)
+    scores = torch.zeros(batch * vocab_size, dtype=out_dtype, device=weights.device)
+    values = activate(tokens.weights, activation)
+    takes = tokens.index
+    if reduce == "sum":
+        groups = group_by_entry(tokens.entry)
+        scores[groups.entry] = groups.reduce(values, "sum").to(out_dtype)
+    elif with_counted:
+        winners = _winners(tokens)
+        kept = winners[~(values[winners] <= 0)]  # a score of 0 has no gradient
+        scores[tokens.entry[kept]] = values[kept].to(out_dtype)
+        takes = tokens.index[kept]
+    else:
+        # rounding does not fall, so the largest rounded value is the rounded largest value
+        scores.scatter_reduce_(0, tokens.entry, values.to(out_dtype), "amax")
+    counted = torch.zeros(weights.numel() if with_counted else 0, dtype=torch.uint8, device=weights.device)
+    if with_counted:
+        counted[takes] = 1
+        counted = counted.view(weights.shape)
+    return scores.view(batch, vocab_size), counted
+
+
+def _winners(tokens: CountedTokens) -> Tensor:
+    """``[K]`` int64: for each entry that occurs, its token with the largest weight; the lowest token among equals.
+
+    One token of each entry speaks for all of them (which one does not matter): its number says where they meet.
+    """
+    count = tokens.entry.numel()
+    places = torch.arange(count, device=tokens.entry.device)
+    speaker = _speakers(tokens.entry, places)
+    best = tokens.weights.new_full((count,), float("-inf"))
+    best = best.scatter_reduce_(0, speaker, tokens.weights, "amax")[speaker]
+    is_best = (tokens.weights == best) | (tokens.weights.isnan() & best.isnan())
+    candidates = places[is_best]
+    lowest = places.new_full((count,), count)
+    lowest.scatter_reduce_(0, speaker[candidates], candidates, "amin")
+    return candidates[lowest[speaker[candidates]] == candidates]
+
+
+def _speakers(entry: Tensor, places: Tensor) -> Tensor:
+    """``[N]`` int64: for each token, one token with the same entry, the same for all of them."""
+    if entry.is_cuda:  # equal entries written at once: allowed, but not in deterministic mode
+        groups = group_by_entry(entry)
+        lengths = torch.diff(groups.first, append=groups.first.new_tensor([entry.numel()]))
+        return torch.empty_like(places).scatter_(0, groups.order, torch.repeat_interleave(lengths))
+    # nothing is read from the table that was not written here, so nobody needs to clear it
+    table = torch.empty(int(entry.max()) + 1 if entry.numel() else 0, dtype=torch.int32)
+    table[entry] = places.int()
+    return table[entry].long()
+
+
+def backward(
+    dscores: Tensor,
+    weights: Tensor,
+    input_ids: Tensor,
+    counted: Tensor,
+    cu_seqlens: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """The gradient of the weights: each token that counted takes that of its entry, times its slope."""
+    wide = torch.promote_types(weights.dtype, torch.float32)
+    index = counted.flatten().nonzero().squeeze(1)
+    sequence = sequence_of_tokens(input_ids, cu_seqlens).flatten()[index]
+    grad = dscores[sequence, input_ids.flatten()[index].long()].to(wide)
+    grad = grad * slope_from_logit(weights.flatten()[index].to(wide), activation)
+    dweights = torch.zeros(weights.numel(), dtype=weights.dtype, device=weights.device)
+    dweights[index] = grad.to(weights.dtype)
+    return dweights.view(weights.shape)

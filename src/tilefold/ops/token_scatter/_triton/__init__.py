@@ -1,0 +1,5 @@
+"""The token scatter in Triton: compute capability 8.0 and newer."""
+
+from tilefold.ops.token_scatter._triton.scatter import backward, forward
+
+__all__ = ["backward", "forward"]

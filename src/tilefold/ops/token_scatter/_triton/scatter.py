@@ -1,0 +1,216 @@
+"""The scatter and its gradient: one program a sequence, work O(S), and no float is ever added or compared in a race.
+
+All tokens with the same id must meet somewhere. Each writes its position to the id's place in a table; whichever
+write lasts names the meeting point, a slot beside that token. It does not matter which it is, since all read the same,
+and a table whose places are written before they are read needs no clearing: the scores' own memory serves, and
+each place that was used is overwritten by its score in the end. At the slot, integer atomics settle the rest in
+any order: a maximum of (weight, lowest token) as int64 keys, or a sum of weights in int64 fixed point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilefold.ops._shared._triton.activation import activate, slope_from_logit
+from tilefold.ops.token_scatter._layout import batch_size
+from tilefold.ops.token_scatter._triton.tokens import (
+    exponent_above,
+    kind_of,
+    load_tokens,
+    order_key,
+    power_of_two,
+    span_of,
+    sum_of_kinds,
+)
+from tilefold.ops.token_scatter.configs import scatter_config
+
+SCAN = 256  # offsets that are checked at a time
+LOWEST = tl.constexpr(-(2**63))
+# positions of a sequence fit the memory of a 16-bit score up to here
+UINT16_POSITIONS = 1 << 16
+_TABLE_DTYPES = {2: torch.uint16, 4: torch.int32, 8: torch.int64}
+
+
+@triton.jit(do_not_specialize=["B", "S", "T"])
+def _scatter_kernel(
+    weights_ptr, ids_ptr, mask_ptr, cu_ptr, out_ptr, table_ptr, slot_ptr, meet_ptr, counted_ptr, B, S, T, V,
+    SUM: tl.constexpr, ACTIVATION: tl.constexpr, IGNORE: tl.constexpr, IGNORED: tl.constexpr, HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr, WITH_COUNTED: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    start, length, ok = span_of(cu_ptr, b, B, S, T, PACKED, SCAN)
+    kind_ptr = meet_ptr + T  # used by sums
+    row = b * V
+
+    # 1. every token proposes a meeting point and clears its slot
+    broken = tl.zeros((BLOCK,), tl.int32) + (ok == 0).to(tl.int32)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for s0 in range(0, length, BLOCK):
+        s = s0 + tl.arange(0, BLOCK)
+        weight, entry, valid, known = load_tokens(
+            weights_ptr, ids_ptr, mask_ptr, start, s, length, V, IGNORE, IGNORED, HAS_MASK
+        )
+        broken |= (valid & (known == 0)).to(tl.int32)
+        tl.store(table_ptr + row + entry, s.to(table_ptr.dtype.element_ty), mask=known)
+        if SUM:
+            tl.store(slot_ptr + start + s, tl.zeros((BLOCK,), tl.int64), mask=s < length)
+            tl.store(kind_ptr + start + s, tl.zeros((BLOCK,), tl.int32), mask=s < length)
+            value = tl.abs(activate(weight, ACTIVATION))
+            largest = tl.maximum(largest, tl.where(known & (value < float("inf")), value, 0.0))
+        else:
+            tl.store(slot_ptr + start + s, tl.full((BLOCK,), LOWEST, tl.int64), mask=s < length)
+    scale_exponent = 0
+    if SUM:
+        # length * largest < 2^62 in units of 2^-scale_exponent
+        scale_exponent = 62 - exponent_above(length.to(tl.float32)) - exponent_above(tl.max(largest))
+    broken = tl.max(broken)
+    tl.debug_barrier()
+
+    # 2. they meet: integer atomics, so that no order can be seen
+    for s0 in range(0, length, BLOCK):
+        s = s0 + tl.arange(0, BLOCK)
+        weight, entry, valid, known = load_tokens(
+            weights_ptr, ids_ptr, mask_ptr, start, s, length, V, IGNORE, IGNORED, HAS_MASK
+        )
+        meet = tl.load(table_ptr + row + entry, mask=known, other=0, cache_modifier=".cg").to(tl.int32)
+        tl.store(meet_ptr + start + s, meet, mask=known)
+        if SUM:
+            value = activate(weight, ACTIVATION)
+            kind = kind_of(value)
+            units = tl.where(kind == 0, value, 0.0).to(tl.float64) * power_of_two(scale_exponent)
+            tl.atomic_add(slot_ptr + start + meet, units.to(tl.int64), mask=known, sem="relaxed")
+            tl.atomic_or(kind_ptr + start + meet, kind, mask=known & (kind != 0), sem="relaxed")
+        else:
+            tl.atomic_max(slot_ptr + start + meet, order_key(weight, s), mask=known, sem="relaxed")
+    tl.debug_barrier()
+
+    # 3. one token of each id writes its score
+    for s0 in range(0, length, BLOCK):
+        s = s0 + tl.arange(0, BLOCK)
+        weight, entry, valid, known = load_tokens(
+            weights_ptr, ids_ptr, mask_ptr, start, s, length, V, IGNORE, IGNORED, HAS_MASK
+        )
+        meet = tl.load(meet_ptr + start + s, mask=known, other=0)
+        slot = tl.load(slot_ptr + start + meet, mask=known, other=0, cache_modifier=".cg")
+        if SUM:
+            kinds = tl.load(kind_ptr + start + meet, mask=known, other=0, cache_modifier=".cg")
+            total = (slot.to(tl.float64) * power_of_two(-scale_exponent)).to(tl.float32)
+            value = sum_of_kinds(kinds, total)
+            writes = known & (meet == s)
+            counted = known
+        else:
+            value = activate(weight, ACTIVATION)
+            value = tl.where(value <= 0.0, 0.0, value)
+            writes = known & (slot == order_key(weight, s))
+            counted = writes & (value != 0.0)
+        tl.store(out_ptr + row + entry, value.to(out_ptr.dtype.element_ty), mask=writes)
+        if WITH_COUNTED:
+            tl.store(counted_ptr + start + s, counted.to(tl.uint8), mask=s < length)
+
+    if broken != 0:  # no plausible number where ids or offsets are broken
+        tl.debug_barrier()
+        for v0 in range(0, V, BLOCK):
+            v = v0 + tl.arange(0, BLOCK)
+            nan = tl.full((BLOCK,), float("nan"), tl.float32)
+            tl.store(out_ptr + row + v, nan.to(out_ptr.dtype.element_ty), mask=v < V)
+
+
+@triton.jit(do_not_specialize=["B", "S", "T"])
+def _gather_kernel(
+    dscores_ptr, weights_ptr, ids_ptr, counted_ptr, cu_ptr, dweights_ptr, B, S, T, stride_db, stride_dv,
+    ACTIVATION: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
+):  # fmt: skip
+    """``dweights[b, s] = dscores[b, id] * act'(weight)`` where token s counted, else 0."""
+    b = tl.program_id(0).to(tl.int64)
+    start, length, ok = span_of(cu_ptr, b, B, S, T, PACKED, SCAN)
+    for s0 in range(tl.program_id(1) * BLOCK, length, tl.num_programs(1) * BLOCK):
+        s = s0 + tl.arange(0, BLOCK)
+        inside = s < length
+        counted = tl.load(counted_ptr + start + s, mask=inside, other=0) != 0
+        weight = tl.load(weights_ptr + start + s, mask=inside, other=0.0).to(tl.float32)
+        entry = tl.load(ids_ptr + start + s, mask=inside, other=0).to(tl.int64)
+        grad = tl.load(dscores_ptr + b * stride_db + entry * stride_dv, mask=counted, other=0.0).to(tl.float32)
+        grad = tl.where(counted, grad * slope_from_logit(weight, ACTIVATION), 0.0)
+        tl.store(dweights_ptr + start + s, grad.to(dweights_ptr.dtype.element_ty), mask=inside)
+    if PACKED:  # noqa: SIM102
+        if (ok == 0) & (b == 0) & (tl.program_id(1) == 0):
+            for t0 in range(0, T, BLOCK):
+                t = t0 + tl.arange(0, BLOCK)
+                nan = tl.full((BLOCK,), float("nan"), tl.float32)
+                tl.store(dweights_ptr + t, nan.to(dweights_ptr.dtype.element_ty), mask=t < T)
+
+
+def forward(
+    weights: Tensor,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    vocab_size: int,
+    reduce: str,
+    activation: str,
+    ignore_ids: Sequence[int],
+    out_dtype: torch.dtype,
+    with_counted: bool,
+) -> tuple[Tensor, Tensor]:
+    """Scores ``[B, V]``, and which tokens the gradient goes to (uint8 like ``weights``; empty unless asked for)."""
+    device, tokens, batch = weights.device, weights.numel(), batch_size(weights, cu_seqlens)
+    packed = cu_seqlens is not None
+    scores = torch.zeros(batch, vocab_size, dtype=out_dtype, device=device)
+    counted = torch.empty(weights.shape if with_counted else (0,), dtype=torch.uint8, device=device)
+    if batch == 0 or (tokens == 0 and not packed):
+        return scores, counted
+    length = 0 if packed else weights.size(1)
+    bound = tokens if packed else length
+    if bound > UINT16_POSITIONS and out_dtype.itemsize == 2:
+        table = torch.empty(batch, vocab_size, dtype=torch.int32, device=device)
+    else:
+        table = scores.view(_TABLE_DTYPES[out_dtype.itemsize])
+    slots = torch.empty(tokens, dtype=torch.int64, device=device)
+    meets = torch.empty(2 * tokens if reduce == "sum" else tokens, dtype=torch.int32, device=device)
+    if attention_mask is not None:
+        attention_mask = attention_mask.contiguous()
+        if attention_mask.dtype == torch.bool:
+            attention_mask = attention_mask.view(torch.uint8)
+    config = scatter_config(bound, device)
+    _scatter_kernel[(batch,)](
+        weights.contiguous(), input_ids.contiguous(), attention_mask, _contiguous(cu_seqlens), scores, table, slots,
+        meets, counted, batch, length, tokens, vocab_size,
+        SUM=reduce == "sum", ACTIVATION=activation, IGNORE=tuple(ignore_ids), IGNORED=len(ignore_ids),
+        HAS_MASK=attention_mask is not None, PACKED=packed, WITH_COUNTED=with_counted, BLOCK=config.block, SCAN=SCAN,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    return scores, counted
+
+
+def backward(
+    dscores: Tensor,
+    weights: Tensor,
+    input_ids: Tensor,
+    counted: Tensor,
+    cu_seqlens: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """The gradient of the weights: each token that counted takes that of its entry, times its slope."""
+    tokens, batch, packed = weights.numel(), batch_size(weights, cu_seqlens), cu_seqlens is not None
+    dweights = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)
+    if batch == 0 or tokens == 0:
+        return dweights
+    length = 0 if packed else weights.size(1)
+    config = scatter_config(tokens if packed else length, weights.device)
+    # packed lengths are not known here: as many programs a sequence as the average one can use
+    programs = max(1, min(16, tokens // (batch * config.block)))
+    _gather_kernel[(batch, programs)](
+        dscores, weights.contiguous(), input_ids.contiguous(), counted, _contiguous(cu_seqlens), dweights,
+        batch, length, tokens, *dscores.stride(),
+        ACTIVATION=activation, PACKED=packed, BLOCK=config.block, SCAN=SCAN, num_warps=config.num_warps,
+    )  # fmt: skip
+    return dweights
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()

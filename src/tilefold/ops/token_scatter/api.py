@@ -1,0 +1,247 @@
+"""Token weights to the vocabulary, public functions: arguments, checks and dispatch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from tilefold.ops._shared.activation import ACTIVATIONS
+from tilefold.ops._shared.checks import (
+    FLOAT_DTYPES,
+    check_choice,
+    check_dtype,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    dtype_name,
+)
+from tilefold.ops._shared.impl import IMPLS
+from tilefold.ops.token_scatter import _library, _reference, _sparse
+from tilefold.ops.token_scatter._choice import chosen_impl
+from tilefold.ops.token_scatter._layout import check_cu_seqlens, check_ids, valid_tokens
+
+REDUCTIONS = ("max", "sum")
+MAX_IGNORED = 64  # each is a comparison in the kernels
+
+
+def token_scatter(
+    weights: Tensor,
+    input_ids: Tensor,
+    vocab_size: int,
+    *,
+    attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    reduce: str = "max",
+    activation: str = "relu",
+    ignore_ids: Iterable[int] | None = None,
+    out_dtype: torch.dtype | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Score every vocabulary entry by the weights of the tokens that are that entry; ``[B, S, V]`` never exists.
+
+    This is the lexical head of uniCOIL (arXiv 2106.14807), DeepImpact (arXiv 2104.12016) and BGE-M3 (arXiv
+    2402.03216). Over the valid tokens s of sequence b with ``input_ids[b, s] == v``::
+
+        max: out[b, v] = max(0, max_s act(weights[b, s]))
+        sum: out[b, v] = sum_s act(weights[b, s])
+
+    An entry that no token holds scores 0. In ``"max"`` it is one more candidate, so negative values, which only
+    ``activation="none"`` has, give 0 without a gradient; ``"sum"`` keeps their sign. The winner is chosen on
+    the weights as they come, not on rounded scores; among equal ones the lowest token wins and takes all the gradient.
+    A masked or ignored token counts for nothing and its gradient is 0, whatever its weight and id hold. A NaN weight
+    makes its entry NaN. Sums do not depend on the order of execution: results and gradients have the same bits in every
+    run. There is no gradient for ``input_ids``.
+
+    Args:
+        weights: ``[B, S]`` or ``[B, S, 1]`` (what a linear layer to one feature gives), or packed ``[T]`` or ``[T, 1]``
+            with ``cu_seqlens``; fp16, bf16, fp32 or fp64.
+        input_ids: ``[B, S]`` or packed ``[T]``, int32 or int64, valid ones in ``0 .. vocab_size - 1``. On the CPU
+            another id raises; on a GPU, where looking costs a synchronisation, it makes its sequence's scores NaN.
+        vocab_size: V, the number of columns.
+        attention_mask: ``[B, S]``, nonzero = valid, in any pattern.
+        cu_seqlens: ``[B + 1]`` int32 or int64, ``0 = cu_seqlens[0] <= ... <= cu_seqlens[B] = T``. On the CPU other
+            values raise; on a GPU they make every score NaN.
+        reduce: ``"max"`` or ``"sum"``.
+        activation: ``"relu"``, ``"log1p_relu"``, ``"log1p_log1p_relu"``, ``"softplus"`` or ``"none"``.
+        ignore_ids: ids whose tokens do not count, at most 64, for instance those of CLS, SEP, PAD and UNK; they may lie
+            outside of the vocabulary.
+        out_dtype: dtype of the scores; by default that of ``weights``.
+        impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see :func:`chosen_impl`.
+
+    Returns:
+        ``[B, V]`` scores.
+
+    Raises:
+        TypeError: for arguments that are no tensors, or of a dtype that is not supported.
+        ValueError: for shapes, devices, ids, ``cu_seqlens`` or options that do not fit together.
+        RuntimeError: if ``impl="triton"`` cannot run here.
+    """
+    weights = _check(weights, input_ids, vocab_size, attention_mask, cu_seqlens, reduce, activation)
+    ignored = _check_ignore_ids(ignore_ids)
+    out_dtype = _check_out_dtype(out_dtype, weights.dtype)
+    if torch.compiler.is_compiling():
+        check_choice("impl", impl, IMPLS)  # the operator chooses when it runs: a device cannot be asked in a trace
+    else:
+        impl = chosen_impl(weights, impl)
+    if impl == "reference":
+        return _run_reference(
+            weights, input_ids, attention_mask, cu_seqlens, vocab_size, reduce, activation, ignored, out_dtype
+        )
+    return _library.scatter(
+        weights, input_ids, attention_mask, cu_seqlens, vocab_size, reduce, activation, ignored, out_dtype, impl
+    )
+
+
+def token_scatter_sparse(
+    weights: Tensor,
+    input_ids: Tensor,
+    vocab_size: int,
+    *,
+    attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    reduce: str = "max",
+    activation: str = "relu",
+    ignore_ids: Iterable[int] | None = None,
+    out_dtype: torch.dtype | None = None,
+    top_k: int | None = None,
+    min_weight: float = 0.0,
+) -> Tensor:
+    """:func:`token_scatter` for encoding: scores above ``min_weight`` as a sparse CSR tensor; ``[B, V]`` never exists.
+
+    One implementation in torch serves every device: it sorts the valid tokens by (sequence, id). Selection is made on
+    fp32 scores (fp64 for fp64 input). Not differentiable: the result carries no graph. The number of entries has
+    to be known, so values are read on the host, and broken ids or offsets raise on every device.
+
+    Args:
+        top_k: keep at most this many entries a row, the largest; among equal ones the lowest vocabulary index.
+            ``None`` keeps all.
+        min_weight: keep entries strictly greater than this; NaN is always kept, so that it is seen. A negative one also
+            keeps scores of 0, of entries that a token holds: others are never stored.
+
+    The other arguments and errors are those of :func:`token_scatter`.
+
+    Returns:
+        ``[B, V]`` ``torch.sparse_csr`` tensor with int64 indices, sorted within each row.
+    """
+    weights = _check(weights, input_ids, vocab_size, attention_mask, cu_seqlens, reduce, activation)
+    ignored = _check_ignore_ids(ignore_ids)
+    out_dtype = _check_out_dtype(out_dtype, weights.dtype)
+    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
+        raise ValueError(f"top_k must be a positive integer or None, got {top_k!r}.")
+    if not isinstance(min_weight, (int, float)) or math.isnan(min_weight):
+        raise ValueError(f"min_weight must be a Python number, got {min_weight!r}; -inf keeps every entry.")
+    with torch.no_grad():
+        return _sparse.scatter(
+            weights,
+            input_ids,
+            attention_mask,
+            cu_seqlens,
+            vocab_size,
+            reduce,
+            activation,
+            ignored,
+            out_dtype,
+            top_k,
+            min_weight,
+        )
+
+
+def _check(
+    weights: Tensor,
+    input_ids: Tensor,
+    vocab_size: int,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    reduce: str,
+    activation: str,
+) -> Tensor:
+    """Check everything that can be checked without reading a value; return the weights like ``input_ids``."""
+    check_choice("reduce", reduce, REDUCTIONS)
+    check_choice("activation", activation, ACTIVATIONS)
+    if isinstance(vocab_size, bool) or not isinstance(vocab_size, (int, torch.SymInt)) or vocab_size < 1:
+        raise ValueError(f"vocab_size must be a positive integer, got {vocab_size!r}.")
+    check_tensor("weights", weights)
+    check_tensor("input_ids", input_ids)
+    check_dtype("weights", weights, FLOAT_DTYPES, "cast it with .to(torch.float32) or another of these.")
+    check_dtype("input_ids", input_ids, (torch.int32, torch.int64), "use input_ids.long().")
+    layout = "B S" if cu_seqlens is None else "T"
+    check_shape("input_ids", input_ids, layout)
+    if weights.dim() == input_ids.dim() + 1 and weights.size(-1) == 1:
+        weights = weights.squeeze(-1)
+    sizes = dict(zip(layout.split(), input_ids.shape, strict=True))
+    check_shape("weights", weights, layout, **sizes)
+    if attention_mask is not None:
+        check_tensor("attention_mask", attention_mask)
+        if cu_seqlens is not None:
+            raise ValueError(
+                "attention_mask must be None with packed input, got a tensor; cu_seqlens already says which tokens "
+                "belong to which sequence."
+            )
+        check_shape("attention_mask", attention_mask, layout, **sizes)
+        if attention_mask.is_complex():
+            raise TypeError(f"attention_mask must be bool, integer or floating, got {attention_mask.dtype}.")
+    if cu_seqlens is not None:
+        check_tensor("cu_seqlens", cu_seqlens)
+        check_dtype("cu_seqlens", cu_seqlens, (torch.int32, torch.int64), "use cu_seqlens.int().")
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
+            raise ValueError(f"cu_seqlens must have shape [B + 1], got {list(cu_seqlens.shape)}.")
+    others = {"input_ids": input_ids, "attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
+    check_same_device("weights", weights, others)
+    return weights
+
+
+def _check_ignore_ids(ignore_ids: Iterable[int] | None) -> tuple[int, ...]:
+    if ignore_ids is None:
+        return ()
+    if isinstance(ignore_ids, Tensor):
+        raise TypeError("ignore_ids must be Python integers, got a Tensor; use ignore_ids.tolist().")
+    ids = list(ignore_ids)
+    for i in ids:
+        if isinstance(i, bool) or not isinstance(i, int):
+            raise TypeError(f"ignore_ids must be integers, got {i!r} among them; leave out what the tokenizer lacks.")
+    unique = sorted(set(ids))
+    if len(unique) > MAX_IGNORED:
+        raise ValueError(
+            f"ignore_ids must be at most {MAX_IGNORED} ids, got {len(unique)}; "
+            "mask more of them: attention_mask = mask * ~torch.isin(input_ids, ids)."
+        )
+    return tuple(unique)
+
+
+def _check_out_dtype(out_dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
+    if out_dtype is None:
+        return default
+    if out_dtype not in FLOAT_DTYPES:
+        names = ", ".join(dtype_name(dtype) for dtype in FLOAT_DTYPES)
+        raise TypeError(f"out_dtype must be one of {names} or None, got {out_dtype!r}.")
+    return out_dtype
+
+
+def _run_reference(
+    weights: Tensor,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    vocab_size: int,
+    reduce: str,
+    activation: str,
+    ignore_ids: tuple[int, ...],
+    out_dtype: torch.dtype,
+) -> Tensor:
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, weights.size(0))
+        lengths = cu_seqlens.diff()
+        longest = int(lengths.max()) if lengths.numel() else 0
+        inside = torch.arange(longest, device=weights.device) < lengths[:, None]
+        places = inside.nonzero(as_tuple=True)
+        weights = weights.new_zeros(inside.shape).index_put(places, weights)
+        input_ids = input_ids.new_zeros(inside.shape).index_put(places, input_ids)
+        attention_mask = inside
+    valid = valid_tokens(input_ids, attention_mask, ignore_ids)
+    check_ids(input_ids, valid, vocab_size)
+    if valid.size(1) == 0:
+        return weights.new_zeros(valid.size(0), vocab_size, dtype=out_dtype) + weights.sum().to(out_dtype)
+    return _reference.token_scatter(weights, input_ids, valid, vocab_size, reduce, activation, out_dtype)

@@ -1,0 +1,35 @@
+"""Launch configurations of the token scatter by sequence length; nothing is searched at run time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tilefold.ops._shared.impl import triton_interpreted
+
+
+@dataclass(frozen=True)
+class ScatterConfig:
+    """One program walks one sequence.
+
+    Attributes:
+        block: tokens of a step, and scores of a step where a row is filled with NaN.
+        num_warps: warps of the program.
+    """
+
+    block: int
+    num_warps: int
+
+
+SHORT = ScatterConfig(128, num_warps=4)
+MEDIUM = ScatterConfig(512, num_warps=4)
+LONG = ScatterConfig(2048, num_warps=16)
+INTERPRETED = ScatterConfig(16, num_warps=4)
+
+
+def scatter_config(length_bound: int, device: torch.device) -> ScatterConfig:
+    """The configuration for sequences of at most ``length_bound`` tokens."""
+    if device.type != "cuda" or triton_interpreted():
+        return INTERPRETED
+    return next((config for config in (SHORT, MEDIUM) if length_bound <= config.block), LONG)

@@ -1,0 +1,74 @@
+"""The token scatter's kernels build for Ampere, Hopper and Blackwell without a GPU, and spill nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from tests.ops.cross_compile import compile_kernel
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops.token_scatter import configs
+from tilefold.ops.token_scatter._triton.scatter import SCAN, _gather_kernel, _scatter_kernel
+
+pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
+
+CAPABILITIES = (80, 90, 100)
+# (configuration, reduction, packed, dtype of weights and scores, memory that serves as the table, activation)
+VARIANTS = {
+    "short-max-padded-bf16": (configs.SHORT, "max", False, "bf16", "u16", "relu"),
+    "medium-max-packed-fp32": (configs.MEDIUM, "max", True, "fp32", "i32", "log1p_log1p_relu"),
+    "long-max-padded-fp32": (configs.LONG, "max", False, "fp32", "i32", "softplus"),
+    "long-max-packed-bf16": (configs.LONG, "max", True, "bf16", "i32", "relu"),
+    "short-sum-packed-fp16": (configs.SHORT, "sum", True, "fp16", "u16", "relu"),
+    "medium-sum-padded-fp32": (configs.MEDIUM, "sum", False, "fp32", "i32", "none"),
+    "long-sum-padded-bf16": (configs.LONG, "sum", False, "bf16", "u16", "softplus"),
+    "long-sum-packed-fp32": (configs.LONG, "sum", True, "fp32", "i32", "log1p_log1p_relu"),
+}
+TYPES = dict.fromkeys(["B", "S", "T", "V", "stride_db", "stride_dv"], "i32") | {
+    "mask_ptr": "*i64",
+    "ids_ptr": "*i64",
+    "cu_ptr": "*i32",
+    "slot_ptr": "*i64",
+    "meet_ptr": "*i32",
+    "counted_ptr": "*u8",
+}
+FLOATS = ("weights_ptr", "out_ptr", "dscores_ptr", "dweights_ptr")
+
+
+def check(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, num_warps: int) -> None:
+    compiled = compile_kernel(kernel, types, constants, capability, num_warps, num_stages=3)
+    assert compiled.stack == 0 and compiled.local_memory == 0, f"registers are spilled: {compiled}"
+    assert compiled.shared <= 16 * 1024, f"too much shared memory: {compiled}"
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_scatter_builds_without_spills(capability: int, variant: tuple[Any, ...]) -> None:
+    config, reduce, packed, dtype, table, activation = variant
+    types = TYPES | dict.fromkeys(FLOATS, f"*{dtype}") | {"table_ptr": f"*{table}"}
+    constants = {
+        "SUM": reduce == "sum", "ACTIVATION": activation, "IGNORE": (0, 1, 2, 3), "IGNORED": 4,
+        "HAS_MASK": not packed, "PACKED": packed, "WITH_COUNTED": True, "BLOCK": config.block, "SCAN": SCAN,
+    }  # fmt: skip
+    check(_scatter_kernel, types, constants, capability, config.num_warps)
+
+
+@pytest.mark.parametrize(
+    ("config", "packed", "dtype", "activation"),
+    [(configs.SHORT, False, "bf16", "relu"), (configs.LONG, True, "fp32", "log1p_log1p_relu")],
+    ids=["short-padded-bf16", "long-packed-fp32"],
+)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_gradient_builds_without_spills(
+    capability: int, config: configs.ScatterConfig, packed: bool, dtype: str, activation: str
+) -> None:
+    types = TYPES | dict.fromkeys(FLOATS, f"*{dtype}")
+    constants = {"ACTIVATION": activation, "PACKED": packed, "BLOCK": config.block, "SCAN": SCAN}
+    check(_gather_kernel, types, constants, capability, config.num_warps)
+
+
+def test_configurations_grow_with_the_sequences() -> None:
+    assert configs.SHORT.block < configs.MEDIUM.block < configs.LONG.block

@@ -1,0 +1,342 @@
+"""Every implementation of the token scatter within its error budget of the reference, on usual and hostile inputs.
+
+The same tests serve the tiled path on the CPU, the kernels on a GPU, and, started by test_token_scatter_interpreted.py,
+the kernels interpreted on the CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.conftest import Target
+from tilefold.ops import token_scatter
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops.token_scatter import _library
+from tilefold.testing import assert_within_budget, nan_poisoned_empty
+from tilefold.testing.token_scatter import (
+    LAYOUTS,
+    REDUCTIONS,
+    TokenScatterInputs,
+    assert_token_scatter_matches,
+    token_scatter_inputs,
+    token_scatter_results,
+    token_scatter_truth,
+)
+
+INTERPRETED = triton_interpreted()
+ACTIVATIONS = ("relu", "log1p_relu", "log1p_log1p_relu", "softplus", "none")
+SHAPE = (5, 18, 12) if INTERPRETED else (5, 300, 70)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SHAPES = [(1, 1, 1), (2, 16, 5), (1, 33, 4), (3, 5, 1), (2, 7, 40)]
+if not INTERPRETED:
+    SHAPES += [
+        (7, 33, 100),
+        (1, 128, 9),
+        (3, 129, 517),
+        (2, 513, 100),
+        (1, 2049, 300),
+        (2, 5000, 1000),
+        (300, 3, 40),
+        (2, 40, 60_000),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reduce", "activation", "layout"),
+    [c for i, c in enumerate(itertools.product(REDUCTIONS, ACTIVATIONS, LAYOUTS)) if not INTERPRETED or i % 4 == 0],
+)
+def test_scores_and_gradients_for_every_option(target: Target, reduce: str, activation: str, layout: str) -> None:
+    inputs = token_scatter_inputs(*SHAPE, layout=layout, device=target.device)
+    assert_token_scatter_matches(inputs, reduce=reduce, activation=activation, ignore_ids=[1, 7], impl=target.impl)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+@pytest.mark.parametrize("layout", ["right", "packed"])
+def test_scores_and_gradients_for_every_dtype(target: Target, layout: str, reduce: str, dtype: torch.dtype) -> None:
+    inputs = token_scatter_inputs(*SHAPE, layout=layout, dtype=dtype, device=target.device)
+    for activation in ("log1p_relu",) if INTERPRETED else ("log1p_relu", "none"):
+        options = {"reduce": reduce, "activation": activation, "impl": target.impl}
+        results = assert_token_scatter_matches(inputs, kind="gradient_bound", **options)
+        assert results["scores"].dtype == results["dweights"].dtype == dtype
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the kernels have no fp64")
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_fp64_is_computed_in_fp64(device: str, reduce: str) -> None:
+    inputs = token_scatter_inputs(*SHAPE, layout="holes", dtype=torch.float64, device=device)
+    assert_token_scatter_matches(inputs, reduce=reduce, activation="softplus")
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_odd_shapes(target: Target, shape: tuple[int, int, int], reduce: str) -> None:
+    for layout in ("packed",) if INTERPRETED else ("holes", "packed"):
+        inputs = token_scatter_inputs(*shape, layout=layout, device=target.device)
+        assert_token_scatter_matches(inputs, reduce=reduce, activation="softplus", impl=target.impl)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_out_dtype_is_the_dtype_of_the_scores_and_of_nothing_else(
+    target: Target, reduce: str, out_dtype: torch.dtype
+) -> None:
+    inputs = token_scatter_inputs(*SHAPE, dtype=torch.float16, device=target.device)
+    results = token_scatter_results(inputs, reduce=reduce, out_dtype=out_dtype, impl=target.impl)
+    assert results["scores"].dtype == out_dtype and results["dweights"].dtype == torch.float16
+    limit = torch.float16 if out_dtype == torch.float16 else torch.float32
+    assert_within_budget(results["scores"], token_scatter_truth(inputs, reduce=reduce)["scores"], limit)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_whole_numbers_with_ties_agree_in_every_bit_with_the_reference(
+    target: Target, reduce: str, layout: str
+) -> None:
+    inputs = token_scatter_inputs(*SHAPE, layout=layout, device=target.device)
+    inputs = dataclasses.replace(inputs, weights=inputs.weights.round())
+    for activation in ("none",) if INTERPRETED else ("relu", "none"):
+        found = token_scatter_results(inputs, reduce=reduce, activation=activation, impl=target.impl)
+        truth = token_scatter_results(inputs, reduce=reduce, activation=activation, impl="reference")
+        for name, value in truth.items():
+            assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+@pytest.mark.parametrize("dtype", DTYPES[:1] if INTERPRETED else DTYPES, ids=str)
+def test_two_runs_give_the_same_bits(target: Target, dtype: torch.dtype, reduce: str) -> None:
+    shape = SHAPE if INTERPRETED else (6, 3000, 50)
+    inputs = token_scatter_inputs(*shape, layout="holes", dtype=dtype, device=target.device)
+    first, second = (token_scatter_results(inputs, reduce=reduce, impl=target.impl) for _ in range(2))
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_every_element_of_every_result_is_written(target: Target, reduce: str, layout: str) -> None:
+    inputs = token_scatter_inputs(*SHAPE, layout=layout, device=target.device)
+    expected = token_scatter_results(inputs, reduce=reduce, ignore_ids=[0], impl=target.impl)
+    with nan_poisoned_empty():
+        found = token_scatter_results(inputs, reduce=reduce, ignore_ids=[0], impl=target.impl)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("layout", ["full", "left", "packed"])
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_scores_without_a_gradient_are_those_with_one(target: Target, reduce: str, layout: str) -> None:
+    inputs = token_scatter_inputs(*SHAPE, layout=layout, dtype=torch.bfloat16, device=target.device)
+    options = {"reduce": reduce, "activation": "log1p_relu", "impl": target.impl}
+    trained = token_scatter_results(inputs, **options)["scores"]
+    assert torch.equal(token_scatter_results(inputs, needs=False, **options)["scores"], trained)
+
+
+@pytest.mark.parametrize(
+    ("shape", "cu_seqlens"),
+    [((0, 3), None), ((2, 0), None), ((0, 0), None), ((0,), [0]), ((0,), [0, 0, 0])],
+    ids=["B=0", "S=0", "B=S=0", "T=0 B=0", "T=0 B=2"],
+)
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_empty_batches_give_empty_or_zero_scores(
+    target: Target, reduce: str, shape: tuple[int, ...], cu_seqlens: list[int] | None
+) -> None:
+    weights = torch.randn(shape, device=target.device, requires_grad=True)
+    ids = torch.zeros(shape, dtype=torch.int64, device=target.device)
+    offsets = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32, device=target.device)
+    scores = token_scatter(weights, ids, 5, cu_seqlens=offsets, reduce=reduce, impl=target.impl)
+    assert scores.shape == (shape[0] if cu_seqlens is None else len(cu_seqlens) - 1, 5) and not scores.any()
+    scores.sum().backward()
+    assert weights.grad is not None and weights.grad.shape == shape
+
+
+@pytest.mark.parametrize("activation", ["relu", "log1p_relu", "softplus", "none"])
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_nan_makes_its_entry_nan_with_its_gradient_and_touches_no_other(
+    target: Target, reduce: str, activation: str
+) -> None:
+    inputs = token_scatter_inputs(*SHAPE, layout="right", device=target.device)
+    weights = inputs.weights.clone()
+    weights[0, 3] = math.nan
+    inputs = dataclasses.replace(inputs, weights=weights)
+    found = token_scatter_results(inputs, reduce=reduce, activation=activation, impl=target.impl)
+    poisoned = torch.zeros_like(found["scores"], dtype=torch.bool)
+    poisoned[0, inputs.input_ids[0, 3]] = True
+    assert torch.equal(found["scores"].isnan(), poisoned)
+    gradient, others = found["dweights"][0, 3].item(), found["dweights"].isnan()
+    assert gradient != 0, "the gradient hides the NaN"
+    others[0, 3] = False
+    assert not others.any()
+
+
+@pytest.mark.parametrize("layout", ["left", "holes"])
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_what_a_masked_token_holds_reaches_nothing(target: Target, reduce: str, layout: str) -> None:
+    inputs = token_scatter_inputs(*SHAPE, layout=layout, device=target.device)
+    expected = token_scatter_results(inputs, reduce=reduce, impl=target.impl)
+    masked = inputs.attention_mask == 0
+    for poison, nowhere in ((math.nan, -5), (math.inf, 2**40)):
+        hostile = dataclasses.replace(
+            inputs,
+            weights=inputs.weights.masked_fill(masked, poison),
+            input_ids=inputs.input_ids.masked_fill(masked, nowhere),
+        )
+        found = token_scatter_results(hostile, reduce=reduce, impl=target.impl)
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("activation", ["relu", "log1p_relu", "softplus", "none"])
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_infinite_weights_score_as_in_the_reference(target: Target, reduce: str, activation: str) -> None:
+    weights = torch.tensor([[math.inf, 1.0, -math.inf, -math.inf, math.inf, -math.inf, 2.0, -3.0]])
+    ids = torch.tensor([[0, 0, 1, 2, 2, 3, 4, 4]])
+    dscores = torch.ones(1, 6)
+    inputs = TokenScatterInputs(weights, ids, 6, None, None, dscores).to(target.device)
+    found = token_scatter_results(inputs, reduce=reduce, activation=activation, impl=target.impl)
+    truth = token_scatter_results(inputs, reduce=reduce, activation=activation, impl="reference")
+    for name, value in truth.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_sums_keep_their_relative_error_at_every_scale(target: Target, scale: float) -> None:
+    inputs = token_scatter_inputs(*SHAPE, layout="right", device=target.device)
+    inputs = dataclasses.replace(inputs, weights=inputs.weights * scale)
+    assert_token_scatter_matches(inputs, reduce="sum", activation="none", impl=target.impl)
+
+
+def test_a_sum_of_very_different_sizes_is_exact_to_its_largest_weight(target: Target) -> None:
+    weights = torch.tensor([[2.0**40, 1.0, -(2.0**40), 2.0**-8, 1.0]], device=target.device)
+    ids = torch.tensor([[0, 0, 0, 1, 1]], device=target.device)
+    scores = token_scatter(weights, ids, 2, reduce="sum", activation="none", impl=target.impl)
+    assert scores[0, 1].item() == 1.0 + 2.0**-8
+    assert abs(scores[0, 0].item() - 1.0) <= 2.0**40 * 2.0**-23
+
+
+def strided(tensor: Tensor, style: str) -> Tensor:
+    """A view with the values of ``tensor`` and other strides."""
+    if style == "transposed":
+        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+    wide = tensor.new_zeros(*tensor.shape[:-1], 2 * tensor.size(-1) + 1)
+    wide[..., 1::2] = tensor
+    return wide[..., 1::2]
+
+
+@pytest.mark.parametrize("style", ["transposed", "sliced"])
+@pytest.mark.parametrize("layout", ["holes", "packed"])
+def test_strides_of_the_inputs_do_not_matter(target: Target, layout: str, style: str) -> None:
+    inputs = token_scatter_inputs(*SHAPE, layout=layout, device=target.device)
+    names = ["weights", "input_ids", "dscores"] + (["attention_mask"] if layout == "holes" else [])
+    views = dataclasses.replace(inputs, **{name: strided(getattr(inputs, name), style) for name in names})
+    expected = token_scatter_results(inputs, impl=target.impl)
+    found = token_scatter_results(views, impl=target.impl)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_an_expanded_gradient_is_read_right(target: Target) -> None:
+    inputs = token_scatter_inputs(*SHAPE, device=target.device)
+    ones = torch.ones((), device=target.device).expand_as(inputs.dscores)
+    assert_token_scatter_matches(dataclasses.replace(inputs, dscores=ones), impl=target.impl)
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("offsets", [torch.int32, torch.int64], ids=str)
+def test_ids_and_offsets_may_be_int32_or_int64(target: Target, offsets: torch.dtype, ids: torch.dtype) -> None:
+    inputs = token_scatter_inputs(*SHAPE, layout="packed", device=target.device)
+    inputs = dataclasses.replace(inputs, input_ids=inputs.input_ids.to(ids), cu_seqlens=inputs.cu_seqlens.to(offsets))
+    assert_token_scatter_matches(inputs, ignore_ids=[2], impl=target.impl)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.int32, torch.float16], ids=str)
+def test_masks_of_every_dtype_mean_the_same(target: Target, kind: torch.dtype) -> None:
+    inputs = token_scatter_inputs(*SHAPE, layout="holes", device=target.device)
+    expected = token_scatter_results(inputs, impl=target.impl)
+    other = dataclasses.replace(inputs, attention_mask=inputs.attention_mask.to(kind))
+    for name, value in token_scatter_results(other, impl=target.impl).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.skipif(INTERPRETED, reason="too large to interpret")
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_positions_beyond_16_bits_are_told_apart(target: Target, dtype: torch.dtype, packed: bool) -> None:
+    inputs = token_scatter_inputs(1, 70_000, 100, dtype=torch.float32, device=target.device)
+    if packed:
+        inputs = dataclasses.replace(
+            inputs.packed(),
+            cu_seqlens=torch.tensor([0, 100, 69_000, 70_000], dtype=torch.int32, device=target.device),
+            dscores=inputs.dscores.expand(3, -1).clone(),
+        )
+    inputs = inputs.cast(dtype)
+    for reduce in REDUCTIONS:
+        assert_token_scatter_matches(inputs, kind="gradient_bound", reduce=reduce, impl=target.impl)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="too large to interpret")
+@pytest.mark.gpu
+def test_scores_beyond_two_to_the_31_are_addressed_right() -> None:
+    batch, vocab = 9000, 250_002
+    ids = torch.randint(0, vocab, (batch, 3), device="cuda")
+    weights = torch.rand(batch, 3, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    scores = token_scatter(weights, ids, vocab, impl="triton")
+    assert scores.numel() > 2**31
+    best = scores[-1].float().topk(3)
+    assert set(best.indices.tolist()) == set(ids[-1].tolist())
+    scores[-1].sum().backward()
+    assert weights.grad[-1].tolist() == [1, 1, 1] and not weights.grad[:-1].any()
+
+
+BROKEN_OFFSETS = [[1, 5, 11], [-1, 5, 11], [0, 7, 5, 11], [0, 5, 9], [0, 5, 12], [0, 30, 11], [0]]
+BLIND = [
+    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="the tiled path looks")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture
+def nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What happens on a GPU, where looking at values would cost a synchronisation."""
+    monkeypatch.setattr(_library, "looks_are_free", lambda weights: False)
+
+
+@pytest.mark.usefixtures("nobody_looks")
+@pytest.mark.parametrize("device", BLIND)
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+@pytest.mark.parametrize("offsets", BROKEN_OFFSETS, ids=str)
+def test_broken_offsets_that_nobody_looked_at_give_nan(offsets: list[int], reduce: str, device: str) -> None:
+    weights = torch.randn(11, device=device, requires_grad=True)
+    ids = torch.arange(11, device=device)
+    cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=device)
+    with nan_poisoned_empty():
+        scores = token_scatter(weights, ids, 21, cu_seqlens=cu_seqlens, reduce=reduce, impl="triton")
+        scores.sum().backward()
+    assert scores.shape == (len(offsets) - 1, 21) and scores.isnan().all()
+    assert len(offsets) == 1 or weights.grad.isnan().all()
+
+
+@pytest.mark.usefixtures("nobody_looks")
+@pytest.mark.parametrize("device", BLIND)
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+@pytest.mark.parametrize("wrong", [-1, 21, 2**40])
+def test_an_id_outside_that_nobody_looked_at_makes_its_sequence_nan(wrong: int, reduce: str, device: str) -> None:
+    ids = torch.randint(0, 21, (3, 40), device=device)
+    ids[1, 35] = wrong
+    mask = torch.ones_like(ids)
+    scores = token_scatter(
+        torch.randn(3, 40, device=device), ids, 21, attention_mask=mask, reduce=reduce, impl="triton"
+    )
+    assert scores[1].isnan().all() and scores[[0, 2]].isfinite().all()
+    mask[1, 35] = 0
+    scores = token_scatter(
+        torch.randn(3, 40, device=device), ids, 21, attention_mask=mask, reduce=reduce, impl="triton"
+    )
+    assert scores.isfinite().all()

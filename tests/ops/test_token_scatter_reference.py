@@ -1,0 +1,171 @@
+"""The specification of the token scatter: cases computed by hand, published formulas, finite differences."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from tilefold.ops import token_scatter
+from tilefold.testing.token_scatter import token_scatter_inputs
+
+REDUCTIONS = ("max", "sum")
+ACTIVATIONS = ("relu", "log1p_relu", "log1p_log1p_relu", "softplus", "none")
+
+
+def scatter(weights: object, ids: object, vocab: int = 5, **options: object) -> Tensor:
+    """The reference on nested lists, linear unless another activation is named."""
+    options = {"activation": "none"} | options
+    for name in ("attention_mask", "cu_seqlens"):
+        if name in options:
+            options[name] = torch.tensor(options[name], dtype=torch.int32)
+    weights = torch.as_tensor(weights, dtype=torch.float64)
+    return token_scatter(weights, torch.tensor(ids), vocab, impl="reference", **options)
+
+
+def test_each_token_scores_its_own_entry_and_absent_entries_score_zero() -> None:
+    assert scatter([[1.0, 2.0, 3.0]], [[4, 0, 2]]).tolist() == [[2, 0, 3, 0, 1]]
+
+
+def test_tokens_with_the_same_id_leave_their_maximum_or_their_sum() -> None:
+    weights, ids = [[1.0, 5.0, 2.0], [1.0, 2.0, 3.0]], [[1, 1, 1], [0, 1, 0]]
+    assert scatter(weights, ids).tolist() == [[0, 5, 0, 0, 0], [3, 2, 0, 0, 0]]
+    assert scatter(weights, ids, reduce="sum").tolist() == [[0, 8, 0, 0, 0], [4, 2, 0, 0, 0]]
+
+
+def test_a_maximum_is_never_below_zero_and_a_sum_keeps_its_sign() -> None:
+    assert scatter([[-1.0, -2.0]], [[1, 3]]).tolist() == [[0, 0, 0, 0, 0]]
+    assert scatter([[-1.0, -2.0]], [[1, 3]], reduce="sum").tolist() == [[0, -1, 0, -2, 0]]
+
+
+@pytest.mark.parametrize(
+    ("activation", "expected"),
+    [
+        ("log1p_relu", [0.0, math.log(4)]),
+        ("log1p_log1p_relu", [0.0, math.log1p(math.log(4))]),
+        ("relu", [0.0, 3.0]),
+        ("softplus", [math.log1p(math.exp(-2)), math.log1p(math.exp(3))]),
+        ("none", [0.0, 3.0]),
+    ],
+)
+def test_activations_are_what_their_names_say(activation: str, expected: list[float]) -> None:
+    out = scatter([[-2.0, 3.0]], [[0, 1]], vocab=3, activation=activation)
+    assert out[0].tolist() == pytest.approx([*expected, 0.0], rel=1e-12)
+
+
+def test_a_sum_activates_each_token_first() -> None:
+    assert scatter([[1.0, -5.0, 3.0]], [[2, 2, 2]], reduce="sum", activation="relu").tolist() == [[0, 0, 4, 0, 0]]
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_masked_and_ignored_tokens_count_for_nothing_whatever_they_hold(reduce: str) -> None:
+    weights = torch.tensor([[math.nan, 1.0, math.inf, 2.0, math.nan]], requires_grad=True)
+    ids = torch.tensor([[0, 1, 2, 3, -7]])
+    mask = torch.tensor([[0, 1, 1, 1, 0]])
+    options = {"attention_mask": mask, "ignore_ids": [2, -1], "reduce": reduce, "impl": "reference"}
+    out = token_scatter(weights, ids, 5, **options)
+    assert out.tolist() == [[0, 1, 0, 2, 0]]
+    out.sum().backward()
+    assert weights.grad.tolist() == [[0, 1, 0, 1, 0]]
+
+
+def test_an_ignored_id_may_lie_outside_of_the_vocabulary() -> None:
+    assert scatter([[1.0, 2.0]], [[-100, 1]], ignore_ids=(-100, 99)).tolist() == [[0, 2, 0, 0, 0]]
+
+
+def test_ties_go_to_the_lowest_token_which_takes_the_whole_gradient() -> None:
+    weights = torch.tensor([[1.0, 2.0, 2.0, 2.0], [-0.0, 0.0, 3.0, 3.0]], requires_grad=True)
+    ids = torch.tensor([[1, 1, 1, 1], [0, 0, 2, 1]])
+    token_scatter(weights, ids, 3, impl="reference").sum().backward()
+    assert weights.grad.tolist() == [[0, 1, 0, 0], [0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_a_nan_makes_its_own_entry_nan_and_no_other(reduce: str, activation: str) -> None:
+    out = scatter([[1.0, math.nan, 3.0, 2.0]], [[0, 1, 1, 2]], reduce=reduce, activation=activation)
+    assert out.isnan().tolist() == [[False, True, False, False, False]]
+
+
+def test_sequences_without_a_valid_token_score_zero() -> None:
+    out = scatter([[1.0, 2.0], [3.0, 4.0]], [[0, 1], [0, 1]], attention_mask=[[0, 0], [0, 1]])
+    assert out.tolist() == [[0, 0, 0, 0, 0], [0, 4, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_packed_input_equals_padded_input(reduce: str) -> None:
+    inputs = token_scatter_inputs(4, 9, 12, layout="holes")
+    options = {"reduce": reduce, "impl": "reference"}
+    padded = token_scatter(*inputs.operands, **inputs.layout, **options)
+    packed = inputs.packed()
+    assert torch.equal(token_scatter(*packed.operands, **packed.layout, **options), padded)
+
+
+def test_weights_may_have_the_trailing_dimension_of_a_linear_layer() -> None:
+    inputs = token_scatter_inputs(3, 7, 11)
+    weights = inputs.weights[:, :, None].clone().requires_grad_()
+    for impl in ("reference", "tiled"):
+        out = token_scatter(weights, inputs.input_ids, 11, impl=impl)
+        assert torch.equal(out, token_scatter(*inputs.operands, impl=impl))
+    out.sum().backward()
+    assert weights.grad.shape == (3, 7, 1)
+    packed = inputs.packed()
+    out = token_scatter(packed.weights[:, None], packed.input_ids, 11, cu_seqlens=packed.cu_seqlens)
+    assert torch.equal(out, token_scatter(*inputs.operands))
+
+
+def bge_m3_training(weights: Tensor, ids: Tensor, vocab: int, unused: list[int]) -> Tensor:
+    """The formula of FlagEmbedding's M3 training: a [B, S, V] scatter, then a maximum over the tokens."""
+    every = torch.zeros(*ids.shape, vocab, dtype=weights.dtype)
+    every = every.scatter(-1, ids[:, :, None], weights.relu()[:, :, None])
+    scores = every.max(dim=1).values
+    keep = torch.ones(vocab, dtype=weights.dtype)
+    keep[unused] = 0
+    return scores * keep
+
+
+def bge_m3_inference(weights: Tensor, ids: Tensor, vocab: int, unused: list[int]) -> Tensor:
+    """The formula of its inference: a scatter_reduce with amax."""
+    scores = torch.zeros(ids.size(0), vocab, dtype=weights.dtype)
+    scores = scores.scatter_reduce(-1, ids, weights.relu(), reduce="amax")
+    scores[:, unused] = 0
+    return scores
+
+
+@pytest.mark.parametrize("impl", ["reference", "tiled"])
+def test_it_is_the_lexical_embedding_of_bge_m3(impl: str) -> None:
+    inputs = token_scatter_inputs(4, 30, 40, dtype=torch.float64)
+    unused = [0, 2, 1, 3]
+    leaves = [inputs.weights.clone().requires_grad_() for _ in range(2)]
+    mine = token_scatter(leaves[0], inputs.input_ids, 40, ignore_ids=unused, impl=impl)
+    theirs = bge_m3_training(leaves[1], inputs.input_ids, 40, unused)
+    assert torch.equal(mine, theirs)
+    assert torch.equal(mine, bge_m3_inference(inputs.weights, inputs.input_ids, 40, unused))
+    mine.backward(inputs.dscores)
+    theirs.backward(inputs.dscores)
+    assert torch.equal(leaves[0].grad, leaves[1].grad)
+
+
+@pytest.mark.parametrize("impl", ["reference", "tiled"])
+def test_padding_scored_as_zero_is_what_bge_m3_does_with_its_padding_token(impl: str) -> None:
+    inputs = token_scatter_inputs(4, 30, 40, layout="right")
+    ids = inputs.input_ids.masked_fill(inputs.attention_mask == 0, 1)
+    masked = token_scatter(*inputs.operands, attention_mask=inputs.attention_mask, ignore_ids=[0, 1, 2, 3], impl=impl)
+    assert torch.equal(masked, bge_m3_inference(inputs.weights, ids, 40, [0, 1, 2, 3]))
+
+
+@pytest.mark.parametrize(("reduce", "activation"), list(itertools.product(REDUCTIONS, ACTIVATIONS)))
+def test_gradients_agree_with_finite_differences(reduce: str, activation: str) -> None:
+    weights = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    ids = torch.tensor([[1, 1, 2, 0, 1, 2], [3, 3, 3, 3, 0, 0], [0, 1, 2, 3, 0, 1]])
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0]])
+
+    def function(weights: Tensor) -> Tensor:
+        options = {"reduce": reduce, "activation": activation, "ignore_ids": [0]}
+        return token_scatter(weights, ids, 4, attention_mask=mask, impl="reference", **options)
+
+    assert gradcheck(function, (weights,))
