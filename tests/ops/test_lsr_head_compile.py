@@ -14,21 +14,22 @@ from triton.experimental.gluon import language as gl
 from tests.ops.cross_compile import Compiled, compile_kernel
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.lsr_head import configs
-from tilefold.ops.lsr_head._triton import pack, sum_pooling
+from tilefold.ops.lsr_head._triton import pack, quantize, sum_pooling
 from tilefold.ops.lsr_head._triton.max_backward import _count_kernel, _dhidden_kernel, _dweight_kernel, _list_kernel
 from tilefold.ops.lsr_head._triton.max_forward import _combine_kernel, _max_forward_kernel
-from tilefold.ops.lsr_head._triton.max_forward_hopper import max_forward_hopper_kernel
+from tilefold.ops.lsr_head._triton.max_forward_hopper import ELEMENTS, max_forward_hopper_kernel
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
 
 CAPABILITIES = (80, 90, 100)
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+FP8 = torch.float8_e4m3fn
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", FP8: "fp8e4nv"}
 DIM = 768
 
 
 def common_types(dtype: torch.dtype) -> dict[str, str]:
-    element = f"*{NAMES[dtype]}"
+    element = f"*{NAMES[torch.bfloat16 if dtype == FP8 else dtype]}"
     types = dict.fromkeys(
         ["weight_ptr", "rows_ptr", "bias_ptr", "out_ptr", "dscores_ptr", "scores_ptr", "dhidden_ptr", "dweight_ptr",
          "hidden_ptr", "grad_ptr", "dlogits_ptr"],
@@ -36,11 +37,11 @@ def common_types(dtype: torch.dtype) -> dict[str, str]:
     )  # fmt: skip
     types |= dict.fromkeys(["offset_ptr", "position_ptr", "cu_ptr", "ok_ptr", "count_ptr", "code_ptr", "last_ptr",
                             "length_ptr", "part_winner_ptr"], "*i32")  # fmt: skip
-    types["code64_ptr"] = "*i64"
+    types |= {"code64_ptr": "*i64", "values_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
     types |= dict.fromkeys(["B", "V", "T", "N", "S", "D", "uniform_length", "units", "round_to", "SPLITS", "split_v",
                             "stride_db", "stride_dv", "stride_out", "v_start", "v_end"], "i32")  # fmt: skip
     types |= {"winner_ptr": "*u16", "part_ptr": "*fp32", "dbias_ptr": "*fp32", "place_ptr": "*i64", "mask_ptr": "*u8",
-              "logit_scale": "fp32"}  # fmt: skip
+              "row_scale_ptr": "*fp32", "weight_scale_ptr": "*fp32", "logit_scale": "fp32"}  # fmt: skip
     return types
 
 
@@ -59,6 +60,10 @@ def test_max_forward_builds_without_spills(capability, dtype, with_winners, unif
     config = configs.max_forward_config_for(divmod(capability, 10), dtype, tf32=False)
     if config.warp_roles:
         config = configs.TMA_16BIT  # what a Triton without Gluon runs there
+    check_portable_forward(config, capability, dtype, with_winners=with_winners, uniform=uniform)
+
+
+def check_portable_forward(config, capability, dtype, *, with_winners, uniform):
     name = NAMES[dtype]
     types = common_types(dtype)
     if config.use_tma:
@@ -70,7 +75,7 @@ def test_max_forward_builds_without_spills(capability, dtype, with_winners, unif
         "D": DIM, "BLOCK_V": config.block_v, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k,
         "GROUP": config.group, "ACTIVATION": "log1p_relu", "HAS_BIAS": True, "HAS_POSITIONS": not uniform,
         "HAS_SCALE": False, "WITH_WINNERS": with_winners, "UNIFORM": uniform, "USE_TMA": config.use_tma,
-        "PRECISION": config.precision,
+        "PRECISION": config.precision, "QUANTIZED": dtype == FP8,
     }  # fmt: skip
     kernel = _max_forward_kernel
     compiled = compile_kernel(kernel, types, constants, capability, config.num_warps, config.num_stages)
@@ -81,21 +86,39 @@ def test_max_forward_builds_without_spills(capability, dtype, with_winners, unif
 @pytest.mark.parametrize("with_winners", [True, False], ids=["winners", "scores_only"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=NAMES.get)
 def test_the_hopper_forward_builds_without_spills(dtype, with_winners, uniform):
-    config = configs.HOPPER_16BIT
+    check_hopper_forward(configs.HOPPER_16BIT, dtype, with_winners=with_winners, uniform=uniform)
+
+
+def check_hopper_forward(config, dtype, *, with_winners, uniform):
     types = common_types(dtype)
     types["weight_desc"] = hopper_descriptor(dtype, 64, config.block_k)
     types["rows_desc"] = hopper_descriptor(dtype, config.block_t, config.block_k)
     constants = {
         "D": DIM, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k, "GROUP": config.group,
         "STAGES": config.num_stages, "ACTIVATION": "log1p_relu", "HAS_BIAS": True, "HAS_POSITIONS": not uniform,
-        "HAS_SCALE": False, "WITH_WINNERS": with_winners, "UNIFORM": uniform,
+        "HAS_SCALE": False, "WITH_WINNERS": with_winners, "UNIFORM": uniform, "QUANTIZED": dtype == FP8,
     }  # fmt: skip
     compiled = compile_kernel(max_forward_hopper_kernel, types, constants, 90, config.num_warps, 3)
     check(compiled, 90, tensor_cores=True)
 
 
+@pytest.mark.parametrize("uniform", [True, False], ids=["uniform", "ragged"])
+@pytest.mark.parametrize("capability", [89, 90, 100])
+def test_the_quantized_forward_builds_without_spills(capability, uniform):
+    rounding = {"D": DIM, "BLOCK_ROWS": quantize.BLOCK_ROWS, "BLOCK_D": 1024}
+    check(
+        compile_kernel(quantize._quantize_rows_kernel, common_types(FP8), rounding, capability, 8, 3),
+        capability,
+        tensor_cores=False,
+    )
+    portable = configs.ADA_8BIT if capability == 89 else configs.TMA_8BIT
+    check_portable_forward(portable, capability, FP8, with_winners=False, uniform=uniform)
+    if capability == 90:
+        check_hopper_forward(configs.HOPPER_8BIT, FP8, with_winners=False, uniform=uniform)
+
+
 def hopper_descriptor(dtype: torch.dtype, rows: int, columns: int) -> str:
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], getattr(gl, str(dtype).removeprefix("torch.")))
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], ELEMENTS[dtype])
     return f"tensordesc<{NAMES[dtype]}[{rows}, {columns}],{layout!r}>"
 
 
@@ -109,6 +132,7 @@ def test_the_other_activations_build_without_spills(activation):
         "D": DIM, "BLOCK_V": config.block_v, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k,
         "GROUP": config.group, "ACTIVATION": activation, "HAS_BIAS": True, "HAS_POSITIONS": True,
         "HAS_SCALE": True, "WITH_WINNERS": True, "UNIFORM": False, "USE_TMA": True, "PRECISION": "ieee",
+        "QUANTIZED": False,
     }  # fmt: skip
     kernel = _max_forward_kernel
     check(compile_kernel(kernel, types, constants, 90, config.num_warps, config.num_stages), 90, tensor_cores=True)
@@ -174,7 +198,7 @@ def test_packing_builds_without_spills(capability):
 def test_combining_units_builds_without_spills(capability):
     constants = {
         "BLOCK_T": 256, "BLOCK": 1024, "ACTIVATION": "log1p_relu", "HAS_BIAS": True, "HAS_POSITIONS": True,
-        "WITH_WINNERS": True, "UNIFORM": False, "NO_WINNER": 65535, "CHECKED": True,
+        "WITH_WINNERS": True, "UNIFORM": False, "NO_WINNER": 65535, "CHECKED": True, "QUANTIZED": False,
     }  # fmt: skip
     compiled = compile_kernel(_combine_kernel, common_types(torch.bfloat16), constants, capability, 4, 3)
     check(compiled, capability, tensor_cores=False)

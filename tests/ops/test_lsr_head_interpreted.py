@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
 import re
 import subprocess
@@ -12,15 +14,26 @@ import pytest
 
 from tilefold.ops._shared.impl import triton_installed, triton_interpreted
 
+
+def numpy_is_too_new() -> bool:
+    numpy, triton = (
+        tuple(map(int, importlib.metadata.version(name).split(".")[:2])) if importlib.util.find_spec(name) else (0, 0)
+        for name in ("numpy", "triton")
+    )
+    return numpy >= (2, 4) and triton <= (3, 6)
+
+
 pytestmark = [
     pytest.mark.skipif(not triton_installed(), reason="triton is not installed"),
     pytest.mark.skipif(triton_interpreted(), reason="this is the interpreted run"),
+    pytest.mark.skipif(numpy_is_too_new(), reason="Triton 3.6 and older interpret loops with what numpy 2.4 removed"),
 ]
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {
     "test_lsr_head_implementations.py": 50,
     "test_lsr_head_inputs.py": 140,
     "test_lsr_head_properties.py": 5,
+    "test_lsr_head_quantized.py": 12,
 }
 
 

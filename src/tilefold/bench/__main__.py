@@ -2,10 +2,8 @@
 
 import os
 
-import typer
-
-from tilefold.cli.bench import bench
+from tilefold.cli.bench import bench_app
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the program does, before torch starts its threads
-    typer.run(bench)
+    bench_app()(prog_name="tilefold bench")

@@ -90,7 +90,7 @@ def _app() -> Any:
     app.callback()(root)
     for verb in (demo.demo, train.train, encode.encode, index.index, search.search, evaluate.evaluate):
         app.command()(verb)
-    app.command()(bench.bench)
+    app.add_typer(bench.bench_app(), name="bench")
     app.command()(info.info)
     return app
 

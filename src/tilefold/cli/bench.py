@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+
+from tilefold.cli.bench_train import train_splade
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +19,30 @@ if TYPE_CHECKING:
     from tilefold.bench.runner import BenchRow, RunOptions
 
 RESULTS = Path("benchmarks/results")
+DEFAULT_COMMAND = "operators"
+
+
+class BenchGroup(TyperGroup):
+    """``tilefold bench`` with subcommands; anything that names none of them goes to ``operators``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] != "--help"):
+            args = [DEFAULT_COMMAND, *args]
+        return super().parse_args(ctx, args)
+
+
+def bench_app() -> typer.Typer:
+    """The group of benchmark commands."""
+    app = typer.Typer(
+        name="bench",
+        cls=BenchGroup,
+        help="Check, then time: operators (`tilefold bench lsr_head`), or whole training steps.",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.command(DEFAULT_COMMAND)(bench)
+    app.command("train-splade")(train_splade)
+    return app
 
 
 def bench(
@@ -83,7 +110,7 @@ def _run_all(
     from tilefold.bench.runner import RunOptions, verdicts  # noqa: PLC0415
     from tilefold.bench.timing import TimeBudget  # noqa: PLC0415
 
-    target = _device(device)
+    target = choose_device(device)
     on_gpu = target.type == "cuda"
     seconds = min(seconds, 0.15) if quick else seconds
     # on the CPU a call takes long enough that its own noise, not the clock's, decides: more seconds, fewer calls
@@ -132,7 +159,8 @@ def _run_one(
         )
 
 
-def _device(name: str | None) -> torch.device:
+def choose_device(name: str | None) -> torch.device:
+    """The device called ``name``, by default the GPU if there is one; ``ValueError`` if there is none such."""
     import torch  # noqa: PLC0415
 
     if name is None:

@@ -1,8 +1,8 @@
 """The operators: one room each, the public functions re-exported here."""
 
 from tilefold.ops.entmax import entmax, sparsemax
-from tilefold.ops.lsr_head import lsr_head, lsr_head_sparse
+from tilefold.ops.lsr_head import QuantizedWeight, lsr_head, lsr_head_sparse, quantize_weight
 from tilefold.ops.maxsim import maxsim
 from tilefold.ops.token_scatter import token_scatter, token_scatter_sparse
 
-__all__ = ["entmax", "lsr_head", "lsr_head_sparse", "maxsim", "sparsemax", "token_scatter", "token_scatter_sparse"]
+__all__ = ["QuantizedWeight", "entmax", "lsr_head", "lsr_head_sparse", "maxsim", "quantize_weight", "sparsemax", "token_scatter", "token_scatter_sparse"]

@@ -7,30 +7,22 @@ import math
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.checks import (
-    FLOAT_DTYPES,
-    check_choice,
-    check_dtype,
-    check_same_device,
-    check_shape,
-    check_tensor,
-    dtype_name,
-)
+from tilefold.ops._shared.checks import check_choice
 from tilefold.ops._shared.impl import IMPLS
 from tilefold.ops.lsr_head import _library, _parallel, _reference
-from tilefold.ops.lsr_head._activation import ACTIVATIONS
+from tilefold.ops.lsr_head._arguments import check_head, check_main_grad, check_out_dtype, check_quantized_head
 from tilefold.ops.lsr_head._choice import chosen_impl
 from tilefold.ops.lsr_head._layout import batch_size, sequence_mask
+from tilefold.ops.lsr_head._quantized import QuantizedWeight
 from tilefold.ops.lsr_head._sparse import SparseRows
 
-POOLINGS = ("max", "sum", "mean", "cls", "last")
 # Vocabulary columns that lsr_head_sparse holds in dense form at a time, for the whole batch.
 SPARSE_BLOCK_V = 16384
 
 
 def lsr_head(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantizedWeight,
     bias: Tensor | None = None,
     *,
     attention_mask: Tensor | None = None,
@@ -61,7 +53,8 @@ def lsr_head(
 
     Args:
         hidden: ``[B, S, D]`` token states, or ``[T, D]`` packed ones with ``cu_seqlens``; fp16, bf16, fp32 or fp64.
-        weight: ``[V, D]`` decoder weight, dtype of ``hidden`` (any floating dtype under autocast).
+        weight: ``[V, D]`` decoder weight, dtype of ``hidden`` (any floating dtype under autocast); or, for max pooling
+            without gradients, a :class:`QuantizedWeight`: token states are then rounded to fp8 too, with a scale each.
         bias: ``[V]`` decoder bias, or ``None``.
         attention_mask: ``[B, S]``, nonzero = valid, in any pattern (padding on either side, holes). Real-valued
             term weights are not part of this contract: a nonzero value only says "valid".
@@ -84,15 +77,26 @@ def lsr_head(
         ValueError: for shapes, devices, masks, ``cu_seqlens`` or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
+    if isinstance(weight, QuantizedWeight):
+        out_dtype, impl = check_quantized_head(
+            hidden, weight, bias, attention_mask, cu_seqlens, pooling, activation, logit_scale, out_dtype, impl
+        )
+        if weight_main_grad is not None:
+            raise ValueError(
+                "weight_main_grad must be None with a QuantizedWeight, which has no gradient; leave it out."
+            )
+        return _library.quantized_max_head(
+            hidden, weight, bias, attention_mask, cu_seqlens, activation, float(logit_scale), out_dtype, impl
+        )
     if _parallel.is_distributed(hidden, weight, bias):
         layout = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
         options = {"pooling": pooling, "activation": activation, "logit_scale": logit_scale, "out_dtype": out_dtype}
         options |= {"weight_main_grad": weight_main_grad, "impl": impl}
         return _parallel.parallel_head(lsr_head, hidden, weight, bias, layout, options)
-    compute_dtype = _check(hidden, weight, bias, attention_mask, cu_seqlens, pooling, activation, logit_scale)
-    out_dtype = _check_out_dtype(out_dtype, compute_dtype)
+    compute_dtype = check_head(hidden, weight, bias, attention_mask, cu_seqlens, pooling, activation, logit_scale)
+    out_dtype = check_out_dtype(out_dtype, compute_dtype)
     if weight_main_grad is not None:
-        _check_main_grad(weight_main_grad, weight, pooling, impl)
+        check_main_grad(weight_main_grad, weight, pooling, impl)
     if torch.compiler.is_compiling():
         check_choice("impl", impl, IMPLS)  # the operators choose when they run: a device cannot be asked in a trace
     else:
@@ -136,7 +140,7 @@ def lsr_head(
 
 def lsr_head_sparse(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantizedWeight,
     bias: Tensor | None = None,
     *,
     attention_mask: Tensor | None = None,
@@ -165,13 +169,16 @@ def lsr_head_sparse(
         ``[B, V]`` ``torch.sparse_csr`` tensor with int64 indices, sorted within each row; with DTensor arguments the
         plain, whole tensor on every rank.
     """
-    if _parallel.is_distributed(hidden, weight, bias):
+    if not isinstance(weight, QuantizedWeight) and _parallel.is_distributed(hidden, weight, bias):
         layout = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
         options = {"pooling": pooling, "activation": activation, "logit_scale": logit_scale, "out_dtype": out_dtype}
         options |= {"top_k": top_k, "min_weight": min_weight, "impl": impl}
         return _parallel.parallel_head_sparse(lsr_head_sparse, hidden, weight, bias, layout, options)
-    compute_dtype = _check(hidden, weight, bias, attention_mask, cu_seqlens, pooling, activation, logit_scale)
-    out_dtype = _check_out_dtype(out_dtype, compute_dtype)
+    inputs = (attention_mask, cu_seqlens, pooling, activation, logit_scale)
+    if isinstance(weight, QuantizedWeight):
+        out_dtype, _ = check_quantized_head(hidden, weight, bias, *inputs, out_dtype, impl)
+    else:
+        out_dtype = check_out_dtype(out_dtype, check_head(hidden, weight, bias, *inputs))
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
         raise ValueError(f"top_k must be a positive integer or None, got {top_k!r}.")
     if not isinstance(min_weight, (int, float)) or math.isnan(min_weight):
@@ -195,114 +202,6 @@ def lsr_head_sparse(
             )
             rows.add(scores, v0)
         return rows.to_csr(out_dtype)
-
-
-def _check(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    attention_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    pooling: str,
-    activation: str,
-    logit_scale: float,
-) -> torch.dtype:
-    """Check everything that can be checked without reading a value; return the dtype of the products."""
-    check_choice("pooling", pooling, POOLINGS)
-    check_choice("activation", activation, ACTIVATIONS)
-    if not isinstance(logit_scale, (int, float)) or not -math.inf < logit_scale < math.inf:
-        raise ValueError(
-            f"logit_scale must be a finite Python number, got {logit_scale!r}; "
-            "multiply hidden by a tensor to learn a scale."
-        )
-    check_tensor("hidden", hidden)
-    check_tensor("weight", weight)
-    check_shape("hidden", hidden, "B S D" if cu_seqlens is None else "T D")
-    check_shape("weight", weight, "V D", D=hidden.size(-1))
-    for name, value, size in (("D", hidden, hidden.size(-1)), ("V", weight, weight.size(0))):
-        if size == 0:
-            raise ValueError(f"{name} must be at least 1, got {name}=0 in shape {list(value.shape)}.")
-    if bias is not None:
-        check_shape("bias", check_tensor("bias", bias), "V", V=weight.size(0))
-    if attention_mask is not None:
-        check_tensor("attention_mask", attention_mask)
-        if cu_seqlens is not None:
-            raise ValueError(
-                "attention_mask must be None with packed input, got a tensor; cu_seqlens already says which rows "
-                "belong to which sequence."
-            )
-        check_shape("attention_mask", attention_mask, "B S", B=hidden.size(0), S=hidden.size(1))
-        if attention_mask.is_complex():
-            raise TypeError(f"attention_mask must be bool, integer or floating, got {attention_mask.dtype}.")
-    if cu_seqlens is not None:
-        check_tensor("cu_seqlens", cu_seqlens)
-        check_dtype("cu_seqlens", cu_seqlens, (torch.int32, torch.int64), "use cu_seqlens.int().")
-        if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
-            raise ValueError(f"cu_seqlens must have shape [B + 1], got {list(cu_seqlens.shape)}.")
-    check_same_device(
-        "hidden",
-        hidden,
-        {"weight": weight, "bias": bias, "attention_mask": attention_mask, "cu_seqlens": cu_seqlens},
-    )
-    return _check_dtypes(hidden, weight, bias)
-
-
-def _check_dtypes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
-    remedy = "cast it with .to(torch.bfloat16) or another of these."
-    check_dtype("hidden", hidden, FLOAT_DTYPES, remedy)
-    check_dtype("weight", weight, FLOAT_DTYPES, remedy)
-    if bias is not None:
-        check_dtype("bias", bias, FLOAT_DTYPES, remedy)
-    device_type = hidden.device.type
-    if (
-        hidden.dtype != torch.float64
-        and device_type != "meta"  # has no autocast state to ask for
-        and torch.is_autocast_enabled(device_type)
-    ):
-        return torch.get_autocast_dtype(device_type)
-    if weight.dtype != hidden.dtype:
-        raise TypeError(
-            f"weight must have the dtype of hidden ({dtype_name(hidden.dtype)}), got {dtype_name(weight.dtype)}; "
-            "cast one of them, or run under torch.autocast."
-        )
-    return hidden.dtype
-
-
-def _check_main_grad(main_grad: Tensor, weight: Tensor, pooling: str, impl: str) -> None:
-    if pooling != "max" or impl == "reference":
-        raise ValueError(
-            f"weight_main_grad must be None with pooling={pooling!r} and impl={impl!r}, got a tensor; only max pooling "
-            "of the tiled and triton implementations accumulates, elsewhere add weight.grad to it yourself."
-        )
-    check_shape(
-        "weight_main_grad", check_tensor("weight_main_grad", main_grad), "V D", V=weight.size(0), D=weight.size(1)
-    )
-    check_dtype(
-        "weight_main_grad",
-        main_grad,
-        (torch.float32,),
-        "allocate it with torch.zeros_like(weight, dtype=torch.float32).",
-    )
-    check_same_device("weight", weight, {"weight_main_grad": main_grad})
-    if not main_grad.is_contiguous() or main_grad.requires_grad:
-        raise ValueError(
-            "weight_main_grad must be contiguous and must not require a gradient, got strides "
-            f"{main_grad.stride()} and requires_grad={main_grad.requires_grad}; use torch.zeros(V, D)."
-        )
-    if torch.is_grad_enabled() and not weight.requires_grad:
-        raise ValueError(
-            "weight_main_grad must be None where weight needs no gradient, got a tensor; call weight.requires_grad_() "
-            "or leave it out."
-        )
-
-
-def _check_out_dtype(out_dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
-    if out_dtype is None:
-        return default
-    if out_dtype not in FLOAT_DTYPES:
-        names = ", ".join(dtype_name(dtype) for dtype in FLOAT_DTYPES)
-        raise TypeError(f"out_dtype must be one of {names} or None, got {out_dtype!r}.")
-    return out_dtype
 
 
 def _run_reference(

@@ -46,6 +46,9 @@ class MaxForwardConfig:
 HOPPER_16BIT = MaxForwardConfig(128, 256, 64, 16, num_warps=4, num_stages=4, use_tma=True, warp_roles=True)
 TMA_16BIT = MaxForwardConfig(128, 256, 64, 16, num_warps=8, num_stages=3, use_tma=True)
 AMPERE_16BIT = MaxForwardConfig(128, 128, 32, 16, num_warps=8, num_stages=3, use_tma=False)
+HOPPER_8BIT = replace(HOPPER_16BIT, block_k=128)
+TMA_8BIT = replace(TMA_16BIT, block_k=128)
+ADA_8BIT = replace(AMPERE_16BIT, block_k=64)
 FP32 = MaxForwardConfig(64, 64, 32, 16, num_warps=4, num_stages=2, use_tma=False, precision="tf32x3")
 INTERPRETED = MaxForwardConfig(16, 32, 16, 16, num_warps=4, num_stages=1, use_tma=True)
 
@@ -54,6 +57,10 @@ def max_forward_config_for(capability: tuple[int, int], dtype: torch.dtype, tf32
     """The forward configuration for a compute capability; ``tf32`` allows TF32 products of fp32 input."""
     if dtype == torch.float32:
         return replace(FP32, precision="tf32") if tf32 else FP32
+    if dtype == torch.float8_e4m3fn:
+        if capability == (9, 0) and has_gluon():
+            return HOPPER_8BIT
+        return TMA_8BIT if capability >= (9, 0) else ADA_8BIT
     if capability == (9, 0) and has_gluon():
         return HOPPER_16BIT
     return TMA_16BIT if capability >= (9, 0) else AMPERE_16BIT
@@ -61,6 +68,8 @@ def max_forward_config_for(capability: tuple[int, int], dtype: torch.dtype, tf32
 
 def without_tma(config: MaxForwardConfig) -> MaxForwardConfig:
     """The configuration for operands that TMA cannot read, with sequences aligned as in ``config``."""
+    if config in {HOPPER_8BIT, TMA_8BIT}:
+        return ADA_8BIT
     return AMPERE_16BIT if config in {HOPPER_16BIT, TMA_16BIT} else replace(config, use_tma=False)
 
 

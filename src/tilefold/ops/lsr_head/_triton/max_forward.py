@@ -21,6 +21,7 @@ from tilefold.ops.lsr_head._layout import batch_size, no_winner, winner_dtype
 from tilefold.ops.lsr_head._triton.activation import nan_max
 from tilefold.ops.lsr_head._triton.launch import can_use_tma, cdiv, sm_count, tma_descriptors
 from tilefold.ops.lsr_head._triton.pack import AlignedRows, align_rows
+from tilefold.ops.lsr_head._triton.quantize import quantize_rows
 from tilefold.ops.lsr_head._triton.sequences import (
     LAST,
     merge,
@@ -65,11 +66,13 @@ def _first_sequence(offset_ptr, row, B, uniform_length, UNIFORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "T", "uniform_length", "units", "round_to", "logit_scale"])
 def _max_forward_kernel(
-    weight_src, rows_src, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr, part_ptr, part_winner_ptr,
+    weight_src, rows_src, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr,
+    part_ptr, part_winner_ptr,
     B, V, T, uniform_length, units, round_to, logit_scale,
     D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_SCALE: tl.constexpr,
-    WITH_WINNERS: tl.constexpr, UNIFORM: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
+    WITH_WINNERS: tl.constexpr, UNIFORM: tl.constexpr, QUANTIZED: tl.constexpr, USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     K_STEPS: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
@@ -119,6 +122,8 @@ def _max_forward_kernel(
         if k == K_STEPS:
             if HAS_SCALE:
                 acc *= logit_scale
+            if QUANTIZED:
+                acc *= tl.load(row_scale_ptr + r0 + tl.arange(0, BLOCK_T))[None, :]  # its buffer holds whole tiles
             offs_v = v0 + tl.arange(0, BLOCK_V)
             mask_v = offs_v < V
             r1 = tl.minimum(r0 + BLOCK_T, n_rows)
@@ -132,8 +137,8 @@ def _max_forward_kernel(
                         )
                     else:
                         store_scores(
-                            best, winner, seq, start, offs_v, mask_v, bias_ptr, position_ptr, out_ptr, winner_ptr,
-                            V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS,
+                            best, winner, seq, start, offs_v, mask_v, weight_scale_ptr, bias_ptr, position_ptr, out_ptr,
+                            winner_ptr, V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS, QUANTIZED,
                         )  # fmt: skip
                     seq += 1
                     start = end
@@ -166,8 +171,8 @@ def _max_forward_kernel(
                             )
                         elif end > start:
                             store_scores(
-                                best, winner, seq, start, offs_v, mask_v, bias_ptr, position_ptr, out_ptr, winner_ptr,
-                                V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS,
+                                best, winner, seq, start, offs_v, mask_v, weight_scale_ptr, bias_ptr, position_ptr,
+                                out_ptr, winner_ptr, V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS, QUANTIZED,
                             )  # fmt: skip
                         seq += 1
                         start = end
@@ -197,11 +202,11 @@ def _max_forward_kernel(
 
 @triton.jit(do_not_specialize=["B", "T", "uniform_length", "units", "round_to"])
 def _combine_kernel(
-    bias_ptr, offset_ptr, position_ptr, ok_ptr, out_ptr, winner_ptr, part_ptr, part_winner_ptr,
+    weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, ok_ptr, out_ptr, winner_ptr, part_ptr, part_winner_ptr,
     B, V, T, uniform_length, units, round_to,
     BLOCK_T: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, WITH_WINNERS: tl.constexpr, UNIFORM: tl.constexpr, NO_WINNER: tl.constexpr,
-    CHECKED: tl.constexpr,
+    CHECKED: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     """Finish the sequences that units cut, and write the empty ones."""
     seq = tl.program_id(0)
@@ -232,8 +237,8 @@ def _combine_kernel(
                 part_winner = tl.load(part_winner_ptr + offs, mask=mask_v, other=0)  # [BLOCK]
             best, winner = merge(best, winner, part, part_winner, WITH_WINNERS)
         store_scores(
-            best, winner, seq, start, offs_v, mask_v, bias_ptr, position_ptr, out_ptr, winner_ptr,
-            V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS,
+            best, winner, seq, start, offs_v, mask_v, weight_scale_ptr, bias_ptr, position_ptr, out_ptr,
+            winner_ptr, V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS, QUANTIZED,
         )  # fmt: skip
 
 
@@ -249,21 +254,27 @@ def max_forward(
     compute_dtype: torch.dtype,
     with_winners: bool,
     length_bound: int,
+    weight_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Scores ``[B, V]`` in ``out_dtype``, and winners ``[B, V]`` (uint16 or int32; empty unless asked for)."""
+    """Scores ``[B, V]`` in ``out_dtype``, and winners ``[B, V]`` (uint16 or int32; empty unless asked for).
+
+    With ``weight_scale``, fp32 ``[V]``, ``weight`` is fp8, and the token states are rounded to fp8 too.
+    """
     batch, (vocab, dim) = batch_size(hidden, cu_seqlens), weight.shape
     dtype = winner_dtype(length_bound)
     scores = torch.empty(batch, vocab, dtype=out_dtype, device=hidden.device)
     winners = torch.empty(batch if with_winners else 0, vocab, dtype=dtype, device=hidden.device)
     if batch == 0 or (hidden.dim() == 3 and hidden.size(1) == 0):
         return scores.zero_(), winners.fill_(no_winner(dtype))
-    config = max_forward_config(compute_dtype, hidden.device)
-    weight = weight.to(compute_dtype).contiguous()
+    quantized = weight_scale is not None
+    config = max_forward_config(weight.dtype if quantized else compute_dtype, hidden.device)
+    weight = (weight if quantized else weight.to(compute_dtype)).contiguous()
     aligned = align_rows(hidden.to(compute_dtype), attention_mask, cu_seqlens, config.group)
-    if config.use_tma and not (can_use_tma(weight) and can_use_tma(aligned.rows)):
+    rows, row_scale = quantize_rows(aligned.rows, config.block_t) if quantized else (aligned.rows, None)
+    if config.use_tma and not (can_use_tma(weight) and can_use_tma(rows)):
         config = without_tma(config)
     programs = sm_count(hidden.device)
-    total = aligned.rows.size(0)
+    total = rows.size(0)
     units, round_to = plan_units(total, vocab, aligned.uniform_length, config.block_v, config.block_t, programs)
     part = torch.empty(2 * units, vocab, dtype=torch.float32, device=hidden.device)
     part_winner = torch.empty_like(part if with_winners else part[:0], dtype=torch.int32)
@@ -274,19 +285,20 @@ def max_forward(
         "HAS_POSITIONS": aligned.positions is not None,
         "WITH_WINNERS": with_winners,
         "UNIFORM": aligned.offsets is None,
+        "QUANTIZED": quantized,
         "BLOCK_T": config.block_t,
     }
-    pointers = (bias, aligned.offsets, aligned.positions, scores, winners, part, part_winner)
+    pointers = (row_scale, weight_scale, bias, aligned.offsets, aligned.positions, scores, winners, part, part_winner)
     tiles = {"D": dim, "BLOCK_K": config.block_k, "GROUP": config.group, "HAS_SCALE": logit_scale != 1.0, **flags}
     if config.warp_roles:
         from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper  # noqa: PLC0415 (needs Gluon)
 
-        sources = hopper.hopper_descriptors(weight, aligned.rows, config.block_t, config.block_k)
+        sources = hopper.hopper_descriptors(weight, rows, config.block_t, config.block_k)
         hopper.max_forward_hopper_kernel[(programs,)](
             *sources, *pointers, *sizes, logit_scale, STAGES=config.num_stages, num_warps=config.num_warps, **tiles
         )
     else:
-        sources = tma_descriptors(weight, aligned.rows, config) if config.use_tma else (weight, aligned.rows)
+        sources = tma_descriptors(weight, rows, config) if config.use_tma else (weight, rows)
         _max_forward_kernel[(programs,)](
             *sources, *pointers, *sizes, logit_scale, BLOCK_V=config.block_v, USE_TMA=config.use_tma,
             PRECISION=config.precision, num_warps=config.num_warps, num_stages=config.num_stages, **tiles,
@@ -294,7 +306,7 @@ def max_forward(
     if aligned.offsets is not None or units_cut_sequences(aligned, round_to, config):
         block = 1024
         _combine_kernel[(batch, cdiv(vocab, block))](
-            bias, aligned.offsets, aligned.positions, aligned.ok, scores, winners, part, part_winner,
+            weight_scale, bias, aligned.offsets, aligned.positions, aligned.ok, scores, winners, part, part_winner,
             *sizes, BLOCK=block, NO_WINNER=no_winner(dtype), CHECKED=aligned.ok is not None, **flags,
         )  # fmt: skip
     return scores, winners

@@ -29,6 +29,7 @@ from tilefold.ops.lsr_head._triton.sequences import (
 )
 
 HALF_V = gl.constexpr(64)
+ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 
 
 @gluon.jit
@@ -106,14 +107,15 @@ def _load_tiles(
 
 @gluon.jit
 def _fold_tiles(
-    w_ring, h_ring, full, empty, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr, part_ptr, part_winner_ptr,
+    w_ring, h_ring, full, empty, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, out_ptr,
+    winner_ptr, part_ptr, part_winner_ptr,
     B, V, n_rows, n_tiles, unit_tiles, uniform_length, logit_scale,
     HALF: gl.constexpr, K_STEPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_POSITIONS: gl.constexpr, HAS_SCALE: gl.constexpr,
-    WITH_WINNERS: gl.constexpr, UNIFORM: gl.constexpr,
+    WITH_WINNERS: gl.constexpr, UNIFORM: gl.constexpr, QUANTIZED: gl.constexpr,
 ):  # fmt: skip
     """One group of four warps: products and running maximum of its half of the vocabulary tile."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 32 if QUANTIZED else 16])
     column: gl.constexpr = gl.SliceLayout(1, layout)
     N_GROUPS: gl.constexpr = BLOCK_T // GROUP
     n_units = gl.cdiv(n_tiles, unit_tiles)
@@ -148,6 +150,11 @@ def _fold_tiles(
             mbarrier.arrive(empty.index((step - 1) % STAGES))
             if HAS_SCALE:
                 acc = acc * logit_scale
+            if QUANTIZED:  # the buffer of the scales holds whole tiles
+                column_scale = gl.load(
+                    row_scale_ptr + t * BLOCK_T + gl.arange(0, BLOCK_T, layout=gl.SliceLayout(0, layout))
+                )
+                acc = acc * gl.expand_dims(column_scale, 0)
             r0 = t * BLOCK_T
             r1 = gl.minimum(r0 + BLOCK_T, n_rows)
             if (start <= r0) & (end >= r0 + BLOCK_T):
@@ -160,8 +167,8 @@ def _fold_tiles(
                         )
                     else:
                         store_scores(
-                            best, winner, seq, start, offs_v, mask_v, bias_ptr, position_ptr, out_ptr, winner_ptr,
-                            V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS,
+                            best, winner, seq, start, offs_v, mask_v, weight_scale_ptr, bias_ptr, position_ptr, out_ptr,
+                            winner_ptr, V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS, QUANTIZED,
                         )  # fmt: skip
                     seq += 1
                     start = end
@@ -191,8 +198,8 @@ def _fold_tiles(
                             )
                         elif end > start:
                             store_scores(
-                                best, winner, seq, start, offs_v, mask_v, bias_ptr, position_ptr, out_ptr, winner_ptr,
-                                V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS,
+                                best, winner, seq, start, offs_v, mask_v, weight_scale_ptr, bias_ptr, position_ptr,
+                                out_ptr, winner_ptr, V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS, QUANTIZED,
                             )  # fmt: skip
                         seq += 1
                         start = end
@@ -207,11 +214,12 @@ def _fold_tiles(
 
 @gluon.jit(do_not_specialize=["B", "T", "uniform_length", "units", "round_to", "logit_scale"])
 def max_forward_hopper_kernel(
-    weight_desc, rows_desc, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr, part_ptr, part_winner_ptr,
+    weight_desc, rows_desc, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr,
+    part_ptr, part_winner_ptr,
     B, V, T, uniform_length, units, round_to, logit_scale,
     D: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_POSITIONS: gl.constexpr, HAS_SCALE: gl.constexpr,
-    WITH_WINNERS: gl.constexpr, UNIFORM: gl.constexpr,
+    WITH_WINNERS: gl.constexpr, UNIFORM: gl.constexpr, QUANTIZED: gl.constexpr,
 ):  # fmt: skip
     K_STEPS: gl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     n_rows = T
@@ -230,17 +238,19 @@ def max_forward_hopper_kernel(
             (
                 _fold_tiles,
                 (
-                    w_ring, h_ring, full, empty, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr, part_ptr,
-                    part_winner_ptr, B, V, n_rows, n_tiles, unit_tiles, uniform_length, logit_scale, 0, K_STEPS,
-                    BLOCK_T, STAGES, GROUP, ACTIVATION, HAS_BIAS, HAS_POSITIONS, HAS_SCALE, WITH_WINNERS, UNIFORM,
+                    w_ring, h_ring, full, empty, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr,
+                    out_ptr, winner_ptr, part_ptr, part_winner_ptr, B, V, n_rows, n_tiles, unit_tiles,
+                    uniform_length, logit_scale, 0, K_STEPS, BLOCK_T, STAGES, GROUP, ACTIVATION, HAS_BIAS,
+                    HAS_POSITIONS, HAS_SCALE, WITH_WINNERS, UNIFORM, QUANTIZED,
                 ),
             ),
             (
                 _fold_tiles,
                 (
-                    w_ring, h_ring, full, empty, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr, part_ptr,
-                    part_winner_ptr, B, V, n_rows, n_tiles, unit_tiles, uniform_length, logit_scale, 1, K_STEPS,
-                    BLOCK_T, STAGES, GROUP, ACTIVATION, HAS_BIAS, HAS_POSITIONS, HAS_SCALE, WITH_WINNERS, UNIFORM,
+                    w_ring, h_ring, full, empty, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr,
+                    out_ptr, winner_ptr, part_ptr, part_winner_ptr, B, V, n_rows, n_tiles, unit_tiles,
+                    uniform_length, logit_scale, 1, K_STEPS, BLOCK_T, STAGES, GROUP, ACTIVATION, HAS_BIAS,
+                    HAS_POSITIONS, HAS_SCALE, WITH_WINNERS, UNIFORM, QUANTIZED,
                 ),
             ),
             (
@@ -258,8 +268,7 @@ def max_forward_hopper_kernel(
 
 @functools.cache
 def _shared_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], ELEMENTS[dtype])
 
 
 def hopper_descriptors(weight: Tensor, rows: Tensor, block_t: int, block_k: int) -> tuple[Any, Any]:

@@ -18,9 +18,12 @@ def merge(best, winner, new_best, new_winner, WITH_WINNERS: tl.constexpr):
 
 @triton.jit
 def store_scores(
-    best, winner, seq, start, offs_v, mask_v, bias_ptr, position_ptr, out_ptr, winner_ptr, V,
+    best, winner, seq, start, offs_v, mask_v, weight_scale_ptr, bias_ptr, position_ptr, out_ptr, winner_ptr, V,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, WITH_WINNERS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
 ):  # fmt: skip
+    if QUANTIZED:
+        best *= tl.load(weight_scale_ptr + offs_v, mask=mask_v, other=0.0)  # [BLOCK_V]
     if HAS_BIAS:
         best += tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)  # [BLOCK_V]
     offs = seq.to(tl.int64) * V + offs_v

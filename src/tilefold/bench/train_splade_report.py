@@ -1,0 +1,213 @@
+"""Table and picture of the training benchmark: ``python -m tilefold.bench.train_splade_report FILE.csv [PNG]``."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilefold.bench.markdown import short_number
+from tilefold.bench.plots import new_figure, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from rich.console import Console
+    from rich.table import Table
+
+    from tilefold.bench.train_splade import TrainRow
+
+# Sparton, arXiv 2603.25011: batch and speed over the plain head, by vocabulary
+PAPER = {"bert-base": (1.33, 1.14), "xlmr-base": (26.0, 2.5)}
+_COLUMNS = (
+    "side",
+    "batch",
+    "step, ms",
+    "x stock",
+    "peak GiB",
+    "largest batch",
+    "x stock",
+    "MiB/pair",
+    "pairs/s",
+    "x stock",
+    "error loss / grad",
+)
+_PANELS = (
+    ("largest_batch", "largest batch that fits"),
+    ("step_p50_ms", "step at the common batch, median ms"),
+    ("pairs_per_second", "pairs a second, each at its largest batch"),
+)
+_SIDES = ("stock", "tilefold")
+
+
+def cell_title(row: TrainRow) -> str:
+    """What the two rows of a cell have in common."""
+    checkpointing = {"yes": "gradient checkpointing", "no": "no checkpointing"}[row.checkpointing]
+    return (
+        f"{row.model}, V={row.vocab}, D={row.hidden}, S={row.length} ({100 * row.valid_tokens:.0f}% valid), queries of "
+        f"{row.query_length}, {checkpointing}, {row.dtype}, {row.memory_gib:g} GiB"
+    )
+
+
+def cell_table(rows: Sequence[TrainRow]) -> Table:
+    """The two sides of one cell; no numbers where the heads disagreed."""
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table(title=cell_title(rows[0]), title_justify="left", header_style="bold")
+    for position, name in enumerate(_COLUMNS):
+        table.add_column(name, justify="left" if position == 0 else "right", no_wrap=True)
+    stock = rows[0]
+    for row in rows:
+        error = f"{_exponent(row.gate_loss_error)} / {_exponent(row.gate_gradient_error)}"
+        if row.status == "FAILED":
+            table.add_row(row.side, row.status, *["-"] * (len(_COLUMNS) - 3), error, style="red")
+            continue
+        table.add_row(
+            row.side,
+            _number(row.batch),
+            _spread(row),
+            _ratio(stock.step_p50_ms, row.step_p50_ms),
+            _number(row.peak_gib),
+            f"{'>= ' if row.largest_capped == 'yes' else ''}{_number(row.largest_batch)}",
+            _ratio(row.largest_batch, stock.largest_batch),
+            _number(row.mib_a_pair),
+            _number(row.pairs_per_second),
+            _ratio(row.pairs_per_second, stock.pairs_per_second),
+            error,
+        )
+    return table
+
+
+def print_cell(console: Console, rows: Sequence[TrainRow]) -> None:
+    """The table of one cell, its notes, and the paper's two numbers beside ours."""
+    console.print(cell_table(rows))
+    for row in rows:
+        if row.note:
+            console.print(f"  {row.side}: {row.status}: {row.note}", markup=False)
+    claim = PAPER.get(rows[0].model)
+    stock, ours = rows
+    if claim is None or stock.status != "ok" or ours.status != "ok":
+        return
+    batch = (ours.largest_batch or 0) / stock.largest_batch if stock.largest_batch else 0.0
+    speed = stock.step_p50_ms / ours.step_p50_ms if stock.step_p50_ms and ours.step_p50_ms else 0.0
+    for what, value, limit in (("batch", batch, claim[0]), ("speed of a step", speed, claim[1])):
+        word = "beaten" if value > limit else "MISSED"
+        console.print(f"  {what}: {value:.3g} times stock; the paper has {limit:.3g}: {word}", markup=False)
+
+
+def plot_results(results: str | Path, picture: str | Path) -> Path:
+    """Bars of batch, step time and throughput for every cell of a CSV of ``tilefold bench train-splade``.
+
+    Args:
+        results: the CSV.
+        picture: the PNG to write; replaced atomically.
+
+    Raises:
+        ValueError: if the file holds no measured cell.
+        ImportError: if matplotlib is not installed.
+    """
+    with Path(results).open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row.get("op") == "train-splade" and row["status"] == "ok"]
+    if not rows:
+        raise ValueError(f"{results} must hold measured rows of `tilefold bench train-splade`, got none.")
+    cells = list(dict.fromkeys(_cell_name(row) for row in rows))
+    figure = new_figure((13, 1.4 + 0.6 * len(cells)))
+    for axes, (column, title) in zip(figure.subplots(1, len(_PANELS), sharey=True), _PANELS, strict=True):
+        _bars(axes, rows, cells, column, title)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
+    figure.suptitle(_conditions(rows), fontsize=8)
+    return save_figure(figure, picture)
+
+
+def _cell_name(row: Mapping[str, str]) -> str:
+    checkpointing = "checkpointing" if row["checkpointing"] == "yes" else "no checkpointing"
+    kind = "" if row["documents"] == "full" else ", natural"
+    return f"{row['model']}, S={row['length']}{kind}\n{checkpointing}, {float(row['memory_gib']):g} GiB, {row['dtype']}"
+
+
+def _bars(axes: Axes, rows: Sequence[Mapping[str, str]], cells: Sequence[str], column: str, title: str) -> None:
+    """Bars relative to each cell's larger value, with the values at their ends."""
+    values = {(_cell_name(row), row["side"]): float(row[column]) for row in rows if row[column]}
+    height = 0.4
+    for place, side in enumerate(_SIDES):
+        present = [cell for cell in cells if (cell, side) in values]
+        positions = [cells.index(cell) + (place - 0.5) * height for cell in present]
+        shares = [values[cell, side] / max(values.get((cell, other), 0.0) for other in _SIDES) for cell in present]
+        bars = axes.barh(positions, shares, height, label="plain head" if side == "stock" else "fused head")
+        axes.bar_label(bars, [short_number(values[cell, side]) for cell in present], padding=2, fontsize=7)
+    axes.set_xlim(0, 1.2)
+    axes.set_xticks([])
+    axes.set_yticks(range(len(cells)), list(cells), fontsize=7)
+    if not axes.yaxis_inverted():
+        axes.invert_yaxis()
+    axes.set_title(title, fontsize=9)
+
+
+def _conditions(rows: Sequence[Mapping[str, str]]) -> str:
+    def values(column: str) -> str:
+        return "/".join(dict.fromkeys(row[column] for row in rows if row[column]))
+
+    gpu = f", driver {values('driver')}, CUDA {values('cuda')}, triton {values('triton')}" if values("cuda") else ""
+    return (
+        f"training step of SPLADE on {values('device')}{gpu}, torch {values('torch')}; commit {values('commit')}; bars "
+        "relative to each cell's larger value"
+    )
+
+
+def _spread(row: TrainRow) -> str:
+    if row.step_p50_ms is None:
+        return "-"
+    return f"{_number(row.step_p50_ms)} ({_number(row.step_p20_ms)}..{_number(row.step_p80_ms)})"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else short_number(value)
+
+
+def _ratio(above: float | None, below: float | None) -> str:
+    return "-" if above is None or not below else f"{above / below:.2f}"
+
+
+def _exponent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"
+
+
+def markdown_table(results: str | Path) -> str:
+    """The rows of a results file as a Markdown table for a document.
+
+    Raises:
+        ValueError: if the file holds no rows of ``tilefold bench train-splade``.
+    """
+    with Path(results).open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row.get("op") == "train-splade"]
+    if not rows:
+        raise ValueError(f"{results} must hold rows of `tilefold bench train-splade`, got none.")
+    return "\n".join(_markdown_lines(rows)) + "\n"
+
+
+def _markdown_lines(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    yield "| cell | side | batch | step, ms | peak, GiB | largest batch | MiB a pair | pairs/s | status |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
+    previous = ""
+    for row in rows:
+        cell = _cell_name(row).replace("\n", ", ")
+        numbers = [
+            short_number(float(row[name])) if row[name] else "-"
+            for name in ("batch", "step_p50_ms", "peak_gib", "largest_batch", "mib_a_pair", "pairs_per_second")
+        ]
+        status = "" if row["status"] == "ok" else row["status"]
+        yield f"| {' | '.join([cell if cell != previous else '', row['side'], *numbers, status])} |"
+        previous = cell
+
+
+def main(arguments: Sequence[str]) -> None:
+    """``FILE.csv`` prints the Markdown table, ``FILE.csv PICTURE.png`` draws the picture."""
+    if len(arguments) > 1:
+        plot_results(arguments[0], arguments[1])
+    else:
+        sys.stdout.write(markdown_table(arguments[0]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,52 @@
+"""Registration of operators with ``torch.library``: devices, autocast, and derivatives that do not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def define_op(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Define ``tilefold::name``, its first argument a tensor, with the decorated function for every device.
+
+    The function runs with its tensors' GPU as the current one, on which kernels are launched, and outside autocast:
+    operators settle their dtypes themselves.
+    """
+    torch.library.define(f"tilefold::{name}", schema)
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            device, device_type = args[0].device, args[0].device.type
+            if device_type == "cuda" and device.index != torch.cuda.current_device():
+                with torch.cuda.device(device):
+                    return run(*args)
+            if not torch.is_autocast_enabled(device_type):
+                return function(*args)
+            with torch.autocast(device_type, enabled=False):
+                return function(*args)
+
+        torch.library.impl(f"tilefold::{name}", "default", run)
+        return function
+
+    return register
+
+
+def forbid_double_backward(name: str, operator: str) -> None:
+    """Make a derivative of the gradient operator ``tilefold::name`` an error; without this it would silently be wrong.
+
+    Call once the operator's fake kernel is registered; ``operator`` is the public function to name.
+    """
+
+    def backward(ctx: Any, *grads: Tensor | None) -> None:
+        raise RuntimeError(
+            f"tilefold::{name} has no derivative: {operator} can be differentiated once. Leave out create_graph=True, "
+            "or use impl='reference', which can be differentiated again."
+        )
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+
+    torch.library.register_autograd(f"tilefold::{name}", backward, setup_context=setup_context)

@@ -1,0 +1,114 @@
+"""Alpha-entmax as ``torch.library`` operators: schema, fake kernels and autograd."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilefold.ops._shared.checks import dtype_name
+from tilefold.ops._shared.impl import resolve_impl
+from tilefold.ops._shared.library import define_op, forbid_double_backward
+from tilefold.ops.entmax import _tiled
+
+TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+__all__ = ["chosen_impl", "entmax_rows"]
+
+
+def chosen_impl(x: Tensor, impl: str = "auto") -> str:
+    """Which implementation ``entmax(x, ..., impl=impl)`` runs: ``"reference"``, ``"tiled"`` or ``"triton"``.
+
+    ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, else ``"tiled"``.
+
+    Raises:
+        ValueError: for an unknown name.
+        RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
+    """
+    resolved = resolve_impl(impl, x.device)
+    if resolved == "triton" and x.dtype not in TRITON_DTYPES:
+        if impl == "auto":
+            return "tiled"
+        names = ", ".join(dtype_name(dtype) for dtype in TRITON_DTYPES)
+        raise TypeError(
+            f"x must have dtype {names} for impl='triton', got {dtype_name(x.dtype)}; use impl='auto' or impl='tiled'."
+        )
+    return resolved
+
+
+def _implementation(impl: str, x: Tensor) -> ModuleType:
+    if chosen_impl(x, impl) == "tiled":
+        return _tiled
+    from tilefold.ops.entmax import _triton
+
+    return _triton
+
+
+@define_op("entmax", "(Tensor x, Tensor? alpha, float constant, str impl) -> (Tensor p, Tensor support)")
+def _forward(x: Tensor, alpha: Tensor | None, constant: float, impl: str) -> tuple[Tensor, Tensor]:
+    if alpha is not None and alpha.device.type == "cpu" and not bool(((alpha >= 1) & (alpha <= 2)).all()):
+        bad = alpha[~((alpha >= 1) & (alpha <= 2))][0].item()
+        raise ValueError(f"alpha must lie in [1, 2], got {bad}; parametrise it, for instance as 1 + sigmoid(theta).")
+    alpha = None if alpha is None else alpha.contiguous()  # one alpha for all rows comes expanded
+    result: tuple[Tensor, Tensor] = _implementation(impl, x).forward(x.contiguous(), alpha, constant)
+    return result
+
+
+@torch.library.register_fake("tilefold::entmax")
+def _(x: Tensor, alpha: Tensor | None, constant: float, impl: str) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.size(0), dtype=torch.int32)
+
+
+@define_op(
+    "entmax_backward",
+    "(Tensor dp, Tensor p, Tensor? alpha, float constant, bool need_x, bool need_alpha, str impl)"
+    " -> (Tensor dx, Tensor dalpha)",
+)
+def _backward(
+    dp: Tensor, p: Tensor, alpha: Tensor | None, constant: float, need_x: bool, need_alpha: bool, impl: str
+) -> tuple[Tensor, Tensor]:
+    given = None if alpha is None else alpha.contiguous()
+    dx, dalpha = _implementation(impl, p).backward(dp, p, given, constant, need_x, need_alpha)
+    wide = torch.promote_types(p.dtype, torch.float32)
+    dalpha = p.new_empty(0, dtype=wide) if dalpha is None else dalpha
+    return p.new_empty(0) if dx is None else dx, dalpha if alpha is None else dalpha.to(alpha.dtype)
+
+
+@torch.library.register_fake("tilefold::entmax_backward")
+def _(
+    dp: Tensor, p: Tensor, alpha: Tensor | None, constant: float, need_x: bool, need_alpha: bool, impl: str
+) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(p.dtype, torch.float32) if alpha is None else alpha.dtype
+    return (
+        p.new_empty(p.shape if need_x else 0),
+        p.new_empty(p.size(0) if need_alpha else 0, dtype=dtype),
+    )
+
+
+forbid_double_backward("entmax_backward", "entmax")
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, alpha, ctx.constant, ctx.impl = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[0], alpha)
+
+
+def _autograd(ctx: Any, dp: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dp is None:
+        return None, None, None, None
+    need_x, need_alpha = ctx.needs_input_grad[:2]
+    p, alpha = ctx.saved_tensors
+    dx, dalpha = torch.ops.tilefold.entmax_backward(dp, p, alpha, ctx.constant, need_x, need_alpha, ctx.impl)
+    return dx if need_x else None, dalpha if need_alpha else None, None, None
+
+
+torch.library.register_autograd("tilefold::entmax", _autograd, setup_context=_setup_context)
+
+
+def entmax_rows(x: Tensor, alpha: Tensor | None, constant: float, impl: str) -> tuple[Tensor, Tensor]:
+    """Probabilities ``[R, n]`` and support sizes ``[R]`` of the rows of ``x``; ``alpha`` is ``[R]`` or ``None``."""
+    return torch.ops.tilefold.entmax(x, alpha, constant, impl)  # type: ignore[no-any-return]

@@ -1,0 +1,208 @@
+"""Alpha-entmax of rows: a program owns a few whole rows, in registers, or a long one that it reads again each step."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilefold.ops._shared._triton.entmax import (
+    MOST_EVALUATIONS,
+    alpha_terms,
+    bracket,
+    inverse_peak,
+    next_root,
+    row_sums,
+    weight,
+)
+from tilefold.ops._shared.entmax_root import kind_of
+from tilefold.ops.entmax.configs import RowsConfig, gradient_config, rows_config
+
+
+@triton.jit
+def _distances(x_ptr, offs, cols, n, mask_r, peak, e, KIND: tl.constexpr):
+    """Distances from the maximum, times e for the closed forms; inf where there is no entry."""
+    s = tl.load(x_ptr + offs[:, None] + cols[None, :], mask=mask_r[:, None] & (cols < n)[None, :], other=float("-inf"))
+    d = peak[:, None] - s.to(tl.float32)
+    if (KIND == "square") | (KIND == "linear"):
+        d *= e[:, None]
+    return d
+
+
+@triton.jit
+def _exponents(alpha_ptr, alpha, rows, mask_r, HAS_ALPHA: tl.constexpr):
+    if HAS_ALPHA:
+        return tl.load(alpha_ptr + rows, mask=mask_r, other=1.5).to(tl.float32) - 1
+    else:
+        return tl.zeros_like(rows).to(tl.float32) + (alpha - 1)
+
+
+@triton.jit(do_not_specialize=["R", "n", "alpha"])
+def _forward_kernel(
+    x_ptr, alpha_ptr, out_ptr, support_ptr, R, n, alpha,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, RESIDENT: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask_r = rows < R
+    offs = rows.to(tl.int64) * n
+    e = _exponents(alpha_ptr, alpha, rows, mask_r, HAS_ALPHA)
+    places = tl.arange(0, BLOCK_N)
+    peak = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+    broken = (e < 0) | (e > 1) | (e != e)
+    for n0 in range(0, n, BLOCK_N):
+        cols = n0 + places
+        s = tl.load(
+            x_ptr + offs[:, None] + cols[None, :], mask=mask_r[:, None] & (cols < n)[None, :], other=float("-inf")
+        ).to(tl.float32)  # [BLOCK_R, BLOCK_N]
+        peak = tl.maximum(peak, tl.max(s, axis=1))
+        broken = broken | (tl.max((s != s).to(tl.int32), axis=1) > 0)
+    broken = broken | (peak == float("inf"))
+    empty = (peak == float("-inf")) & ~broken
+    idle = broken | empty | ~mask_r
+    peak = tl.where(idle, 0.0, peak)
+    e = tl.where(broken, 1.0, e)
+
+    low, high = bracket(tl.zeros_like(peak) + n, e, KIND)
+    y = 0.5 * (low + high)
+    if KIND == "softmax":
+        y = high
+    mass = tl.zeros_like(peak) + 1.0
+    before = tl.zeros_like(peak) + float("inf")
+    found = idle
+    if RESIDENT:
+        d = _distances(x_ptr, offs, places, n, mask_r, peak, e, KIND)
+    evaluation = 0
+    while evaluation < MOST_EVALUATIONS:
+        inverse_c = inverse_peak(y, e, KIND)
+        if RESIDENT:
+            f, u, q = row_sums(d, y[:, None], inverse_c[:, None], e[:, None], KIND)
+        else:
+            f = tl.zeros_like(peak)
+            u = tl.zeros_like(peak)
+            q = tl.zeros_like(peak)
+            for n0 in range(0, n, BLOCK_N):
+                d = _distances(x_ptr, offs, n0 + places, n, mask_r, peak, e, KIND)
+                tile_f, tile_u, tile_q = row_sums(d, y[:, None], inverse_c[:, None], e[:, None], KIND)
+                f += tile_f
+                u += tile_u
+                q += tile_q
+        mass = tl.where(found, mass, f)
+        y, low, high, before, found = next_root(y, f, u, q, low, high, before, found, e, KIND)
+        evaluation = tl.where(tl.min(found.to(tl.int32), axis=0) > 0, MOST_EVALUATIONS, evaluation + 1)
+
+    scale = tl.where(empty, 0.0, 1.0 / mass)
+    inverse_c = inverse_peak(y, e, KIND)
+    support = tl.zeros((BLOCK_R,), tl.int32)
+    for n0 in range(0, n, BLOCK_N):
+        cols = n0 + places
+        if not RESIDENT:
+            d = _distances(x_ptr, offs, cols, n, mask_r, peak, e, KIND)
+        p = weight(d, y[:, None], inverse_c[:, None], e[:, None], KIND) * scale[:, None]
+        p = tl.where(empty[:, None], 0.0, p)
+        p = tl.where(broken[:, None], float("nan"), p)
+        inside = mask_r[:, None] & (cols < n)[None, :]
+        support += tl.sum((inside & (p > 0)).to(tl.int32), axis=1)
+        tl.store(out_ptr + offs[:, None] + cols[None, :], p.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(support_ptr + rows, support, mask=mask_r)
+
+
+@triton.jit
+def _gradient_tile(dp_ptr, p_ptr, offs, cols, n, mask_r, e, KIND: tl.constexpr):
+    """Gradient of the output, probability and slope of a tile."""
+    inside = mask_r[:, None] & (cols < n)[None, :]
+    grad = tl.load(dp_ptr + offs[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    p = tl.load(p_ptr + offs[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    if KIND == "square":
+        u = tl.sqrt(p)
+    elif KIND == "linear":
+        u = tl.where(p == 0, 0.0, 1.0) + (p - p)  # NaN stays NaN
+    elif KIND == "softmax":
+        u = p
+    else:
+        u = tl.where(p == 0, 0.0, tl.exp((1 - e[:, None]) * tl.log(tl.where(p == 0, 1.0, p))))
+    return grad, p, u
+
+
+@triton.jit(do_not_specialize=["R", "n", "alpha"])
+def _backward_kernel(
+    dp_ptr, p_ptr, alpha_ptr, dx_ptr, dalpha_ptr, R, n, alpha,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr,
+    NEED_X: tl.constexpr, NEED_ALPHA: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask_r = rows < R
+    offs = rows.to(tl.int64) * n
+    e = _exponents(alpha_ptr, alpha, rows, mask_r, HAS_ALPHA)
+    places = tl.arange(0, BLOCK_N)
+    total = tl.zeros((BLOCK_R,), tl.float32)
+    product = tl.zeros((BLOCK_R,), tl.float32)
+    sum_a = tl.zeros((BLOCK_R,), tl.float32)
+    sum_b = tl.zeros((BLOCK_R,), tl.float32)
+    dot_a = tl.zeros((BLOCK_R,), tl.float32)
+    dot_b = tl.zeros((BLOCK_R,), tl.float32)
+    for n0 in range(0, n, BLOCK_N):
+        grad, p, u = _gradient_tile(dp_ptr, p_ptr, offs, n0 + places, n, mask_r, e, KIND)
+        total += tl.sum(u, axis=1)
+        product += tl.sum(u * grad, axis=1)
+        if NEED_ALPHA:
+            a, b = alpha_terms(p, u, e[:, None])
+            sum_a += tl.sum(a, axis=1)
+            sum_b += tl.sum(b, axis=1)
+            dot_a += tl.sum(a * grad, axis=1)
+            dot_b += tl.sum(b * grad, axis=1)
+    total = tl.where(total == 0, 1.0, total)
+    if NEED_ALPHA:
+        tl.store(dalpha_ptr + rows, (sum_a * dot_b - sum_b * dot_a) / total, mask=mask_r)
+    if NEED_X:
+        mean = product / total
+        for n0 in range(0, n, BLOCK_N):
+            cols = n0 + places
+            grad, p, u = _gradient_tile(dp_ptr, p_ptr, offs, cols, n, mask_r, e, KIND)
+            tl.store(
+                dx_ptr + offs[:, None] + cols[None, :],
+                (u * (grad - mean[:, None])).to(dx_ptr.dtype.element_ty),
+                mask=mask_r[:, None] & (cols < n)[None, :],
+            )
+
+
+def forward(
+    x: Tensor, alpha: Tensor | None, constant: float, config: RowsConfig | None = None
+) -> tuple[Tensor, Tensor]:
+    """``[R, n]`` probabilities in the dtype of ``x`` and ``[R]`` int32 support sizes; ``alpha`` is ``[R]``."""
+    rows, n = x.shape
+    out = torch.empty_like(x)
+    support = torch.empty(rows, dtype=torch.int32, device=x.device)
+    if rows == 0 or n == 0:
+        return out, support.zero_()
+    config = rows_config(n) if config is None else config
+    _forward_kernel[(-(-rows // config.block_r),)](
+        x, alpha, out, support, rows, n, constant, BLOCK_R=config.block_r, BLOCK_N=config.block_n,
+        KIND=kind_of(None if alpha is not None else constant), HAS_ALPHA=alpha is not None, RESIDENT=config.resident,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    return out, support
+
+
+def backward(
+    dp: Tensor,
+    p: Tensor,
+    alpha: Tensor | None,
+    constant: float,
+    need_x: bool,
+    need_alpha: bool,
+    config: RowsConfig | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradient of ``x`` ``[R, n]`` in its dtype, and of ``alpha`` ``[R]`` in fp32."""
+    rows, n = p.shape
+    dx = torch.empty_like(p) if need_x else None
+    dalpha = torch.empty(rows, dtype=torch.float32, device=p.device) if need_alpha else None
+    if rows == 0 or n == 0:
+        return dx, None if dalpha is None else dalpha.zero_()
+    config = gradient_config(n) if config is None else config
+    _backward_kernel[(-(-rows // config.block_r),)](
+        dp.contiguous(), p, alpha, dx, dalpha, rows, n, constant, BLOCK_R=config.block_r, BLOCK_N=config.block_n,
+        KIND=kind_of(None if alpha is not None else constant), HAS_ALPHA=alpha is not None,
+        NEED_X=need_x, NEED_ALPHA=need_alpha, num_warps=config.num_warps,
+    )  # fmt: skip
+    return dx, dalpha

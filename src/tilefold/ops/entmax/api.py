@@ -1,0 +1,110 @@
+"""Alpha-entmax, public functions: arguments, checks and dispatch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilefold.ops._shared.checks import FLOAT_DTYPES, check_choice, check_dtype, check_same_device, check_tensor
+from tilefold.ops._shared.impl import IMPLS
+from tilefold.ops.entmax import _library, _reference
+
+
+def entmax(
+    x: Tensor,
+    alpha: float | Tensor = 1.5,
+    dim: int = -1,
+    *,
+    return_support_size: bool = False,
+    impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Alpha-entmax along a dimension: softmax whose small entries are exactly 0 (Peters et al., arXiv 1905.05702).
+
+    ``p_i = [(alpha - 1) x_i - tau]_+^(1 / (alpha - 1))`` with ``tau`` such that the row sums to 1; alpha = 1 is
+    softmax, alpha = 2 sparsemax. The root is found by Halley's method on the norm of the row, safeguarded by bisection
+    (the hybrid of AdaSplash, arXiv 2502.12082, made to converge for any row), and what residual is left is divided out,
+    so rows sum to 1 to rounding. fp16 and bf16 are computed in fp32. Shifting a row changes nothing but rounding.
+
+    An entry of ``-inf`` gets probability 0; a row of nothing but ``-inf`` is 0, with no gradient. A row that holds NaN
+    or ``+inf`` is NaN. Gradients are those of Correia et al. (arXiv 1909.00015), in a form that stays finite down to
+    alpha = 1; one derivative, except for ``impl="reference"``.
+
+    Args:
+        x: scores; fp16, bf16, fp32 or fp64.
+        alpha: a number in [1, 2], or a tensor that broadcasts to ``x`` with size 1 in ``dim`` (one alpha a row, or a
+            head, or for all), differentiable. On a GPU, where looking costs a synchronisation, a tensor's value
+            outside [1, 2] makes its rows NaN instead of raising.
+        dim: the dimension that sums to 1.
+        return_support_size: also return how many entries of each row are positive.
+        impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see :func:`tilefold.ops.entmax.chosen_impl`.
+
+    Returns:
+        Probabilities shaped like ``x``, in its dtype; with ``return_support_size`` also the int32 sizes, of that shape
+        without ``dim``.
+
+    Raises:
+        TypeError: for arguments that are no tensors, or of a dtype that is not supported.
+        ValueError: for an alpha outside [1, 2], shapes, devices or a ``dim`` that do not fit.
+        RuntimeError: if ``impl="triton"`` cannot run here.
+    """
+    check_choice("impl", impl, IMPLS)
+    check_tensor("x", x)
+    check_dtype("x", x, FLOAT_DTYPES, "cast it with .float() or another of these.")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim must be an integer in [{-x.dim()}, {x.dim() - 1}] for x of {x.dim()} dims, got {dim!r}.")
+    per_row = _check_alpha(alpha, x, dim)
+    constant = 0.0 if isinstance(alpha, Tensor) else float(alpha)
+    rows = x.movedim(dim, -1)
+    shape = rows.shape
+    if not torch.compiler.is_compiling():
+        impl = _library.chosen_impl(x, impl)
+    if x.numel() == 0 or shape[-1] == 0:
+        p, support = x.clone(), x.new_zeros(shape[:-1], dtype=torch.int32)
+        return (p, support) if return_support_size else p
+    flat = rows.reshape(-1, shape[-1])
+    alphas = None if per_row is None else per_row.movedim(dim, -1).expand(*shape[:-1], 1).reshape(-1)
+    if impl == "reference":
+        given = torch.full((1,), constant, dtype=torch.float64, device=x.device) if alphas is None else alphas
+        flat_p = _reference.entmax(flat, given[:, None])
+        flat_support = (flat_p > 0).sum(dim=-1, dtype=torch.int32)
+    else:
+        flat_p, flat_support = _library.entmax_rows(flat, alphas, constant, impl)
+    p = flat_p.view(shape).movedim(-1, dim)
+    return (p, flat_support.view(shape[:-1])) if return_support_size else p
+
+
+def sparsemax(x: Tensor, dim: int = -1, *, impl: str = "auto") -> Tensor:
+    """Sparsemax (Martins and Astudillo, arXiv 1602.02068): :func:`entmax` with alpha = 2.
+
+    Args:
+        x: scores; fp16, bf16, fp32 or fp64.
+        dim: the dimension that sums to 1.
+        impl: as in :func:`entmax`.
+
+    Returns:
+        The Euclidean projection of every row onto the probability simplex, shaped like ``x``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as in :func:`entmax`.
+    """
+    p = entmax(x, 2.0, dim, impl=impl)
+    return p if isinstance(p, Tensor) else p[0]
+
+
+def _check_alpha(alpha: float | Tensor, x: Tensor, dim: int) -> Tensor | None:
+    """The alpha tensor with the dimensions of ``x``, or ``None`` for a number."""
+    if not isinstance(alpha, Tensor):
+        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 1 <= alpha <= 2:
+            raise ValueError(f"alpha must be a number in [1, 2] or a tensor of them, got {alpha!r}.")
+        return None
+    check_dtype("alpha", alpha, FLOAT_DTYPES, "cast it with .float().")
+    check_same_device("x", x, {"alpha": alpha})
+    padded = (1,) * (x.dim() - alpha.dim()) + tuple(alpha.shape)
+    sizes = list(x.shape)
+    sizes[dim] = 1
+    if len(padded) != x.dim() or any(a not in (1, b) for a, b in zip(padded, sizes, strict=True)):
+        raise ValueError(
+            f"alpha must broadcast to {sizes} (x with size 1 in dim {dim}), got shape {list(alpha.shape)}; "
+            "reshape it, for instance to [heads, 1, 1]."
+        )
+    return alpha.view(padded) if alpha.dim() != x.dim() else alpha

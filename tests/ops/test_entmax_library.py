@@ -1,0 +1,68 @@
+"""Alpha-entmax as torch operators: opcheck, torch.compile, autocast, second derivatives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilefold.ops import entmax
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops.entmax import chosen_impl
+from tilefold.testing.entmax import entmax_scores
+
+pytestmark = pytest.mark.skipif(triton_interpreted(), reason="this part needs no interpreter")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_operators_pass_opcheck(device: str) -> None:
+    x = entmax_scores(4, 9).to(device)
+    alpha = torch.full((4,), 1.4, device=device)
+    impl = chosen_impl(x)
+    for given, constant in ((None, 1.5), (alpha, 0.0)):
+        leaf = None if given is None else given.clone().requires_grad_()
+        torch.library.opcheck(torch.ops.tilefold.entmax.default, (x.clone().requires_grad_(), leaf, constant, impl))
+        p = entmax(x, 1.5 if given is None else given[:, None])
+        for needs in ((True, given is not None), (True, False)):
+            arguments = (x, p, given, constant, *needs, impl)
+            torch.library.opcheck(torch.ops.tilefold.entmax_backward.default, arguments)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("per_row", [False, True])
+def test_the_public_function_compiles_whole_with_gradients(device: str, per_row: bool) -> None:
+    x = entmax_scores(12, 10).view(2, 6, 10).to(device)
+    alpha = torch.full((6, 1), 1.3, device=device) if per_row else 1.5
+
+    def loss(x: Tensor, alpha: float | Tensor) -> Tensor:
+        return (entmax(2 * x, alpha, dim=-1) ** 2).sum()
+
+    grads = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        leaf = x.clone().requires_grad_()
+        a = alpha.clone().requires_grad_() if isinstance(alpha, Tensor) else alpha
+        function(leaf, a).backward()
+        grads.append((leaf.grad, a.grad if isinstance(a, Tensor) else None))
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_autocast_and_inference_mode_change_nothing() -> None:
+    x = entmax_scores(4, 9)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(entmax(x), entmax(x)) and entmax(x).dtype == torch.float32
+    with torch.inference_mode():
+        inside = entmax(x)
+    assert torch.equal(inside, entmax(x))
+
+
+def test_a_second_derivative_is_an_error_and_not_a_wrong_number() -> None:
+    x = entmax_scores(2, 5).requires_grad_()
+    (first,) = torch.autograd.grad((entmax(x) ** 2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"entmax can be differentiated once.*impl='reference'"):
+        first.sum().backward()
+
+
+def test_meta_tensors_give_the_shape_without_computing() -> None:
+    p, size = entmax(torch.empty(3, 500, device="meta"), return_support_size=True)
+    assert p.shape == (3, 500) and size.shape == (3,)

@@ -1,0 +1,168 @@
+"""The LSR head with an fp8 weight: every implementation against the same rounded operands, multiplied in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.conftest import Target
+from tilefold.ops import QuantizedWeight, lsr_head, lsr_head_sparse, quantize_weight
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops.lsr_head import _quantized
+from tilefold.ops.lsr_head._quantized import fake_quantized
+from tilefold.testing import relative_error
+from tilefold.testing.lsr_head import LAYOUTS, LSRHeadInputs, lsr_head_inputs, lsr_head_results
+
+# Hopper adds fp8 products with 14 bits: over D = 64, well under 2e-3 of the norm of the scores.
+# The interpreter cuts off where hardware rounds to the nearest fp8.
+FP8_PRODUCTS = 5e-2 if triton_interpreted() else 2e-3
+BF16 = torch.bfloat16
+
+
+def rounded_truth(inputs: LSRHeadInputs, weight: QuantizedWeight, **options: Any) -> Tensor:
+    """Scores of the rounded operands in fp64."""
+    exact = inputs.cast(torch.float64)
+    given = LSRHeadInputs(
+        fake_quantized(inputs.hidden).double(),
+        weight.dequantize(torch.float64),
+        exact.bias,
+        inputs.attention_mask,
+        inputs.cu_seqlens,
+        exact.dscores,
+    )
+    return lsr_head_results(given, needs=(), impl="reference", **options)["scores"]
+
+
+def needs_fp8_products(target: Target) -> None:
+    if target.impl == "triton" and target.device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no fp8 products")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("activation", ["log1p_relu", "softplus"])
+def test_scores_are_those_of_the_rounded_operands(target: Target, layout: str, activation: str) -> None:
+    needs_fp8_products(target)
+    dtype = torch.float16 if triton_interpreted() else BF16
+    shape = (5, 17, 32, 20) if triton_interpreted() else (5, 37, 64, 150)
+    inputs = lsr_head_inputs(*shape, layout=layout, dtype=dtype, device=target.device)
+    weight = quantize_weight(inputs.weight)
+    options = {"activation": activation, "logit_scale": 0.7}
+    scores = lsr_head(
+        inputs.hidden, weight, inputs.bias, **inputs.layout, out_dtype=torch.float32, impl=target.impl, **options
+    )
+    assert relative_error(scores, rounded_truth(inputs, weight, **options)) <= FP8_PRODUCTS
+
+
+def test_a_dimension_that_wide_loads_cannot_take(target: Target) -> None:
+    needs_fp8_products(target)
+    inputs = lsr_head_inputs(3, 20, 40, 33, dtype=torch.float32, device=target.device)
+    weight = quantize_weight(inputs.weight)
+    scores = lsr_head(inputs.hidden, weight, inputs.bias, impl=target.impl)
+    assert relative_error(scores, rounded_truth(inputs, weight)) <= FP8_PRODUCTS
+
+
+def test_nan_in_gives_nan_out_and_zeros_give_the_bias(target: Target) -> None:
+    if triton_interpreted():
+        pytest.skip("the interpreter makes a number of a NaN that it converts to fp8")
+    needs_fp8_products(target)
+    inputs = lsr_head_inputs(3, 20, 32, 16, dtype=torch.float32, device=target.device)
+    inputs.hidden[0, 3, 5] = torch.nan
+    inputs.hidden[1] = 0
+    plain = inputs.weight.clone()
+    plain[7, 2] = torch.nan
+    plain[8] = 0
+    scores = lsr_head(inputs.hidden, quantize_weight(plain), inputs.bias, activation="none", impl=target.impl)
+    assert scores[0].isnan().all()
+    assert scores[:, 7].isnan().all()
+    rest = torch.tensor([v for v in range(16) if v != 7], device=target.device)
+    torch.testing.assert_close(scores[1, rest], inputs.bias[rest])
+    torch.testing.assert_close(scores[1:, 8], inputs.bias[8].expand(2))
+
+
+def test_masked_tokens_are_not_read(target: Target) -> None:
+    needs_fp8_products(target)
+    inputs = lsr_head_inputs(5, 20, 32, 16, layout="holes", dtype=torch.float32, device=target.device)
+    weight = quantize_weight(inputs.weight)
+    expected = lsr_head(inputs.hidden, weight, inputs.bias, **inputs.layout, impl=target.impl)
+    poisoned = inputs.hidden.masked_fill(inputs.attention_mask[:, :, None] == 0, torch.nan)
+    assert torch.equal(lsr_head(poisoned, weight, inputs.bias, **inputs.layout, impl=target.impl), expected)
+    assert (expected[2] == 0).all()  # the sequence without a token
+
+
+def test_sparse_rows_are_the_best_of_the_dense_ones(target: Target) -> None:
+    needs_fp8_products(target)
+    inputs = lsr_head_inputs(4, 12, 32, 50, dtype=torch.float32, device=target.device)
+    weight = quantize_weight(inputs.weight)
+    dense = lsr_head(inputs.hidden, weight, inputs.bias, impl=target.impl)
+    sparse = lsr_head_sparse(inputs.hidden, weight, inputs.bias, top_k=9, impl=target.impl).to_dense()
+    best = dense.topk(9)
+    assert torch.equal(sparse, torch.zeros_like(dense).scatter_(1, best.indices, best.values))
+
+
+def test_the_scores_stay_close_to_those_of_the_plain_weight() -> None:
+    inputs = lsr_head_inputs(8, 64, 384, 500, dtype=torch.float32, bias=False)
+    plain = lsr_head(inputs.hidden, inputs.weight)
+    assert relative_error(lsr_head(inputs.hidden, quantize_weight(inputs.weight)), plain) < 0.02
+
+
+def test_every_entry_is_within_the_stated_rounding() -> None:
+    weight = torch.randn(70, 33) * torch.logspace(-3, 3, 70)[:, None]
+    quantized = quantize_weight(weight)
+    assert quantized.values.dtype == torch.float8_e4m3fn and quantized.shape == (70, 33)
+    distance = (quantized.dequantize(torch.float64) - weight.double()).abs()
+    assert (distance <= weight.double().abs() / 16 + quantized.scale.double()[:, None] * 2**-10).all()
+
+
+def test_a_weight_larger_than_a_slab_is_quantized_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(50, 16)
+    hidden = torch.randn(2, 5, 16)
+    whole = quantize_weight(weight)
+    expected = lsr_head(hidden, whole)
+    monkeypatch.setattr(_quantized, "SLAB_V", 16)
+    parts = quantize_weight(weight)
+    assert torch.equal(whole.values.view(torch.uint8), parts.values.view(torch.uint8))
+    assert torch.equal(whole.scale, parts.scale)
+    torch.testing.assert_close(lsr_head(hidden, whole), expected)
+
+
+@pytest.mark.skipif(triton_interpreted(), reason="this part needs no interpreter")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_it_compiles_in_one_graph(device: str) -> None:
+    inputs = lsr_head_inputs(3, 16, 32, 40, dtype=torch.float32, device=device)
+    weight = quantize_weight(inputs.weight)
+
+    def scores(hidden: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+        return lsr_head(hidden, QuantizedWeight(values, scale), inputs.bias)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(scores, fullgraph=True, backend="aot_eager")
+    expected = scores(inputs.hidden, weight.values, weight.scale)
+    assert torch.equal(compiled(inputs.hidden, weight.values, weight.scale), expected)
+
+
+WEIGHT = quantize_weight(torch.ones(5, 4))
+REFUSED = [
+    ({"pooling": "sum"}, ValueError, "pooling must be 'max' with a QuantizedWeight, got 'sum'"),
+    ({"hidden": torch.zeros(2, 3, 8)}, ValueError, r"weight must have shape \[V, D\] with D=8, got \[5, 4\]"),
+    ({"hidden": torch.zeros(2, 3, 4, dtype=torch.float64)}, TypeError, "hidden must be fp16, bf16 or fp32"),
+    ({"hidden": torch.zeros(2, 3, 4, requires_grad=True)}, ValueError, "must not require a gradient"),
+    ({"weight_main_grad": torch.zeros(5, 4)}, ValueError, "weight_main_grad must be None with a QuantizedWeight"),
+    ({"bias": torch.zeros(6)}, ValueError, "bias must have shape"),
+]
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), REFUSED)
+def test_what_a_quantized_weight_cannot_do_is_said(
+    changed: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        lsr_head(**{"hidden": torch.zeros(2, 3, 4), "weight": WEIGHT} | changed)
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(4), torch.zeros(4, 4, dtype=torch.int64), [1.0]])
+def test_what_cannot_be_quantized_is_said(weight: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="weight must"):
+        quantize_weight(weight)
