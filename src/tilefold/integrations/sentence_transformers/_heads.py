@@ -162,8 +162,9 @@ def _check_whole(weight: Any, head: Any, hidden: Tensor) -> None:
     """Refuse a weight that lies elsewhere, or in part: it is read outside the forward of its own module."""
     if type(weight).__name__ == "DTensor" or weight.numel() < head.out_features * head.in_features:
         raise RuntimeError(
-            "the weight of the LM head must be whole when the pooling reads it, got a shard of it; wrap the whole "
-            "SparseEncoder as the FSDP root and do not wrap the LM head by itself (ZeRO-3: exclude it from sharding)."
+            "the weight of the LM head must be whole when the pooling reads it, got a shard of it; apply FSDP to the "
+            "whole SparseEncoder, and to the LM head by itself only with reshard_after_forward=False (ZeRO-3: exclude "
+            "it from sharding)."
         )
     if weight.device != hidden.device:
         raise RuntimeError(

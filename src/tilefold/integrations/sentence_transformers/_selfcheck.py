@@ -43,6 +43,11 @@ def check_pair(pair: SpladePair, impl: str) -> None:
         ValueError: if something between the LM head and the pooling changes the logits, or the scores disagree.
         RuntimeError: if the model cannot run where it lies.
     """
+    if any(type(parameter).__name__ == "DTensor" for parameter in pair.transformer.parameters()):
+        raise RuntimeError(
+            "model must be whole for the check of accelerate(), got one whose parameters are sharded; call "
+            "accelerate(model) before fully_shard(model), or pass check=False."
+        )
     with _evaluating(pair), torch.no_grad():
         try:
             features = _tiny_batch(pair.transformer)

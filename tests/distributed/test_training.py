@@ -1,0 +1,48 @@
+"""A training step on many processes equals the step on one: DDP and FSDP2, accelerated models, global FLOPS."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sentence_transformers")
+
+from tests.distributed import training_jobs as jobs
+from tests.distributed.ranks import Ranks
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["stock", "accelerated"])
+def test_a_ddp_step_with_global_flops_equals_one_process(ranks: Ranks, tiny_folder: Path, fused: bool) -> None:
+    ranks.run(jobs.ddp_step, tiny_folder, fused)
+
+
+def test_stock_flops_grows_with_the_number_of_ranks_and_global_flops_does_not(ranks: Ranks, tiny_folder: Path) -> None:
+    for ratio in ranks.run(jobs.local_flops_is_not_the_whole_batch, tiny_folder):
+        assert ratio > 1.01
+
+
+@pytest.mark.parametrize("layers", [False, True], ids=["root", "layers-and-root"])
+def test_an_fsdp_step_of_an_accelerated_model_equals_one_process(ranks: Ranks, tiny_folder: Path, layers: bool) -> None:
+    ranks.run(jobs.fsdp_step, tiny_folder, layers)
+
+
+def test_an_fsdp_step_in_mixed_precision_reduces_in_fp32(ranks: Ranks, tiny_folder: Path) -> None:
+    ranks.run(jobs.fsdp_mixed_precision_step, tiny_folder)
+
+
+def test_a_decoder_sharded_alone_is_refused_unless_it_stays_whole_after_its_forward(
+    ranks: Ranks, untied_folder: Path
+) -> None:
+    for text in ranks.run(jobs.fsdp_of_the_head_alone, untied_folder, True):
+        assert "must be whole when the pooling reads it" in text and "reshard_after_forward=False" in text
+    assert ranks.run(jobs.fsdp_of_the_head_alone, untied_folder, False) == [""] * ranks.size
+
+
+def test_accelerate_comes_before_fully_shard_or_skips_its_check(ranks: Ranks, tiny_folder: Path) -> None:
+    for text in ranks.run(jobs.accelerating_a_sharded_model, tiny_folder):
+        assert "before fully_shard" in text and "check=False" in text
+
+
+def test_an_lsr_head_inside_an_fsdp_module_sees_its_whole_weight(ranks: Ranks) -> None:
+    ranks.run(jobs.fsdp_around_an_lsr_head)

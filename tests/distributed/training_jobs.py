@@ -1,0 +1,214 @@
+"""What the ranks do in test_training.py: a step of a SparseEncoder on many processes against the same step on one."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.models import TEXTS
+from tests.distributed.ranks import Rank
+from tilefold.integrations.sentence_transformers import accelerate
+from tilefold.losses import GlobalFlopsLoss
+from tilefold.testing import budget
+
+
+def load(folder: Path, rank: Rank) -> Any:
+    """The model without dropout; its pooling stays in training mode, where stock has a backward."""
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+    model = SparseEncoder(str(folder), device=str(rank.device)).eval()
+    for module in model.modules():
+        if isinstance(module, SpladePooling):
+            module.train()
+    return model
+
+
+def scores_of(model: Any, texts: list[str], device: torch.device) -> Tensor:
+    """``[B, V]`` of a plain or wrapped model; features are a plain dict, in which FSDP finds the outputs."""
+    encoder = model.module if hasattr(model, "module") else model
+    features = {key: value.to(device) for key, value in encoder.preprocess(texts).items() if isinstance(value, Tensor)}
+    scores: Tensor = model(features)["sentence_embedding"]
+    return scores
+
+
+def loss_of(model: Any, texts: list[str], rank: Rank, regularizer: Any) -> Tensor:
+    """A mean over rows, and FLOPS: what one process with all rows computes is the average over the ranks."""
+    scores = scores_of(model, texts, rank.device)
+    weights = torch.rand(scores.size(1), generator=torch.Generator().manual_seed(7)).to(scores)
+    return (scores * weights).sum(dim=1).mean() + 0.5 * regularizer.compute_loss_from_embeddings(scores)
+
+
+def my_texts(rank: Rank) -> list[str]:
+    share = len(TEXTS) // rank.size
+    return TEXTS[rank.rank * share : (rank.rank + 1) * share]
+
+
+def one_process(folder: Path, rank: Rank) -> tuple[float, dict[str, Tensor], Any]:
+    """Loss and gradients of the stock model on all rows."""
+    model = load(folder, rank)
+    loss = loss_of(model, TEXTS, rank, GlobalFlopsLoss(group=None))
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}, model
+
+
+def assert_same_gradients(model: Any, expected: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
+    """Within the gradient budget, on the scale of the largest gradient: some vanish in exact arithmetic."""
+    named = {name.removeprefix("module."): p for name, p in model.named_parameters()}
+    assert named.keys() == expected.keys()
+    scale = max(gradient.abs().max().item() for gradient in expected.values() if gradient is not None)
+    for name, parameter in named.items():
+        gradient = parameter.grad
+        if gradient is None or expected[name] is None:
+            assert gradient is None and expected[name] is None, name
+            continue
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        error = (whole - expected[name]).abs().max().item()
+        # a trunk of some layers between the head and the parameter: its roundings add up
+        assert error <= 4 * budget(dtype, "gradient_bound") * scale, (name, error, scale)
+
+
+def ddp_step(rank: Rank, folder: Path, fused: bool) -> None:
+    expected_loss, expected, _ = one_process(folder, rank)
+    model = load(folder, rank)
+    if fused:
+        accelerate(model)
+    wrapped = torch.nn.parallel.DistributedDataParallel(
+        model, device_ids=None if rank.device.type == "cpu" else [rank.device.index]
+    )
+    loss = loss_of(wrapped, my_texts(rank), rank, GlobalFlopsLoss())
+    loss.backward()
+    assert_same_gradients(wrapped, expected)
+    total = loss.detach().clone()
+    torch.distributed.all_reduce(total)
+    assert abs(total.item() / rank.size - expected_loss) <= 1e-5 * abs(expected_loss)
+
+
+def local_flops_is_not_the_whole_batch(rank: Rank, folder: Path) -> float:
+    """How far the stock regulariser, on each rank's rows, is from that of all rows: the thing to be repaired."""
+    from sentence_transformers.sparse_encoder.losses import FlopsLoss
+
+    with torch.no_grad():
+        model = load(folder, rank)
+        whole = FlopsLoss(model).compute_loss_from_embeddings(scores_of(model, TEXTS, rank.device))
+        local = FlopsLoss(model).compute_loss_from_embeddings(scores_of(model, my_texts(rank), rank.device))
+        shared = GlobalFlopsLoss().compute_loss_from_embeddings(scores_of(model, my_texts(rank), rank.device))
+        torch.distributed.all_reduce(local)
+    assert abs(shared.item() - whole.item()) <= 1e-5 * whole.item()
+    return local.item() / rank.size / whole.item()
+
+
+def shard_layers(model: Any, mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model[0].model.bert.encoder.layer:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def fsdp_step(rank: Rank, folder: Path, layers: bool) -> None:
+    """One step of SGD: gradients, and the parameters after it."""
+    from torch.distributed.fsdp import fully_shard
+
+    _, expected, whole = one_process(folder, rank)
+    model = load(folder, rank)
+    accelerate(model)
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    if layers:
+        shard_layers(model, mesh)
+    else:
+        fully_shard(model, mesh=mesh)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (whole, model)]
+    loss_of(model, my_texts(rank), rank, GlobalFlopsLoss()).backward()
+    assert all(isinstance(p.grad, DTensor) for p in model.parameters() if p.grad is not None)
+    assert_same_gradients(model, expected)
+    for optimizer in optimizers:
+        optimizer.step()
+    before, after = dict(whole.named_parameters()), dict(model.named_parameters())
+    for name, parameter in after.items():
+        torch.testing.assert_close(parameter.full_tensor(), before[name], rtol=1e-5, atol=1e-5)
+    with torch.no_grad():  # and the sharded model still scores like the whole one
+        got, want = (scores_of(m, TEXTS, rank.device) for m in (model, whole))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def fsdp_mixed_precision_step(rank: Rank, folder: Path) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    _, expected, _ = one_process(folder, rank)
+    model = load(folder, rank)
+    accelerate(model)
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    loss_of(model, my_texts(rank), rank, GlobalFlopsLoss()).backward()
+    largest = max(expected, key=lambda name: 0 if expected[name] is None else float(expected[name].norm()))
+    gradient = dict(model.named_parameters())[largest].grad
+    assert isinstance(gradient, DTensor) and gradient.dtype == torch.float32
+    difference = (gradient.full_tensor() - expected[largest]).norm() / expected[largest].norm()
+    assert difference < 0.1  # the whole trunk runs in bf16, in which it may choose other winners
+
+
+def fsdp_of_the_head_alone(rank: Rank, folder: Path, reshard: bool) -> str:
+    """The decoder in a group of its own: its weight must outlive its forward. Returns the error's text, if any."""
+    from torch.distributed.fsdp import fully_shard
+
+    _, expected, _ = one_process(folder, rank)
+    model = load(folder, rank)
+    accelerate(model)
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    fully_shard(model[0].model.get_output_embeddings(), mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh)
+    try:
+        loss_of(model, my_texts(rank), rank, GlobalFlopsLoss()).backward()
+    except RuntimeError as error:
+        return str(error)
+    assert_same_gradients(model, expected)
+    return ""
+
+
+def accelerating_a_sharded_model(rank: Rank, folder: Path) -> str:
+    from torch.distributed.fsdp import fully_shard
+
+    _, expected, _ = one_process(folder, rank)
+    model = load(folder, rank)
+    fully_shard(model, mesh=init_device_mesh(rank.device.type, (rank.size,)))
+    text = ""
+    try:
+        accelerate(model)
+    except RuntimeError as error:
+        text = str(error)
+    accelerate(model, check=False)
+    loss_of(model, my_texts(rank), rank, GlobalFlopsLoss()).backward()
+    assert_same_gradients(model, expected)
+    return text
+
+
+def fsdp_around_an_lsr_head(rank: Rank) -> None:
+    """nn.LSRHead as a part of an FSDP module: whole inside its forward, rows differ from rank to rank."""
+    from torch.distributed.fsdp import fully_shard
+
+    from tests.distributed.head_jobs import Scorer
+
+    whole = Scorer().to(rank.device)
+    inputs = torch.randn(6, 7, 12, generator=torch.Generator().manual_seed(5)).to(rank.device)
+    mask = torch.ones(6, 7, device=rank.device)
+    whole(inputs, mask).square().sum(dim=1).mean().backward()
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    share = slice(6 // rank.size * rank.rank, 6 // rank.size * (rank.rank + 1))
+    for head_too in (False, True):
+        model = copy.deepcopy(whole)
+        model.zero_grad(set_to_none=True)
+        mesh = init_device_mesh(rank.device.type, (rank.size,))
+        if head_too:
+            fully_shard(model.head, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        scores = model(inputs[share], mask[share])
+        assert not isinstance(scores, DTensor)
+        scores.square().sum(dim=1).mean().backward()
+        assert_same_gradients(model, expected)
