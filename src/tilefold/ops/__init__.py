@@ -5,4 +5,14 @@ from tilefold.ops.lsr_head import QuantizedWeight, lsr_head, lsr_head_sparse, qu
 from tilefold.ops.maxsim import maxsim
 from tilefold.ops.token_scatter import token_scatter, token_scatter_sparse
 
-__all__ = ["QuantizedWeight", "entmax", "lsr_head", "lsr_head_sparse", "maxsim", "quantize_weight", "sparsemax", "token_scatter", "token_scatter_sparse"]
+__all__ = [
+    "QuantizedWeight",
+    "entmax",
+    "lsr_head",
+    "lsr_head_sparse",
+    "maxsim",
+    "quantize_weight",
+    "sparsemax",
+    "token_scatter",
+    "token_scatter_sparse",
+]
