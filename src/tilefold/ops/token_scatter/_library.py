@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.library import define_op, forbid_double_backward
 from tilefold.ops.token_scatter import _tiled
 from tilefold.ops.token_scatter._choice import chosen_impl
 from tilefold.ops.token_scatter._layout import batch_size, check_cu_seqlens, check_ids, valid_tokens
@@ -24,24 +25,6 @@ BACKWARD = (
 )
 
 
-def _define(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Define ``tilefold::name`` with the decorated function as its implementation on every device."""
-    torch.library.define(f"tilefold::{name}", schema)
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            device = args[0].device
-            if device.type == "cuda" and device.index != torch.cuda.current_device():
-                with torch.cuda.device(device):  # kernels are launched on the current device
-                    return function(*args)
-            return function(*args)
-
-        torch.library.impl(f"tilefold::{name}", "default", run)
-        return function
-
-    return register
-
-
 def _implementation(impl: str, weights: Tensor) -> ModuleType:
     if chosen_impl(weights, impl) == "tiled":
         return _tiled
@@ -55,7 +38,7 @@ def looks_are_free(weights: Tensor) -> bool:
     return weights.device.type != "cuda"
 
 
-@_define("token_scatter", FORWARD)
+@define_op("token_scatter", FORWARD)
 def _forward(
     weights: Tensor,
     input_ids: Tensor,
@@ -108,7 +91,7 @@ def _(
     )
 
 
-@_define("token_scatter_backward", BACKWARD)
+@define_op("token_scatter_backward", BACKWARD)
 def _backward(
     dscores: Tensor,
     weights: Tensor,
@@ -136,18 +119,7 @@ def _(
     return weights.new_empty(weights.shape)
 
 
-def _no_second_derivative(ctx: Any, *grads: Tensor | None) -> None:
-    raise RuntimeError(
-        "tilefold::token_scatter_backward has no derivative: token_scatter can be differentiated once. Leave out "
-        "create_graph=True, or use impl='reference', which can be differentiated again."
-    )
-
-
-def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.set_materialize_grads(False)
-
-
-torch.library.register_autograd("tilefold::token_scatter_backward", _no_second_derivative, setup_context=_keep_nothing)
+forbid_double_backward("token_scatter_backward", "token_scatter")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
