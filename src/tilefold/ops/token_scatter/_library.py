@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +19,7 @@ FORWARD = (
     " str activation, int[] ignore_ids, ScalarType out_dtype, bool with_counted, str impl)"
     " -> (Tensor scores, Tensor counted)"
 )
+_PLAIN = (Tensor, torch.nn.Parameter)
 BACKWARD = (
     "(Tensor dscores, Tensor weights, Tensor input_ids, Tensor counted, Tensor? cu_seqlens, str activation, str impl)"
     " -> Tensor"
@@ -122,13 +123,16 @@ def _(
 forbid_double_backward("token_scatter_backward", "token_scatter")
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], counted: Tensor) -> None:
     weights, input_ids, _, cu_seqlens, _, _, activation, _, _, with_counted, impl = inputs
-    counted = output[1]
-    ctx.mark_non_differentiable(counted)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(weights, input_ids, counted, cu_seqlens)
     ctx.activation, ctx.with_counted, ctx.impl = activation, with_counted, impl
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    _keep(ctx, inputs, output[1])
 
 
 def _autograd(ctx: Any, dscores: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -139,14 +143,46 @@ def _autograd(ctx: Any, dscores: Tensor | None, _: Tensor | None) -> tuple[Tenso
         raise RuntimeError(
             "tilefold::token_scatter needs with_counted=True where a gradient is asked for; call token_scatter."
         )
-    weights, input_ids, counted, cu_seqlens = ctx.saved_tensors
-    dweights = torch.ops.tilefold.token_scatter_backward(
-        dscores, weights, input_ids, counted, cu_seqlens, ctx.activation, ctx.impl
-    )
-    return (dweights, *nothing)
+    inputs = (dscores, *ctx.saved_tensors, ctx.activation, ctx.impl)
+    return (torch.ops.tilefold.token_scatter_backward(*inputs), *nothing)
 
 
 torch.library.register_autograd("tilefold::token_scatter", _autograd, setup_context=_setup_context)
+
+
+class _Scatter(torch.autograd.Function):
+    """The registered operator and its gradient without the dispatcher, which costs several times the kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        scores, counted = _on_device(_forward, *inputs)
+        _keep(ctx, inputs, counted)
+        return scores  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dscores is None or torch.is_grad_enabled():  # the registered operator refuses a second derivative
+            return _autograd(ctx, dscores, None)
+        inputs = (dscores, *ctx.saved_tensors, ctx.activation, ctx.impl)
+        return (_on_device(_backward, *inputs), *(None,) * 10)
+
+
+def _on_device(function: Callable[..., Any], *args: Any) -> Any:
+    """Call an implementation with the GPU of its first argument as the current one: kernels are launched there."""
+    device = args[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return function(*args)
+    return function(*args)
+
+
+def _is_plain(*tensors: Tensor | None) -> bool:
+    """Whether no compiler, mode or tensor subclass wants to see the registered operator."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and all(tensor is None or (type(tensor) in _PLAIN and not tensor.is_meta) for tensor in tensors)
+    )
 
 
 def scatter(
@@ -162,18 +198,14 @@ def scatter(
     impl: str,
 ) -> Tensor:
     """``[B, V]`` scores; what backward needs is kept only if a gradient can be asked for."""
+    tensors = (weights, input_ids, attention_mask, cu_seqlens)
     with_counted = torch.is_grad_enabled() and weights.requires_grad
-    scores, _ = torch.ops.tilefold.token_scatter(
-        weights,
-        input_ids,
-        attention_mask,
-        cu_seqlens,
-        vocab_size,
-        reduce,
-        activation,
-        list(ignore_ids),
-        out_dtype,
-        with_counted,
-        impl,
-    )
-    return scores  # type: ignore[no-any-return]
+    options = (vocab_size, reduce, activation, list(ignore_ids), out_dtype, with_counted, impl)
+    scores: Tensor
+    if not _is_plain(*tensors):
+        scores, _ = torch.ops.tilefold.token_scatter(*tensors, *options)
+    elif with_counted:
+        scores = _Scatter.apply(*tensors, *options)  # type: ignore[no-untyped-call]
+    else:
+        scores, _ = _on_device(_forward, *tensors, *options)
+    return scores
