@@ -1,0 +1,136 @@
+"""Device functions that the kernels share: where sequences lie, which pairs there are, folding one tile."""
+
+import triton
+import triton.language as tl
+
+ALL = tl.constexpr(0)
+GROUPED = tl.constexpr(1)
+INDEX = tl.constexpr(2)
+
+
+@triton.jit
+def nan_max(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def bounds(cu_ptr, i, count, rows, length, UNIFORM: tl.constexpr):
+    """First row of sequence i, one past its last, and whether that can be true; an impossible one is empty."""
+    if UNIFORM:
+        start = i * length
+        return start, start + length, start >= 0
+    else:
+        inside = (i >= 0) & (i < count)
+        start = tl.load(cu_ptr + i, mask=inside, other=0).to(tl.int32)
+        end = tl.load(cu_ptr + i + 1, mask=inside, other=0).to(tl.int32)
+        ok = (
+            (start >= 0) & (end >= start) & (end <= rows) & ((i > 0) | (start == 0)) & ((i < count - 1) | (end == rows))
+        )
+        return tl.where(ok, start, 0), tl.where(ok, end, 0), ok
+
+
+@triton.jit
+def sequence_at(cu_ptr, row, count, length, UNIFORM: tl.constexpr):
+    """The sequence that holds ``row``."""
+    if UNIFORM:
+        return row // length
+    else:
+        seq = row * 0
+        for i0 in range(0, count, 256):
+            i = i0 + tl.arange(0, 256)
+            end = tl.load(cu_ptr + 1 + i, mask=i < count, other=2147483647)
+            seq += tl.sum((end <= row).to(tl.int32))
+        return tl.minimum(seq, count - 1)
+
+
+@triton.jit
+def load_rows(ptr, row, mask_row, k, D: tl.constexpr):
+    """``[len(row), len(k)]`` of a row-major matrix; zeros outside."""
+    return tl.load(
+        ptr + row.to(tl.int64)[:, None] * D + k[None, :], mask=mask_row[:, None] & (k < D)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def mask_tile(
+    acc, start, length, t0, row_scale, mask_ptr, scale_ptr,
+    BLOCK_T: tl.constexpr, HAS_MASK: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Scale a tile of products ``[BLOCK_Q, BLOCK_T]`` and take out what does not take part; the number that does."""
+    t = t0 + tl.arange(0, BLOCK_T)
+    inside = t < length
+    row = start + t
+    if HAS_SCALE:
+        acc = acc * row_scale[:, None] * tl.load(scale_ptr + row, mask=inside, other=0.0)[None, :]
+    part = tl.minimum(length - t0, BLOCK_T)
+    if HAS_MASK:
+        kept = tl.load(mask_ptr + row, mask=inside, other=0) != 0  # [BLOCK_T]
+        if MASK_ZERO:
+            acc = tl.where(kept[None, :], acc, 0.0)
+            acc = tl.where(inside[None, :], acc, float("-inf"))
+        else:
+            acc = tl.where(kept[None, :], acc, float("-inf"))
+            part = tl.sum(kept.to(tl.int32))
+    elif length - t0 < BLOCK_T:
+        acc = tl.where(inside[None, :], acc, float("-inf"))
+    return acc, part
+
+
+@triton.jit
+def fold_tile(
+    acc, t0, best, state, inverse_temperature,
+    BLOCK_T: tl.constexpr, WITH_SAVED: tl.constexpr, SMOOTH: tl.constexpr,
+):  # fmt: skip
+    """Fold a tile into the running maximum; ``state`` is the winner, or the sum of exponentials of a smooth one."""
+    top = tl.reduce(acc, 1, nan_max)  # [BLOCK_Q]
+    if SMOOTH:
+        new_best = nan_max(best, top)
+        shift = tl.where(new_best == float("-inf"), 0.0, new_best)
+        state = state * tl.exp((best - shift) * inverse_temperature)
+        state += tl.sum(tl.exp((acc - shift[:, None]) * inverse_temperature), axis=1)
+        best = new_best
+    else:
+        if WITH_SAVED:
+            place = tl.where(acc == top[:, None], tl.arange(0, BLOCK_T)[None, :], BLOCK_T)
+            state = tl.where(top > best, t0 + tl.min(place, axis=1), state)  # among equals the one that was there
+        best = nan_max(best, top)
+    return best, state
+
+
+@triton.jit
+def finish(
+    best, state, parts, kept_q, start, temperature, mask_ptr,
+    HAS_MASK: tl.constexpr, MASK_ZERO: tl.constexpr, WITH_SAVED: tl.constexpr, SMOOTH: tl.constexpr,
+    NO_WINNER: tl.constexpr,
+):  # fmt: skip
+    """What a query token adds to the score, and what is saved of it."""
+    counts = kept_q & (parts > 0)
+    if SMOOTH:
+        value = tl.where(counts, best + temperature * tl.log(state), 0.0)
+        saved = tl.where(counts, value, float("inf"))
+    else:
+        value = tl.where(counts, best, 0.0)
+        saved = state
+        if WITH_SAVED:
+            if HAS_MASK and MASK_ZERO:
+                counts = counts & (tl.load(mask_ptr + start + state, mask=counts, other=0) != 0)
+            saved = tl.where(counts, state, NO_WINNER)
+    return value, saved
+
+
+@triton.jit
+def fresh(BLOCK_Q: tl.constexpr, SMOOTH: tl.constexpr):
+    """The running maximum and state before the first tile."""
+    best = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    state = tl.zeros((BLOCK_Q,), tl.float32 if SMOOTH else tl.int32)
+    return best, state
+
+
+@triton.jit
+def item_of(e, first_item, order_ptr, index_ptr, PAIRING: tl.constexpr):
+    """Pair, query (for an index) and document of entry ``e`` of a list of pairs."""
+    if PAIRING == INDEX:
+        pair = tl.load(order_ptr + e).to(tl.int32)
+        return pair, tl.load(index_ptr + 2 * pair).to(tl.int32), tl.load(index_ptr + 2 * pair + 1).to(tl.int32)
+    else:
+        return e, e - first_item, e

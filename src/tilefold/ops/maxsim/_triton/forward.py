@@ -1,0 +1,216 @@
+"""Forward kernels: a tile of query tokens stays, document tokens stream past, the running maximum is in registers.
+
+For all pairs a tile holds the tokens of several queries one after another, so that short queries fill it. A program
+owns one tile and every so many documents; its loop runs over the tiles of all of them, so that loads of the next
+document are in flight while the last tile of this one is reduced. A query that several tiles share leaves partial sums
+in a small buffer, which a second kernel adds up in a fixed order. For listed pairs a program owns one pair.
+"""
+
+import triton
+import triton.language as tl
+
+from tilefold.ops.maxsim._triton.device import (
+    INDEX,
+    bounds,
+    finish,
+    fold_tile,
+    fresh,
+    load_rows,
+    mask_tile,
+    sequence_at,
+)
+
+
+@triton.jit
+def _products(
+    q, query_ptr, row, mask_row, doc_src, start, t0, n_rows,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr, INTEGER: tl.constexpr,
+):  # fmt: skip
+    """``[BLOCK_Q, BLOCK_T]`` products of a query tile (``q`` where the dimension fits, else loaded) and a tile."""
+    kind: tl.constexpr = tl.int32 if INTEGER else tl.float32
+    acc = tl.zeros((BLOCK_Q, BLOCK_T), kind)
+    doc_row = start + t0 + tl.arange(0, BLOCK_T)
+    if D <= BLOCK_K:
+        if USE_TMA:
+            d = doc_src.load([start + t0, 0])  # [BLOCK_T, BLOCK_K]
+        else:
+            d = load_rows(doc_src, doc_row, doc_row < n_rows, tl.arange(0, BLOCK_K), D)
+        acc = tl.dot(q, d.T, acc, input_precision=PRECISION, out_dtype=kind)
+    else:
+        for k0 in range(0, D, BLOCK_K):
+            k = k0 + tl.arange(0, BLOCK_K)
+            part = load_rows(query_ptr, row, mask_row, k, D)
+            if USE_TMA:
+                d = doc_src.load([start + t0, k0])
+            else:
+                d = load_rows(doc_src, doc_row, doc_row < n_rows, k, D)
+            acc = tl.dot(part, d.T, acc, input_precision=PRECISION, out_dtype=kind)
+    return acc.to(tl.float32)
+
+
+@triton.jit
+def _query_rows(
+    query_ptr, mask_ptr, scale_ptr, row, inside,
+    D: tl.constexpr, BLOCK_K: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SCALE: tl.constexpr,
+):  # fmt: skip
+    """The first block of a query tile, which of its rows are kept, and their scales."""
+    q = load_rows(query_ptr, row, inside, tl.arange(0, BLOCK_K), D)
+    kept = inside
+    if HAS_MASK:
+        kept = inside & (tl.load(mask_ptr + row, mask=inside, other=0) != 0)
+    scale = tl.zeros(row.shape, tl.float32)
+    if HAS_SCALE:
+        scale = tl.load(scale_ptr + row, mask=inside, other=0.0)
+    return q, kept, scale
+
+
+@triton.jit(do_not_specialize=["Tq", "Td", "Nq", "Nd", "tile_rows", "splits", "temperature", "inverse_temperature"])
+def all_pairs_kernel(
+    query_ptr, doc_src, query_mask_ptr, doc_mask_ptr, query_scale_ptr, doc_scale_ptr, cu_q_ptr, cu_d_ptr,
+    score_ptr, part_ptr, saved_ptr,
+    Tq, Td, Nq, Nd, length_q, length_d, tile_rows, splits, temperature, inverse_temperature,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, LQ: tl.constexpr,
+    DIRECT: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr,
+    HAS_DMASK: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr, SMOOTH: tl.constexpr,
+    WITH_SAVED: tl.constexpr, NO_WINNER: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
+    INTEGER: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tile * tile_rows + tl.arange(0, BLOCK_Q)
+    inside = (tl.arange(0, BLOCK_Q) < tile_rows) & (row < Tq)
+    q, kept_q, row_scale = _query_rows(
+        query_ptr, query_mask_ptr, query_scale_ptr, row, inside, D, BLOCK_K, HAS_QMASK, HAS_SCALE
+    )
+    first_q = sequence_at(cu_q_ptr, tile * tile_rows, Nq, length_q, UNIFORM_Q)
+    last_q = sequence_at(cu_q_ptr, tl.minimum((tile + 1) * tile_rows, Tq) - 1, Nq, length_q, UNIFORM_Q)
+
+    # an empty document takes one tile, in which its score is written
+    mine = (Nd - split + splits - 1) // splits
+    if UNIFORM_D:
+        n_tiles = mine * tl.maximum((length_d + BLOCK_T - 1) // BLOCK_T, 1)
+    else:
+        n_tiles = 0
+        for i0 in range(0, mine, 64):
+            i = i0 + tl.arange(0, 64)
+            start, end, _ = bounds(cu_d_ptr, split + i * splits, Nd, Td, length_d, UNIFORM_D)
+            n = tl.maximum((end - start + BLOCK_T - 1) // BLOCK_T, 1)
+            n_tiles += tl.sum(tl.where(i < mine, n, 0))
+
+    d = split
+    t0 = 0
+    parts = 0
+    best, state = fresh(BLOCK_Q, SMOOTH)
+    for _ in tl.range(0, n_tiles):
+        start, end, ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
+        length = end - start
+        acc = _products(
+            q, query_ptr, row, inside, doc_src, start, t0, Td, D, BLOCK_Q, BLOCK_T, BLOCK_K, USE_TMA, PRECISION, INTEGER
+        )
+        acc, part = mask_tile(
+            acc, start, length, t0, row_scale, doc_mask_ptr, doc_scale_ptr, BLOCK_T, HAS_DMASK, MASK_ZERO, HAS_SCALE
+        )
+        best, state = fold_tile(acc, t0, best, state, inverse_temperature, BLOCK_T, WITH_SAVED, SMOOTH)
+        parts += part
+        done = t0 + BLOCK_T >= length
+        if done:
+            value, saved = finish(
+                best, state, parts, kept_q, start, temperature, doc_mask_ptr,
+                HAS_DMASK, MASK_ZERO, WITH_SAVED, SMOOTH, NO_WINNER,
+            )  # fmt: skip
+            if WITH_SAVED:
+                offs = d.to(tl.int64) * Tq + row
+                tl.store(saved_ptr + offs, saved.to(saved_ptr.dtype.element_ty), mask=inside)
+            if LQ > 0:  # whole queries of a length that divides the tile
+                sums = tl.sum(tl.reshape(value, (BLOCK_Q // LQ, LQ)), axis=1)
+                query = first_q + tl.arange(0, BLOCK_Q // LQ)
+                tl.store(
+                    score_ptr + query.to(tl.int64) * Nd + d, tl.where(ok, sums, float("nan")), mask=query <= last_q
+                )
+            else:
+                for query in range(first_q, last_q + 1):
+                    q_start, q_end, _ = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+                    total = tl.sum(tl.where((row >= q_start) & (row < q_end), value, 0.0))
+                    total = tl.where(ok, total, float("nan"))
+                    if DIRECT:
+                        tl.store(score_ptr + tl.cast(query, tl.int64) * Nd + d, total)
+                    else:
+                        tl.store(part_ptr + tl.cast(tile + query, tl.int64) * Nd + d, total)
+            best, state = fresh(BLOCK_Q, SMOOTH)
+        parts = tl.where(done, 0, parts)
+        t0 = tl.where(done, 0, t0 + BLOCK_T)
+        d = tl.where(done, d + splits, d)
+
+
+@triton.jit(do_not_specialize=["Tq", "Nq", "Nd", "tile_rows"])
+def combine_kernel(
+    part_ptr, cu_q_ptr, score_ptr, Tq, Nq, Nd, length_q, tile_rows, BLOCK: tl.constexpr, UNIFORM_Q: tl.constexpr
+):
+    """Add up the parts of each query, tile by tile."""
+    query = tl.program_id(0)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start, end, ok = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+    total = tl.zeros((BLOCK,), tl.float32)
+    if end > start:
+        for tile in range(start // tile_rows, (end - 1) // tile_rows + 1):
+            total += tl.load(part_ptr + tl.cast(tile + query, tl.int64) * Nd + d, mask=d < Nd, other=0.0)
+    total = tl.where(ok, total, float("nan"))
+    tl.store(score_ptr + query.to(tl.int64) * Nd + d, total, mask=d < Nd)
+
+
+@triton.jit(do_not_specialize=["Tq", "Td", "Nq", "Nd", "group", "longest", "temperature", "inverse_temperature"])
+def listed_pairs_kernel(
+    query_ptr, doc_src, query_mask_ptr, doc_mask_ptr, query_scale_ptr, doc_scale_ptr, cu_q_ptr, cu_d_ptr, index_ptr,
+    score_ptr, saved_ptr,
+    Tq, Td, Nq, Nd, length_q, length_d, group, longest, temperature, inverse_temperature,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PAIRING: tl.constexpr,
+    UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr, HAS_DMASK: tl.constexpr,
+    MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr, SMOOTH: tl.constexpr, WITH_SAVED: tl.constexpr,
+    NO_WINNER: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr, INTEGER: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0)
+    if PAIRING == INDEX:
+        query = tl.load(index_ptr + 2 * pair.to(tl.int64)).to(tl.int32)
+        d = tl.load(index_ptr + 2 * pair.to(tl.int64) + 1).to(tl.int32)
+    else:
+        query = pair // group
+        d = pair
+    known = (query >= 0) & (query < Nq) & (d >= 0) & (d < Nd)
+    query = tl.where(known, query, 0)
+    d = tl.where(known, d, 0)
+    q_start, q_end, q_ok = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+    start, end, d_ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
+    ok = known & q_ok & d_ok
+    length = tl.where(ok, end - start, 0)
+    total = 0.0
+    for r0 in range(q_start, q_end, BLOCK_Q):
+        row = r0 + tl.arange(0, BLOCK_Q)
+        inside = row < q_end
+        q, kept_q, row_scale = _query_rows(
+            query_ptr, query_mask_ptr, query_scale_ptr, row, inside, D, BLOCK_K, HAS_QMASK, HAS_SCALE
+        )
+        best, state = fresh(BLOCK_Q, SMOOTH)
+        parts = 0
+        for t0 in tl.range(0, length, BLOCK_T):
+            acc = _products(
+                q, query_ptr, row, inside, doc_src, start, t0, Td, D, BLOCK_Q, BLOCK_T, BLOCK_K, USE_TMA, PRECISION,
+                INTEGER,
+            )  # fmt: skip
+            acc, part = mask_tile(
+                acc, start, length, t0, row_scale, doc_mask_ptr, doc_scale_ptr, BLOCK_T, HAS_DMASK, MASK_ZERO, HAS_SCALE
+            )
+            best, state = fold_tile(acc, t0, best, state, inverse_temperature, BLOCK_T, WITH_SAVED, SMOOTH)
+            parts += part
+        value, saved = finish(
+            best, state, parts, kept_q, start, temperature, doc_mask_ptr,
+            HAS_DMASK, MASK_ZERO, WITH_SAVED, SMOOTH, NO_WINNER,
+        )  # fmt: skip
+        total += tl.sum(value)
+        if WITH_SAVED:
+            if PAIRING == INDEX:
+                offs = pair.to(tl.int64) * longest + row - q_start
+            else:
+                offs = (pair % group).to(tl.int64) * Tq + row
+            tl.store(saved_ptr + offs, saved.to(saved_ptr.dtype.element_ty), mask=inside)
+    tl.store(score_ptr + pair, tl.where(ok, total, float("nan")))

@@ -1,0 +1,166 @@
+"""Backward of the smooth maximum: each tile of similarities is computed again, its softmax weights carry the gradient.
+
+Owners as in the backward of the maximum: one program for a tile of query rows, one for a tile of document rows.
+"""
+
+import triton
+import triton.language as tl
+
+from tilefold.ops.maxsim._triton.backward import query_list, saved_at
+from tilefold.ops.maxsim._triton.device import ALL, GROUPED, INDEX, bounds, item_of, load_rows
+
+
+@triton.jit
+def _weights(
+    query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, doc_mask_ptr, row, inside_q, doc_row, inside_d, top, grad,
+    inverse_temperature,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, HAS_DMASK: tl.constexpr,
+    HAS_SCALE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``grad * softmax`` of a tile ``[BLOCK_Q, BLOCK_T]``; masked tokens have none."""
+    acc = tl.zeros((BLOCK_Q, BLOCK_T), tl.float32)
+    for k0 in range(0, D, BLOCK_K):
+        k = k0 + tl.arange(0, BLOCK_K)
+        q = load_rows(query_ptr, row, inside_q, k, D)
+        d = load_rows(doc_ptr, doc_row, inside_d, k, D)
+        acc = tl.dot(q, d.T, acc, input_precision=PRECISION)
+    if HAS_SCALE:
+        acc *= tl.load(query_scale_ptr + row, mask=inside_q, other=0.0)[:, None]
+        acc *= tl.load(doc_scale_ptr + doc_row, mask=inside_d, other=0.0)[None, :]
+    kept = inside_d
+    if HAS_DMASK:
+        kept = inside_d & (tl.load(doc_mask_ptr + doc_row, mask=inside_d, other=0) != 0)
+    counts = kept[None, :] & (inside_q & (top != float("inf")))[:, None]
+    return tl.where(counts, grad[:, None] * tl.exp((acc - top[:, None]) * inverse_temperature), 0.0)
+
+
+@triton.jit(do_not_specialize=["Tq", "Td", "Nq", "Nd", "group", "longest", "inverse_temperature"])
+def smooth_dqueries_kernel(
+    dscore_ptr, saved_ptr, query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, doc_mask_ptr, cu_q_ptr, cu_d_ptr,
+    row_query_ptr, order_ptr, first_ptr, index_ptr, dquery_ptr,
+    Tq, Td, Nq, Nd, length_q, length_d, group, longest, stride_q, stride_d, inverse_temperature,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAIRING: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_DMASK: tl.constexpr,
+    HAS_SCALE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    if PAIRING == ALL:
+        block = tl.program_id(0) * BLOCK_Q
+        stop = tl.minimum(block + BLOCK_Q, Tq)
+        query = 0
+        q_start = 0
+    else:
+        query = tl.program_id(0)
+        q_start, stop, _ = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+        block = q_start
+    e0, e1 = query_list(query, first_ptr, Nd, group, PAIRING)
+    for r0 in range(block, stop, BLOCK_Q):
+        row = r0 + tl.arange(0, BLOCK_Q)
+        inside = row < stop
+        owner = row * 0
+        if PAIRING == ALL:
+            if UNIFORM_Q:
+                owner = row // length_q
+            else:
+                owner = tl.load(row_query_ptr + row, mask=inside, other=0).to(tl.int32)
+        acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+        for e in range(e0, e1):
+            pair, _, d = item_of(e, e0, order_ptr, index_ptr, PAIRING)
+            start, end, _ = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
+            known = (d >= 0) & (d < Nd)
+            end = tl.where(known, end, start)
+            top = tl.load(saved_ptr + saved_at(e, pair, e0, row, q_start, Tq, longest, PAIRING), mask=inside, other=0.0)
+            if PAIRING == ALL:
+                offs = owner.to(tl.int64) * stride_q + tl.cast(d, tl.int64) * stride_d
+            else:
+                offs = row.to(tl.int64) * 0 + tl.cast(pair, tl.int64) * stride_d
+            grad = tl.load(dscore_ptr + offs, mask=inside, other=0.0).to(tl.float32)
+            for t0 in range(0, end - start, BLOCK_T):
+                doc_row = start + t0 + tl.arange(0, BLOCK_T)
+                inside_d = doc_row < end
+                share = _weights(
+                    query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, doc_mask_ptr, row, inside, doc_row, inside_d,
+                    top, grad, inverse_temperature, D, BLOCK_Q, BLOCK_T, BLOCK_K, HAS_DMASK, HAS_SCALE, PRECISION,
+                )  # fmt: skip
+                if HAS_SCALE:
+                    share *= tl.load(doc_scale_ptr + doc_row, mask=inside_d, other=0.0)[None, :]
+                kept = inside_d
+                if HAS_DMASK:
+                    kept = inside_d & (tl.load(doc_mask_ptr + doc_row, mask=inside_d, other=0) != 0)
+                x = load_rows(doc_ptr, doc_row, kept, k, D)
+                acc = tl.dot(share.to(x.dtype), x, acc, input_precision=PRECISION)
+        tl.store(
+            dquery_ptr + row.to(tl.int64)[:, None] * D + k[None, :],
+            acc.to(dquery_ptr.dtype.element_ty),
+            mask=inside[:, None] & (k < D)[None, :],
+        )
+
+
+@triton.jit(do_not_specialize=["Tq", "Td", "Nq", "Nd", "group", "longest", "tiles", "inverse_temperature"])
+def smooth_ddocuments_kernel(
+    dscore_ptr, saved_ptr, query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, query_mask_ptr, doc_mask_ptr, cu_q_ptr,
+    cu_d_ptr, row_query_ptr, order_ptr, first_ptr, index_ptr, ddoc_ptr,
+    Tq, Td, Nq, Nd, length_q, length_d, group, longest, tiles, stride_q, stride_d, inverse_temperature,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAIRING: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr,
+    HAS_DMASK: tl.constexpr, HAS_SCALE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    k = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    d = tl.program_id(0)
+    start, end, _ = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
+    if PAIRING == INDEX:
+        e0 = tl.load(first_ptr + d).to(tl.int32)
+        e1 = tl.load(first_ptr + d + 1).to(tl.int32)
+    else:
+        e0 = d
+        e1 = d + 1
+    for t0 in range(tl.program_id(1) * BLOCK_T, end - start, tiles * BLOCK_T):
+        doc_row = start + t0 + tl.arange(0, BLOCK_T)
+        inside_d = doc_row < end
+        acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+        for e in range(e0, e1):
+            if PAIRING == INDEX:
+                pair, query, _ = item_of(e, e0, order_ptr, index_ptr, PAIRING)
+                known = (query >= 0) & (query < Nq)
+                query = tl.where(known, query, 0)
+                r_start, r_end, _ = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+                r_end = tl.where(known, r_end, r_start)
+                base = tl.cast(pair, tl.int64) * longest - r_start
+                offs_pair = tl.cast(pair, tl.int64) * stride_d
+            elif PAIRING == GROUPED:
+                r_start, r_end, _ = bounds(cu_q_ptr, d // group, Nq, Tq, length_q, UNIFORM_Q)
+                base = tl.cast(d % group, tl.int64) * Tq
+                offs_pair = tl.cast(d, tl.int64) * stride_d
+            else:
+                r_start = 0
+                r_end = Tq
+                base = tl.cast(d, tl.int64) * Tq
+                offs_pair = tl.cast(d, tl.int64) * stride_d
+            for r0 in range(r_start, r_end, BLOCK_Q):
+                row = r0 + tl.arange(0, BLOCK_Q)
+                inside = row < r_end
+                kept_q = inside
+                if HAS_QMASK:
+                    kept_q = inside & (tl.load(query_mask_ptr + row, mask=inside, other=0) != 0)
+                top = tl.load(saved_ptr + base + row, mask=inside, other=0.0)
+                offs = tl.zeros((BLOCK_Q,), tl.int64) + offs_pair
+                if PAIRING == ALL:
+                    if UNIFORM_Q:
+                        owner = row // length_q
+                    else:
+                        owner = tl.load(row_query_ptr + row, mask=inside, other=0).to(tl.int32)
+                    offs += owner.to(tl.int64) * stride_q
+                grad = tl.load(dscore_ptr + offs, mask=inside, other=0.0).to(tl.float32)
+                share = _weights(
+                    query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, doc_mask_ptr, row, kept_q, doc_row, inside_d,
+                    top, grad, inverse_temperature, D, BLOCK_Q, BLOCK_T, BLOCK_K, HAS_DMASK, HAS_SCALE, PRECISION,
+                )  # fmt: skip
+                if HAS_SCALE:
+                    share *= tl.load(query_scale_ptr + row, mask=kept_q, other=0.0)[:, None]
+                x = load_rows(query_ptr, row, kept_q, k, D)
+                acc = tl.dot(tl.trans(share).to(x.dtype), x, acc, input_precision=PRECISION)
+        tl.store(
+            ddoc_ptr + doc_row.to(tl.int64)[:, None] * D + k[None, :],
+            acc.to(ddoc_ptr.dtype.element_ty),
+            mask=inside_d[:, None] & (k < D)[None, :],
+        )

@@ -1,0 +1,130 @@
+"""Launch configurations of MaxSim by architecture, dtype and shape bin; nothing is searched at run time."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from tilefold.ops._shared.impl import triton_interpreted
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """Tiles of the forward kernels.
+
+    Attributes:
+        block_q, block_t: query and document tokens of a tile.
+        block_k: dimensions of a tile; the whole dimension where it fits, so that a query tile is loaded once.
+        num_warps, num_stages: warps of a program, depth of the load pipeline.
+        programs: programs for each multiprocessor.
+        use_tma: read documents through TMA descriptors (compute capability 9.0 and newer).
+        precision: ``input_precision`` of fp32 products.
+    """
+
+    block_q: int
+    block_t: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    programs: int = 2
+    use_tma: bool = False
+    precision: str = "ieee"
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Tiles of the backward kernels.
+
+    Attributes:
+        block_r, block_d: query rows and dimensions of a tile of the query gradient.
+        warps_q, stages_q: of its kernel.
+        block_t, block_e: document tokens, and query rows added at a time, of a tile of the document gradient.
+        block_dd: dimensions of that tile.
+        warps_d, stages_d: of its kernel.
+        smooth_r, smooth_t, smooth_k: query rows, document tokens and dimensions of a tile of the smooth maximum.
+        precision: ``input_precision`` of fp32 products.
+    """
+
+    block_r: int = 16
+    block_d: int = 128
+    warps_q: int = 4
+    stages_q: int = 3
+    block_t: int = 128
+    block_e: int = 64
+    block_dd: int = 128
+    warps_d: int = 8
+    stages_d: int = 3
+    smooth_r: int = 64
+    smooth_t: int = 64
+    smooth_k: int = 64
+    precision: str = "ieee"
+
+
+BACKWARD_16BIT = BackwardConfig()
+BACKWARD_FP32 = BackwardConfig(
+    block_t=32, block_e=32, block_dd=64, warps_d=4, stages_d=2, smooth_r=32, smooth_t=32, smooth_k=32,
+    precision="tf32x3",
+)  # fmt: skip
+BACKWARD_INTERPRETED = BackwardConfig(
+    block_r=16, block_d=32, block_t=16, block_e=16, block_dd=32, smooth_r=16, smooth_t=16, smooth_k=16
+)
+INTERPRETED = ForwardConfig(32, 16, 32, num_warps=4, num_stages=1, use_tma=True)
+LARGEST_BLOCK_K = 128
+
+
+def _power_of_two(size: int, low: int, high: int) -> int:
+    block = low
+    while block < min(size, high):
+        block *= 2
+    return block
+
+
+def forward_config_for(
+    capability: tuple[int, int], dtype: torch.dtype, dim: int, query_rows: int, tf32: bool
+) -> ForwardConfig:
+    """The configuration for a compute capability; ``query_rows`` of them can share a tile.
+
+    Few query rows make the kernel a stream of document tokens: small tiles, many programs. Many make it a matrix
+    product: 128 rows, so that each document token that is loaded meets as many query tokens.
+    """
+    if dtype == torch.float32:
+        block_k = _power_of_two(dim, 16, 64)
+        config = ForwardConfig(
+            32 if query_rows <= 32 else 64, 32, block_k, num_warps=4, num_stages=2, precision="tf32x3"
+        )
+        return replace(config, precision="tf32") if tf32 else config
+    block_k = _power_of_two(dim, 16, LARGEST_BLOCK_K)
+    if query_rows <= 64:
+        # Hopper's instructions take 64 rows at least; Ampere's 16
+        block_q = 64 if capability >= (9, 0) else _power_of_two(query_rows, 16, 64)
+        return ForwardConfig(block_q, 64, block_k, num_warps=4, num_stages=4, programs=3)
+    if capability >= (9, 0):
+        return ForwardConfig(128, 128, block_k, num_warps=8, num_stages=3, programs=1, use_tma=True)
+    return ForwardConfig(128, 64, min(block_k, 64) if dim > LARGEST_BLOCK_K else block_k, num_warps=8, num_stages=3)
+
+
+def forward_config(dtype: torch.dtype, dim: int, query_rows: int, device: torch.device) -> ForwardConfig:
+    """The forward configuration for ``dtype`` on ``device``."""
+    if device.type != "cuda" or triton_interpreted():
+        return replace(INTERPRETED, use_tma=query_rows > 16)
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    return forward_config_for(torch.cuda.get_device_capability(device), dtype, dim, query_rows, tf32)
+
+
+def backward_config(dtype: torch.dtype, device: torch.device) -> BackwardConfig:
+    """The backward configuration for ``dtype`` on ``device``."""
+    if device.type != "cuda" or triton_interpreted():
+        return BACKWARD_INTERPRETED
+    if dtype == torch.float32:
+        return replace(BACKWARD_FP32, precision="tf32") if torch.backends.cuda.matmul.allow_tf32 else BACKWARD_FP32
+    return BACKWARD_16BIT
+
+
+def describe(device: torch.device) -> dict[str, dict[str, object]]:
+    """The configurations in use on ``device`` for D = 128, by dtype and number of query rows, for reports."""
+    return {
+        f"{str(dtype).removeprefix('torch.')}, {rows} query rows": asdict(forward_config(dtype, 128, rows, device))
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        for rows in (32, 4096)
+    }
