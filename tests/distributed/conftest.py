@@ -32,6 +32,14 @@ def ranks(request: pytest.FixtureRequest, worlds: dict[tuple[int, str], Ranks]) 
 
 
 @pytest.fixture
+def two_gpus(worlds: dict[tuple[int, str], Ranks]) -> Ranks:
+    """Two ranks with a GPU each; for tests marked ``gpu``."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    return worlds.setdefault((2, "cuda"), Ranks(2, "cuda"))
+
+
+@pytest.fixture
 def two_ranks(worlds: dict[tuple[int, str], Ranks]) -> Ranks:
     """Two ranks on the CPU."""
     return worlds.setdefault((2, "cpu"), Ranks(2, "cpu"))

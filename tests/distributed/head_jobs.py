@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,6 +86,27 @@ def equals_one_device(
         name: (relative_error(sharded[name].full_tensor(), truth[name]), relative_error(whole[name], truth[name]))
         for name in truth
     }
+
+
+def repeats_in_every_bit(rank: Rank) -> None:
+    inputs = lsr_head_inputs(6, 20, 32, 601, layout="right", dtype=torch.bfloat16, device=rank.device)
+    mesh = mesh_of(rank)
+    first, second = sharded_results(inputs, mesh), sharded_results(inputs, mesh)
+    for name, result in first.items():
+        assert torch.equal(result.to_local(), second[name].to_local()), name
+
+
+def benchmark_rows(rank: Rank) -> list[str]:
+    """The rows that benchmarks/vocabulary_parallel.py measures, on a small problem."""
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "vocabulary_parallel.py"
+    spec = importlib.util.spec_from_file_location("vocabulary_parallel", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    inputs = lsr_head_inputs(2, 6, 16, 101, device=rank.device, density="sparse")
+    rows = module.measure(inputs, mesh_of(rank), 2)
+    assert all(len(times) == 2 and min(times) > 0 for _, times, _ in rows)
+    return [name for name, _, _ in rows]
 
 
 def works_on_a_mesh_of_two_dimensions(rank: Rank) -> None:

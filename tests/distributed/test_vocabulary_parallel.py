@@ -51,6 +51,27 @@ def test_gradients_of_hidden_are_rounded_once_as_on_one_device(ranks: Ranks, dty
             assert sharded <= 1.05 * whole + (1e-6 if dtype == torch.float32 else 1e-5), (name, sharded, whole)
 
 
+@pytest.mark.gpu
+def test_kernels_on_two_gpus_are_as_exact_as_on_one_at_a_real_size(two_gpus: Ranks) -> None:
+    for errors in two_gpus.run(jobs.equals_one_device, (8, 128, 768, 30522), torch.bfloat16):
+        for name, (sharded, whole) in errors.items():
+            assert sharded <= 1.05 * whole + 1e-5, (name, sharded, whole)
+
+
+@pytest.mark.gpu
+def test_the_default_compiler_takes_the_sharded_head(two_gpus: Ranks) -> None:
+    two_gpus.run(jobs.compiles_in_one_graph, "inductor")
+
+
+def test_two_runs_agree_in_every_bit(ranks: Ranks) -> None:
+    ranks.run(jobs.repeats_in_every_bit)
+
+
+def test_the_benchmark_measures_what_it_has_checked(ranks: Ranks) -> None:
+    for names in ranks.run(jobs.benchmark_rows):
+        assert "whole, forward + backward" in names and "shared, forward + backward" in names
+
+
 def test_other_dimensions_of_the_mesh_may_replicate(ranks: Ranks) -> None:
     ranks.run(jobs.works_on_a_mesh_of_two_dimensions)
 
