@@ -19,7 +19,10 @@ DTYPES: dict[str, torch.dtype] = {
 _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
 
 # the modules that register a spec; imported only when a benchmark is asked for
-SPEC_MODULES: dict[str, str] = {"lsr_head": "tilefold.bench.lsr_head"}
+SPEC_MODULES: dict[str, str] = {
+    "lsr_head": "tilefold.bench.lsr_head",
+    "token_scatter": "tilefold.bench.token_scatter",
+}
 
 _Named = TypeVar("_Named")
 Phase = Literal["forward", "forward_backward"]
