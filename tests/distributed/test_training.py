@@ -9,7 +9,13 @@ import pytest
 pytest.importorskip("sentence_transformers")
 
 from tests.distributed import training_jobs as jobs
+from tests.distributed.models import TEXTS
 from tests.distributed.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def one_process_losses(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return jobs.trained_losses(tiny_folder, tmp_path_factory.mktemp("one"), len(TEXTS), use_cpu=True)[0]
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["stock", "accelerated"])
@@ -46,3 +52,20 @@ def test_accelerate_comes_before_fully_shard_or_skips_its_check(ranks: Ranks, ti
 
 def test_an_lsr_head_inside_an_fsdp_module_sees_its_whole_weight(ranks: Ranks) -> None:
     ranks.run(jobs.fsdp_around_an_lsr_head)
+
+
+def test_the_stock_trainer_under_ddp_has_the_losses_of_one_process(
+    ranks: Ranks, tiny_folder: Path, tmp_path: Path, one_process_losses: list[float]
+) -> None:
+    tolerance = 1e-4 if ranks.device_type == "cpu" else 1e-3  # the one process runs on the CPU
+    for losses, _ in ranks.run(jobs.trainer_run, tiny_folder, tmp_path, False):
+        assert losses == pytest.approx(one_process_losses, rel=tolerance)
+
+
+@pytest.mark.gpu
+def test_the_stock_trainer_under_fsdp2_has_the_losses_of_one_process(
+    two_gpus: Ranks, tiny_folder: Path, tmp_path: Path, one_process_losses: list[float]
+) -> None:
+    for losses, types in two_gpus.run(jobs.trainer_run, tiny_folder, tmp_path, True):
+        assert losses == pytest.approx(one_process_losses, rel=1e-3)
+        assert types == {"DTensor"}

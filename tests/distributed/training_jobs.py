@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +213,67 @@ def fsdp_around_an_lsr_head(rank: Rank) -> None:
         assert not isinstance(scores, DTensor)
         scores.square().sum(dim=1).mean().backward()
         assert_same_gradients(model, expected)
+
+
+def trained_losses(folder: Path, output: Path, batch: int, **options: Any) -> tuple[list[float], set[str]]:
+    """Four steps of the stock trainer on an accelerated model; the losses, and the types of its parameters."""
+    from datasets import Dataset
+    from sentence_transformers import SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
+    from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
+
+    torch.manual_seed(0)
+    model = SparseEncoder(str(folder), device="cpu")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    accelerate(model)
+    loss = SpladeLoss(
+        model,
+        loss=SparseMultipleNegativesRankingLoss(model, gather_across_devices=True),
+        document_regularizer_weight=0.3,
+        query_regularizer_weight=0.5,
+        document_regularizer=GlobalFlopsLoss(),
+        query_regularizer=GlobalFlopsLoss(),
+    )
+    pairs = {"anchor": TEXTS, "positive": [" ".join(reversed(text.split())) for text in TEXTS]}
+    arguments = SparseEncoderTrainingArguments(
+        output_dir=str(output),
+        max_steps=4,
+        per_device_train_batch_size=batch,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=3,
+        dataloader_pin_memory=False,
+        **options,
+    )
+    trainer = SparseEncoderTrainer(model=model, args=arguments, train_dataset=Dataset.from_dict(pairs), loss=loss)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, {type(parameter).__name__ for parameter in trainer.model.parameters()}
+
+
+def trainer_run(rank: Rank, folder: Path, output: Path, fsdp: bool) -> tuple[list[float], set[str]]:
+    """:func:`trained_losses` on this rank's share of the batch, as torchrun would start it."""
+    options: dict[str, Any] = {"use_cpu": rank.device.type == "cpu"}
+    if rank.device.type == "cpu":
+        options["ddp_backend"] = "gloo"
+    if fsdp:
+        options["fsdp"] = "full_shard auto_wrap"
+        options["fsdp_config"] = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["BertLayer"]}
+    before = dict(os.environ)
+    os.environ |= {
+        "RANK": str(rank.rank),
+        "LOCAL_RANK": str(rank.rank),
+        "WORLD_SIZE": str(rank.size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29400",
+    }
+    try:
+        return trained_losses(folder, output, len(TEXTS) // rank.size, **options)
+    finally:
+        os.environ.clear()
+        os.environ |= before
