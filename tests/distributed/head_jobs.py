@@ -147,11 +147,26 @@ def a_main_grad_shard_takes_the_weight_gradient(rank: Rank) -> None:
 
 
 def compiles_in_one_graph(rank: Rank, backend: str) -> None:
-    inputs = with_one_answer(lsr_head_inputs(3, 6, 16, 21, layout="right", device=rank.device))
     head = torch.compile(lsr_head, backend=backend, fullgraph=True)
-    truth = lsr_head_truth(inputs)
-    for name, got in sharded_results(inputs, mesh_of(rank), head).items():
-        assert_within_budget(got.full_tensor(), truth[name], kind="gradient_bound", name=name)
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = with_one_answer(lsr_head_inputs(3, 6, 16, 21, layout="right", dtype=dtype, device=rank.device))
+        truth = lsr_head_truth(inputs)
+        for name, got in sharded_results(inputs, mesh_of(rank), head).items():
+            assert_within_budget(got.full_tensor(), truth[name], kind="gradient_bound", name=name)
+
+
+def a_parallelized_module_compiles(rank: Rank, backend: str) -> None:
+    inputs, mask = torch.randn(4, 7, 12, device=rank.device), torch.ones(4, 7, device=rank.device)
+    whole = Scorer().to(rank.device)
+    sharded = copy.deepcopy(whole)
+    parallelize_module(sharded, mesh_of(rank), {"head": VocabularyParallel()})
+    whole(inputs, mask).square().sum().backward()
+    torch.compile(sharded, backend=backend, fullgraph=True)(inputs, mask).square().sum().backward()
+    expected = dict(whole.named_parameters())
+    for name, parameter in sharded.named_parameters():
+        gradient = parameter.grad
+        got = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        assert_within_budget(got, expected[name].grad.double(), kind="gradient_bound", name=name)
 
 
 def sparse_rows_equal_one_device(rank: Rank, cases: list[dict[str, Any]]) -> None:

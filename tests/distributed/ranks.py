@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-START_SECONDS = 120.0
-JOB_SECONDS = 120.0
+START_SECONDS = 300.0  # a busy machine may take a minute to import torch in every process
+JOB_SECONDS = 300.0
 
 
 @dataclass(frozen=True)

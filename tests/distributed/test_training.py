@@ -15,6 +15,7 @@ from tests.distributed.ranks import Ranks
 
 @pytest.fixture(scope="module")
 def one_process_losses(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    pytest.importorskip("datasets")
     return jobs.trained_losses(tiny_folder, tmp_path_factory.mktemp("one"), len(TEXTS), use_cpu=True)[0]
 
 

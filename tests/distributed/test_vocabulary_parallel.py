@@ -86,6 +86,7 @@ def test_a_sharded_main_grad_takes_the_gradient_of_the_weight(ranks: Ranks) -> N
 
 def test_a_sharded_head_compiles_in_one_graph(ranks: Ranks) -> None:
     ranks.run(jobs.compiles_in_one_graph, "aot_eager")
+    ranks.run(jobs.a_parallelized_module_compiles, "aot_eager")
 
 
 def test_sparse_rows_are_whole_and_equal_on_every_rank(ranks: Ranks) -> None:

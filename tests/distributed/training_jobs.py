@@ -152,7 +152,7 @@ def fsdp_mixed_precision_step(rank: Rank, folder: Path) -> None:
     gradient = dict(model.named_parameters())[largest].grad
     assert isinstance(gradient, DTensor) and gradient.dtype == torch.float32
     difference = (gradient.full_tensor() - expected[largest]).norm() / expected[largest].norm()
-    assert difference < 0.1  # the whole trunk runs in bf16, in which it may choose other winners
+    assert difference < 0.1, float(difference)  # the whole trunk runs in bf16, in which other tokens may win
 
 
 def fsdp_of_the_head_alone(rank: Rank, folder: Path, reshard: bool) -> str:
