@@ -138,10 +138,14 @@ def test_the_other_activations_build_without_spills(activation):
     check(compile_kernel(kernel, types, constants, 90, config.num_warps, config.num_stages), 90, tensor_cores=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_max_backward_builds_without_spills(capability, dtype):
-    config = configs.BACKWARD_FP32 if dtype == torch.float32 else configs.BACKWARD_16BIT
+BACKWARDS = [(capability, torch.bfloat16, configs.BACKWARD_16BIT) for capability in CAPABILITIES]
+BACKWARDS += [(capability, torch.float32, configs.BACKWARD_FP32) for capability in CAPABILITIES]
+BACKWARDS += [(90, torch.bfloat16, configs.BACKWARD_HOPPER)]
+BACKWARDS += [(90, torch.bfloat16, configs.BACKWARD_HOPPER_SMALL_BATCH)]
+
+
+@pytest.mark.parametrize(("capability", "dtype", "config"), BACKWARDS)
+def test_max_backward_builds_without_spills(capability, dtype, config):
     types = common_types(dtype)
     flags = {"ALWAYS_ACTIVE": False, "NO_WINNER": 65535}
     scan = {"BLOCK_R": config.block_r, "BLOCK": config.scan_block, **flags}

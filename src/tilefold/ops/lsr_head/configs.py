@@ -122,6 +122,8 @@ class MaxBackwardConfig:
 
 
 BACKWARD_16BIT = MaxBackwardConfig()
+BACKWARD_HOPPER = MaxBackwardConfig(dweight_block_d=256, dweight_stages=1)
+BACKWARD_HOPPER_SMALL_BATCH = replace(BACKWARD_HOPPER, dweight_block_b=16, dweight_block_e=16)
 BACKWARD_FP32 = MaxBackwardConfig(block_e=32, dweight_block_e=16)
 BACKWARD_INTERPRETED = MaxBackwardConfig(
     block_r=16,
@@ -137,11 +139,15 @@ BACKWARD_INTERPRETED = MaxBackwardConfig(
 )
 
 
-def max_backward_config(dtype: torch.dtype, device: torch.device) -> MaxBackwardConfig:
-    """The backward configuration for ``dtype`` on ``device``."""
+def max_backward_config(dtype: torch.dtype, device: torch.device, batch: int) -> MaxBackwardConfig:
+    """The backward configuration for ``dtype`` on ``device``, for ``batch`` sequences."""
     if device.type != "cuda" or triton_interpreted():
         return BACKWARD_INTERPRETED
-    return BACKWARD_FP32 if dtype == torch.float32 else BACKWARD_16BIT
+    if dtype == torch.float32:
+        return BACKWARD_FP32
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return BACKWARD_16BIT
+    return BACKWARD_HOPPER_SMALL_BATCH if batch <= BACKWARD_HOPPER_SMALL_BATCH.dweight_block_b else BACKWARD_HOPPER
 
 
 @dataclass(frozen=True)

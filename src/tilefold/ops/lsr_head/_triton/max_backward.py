@@ -257,7 +257,7 @@ def max_backward(
     batch, vocab = scores.shape
     if vocab > MAX_VOCAB:
         raise ValueError(f"weight must have at most {MAX_VOCAB} rows for the Triton backward, got {vocab}.")
-    config = max_backward_config(compute_dtype, device)
+    config = max_backward_config(compute_dtype, device, batch)
     cu_seqlens = None if cu_seqlens is None else as_int32(cu_seqlens)
     rows = hidden.reshape(-1, dim)
     dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=device) if need_hidden else None

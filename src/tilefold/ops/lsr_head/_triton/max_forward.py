@@ -24,6 +24,7 @@ from tilefold.ops.lsr_head._triton.pack import AlignedRows, align_rows
 from tilefold.ops.lsr_head._triton.quantize import quantize_rows
 from tilefold.ops.lsr_head._triton.sequences import (
     LAST,
+    column_terms,
     merge,
     sequence_offset,
     store_partial,
@@ -33,6 +34,7 @@ from tilefold.ops.lsr_head._triton.sequences import (
 from tilefold.ops.lsr_head.configs import MaxForwardConfig, max_forward_config, without_tma
 
 MAX_UNITS = 32
+RAGGED_SHARES = (0.25, 0.33, 0.5, 0.75, 1.0)  # of valid rows, that a split of ragged rows is chosen for
 LONG_SEQUENCE_TILES = 16  # longer sequences are rather cut than kept in one unit
 
 
@@ -126,6 +128,7 @@ def _max_forward_kernel(
                 acc *= tl.load(row_scale_ptr + r0 + tl.arange(0, BLOCK_T))[None, :]  # its buffer holds whole tiles
             offs_v = v0 + tl.arange(0, BLOCK_V)
             mask_v = offs_v < V
+            scale, bias = column_terms(weight_scale_ptr, bias_ptr, offs_v, mask_v, HAS_BIAS, QUANTIZED)
             r1 = tl.minimum(r0 + BLOCK_T, n_rows)
             if (start <= r0) & (end >= r0 + BLOCK_T):
                 tile_best, place = _reduce_tokens(acc, 1, BLOCK_T, WITH_WINNERS)
@@ -137,7 +140,7 @@ def _max_forward_kernel(
                         )
                     else:
                         store_scores(
-                            best, winner, seq, start, offs_v, mask_v, weight_scale_ptr, bias_ptr, position_ptr, out_ptr,
+                            best, winner, seq, start, offs_v, mask_v, scale, bias, position_ptr, out_ptr,
                             winner_ptr, V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS, QUANTIZED,
                         )  # fmt: skip
                     seq += 1
@@ -171,7 +174,7 @@ def _max_forward_kernel(
                             )
                         elif end > start:
                             store_scores(
-                                best, winner, seq, start, offs_v, mask_v, weight_scale_ptr, bias_ptr, position_ptr,
+                                best, winner, seq, start, offs_v, mask_v, scale, bias, position_ptr,
                                 out_ptr, winner_ptr, V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS, QUANTIZED,
                             )  # fmt: skip
                         seq += 1
@@ -236,8 +239,9 @@ def _combine_kernel(
             if WITH_WINNERS:
                 part_winner = tl.load(part_winner_ptr + offs, mask=mask_v, other=0)  # [BLOCK]
             best, winner = merge(best, winner, part, part_winner, WITH_WINNERS)
+        scale, bias = column_terms(weight_scale_ptr, bias_ptr, offs_v, mask_v, HAS_BIAS, QUANTIZED)
         store_scores(
-            best, winner, seq, start, offs_v, mask_v, weight_scale_ptr, bias_ptr, position_ptr, out_ptr,
+            best, winner, seq, start, offs_v, mask_v, scale, bias, position_ptr, out_ptr,
             winner_ptr, V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS, QUANTIZED,
         )  # fmt: skip
 
@@ -318,19 +322,25 @@ def plan_units(
 ) -> tuple[int, int]:
     """Into how many units the token tiles are split, and the number of tiles that a unit's size is a multiple of.
 
-    The split that leaves the fewest tiles to the busiest program, at a price of 0.1 tile an item. Units end with
-    sequences where all have one length (``uniform_length``, else 0) that is a multiple of ``block_t``.
+    The split that leaves the fewest tiles to the busiest program, at a price an item: 0.1 tile where all sequences have
+    one length (``uniform_length``, else 0), 0.15 where the first one has to be looked for. Units end with sequences if
+    that length is a multiple of ``block_t``. How many of ragged ``rows`` are valid only the device knows: the split is
+    then the best on average over several shares.
     """
-    n_tiles = max(1, cdiv(rows, block_t))
-    n_vocab = cdiv(vocab, block_v)
     tiles_per_sequence = uniform_length // block_t if uniform_length % block_t == 0 else 0
     round_to = tiles_per_sequence if 1 <= tiles_per_sequence <= LONG_SEQUENCE_TILES else 1
+    shares, price = ((1.0,), 0.1) if uniform_length else (RAGGED_SHARES, 0.15)
+    counts = [max(1, cdiv(int(rows * share), block_t)) for share in shares]
+    n_vocab = cdiv(vocab, block_v)
 
     def busiest(units: int) -> float:
-        tiles = cdiv(cdiv(n_tiles, units), round_to) * round_to
-        return cdiv(n_vocab * cdiv(n_tiles, tiles), programs) * (tiles + 0.1)
+        total = 0.0
+        for n_tiles in counts:
+            tiles = cdiv(cdiv(n_tiles, units), round_to) * round_to
+            total += cdiv(n_vocab * cdiv(n_tiles, tiles), programs) * (tiles + price) / n_tiles
+        return total
 
-    return min(range(1, min(n_tiles, MAX_UNITS) + 1), key=busiest), round_to
+    return min(range(1, min(counts[-1], MAX_UNITS) + 1), key=busiest), round_to
 
 
 def units_cut_sequences(aligned: AlignedRows, round_to: int, config: MaxForwardConfig) -> bool:

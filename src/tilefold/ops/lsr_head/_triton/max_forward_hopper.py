@@ -21,6 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilefold.ops.lsr_head._triton.activation import nan_max
 from tilefold.ops.lsr_head._triton.sequences import (
+    column_terms,
     merge,
     sequence_offset,
     store_partial,
@@ -29,6 +30,7 @@ from tilefold.ops.lsr_head._triton.sequences import (
 )
 
 HALF_V = gl.constexpr(64)
+LANES = gl.constexpr(4)  # lanes that share a row of an accumulator, two columns of every eight each
 ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 
 
@@ -61,17 +63,17 @@ def _reduce_tile(acc, N: gl.constexpr, WITH_WINNERS: gl.constexpr):
 
 @gluon.jit
 def _reduce_groups(acc, N_GROUPS: gl.constexpr, GROUP: gl.constexpr, WITH_WINNERS: gl.constexpr):
-    """Maximum over the tokens of each group ``[HALF_V, N_GROUPS]``, and the lowest place in the tile that holds it."""
-    grouped = acc.reshape([HALF_V, N_GROUPS, GROUP])
-    best = gl.reduce(grouped, 2, nan_max)
+    """Maximum over what each of the LANES lanes of a row holds of each group, ``[HALF_V, N_GROUPS, LANES]``, and the
+    lowest place in the tile that holds it. The lanes are put together once a sequence, not once a group."""
+    grouped = acc.reshape([HALF_V, N_GROUPS, GROUP // 8, LANES, 2])
+    best = gl.reduce(gl.reduce(grouped, 4, nan_max), 2, nan_max)
     place = gl.zeros_like(best).to(gl.int32)
     if WITH_WINNERS:
-        inner: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, grouped.type.layout))
-        cols = gl.arange(0, GROUP, layout=inner)
-        cols = gl.expand_dims(gl.expand_dims(cols, 0), 0)
-        place = gl.min(gl.where(grouped == gl.expand_dims(best, 2), cols, GROUP), axis=2)
-        groups = gl.arange(0, N_GROUPS, layout=gl.SliceLayout(0, place.type.layout))
-        place += groups[None, :] * GROUP
+        columns = gl.arange(0, N_GROUPS * GROUP, layout=gl.SliceLayout(0, acc.type.layout))
+        columns = (gl.expand_dims(columns, 0) + gl.zeros_like(acc).to(gl.int32)).reshape(grouped.shape)
+        highest = gl.expand_dims(gl.expand_dims(best, 2), 4)
+        place = gl.where(grouped == highest, columns, N_GROUPS * GROUP)
+        place = gl.min(gl.min(place, axis=4), axis=2)
     return best, place
 
 
@@ -125,12 +127,14 @@ def _fold_tiles(
         unit = item % n_units
         offs_v = (item // n_units) * 2 * HALF_V + HALF * HALF_V + gl.arange(0, HALF_V, layout=column)
         mask_v = offs_v < V
+        scale, bias = column_terms(weight_scale_ptr, bias_ptr, offs_v, mask_v, HAS_BIAS, QUANTIZED)
         t0 = unit * unit_tiles
         t1 = gl.minimum(t0 + unit_tiles, n_tiles)
         unit_row = t0 * BLOCK_T
         seq = _first_sequence(offset_ptr, unit_row, B, uniform_length, UNIFORM)
         start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)
         end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
+        next_end = sequence_offset(offset_ptr, seq + 2, B, uniform_length, UNIFORM)  # on its way before it is needed
         best = gl.full([HALF_V], float("-inf"), gl.float32, layout=column)
         winner = gl.full([HALF_V], 0, gl.int32, layout=column) + gl.maximum(start, unit_row)
         for t in range(t0, t1):
@@ -167,26 +171,28 @@ def _fold_tiles(
                         )
                     else:
                         store_scores(
-                            best, winner, seq, start, offs_v, mask_v, weight_scale_ptr, bias_ptr, position_ptr, out_ptr,
+                            best, winner, seq, start, offs_v, mask_v, scale, bias, position_ptr, out_ptr,
                             winner_ptr, V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS, QUANTIZED,
                         )  # fmt: skip
                     seq += 1
                     start = end
-                    end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
+                    end = next_end
+                    next_end = sequence_offset(offset_ptr, seq + 2, B, uniform_length, UNIFORM)
                     best = gl.full([HALF_V], float("-inf"), gl.float32, layout=column)
                     winner = gl.full([HALF_V], 0, gl.int32, layout=column) + start
             else:
                 group_best, group_place = _reduce_groups(acc, N_GROUPS, GROUP, WITH_WINNERS)
-                groups = gl.arange(0, N_GROUPS, layout=gl.SliceLayout(0, group_best.type.layout)) * GROUP
+                row_groups: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, group_best.type.layout))
+                groups = gl.arange(0, N_GROUPS, layout=row_groups) * GROUP
                 more = True
                 while more:
-                    inside = gl.expand_dims((groups >= start - r0) & (groups < end - r0), 0)
+                    inside = gl.expand_dims(gl.expand_dims((groups >= start - r0) & (groups < end - r0), 0), 2)
                     seq_best = gl.reduce(gl.where(inside, group_best, float("-inf")), 1, nan_max)
+                    seq_best = gl.reduce(seq_best, 1, nan_max)
                     seq_place = gl.zeros_like(seq_best).to(gl.int32)
                     if WITH_WINNERS:
-                        seq_place = gl.min(
-                            gl.where(inside & (group_best == gl.expand_dims(seq_best, 1)), group_place, BLOCK_T), axis=1
-                        )
+                        wins = inside & (group_best == gl.expand_dims(gl.expand_dims(seq_best, 1), 1))
+                        seq_place = gl.min(gl.min(gl.where(wins, group_place, BLOCK_T), axis=1), axis=1)
                     seq_best = gl.convert_layout(seq_best, column)
                     seq_place = gl.convert_layout(seq_place, column)
                     best, winner = merge(best, winner, seq_best, r0 + seq_place, WITH_WINNERS)
@@ -198,12 +204,13 @@ def _fold_tiles(
                             )
                         elif end > start:
                             store_scores(
-                                best, winner, seq, start, offs_v, mask_v, weight_scale_ptr, bias_ptr, position_ptr,
+                                best, winner, seq, start, offs_v, mask_v, scale, bias, position_ptr,
                                 out_ptr, winner_ptr, V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS, QUANTIZED,
                             )  # fmt: skip
                         seq += 1
                         start = end
-                        end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
+                        end = next_end
+                        next_end = sequence_offset(offset_ptr, seq + 2, B, uniform_length, UNIFORM)
                         best = gl.full([HALF_V], float("-inf"), gl.float32, layout=column)
                         winner = gl.full([HALF_V], 0, gl.int32, layout=column) + start
                         more = seq < B

@@ -17,15 +17,29 @@ def merge(best, winner, new_best, new_winner, WITH_WINNERS: tl.constexpr):
 
 
 @triton.jit
+def column_terms(
+    weight_scale_ptr, bias_ptr, offs_v, mask_v, HAS_BIAS: tl.constexpr, QUANTIZED: tl.constexpr
+):  # fmt: skip
+    """What a maximum is multiplied by and what is added to it, fp32, in the layout of ``offs_v``."""
+    bias = (offs_v * 0).to(tl.float32)  # tl.zeros would lose the layout
+    scale = bias + 1.0
+    if QUANTIZED:
+        scale = tl.load(weight_scale_ptr + offs_v, mask=mask_v, other=0.0)  # [BLOCK_V]
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)  # [BLOCK_V]
+    return scale, bias
+
+
+@triton.jit
 def store_scores(
-    best, winner, seq, start, offs_v, mask_v, weight_scale_ptr, bias_ptr, position_ptr, out_ptr, winner_ptr, V,
+    best, winner, seq, start, offs_v, mask_v, scale, bias, position_ptr, out_ptr, winner_ptr, V,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, WITH_WINNERS: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     if QUANTIZED:
-        best *= tl.load(weight_scale_ptr + offs_v, mask=mask_v, other=0.0)  # [BLOCK_V]
+        best *= scale
     if HAS_BIAS:
-        best += tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)  # [BLOCK_V]
+        best += bias
     offs = seq.to(tl.int64) * V + offs_v
     tl.store(out_ptr + offs, activate(best, ACTIVATION).to(out_ptr.dtype.element_ty), mask=mask_v)
     if WITH_WINNERS:
