@@ -60,17 +60,25 @@ def weight_and_slope(d, y, inverse_c, e, KIND: tl.constexpr):
 
 
 @triton.jit
+def _add3(f, u, q, other_f, other_u, other_q):
+    return f + other_f, u + other_u, q + other_q
+
+
+@triton.jit
+def _add2(f, u, other_f, other_u):
+    return f + other_f, u + other_u
+
+
+@triton.jit
 def row_sums(d, y, inverse_c, e, KIND: tl.constexpr):
     """F, U and Q of the last axis of a tile of distances."""
     if KIND == "square":
         x = tl.maximum(y - d, 0.0)
-        f = tl.sum(x * x, axis=1)
-        u = tl.sum(x, axis=1)
-        q = tl.sum(tl.where(x > 0, 1.0, 0.0), axis=1)
+        # one reduction for the three: their terms need not exist at the same time
+        f, u, q = tl.reduce((x * x, x, tl.where(x > 0, 1.0, 0.0)), 1, _add3)
     elif KIND == "linear":
         x = tl.maximum(y - d, 0.0)
-        f = tl.sum(x, axis=1)
-        u = tl.sum(tl.where(x > 0, 1.0, 0.0), axis=1)
+        f, u = tl.reduce((x, tl.where(x > 0, 1.0, 0.0)), 1, _add2)
         q = u
     elif KIND == "softmax":
         f = tl.sum(tl.exp(y - d), axis=1)
@@ -80,9 +88,12 @@ def row_sums(d, y, inverse_c, e, KIND: tl.constexpr):
         log_p = log_weight(d, y, inverse_c, e)
         inside = log_p > float("-inf")
         log_p = tl.maximum(log_p, -1e30)
-        f = tl.sum(tl.where(inside, tl.exp(log_p), 0.0), axis=1)
-        u = tl.sum(tl.where(inside, tl.exp((1 - e) * log_p), 0.0), axis=1)
-        q = tl.sum(tl.where(inside, tl.exp(tl.maximum(1 - 2 * e, 0.0) * log_p), 0.0), axis=1)
+        terms = (
+            tl.where(inside, tl.exp(log_p), 0.0),
+            tl.where(inside, tl.exp((1 - e) * log_p), 0.0),
+            tl.where(inside, tl.exp(tl.maximum(1 - 2 * e, 0.0) * log_p), 0.0),
+        )
+        f, u, q = tl.reduce(terms, 1, _add3)
     return f, u, q
 
 
@@ -128,7 +139,7 @@ def next_root(y, f, u, q, low, high, before, found, e, KIND: tl.constexpr):
         # (1 - exp(-w)) / e and log(1 - v) / e keep their digits as e falls to 0
         s = tl.where(tl.abs(w) < 0.05, log_f * (1 - w * (0.5 - w / 6)), (1 - tl.exp(-w)) / tl.where(e > 0, e, 1.0))
         damping = 0.5 * s * (1 - e) * (q * ratio / tl.maximum(u, 1e-30) - 1)
-        r = s * ratio * tl.exp(-e * y) / (1 - tl.where((e <= 0.5) & (damping < 0.75), damping, 0.0))
+        r = s * ratio * tl.exp(-e * y) / (1 - tl.where(e <= 0.5, tl.where(damping < 0.75, damping, 0.0), 0.0))
         v = e * r
         step = y + tl.where(
             tl.abs(v) < 0.05,

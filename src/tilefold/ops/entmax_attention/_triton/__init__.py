@@ -1,0 +1,5 @@
+"""Alpha-entmax attention in Triton: compute capability 8.0 and newer."""
+
+from tilefold.ops.entmax_attention._triton.launch import backward, forward
+
+__all__ = ["backward", "forward"]

@@ -1,0 +1,251 @@
+"""Backward: one program owns a tile of queries and walks its live keys, another owns a block of keys and walks its
+live queries. Nothing is added to by two programs, so results repeat bit for bit. Scores are made again from the
+operands of forward, scaled in fp32 as there.
+"""
+
+import triton
+import triton.language as tl
+
+from tilefold.ops._shared._triton.entmax import alpha_terms, inverse_peak, weight_and_slope
+from tilefold.ops.entmax_attention._triton.tiles import (
+    allowed,
+    bounds,
+    distances,
+    dropout_factor,
+    exponent,
+    kept_keys,
+    key_range,
+    load_rows,
+    locate,
+    query_range,
+    score_tile,
+    store_rows,
+)
+
+
+@triton.jit(do_not_specialize=["tiles", "words", "blocks"])
+def key_lists_kernel(live_ptr, list_ptr, count_ptr, tiles, words, blocks):
+    """For a tile of queries, the key blocks that are live."""
+    row = tl.program_id(1).to(tl.int64) * tiles + tl.program_id(0)
+    lanes = tl.arange(0, 32)
+    count = tl.zeros((), tl.int32)
+    for word in range(0, words):
+        flags = (tl.load(live_ptr + row * words + word) >> lanes) & 1
+        place = count + tl.cumsum(flags, axis=0) - flags
+        # tiles beyond the last sequence were never written: whatever their words hold stays in their row
+        tl.store(list_ptr + row * blocks + place, word * 32 + lanes, mask=(flags > 0) & (place < blocks))
+        count += tl.sum(flags, axis=0)
+    tl.store(count_ptr + row, count)
+
+
+@triton.jit(do_not_specialize=["Nk", "Tk", "Nq", "Tq", "B", "tiles_per", "key_tiles_per", "tiles", "words", "most"])
+def query_lists_kernel(
+    live_ptr, list_ptr, count_ptr, cu_q_ptr, cu_k_ptr, start_ptr, key_batch_ptr, key_start_ptr,
+    Nq, Nk, Tq, Tk, B, tiles_per, key_tiles_per, tiles, words, most, BLOCK: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """For a block of keys, the tiles of its sequence's queries that it is live in."""
+    key_tile = tl.program_id(0)
+    h = tl.program_id(1)
+    b, n0, _, k_len = locate(
+        key_tile, Nk, Tk, key_tiles_per, cu_k_ptr, key_batch_ptr, key_start_ptr, B, BLOCK, PACKED
+    )
+    if n0 < k_len:
+        _, q_len = bounds(cu_q_ptr, b, Nq, Tq, PACKED)
+        if PACKED:
+            first = tl.load(start_ptr + b)
+        else:
+            first = b * tiles_per
+        block = n0 // BLOCK
+        n_tiles = (q_len + BLOCK - 1) // BLOCK
+        row = h.to(tl.int64) * tl.num_programs(0) + key_tile
+        count = tl.zeros((), tl.int32)
+        for t0 in range(0, n_tiles, 128):
+            t = t0 + tl.arange(0, 128)
+            offs = (h.to(tl.int64) * tiles + first + t) * words + block // 32
+            flags = (tl.load(live_ptr + offs, mask=t < n_tiles, other=0) >> (block % 32)) & 1
+            place = count + tl.cumsum(flags, axis=0) - flags
+            tl.store(list_ptr + row * most + place, t, mask=flags > 0)
+            count += tl.sum(flags, axis=0)
+        tl.store(count_ptr + row, count)
+
+
+@triton.jit
+def load_stats(stats_ptr, offs, size, mask):
+    """Peak and root of rows; a row that has nothing, or is beyond the end, gets weights of zero."""
+    peak = tl.load(stats_ptr + offs, mask=mask, other=float("-inf"))
+    y = tl.load(stats_ptr + size + offs, mask=mask, other=0.0)
+    empty = peak == float("-inf")
+    return tl.where(empty, float("inf"), peak), y  # an infinite peak makes every distance infinite
+
+
+@triton.jit(do_not_specialize=["Nq", "Nk", "Tq", "Tk", "B", "tiles_per", "window", "scale", "constant", "threshold",
+                               "grown", "stat_size", "tiles", "blocks"])
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, out2_ptr, dq_ptr, delta_ptr, dalpha_ptr, stats_ptr, list_ptr, count_ptr, alpha_ptr,
+    mask_ptr, cu_q_ptr, cu_k_ptr, batch_ptr, start_ptr, seed_ptr,
+    sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, so_b, so_h, so_n, sd_b, sd_h, sd_n, sg_b, sg_h, sg_n,
+    Nq, Nk, Tq, Tk, B, tiles_per, window, scale, constant, threshold, grown, stat_size, tiles, blocks,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr, DROPOUT: tl.constexpr, LISTS: tl.constexpr, NEED_Q: tl.constexpr, NEED_ALPHA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    b, m0, q_base, q_len = locate(tile, Nq, Tq, tiles_per, cu_q_ptr, batch_ptr, start_ptr, B, BLOCK, PACKED)
+    if m0 < q_len:
+        h = tl.program_id(1)
+        k_base, k_len = bounds(cu_k_ptr, b, Nk, Tk, PACKED)
+        plane = b * H + h
+        b64 = b.to(tl.int64)
+        q_ptr += b64 * sq_b + h.to(tl.int64) * sq_h + tl.cast(q_base, tl.int64) * sq_n
+        k_ptr += b64 * sk_b + (h // GROUP).to(tl.int64) * sk_h + tl.cast(k_base, tl.int64) * sk_n
+        v_ptr += b64 * sv_b + (h // GROUP).to(tl.int64) * sv_h + tl.cast(k_base, tl.int64) * sv_n
+        dout_ptr += b64 * sd_b + h.to(tl.int64) * sd_h + tl.cast(q_base, tl.int64) * sd_n
+        out2_ptr += b64 * so_b + h.to(tl.int64) * so_h + tl.cast(q_base, tl.int64) * so_n
+        if HAS_MASK:
+            mask_ptr += b64 * Nk
+        e, _ = exponent(alpha_ptr, h, constant, HAS_ALPHA)
+        i = m0 + tl.arange(0, BLOCK)
+        mask_m = i < q_len
+        shift = k_len - q_len
+        if PACKED:
+            offs = h.to(tl.int64) * Tq + q_base + i
+        else:
+            offs = plane.to(tl.int64) * Nq + i
+        q = load_rows(q_ptr, i, sq_n, mask_m, D, BLOCK_D)
+        do = load_rows(dout_ptr, i, sd_n, mask_m, D, BLOCK_D)
+        o2 = load_rows(out2_ptr, i, so_n, mask_m, D, BLOCK_D)
+        delta = tl.sum(do.to(tl.float32) * o2.to(tl.float32), axis=1)
+        tl.store(delta_ptr + offs, delta, mask=mask_m)
+        peak, y = load_stats(stats_ptr, offs, stat_size, mask_m)
+        inverse_c = inverse_peak(y, e, KIND)
+        dq = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)
+        sum_a = tl.zeros((BLOCK,), tl.float32)
+        sum_b = tl.zeros((BLOCK,), tl.float32)
+        dot_a = tl.zeros((BLOCK,), tl.float32)
+        dot_b = tl.zeros((BLOCK,), tl.float32)
+        low_key, high_key = key_range(m0, tl.minimum(m0 + BLOCK, q_len), shift, k_len, window, CAUSAL, WINDOW)
+        first = low_key // BLOCK
+        count = tl.maximum((high_key + BLOCK - 1) // BLOCK - first, 0)
+        if LISTS:
+            row = h.to(tl.int64) * tiles + tile
+            count = tl.load(count_ptr + row)
+            list_ptr += row * blocks
+        if NEED_Q or NEED_ALPHA:
+            for place in range(0, count):
+                if LISTS:
+                    block = tl.load(list_ptr + place)
+                else:
+                    block = first + place
+                j = block * BLOCK + tl.arange(0, BLOCK)
+                s, k, keep = score_tile(
+                    q, k_ptr, mask_ptr, i, j, shift, sk_n, k_len, scale, window,
+                    D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, PRECISION,
+                )  # fmt: skip
+                v = load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)
+                d = distances(s, peak[:, None], e, KIND)
+                p, u = weight_and_slope(d, y[:, None], inverse_c[:, None], e, KIND)
+                dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+                if DROPOUT:
+                    dp *= dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, grown)
+                if NEED_Q:
+                    ds = u * (dp - delta[:, None])
+                    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+                if NEED_ALPHA:
+                    a, c = alpha_terms(p, u, e)
+                    total += tl.sum(u, axis=1)
+                    sum_a += tl.sum(a, axis=1)
+                    sum_b += tl.sum(c, axis=1)
+                    dot_a += tl.sum(a * dp, axis=1)
+                    dot_b += tl.sum(c * dp, axis=1)
+        if NEED_Q:
+            dq_ptr += b64 * sg_b + h.to(tl.int64) * sg_h + tl.cast(q_base, tl.int64) * sg_n
+            dq = tl.where((y != y)[:, None], float("nan"), dq * scale)
+            store_rows(dq_ptr, i, sg_n, mask_m, dq, D, BLOCK_D)
+        if NEED_ALPHA:
+            rows = (sum_a * dot_b - sum_b * dot_a) / tl.where(total > 0, total, 1.0)
+            tl.store(dalpha_ptr + offs, rows, mask=mask_m)
+
+
+@triton.jit(do_not_specialize=["Nq", "Nk", "Tq", "Tk", "B", "tiles_per", "key_tiles_per", "window", "scale", "constant",
+                               "threshold", "grown", "stat_size", "most"])
+def dkv_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, delta_ptr, stats_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr,
+    cu_q_ptr, cu_k_ptr, key_batch_ptr, key_start_ptr, seed_ptr,
+    sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, sd_b, sd_h, sd_n, sg_b, sg_h, sg_n, sw_b, sw_h, sw_n,
+    Nq, Nk, Tq, Tk, B, tiles_per, key_tiles_per, window, scale, constant, threshold, grown, stat_size, most,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr, DROPOUT: tl.constexpr, LISTS: tl.constexpr, NEED_K: tl.constexpr, NEED_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    key_tile = tl.program_id(0)
+    b, n0, k_base, k_len = locate(
+        key_tile, Nk, Tk, key_tiles_per, cu_k_ptr, key_batch_ptr, key_start_ptr, B, BLOCK, PACKED
+    )
+    if n0 < k_len:
+        kv = tl.program_id(1)
+        q_base, q_len = bounds(cu_q_ptr, b, Nq, Tq, PACKED)
+        b64 = b.to(tl.int64)
+        kv64 = kv.to(tl.int64)
+        j = n0 + tl.arange(0, BLOCK)
+        mask_n = j < k_len
+        keep = mask_n
+        if HAS_MASK:
+            keep = kept_keys(mask_ptr + b64 * Nk, j, k_len, HAS_MASK)
+        k = load_rows(k_ptr + b64 * sk_b + kv64 * sk_h + tl.cast(k_base, tl.int64) * sk_n, j, sk_n, keep, D, BLOCK_D)
+        v = load_rows(v_ptr + b64 * sv_b + kv64 * sv_h + tl.cast(k_base, tl.int64) * sv_n, j, sv_n, keep, D, BLOCK_D)
+        dk = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+        dv = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+        shift = k_len - q_len
+        low_row, high_row = query_range(n0, tl.minimum(n0 + BLOCK, k_len), shift, q_len, window, CAUSAL, WINDOW)
+        first = low_row // BLOCK
+        count = tl.maximum((high_row + BLOCK - 1) // BLOCK - first, 0)
+        for g in range(0, GROUP):
+            h = kv * GROUP + g
+            plane = b * H + h
+            e, _ = exponent(alpha_ptr, h, constant, HAS_ALPHA)
+            qs = q_ptr + b64 * sq_b + h.to(tl.int64) * sq_h + tl.cast(q_base, tl.int64) * sq_n
+            dos = dout_ptr + b64 * sd_b + h.to(tl.int64) * sd_h + tl.cast(q_base, tl.int64) * sd_n
+            if PACKED:
+                to_row = h.to(tl.int64) * Tq + q_base
+            else:
+                to_row = plane.to(tl.int64) * Nq
+            row = h.to(tl.int64) * tl.num_programs(0) + key_tile
+            if LISTS:
+                count = tl.load(count_ptr + row)
+            for place in range(0, count):
+                if LISTS:
+                    tile = tl.load(list_ptr + row * most + place)
+                else:
+                    tile = first + place
+                i = tile * BLOCK + tl.arange(0, BLOCK)
+                mask_m = i < q_len
+                q = load_rows(qs, i, sq_n, mask_m, D, BLOCK_D)
+                do = load_rows(dos, i, sd_n, mask_m, D, BLOCK_D)
+                peak, y = load_stats(stats_ptr, to_row + i, stat_size, mask_m)
+                delta = tl.load(delta_ptr + to_row + i, mask=mask_m, other=0.0)
+                s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale  # [keys, queries]
+                pairs = keep[:, None]
+                if CAUSAL or WINDOW:
+                    pairs = pairs & allowed(i[None, :], j[:, None], shift, window, CAUSAL, WINDOW)
+                d = distances(tl.where(pairs, s, float("-inf")), peak[None, :], e, KIND)
+                p, u = weight_and_slope(d, y[None, :], inverse_peak(y, e, KIND)[None, :], e, KIND)
+                if DROPOUT:
+                    factor = dropout_factor(seed_ptr, i[None, :], j[:, None], plane, threshold, grown)
+                    p *= factor
+                if NEED_V:
+                    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+                if NEED_K:
+                    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+                    if DROPOUT:
+                        dp *= factor
+                    ds = u * (dp - delta[None, :])
+                    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        if NEED_K:
+            dk_ptr += b64 * sg_b + kv64 * sg_h + tl.cast(k_base, tl.int64) * sg_n
+            store_rows(dk_ptr, j, sg_n, mask_n, dk * scale, D, BLOCK_D)
+        if NEED_V:
+            dv_ptr += b64 * sw_b + kv64 * sw_h + tl.cast(k_base, tl.int64) * sw_n
+            store_rows(dv_ptr, j, sw_n, mask_n, dv, D, BLOCK_D)

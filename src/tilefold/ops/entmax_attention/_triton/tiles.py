@@ -1,0 +1,155 @@
+"""What the attention kernels share: where a tile lies, its scores, its dropout."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def locate(
+    tile, length, rows, tiles_per, cu_ptr, batch_ptr, start_ptr, B, BLOCK: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """Sequence, first place in it, its first row in a packed tensor and its length; length 0 beyond the last one."""
+    if PACKED:
+        b = tl.load(batch_ptr + tile)
+        inside = b < B
+        b = tl.minimum(b, B - 1)
+        # broken offsets must not read elsewhere
+        base = tl.minimum(tl.maximum(tl.load(cu_ptr + b), 0), rows)
+        end = tl.minimum(tl.maximum(tl.load(cu_ptr + b + 1), base), rows)
+        first = (tile - tl.load(start_ptr + b)) * BLOCK
+        n = tl.where(inside, end - base, 0)
+    else:
+        b = tile // tiles_per
+        first = (tile % tiles_per) * BLOCK
+        base = 0
+        n = length
+    return b, first, base, n
+
+
+@triton.jit
+def bounds(cu_ptr, b, length, rows, PACKED: tl.constexpr):
+    """First row and length of sequence ``b``."""
+    if PACKED:
+        base = tl.minimum(tl.maximum(tl.load(cu_ptr + b), 0), rows)
+        n = tl.minimum(tl.maximum(tl.load(cu_ptr + b + 1), base), rows) - base
+    else:
+        base = 0
+        n = length
+    return base, n
+
+
+@triton.jit
+def key_range(first, last, shift, k_len, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Keys ``[low, high)`` that the queries ``[first, last)`` may see."""
+    low = k_len * 0
+    high = k_len
+    if CAUSAL:
+        high = tl.minimum(high, last + shift)
+    if WINDOW:
+        low = tl.maximum(first + shift - window, 0)
+        high = tl.minimum(high, last + shift + window)
+    return low, high
+
+
+@triton.jit
+def query_range(first, last, shift, q_len, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Queries ``[low, high)`` that may see one of the keys ``[first, last)``."""
+    low = q_len * 0
+    high = q_len
+    if CAUSAL:
+        low = tl.maximum(first - shift, 0)
+    if WINDOW:
+        low = tl.maximum(first - window - shift, low)
+        high = tl.minimum(high, last + window - shift)
+    return low, high
+
+
+@triton.jit
+def load_rows(ptr, rows, stride, keep, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """``[rows, BLOCK_D]`` of a tensor whose last stride is 1; what is not kept is 0 and not read."""
+    d = tl.arange(0, BLOCK_D)
+    mask = keep[:, None]
+    if BLOCK_D != D:
+        mask = mask & (d < D)[None, :]
+    return tl.load(ptr + rows.to(tl.int64)[:, None] * stride + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(ptr, rows, stride, keep, value, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    d = tl.arange(0, BLOCK_D)
+    mask = keep[:, None]
+    if BLOCK_D != D:
+        mask = mask & (d < D)[None, :]
+    tl.store(ptr + rows.to(tl.int64)[:, None] * stride + d[None, :], value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def kept_keys(mask_ptr, j, k_len, HAS_MASK: tl.constexpr):
+    keep = j < k_len
+    if HAS_MASK:
+        keep = keep & (tl.load(mask_ptr + j, mask=keep, other=0) != 0)
+    return keep
+
+
+@triton.jit
+def allowed(i, j, shift, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether query i may see key j; both broadcast."""
+    distance = j - (i + shift)
+    pairs = distance == distance
+    if CAUSAL:
+        pairs = pairs & (distance <= 0)
+    if WINDOW:
+        pairs = pairs & (distance <= window) & (distance >= -window)
+    return pairs
+
+
+@triton.jit
+def score_tile(
+    q, k_ptr, mask_ptr, i, j, shift, stride_k, k_len, scale, window,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scaled scores of the queries i and keys j, ``-inf`` where they may not meet, and which keys are there."""
+    keep = kept_keys(mask_ptr, j, k_len, HAS_MASK)
+    k = load_rows(k_ptr, j, stride_k, keep, D, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_N]
+    pairs = keep[None, :]
+    if CAUSAL or WINDOW:
+        pairs = pairs & allowed(i[:, None], j[None, :], shift, window, CAUSAL, WINDOW)
+    return tl.where(pairs, s, float("-inf")), k, keep
+
+
+@triton.jit
+def distances(s, peak, e, KIND: tl.constexpr):
+    d = peak - s
+    if (KIND == "square") | (KIND == "linear"):
+        d *= e
+    return d
+
+
+@triton.jit
+def alive(d, y, inverse_c, e, KIND: tl.constexpr):
+    """Whether a distance is inside the support: the very comparison that weights are made with."""
+    if (KIND == "square") | (KIND == "linear"):
+        return d < y
+    elif KIND == "softmax":
+        return d < float("inf")
+    else:
+        return e * (d * inverse_c) < 1
+
+
+@triton.jit
+def dropout_factor(seed_ptr, i, j, plane, threshold, grown):
+    """0 for a dropped pair, ``1 / (1 - p)`` for a kept one."""
+    words, _, _, _ = tl.philox(tl.load(seed_ptr), j, i, plane, 0 * plane)
+    return tl.where((words >> 8).to(tl.int32) >= threshold, grown, 0.0)
+
+
+@triton.jit
+def exponent(alpha_ptr, h, constant, HAS_ALPHA: tl.constexpr):
+    """``alpha - 1`` of head ``h``, made safe, and as it was given."""
+    if HAS_ALPHA:
+        e = tl.load(alpha_ptr + h).to(tl.float32) - 1
+    else:
+        e = constant - 1
+    return tl.where((e >= 0) & (e <= 1), e, 1.0), e

@@ -1,0 +1,223 @@
+"""Alpha-entmax attention, public function: arguments, checks and dispatch."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilefold.ops._shared.checks import (
+    FLOAT_DTYPES,
+    check_choice,
+    check_dtype,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    dtype_name,
+)
+from tilefold.ops._shared.impl import IMPLS
+from tilefold.ops.entmax_attention import _library, _reference
+from tilefold.ops.entmax_attention._geometry import Options
+
+
+class EntmaxStats(NamedTuple):
+    """What the rows of an attention look like, ``[B, H, Nq]`` each (packed ``[1, H, Tq]``).
+
+    Attributes:
+        tau: fp32 threshold: ``p = [(alpha - 1) s - tau]_+^(1 / (alpha - 1))`` of the scaled scores s; for alpha = 1 the
+            log of softmax's denominator; NaN for a row with nothing to attend to.
+        support: int32 number of keys with a positive probability, before dropout.
+        residual: fp32 ``|mass - 1|`` of the root, before the mass was divided out.
+    """
+
+    tau: Tensor
+    support: Tensor
+    residual: Tensor
+
+
+def entmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    alpha: float | Tensor = 1.5,
+    causal: bool = False,
+    window: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    generator: torch.Generator | None = None,
+    impl: str = "auto",
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, EntmaxStats]:
+    """Attention whose weights are alpha-entmax of the scores, exact zeros included (AdaSplash, arXiv 2502.12082).
+
+    ``out_i = sum_j p_ij v_j`` with ``p_i = entmax_alpha(scale * q_i . k_j)`` over the keys j that query i may see. The
+    scores never lie in memory. The root of every row is found to a residual of 1e-6 of its mass, for any scores, and
+    the output is divided by the mass that is left; where only live blocks are visited, what is skipped is proved to be
+    zero. Scores are scaled in fp32 (q is never rounded a second time), and backward makes them from the same operands.
+    Backward is bitwise deterministic; one derivative, except for ``impl="reference"``.
+
+    Query i stands at the place ``i + Nk - Nq`` of the keys: causal attention and windows are aligned to the end, as
+    decoding with a cache needs. A row with nothing to attend to is 0 and passes no gradient. NaN in a query, or in a
+    key that a row may see, makes the row NaN; what a key masked by ``key_padding_mask`` holds is never read.
+
+    Args:
+        q: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]`` with ``cu_seqlens_q``; any strides; fp16, bf16, fp32 or fp64.
+        k, v: ``[B, Hkv, Nk, D]``, or packed ``[Tk, Hkv, D]`` with ``cu_seqlens_k``; ``H`` is a multiple of ``Hkv``.
+        alpha: a number in [1, 2] (1 softmax, 2 sparsemax), or a tensor of one or ``[H]``, differentiable. On a GPU a
+            tensor's value outside [1, 2] makes its head NaN instead of raising.
+        causal: a query sees no key behind its own place.
+        window: a query sees keys at most this far from its place.
+        cu_seqlens_q, cu_seqlens_k: ``[B + 1]`` int32 offsets of packed sequences, both or neither.
+        max_seqlen_k: a bound of the length of packed key sequences, which spares work; by default all of k.
+        key_padding_mask: ``[B, Nk]``, nonzero = keep, in any pattern; not for packed input.
+        scale: multiplies the products; by default ``D ** -0.5``.
+        dropout_p: probability in [0, 1) that a weight is dropped; the others grow by ``1 / (1 - dropout_p)``.
+        generator: of the seed that dropout draws, on the device of ``q``; by default torch's own. The same seed drops
+            the same weights in every implementation.
+        impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see
+            :func:`tilefold.ops.entmax_attention.chosen_impl`.
+        return_stats: also return :class:`EntmaxStats`.
+
+    Returns:
+        A tensor shaped like ``q``; with ``return_stats`` also the statistics.
+
+    Raises:
+        TypeError: for arguments that are no tensors, or of a dtype that is not supported.
+        ValueError: for shapes, devices, masks, offsets or options that do not fit together.
+        RuntimeError: if ``impl="triton"`` cannot run here.
+    """
+    check_choice("impl", impl, IMPLS)
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    _check_tensors(q, k, v, packed)
+    _check_layout(q, k, cu_seqlens_q, cu_seqlens_k, key_padding_mask)
+    options = _options(q, alpha, causal, window, scale, dropout_p)
+    alphas = _check_alpha(alpha, q) if isinstance(alpha, Tensor) else None
+    q, k, v = _autocast(q, k, v)
+    longest_k = k.size(0 if packed else 2)
+    if max_seqlen_k is not None:
+        if isinstance(max_seqlen_k, bool) or not isinstance(max_seqlen_k, int) or max_seqlen_k < 0:
+            raise ValueError(f"max_seqlen_k must be an integer of at least 0 or None, got {max_seqlen_k!r}.")
+        longest_k = min(longest_k, max_seqlen_k) if packed else longest_k
+    seed = None
+    if dropout_p > 0:
+        seed = torch.randint(1 << 62, (1,), dtype=torch.int64, device=q.device, generator=generator)
+    if not torch.compiler.is_compiling():
+        impl = _library.chosen_impl(q, impl)
+    if impl == "reference":
+        _library.check_values(alphas, cu_seqlens_q, cu_seqlens_k, q, k)
+        out, tau, support = _reference.attention(
+            q, k, v, alphas, key_padding_mask, cu_seqlens_q, cu_seqlens_k, seed, options
+        )
+        return (out, EntmaxStats(tau, support, torch.zeros_like(tau))) if return_stats else out
+    out, stats = _library.attention(
+        q, k, v, alphas, key_padding_mask, cu_seqlens_q, cu_seqlens_k, seed, options, longest_k, impl
+    )
+    return (out, _describe(stats, alphas, options)) if return_stats else out
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, value)
+        check_dtype(name, value, FLOAT_DTYPES, "cast it with .to(torch.bfloat16) or another of these.")
+    if packed:
+        check_shape("q", q, "Tq H D")
+        check_shape("k", k, "Tk Hkv D", D=q.size(2))
+        check_shape("v", v, "Tk Hkv D", Tk=k.size(0), Hkv=k.size(1), D=q.size(2))
+    else:
+        check_shape("q", q, "B H Nq D")
+        check_shape("k", k, "B Hkv Nk D", B=q.size(0), D=q.size(3))
+        check_shape("v", v, "B Hkv Nk D", B=q.size(0), Hkv=k.size(1), Nk=k.size(2), D=q.size(3))
+    if k.size(1) == 0 or q.size(1) % k.size(1):
+        raise ValueError(
+            f"H of q must be a multiple of Hkv of k and v, got {q.size(1)} and {k.size(1)} heads; repeat or slice them."
+        )
+    if q.size(-1) == 0:
+        raise ValueError(f"D must be at least 1, got q of shape {list(q.shape)}.")
+    if not (q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type)):
+        raise TypeError(
+            f"k and v must have the dtype of q ({dtype_name(q.dtype)}), got {dtype_name(k.dtype)} and "
+            f"{dtype_name(v.dtype)}; cast them, or run under torch.autocast."
+        )
+
+
+def _check_layout(
+    q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, key_padding_mask: Tensor | None
+) -> None:
+    others = {"k": k, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "key_padding_mask": key_padding_mask}
+    check_same_device("q", q, others)
+    if (cu_q is None) != (cu_k is None):
+        missing = "cu_seqlens_q" if cu_q is None else "cu_seqlens_k"
+        raise ValueError(f"{missing} must be given where the other one is, got None; pass the same twice if they agree.")
+    if cu_q is not None and cu_k is not None:
+        for name, offsets in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+            check_dtype(name, offsets, (torch.int32, torch.int64), f"use {name}.int().")
+            if offsets.dim() != 1 or offsets.numel() == 0 or offsets.numel() != cu_q.numel():
+                raise ValueError(f"{name} must have shape [B + 1], like the other one, got {list(offsets.shape)}.")
+        if key_padding_mask is not None:
+            raise ValueError("key_padding_mask must be None with packed input, got a tensor; cu_seqlens_k says it all.")
+    if key_padding_mask is not None:
+        check_tensor("key_padding_mask", key_padding_mask)
+        check_shape("key_padding_mask", key_padding_mask, "B Nk", B=q.size(0), Nk=k.size(2))
+        if key_padding_mask.is_complex():
+            raise TypeError(f"key_padding_mask must be bool, integer or floating, got {key_padding_mask.dtype}.")
+
+
+def _options(
+    q: Tensor, alpha: float | Tensor, causal: bool, window: int | None, scale: float | None, dropout_p: float
+) -> Options:
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 0):
+        raise ValueError(f"window must be an integer of at least 0 or None, got {window!r}.")
+    if scale is not None and (not isinstance(scale, (int, float)) or not -math.inf < scale < math.inf):
+        raise ValueError(f"scale must be a finite Python number or None, got {scale!r}; multiply q by a tensor instead.")
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be a number in [0, 1), got {dropout_p!r}.")
+    if not isinstance(alpha, Tensor) and (
+        isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 1 <= alpha <= 2
+    ):
+        raise ValueError(f"alpha must be a number in [1, 2] or a tensor of them, got {alpha!r}.")
+    return Options(
+        0.0 if isinstance(alpha, Tensor) else float(alpha),
+        bool(causal),
+        -1 if window is None else window,
+        q.size(-1) ** -0.5 if scale is None else float(scale),
+        float(dropout_p),
+    )
+
+
+def _check_alpha(alpha: Tensor, q: Tensor) -> Tensor:
+    """One alpha a head, ``[H]``."""
+    check_dtype("alpha", alpha, FLOAT_DTYPES, "cast it with .float().")
+    check_same_device("q", q, {"alpha": alpha})
+    if alpha.numel() not in (1, q.size(1)):
+        raise ValueError(f"alpha must hold one number or one a head ({q.size(1)}), got shape {list(alpha.shape)}.")
+    return alpha.reshape(-1).expand(q.size(1))
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    device_type = q.device.type
+    if q.dtype == torch.float64 or device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device_type)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _describe(stats: Tensor, alphas: Tensor | None, options: Options) -> EntmaxStats:
+    """The public statistics of peaks, roots, masses and support sizes."""
+    peak, root, mass, support = stats.detach().unbind(0)
+    if alphas is None:
+        e = torch.full((1, 1, 1), options.constant - 1, dtype=stats.dtype, device=stats.device)
+    else:
+        e = alphas.detach().to(stats.dtype).view(1, -1, 1) - 1
+    closed = alphas is None and options.constant in (1.5, 2.0)
+    c = root if closed else torch.exp(e * root)
+    tau = e * peak - c if closed else torch.where(e == 0, peak - root, e * peak - c)
+    empty = peak == -math.inf
+    residual = torch.where(empty, 0.0, (mass - 1).abs())
+    return EntmaxStats(torch.where(empty, math.nan, tau).float(), support.int(), residual.float())

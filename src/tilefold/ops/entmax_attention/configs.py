@@ -1,0 +1,89 @@
+"""Launch configurations of alpha-entmax attention; nothing is searched at run time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilefold.ops._shared.impl import triton_interpreted
+
+# Queries of a row tile and keys of a block: the granularity of the map of live blocks, the same in every kernel.
+BLOCK = 64
+BLOCK_INTERPRETED = 16
+RESIDENT_KEYS = 256  # keys of a row tile whose scores stay in registers
+RESIDENT_INTERPRETED = 32
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Tiles of the attention kernels.
+
+    Attributes:
+        block: queries and keys of a tile.
+        num_warps, num_stages: of the kernels that walk blocks.
+        precision: ``input_precision`` of fp32 products.
+    """
+
+    block: int
+    num_warps: int
+    num_stages: int
+    precision: str
+
+
+def block_size() -> int:
+    """Queries of a row tile and keys of a block."""
+    return BLOCK_INTERPRETED if triton_interpreted() else BLOCK
+
+
+def resident_keys(dtype: torch.dtype) -> int:
+    """The most keys that one tile of rows may see and have its scores kept on chip."""
+    if triton_interpreted():
+        return RESIDENT_INTERPRETED
+    return RESIDENT_KEYS if dtype != torch.float32 else 128
+
+
+def attention_config(dtype: torch.dtype, head_dim: int, device: torch.device) -> AttentionConfig:
+    """The configuration for ``dtype`` and a head dimension on ``device``."""
+    if device.type != "cuda" or triton_interpreted():
+        return AttentionConfig(BLOCK_INTERPRETED, 4, 1, "ieee")
+    return config_for(dtype, head_dim, torch.backends.cuda.matmul.allow_tf32)
+
+
+def config_for(dtype: torch.dtype, head_dim: int, tf32: bool) -> AttentionConfig:
+    """The configuration for ``dtype`` and a head dimension on any GPU; ``tf32`` allows TF32 products of fp32 input."""
+    if dtype == torch.float32:
+        return AttentionConfig(BLOCK, 8 if head_dim > 64 else 4, 1, "tf32" if tf32 else "tf32x3")
+    return AttentionConfig(BLOCK, 8 if head_dim > 128 else 4, 2, "ieee")
+
+
+def span(longest_k: int, window: int) -> int:
+    """The most keys that a tile of rows can see."""
+    return longest_k if window < 0 else min(longest_k, block_size() + 2 * window)
+
+
+def is_resident(longest_k: int, window: int, dtype: torch.dtype) -> bool:
+    """Whether the scores of a tile of rows stay on chip; else live blocks are listed."""
+    return span(longest_k, window) <= resident_keys(dtype)
+
+
+def row_tiles(q: Tensor, batch: int, packed: bool) -> int:
+    """Row tiles of a batch, for packed ones the most there can be."""
+    block = block_size()
+    return q.size(0) // block + batch if packed else batch * -(-q.size(2) // block)
+
+
+def live_shape(
+    q: Tensor, batch: int, longest_k: int, packed: bool, with_gradient: bool, window: int
+) -> tuple[int, int, int]:
+    """``[H, row tiles, words]`` of the map of live blocks, one bit a block; empty where nothing reads it."""
+    if not with_gradient or is_resident(longest_k, window, q.dtype):
+        return 0, 0, 0
+    blocks = -(-longest_k // block_size())
+    return q.size(1), row_tiles(q, batch, packed), -(-blocks // 32)
+
+
+def resident_warps(keys: int, head_dim: int) -> int:
+    """Warps of the resident kernel for a tile of ``keys`` keys: 64 scores a thread."""
+    return 8 if keys > 128 or head_dim > 128 else 4
