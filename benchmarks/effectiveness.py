@@ -65,7 +65,7 @@ SETTINGS: dict[str, Setting] = {
         SpladeRecipe(max_steps=150, batch_size=32, learning_rate=5e-5, max_length=256, train_max_length=192), 32
     ),
     "xlmr-small": Setting(
-        SpladeRecipe(max_steps=200, batch_size=24, learning_rate=5e-4, max_length=192, train_max_length=128), 16
+        SpladeRecipe(max_steps=200, batch_size=24, learning_rate=2e-4, max_length=192, train_max_length=128), 16
     ),
 }
 

@@ -21,7 +21,7 @@ SIDES: tuple[Side, ...] = ("stock", "tilefold")
 
 # Fresh weights give dense scores, whose dot products grow with V: these factors over V keep loss and FLOPS terms small,
 # so that rounding does not decide the softmax. They change no amount of work.
-SIMILARITY_SCALE = 300.0
+SIMILARITY_SCALE = 30.0
 REGULARIZER = 30.0
 
 # fp32: both sides sum the same products in another order. Where two tokens tie to that precision, each side may send
