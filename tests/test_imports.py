@@ -32,6 +32,9 @@ tilefold.lsr_head(hidden, weight, attention_mask=torch.ones(2, 5)).sum().backwar
 assert hidden.grad is not None and weight.grad is not None
 assert tilefold.lsr_head_sparse(hidden.detach(), weight.detach(), top_k=3).layout == torch.sparse_csr
 tilefold.nn.LSRHead
+ids = torch.arange(10).view(2, 5)
+tilefold.token_scatter(hidden[..., 0], ids, 11).sum().backward()
+assert tilefold.token_scatter_sparse(hidden[..., 0], ids, 11, top_k=3).layout == torch.sparse_csr
 """
 
 

@@ -102,6 +102,7 @@ def counted_tokens(
     check_ids(input_ids, valid, vocab_size)
     index = valid.flatten().nonzero().squeeze(1)
     wide = torch.promote_types(weights.dtype, torch.float32)
-    sequence = sequence_of_tokens(input_ids, cu_seqlens).flatten()[index]
-    entry = sequence * vocab_size + input_ids.flatten()[index].long()
-    return CountedTokens(weights.flatten()[index].to(wide), entry, index)
+    # index_select: several times faster than indexing on the CPU
+    sequence = sequence_of_tokens(input_ids, cu_seqlens).flatten().index_select(0, index)
+    entry = sequence * vocab_size + input_ids.flatten().index_select(0, index)
+    return CountedTokens(weights.flatten().index_select(0, index).to(wide), entry, index)

@@ -88,9 +88,9 @@ def backward(
     """The gradient of the weights: each token that counted takes that of its entry, times its slope."""
     wide = torch.promote_types(weights.dtype, torch.float32)
     index = counted.flatten().nonzero().squeeze(1)
-    sequence = sequence_of_tokens(input_ids, cu_seqlens).flatten()[index]
-    grad = dscores[sequence, input_ids.flatten()[index].long()].to(wide)
-    grad = grad * slope_from_logit(weights.flatten()[index].to(wide), activation)
+    sequence = sequence_of_tokens(input_ids, cu_seqlens).flatten().index_select(0, index)
+    grad = dscores[sequence, input_ids.flatten().index_select(0, index).long()].to(wide)
+    grad = grad * slope_from_logit(weights.flatten().index_select(0, index).to(wide), activation)
     dweights = torch.zeros(weights.numel(), dtype=weights.dtype, device=weights.device)
     dweights[index] = grad.to(weights.dtype)
     return dweights.view(weights.shape)
