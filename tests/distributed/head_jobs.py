@@ -122,6 +122,25 @@ def works_on_a_mesh_of_two_dimensions(rank: Rank) -> None:
         assert_within_budget(got.full_tensor(), truth[name], kind="gradient_bound", name=name)
 
 
+def gives_only_the_gradients_that_are_asked_for(rank: Rank) -> None:
+    mesh = mesh_of(rank)
+    inputs = with_one_answer(lsr_head_inputs(3, 6, 16, 21, layout="right", dtype=torch.bfloat16, device=rank.device))
+    truth = lsr_head_truth(inputs)
+    for needed in ("hidden", "weight", "bias"):
+        leaves = dict(zip(("hidden", "weight", "bias"), sharded_leaves(inputs, mesh), strict=True))
+        for name, leaf in leaves.items():
+            leaf.requires_grad_(name == needed)
+        lsr_head(*leaves.values(), **inputs.layout).full_tensor().backward(inputs.dscores)
+        assert [name for name, leaf in leaves.items() if leaf.grad is not None] == [needed]
+        got = leaves[needed].grad.full_tensor()
+        assert_within_budget(got, truth[f"d{needed}"], kind="gradient_bound", name=needed)
+    for quiet in (torch.no_grad(), torch.inference_mode()):
+        with quiet:
+            scores = lsr_head(*leaves.values(), **inputs.layout)
+            assert not scores.requires_grad
+            assert_within_budget(scores.full_tensor(), truth["scores"])
+
+
 def works_under_autocast(rank: Rank) -> None:
     inputs = with_one_answer(lsr_head_inputs(3, 6, 16, 21, layout="right", device=rank.device).cast(torch.bfloat16))
     inputs = inputs.cast(torch.float32)  # numbers that bf16 holds: autocast rounds nothing

@@ -76,6 +76,10 @@ def test_other_dimensions_of_the_mesh_may_replicate(ranks: Ranks) -> None:
     ranks.run(jobs.works_on_a_mesh_of_two_dimensions)
 
 
+def test_frozen_parts_get_no_gradient_and_inference_keeps_no_graph(ranks: Ranks) -> None:
+    ranks.run(jobs.gives_only_the_gradients_that_are_asked_for)
+
+
 def test_autocast_keeps_the_gradients_in_the_dtype_of_the_parameters(ranks: Ranks) -> None:
     ranks.run(jobs.works_under_autocast)
 
