@@ -141,7 +141,7 @@ def test_the_other_activations_build_without_spills(activation):
 BACKWARDS = [(capability, torch.bfloat16, configs.BACKWARD_16BIT) for capability in CAPABILITIES]
 BACKWARDS += [(capability, torch.float32, configs.BACKWARD_FP32) for capability in CAPABILITIES]
 BACKWARDS += [(90, torch.bfloat16, configs.BACKWARD_HOPPER)]
-BACKWARDS += [(90, torch.bfloat16, configs.BACKWARD_HOPPER_SMALL_BATCH)]
+BACKWARDS += [(90, torch.bfloat16, configs.BACKWARD_HOPPER_LARGE_BATCH)]
 
 
 @pytest.mark.parametrize(("capability", "dtype", "config"), BACKWARDS)

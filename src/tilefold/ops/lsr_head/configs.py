@@ -122,8 +122,8 @@ class MaxBackwardConfig:
 
 
 BACKWARD_16BIT = MaxBackwardConfig()
-BACKWARD_HOPPER = MaxBackwardConfig(dweight_block_d=256, dweight_stages=1)
-BACKWARD_HOPPER_SMALL_BATCH = replace(BACKWARD_HOPPER, dweight_block_b=16, dweight_block_e=16)
+BACKWARD_HOPPER = MaxBackwardConfig(dweight_block_d=256, dweight_block_b=16, dweight_block_e=16, dweight_stages=1)
+BACKWARD_HOPPER_LARGE_BATCH = replace(BACKWARD_HOPPER, dweight_block_b=32)
 BACKWARD_FP32 = MaxBackwardConfig(block_e=32, dweight_block_e=16)
 BACKWARD_INTERPRETED = MaxBackwardConfig(
     block_r=16,
@@ -147,7 +147,7 @@ def max_backward_config(dtype: torch.dtype, device: torch.device, batch: int) ->
         return BACKWARD_FP32
     if torch.cuda.get_device_capability(device) != (9, 0):
         return BACKWARD_16BIT
-    return BACKWARD_HOPPER_SMALL_BATCH if batch <= BACKWARD_HOPPER_SMALL_BATCH.dweight_block_b else BACKWARD_HOPPER
+    return BACKWARD_HOPPER if batch <= BACKWARD_HOPPER_LARGE_BATCH.dweight_block_b else BACKWARD_HOPPER_LARGE_BATCH
 
 
 @dataclass(frozen=True)

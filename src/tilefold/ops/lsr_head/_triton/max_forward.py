@@ -34,6 +34,7 @@ from tilefold.ops.lsr_head._triton.sequences import (
 from tilefold.ops.lsr_head.configs import MaxForwardConfig, max_forward_config, without_tma
 
 MAX_UNITS = 32
+MAX_RAGGED_UNITS = 8  # where sequences differ, each unit looks for its first one
 RAGGED_SHARES = (0.25, 0.33, 0.5, 0.75, 1.0)  # of valid rows, that a split of ragged rows is chosen for
 LONG_SEQUENCE_TILES = 16  # longer sequences are rather cut than kept in one unit
 
@@ -340,7 +341,8 @@ def plan_units(
             total += cdiv(n_vocab * cdiv(n_tiles, tiles), programs) * (tiles + price) / n_tiles
         return total
 
-    return min(range(1, min(counts[-1], MAX_UNITS) + 1), key=busiest), round_to
+    most = MAX_UNITS if uniform_length else MAX_RAGGED_UNITS
+    return min(range(1, min(counts[-1], most) + 1), key=busiest), round_to
 
 
 def units_cut_sequences(aligned: AlignedRows, round_to: int, config: MaxForwardConfig) -> bool:
