@@ -166,7 +166,7 @@ class Meter:
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             share = 1.0 if limit is None else min(1.0, limit / total)
-            torch.cuda.set_per_process_memory_fraction(share, self.device)
+            torch.cuda.set_per_process_memory_fraction(share, self.device.index)  # None: the current one
 
 
 def fits(run: Callable[[], Any]) -> bool:
