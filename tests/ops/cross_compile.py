@@ -37,13 +37,24 @@ class Compiled:
 
 
 def compile_kernel(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, num_warps: int, num_stages: int
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    capability: int,
+    num_warps: int,
+    num_stages: int,
+    divisible: frozenset[str] = frozenset(),
 ) -> Compiled:
-    """Compile ``kernel`` for ``sm_<capability>``; ``types`` gives the dtype of each run-time argument by name."""
+    """Compile ``kernel`` for ``sm_<capability>``; ``types`` gives the dtype of each run-time argument by name.
+
+    ``divisible`` names the integers, strides for instance, that are multiples of 16 in the calls that matter.
+    """
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     # torch allocations are aligned: the launcher tells the compiler so, and wide loads depend on it
     aligned = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or name in divisible
     }
     source_type = GluonASTSource if kernel.is_gluon() else ASTSource
     source = source_type(kernel, signature, constants, aligned)
