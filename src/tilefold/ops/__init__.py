@@ -1,6 +1,7 @@
 """The operators: one room each, the public functions re-exported here."""
 
 from tilefold.ops.entmax import entmax, sparsemax
+from tilefold.ops.entmax_attention import entmax_attention
 from tilefold.ops.lsr_head import QuantizedWeight, lsr_head, lsr_head_sparse, quantize_weight
 from tilefold.ops.maxsim import maxsim
 from tilefold.ops.token_scatter import token_scatter, token_scatter_sparse
@@ -8,6 +9,7 @@ from tilefold.ops.token_scatter import token_scatter, token_scatter_sparse
 __all__ = [
     "QuantizedWeight",
     "entmax",
+    "entmax_attention",
     "lsr_head",
     "lsr_head_sparse",
     "maxsim",
