@@ -41,7 +41,7 @@ if not INTERPRETED:
         (3, 2, 300, 257, 40),
         (1, 3, 24, 1100, 8),
     ]
-SHAPES += [(9, 2, 16, 33, 136)]
+SHAPES += [(5, 2, 16, 33, 136)]
 
 
 def every_option() -> list[tuple[str, str, dict[str, Any]]]:

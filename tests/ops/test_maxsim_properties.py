@@ -16,7 +16,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-EXAMPLES = settings(max_examples=6 if triton_interpreted() else 60)
+EXAMPLES = settings(max_examples=3 if triton_interpreted() else 60)
 MODES = st.sampled_from(["exclude", "zero"])
 
 

@@ -2,5 +2,6 @@
 
 from tilefold.ops.maxsim._choice import chosen_impl
 from tilefold.ops.maxsim.api import maxsim
+from tilefold.ops.maxsim.quantized import QuantizedTokens, quantize_tokens
 
-__all__ = ["chosen_impl", "maxsim"]
+__all__ = ["QuantizedTokens", "chosen_impl", "maxsim", "quantize_tokens"]

@@ -58,14 +58,16 @@ class Side:
         return taken if self.scale is None else taken.mul_(self.scale[rows])
 
 
-def _side(rows: Tensor, mask: Tensor | None, cu: Tensor | None, length: int, normalize: bool) -> Side:
+def _side(
+    rows: Tensor, mask: Tensor | None, cu: Tensor | None, length: int, normalize: bool, scale: Tensor | None
+) -> Side:
     device = rows.device
     if cu is None:
         starts = torch.arange(0, rows.size(0), length, device=device)
         sizes = torch.full_like(starts, length)
     else:
         starts, sizes = cu[:-1].long(), cu.diff().long()
-    scale = inverse_norms(rows) if normalize else None
+    scale = inverse_norms(rows) if normalize else None if scale is None else scale[:, None]
     if mask is None or bool((kept := mask != 0).all()):
         return Side(rows, starts, sizes, starts, sizes, None, scale)
     before = torch.nn.functional.pad(kept.cumsum(0), (1, 0))
@@ -83,8 +85,8 @@ def sides(problem: Problem) -> tuple[Side, Side]:
     """Queries and documents; reads masks and offsets on the host."""
     p = problem
     return (
-        _side(p.queries, p.query_mask, p.cu_queries, p.query_length, p.normalize),
-        _side(p.documents, p.document_mask, p.cu_documents, p.document_length, p.normalize),
+        _side(p.queries, p.query_mask, p.cu_queries, p.query_length, p.normalize, p.query_scale),
+        _side(p.documents, p.document_mask, p.cu_documents, p.document_length, p.normalize, p.document_scale),
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilefold.ops.maxsim._choice import chosen_impl
 from tilefold.ops.maxsim._problem import Problem, wide_dtype
+from tilefold.ops.maxsim.quantized import quantize_rows
 
 _PROBLEM = (
     "Tensor queries, Tensor documents, Tensor? query_mask, Tensor? document_mask, Tensor? cu_queries,"
@@ -186,3 +187,56 @@ def scores(problem: Problem, impl: str) -> Tensor:
         problem.mask_zero, problem.temperature, problem.normalize, problem.longest_query, with_saved, impl,
     )  # fmt: skip
     return out  # type: ignore[no-any-return]
+
+
+_MASKS_AND_LAYOUT = (
+    "Tensor? query_mask, Tensor? document_mask, Tensor? cu_queries, Tensor? cu_documents, SymInt query_length,"
+    " SymInt document_length, Tensor? index, str pairing, bool mask_zero, float temperature"
+)
+
+
+def quantized_problem(queries: Tensor, values: Tensor, scales: Tensor, *rest: Any, int8_rows: Any) -> Problem:
+    """The problem whose queries are in int8 too where the documents are; ``int8_rows`` quantizes them."""
+    if values.dtype == torch.int8:
+        rows, query_scale = int8_rows(queries)
+    else:
+        rows, query_scale = queries, torch.ones(queries.size(0), dtype=torch.float32, device=queries.device)
+    return Problem(rows, values, *rest, False, 0, query_scale, scales)  # type: ignore[call-arg]
+
+
+@_define(
+    "maxsim_quantized",
+    f"(Tensor queries, Tensor values, Tensor scales, {_MASKS_AND_LAYOUT}, str impl) -> Tensor",
+)
+def _maxsim_quantized(queries: Tensor, values: Tensor, scales: Tensor, *rest: Any) -> Tensor:
+    impl = chosen_impl(queries, rest[-1])
+    if impl == "triton":
+        if values.dtype != torch.int8 and values.is_cuda and torch.cuda.get_device_capability(values.device) < (8, 9):
+            raise TypeError(
+                "documents must be quantized with dtype='int8' for impl='triton' before compute capability 8.9, got "
+                "fp8; use int8 or impl='tiled'."
+            )
+        from tilefold.ops.maxsim._triton import quantize_rows as int8_rows  # noqa: PLC0415 (needs triton)
+    else:
+
+        def int8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+            return quantize_rows(rows, torch.int8)
+
+    problem = quantized_problem(queries, values, scales, *rest[:-1], int8_rows=int8_rows)
+    check_values(problem, impl)
+    return _implementation(impl).forward(problem, False)[0]  # type: ignore[no-any-return]
+
+
+@torch.library.register_fake("tilefold::maxsim_quantized")
+def _(queries: Tensor, values: Tensor, scales: Tensor, *rest: Any) -> Tensor:
+    problem = Problem(queries, values, *rest[:-1], False, 0)  # type: ignore[call-arg]
+    return queries.new_empty(problem.score_shape, dtype=torch.float32)
+
+
+def quantized_scores(problem: Problem, scales: Tensor, impl: str) -> Tensor:
+    """Scores against quantized documents, ``problem.documents`` being their values."""
+    p = problem
+    return torch.ops.tilefold.maxsim_quantized(  # type: ignore[no-any-return]
+        p.queries, p.documents, scales, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.query_length,
+        p.document_length, p.index, p.pairing, p.mask_zero, p.temperature, impl,
+    )  # fmt: skip

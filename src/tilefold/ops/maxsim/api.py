@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,15 +21,17 @@ from tilefold.ops._shared.impl import IMPLS
 from tilefold.ops.maxsim import _library, _reference
 from tilefold.ops.maxsim._choice import chosen_impl
 from tilefold.ops.maxsim._problem import Problem, wide_dtype
+from tilefold.ops.maxsim.quantized import QuantizedTokens, quantize_rows
 
 PAIRINGS = ("all", "aligned", "grouped")
 REDUCTIONS = ("sum", "mean")
 MASK_MODES = ("exclude", "zero")
+QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 
 def maxsim(
     queries: Tensor,
-    documents: Tensor,
+    documents: Tensor | QuantizedTokens,
     *,
     query_mask: Tensor | None = None,
     document_mask: Tensor | None = None,
@@ -57,7 +60,9 @@ def maxsim(
     Args:
         queries: ``[Nq, Lq, D]``, or ``[T, D]`` packed with ``cu_seqlens_q``; fp16, bf16, fp32 or fp64.
         documents: ``[Nd, Ld, D]`` (``[B, N, Ld, D]`` for ``"grouped"``), or ``[T, D]`` packed with ``cu_seqlens_d``;
-            dtype of ``queries`` (any floating dtype under autocast, whose dtype both then take).
+            dtype of ``queries`` (any floating dtype under autocast, whose dtype both then take). Or the same in
+            :class:`QuantizedTokens`, for inference: with int8 the queries are rounded to int8 too, products are exact
+            integers; with fp8 they stay as they are.
         query_mask, document_mask: their tokens' shape, without D; nonzero = keep, in any pattern.
         cu_seqlens_q, cu_seqlens_d: ``[N + 1]`` int32 first rows of packed sequences, from 0 to T. On the CPU other
             values raise; on a GPU, where looking costs a synchronisation, the pairs concerned score NaN.
@@ -83,10 +88,23 @@ def maxsim(
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
     index, mode = _check_options(pairing, reduction, mask_mode, temperature)
-    _check_side("queries", queries, query_mask, cu_seqlens_q, grouped=False)
-    _check_side("documents", documents, document_mask, cu_seqlens_d, grouped=mode == "grouped")
+    scales = None
+    if isinstance(documents, QuantizedTokens):
+        _check_quantized(queries, normalize)
+        scales = documents.scales.reshape(-1).contiguous()
+        documents = documents.values
+    _check_side("queries", queries, query_mask, cu_seqlens_q, False, FLOAT_DTYPES)
+    _check_side(
+        "documents",
+        documents,
+        document_mask,
+        cu_seqlens_d,
+        mode == "grouped",
+        FLOAT_DTYPES if scales is None else QUANTIZED_DTYPES,
+    )
     _check_together(queries, documents, query_mask, document_mask, cu_seqlens_q, cu_seqlens_d, index)
-    queries, documents = _cast(queries, documents)
+    if scales is None:
+        queries, documents = _cast(queries, documents)
     if torch.compiler.is_compiling():
         check_choice("impl", impl, IMPLS)  # the operators choose when they run: a device cannot be asked in a trace
     else:
@@ -119,7 +137,9 @@ def maxsim(
     if impl == "reference":
         with torch.autocast(queries.device.type, enabled=False):
             _library.check_values(problem, impl)
-            scores = _reference.maxsim(problem)
+            scores = _reference.maxsim(problem if scales is None else _dequantized(problem, scales))
+    elif scales is not None:
+        scores = _library.quantized_scores(problem, scales, impl)
     else:
         scores = _library.scores(problem, impl)
     if reduction == "mean":
@@ -147,12 +167,51 @@ def _check_options(
     return None, str(pairing)
 
 
-def _check_side(name: str, rows: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, *, grouped: bool) -> None:
+def _check_quantized(queries: object, normalize: bool) -> None:
+    if isinstance(queries, Tensor) and queries.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "documents must be a floating tensor where a gradient is asked for, got QuantizedTokens; score under "
+            "torch.no_grad(), or give documents.dequantize()."
+        )
+    if normalize:
+        raise ValueError(
+            "normalize must be False with quantized documents, got True; normalize the vectors before quantize_tokens, "
+            "and the queries."
+        )
+
+
+def _dequantized(problem: Problem, scales: Tensor) -> Problem:
+    """What the quantized operator stands for, in fp64."""
+
+    def int8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_rows(rows, torch.int8)
+
+    p = problem
+    rest = (
+        p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.query_length, p.document_length, p.index,
+        p.pairing, p.mask_zero, p.temperature,
+    )  # fmt: skip
+    q = _library.quantized_problem(p.queries, p.documents, scales, *rest, int8_rows=int8_rows)
+    if q.query_scale is None or q.document_scale is None:
+        raise ValueError("documents must come with their scales, got none; make them with quantize_tokens.")
+    queries = q.queries.double() * q.query_scale.double()[:, None]
+    documents = q.documents.float().double() * q.document_scale.double()[:, None]
+    return Problem(queries, documents, *rest, False, 0)
+
+
+def _check_side(
+    name: str,
+    rows: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    grouped: bool,
+    dtypes: Sequence[torch.dtype],
+) -> None:
     mask_name, cu_name = ("query_mask", "cu_seqlens_q") if name == "queries" else ("document_mask", "cu_seqlens_d")
     check_tensor(name, rows)
     spec = "T D" if cu_seqlens is not None else "B N L D" if grouped else "N L D"
     check_shape(name, rows, spec)
-    check_dtype(name, rows, FLOAT_DTYPES, "cast it with .to(torch.bfloat16) or another of these.")
+    check_dtype(name, rows, dtypes, "cast it with .to(torch.bfloat16) or another of these.")
     if rows.size(-1) == 0:
         raise ValueError(f"{name} must have D of at least 1, got D=0 in shape {list(rows.shape)}.")
     if mask is not None:

@@ -43,6 +43,7 @@ class BackwardConfig:
         block_dd: dimensions of that tile.
         warps_d, stages_d: of its kernel.
         smooth_r, smooth_t, smooth_k: query rows, document tokens and dimensions of a tile of the smooth maximum.
+        smooth_warps, smooth_stages: of its kernels.
         precision: ``input_precision`` of fp32 products.
     """
 
@@ -58,16 +59,19 @@ class BackwardConfig:
     smooth_r: int = 64
     smooth_t: int = 64
     smooth_k: int = 64
+    smooth_warps: int = 8
+    smooth_stages: int = 2
     precision: str = "ieee"
 
 
 BACKWARD_16BIT = BackwardConfig()
 BACKWARD_FP32 = BackwardConfig(
-    block_t=32, block_e=32, block_dd=64, warps_d=4, stages_d=2, smooth_r=32, smooth_t=32, smooth_k=32,
+    block_t=32, block_e=32, block_dd=64, warps_d=4, stages_d=2, smooth_r=32, smooth_t=16, smooth_k=16, smooth_warps=4,
+    smooth_stages=1,
     precision="tf32x3",
 )  # fmt: skip
 BACKWARD_INTERPRETED = BackwardConfig(
-    block_r=16, block_d=32, block_t=16, block_e=16, block_dd=32, smooth_r=16, smooth_t=16, smooth_k=16
+    block_r=32, block_d=64, block_t=16, block_e=32, block_dd=64, smooth_r=16, smooth_t=16, smooth_k=32
 )
 INTERPRETED = ForwardConfig(32, 16, 32, num_warps=4, num_stages=1, use_tma=True)
 LARGEST_BLOCK_K = 128
@@ -89,18 +93,21 @@ def forward_config_for(
     product: 128 rows, so that each document token that is loaded meets as many query tokens.
     """
     if dtype == torch.float32:
-        block_k = _power_of_two(dim, 16, 64)
+        block_k = _power_of_two(dim, 16, 32)
         config = ForwardConfig(
             32 if query_rows <= 32 else 64, 32, block_k, num_warps=4, num_stages=2, precision="tf32x3"
         )
         return replace(config, precision="tf32") if tf32 else config
-    block_k = _power_of_two(dim, 16, LARGEST_BLOCK_K)
+    block_k = _power_of_two(dim, 32 if dtype == torch.int8 else 16, LARGEST_BLOCK_K)  # int8 products take 32 at least
     if query_rows <= 64:
         # Hopper's instructions take 64 rows at least; Ampere's 16
         block_q = 64 if capability >= (9, 0) else _power_of_two(query_rows, 16, 64)
-        return ForwardConfig(block_q, 64, block_k, num_warps=4, num_stages=4, programs=3)
+        # Blackwell's products lie in a memory of their own: their copies take registers
+        return ForwardConfig(
+            block_q, 64, block_k, num_warps=8 if capability >= (10, 0) else 4, num_stages=4, programs=3
+        )
     if capability >= (9, 0):
-        return ForwardConfig(128, 128, block_k, num_warps=8, num_stages=3, programs=1, use_tma=True)
+        return ForwardConfig(128, 64, block_k, num_warps=8, num_stages=3, use_tma=True)
     return ForwardConfig(128, 64, min(block_k, 64) if dim > LARGEST_BLOCK_K else block_k, num_warps=8, num_stages=3)
 
 
@@ -112,13 +119,19 @@ def forward_config(dtype: torch.dtype, dim: int, query_rows: int, device: torch.
     return forward_config_for(torch.cuda.get_device_capability(device), dtype, dim, query_rows, tf32)
 
 
+def backward_config_for(capability: tuple[int, int], dtype: torch.dtype, tf32: bool) -> BackwardConfig:
+    """The backward configuration for a compute capability."""
+    if dtype == torch.float32:
+        return replace(BACKWARD_FP32, precision="tf32") if tf32 else BACKWARD_FP32
+    return replace(BACKWARD_16BIT, block_t=64) if capability >= (10, 0) else BACKWARD_16BIT
+
+
 def backward_config(dtype: torch.dtype, device: torch.device) -> BackwardConfig:
     """The backward configuration for ``dtype`` on ``device``."""
     if device.type != "cuda" or triton_interpreted():
         return BACKWARD_INTERPRETED
-    if dtype == torch.float32:
-        return replace(BACKWARD_FP32, precision="tf32") if torch.backends.cuda.matmul.allow_tf32 else BACKWARD_FP32
-    return BACKWARD_16BIT
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    return backward_config_for(torch.cuda.get_device_capability(device), dtype, tf32)
 
 
 def describe(device: torch.device) -> dict[str, dict[str, object]]:

@@ -1,5 +1,5 @@
 """MaxSim in Triton: compute capability 8.0 and newer; TMA on 9.0 and newer."""
 
-from tilefold.ops.maxsim._triton.launch import backward, forward
+from tilefold.ops.maxsim._triton.launch import backward, forward, quantize_rows
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "quantize_rows"]

@@ -8,7 +8,7 @@ rows, on the tensor cores.
 import triton
 import triton.language as tl
 
-from tilefold.ops.maxsim._triton.device import ALL, GROUPED, INDEX, bounds, item_of, load_rows
+from tilefold.ops.maxsim._triton.device import ALL, GROUPED, INDEX, bounds, item_of, load_block, load_rows
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def dqueries_kernel(
         q_start = 0
     else:
         query = tl.program_id(0)
-        q_start, stop, _ = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+        q_start, stop, _ok = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
         block = q_start
     e0, e1 = query_list(query, first_ptr, Nd, group, PAIRING)
     for r0 in range(block, stop, BLOCK_R):
@@ -61,7 +61,7 @@ def dqueries_kernel(
                 owner = tl.load(row_query_ptr + row, mask=inside, other=0).to(tl.int32)
         acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
         for e in tl.range(e0, e1):
-            pair, _, d = item_of(e, e0, order_ptr, index_ptr, PAIRING)
+            pair, _query, d = item_of(e, e0, order_ptr, index_ptr, PAIRING)
             start, end, ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
             at = saved_at(e, pair, e0, row, q_start, Tq, longest, PAIRING)
             winner = tl.load(saved_ptr + at, mask=inside, other=NO_WINNER).to(tl.int32)  # [BLOCK_R]
@@ -99,7 +99,7 @@ def ddocuments_kernel(
     """
     k = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     d = tl.program_id(0)
-    start, end, _ = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
+    start, end, _ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
     unit = 1.0
     if HAS_LARGEST:
         unit = tl.load(largest_ptr)
@@ -115,15 +115,15 @@ def ddocuments_kernel(
         acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
         for e in range(e0, e1):
             if PAIRING == INDEX:
-                pair, query, _ = item_of(e, e0, order_ptr, index_ptr, PAIRING)
+                pair, query, _d = item_of(e, e0, order_ptr, index_ptr, PAIRING)
                 known = (query >= 0) & (query < Nq)
                 query = tl.where(known, query, 0)
-                r_start, r_end, _ = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+                r_start, r_end, _ok = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
                 r_end = tl.where(known, r_end, r_start)
                 base = tl.cast(pair, tl.int64) * longest - r_start
                 offs_pair = tl.cast(pair, tl.int64) * stride_d
             elif PAIRING == GROUPED:
-                r_start, r_end, _ = bounds(cu_q_ptr, d // group, Nq, Tq, length_q, UNIFORM_Q)
+                r_start, r_end, _ok = bounds(cu_q_ptr, d // group, Nq, Tq, length_q, UNIFORM_Q)
                 base = tl.cast(d % group, tl.int64) * Tq
                 offs_pair = tl.cast(d, tl.int64) * stride_d
             else:
@@ -148,7 +148,7 @@ def ddocuments_kernel(
                     grad = grad / unit
                 if HAS_SCALE:
                     grad *= tl.load(query_scale_ptr + row, mask=mine, other=0.0)
-                x = load_rows(query_ptr, row, inside, k, D)  # [BLOCK_E, BLOCK_D]
+                x = load_block(query_ptr, r0, r_end - r0, k, D, BLOCK_E)  # [BLOCK_E, BLOCK_D]
                 x = tl.where(mine[:, None], x, 0.0).to(x.dtype)  # a zero coefficient must not meet a NaN
                 onehot = tl.where(winner[None, :] == t[:, None], grad[None, :], 0.0).to(x.dtype)
                 acc = tl.dot(onehot, x, acc, input_precision=PRECISION)

@@ -52,16 +52,31 @@ def load_rows(ptr, row, mask_row, k, D: tl.constexpr):
 
 
 @triton.jit
+def load_block(ptr, row0, count, k, D: tl.constexpr, BLOCK: tl.constexpr):
+    """``[BLOCK, len(k)]`` rows from ``row0`` on, ``count`` of them; zeros past those."""
+    i = tl.arange(0, BLOCK)
+    # offsets inside a block fit 32 bits: half the registers of addresses
+    return tl.load(
+        ptr + tl.cast(row0, tl.int64) * D + (i[:, None] * D + k[None, :]),
+        mask=(i < count)[:, None] & (k < D)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
 def mask_tile(
     acc, start, length, t0, row_scale, mask_ptr, scale_ptr,
     BLOCK_T: tl.constexpr, HAS_MASK: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr,
+    SMOOTH: tl.constexpr,
 ):  # fmt: skip
     """Scale a tile of products ``[BLOCK_Q, BLOCK_T]`` and take out what does not take part; the number that does."""
     t = t0 + tl.arange(0, BLOCK_T)
     inside = t < length
     row = start + t
     if HAS_SCALE:
-        acc = acc * row_scale[:, None] * tl.load(scale_ptr + row, mask=inside, other=0.0)[None, :]
+        acc *= tl.load(scale_ptr + row, mask=inside, other=0.0)[None, :]
+        if SMOOTH:  # a row's scale is not negative, so it commutes with the maximum
+            acc *= row_scale[:, None]
     part = tl.minimum(length - t0, BLOCK_T)
     if HAS_MASK:
         kept = tl.load(mask_ptr + row, mask=inside, other=0) != 0  # [BLOCK_T]
@@ -99,9 +114,9 @@ def fold_tile(
 
 @triton.jit
 def finish(
-    best, state, parts, kept_q, start, temperature, mask_ptr,
-    HAS_MASK: tl.constexpr, MASK_ZERO: tl.constexpr, WITH_SAVED: tl.constexpr, SMOOTH: tl.constexpr,
-    NO_WINNER: tl.constexpr,
+    best, state, parts, kept_q, row_scale, start, temperature, mask_ptr,
+    HAS_MASK: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr, WITH_SAVED: tl.constexpr,
+    SMOOTH: tl.constexpr, NO_WINNER: tl.constexpr,
 ):  # fmt: skip
     """What a query token adds to the score, and what is saved of it."""
     counts = kept_q & (parts > 0)
@@ -109,6 +124,8 @@ def finish(
         value = tl.where(counts, best + temperature * tl.log(state), 0.0)
         saved = tl.where(counts, value, float("inf"))
     else:
+        if HAS_SCALE:
+            best *= row_scale
         value = tl.where(counts, best, 0.0)
         saved = state
         if WITH_SAVED:

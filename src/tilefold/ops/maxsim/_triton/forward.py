@@ -15,7 +15,7 @@ from tilefold.ops.maxsim._triton.device import (
     finish,
     fold_tile,
     fresh,
-    load_rows,
+    load_block,
     mask_tile,
     sequence_at,
 )
@@ -23,39 +23,39 @@ from tilefold.ops.maxsim._triton.device import (
 
 @triton.jit
 def _products(
-    q, query_ptr, row, mask_row, doc_src, start, t0, n_rows,
+    q, query_ptr, row0, rows, doc_src, start, t0, n_rows,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, USE_TMA: tl.constexpr,
     PRECISION: tl.constexpr, INTEGER: tl.constexpr,
 ):  # fmt: skip
     """``[BLOCK_Q, BLOCK_T]`` products of a query tile (``q`` where the dimension fits, else loaded) and a tile."""
     kind: tl.constexpr = tl.int32 if INTEGER else tl.float32
     acc = tl.zeros((BLOCK_Q, BLOCK_T), kind)
-    doc_row = start + t0 + tl.arange(0, BLOCK_T)
+    first = start + t0
     if D <= BLOCK_K:
         if USE_TMA:
-            d = doc_src.load([start + t0, 0])  # [BLOCK_T, BLOCK_K]
+            d = doc_src.load([first, 0])  # [BLOCK_T, BLOCK_K]
         else:
-            d = load_rows(doc_src, doc_row, doc_row < n_rows, tl.arange(0, BLOCK_K), D)
-        acc = tl.dot(q, d.T, acc, input_precision=PRECISION, out_dtype=kind)
+            d = load_block(doc_src, first, n_rows - first, tl.arange(0, BLOCK_K), D, BLOCK_T)
+        acc = tl.dot(q, d.to(q.dtype).T, acc, input_precision=PRECISION, out_dtype=kind)
     else:
         for k0 in range(0, D, BLOCK_K):
             k = k0 + tl.arange(0, BLOCK_K)
-            part = load_rows(query_ptr, row, mask_row, k, D)
+            part = load_block(query_ptr, row0, rows, k, D, BLOCK_Q)
             if USE_TMA:
-                d = doc_src.load([start + t0, k0])
+                d = doc_src.load([first, k0])
             else:
-                d = load_rows(doc_src, doc_row, doc_row < n_rows, k, D)
-            acc = tl.dot(part, d.T, acc, input_precision=PRECISION, out_dtype=kind)
+                d = load_block(doc_src, first, n_rows - first, k, D, BLOCK_T)
+            acc = tl.dot(part, d.to(part.dtype).T, acc, input_precision=PRECISION, out_dtype=kind)
     return acc.to(tl.float32)
 
 
 @triton.jit
 def _query_rows(
-    query_ptr, mask_ptr, scale_ptr, row, inside,
-    D: tl.constexpr, BLOCK_K: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SCALE: tl.constexpr,
+    query_ptr, mask_ptr, scale_ptr, row0, rows, row, inside,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SCALE: tl.constexpr,
 ):  # fmt: skip
     """The first block of a query tile, which of its rows are kept, and their scales."""
-    q = load_rows(query_ptr, row, inside, tl.arange(0, BLOCK_K), D)
+    q = load_block(query_ptr, row0, rows, tl.arange(0, BLOCK_K), D, BLOCK_Q)
     kept = inside
     if HAS_MASK:
         kept = inside & (tl.load(mask_ptr + row, mask=inside, other=0) != 0)
@@ -78,13 +78,15 @@ def all_pairs_kernel(
 ):  # fmt: skip
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    row = tile * tile_rows + tl.arange(0, BLOCK_Q)
-    inside = (tl.arange(0, BLOCK_Q) < tile_rows) & (row < Tq)
+    row0 = tile * tile_rows
+    rows = tl.minimum(tile_rows, Tq - row0)
+    row = row0 + tl.arange(0, BLOCK_Q)
+    inside = tl.arange(0, BLOCK_Q) < rows
     q, kept_q, row_scale = _query_rows(
-        query_ptr, query_mask_ptr, query_scale_ptr, row, inside, D, BLOCK_K, HAS_QMASK, HAS_SCALE
+        query_ptr, query_mask_ptr, query_scale_ptr, row0, rows, row, inside, D, BLOCK_Q, BLOCK_K, HAS_QMASK, HAS_SCALE
     )
-    first_q = sequence_at(cu_q_ptr, tile * tile_rows, Nq, length_q, UNIFORM_Q)
-    last_q = sequence_at(cu_q_ptr, tl.minimum((tile + 1) * tile_rows, Tq) - 1, Nq, length_q, UNIFORM_Q)
+    first_q = sequence_at(cu_q_ptr, row0, Nq, length_q, UNIFORM_Q)
+    last_q = sequence_at(cu_q_ptr, row0 + rows - 1, Nq, length_q, UNIFORM_Q)
 
     # an empty document takes one tile, in which its score is written
     mine = (Nd - split + splits - 1) // splits
@@ -94,7 +96,7 @@ def all_pairs_kernel(
         n_tiles = 0
         for i0 in range(0, mine, 64):
             i = i0 + tl.arange(0, 64)
-            start, end, _ = bounds(cu_d_ptr, split + i * splits, Nd, Td, length_d, UNIFORM_D)
+            start, end, _known = bounds(cu_d_ptr, split + i * splits, Nd, Td, length_d, UNIFORM_D)
             n = tl.maximum((end - start + BLOCK_T - 1) // BLOCK_T, 1)
             n_tiles += tl.sum(tl.where(i < mine, n, 0))
 
@@ -102,22 +104,23 @@ def all_pairs_kernel(
     t0 = 0
     parts = 0
     best, state = fresh(BLOCK_Q, SMOOTH)
+    start, end, ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
     for _ in tl.range(0, n_tiles):
-        start, end, ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
         length = end - start
         acc = _products(
-            q, query_ptr, row, inside, doc_src, start, t0, Td, D, BLOCK_Q, BLOCK_T, BLOCK_K, USE_TMA, PRECISION, INTEGER
+            q, query_ptr, row0, rows, doc_src, start, t0, Td, D, BLOCK_Q, BLOCK_T, BLOCK_K, USE_TMA, PRECISION, INTEGER
         )
         acc, part = mask_tile(
-            acc, start, length, t0, row_scale, doc_mask_ptr, doc_scale_ptr, BLOCK_T, HAS_DMASK, MASK_ZERO, HAS_SCALE
-        )
+            acc, start, length, t0, row_scale, doc_mask_ptr, doc_scale_ptr, BLOCK_T, HAS_DMASK, MASK_ZERO, HAS_SCALE,
+            SMOOTH,
+        )  # fmt: skip
         best, state = fold_tile(acc, t0, best, state, inverse_temperature, BLOCK_T, WITH_SAVED, SMOOTH)
         parts += part
         done = t0 + BLOCK_T >= length
         if done:
             value, saved = finish(
-                best, state, parts, kept_q, start, temperature, doc_mask_ptr,
-                HAS_DMASK, MASK_ZERO, WITH_SAVED, SMOOTH, NO_WINNER,
+                best, state, parts, kept_q, row_scale, start, temperature, doc_mask_ptr,
+                HAS_DMASK, MASK_ZERO, HAS_SCALE, WITH_SAVED, SMOOTH, NO_WINNER,
             )  # fmt: skip
             if WITH_SAVED:
                 offs = d.to(tl.int64) * Tq + row
@@ -130,7 +133,7 @@ def all_pairs_kernel(
                 )
             else:
                 for query in range(first_q, last_q + 1):
-                    q_start, q_end, _ = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+                    q_start, q_end, _known = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
                     total = tl.sum(tl.where((row >= q_start) & (row < q_end), value, 0.0))
                     total = tl.where(ok, total, float("nan"))
                     if DIRECT:
@@ -141,6 +144,7 @@ def all_pairs_kernel(
         parts = tl.where(done, 0, parts)
         t0 = tl.where(done, 0, t0 + BLOCK_T)
         d = tl.where(done, d + splits, d)
+        start, end, ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
 
 
 @triton.jit(do_not_specialize=["Tq", "Nq", "Nd", "tile_rows"])
@@ -188,23 +192,35 @@ def listed_pairs_kernel(
         row = r0 + tl.arange(0, BLOCK_Q)
         inside = row < q_end
         q, kept_q, row_scale = _query_rows(
-            query_ptr, query_mask_ptr, query_scale_ptr, row, inside, D, BLOCK_K, HAS_QMASK, HAS_SCALE
+            query_ptr,
+            query_mask_ptr,
+            query_scale_ptr,
+            r0,
+            q_end - r0,
+            row,
+            inside,
+            D,
+            BLOCK_Q,
+            BLOCK_K,
+            HAS_QMASK,
+            HAS_SCALE,
         )
         best, state = fresh(BLOCK_Q, SMOOTH)
         parts = 0
         for t0 in tl.range(0, length, BLOCK_T):
             acc = _products(
-                q, query_ptr, row, inside, doc_src, start, t0, Td, D, BLOCK_Q, BLOCK_T, BLOCK_K, USE_TMA, PRECISION,
+                q, query_ptr, r0, q_end - r0, doc_src, start, t0, Td, D, BLOCK_Q, BLOCK_T, BLOCK_K, USE_TMA, PRECISION,
                 INTEGER,
             )  # fmt: skip
             acc, part = mask_tile(
-                acc, start, length, t0, row_scale, doc_mask_ptr, doc_scale_ptr, BLOCK_T, HAS_DMASK, MASK_ZERO, HAS_SCALE
-            )
+                acc, start, length, t0, row_scale, doc_mask_ptr, doc_scale_ptr, BLOCK_T, HAS_DMASK, MASK_ZERO,
+                HAS_SCALE, SMOOTH,
+            )  # fmt: skip
             best, state = fold_tile(acc, t0, best, state, inverse_temperature, BLOCK_T, WITH_SAVED, SMOOTH)
             parts += part
         value, saved = finish(
-            best, state, parts, kept_q, start, temperature, doc_mask_ptr,
-            HAS_DMASK, MASK_ZERO, WITH_SAVED, SMOOTH, NO_WINNER,
+            best, state, parts, kept_q, row_scale, start, temperature, doc_mask_ptr,
+            HAS_DMASK, MASK_ZERO, HAS_SCALE, WITH_SAVED, SMOOTH, NO_WINNER,
         )  # fmt: skip
         total += tl.sum(value)
         if WITH_SAVED:

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilefold.ops.maxsim._problem import Problem, no_winner
 from tilefold.ops.maxsim._triton.backward import ddocuments_kernel, dqueries_kernel
 from tilefold.ops.maxsim._triton.forward import all_pairs_kernel, combine_kernel, listed_pairs_kernel
-from tilefold.ops.maxsim._triton.norms import inverse_norm_kernel, unit_gradient_kernel
+from tilefold.ops.maxsim._triton.norms import inverse_norm_kernel, quantize_kernel, unit_gradient_kernel
 from tilefold.ops.maxsim._triton.smooth import smooth_ddocuments_kernel, smooth_dqueries_kernel
 from tilefold.ops.maxsim.configs import BackwardConfig, ForwardConfig, backward_config, forward_config
 
@@ -57,6 +57,17 @@ def _inverse_norms(rows: Tensor) -> Tensor:
         rows, scale, rows.size(0), D=rows.size(1), BLOCK_R=BLOCK_ROWS, BLOCK_D=BLOCK_COLUMNS
     )
     return scale
+
+
+def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in int8 and their scales ``[T]``."""
+    rows = rows.contiguous()
+    values = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
+    scales = torch.empty(rows.size(0), dtype=torch.float32, device=rows.device)
+    quantize_kernel[(cdiv(rows.size(0), BLOCK_ROWS),)](
+        rows, values, scales, rows.size(0), D=rows.size(1), BLOCK_R=BLOCK_ROWS, BLOCK_D=BLOCK_COLUMNS
+    )
+    return values, scales
 
 
 def _scales(problem: Problem, queries: Tensor, documents: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -236,7 +247,7 @@ def _dqueries(
             dscores, saved, queries, documents, *scales, _bytes(problem.document_mask), *offsets, index, out,
             *sizes, *strides, 1.0 / problem.temperature, BLOCK_Q=block_r, BLOCK_T=config.smooth_t,
             BLOCK_K=config.smooth_k, BLOCK_D=block_d, HAS_DMASK=problem.document_mask is not None,
-            PRECISION=config.precision, num_warps=4, num_stages=2, **flags,
+            PRECISION=config.precision, num_warps=config.smooth_warps, num_stages=config.smooth_stages, **flags,
         )  # fmt: skip
     else:
         dqueries_kernel[grid](
@@ -272,7 +283,7 @@ def _ddocuments(
             *offsets, index, out, *sizes, tiles, *strides, 1.0 / problem.temperature, BLOCK_Q=config.smooth_r,
             BLOCK_T=block_t, BLOCK_K=config.smooth_k, BLOCK_D=config.block_dd,
             HAS_QMASK=problem.query_mask is not None, HAS_DMASK=problem.document_mask is not None,
-            PRECISION=config.precision, num_warps=4, num_stages=2, **flags,
+            PRECISION=config.precision, num_warps=config.smooth_warps, num_stages=config.smooth_stages, **flags,
         )  # fmt: skip
         return
     largest = dscores.abs().amax() if queries.dtype == torch.float16 else None

@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 
 from tilefold.ops.maxsim._triton.backward import query_list, saved_at
-from tilefold.ops.maxsim._triton.device import ALL, GROUPED, INDEX, bounds, item_of, load_rows
+from tilefold.ops.maxsim._triton.device import ALL, GROUPED, INDEX, bounds, item_of, load_block, load_rows
 
 
 @triton.jit
 def _weights(
-    query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, doc_mask_ptr, row, inside_q, doc_row, inside_d, top, grad,
-    inverse_temperature,
+    query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, doc_mask_ptr, row0, rows, row, inside_q, doc_row0, doc_rows,
+    doc_row, inside_d, top, grad, inverse_temperature,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, HAS_DMASK: tl.constexpr,
     HAS_SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -21,8 +21,8 @@ def _weights(
     acc = tl.zeros((BLOCK_Q, BLOCK_T), tl.float32)
     for k0 in range(0, D, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
-        q = load_rows(query_ptr, row, inside_q, k, D)
-        d = load_rows(doc_ptr, doc_row, inside_d, k, D)
+        q = load_block(query_ptr, row0, rows, k, D, BLOCK_Q)
+        d = load_block(doc_ptr, doc_row0, doc_rows, k, D, BLOCK_T)
         acc = tl.dot(q, d.T, acc, input_precision=PRECISION)
     if HAS_SCALE:
         acc *= tl.load(query_scale_ptr + row, mask=inside_q, other=0.0)[:, None]
@@ -51,7 +51,7 @@ def smooth_dqueries_kernel(
         q_start = 0
     else:
         query = tl.program_id(0)
-        q_start, stop, _ = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+        q_start, stop, _ok = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
         block = q_start
     e0, e1 = query_list(query, first_ptr, Nd, group, PAIRING)
     for r0 in range(block, stop, BLOCK_Q):
@@ -65,8 +65,8 @@ def smooth_dqueries_kernel(
                 owner = tl.load(row_query_ptr + row, mask=inside, other=0).to(tl.int32)
         acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
         for e in range(e0, e1):
-            pair, _, d = item_of(e, e0, order_ptr, index_ptr, PAIRING)
-            start, end, _ = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
+            pair, _query, d = item_of(e, e0, order_ptr, index_ptr, PAIRING)
+            start, end, _ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
             known = (d >= 0) & (d < Nd)
             end = tl.where(known, end, start)
             top = tl.load(saved_ptr + saved_at(e, pair, e0, row, q_start, Tq, longest, PAIRING), mask=inside, other=0.0)
@@ -79,8 +79,9 @@ def smooth_dqueries_kernel(
                 doc_row = start + t0 + tl.arange(0, BLOCK_T)
                 inside_d = doc_row < end
                 share = _weights(
-                    query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, doc_mask_ptr, row, inside, doc_row, inside_d,
-                    top, grad, inverse_temperature, D, BLOCK_Q, BLOCK_T, BLOCK_K, HAS_DMASK, HAS_SCALE, PRECISION,
+                    query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, doc_mask_ptr, r0, stop - r0, row, inside,
+                    start + t0, end - start - t0, doc_row, inside_d, top, grad, inverse_temperature, D, BLOCK_Q,
+                    BLOCK_T, BLOCK_K, HAS_DMASK, HAS_SCALE, PRECISION,
                 )  # fmt: skip
                 if HAS_SCALE:
                     share *= tl.load(doc_scale_ptr + doc_row, mask=inside_d, other=0.0)[None, :]
@@ -107,7 +108,7 @@ def smooth_ddocuments_kernel(
 ):  # fmt: skip
     k = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     d = tl.program_id(0)
-    start, end, _ = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
+    start, end, _ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
     if PAIRING == INDEX:
         e0 = tl.load(first_ptr + d).to(tl.int32)
         e1 = tl.load(first_ptr + d + 1).to(tl.int32)
@@ -120,15 +121,15 @@ def smooth_ddocuments_kernel(
         acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
         for e in range(e0, e1):
             if PAIRING == INDEX:
-                pair, query, _ = item_of(e, e0, order_ptr, index_ptr, PAIRING)
+                pair, query, _d = item_of(e, e0, order_ptr, index_ptr, PAIRING)
                 known = (query >= 0) & (query < Nq)
                 query = tl.where(known, query, 0)
-                r_start, r_end, _ = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+                r_start, r_end, _ok = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
                 r_end = tl.where(known, r_end, r_start)
                 base = tl.cast(pair, tl.int64) * longest - r_start
                 offs_pair = tl.cast(pair, tl.int64) * stride_d
             elif PAIRING == GROUPED:
-                r_start, r_end, _ = bounds(cu_q_ptr, d // group, Nq, Tq, length_q, UNIFORM_Q)
+                r_start, r_end, _ok = bounds(cu_q_ptr, d // group, Nq, Tq, length_q, UNIFORM_Q)
                 base = tl.cast(d % group, tl.int64) * Tq
                 offs_pair = tl.cast(d, tl.int64) * stride_d
             else:
@@ -152,8 +153,9 @@ def smooth_ddocuments_kernel(
                     offs += owner.to(tl.int64) * stride_q
                 grad = tl.load(dscore_ptr + offs, mask=inside, other=0.0).to(tl.float32)
                 share = _weights(
-                    query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, doc_mask_ptr, row, kept_q, doc_row, inside_d,
-                    top, grad, inverse_temperature, D, BLOCK_Q, BLOCK_T, BLOCK_K, HAS_DMASK, HAS_SCALE, PRECISION,
+                    query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, doc_mask_ptr, r0, r_end - r0, row, kept_q,
+                    start + t0, end - start - t0, doc_row, inside_d, top, grad, inverse_temperature, D, BLOCK_Q,
+                    BLOCK_T, BLOCK_K, HAS_DMASK, HAS_SCALE, PRECISION,
                 )  # fmt: skip
                 if HAS_SCALE:
                     share *= tl.load(query_scale_ptr + row, mask=kept_q, other=0.0)[:, None]

@@ -1,0 +1,165 @@
+"""Every MaxSim kernel builds for Ampere, Hopper and Blackwell without a GPU: no spills, and wgmma on Hopper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from tests.ops.cross_compile import Compiled, compile_kernel
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops.maxsim import configs
+from tilefold.ops.maxsim._triton import norms, smooth
+from tilefold.ops.maxsim._triton.backward import ddocuments_kernel, dqueries_kernel
+from tilefold.ops.maxsim._triton.forward import all_pairs_kernel, combine_kernel, listed_pairs_kernel
+
+pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
+
+CAPABILITIES = (80, 90, 100)
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+SCALES = ["query_scale_ptr", "doc_scale_ptr", "scale_ptr", "dscore_ptr", "score_ptr", "part_ptr", "largest_ptr"]
+INT32 = ["cu_q_ptr", "cu_d_ptr", "row_query_ptr"]
+INT64 = ["index_ptr", "order_ptr", "first_ptr"]
+SIZES = ["Tq", "Td", "Nq", "Nd", "T", "length_q", "length_d", "tile_rows", "splits", "group", "longest", "stride_q",
+         "stride_d", "tiles"]  # fmt: skip
+
+
+def types_of(dtype: torch.dtype, saved: str = "*u16") -> dict[str, str]:
+    element = f"*{NAMES[dtype]}"
+    types = dict.fromkeys(["query_ptr", "doc_ptr", "doc_src", "dquery_ptr", "ddoc_ptr", "rows_ptr", "out_ptr"], element)
+    types |= dict.fromkeys(SCALES, "*fp32") | dict.fromkeys(INT32, "*i32") | dict.fromkeys(INT64, "*i64")
+    types |= dict.fromkeys(["query_mask_ptr", "doc_mask_ptr"], "*u8") | dict.fromkeys(SIZES, "i32")
+    types |= dict.fromkeys(["temperature", "inverse_temperature"], "fp32")
+    return types | {"saved_ptr": saved, "grad_ptr": "*fp32"}
+
+
+def check(compiled: Compiled, capability: int, tensor_cores: bool) -> None:
+    assert compiled.stack == 0 and compiled.local_memory == 0, f"registers are spilled: {compiled}"
+    assert compiled.shared <= SHARED_LIMIT[capability], f"too much shared memory: {compiled}"
+    if capability == 90 and tensor_cores:
+        assert compiled.wgmma > 0, f"the products do not use wgmma: {compiled}"
+
+
+def forward_constants(
+    config: configs.ForwardConfig, dim: int, dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> dict[str, Any]:
+    return {
+        "D": dim, "BLOCK_Q": config.block_q, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k,
+        "UNIFORM_Q": True, "UNIFORM_D": True, "HAS_QMASK": False, "HAS_DMASK": False, "MASK_ZERO": False,
+        "HAS_SCALE": False, "SMOOTH": False, "WITH_SAVED": False, "NO_WINNER": 65535, "USE_TMA": config.use_tma,
+        "PRECISION": config.precision, "INTEGER": dtype == torch.int8,
+    } | changes  # fmt: skip
+
+
+VARIANTS = {
+    "inference": {},
+    "training": {"WITH_SAVED": True},
+    "masked": {"WITH_SAVED": True, "HAS_QMASK": True, "HAS_DMASK": True},
+    "everything": {"WITH_SAVED": True, "HAS_QMASK": True, "HAS_DMASK": True, "MASK_ZERO": True, "HAS_SCALE": True,
+                   "UNIFORM_Q": False, "UNIFORM_D": False},
+    "smooth": {"WITH_SAVED": True, "SMOOTH": True, "HAS_DMASK": True},
+}  # fmt: skip
+
+
+# every variant of the kernels with tensor cores, every target; fp32 shares their code
+FORWARD = [(torch.bfloat16, variant, 32 if i % 2 else 4096) for i, variant in enumerate(VARIANTS)]
+FORWARD += [(torch.bfloat16, "inference", 32), (torch.float32, "everything", 4096), (torch.float32, "training", 32)]
+
+
+@pytest.mark.parametrize(("dtype", "variant", "rows"), FORWARD, ids=str)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_forward_builds_without_spills(capability: int, dtype: torch.dtype, variant: str, rows: int) -> None:
+    changes = VARIANTS[variant]
+    config = configs.forward_config_for(divmod(capability, 10), dtype, 128, rows, tf32=False)
+    types = types_of(dtype, "*fp32" if variant == "smooth" else "*u16")
+    if config.use_tma:
+        types["doc_src"] = f"tensordesc<{NAMES[dtype]}[{config.block_t},{config.block_k}]>"
+    constants = forward_constants(config, 128, **changes)
+    direct = constants["UNIFORM_Q"]
+    for kernel, own in (
+        (all_pairs_kernel, {"LQ": 32 if direct else 0, "DIRECT": direct}),
+        (listed_pairs_kernel, {"PAIRING": 2 if variant == "masked" else 1}),
+    ):
+        compiled = compile_kernel(kernel, types, constants | own, capability, config.num_warps, config.num_stages)
+        check(compiled, capability, tensor_cores=dtype != torch.float32)
+
+
+@pytest.mark.parametrize(("dim", "rows"), [(96, 32), (320, 4096), (768, 32)])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_forward_of_other_dimensions_builds_without_spills(capability: int, dim: int, rows: int) -> None:
+    config = configs.forward_config_for(divmod(capability, 10), torch.bfloat16, dim, rows, tf32=False)
+    types = types_of(torch.bfloat16)
+    if config.use_tma:
+        types["doc_src"] = f"tensordesc<bf16[{config.block_t},{config.block_k}]>"
+    constants = forward_constants(config, dim, WITH_SAVED=True) | {"LQ": 32, "DIRECT": True}
+    compiled = compile_kernel(all_pairs_kernel, types, constants, capability, config.num_warps, config.num_stages)
+    check(compiled, capability, tensor_cores=True)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_forward_of_quantized_documents_builds_without_spills(capability: int, kind: torch.dtype) -> None:
+    if kind != torch.int8 and capability < 89:
+        pytest.skip("no fp8 there")
+    query = torch.int8 if kind == torch.int8 else torch.float16
+    for rows in (32, 4096):
+        config = configs.forward_config_for(divmod(capability, 10), query, 128, rows, tf32=False)
+        name = "i8" if kind == torch.int8 else "fp8e4nv"
+        types = types_of(torch.float16) | {"query_ptr": "*i8" if kind == torch.int8 else "*fp16", "doc_src": f"*{name}"}
+        if config.use_tma:
+            types["doc_src"] = f"tensordesc<{name}[{config.block_t},{config.block_k}]>"
+        constants = forward_constants(config, 128, query, HAS_SCALE=True) | {"LQ": 32, "DIRECT": True}
+        compiled = compile_kernel(all_pairs_kernel, types, constants, capability, config.num_warps, config.num_stages)
+        check(compiled, capability, tensor_cores=True)
+
+
+@pytest.mark.parametrize("pairing", [0, 1, 2], ids=["all", "grouped", "index"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_backward_builds_without_spills(capability: int, dtype: torch.dtype, pairing: int) -> None:
+    config = configs.backward_config_for(divmod(capability, 10), dtype, tf32=False)
+    types = types_of(dtype)
+    for uniform in (pairing != 2,):
+        common = {"D": 128, "PAIRING": pairing, "UNIFORM_Q": uniform, "UNIFORM_D": uniform, "NO_WINNER": 65535,
+                  "HAS_SCALE": not uniform}  # fmt: skip
+        own = common | {"BLOCK_R": config.block_r, "BLOCK_D": config.block_d}
+        compiled = compile_kernel(dqueries_kernel, types, own, capability, config.warps_q, config.stages_q)
+        check(compiled, capability, tensor_cores=False)
+        own = common | {"BLOCK_T": config.block_t, "BLOCK_E": config.block_e, "BLOCK_D": config.block_dd,
+                        "HAS_LARGEST": uniform, "PRECISION": config.precision}  # fmt: skip
+        compiled = compile_kernel(ddocuments_kernel, types, own, capability, config.warps_d, config.stages_d)
+        check(compiled, capability, tensor_cores=dtype != torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_smooth_backward_builds_without_spills(capability: int, dtype: torch.dtype) -> None:
+    config = configs.backward_config_for(divmod(capability, 10), dtype, tf32=False)
+    types = types_of(dtype, "*fp32")
+    for pairing, uniform in ((0, True), (2, False)):
+        constants = {
+            "D": 128, "PAIRING": pairing, "UNIFORM_Q": uniform, "UNIFORM_D": uniform, "HAS_QMASK": not uniform,
+            "HAS_DMASK": not uniform, "HAS_SCALE": not uniform, "BLOCK_Q": config.smooth_r, "BLOCK_T": config.smooth_t,
+            "BLOCK_K": config.smooth_k, "BLOCK_D": config.block_dd, "PRECISION": config.precision,
+        }  # fmt: skip
+        for kernel in (smooth.smooth_dqueries_kernel, smooth.smooth_ddocuments_kernel):
+            own = {name: value for name, value in constants.items() if name in kernel.arg_names}
+            compiled = compile_kernel(kernel, types, own, capability, config.smooth_warps, config.smooth_stages)
+            check(compiled, capability, tensor_cores=dtype != torch.float32)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_small_kernels_build_without_spills(capability: int) -> None:
+    types = types_of(torch.bfloat16)
+    rows = {"D": 128, "BLOCK_R": 16, "BLOCK_D": 128}
+    for kernel, constants in (
+        (norms.quantize_kernel, rows),
+        (norms.inverse_norm_kernel, rows),
+        (norms.unit_gradient_kernel, rows),
+        (combine_kernel, {"BLOCK": 256, "UNIFORM_Q": False}),
+    ):
+        check(compile_kernel(kernel, types, constants, capability, 4, 3), capability, tensor_cores=False)

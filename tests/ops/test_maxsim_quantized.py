@@ -1,0 +1,97 @@
+"""MaxSim against documents in int8 and fp8: the rounding, and scores within budget of what the numbers stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from tests.ops.conftest import Target
+from tilefold.ops import maxsim
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops.maxsim import QuantizedTokens, quantize_tokens
+from tilefold.testing import assert_within_budget
+from tilefold.testing.maxsim import PAIRINGS, maxsim_inputs
+
+INTERPRETED = triton_interpreted()
+KINDS = ("int8",) if INTERPRETED else ("int8", "fp8")
+
+
+def test_int8_is_off_by_at_most_half_a_step_and_fp8_by_a_sixteenth() -> None:
+    tokens = torch.randn(5, 7, 33, generator=torch.Generator().manual_seed(0))
+    found = quantize_tokens(tokens)
+    assert found.values.dtype == torch.int8 and found.scales.shape == (5, 7)
+    step = tokens.abs().amax(dim=-1, keepdim=True) / 127
+    assert bool(((found.dequantize() - tokens).abs() <= 0.5001 * step).all())
+    assert found.values.abs().amax(dim=-1).eq(127).all()
+    assert found.nbytes == tokens.numel() + 4 * 35
+    eighth = quantize_tokens(tokens, "fp8")
+    tiny = tokens.abs().amax(dim=-1, keepdim=True) * 2**-18  # fp8 has no finer steps than this
+    assert bool(((eighth.dequantize() - tokens).abs() <= tokens.abs() / 16 + tiny).all())
+
+
+def test_zero_tokens_stay_zero_and_nan_stays_nan() -> None:
+    tokens = torch.zeros(3, 8)
+    tokens[1, 2] = math.nan
+    for kind in ("int8", "fp8"):
+        back = quantize_tokens(tokens, kind).dequantize()
+        assert not back[[0, 2]].any() and back[1].isnan().any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["holes", "packed"])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_scores_are_those_of_the_numbers_that_are_stored(target: Target, pairing: str, layout: str, kind: str) -> None:
+    if target.device == "cuda" and kind == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no fp8 on this GPU")
+    inputs = maxsim_inputs(3, 2, 5, 21, 40, pairing=pairing, layout=layout, dtype=torch.float16, device=target.device)
+    documents = quantize_tokens(inputs.documents, kind)
+    for options in ({}, {"mask_mode": "zero"}, {"temperature": 0.5, "reduction": "mean"}):
+        found = maxsim(inputs.queries, documents, **inputs.layout, impl=target.impl, **options)
+        truth = maxsim(inputs.queries, documents, **inputs.layout, impl="reference", **options)
+        assert_within_budget(found, truth)
+
+
+def test_many_queries_and_long_documents(target: Target) -> None:
+    shape = (5, 3, 20, 33, 40) if INTERPRETED else (20, 9, 32, 300, 128)
+    inputs = maxsim_inputs(*shape, dtype=torch.float16, device=target.device)
+    documents = quantize_tokens(inputs.documents)
+    found = maxsim(inputs.queries, documents, impl=target.impl)
+    assert_within_budget(found, maxsim(inputs.queries, documents, impl="reference"))
+    exact = maxsim(inputs.queries.double(), inputs.documents.double(), impl="reference")
+    assert float((found - exact).norm() / exact.norm()) < 0.02
+
+
+def test_nan_and_zero_tokens_come_through(target: Target) -> None:
+    inputs = maxsim_inputs(2, 3, 4, 9, 40, dtype=torch.float16, device=target.device)
+    inputs.documents[1] = 0
+    inputs.documents[2, 3, 5] = math.nan
+    scores = maxsim(inputs.queries, quantize_tokens(inputs.documents), impl=target.impl)
+    assert scores[:, 0].isfinite().all() and not scores[:, 1].any() and scores[:, 2].isnan().all()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this part needs no interpreter")
+def test_the_quantized_operator_passes_opcheck_and_compiles_whole() -> None:
+    inputs = maxsim_inputs(3, 4, 5, 9, 16)
+    documents = quantize_tokens(inputs.documents)
+    rows = (inputs.queries.flatten(0, 1), documents.values.flatten(0, 1), documents.scales.flatten())
+    arguments = (*rows, None, None, None, None, 5, 9, None, "all", False, 0.0, "tiled")
+    torch.library.opcheck(torch.ops.tilefold.maxsim_quantized.default, arguments)
+    compiled = torch.compile(maxsim, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(inputs.queries, documents), maxsim(inputs.queries, documents))
+
+
+def test_what_quantized_documents_refuse() -> None:
+    queries, documents = torch.randn(2, 3, 8), quantize_tokens(torch.randn(2, 4, 8))
+    with pytest.raises(ValueError, match="documents must be a floating tensor where a gradient is asked for"):
+        maxsim(queries.clone().requires_grad_(), documents)
+    with pytest.raises(ValueError, match="normalize must be False with quantized documents"):
+        maxsim(queries, documents, normalize=True)
+    with pytest.raises(ValueError, match="dtype must be one of 'int8', 'fp8', got 'int4'"):
+        quantize_tokens(queries, "int4")
+    with pytest.raises(TypeError, match="values must have dtype int8, float8_e4m3fn, got float32"):
+        QuantizedTokens(queries, queries[..., 0])
+    with pytest.raises(ValueError, match=r"scales must have shape \[2, 4\] on cpu, got \[2, 3\] on cpu"):
+        dataclasses.replace(documents, scales=documents.scales[:, :3])
