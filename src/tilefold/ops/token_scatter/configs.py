@@ -23,8 +23,8 @@ class ScatterConfig:
 
 
 SHORT = ScatterConfig(128, num_warps=4)
-MEDIUM = ScatterConfig(512, num_warps=4)
-LONG = ScatterConfig(2048, num_warps=16)
+MEDIUM = ScatterConfig(512, num_warps=8)
+LONG = ScatterConfig(1024, num_warps=16)
 INTERPRETED = ScatterConfig(16, num_warps=4)
 
 
