@@ -252,8 +252,10 @@ def run_all(jobs: Sequence[Job], processes: int) -> Iterator[tuple[Job, dict[str
             yield _attempt(job)
         return
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(_attempt, job) for job in jobs]):
-            yield future.result()
+        futures = {pool.submit(_attempt, job): job for job in jobs}
+        for future in as_completed(futures):
+            error = future.exception()  # a process that was killed
+            yield future.result() if error is None else (futures[future], None, f"{type(error).__name__}: {error}")
 
 
 def _attempt(job: Job) -> tuple[Job, dict[str, Any] | None, str]:
