@@ -94,9 +94,8 @@ def forward_config_for(
     """
     if dtype == torch.float32:
         block_k = _power_of_two(dim, 16, 32)
-        config = ForwardConfig(
-            32 if query_rows <= 32 else 64, 32, block_k, num_warps=4, num_stages=2, precision="tf32x3"
-        )
+        block_q, warps = 32 if query_rows <= 32 else 64, 8 if capability >= (10, 0) else 4
+        config = ForwardConfig(block_q, 32, block_k, num_warps=warps, num_stages=2, precision="tf32x3")
         return replace(config, precision="tf32") if tf32 else config
     block_k = _power_of_two(dim, 32 if dtype == torch.int8 else 16, LARGEST_BLOCK_K)  # int8 products take 32 at least
     if query_rows <= 64:

@@ -1,0 +1,193 @@
+"""The benchmark of ``tilefold.ops.maxsim``: shapes, inputs, floor and gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilefold.bench._maxsim_baselines import BASELINES, runnable_scores
+from tilefold.bench._maxsim_gate import MaxSimGate
+from tilefold.bench.registry import DTYPES, BenchCase, BenchSpec, Implementation, Phase, Runnable, Work
+from tilefold.ops._shared.impl import resolve_impl
+
+_PACKED_SHARE = 1 / 6  # shortest document of a packed case as a share of the longest; lengths are evenly spread
+
+
+@dataclass(frozen=True)
+class MaxSimBenchInputs:
+    """Inputs of one case, all on one device; token vectors have norm 1.
+
+    Attributes:
+        queries: ``[Nq, Lq, D]``, requires a gradient.
+        documents: ``[Nd, Ld, D]``, or ``[T, D]`` packed, requires a gradient.
+        cu_seqlens_d: ``[Nd + 1]`` int32 of a packed case, else ``None``.
+        grad_output: ``[Nq, Nd]`` fp32.
+    """
+
+    queries: Tensor
+    documents: Tensor
+    cu_seqlens_d: Tensor | None
+    grad_output: Tensor
+
+    @property
+    def document_tokens(self) -> int:
+        """Number of document tokens."""
+        return self.documents.shape[:-1].numel()
+
+    @property
+    def valid_tokens(self) -> int:
+        """Number of tokens of both sides."""
+        return self.document_tokens + self.queries.shape[:-1].numel()
+
+
+def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> MaxSimBenchInputs:
+    """Random unit vectors of ``case``."""
+    dims, dtype = case.dims, DTYPES[case.dtype]
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def unit(*size: int) -> Tensor:
+        rows = torch.randn(*size, generator=generator, device=device, dtype=torch.float32)
+        return torch.nn.functional.normalize(rows, dim=-1).to(dtype)
+
+    queries = unit(dims["Nq"], dims["Lq"], dims["D"])
+    cu_seqlens = None
+    if case.variant == "packed":
+        shares = torch.linspace(_PACKED_SHARE, 1, dims["Nd"], device=device)
+        order = torch.randperm(dims["Nd"], generator=generator, device=device)
+        lengths = (shares[order] * dims["Ld"]).round().int()
+        cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        documents = unit(int(cu_seqlens[-1]), dims["D"])
+    else:
+        documents = unit(dims["Nd"], dims["Ld"], dims["D"])
+    grad_output = torch.randn(dims["Nq"], dims["Nd"], generator=generator, device=device)
+    return MaxSimBenchInputs(queries.requires_grad_(), documents.requires_grad_(), cu_seqlens, grad_output)
+
+
+def make_probe(case: BenchCase, device: torch.device, seed: int = 0) -> MaxSimBenchInputs:
+    """The case with tiny dimensions: loads libraries and thread pools, allocates next to nothing."""
+    dims = {"Nq": 2, "Nd": 3, "Lq": 4, "Ld": 8, "D": 16}
+    return make_inputs(BenchCase("probe", case.device, case.dtype, dims, case.variant), device, seed)
+
+
+def work(case: BenchCase, inputs: MaxSimBenchInputs, phase: Phase) -> Work:
+    """Least work: forward multiplies all token pairs and reads each token once; backward moves rows, once each.
+
+    Backward reads the tokens, the scores' gradient and a two-byte winner a query token and document, and writes both
+    gradients; its arithmetic is negligible.
+    """
+    rows = case.dims["Nq"] * case.dims["Lq"]
+    item = inputs.queries.element_size()
+    flops = 2.0 * rows * inputs.document_tokens * case.dims["D"]
+    tokens = float(item * (inputs.queries.numel() + inputs.documents.numel()))
+    scores = 4.0 * inputs.grad_output.numel()
+    if phase == "forward":
+        return Work(flops, tokens + scores)
+    return Work(flops, 3 * tokens + 2 * scores + 2 * 2.0 * rows * case.dims["Nd"])
+
+
+def needs_bytes(case: BenchCase, impl: str) -> int:
+    """A low estimate of the extra memory of ``impl``, in bytes."""
+    d = case.dims
+    item = DTYPES[case.dtype].itemsize
+    similarities = d["Nq"] * d["Lq"] * d["Nd"] * d["Ld"] * item
+    copies = {"eager": 1 if d["Nq"] == 1 else 2, "compile": 1, "reference": 8}
+    return copies.get(impl, 0) * similarities + d["Nd"] * d["Ld"] * d["D"] * item
+
+
+def _ours(impl: str) -> Callable[[MaxSimBenchInputs], Runnable]:
+    def build(inputs: MaxSimBenchInputs) -> Runnable:
+        from tilefold.ops import maxsim  # noqa: PLC0415
+
+        def score(queries: Tensor, documents: Tensor) -> Tensor:
+            return maxsim(queries, documents, cu_seqlens_d=inputs.cu_seqlens_d, impl=impl)
+
+        return runnable_scores(score, inputs, resolve_impl(impl, inputs.queries.device))
+
+    return build
+
+
+def _int8(inputs: MaxSimBenchInputs) -> Runnable:
+    from tilefold.ops import maxsim  # noqa: PLC0415
+    from tilefold.ops.maxsim import quantize_tokens  # noqa: PLC0415
+
+    documents, queries = quantize_tokens(inputs.documents.detach()), inputs.queries.detach()
+
+    def forward() -> Tensor:
+        return maxsim(queries, documents, cu_seqlens_d=inputs.cu_seqlens_d)
+
+    return Runnable(forward, None, "int8")
+
+
+def _graph(inputs: MaxSimBenchInputs) -> Runnable:
+    """The same calls, captured once as a CUDA graph and replayed: without the host's part."""
+    eager = _ours("triton")(inputs)
+    if eager.forward_backward is None:
+        raise ValueError("the graph must have a backward to capture, got none.")
+    captured: dict[str, tuple[torch.cuda.CUDAGraph, object]] = {}
+    for name, run in (("forward", eager.forward), ("forward_backward", eager.forward_backward)):
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = run()
+        captured[name] = (graph, result)
+
+    def replay(name: str) -> Callable[[], object]:
+        graph, result = captured[name]
+
+        def run() -> object:
+            graph.replay()
+            return result
+
+        return run
+
+    return Runnable(replay("forward"), replay("forward_backward"), "triton, CUDA graph")  # type: ignore[arg-type]
+
+
+def _case(
+    name: str, Nq: int, Lq: int, Nd: int, Ld: int, variant: str, device: str = "cuda", dtype: str = "float16",
+    *, quick: bool = False,
+) -> BenchCase:  # fmt: skip
+    dims = {"Nq": Nq, "Lq": Lq, "Nd": Nd, "Ld": Ld, "D": 128}
+    return BenchCase(name, device, dtype, dims, variant, quick)
+
+
+CASES = (
+    _case("rerank-32x1000x300", 1, 32, 1000, 300, "rerank", quick=True),
+    _case("rerank-32x10000x300", 1, 32, 10000, 300, "rerank", quick=True),
+    _case("rerank-24x10000x1030", 1, 24, 10000, 1030, "rerank"),
+    _case("rerank-1024x1000x1024", 1, 1024, 1000, 1024, "rerank"),
+    _case("packed-32x10000x300", 1, 32, 10000, 300, "packed"),
+    _case("in-batch-128x32-128x300", 128, 32, 128, 300, "in-batch", dtype="bfloat16", quick=True),
+    _case("in-batch-64x32-64x1030", 64, 32, 64, 1030, "in-batch", dtype="bfloat16"),
+    _case("in-batch-64x1024-64x1024", 64, 1024, 64, 1024, "in-batch", dtype="bfloat16"),
+    _case("cpu-rerank-32x500x300", 1, 32, 500, 300, "rerank", "cpu", "float32", quick=True),
+    _case("cpu-packed-32x500x300", 1, 32, 500, 300, "packed", "cpu", "float32"),
+    _case("cpu-in-batch-16x32-16x300", 16, 32, 16, 300, "in-batch", "cpu", "float32", quick=True),
+)
+
+SPEC = BenchSpec(
+    op="maxsim",
+    cases=CASES,
+    implementations=(
+        Implementation("tilefold", _ours("auto"), "ours"),
+        Implementation("tilefold-graph", _graph, "ours", default_on=("cuda",)),
+        Implementation("tilefold-int8", _int8, "ours", default_on=("cuda",)),
+        Implementation("tiled", _ours("tiled"), "ours", default_on=()),
+        Implementation("reference", _ours("reference"), "ours", default_on=()),
+        *BASELINES,
+    ),
+    baseline="eager",
+    make_inputs=make_inputs,
+    make_gate=MaxSimGate,
+    make_probe=make_probe,
+    work=work,
+    needs_bytes=needs_bytes,
+)
