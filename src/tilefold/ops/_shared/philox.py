@@ -15,8 +15,7 @@ _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 
 def philox_word(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> Tensor:
     """The first word of Philox with key ``seed`` (int64) and counter ``(c0, c1, c2, 0)``, int64 in [0, 2^32)."""
-    shape = torch.broadcast_shapes(c0.shape, c1.shape, c2.shape)
-    x0, x1, x2 = (c.long().expand(shape) for c in (c0, c1, c2))
+    x0, x1, x2 = torch.broadcast_tensors(c0.long(), c1.long(), c2.long())  # type: ignore[no-untyped-call]
     x3 = torch.zeros_like(x0)
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(10):

@@ -38,7 +38,7 @@ def forward(
     stats[0] = -math.inf
     kind = kind_of(None if alpha is not None else options.constant)
     for sequence in sequences(q, key_mask, cu_q, cu_k):
-        target, places = sequence.queries(out), stats[(slice(None), *sequence.stats_at)]
+        target, places = sequence.queries(out), stats[sequence.all_stats]
         for first, last, scores, _, values, _ in _blocks(sequence, q, k, v, options, wide):
             p, root, mass, peak = _rows(scores, alpha, options, kind)
             places[0, :, first:last], places[1, :, first:last] = peak, root
@@ -73,7 +73,7 @@ def backward(
     kind = kind_of(None if alpha is not None else options.constant)
     e = _exponents(alpha, options, wide, q.device)
     for sequence in sequences(q, key_mask, cu_q, cu_k):
-        places = stats[(slice(None), *sequence.stats_at)]
+        places = stats[sequence.all_stats]
         grads = sequence.queries(dout), sequence.queries(dq), sequence.keys(dk), sequence.keys(dv)
         for first, last, scores, queries, values, keys in _blocks(sequence, q, k, v, options, wide):
             peak, root, mass, _ = (places[n, :, first:last, None] for n in range(4))

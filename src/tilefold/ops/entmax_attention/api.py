@@ -154,7 +154,9 @@ def _check_layout(
     check_same_device("q", q, others)
     if (cu_q is None) != (cu_k is None):
         missing = "cu_seqlens_q" if cu_q is None else "cu_seqlens_k"
-        raise ValueError(f"{missing} must be given where the other one is, got None; pass the same twice if they agree.")
+        raise ValueError(
+            f"{missing} must be given where the other one is, got None; pass the same twice if they agree."
+        )
     if cu_q is not None and cu_k is not None:
         for name, offsets in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
             check_dtype(name, offsets, (torch.int32, torch.int64), f"use {name}.int().")
@@ -175,7 +177,9 @@ def _options(
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 0):
         raise ValueError(f"window must be an integer of at least 0 or None, got {window!r}.")
     if scale is not None and (not isinstance(scale, (int, float)) or not -math.inf < scale < math.inf):
-        raise ValueError(f"scale must be a finite Python number or None, got {scale!r}; multiply q by a tensor instead.")
+        raise ValueError(
+            f"scale must be a finite Python number or None, got {scale!r}; multiply q by a tensor instead."
+        )
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be a number in [0, 1), got {dropout_p!r}.")
     if not isinstance(alpha, Tensor) and (

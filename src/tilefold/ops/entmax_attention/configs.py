@@ -12,7 +12,7 @@ from tilefold.ops._shared.impl import triton_interpreted
 # Queries of a row tile and keys of a block: the granularity of the map of live blocks, the same in every kernel.
 BLOCK = 64
 BLOCK_INTERPRETED = 16
-RESIDENT_KEYS = 256  # keys of a row tile whose scores stay in registers
+RESIDENT_KEYS = 128  # keys of a row tile whose scores stay in registers without spills
 RESIDENT_INTERPRETED = 32
 
 
@@ -37,11 +37,11 @@ def block_size() -> int:
     return BLOCK_INTERPRETED if triton_interpreted() else BLOCK
 
 
-def resident_keys(dtype: torch.dtype) -> int:
+def resident_keys() -> int:
     """The most keys that one tile of rows may see and have its scores kept on chip."""
     if triton_interpreted():
         return RESIDENT_INTERPRETED
-    return RESIDENT_KEYS if dtype != torch.float32 else 128
+    return RESIDENT_KEYS
 
 
 def attention_config(dtype: torch.dtype, head_dim: int, device: torch.device) -> AttentionConfig:
@@ -54,8 +54,8 @@ def attention_config(dtype: torch.dtype, head_dim: int, device: torch.device) ->
 def config_for(dtype: torch.dtype, head_dim: int, tf32: bool) -> AttentionConfig:
     """The configuration for ``dtype`` and a head dimension on any GPU; ``tf32`` allows TF32 products of fp32 input."""
     if dtype == torch.float32:
-        return AttentionConfig(BLOCK, 8 if head_dim > 64 else 4, 1, "tf32" if tf32 else "tf32x3")
-    return AttentionConfig(BLOCK, 8 if head_dim > 128 else 4, 2, "ieee")
+        return AttentionConfig(BLOCK, 8, 1, "tf32" if tf32 else "tf32x3")
+    return AttentionConfig(BLOCK, 4 if head_dim <= 64 else 8, 2, "ieee")
 
 
 def span(longest_k: int, window: int) -> int:
@@ -63,9 +63,9 @@ def span(longest_k: int, window: int) -> int:
     return longest_k if window < 0 else min(longest_k, block_size() + 2 * window)
 
 
-def is_resident(longest_k: int, window: int, dtype: torch.dtype) -> bool:
+def is_resident(longest_k: int, window: int) -> bool:
     """Whether the scores of a tile of rows stay on chip; else live blocks are listed."""
-    return span(longest_k, window) <= resident_keys(dtype)
+    return span(longest_k, window) <= resident_keys()
 
 
 def row_tiles(q: Tensor, batch: int, packed: bool) -> int:
@@ -74,16 +74,14 @@ def row_tiles(q: Tensor, batch: int, packed: bool) -> int:
     return q.size(0) // block + batch if packed else batch * -(-q.size(2) // block)
 
 
-def live_shape(
-    q: Tensor, batch: int, longest_k: int, packed: bool, with_gradient: bool, window: int
-) -> tuple[int, int, int]:
+def live_shape(q: Tensor, batch: int, longest_k: int, packed: bool, window: int) -> tuple[int, int, int]:
     """``[H, row tiles, words]`` of the map of live blocks, one bit a block; empty where nothing reads it."""
-    if not with_gradient or is_resident(longest_k, window, q.dtype):
+    if is_resident(longest_k, window):
         return 0, 0, 0
     blocks = -(-longest_k // block_size())
     return q.size(1), row_tiles(q, batch, packed), -(-blocks // 32)
 
 
-def resident_warps(keys: int, head_dim: int) -> int:
-    """Warps of the resident kernel for a tile of ``keys`` keys: 64 scores a thread."""
-    return 8 if keys > 128 or head_dim > 128 else 4
+def resident_warps(head_dim: int, dtype: torch.dtype) -> int:
+    """Warps of the resident kernel: 64 scores a thread, or 32 where wide heads or fp32 take the registers."""
+    return 4 if head_dim <= 64 and dtype != torch.float32 else 8

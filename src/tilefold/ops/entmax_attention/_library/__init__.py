@@ -18,9 +18,7 @@ from tilefold.ops.entmax_attention.configs import live_shape
 __all__ = ["attention", "chosen_impl"]
 
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_TENSORS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? alpha, Tensor? key_mask, Tensor? cu_q, Tensor? cu_k, Tensor? seed"
-)
+_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? alpha, Tensor? key_mask, Tensor? cu_q, Tensor? cu_k, Tensor? seed"
 _OPTIONS = "float constant, bool causal, int window, float scale, float dropout_p"
 
 
@@ -65,7 +63,7 @@ def check_values(alpha: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None,
         if offsets is None or offsets.device.type != "cpu":
             continue
         values = offsets.tolist()
-        if values[0] != 0 or values[-1] != rows or any(b < a for a, b in zip(values[:-1], values[1:], strict=True)):
+        if values[0] != 0 or values[-1] != rows or bool((offsets.diff() < 0).any()):
             raise ValueError(
                 f"{name} must start with 0, never fall and end at the number of rows {rows}, got {values}; build it as "
                 "the cumulative sum of the sequence lengths with a 0 in front."
@@ -126,7 +124,7 @@ def _(
     out = torch.empty_like(q)
     if q.device.type != "meta" and chosen_impl(q, impl) == "triton":
         batch = q.size(0) if cu_q is None else cu_q.size(0) - 1
-        live = live_shape(q, batch, longest_k, cu_q is not None, with_gradient, window)
+        live = live_shape(q, batch, longest_k, cu_q is not None, window)
         out2 = torch.empty_like(q) if with_gradient else q.new_empty(0)
         return out, out2, stats, q.new_empty(live, dtype=torch.int32)
     return out, q.new_empty(0), stats, q.new_empty(0, dtype=torch.int32)
@@ -203,8 +201,7 @@ def _(
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (
-        torch.empty_like(t) if needed else q.new_empty(0)
-        for t, needed in ((q, need_q), (k, need_k), (v, need_v))
+        torch.empty_like(t) if needed else q.new_empty(0) for t, needed in ((q, need_q), (k, need_k), (v, need_v))
     )
     dtype = stats.dtype if alpha is None else alpha.dtype
     return dq, dk, dv, q.new_empty(q.size(1) if need_alpha else 0, dtype=dtype)

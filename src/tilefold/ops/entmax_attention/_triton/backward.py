@@ -29,7 +29,7 @@ def key_lists_kernel(live_ptr, list_ptr, count_ptr, tiles, words, blocks):
     row = tl.program_id(1).to(tl.int64) * tiles + tl.program_id(0)
     lanes = tl.arange(0, 32)
     count = tl.zeros((), tl.int32)
-    for word in range(0, words):
+    for word in range(words):
         flags = (tl.load(live_ptr + row * words + word) >> lanes) & 1
         place = count + tl.cumsum(flags, axis=0) - flags
         # tiles beyond the last sequence were never written: whatever their words hold stays in their row
@@ -46,9 +46,7 @@ def query_lists_kernel(
     """For a block of keys, the tiles of its sequence's queries that it is live in."""
     key_tile = tl.program_id(0)
     h = tl.program_id(1)
-    b, n0, _, k_len = locate(
-        key_tile, Nk, Tk, key_tiles_per, cu_k_ptr, key_batch_ptr, key_start_ptr, B, BLOCK, PACKED
-    )
+    b, n0, _, k_len = locate(key_tile, Nk, Tk, key_tiles_per, cu_k_ptr, key_batch_ptr, key_start_ptr, B, BLOCK, PACKED)
     if n0 < k_len:
         _, q_len = bounds(cu_q_ptr, b, Nq, Tq, PACKED)
         if PACKED:
@@ -78,8 +76,24 @@ def load_stats(stats_ptr, offs, size, mask):
     return tl.where(empty, float("inf"), peak), y  # an infinite peak makes every distance infinite
 
 
-@triton.jit(do_not_specialize=["Nq", "Nk", "Tq", "Tk", "B", "tiles_per", "window", "scale", "constant", "threshold",
-                               "grown", "stat_size", "tiles", "blocks"])
+@triton.jit(
+    do_not_specialize=[
+        "Nq",
+        "Nk",
+        "Tq",
+        "Tk",
+        "B",
+        "tiles_per",
+        "window",
+        "scale",
+        "constant",
+        "threshold",
+        "grown",
+        "stat_size",
+        "tiles",
+        "blocks",
+    ]
+)
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, out2_ptr, dq_ptr, delta_ptr, dalpha_ptr, stats_ptr, list_ptr, count_ptr, alpha_ptr,
     mask_ptr, cu_q_ptr, cu_k_ptr, batch_ptr, start_ptr, seed_ptr,
@@ -133,7 +147,7 @@ def dq_kernel(
             count = tl.load(count_ptr + row)
             list_ptr += row * blocks
         if NEED_Q or NEED_ALPHA:
-            for place in range(0, count):
+            for place in range(count):
                 if LISTS:
                     block = tl.load(list_ptr + place)
                 else:
@@ -168,8 +182,24 @@ def dq_kernel(
             tl.store(dalpha_ptr + offs, rows, mask=mask_m)
 
 
-@triton.jit(do_not_specialize=["Nq", "Nk", "Tq", "Tk", "B", "tiles_per", "key_tiles_per", "window", "scale", "constant",
-                               "threshold", "grown", "stat_size", "most"])
+@triton.jit(
+    do_not_specialize=[
+        "Nq",
+        "Nk",
+        "Tq",
+        "Tk",
+        "B",
+        "tiles_per",
+        "key_tiles_per",
+        "window",
+        "scale",
+        "constant",
+        "threshold",
+        "grown",
+        "stat_size",
+        "most",
+    ]
+)
 def dkv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, delta_ptr, stats_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr,
     cu_q_ptr, cu_k_ptr, key_batch_ptr, key_start_ptr, seed_ptr,
@@ -202,7 +232,7 @@ def dkv_kernel(
         low_row, high_row = query_range(n0, tl.minimum(n0 + BLOCK, k_len), shift, q_len, window, CAUSAL, WINDOW)
         first = low_row // BLOCK
         count = tl.maximum((high_row + BLOCK - 1) // BLOCK - first, 0)
-        for g in range(0, GROUP):
+        for g in range(GROUP):
             h = kv * GROUP + g
             plane = b * H + h
             e, _ = exponent(alpha_ptr, h, constant, HAS_ALPHA)
@@ -215,7 +245,7 @@ def dkv_kernel(
             row = h.to(tl.int64) * tl.num_programs(0) + key_tile
             if LISTS:
                 count = tl.load(count_ptr + row)
-            for place in range(0, count):
+            for place in range(count):
                 if LISTS:
                     tile = tl.load(list_ptr + row * most + place)
                 else:

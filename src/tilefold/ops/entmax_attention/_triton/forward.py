@@ -21,16 +21,15 @@ from tilefold.ops._shared._triton.entmax import (
 )
 from tilefold.ops.entmax_attention._triton.tiles import (
     alive,
+    bounds,
     distances,
     dropout_factor,
     exponent,
     key_range,
-    kept_keys,
     load_rows,
     locate,
     score_tile,
     store_rows,
-    bounds,
 )
 
 SUBSET_STEPS = tl.constexpr(4)  # of Newton on block maxima: each is a safe bound, the fourth a sharp one
@@ -63,8 +62,22 @@ def finish(acc, total, empty, broken):
     return tl.where(broken[:, None], float("nan"), out)
 
 
-@triton.jit(do_not_specialize=["Nq", "Nk", "Tq", "Tk", "B", "tiles_per", "window", "scale", "constant", "threshold",
-                               "grown", "stat_size"])
+@triton.jit(
+    do_not_specialize=[
+        "Nq",
+        "Nk",
+        "Tq",
+        "Tk",
+        "B",
+        "tiles_per",
+        "window",
+        "scale",
+        "constant",
+        "threshold",
+        "grown",
+        "stat_size",
+    ]
+)
 def resident_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, out2_ptr, stats_ptr, alpha_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, batch_ptr, start_ptr,
     seed_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, so_b, so_h, so_n,
@@ -164,9 +177,7 @@ def list_live(
         first = first * 0
         last = words
     for word in range(first, last):
-        flags, block = live_flags(
-            maxima_ptr, word, low_block, high_block, peak, y, inverse_c, e, idle, BLOCK_M, KIND
-        )
+        flags, block = live_flags(maxima_ptr, word, low_block, high_block, peak, y, inverse_c, e, idle, BLOCK_M, KIND)
         place = count + tl.cumsum(flags, axis=0) - flags
         tl.store(list_ptr + place, block, mask=flags > 0)
         count += tl.sum(flags, axis=0)
@@ -205,16 +216,34 @@ def subset_bound(
         return tl.minimum(y + 1e-5, high)
 
 
-@triton.jit(do_not_specialize=["Nq", "Nk", "Tq", "Tk", "B", "tiles_per", "window", "scale", "constant", "threshold",
-                               "grown", "stat_size", "tiles", "blocks", "words"])
-def blocks_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, out2_ptr, stats_ptr, live_ptr, maxima_ptr, list_ptr, alpha_ptr, mask_ptr, cu_q_ptr,
-    cu_k_ptr, batch_ptr, start_ptr, seed_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, so_b, so_h, so_n,
+@triton.jit(
+    do_not_specialize=[
+        "Nq",
+        "Nk",
+        "Tq",
+        "Tk",
+        "B",
+        "tiles_per",
+        "window",
+        "scale",
+        "constant",
+        "threshold",
+        "grown",
+        "stat_size",
+        "tiles",
+        "blocks",
+        "words",
+    ]
+)
+def roots_kernel(
+    q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, list_ptr, alpha_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, batch_ptr,
+    start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
     Nq, Nk, Tq, Tk, B, tiles_per, window, scale, constant, threshold, grown, stat_size, tiles, blocks, words,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
     KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-    PACKED: tl.constexpr, DROPOUT: tl.constexpr, GRADIENT: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Peak and root of every row, and the map of live blocks. A program keeps its scratch from item to item."""
     program = tl.program_id(0)
     maxima_ptr += program.to(tl.int64) * blocks * BLOCK
     list_ptr += program.to(tl.int64) * blocks
@@ -228,8 +257,6 @@ def blocks_kernel(
             b64 = b.to(tl.int64)
             qs = q_ptr + b64 * sq_b + h.to(tl.int64) * sq_h + tl.cast(q_base, tl.int64) * sq_n
             ks = k_ptr + b64 * sk_b + (h // GROUP).to(tl.int64) * sk_h + tl.cast(k_base, tl.int64) * sk_n
-            vs = v_ptr + b64 * sv_b + (h // GROUP).to(tl.int64) * sv_h + tl.cast(k_base, tl.int64) * sv_n
-            to_out = b64 * so_b + h.to(tl.int64) * so_h + tl.cast(q_base, tl.int64) * so_n
             keys_kept = mask_ptr
             if HAS_MASK:
                 keys_kept = mask_ptr + b64 * Nk
@@ -276,7 +303,7 @@ def blocks_kernel(
                 f = tl.zeros_like(peak)
                 u = tl.zeros_like(peak)
                 n = tl.zeros_like(peak)
-                for place in range(0, count):
+                for place in range(count):
                     j = tl.load(list_ptr + place) * BLOCK + tl.arange(0, BLOCK)
                     s, _, _ = score_tile(
                         q, ks, keys_kept, i, j, shift, sk_n, k_len, scale, window,
@@ -292,42 +319,103 @@ def blocks_kernel(
 
             tl.debug_barrier()
             to_live = (h.to(tl.int64) * tiles + tile) * words
-            count = list_live(
+            list_live(
                 maxima_ptr, list_ptr, live_ptr + to_live, low_block, high_block, words, peak, y, e, idle,
-                BLOCK, KIND, GRADIENT,
+                BLOCK, KIND, True,
             )  # fmt: skip
-            tl.debug_barrier()
-            inverse_c = inverse_peak(y, e, KIND)
-            acc = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-            acc2 = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-            mass = tl.zeros_like(peak)
-            total = tl.zeros_like(peak)
-            support = tl.zeros_like(peak)
-            for place in range(0, count):
-                j = tl.load(list_ptr + place) * BLOCK + tl.arange(0, BLOCK)
-                s, _, keep = score_tile(
-                    q, ks, keys_kept, i, j, shift, sk_n, k_len, scale, window,
-                    D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, PRECISION,
-                )  # fmt: skip
-                v = load_rows(vs, j, sv_n, keep, D, BLOCK_D)
-                d = distances(s, peak[:, None], e, KIND)
-                p, slope = weight_and_slope(d, y[:, None], inverse_c[:, None], e, KIND)
-                mass += tl.sum(p, axis=1)
-                total += tl.sum(slope, axis=1)
-                support += tl.sum((p > 0).to(tl.float32), axis=1)
-                if DROPOUT:
-                    factor = dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, grown)
-                    p *= factor
-                    slope *= factor
-                acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-                if GRADIENT:
-                    acc2 = tl.dot(slope.to(v.dtype), v, acc2, input_precision=PRECISION)
-            store_rows(out_ptr + to_out, i, so_n, mask_m, finish(acc, mass, empty, broken), D, BLOCK_D)
-            if GRADIENT:
-                store_rows(out2_ptr + to_out, i, so_n, mask_m, finish(acc2, total, empty, broken), D, BLOCK_D)
             if PACKED:
                 offs = h.to(tl.int64) * Tq + q_base + i
             else:
                 offs = plane.to(tl.int64) * Nq + i
-            store_stats(stats_ptr, offs, stat_size, mask_m, peak, y, mass, support, empty, broken)
+            tl.store(stats_ptr + offs, tl.where(empty, float("-inf"), peak), mask=mask_m)
+            tl.store(stats_ptr + stat_size + offs, tl.where(broken, float("nan"), y), mask=mask_m)
             tl.debug_barrier()  # the next item overwrites the scratch
+
+
+@triton.jit(
+    do_not_specialize=[
+        "Nq",
+        "Nk",
+        "Tq",
+        "Tk",
+        "B",
+        "tiles_per",
+        "window",
+        "scale",
+        "constant",
+        "threshold",
+        "grown",
+        "stat_size",
+        "tiles",
+        "blocks",
+    ]
+)
+def output_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, out2_ptr, stats_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr, cu_q_ptr, cu_k_ptr,
+    batch_ptr, start_ptr, seed_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, so_b, so_h, so_n,
+    Nq, Nk, Tq, Tk, B, tiles_per, window, scale, constant, threshold, grown, stat_size, tiles, blocks,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr, DROPOUT: tl.constexpr, GRADIENT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Weights and values of the live blocks; mass and support of every row."""
+    tile = tl.program_id(0)
+    b, m0, q_base, q_len = locate(tile, Nq, Tq, tiles_per, cu_q_ptr, batch_ptr, start_ptr, B, BLOCK, PACKED)
+    if m0 < q_len:
+        h = tl.program_id(1)
+        k_base, k_len = bounds(cu_k_ptr, b, Nk, Tk, PACKED)
+        plane = b * H + h
+        b64 = b.to(tl.int64)
+        q_ptr += b64 * sq_b + h.to(tl.int64) * sq_h + tl.cast(q_base, tl.int64) * sq_n
+        k_ptr += b64 * sk_b + (h // GROUP).to(tl.int64) * sk_h + tl.cast(k_base, tl.int64) * sk_n
+        v_ptr += b64 * sv_b + (h // GROUP).to(tl.int64) * sv_h + tl.cast(k_base, tl.int64) * sv_n
+        to_out = b64 * so_b + h.to(tl.int64) * so_h + tl.cast(q_base, tl.int64) * so_n
+        if HAS_MASK:
+            mask_ptr += b64 * Nk
+        e, _given = exponent(alpha_ptr, h, constant, HAS_ALPHA)
+        i = m0 + tl.arange(0, BLOCK)
+        mask_m = i < q_len
+        shift = k_len - q_len
+        if PACKED:
+            offs = h.to(tl.int64) * Tq + q_base + i
+        else:
+            offs = plane.to(tl.int64) * Nq + i
+        row = h.to(tl.int64) * tiles + tile
+        count = tl.load(count_ptr + row)
+        list_ptr += row * blocks
+        q = load_rows(q_ptr, i, sq_n, mask_m, D, BLOCK_D)
+        peak = tl.load(stats_ptr + offs, mask=mask_m, other=float("-inf"))
+        y = tl.load(stats_ptr + stat_size + offs, mask=mask_m, other=0.0)
+        empty = peak == float("-inf")
+        broken = y != y
+        peak = tl.where(empty, float("inf"), peak)  # then every distance is infinite
+        inverse_c = inverse_peak(y, e, KIND)
+        acc = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+        acc2 = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+        mass = tl.zeros((BLOCK,), tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)
+        support = tl.zeros((BLOCK,), tl.float32)
+        for place in range(count):
+            j = tl.load(list_ptr + place) * BLOCK + tl.arange(0, BLOCK)
+            s, _k, keep = score_tile(
+                q, k_ptr, mask_ptr, i, j, shift, sk_n, k_len, scale, window,
+                D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, PRECISION,
+            )  # fmt: skip
+            v = load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)
+            d = distances(s, peak[:, None], e, KIND)
+            p, slope = weight_and_slope(d, y[:, None], inverse_c[:, None], e, KIND)
+            mass += tl.sum(p, axis=1)
+            total += tl.sum(slope, axis=1)
+            support += tl.sum((p > 0).to(tl.float32), axis=1)
+            if DROPOUT:
+                factor = dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, grown)
+                p *= factor
+                slope *= factor
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+            if GRADIENT:
+                acc2 = tl.dot(slope.to(v.dtype), v, acc2, input_precision=PRECISION)
+        store_rows(out_ptr + to_out, i, so_n, mask_m, finish(acc, mass, empty, broken), D, BLOCK_D)
+        if GRADIENT:
+            store_rows(out2_ptr + to_out, i, so_n, mask_m, finish(acc2, total, empty, broken), D, BLOCK_D)
+        tl.store(stats_ptr + 2 * stat_size + offs, mass, mask=mask_m)
+        tl.store(stats_ptr + 3 * stat_size + offs, support, mask=mask_m)

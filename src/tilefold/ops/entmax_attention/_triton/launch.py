@@ -13,7 +13,7 @@ from tilefold.ops._shared.entmax_root import kind_of
 from tilefold.ops._shared.philox import dropout_threshold
 from tilefold.ops.entmax_attention._geometry import Options, stats_shape
 from tilefold.ops.entmax_attention._triton.backward import dkv_kernel, dq_kernel, key_lists_kernel, query_lists_kernel
-from tilefold.ops.entmax_attention._triton.forward import blocks_kernel, resident_kernel
+from tilefold.ops.entmax_attention._triton.forward import output_kernel, resident_kernel, roots_kernel
 from tilefold.ops.entmax_attention.configs import (
     attention_config,
     block_size,
@@ -130,7 +130,16 @@ def _problem(
     }
     alpha = None if alpha is None else alpha.contiguous()
     return Problem(
-        _tiles(q, cu_q, batch), _tiles(k, cu_k, batch), packed, batch, key_mask, alpha, (cu_q, cu_k), sizes, scalars, flags
+        _tiles(q, cu_q, batch),
+        _tiles(k, cu_k, batch),
+        packed,
+        batch,
+        key_mask,
+        alpha,
+        (cu_q, cu_k),
+        sizes,
+        scalars,
+        flags,
     )
 
 
@@ -152,7 +161,7 @@ def forward(
     out2 = torch.empty_like(q) if with_gradient else q.new_empty(0)
     stats = q.new_empty((4, *stats_shape(q, cu_q is not None)), dtype=torch.float32)
     problem = _problem(q, k, alpha, key_mask, cu_q, cu_k, seed, options)
-    shape = live_shape(q, problem.batch, longest_k, problem.packed, with_gradient, options.window)
+    shape = live_shape(q, problem.batch, longest_k, problem.packed, options.window)
     live = q.new_empty(shape, dtype=torch.int32)
     if q.numel() == 0:
         return out, out2, stats, live
@@ -165,21 +174,27 @@ def forward(
     tables = (problem.alpha, problem.mask, *problem.offsets, problem.queries.batch, problem.queries.start, seed)
     sizes = (*problem.sizes, problem.queries.per, *problem.scalars)
     flags = {**problem.flags, "GRADIENT": with_gradient, "PRECISION": config.precision}
-    if is_resident(longest_k, options.window, q.dtype):
+    if is_resident(longest_k, options.window):
         keys = _power_of_two(span(longest_k, options.window))
         resident_kernel[(problem.queries.total, q.size(1))](
             q, k, v, target, target2, stats, *tables, *strides, *sizes, BLOCK_M=config.block, BLOCK_N=keys,
-            num_warps=resident_warps(keys, q.size(-1)), num_stages=1, **flags,
+            num_warps=resident_warps(q.size(-1), q.dtype), num_stages=1, **flags,
         )  # fmt: skip
     else:
         blocks = span(longest_k, options.window) // config.block + 2
-        programs = min(problem.queries.total * q.size(1), _programs(q.device))
+        tiles, launch = problem.queries.total, {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        programs = min(tiles * q.size(1), _programs(q.device))
         maxima = q.new_empty((programs, blocks, config.block), dtype=torch.float32)
         listed = q.new_empty((programs, blocks), dtype=torch.int32)
-        blocks_kernel[(programs,)](
-            q, k, v, target, target2, stats, live, maxima, listed, *tables, *strides, *sizes,
-            problem.queries.total, blocks, live.size(2), BLOCK=config.block,
-            num_warps=config.num_warps, num_stages=config.num_stages, **flags,
+        flags["BLOCK"] = config.block
+        roots_kernel[(programs,)](
+            q, k, stats, live, maxima, listed, *tables[:-1], *strides[:6], *sizes, tiles, blocks, live.size(2),
+            **{name: flag for name, flag in flags.items() if name != "GRADIENT"}, **launch,
+        )  # fmt: skip
+        lists, counts = _key_lists(live, longest_k, config.block)
+        output_kernel[(tiles, q.size(1))](
+            q, k, v, target, target2, stats, lists, counts, *tables, *strides, *sizes, tiles, lists.size(2),
+            **flags, **launch,
         )  # fmt: skip
     if target is not out:
         out.copy_(target)

@@ -1,0 +1,190 @@
+"""Every implementation of alpha-entmax attention within its error budget of the reference: options, layouts, dtypes.
+
+The same tests serve the tiled path on the CPU, the kernels on a GPU, and the kernels interpreted on the CPU, where the
+tiles are small: 32 keys are resident, 40 are walked by blocks of 16.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.conftest import Target
+from tilefold.ops import entmax_attention
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.testing.entmax_attention import (
+    LAYOUTS,
+    assert_entmax_attention_matches,
+    entmax_attention_inputs,
+    entmax_attention_results,
+)
+
+INTERPRETED = triton_interpreted()
+DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
+LENGTHS = (20, 40) if INTERPRETED else (50, 150)  # resident, and by blocks
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"window": 7},
+    {"causal": True, "window": 5},
+    {"alpha": 1.0},
+    {"alpha": 1.25, "scale": 0.3},
+    {"alpha": 2.0},
+    {"dropout_p": 0.3},
+]
+here_only = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_option(target: Target, options: dict[str, Any], n: int) -> None:
+    inputs = entmax_attention_inputs(1, 2, n, 16, device=target.device)
+    assert_entmax_attention_matches(inputs, impl=target.impl, **options)
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_with_groups_of_heads_and_more_keys_than_queries(target: Target, layout: str, n: int) -> None:
+    size = (3, 2)
+    inputs = entmax_attention_inputs(*size, n - 7, 24, nk=n, kv_heads=size[1] // 2, layout=layout, device=target.device)
+    assert_entmax_attention_matches(inputs, impl=target.impl, causal=layout in ("left", "packed"))
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype(target: Target, dtype: torch.dtype, n: int) -> None:
+    inputs = entmax_attention_inputs(1, 2, n, 32, dtype=dtype, device=target.device)
+    assert_entmax_attention_matches(inputs, impl=target.impl)
+
+
+@pytest.mark.parametrize("dim", [16, 72, *([] if INTERPRETED else [80, 96, 128, 256])])
+def test_head_dimensions_that_are_no_powers_of_two(target: Target, dim: int) -> None:
+    inputs = entmax_attention_inputs(1, 1, LENGTHS[0] - 1, dim, device=target.device)
+    assert_entmax_attention_matches(inputs, impl=target.impl)
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_one_alpha_a_head_gets_its_gradient(target: Target, n: int) -> None:
+    inputs = entmax_attention_inputs(2, 3, n, 16, device=target.device)
+    alpha = torch.tensor([1.1, 1.5, 1.9], device=target.device)
+    assert_entmax_attention_matches(inputs, impl=target.impl, alpha=alpha)
+    one = entmax_attention_results(inputs, impl=target.impl, alpha=torch.tensor(1.3, device=target.device))
+    assert one["dalpha"].shape == ()
+
+
+@pytest.mark.parametrize("sharpness", [0.05, 8.0])
+def test_correlated_flat_and_peaked_scores(target: Target, sharpness: float) -> None:
+    inputs = entmax_attention_inputs(
+        1, 1, 2 * LENGTHS[1], 16, correlated=True, sharpness=sharpness, device=target.device
+    )
+    assert_entmax_attention_matches(inputs, impl=target.impl)
+
+
+def test_very_negative_and_very_shifted_scores_still_sum_to_one(target: Target) -> None:
+    for n in LENGTHS:
+        inputs = entmax_attention_inputs(1, 1, n, 16, sharpness=0.0, device=target.device)
+        q, k = inputs.q + 100.0, inputs.k * 0.01 - 100.0  # every score near -4e4
+        out = entmax_attention(q, k, torch.ones_like(inputs.v), impl=target.impl)
+        torch.testing.assert_close(out, torch.ones_like(out))
+
+
+@pytest.mark.parametrize("needs", ["q", "k", "v", "kv"])
+def test_any_of_the_operands_may_want_a_gradient_alone(target: Target, needs: str) -> None:
+    for n in LENGTHS:
+        inputs = entmax_attention_inputs(1, 1, n, 16, device=target.device)
+        assert_entmax_attention_matches(inputs, impl=target.impl, needs=tuple(needs))
+
+
+def test_masked_keys_are_never_read_and_rows_without_keys_are_zero(target: Target) -> None:
+    for n in LENGTHS:
+        inputs = entmax_attention_inputs(3, 1, n, 16, layout="holes", device=target.device)
+        hidden = inputs.layout["key_padding_mask"] == 0
+        clean = entmax_attention_results(inputs, impl=target.impl)
+        for tensor in (inputs.k, inputs.v):
+            tensor[hidden[:, None, :, None].expand_as(tensor)] = math.nan
+        dirty = entmax_attention_results(inputs, impl=target.impl)
+        for name in ("out", "dq", "dk", "dv"):
+            assert torch.equal(clean[name], dirty[name]), name
+        assert (dirty["out"][1] == 0).all() and dirty["tau"][1].isnan().all() and (dirty["support"][1] == 0).all()
+
+
+def test_nan_in_a_query_makes_its_row_nan_and_no_other(target: Target) -> None:
+    for n in LENGTHS:
+        inputs = entmax_attention_inputs(1, 1, n, 16, device=target.device)
+        inputs.q[0, 0, 3, 5] = math.nan
+        found = entmax_attention_results(inputs, impl=target.impl)
+        bad = found["out"].isnan().any(dim=-1)[0, 0]
+        assert bad[3] and int(bad.sum()) == 1 and found["dq"][0, 0, 3].isnan().all()
+
+
+def test_strided_inputs_give_what_contiguous_ones_give(target: Target) -> None:
+    for n in LENGTHS:
+        inputs = entmax_attention_inputs(2, 2, n, 16, device=target.device)
+        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
+        out = entmax_attention(q, k, v, impl=target.impl)
+        assert out.stride() == q.stride()
+        assert torch.equal(out, entmax_attention(inputs.q, inputs.k, inputs.v, impl=target.impl))
+
+
+def test_results_repeat_bit_for_bit(target: Target) -> None:
+    for n in LENGTHS:
+        inputs = entmax_attention_inputs(1, 2, n, 16, kv_heads=1, device=target.device)
+        runs = [entmax_attention_results(inputs, impl=target.impl, dropout_p=0.2) for _ in range(2)]
+        for name, value in runs[0].items():
+            assert torch.equal(value, runs[1][name]), name
+
+
+def test_dropout_drops_the_same_weights_everywhere(target: Target) -> None:
+    inputs = entmax_attention_inputs(1, 2, LENGTHS[1], 16, sharpness=0.1, device=target.device)
+    results = [
+        entmax_attention_results(inputs, impl=impl, alpha=1.0, dropout_p=0.5, dropout_seed=3)["out"]
+        for impl in (target.impl, "reference")
+    ]
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    other = entmax_attention_results(inputs, impl=target.impl, alpha=1.0, dropout_p=0.5, dropout_seed=4)["out"]
+    assert not torch.allclose(other, results[0], atol=1e-2)
+
+
+def test_statistics_say_what_the_rows_are(target: Target) -> None:
+    for n in LENGTHS:
+        for alpha in (1.0, 1.4, 1.5, 2.0):
+            inputs = entmax_attention_inputs(1, 1, n, 16, device=target.device)
+            found = entmax_attention_results(inputs, impl=target.impl, alpha=alpha)
+            truth = entmax_attention_results(inputs.cast(torch.float64), impl="reference", alpha=alpha)
+            torch.testing.assert_close(found["tau"], truth["tau"], rtol=1e-4, atol=1e-5)
+            assert int((found["support"] - truth["support"]).abs().max()) <= 1
+            assert found["residual"].max() <= 1e-4
+
+
+@here_only
+def test_softmax_is_what_torch_computes() -> None:
+    inputs = entmax_attention_inputs(2, 2, 40, 16, nk=40)
+    for causal in (False, True):
+        mine = entmax_attention(inputs.q, inputs.k, inputs.v, alpha=1, causal=causal)
+        theirs = torch.nn.functional.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, is_causal=causal)
+        torch.testing.assert_close(mine, theirs)
+
+
+@here_only
+def test_decoding_one_query_at_a_time_is_causal_attention() -> None:
+    inputs = entmax_attention_inputs(1, 2, 12, 16)
+    whole = entmax_attention(inputs.q, inputs.k, inputs.v, causal=True)
+    for i in range(12):
+        step = entmax_attention(
+            inputs.q[:, :, i : i + 1], inputs.k[:, :, : i + 1], inputs.v[:, :, : i + 1], causal=True
+        )
+        torch.testing.assert_close(step, whole[:, :, i : i + 1])
+
+
+@here_only
+def test_derivatives_of_the_reference_are_those_of_finite_differences() -> None:
+    inputs = entmax_attention_inputs(1, 2, 4, 3, dtype=torch.float64)
+    alpha = torch.tensor([1.2, 1.7], dtype=torch.float64, requires_grad=True)
+    leaves = [t.requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    for impl in ("reference", "tiled"):
+        assert torch.autograd.gradcheck(
+            lambda q, k, v, a, impl=impl: entmax_attention(q, k, v, alpha=a, causal=True, impl=impl), (*leaves, alpha)
+        )

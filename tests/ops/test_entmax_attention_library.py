@@ -1,0 +1,169 @@
+"""Alpha-entmax attention as torch operators: opcheck, torch.compile, autocast, memory, errors, the random words."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilefold.ops import entmax_attention
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops._shared.philox import philox_word
+from tilefold.ops.entmax_attention import chosen_impl
+from tilefold.testing import assert_within_budget
+from tilefold.testing.entmax_attention import LAYOUTS, EntmaxAttentionInputs, entmax_attention_inputs
+
+pytestmark = pytest.mark.skipif(triton_interpreted(), reason="this part needs no interpreter")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def leaves(inputs: EntmaxAttentionInputs) -> list[Tensor]:
+    return [t.detach().clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("n", [20, 150])
+def test_operators_pass_opcheck(device: str, n: int) -> None:
+    for layout, per_head in (("full", False), ("holes", True), ("packed", False)):
+        inputs = entmax_attention_inputs(2, 2, n, 16, layout=layout, device=device)
+        impl = chosen_impl(inputs.q)
+        given = inputs.layout
+        alpha = torch.tensor([1.3, 1.6], device=device) if per_head else None
+        place = (given.get("key_padding_mask"), given.get("cu_seqlens_q"), given.get("cu_seqlens_k"), None)
+        options = (0.0 if per_head else 1.5, layout == "full", -1, 0.25, 0.0)
+        q, k, v = leaves(inputs)
+        leaf = None if alpha is None else alpha.clone().requires_grad_()
+        forward = torch.ops.tilefold.entmax_attention.default
+        torch.library.opcheck(forward, (q, k, v, leaf, *place, *options, True, n, impl))
+        with torch.no_grad():
+            saved = forward(q, k, v, alpha, *place, *options, True, n, impl)[1:]
+        plain = (inputs.q, inputs.k, inputs.v)
+        for needs in ((True, True, True, per_head), (False, True, False, False)):
+            arguments = (inputs.dout, *plain, alpha, *place, *saved, *options, *needs, n, impl)
+            torch.library.opcheck(torch.ops.tilefold.entmax_attention_backward.default, arguments)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["full", "right"])
+def test_the_public_function_compiles_whole_with_gradients(device: str, layout: str) -> None:
+    inputs = entmax_attention_inputs(2, 2, 24, 16, layout=layout, device=device)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (entmax_attention(2 * q, k, v, causal=True, **inputs.layout) ** 2).sum()
+
+    grads = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        mine = leaves(inputs)
+        function(*mine).backward()
+        grads.append([leaf.grad for leaf in mine])
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_sets_the_dtype(device: str) -> None:
+    inputs = entmax_attention_inputs(1, 2, 24, 16, device=device)
+    q, k, v = leaves(inputs)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out = entmax_attention(q, k, v)
+    assert out.dtype == torch.bfloat16
+    rounded = inputs.cast(torch.bfloat16).cast(torch.float64)
+    assert_within_budget(out, entmax_attention(rounded.q, rounded.k, rounded.v, impl="reference"), kind="gradient")
+    out.sum().backward()
+    assert q.grad is not None and q.grad.dtype == torch.float32
+
+
+def test_a_second_derivative_is_an_error_and_not_a_wrong_number() -> None:
+    q, k, v = leaves(entmax_attention_inputs(1, 1, 6, 8))
+    (first,) = torch.autograd.grad((entmax_attention(q, k, v) ** 2).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"entmax_attention can be differentiated once.*impl='reference'"):
+        first.sum().backward()
+
+
+def test_inference_mode_and_meta_tensors() -> None:
+    inputs = entmax_attention_inputs(1, 2, 24, 16)
+    with torch.inference_mode():
+        out = entmax_attention(inputs.q, inputs.k, inputs.v)
+    assert torch.equal(out, entmax_attention(inputs.q, inputs.k, inputs.v))
+    meta = torch.empty(2, 4, 1000, 64, device="meta")
+    assert entmax_attention(meta, meta, meta).shape == meta.shape
+
+
+def test_scores_never_exist_as_a_whole() -> None:
+    n, heads = 2048, 2
+    inputs = entmax_attention_inputs(1, heads, n, 8)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        entmax_attention(inputs.q, inputs.k, inputs.v)
+    sizes = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert max(sizes) <= 4 * heads * n * n / 3
+
+
+def test_no_queries_no_keys_and_no_sequences() -> None:
+    q, k = torch.randn(2, 2, 5, 8, requires_grad=True), torch.randn(2, 2, 0, 8, requires_grad=True)
+    out = entmax_attention(q, k, k)
+    assert torch.equal(out, torch.zeros_like(out))
+    out.sum().backward()
+    assert torch.equal(q.grad, torch.zeros_like(q))
+    assert entmax_attention(q[:, :, :0], q, q).shape == (2, 2, 0, 8)
+    assert entmax_attention(q[:0], q[:0], q[:0]).shape == (0, 2, 5, 8)
+
+
+def test_layouts_of_one_problem_agree() -> None:
+    inputs = entmax_attention_inputs(3, 2, 17, 8, layout="packed")
+    out = entmax_attention(inputs.q, inputs.k, inputs.v, causal=True, **inputs.layout)
+    ends_q, ends_k = (inputs.layout[f"cu_seqlens_{side}"].tolist() for side in "qk")
+    for b in range(3):
+        q = inputs.q[ends_q[b] : ends_q[b + 1]].transpose(0, 1)[None]
+        k, v = (t[ends_k[b] : ends_k[b + 1]].transpose(0, 1)[None] for t in (inputs.k, inputs.v))
+        alone = entmax_attention(q, k, v, causal=True)[0].transpose(0, 1)
+        torch.testing.assert_close(out[ends_q[b] : ends_q[b + 1]], alone)
+    assert set(LAYOUTS) == {"full", "right", "left", "holes", "packed"}
+
+
+def test_random_words_are_those_of_philox() -> None:
+    # the known answers of the generator's authors: 10 rounds, counter and key of zeros, and of ones
+    zero = torch.zeros(1, dtype=torch.int64)
+    assert int(philox_word(zero, zero, zero, zero)) == 0x6627E8D5
+    words = philox_word(torch.tensor([7]), torch.arange(4096), zero, zero)
+    assert words.unique().numel() > 4090 and abs(words.double().mean() / 2**32 - 0.5) < 0.02
+
+
+ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"alpha": 2.5}, ValueError, r"alpha must be a number in \[1, 2\]"),
+    ({"alpha": torch.tensor([0.5, 1.5])}, ValueError, r"alpha must lie in \[1, 2\], got 0.5; parametrise it"),
+    ({"alpha": torch.ones(3)}, ValueError, r"alpha must hold one number or one a head \(2\)"),
+    ({"window": -1}, ValueError, "window must be an integer of at least 0"),
+    ({"scale": math.inf}, ValueError, "scale must be a finite Python number"),
+    ({"dropout_p": 1.0}, ValueError, r"dropout_p must be a number in \[0, 1\)"),
+    ({"key_padding_mask": torch.ones(2, 5)}, ValueError, r"key_padding_mask must have shape \[B, Nk\]"),
+    ({"cu_seqlens_q": torch.tensor([0, 4])}, ValueError, r"q must have shape \[Tq, H, D\]"),
+    ({"impl": "flash"}, ValueError, "impl must be one of"),
+    ({"impl": "triton"}, RuntimeError, "impl='triton' cannot run here"),
+    ({"k": torch.randn(2, 2, 9, 8)}, ValueError, "v must have shape"),
+    ({"k": torch.randn(2, 3, 4, 8), "v": torch.randn(2, 3, 4, 8)}, ValueError, "H of q must be a multiple of Hkv"),
+    ({"v": torch.randn(2, 2, 4, 8).double()}, TypeError, "k and v must have the dtype of q"),
+    ({"q": [1.0]}, TypeError, "q must be a torch.Tensor"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "text"), ERRORS, ids=[next(iter(e[0])) + str(i) for i, e in enumerate(ERRORS)]
+)
+def test_errors_name_the_argument(change: dict[str, Any], kind: type[Exception], text: str) -> None:
+    operands = {name: torch.randn(2, 2, 4, 8) for name in "qkv"}
+    options = {**operands, **change}
+    with pytest.raises(kind, match=text):
+        entmax_attention(options.pop("q"), options.pop("k"), options.pop("v"), **options)
+
+
+def test_broken_offsets_raise_on_the_cpu() -> None:
+    q = torch.randn(5, 2, 8)
+    good = torch.tensor([0, 5])
+    for bad in ([1, 5], [0, 4], [0, 6]):
+        with pytest.raises(ValueError, match=r"cu_seqlens_k must start with 0, never fall and end at .* rows 5"):
+            entmax_attention(q, q, q, cu_seqlens_q=good, cu_seqlens_k=torch.tensor(bad))
+    with pytest.raises(ValueError, match="cu_seqlens_k must be given"):
+        entmax_attention(q, q, q, cu_seqlens_q=good)
