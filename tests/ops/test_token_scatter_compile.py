@@ -21,6 +21,7 @@ VARIANTS = {
     "short-max-padded-bf16": (configs.SHORT, "max", False, "bf16", "u16", "relu"),
     "medium-max-packed-fp32": (configs.MEDIUM, "max", True, "fp32", "i32", "log1p_log1p_relu"),
     "long-max-padded-fp32": (configs.LONG, "max", False, "fp32", "i32", "softplus"),
+    "long-max-padded-bf16": (configs.LONG, "max", False, "bf16", "u16", "log1p_relu"),
     "long-max-packed-bf16": (configs.LONG, "max", True, "bf16", "i32", "relu"),
     "short-sum-packed-fp16": (configs.SHORT, "sum", True, "fp16", "u16", "relu"),
     "medium-sum-padded-fp32": (configs.MEDIUM, "sum", False, "fp32", "i32", "none"),
