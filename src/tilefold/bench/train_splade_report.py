@@ -89,11 +89,17 @@ def print_cell(console: Console, rows: Sequence[TrainRow]) -> None:
     stock, ours = rows
     if claim is None or stock.status != "ok" or ours.status != "ok":
         return
-    batch = (ours.largest_batch or 0) / stock.largest_batch if stock.largest_batch else 0.0
-    speed = stock.step_p50_ms / ours.step_p50_ms if stock.step_p50_ms and ours.step_p50_ms else 0.0
-    for what, value, limit in (("batch", batch, claim[0]), ("speed of a step", speed, claim[1])):
-        word = "beaten" if value > limit else "MISSED"
-        console.print(f"  {what}: {value:.3g} times stock; the paper has {limit:.3g}: {word}", markup=False)
+    for what, value, limit in (
+        ("batch", _times(ours.largest_batch, stock.largest_batch), claim[0]),
+        ("speed of a step at the common batch", _times(stock.step_p50_ms, ours.step_p50_ms), claim[1]),
+        ("pairs a second at the largest batches", _times(ours.pairs_per_second, stock.pairs_per_second), claim[1]),
+    ):
+        word = "not measured" if value is None else "beaten" if value > limit else "MISSED"
+        console.print(f"  {what}: {_number(value)} times stock; the paper has {limit:.3g}: {word}", markup=False)
+
+
+def _times(above: float | None, below: float | None) -> float | None:
+    return None if above is None or not below else above / below
 
 
 def plot_results(results: str | Path, picture: str | Path) -> Path:
@@ -166,7 +172,8 @@ def _number(value: float | None) -> str:
 
 
 def _ratio(above: float | None, below: float | None) -> str:
-    return "-" if above is None or not below else f"{above / below:.2f}"
+    value = _times(above, below)
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _exponent(value: float | None) -> str:
