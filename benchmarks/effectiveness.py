@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -65,7 +66,7 @@ SETTINGS: dict[str, Setting] = {
         SpladeRecipe(max_steps=150, batch_size=32, learning_rate=5e-5, max_length=256, train_max_length=192), 32
     ),
     "xlmr-small": Setting(
-        SpladeRecipe(max_steps=200, batch_size=24, learning_rate=2e-4, max_length=192, train_max_length=128), 16
+        SpladeRecipe(max_steps=200, batch_size=24, learning_rate=2e-4, max_length=192, train_max_length=128), 32
     ),
 }
 
@@ -251,6 +252,9 @@ def run_all(jobs: Sequence[Job], processes: int) -> Iterator[tuple[Job, dict[str
         for job in jobs:
             yield _attempt(job)
         return
+    # every process would start a thread for each core
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         futures = {pool.submit(_attempt, job): job for job in jobs}
         for future in as_completed(futures):
