@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ _PROBLEM = (
     " float temperature, bool normalize, SymInt longest_query"
 )
 _ARGUMENTS = _PROBLEM.count(",") + 1
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, rows: int, side: str) -> None:
@@ -68,20 +70,34 @@ def _define(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable[.
     torch.library.define(f"tilefold::{name}", schema)
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            device, device_type = args[0].device, args[0].device.type
-            if device_type == "cuda" and device.index != torch.cuda.current_device():
-                with torch.cuda.device(device):  # kernels are launched on the current device
-                    return run(*args)
-            if not torch.is_autocast_enabled(device_type):
-                return function(*args)
-            with torch.autocast(device_type, enabled=False):  # the public function has settled the dtypes
-                return function(*args)
-
-        torch.library.impl(f"tilefold::{name}", "default", run)
+        torch.library.impl(f"tilefold::{name}", "default", functools.partial(_run, function))
         return function
 
     return register
+
+
+def _run(function: Callable[..., Any], *args: Any) -> Any:
+    """Call an implementation on the device of its first argument, a tensor, and outside autocast."""
+    device, device_type = args[0].device, args[0].device.type
+    if device_type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):  # kernels are launched on the current device
+            return _run(function, *args)
+    if not torch.is_autocast_enabled(device_type):
+        return function(*args)
+    with torch.autocast(device_type, enabled=False):  # the public function has settled the dtypes
+        return function(*args)
+
+
+def _is_plain(*tensors: Tensor | None) -> bool:
+    """Whether no compiler, mode or tensor subclass wants to see the registered operator.
+
+    Then the implementation may be called directly: a registered operator costs 0.1 ms of host time more.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and all(tensor is None or (type(tensor) in _PLAIN and not tensor.is_meta) for tensor in tensors)
+    )
 
 
 def _implementation(impl: str) -> ModuleType:
@@ -152,8 +168,7 @@ def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 torch.library.register_autograd("tilefold::maxsim_backward", _no_second_derivative, setup_context=_setup_nothing)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.mark_non_differentiable(output[1])
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
     tensors = [value if isinstance(value, Tensor) else None for value in inputs[:_ARGUMENTS]]
     ctx.save_for_backward(output[1], *tensors)
@@ -161,32 +176,63 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.with_saved, ctx.impl = inputs[_ARGUMENTS:]
 
 
-def _backward(ctx: Any, dscores: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * _ARGUMENTS  # the mask and whatever follows
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    _save(ctx, inputs, output)
+
+
+def _gradients(ctx: Any, dscores: Tensor | None, *, registered: bool) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * _ARGUMENTS  # the masks and whatever follows
     if dscores is None:
         return (None, None, *nothing)
-    if not ctx.with_saved:
-        raise RuntimeError("tilefold::maxsim needs with_saved=True where a gradient is asked for; call maxsim.")
     saved, *tensors = ctx.saved_tensors
     arguments = [other if tensor is None else tensor for tensor, other in zip(tensors, ctx.others, strict=True)]
     needs = ctx.needs_input_grad[:2]
-    grads = torch.ops.tilefold.maxsim_backward(dscores, saved, *arguments, *needs, ctx.impl)
+    if registered or torch.is_grad_enabled():  # the registered operator refuses a second derivative
+        grads = torch.ops.tilefold.maxsim_backward(dscores, saved, *arguments, *needs, ctx.impl)
+    else:
+        grads = _run(_maxsim_backward, dscores, saved, *arguments, *needs, ctx.impl)
     dqueries, ddocuments = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
     return (dqueries, ddocuments, *nothing)
+
+
+def _backward(ctx: Any, dscores: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dscores is not None and not ctx.with_saved:
+        raise RuntimeError("tilefold::maxsim needs with_saved=True where a gradient is asked for; call maxsim.")
+    return _gradients(ctx, dscores, registered=True)
 
 
 torch.library.register_autograd("tilefold::maxsim", _backward, setup_context=_setup_context)
 
 
+class _MaxSim(torch.autograd.Function):
+    """The registered operator and its gradient without the dispatcher, for plain tensors; see ``_is_plain``."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        output = _run(_maxsim, *inputs)
+        _save(ctx, inputs, output)
+        return output[0]  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, dscores, registered=False)
+
+
 def scores(problem: Problem, impl: str) -> Tensor:
     """Scores of ``problem``; what backward needs is kept only if a gradient can be asked for."""
-    with_saved = torch.is_grad_enabled() and (problem.queries.requires_grad or problem.documents.requires_grad)
-    out, _ = torch.ops.tilefold.maxsim(
-        problem.queries, problem.documents, problem.query_mask, problem.document_mask, problem.cu_queries,
-        problem.cu_documents, problem.query_length, problem.document_length, problem.index, problem.pairing,
-        problem.mask_zero, problem.temperature, problem.normalize, problem.longest_query, with_saved, impl,
+    p = problem
+    with_saved = torch.is_grad_enabled() and (p.queries.requires_grad or p.documents.requires_grad)
+    inputs = (
+        p.queries, p.documents, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.query_length,
+        p.document_length, p.index, p.pairing, p.mask_zero, p.temperature, p.normalize, p.longest_query, with_saved,
+        impl,
     )  # fmt: skip
-    return out  # type: ignore[no-any-return]
+    if _is_plain(p.queries, p.documents, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.index):
+        if with_saved:
+            return _MaxSim.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
+        return _run(_maxsim, *inputs)[0]  # type: ignore[no-any-return]
+    return torch.ops.tilefold.maxsim(*inputs)[0]  # type: ignore[no-any-return]
 
 
 _MASKS_AND_LAYOUT = (
@@ -236,7 +282,10 @@ def _(queries: Tensor, values: Tensor, scales: Tensor, *rest: Any) -> Tensor:
 def quantized_scores(problem: Problem, scales: Tensor, impl: str) -> Tensor:
     """Scores against quantized documents, ``problem.documents`` being their values."""
     p = problem
-    return torch.ops.tilefold.maxsim_quantized(  # type: ignore[no-any-return]
+    inputs = (
         p.queries, p.documents, scales, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.query_length,
         p.document_length, p.index, p.pairing, p.mask_zero, p.temperature, impl,
     )  # fmt: skip
+    if _is_plain(p.queries, p.documents, scales, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.index):
+        return _run(_maxsim_quantized, *inputs)  # type: ignore[no-any-return]
+    return torch.ops.tilefold.maxsim_quantized(*inputs)  # type: ignore[no-any-return]

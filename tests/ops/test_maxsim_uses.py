@@ -1,0 +1,67 @@
+"""The best documents of a query, and the contrastive loss, on MaxSim scores."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.ops.conftest import Target
+from tilefold.ops import maxsim
+from tilefold.ops.maxsim import maxsim_contrastive_loss, maxsim_topk, quantize_tokens, uses
+from tilefold.testing.maxsim import maxsim_inputs
+
+
+def test_the_best_documents_are_those_of_the_scores(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = maxsim_inputs(3, 11, 4, 7, 16, layout="holes", device=target.device)
+    for given in (inputs, inputs.packed()):
+        options = given.layout
+        del options["pairing"]
+        scores = maxsim(given.queries, given.documents, **options, impl=target.impl)
+        for block in (65536, 4):
+            monkeypatch.setattr(uses, "TOPK_DOCUMENTS", block)
+            best, which = maxsim_topk(given.queries, given.documents, 5, **options, impl=target.impl)
+            torch.testing.assert_close(best, scores.sort(dim=1, descending=True).values[:, :5])
+            torch.testing.assert_close(scores.gather(1, which), best)
+    best, which = maxsim_topk(inputs.queries, inputs.documents, 50, impl=target.impl)
+    assert best.shape == (3, 11) and which.sort(dim=1).values.tolist() == [list(range(11))] * 3
+
+
+def test_quantized_documents_are_ranked_block_by_block(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = maxsim_inputs(2, 9, 4, 7, 32, device=target.device)
+    documents = quantize_tokens(inputs.documents)
+    whole = maxsim_topk(inputs.queries, documents, 3, impl=target.impl)
+    monkeypatch.setattr(uses, "TOPK_DOCUMENTS", 4)
+    blocks = maxsim_topk(inputs.queries, documents, 3, impl=target.impl)
+    for a, b in zip(whole, blocks, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("layout", ["holes", "packed"])
+def test_the_contrastive_loss_is_the_cross_entropy_of_the_scores(target: Target, layout: str) -> None:
+    inputs = maxsim_inputs(3, 5, 4, 7, 16, layout=layout, device=target.device)
+    inputs = dataclasses.replace(inputs, queries=inputs.queries.requires_grad_())
+    options = inputs.layout
+    del options["pairing"]
+    labels = torch.tensor([4, 0, 2], device=target.device)
+    for given, chosen in ((None, torch.arange(3, device=target.device)), (labels, labels)):
+        loss = maxsim_contrastive_loss(inputs.queries, inputs.documents, given, scale=0.3, **options, impl=target.impl)
+        scores = maxsim(inputs.queries.double(), inputs.documents.double(), **options, impl="reference")
+        log_shares = (0.3 * scores).log_softmax(dim=1)
+        expected = -log_shares.gather(1, chosen[:, None]).mean()
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+        (found,), (truth,) = (torch.autograd.grad(x, inputs.queries) for x in (loss, expected))
+        torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-5)
+
+
+def test_arguments_that_do_not_fit_are_named() -> None:
+    queries, documents = torch.randn(3, 2, 4), torch.randn(2, 5, 4)
+    with pytest.raises(ValueError, match="k must be a positive integer, got 0"):
+        maxsim_topk(queries, documents, 0)
+    with pytest.raises(ValueError, match=r"documents must be at least as many as queries \(3\) without labels, got 2"):
+        maxsim_contrastive_loss(queries, documents)
+    with pytest.raises(ValueError, match=r"labels must have shape \[3\], got \[2\]"):
+        maxsim_contrastive_loss(queries, documents, torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="scale must be a finite Python number"):
+        maxsim_contrastive_loss(queries, documents, scale=float("nan"))
