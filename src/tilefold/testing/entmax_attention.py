@@ -95,7 +95,7 @@ def entmax_attention_inputs(
         if layout != "right" and batch >= 2:
             mask[batch // 2] = False
         given["key_padding_mask"] = mask.to(device)
-    return EntmaxAttentionInputs(*tensors, given)
+    return EntmaxAttentionInputs(*tensors, layout=given)
 
 
 def _packed(tensors: list[Tensor], generator: torch.Generator) -> EntmaxAttentionInputs:
@@ -116,7 +116,7 @@ def _packed(tensors: list[Tensor], generator: torch.Generator) -> EntmaxAttentio
             parts.append(torch.cat(rows).contiguous())
     device = tensors[0].device
     given = {"cu_seqlens_q": offsets[0].int().to(device), "cu_seqlens_k": offsets[1].int().to(device)}
-    return EntmaxAttentionInputs(*parts, given)
+    return EntmaxAttentionInputs(*parts, layout=given)
 
 
 def entmax_attention_results(

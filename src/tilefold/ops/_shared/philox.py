@@ -23,7 +23,8 @@ def philox_word(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> Tensor:
         high_a, low_a = _product(_ROUND_A, x0)
         x0, x1, x2, x3 = high_b ^ x1 ^ k0, low_b, high_a ^ x3 ^ k1, low_a
         k0, k1 = (k0 + _KEY_A) & _MASK, (k1 + _KEY_B) & _MASK
-    return x0
+    word: Tensor = x0
+    return word
 
 
 def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,131 @@
+"""Stock transformers models with alpha-entmax attention: BERT, RoBERTa, ModernBERT and GPT-2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    ModernBertConfig,
+    ModernBertModel,
+    RobertaConfig,
+    RobertaModel,
+)
+
+from tilefold.integrations.transformers import learn_alpha, register, set_alpha, unregister
+
+SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
+                         "vocab_size": 99, "max_position_embeddings": 64}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    register()
+    yield
+    unregister()
+
+
+def model(name: str, implementation: str = "entmax", **changes: Any) -> Any:
+    torch.manual_seed(0)
+    if name == "gpt2":
+        config = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=99, n_positions=64, bos_token_id=1,
+                            eos_token_id=2, pad_token_id=0, **changes)  # fmt: skip
+        made: Any = GPT2LMHeadModel._from_config(config, attn_implementation=implementation)
+    elif name == "modernbert":
+        special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+        config = ModernBertConfig(**SMALL, **special, local_attention=8, global_attn_every_n_layers=2, **changes)
+        made = ModernBertModel._from_config(config, attn_implementation=implementation)
+    else:
+        kinds: dict[str, Any] = {"bert": (BertConfig, BertModel), "roberta": (RobertaConfig, RobertaModel)}
+        kind, cls = kinds[name]
+        made = cls._from_config(kind(**SMALL, pad_token_id=0, **changes), attn_implementation=implementation)
+    return made.eval()
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, 99, (3, 20), generator=generator)
+    mask = torch.ones(3, 20, dtype=torch.long)
+    mask[1, 12:] = 0
+    mask[2, 3:] = 0
+    return tokens, mask
+
+
+def output(made: Any, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    result = made(input_ids=tokens, attention_mask=mask)
+    return result.logits if hasattr(result, "logits") else result.last_hidden_state
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "modernbert", "gpt2"])
+def test_alpha_one_is_the_models_own_softmax(name: str) -> None:
+    tokens, mask = batch()
+    stock, mine = model(name, "eager"), model(name, entmax_alpha=1.0)
+    mine.load_state_dict(stock.state_dict())
+    kept = mask.bool()
+    torch.testing.assert_close(
+        output(mine, tokens, mask)[kept], output(stock, tokens, mask)[kept], rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "modernbert", "gpt2"])
+def test_padding_is_not_attended_to_and_gradients_flow(name: str) -> None:
+    tokens, mask = batch()
+    made = model(name)
+    alone = output(made, tokens[2:, :3], mask[2:, :3])
+    changed = tokens.clone()
+    changed[mask == 0] = 5
+    together = output(made, changed, mask)
+    torch.testing.assert_close(together[2:, :3], alone, rtol=1e-4, atol=1e-5)
+    made.train()
+    output(made, tokens, mask)[mask.bool()].sum().backward()
+    grads = [p.grad for n, p in made.named_parameters() if p.grad is not None]
+    assert grads and all(g.isfinite().all() for g in grads)
+
+
+@pytest.mark.parametrize("side", ["left", "none"])
+def test_gpt2_generates_the_same_with_and_without_a_cache(side: str) -> None:
+    made = model("gpt2")
+    tokens, mask = batch()[0][:2, :6], torch.ones(2, 6, dtype=torch.long)
+    if side == "left":
+        mask[1, :3] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    cached = made.generate(tokens, use_cache=True, **options)
+    assert torch.equal(cached, made.generate(tokens, use_cache=False, **options))
+
+
+def test_alphas_by_configuration_by_layer_and_learned() -> None:
+    tokens, mask = batch()
+    kept = mask.bool()
+    by_config = output(model("bert", entmax_alpha=[1.2, 2.0]), tokens, mask)
+    made = model("bert")
+    plain = output(made, tokens, mask)
+    set_alpha(made, [1.2, 2.0])
+    assert torch.equal(output(made, tokens, mask)[kept], by_config[kept]) and not torch.equal(plain, by_config)
+    alphas = learn_alpha(made, 1.5)
+    torch.testing.assert_close(output(made, tokens, mask)[kept], plain[kept], rtol=1e-4, atol=1e-5)
+    output(made, tokens, mask)[kept].square().sum().backward()
+    assert len(alphas) == 2 and all(a.theta.grad is not None and (a.theta.grad != 0).all() for a in alphas)
+    assert "encoder.layer.0.attention.self.entmax_alpha.theta" in made.state_dict()
+    with pytest.raises(ValueError, match="alpha must be one number or 2"):
+        set_alpha(made, [1.5])
+
+
+def test_what_is_not_supported_is_said() -> None:
+    made = model("bert")
+    tokens, _ = batch()
+    with pytest.raises(ValueError, match=r"attention_mask must be a padding mask \[B, Nk\]"):
+        made(input_ids=tokens, attention_mask=torch.ones(3, 1, 20, 20))
+    with pytest.raises(ValueError, match="must not contain 'flash'"):
+        register("flash_entmax")
+    unregister()
+    with pytest.raises(ValueError, match="entmax"):
+        model("bert")
