@@ -39,7 +39,7 @@ def test_row_kernels_build_without_spills(capability: int, kind: str) -> None:
     types = dict.fromkeys(["x_ptr", "out_ptr", "dp_ptr", "p_ptr", "dx_ptr"], "*bf16")
     types |= {"alpha_ptr": "*fp32", "dalpha_ptr": "*fp32", "support_ptr": "*i32", "R": "i32", "n": "i32",
               "alpha": "fp32"}  # fmt: skip
-    for n in (16, 128, 4096, 65536) if kind != "softmax" else (8192,):
+    for n in (16, 128, 4096, 65536) if kind == "generic" else (128, 65536):
         config = rows_config(n)
         tile = {"BLOCK_R": config.block_r, "BLOCK_N": config.block_n, "KIND": kind, "HAS_ALPHA": kind == "generic"}
         compiled = compile_kernel(rows._forward_kernel, types, tile | {"RESIDENT": config.resident}, capability,
@@ -73,12 +73,12 @@ def attention_types(name: str) -> ArgumentTypes:
     return types
 
 
-def attention_kernels(config: configs.AttentionConfig, dim: int, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+def attention_kernels(config: configs.AttentionConfig) -> dict[str, tuple[Any, ...]]:
     """Kernel, its own constants, warps and stages, by name."""
     block, launch = {"BLOCK": config.block}, (config.num_warps, config.num_stages)
     resident = {"BLOCK_M": config.block, "BLOCK_N": configs.RESIDENT_KEYS, "GRADIENT": True}
     return {
-        "resident": (forward.resident_kernel, resident, configs.resident_warps(dim, dtype), 1),
+        "resident": (forward.resident_kernel, resident, config.num_warps, 1),
         "roots": (forward.roots_kernel, block, *launch),
         "output": (forward.output_kernel, block | {"GRADIENT": True}, *launch),
         "dq": (backward.dq_kernel, block | {"LISTS": True, "NEED_Q": True, "NEED_ALPHA": False}, *launch),
@@ -91,8 +91,8 @@ def attention_kernels(config: configs.AttentionConfig, dim: int, dtype: torch.dt
                                                          (90, 128, "square"), (100, 64, "square")])  # fmt: skip
 def test_attention_kernels_build_without_spills(capability: int, dim: int, kind: str, name: str) -> None:
     dtype = torch.bfloat16
-    config = configs.config_for(dtype, dim, tf32=False)
-    kernel, own, warps, stages = attention_kernels(config, dim, dtype)[name]
+    config = configs.config_for(dtype, dim, tf32=False, capability=divmod(capability, 10))
+    kernel, own, warps, stages = attention_kernels(config)[name]
     flags = {
         "H": 12, "GROUP": 1, "D": dim, "BLOCK_D": dim, "KIND": kind, "HAS_ALPHA": kind == "generic", "CAUSAL": False,
         "WINDOW": False, "HAS_MASK": True, "PACKED": False, "DROPOUT": False, "PRECISION": config.precision,

@@ -95,7 +95,7 @@ def entmax_attention_inputs(
         if layout != "right" and batch >= 2:
             mask[batch // 2] = False
         given["key_padding_mask"] = mask.to(device)
-    return EntmaxAttentionInputs(*tensors, layout=given)
+    return EntmaxAttentionInputs(tensors[0], tensors[1], tensors[2], tensors[3], given)
 
 
 def _packed(tensors: list[Tensor], generator: torch.Generator) -> EntmaxAttentionInputs:
@@ -116,7 +116,7 @@ def _packed(tensors: list[Tensor], generator: torch.Generator) -> EntmaxAttentio
             parts.append(torch.cat(rows).contiguous())
     device = tensors[0].device
     given = {"cu_seqlens_q": offsets[0].int().to(device), "cu_seqlens_k": offsets[1].int().to(device)}
-    return EntmaxAttentionInputs(*parts, layout=given)
+    return EntmaxAttentionInputs(parts[0], parts[1], parts[2], parts[3], given)
 
 
 def entmax_attention_results(

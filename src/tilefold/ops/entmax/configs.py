@@ -28,8 +28,8 @@ def rows_config(n: int, limit: int = RESIDENT_ENTRIES) -> RowsConfig:
     """The tile of the forward kernel for rows of ``n`` entries."""
     block_n = max(16, 1 << (n - 1).bit_length())
     if block_n > limit:
-        return RowsConfig(1, 2048, resident=False, num_warps=8)
-    return RowsConfig(max(1, 512 // block_n), block_n, resident=True, num_warps=max(4, min(16, block_n // 256)))
+        return RowsConfig(1, 1024, resident=False, num_warps=8)
+    return RowsConfig(max(1, 256 // block_n), block_n, resident=True, num_warps=max(4, min(16, block_n // 256)))
 
 
 def gradient_config(n: int) -> RowsConfig:

@@ -48,14 +48,14 @@ def attention_config(dtype: torch.dtype, head_dim: int, device: torch.device) ->
     """The configuration for ``dtype`` and a head dimension on ``device``."""
     if device.type != "cuda" or triton_interpreted():
         return AttentionConfig(BLOCK_INTERPRETED, 4, 1, "ieee")
-    return config_for(dtype, head_dim, torch.backends.cuda.matmul.allow_tf32)
+    return config_for(dtype, head_dim, torch.backends.cuda.matmul.allow_tf32, torch.cuda.get_device_capability(device))
 
 
-def config_for(dtype: torch.dtype, head_dim: int, tf32: bool) -> AttentionConfig:
-    """The configuration for ``dtype`` and a head dimension on any GPU; ``tf32`` allows TF32 products of fp32 input."""
+def config_for(dtype: torch.dtype, head_dim: int, tf32: bool, capability: tuple[int, int]) -> AttentionConfig:
+    """The configuration for a compute capability; ``tf32`` allows TF32 products of fp32 input."""
     if dtype == torch.float32:
         return AttentionConfig(BLOCK, 8, 1, "tf32" if tf32 else "tf32x3")
-    return AttentionConfig(BLOCK, 4 if head_dim <= 64 else 8, 2, "ieee")
+    return AttentionConfig(BLOCK, 4 if head_dim <= 64 and capability == (9, 0) else 8, 2, "ieee")
 
 
 def span(longest_k: int, window: int) -> int:
@@ -80,8 +80,3 @@ def live_shape(q: Tensor, batch: int, longest_k: int, packed: bool, window: int)
         return 0, 0, 0
     blocks = -(-longest_k // block_size())
     return q.size(1), row_tiles(q, batch, packed), -(-blocks // 32)
-
-
-def resident_warps(head_dim: int, dtype: torch.dtype) -> int:
-    """Warps of the resident kernel: 64 scores a thread, or 32 where wide heads or fp32 take the registers."""
-    return 4 if head_dim <= 64 and dtype != torch.float32 else 8

@@ -19,7 +19,6 @@ from tilefold.ops.entmax_attention.configs import (
     block_size,
     is_resident,
     live_shape,
-    resident_warps,
     row_tiles,
     span,
 )
@@ -178,7 +177,7 @@ def forward(
         keys = _power_of_two(span(longest_k, options.window))
         resident_kernel[(problem.queries.total, q.size(1))](
             q, k, v, target, target2, stats, *tables, *strides, *sizes, BLOCK_M=config.block, BLOCK_N=keys,
-            num_warps=resident_warps(q.size(-1), q.dtype), num_stages=1, **flags,
+            num_warps=config.num_warps, num_stages=1, **flags,
         )  # fmt: skip
     else:
         blocks = span(longest_k, options.window) // config.block + 2
