@@ -159,7 +159,8 @@ def a_main_grad_shard_takes_the_weight_gradient(rank: Rank) -> None:
     hidden, weight, bias = sharded_leaves(inputs, mesh)
     main_grad = distribute_tensor(torch.ones(21, 16, device=rank.device), mesh, [Shard(0)])
     lsr_head(hidden, weight, bias, weight_main_grad=main_grad).full_tensor().backward(inputs.dscores)
-    assert weight.grad is None
+    # torch 2.11 and older hand zeros to a shard that got no gradient
+    assert weight.grad is None or not weight.grad.full_tensor().any()
     assert_within_budget(
         main_grad.full_tensor() - 1, lsr_head_truth(inputs)["dweight"], torch.bfloat16, "gradient_bound"
     )

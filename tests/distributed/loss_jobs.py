@@ -92,7 +92,6 @@ def vocabulary_shards_give_the_value_and_gradient_of_the_whole(rank: Rank) -> No
             assert not isinstance(value, DTensor)
             value.backward()
             assert_within_budget(value.detach(), expected.detach(), name=name)
-            assert sharded.grad.placements == tuple(placements)
             assert_within_budget(sharded.grad.full_tensor(), whole.grad, kind="gradient", name=name)
 
 

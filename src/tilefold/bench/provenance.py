@@ -20,7 +20,7 @@ import torch
 
 from tilefold._version import __version__
 
-COMMIT_VARIABLE = "TILEFOLD_COMMIT"  # for runs from a copy of the sources without their git history
+COMMIT_VARIABLE = "TILEFOLD_COMMIT"  # what a copy of the sources is at, if git does not know
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,16 @@ def _output(command: list[str], cwd: Path | None = None) -> str:
 @functools.cache
 def commit() -> tuple[str, str]:
     """``(commit, "yes" | "no" | "unknown")``: what the sources are at, and whether they differ from it."""
-    given = os.environ.get(COMMIT_VARIABLE, "")
+    if given := os.environ.get(COMMIT_VARIABLE, ""):
+        return given, "unknown"
     here = Path(__file__).resolve().parent
     git = shutil.which("git")
     # an installed copy may lie inside somebody else's repository: only a file that git tracks speaks for us
     if git is None or not _output([git, "ls-files", Path(__file__).name], here):
-        return given or "unknown", "unknown"
+        return "unknown", "unknown"
     head = _output([git, "rev-parse", "--short=12", "HEAD"], here)
     if not head:
-        return given or "unknown", "unknown"
+        return "unknown", "unknown"
     root = _output([git, "rev-parse", "--show-toplevel"], here)
     changed = _output([git, "status", "--porcelain", "--untracked-files=no"], Path(root) if root else here)
     return head, "yes" if changed else "no"
