@@ -30,7 +30,6 @@ from tilefold.ops import lsr_head
 from tilefold.testing import budget, relative_error
 from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs
 
-
 CALLS = 5
 
 
