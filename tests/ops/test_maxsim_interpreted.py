@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(triton_interpreted(), reason="this is the interpreted run"),
 ]
 ROOT = Path(__file__).resolve().parents[2]
-FILES = {"test_maxsim_implementations.py": 100, "test_maxsim_properties.py": 3}
+FILES = {"test_maxsim_implementations.py": 100, "test_maxsim_properties.py": 3, "test_maxsim_quantized.py": 10}
 
 
 @pytest.mark.parametrize(("name", "least"), FILES.items(), ids=str)

@@ -113,7 +113,10 @@ def _implementation(impl: str) -> ModuleType:
 @_define("maxsim", f"({_PROBLEM}, bool with_saved, str impl) -> (Tensor scores, Tensor saved)")
 def _maxsim(*args: Any) -> tuple[Tensor, Tensor]:
     problem, with_saved = Problem(*args[:_ARGUMENTS]), args[_ARGUMENTS]
-    impl = chosen_impl(problem.queries, args[_ARGUMENTS + 1])
+    return _compute(problem.queries, problem, with_saved, chosen_impl(problem.queries, args[_ARGUMENTS + 1]))
+
+
+def _compute(queries: Tensor, problem: Problem, with_saved: bool, impl: str) -> tuple[Tensor, Tensor]:
     check_values(problem, impl)
     return _implementation(impl).forward(problem, with_saved)  # type: ignore[no-any-return]
 
@@ -223,15 +226,16 @@ def scores(problem: Problem, impl: str) -> Tensor:
     """Scores of ``problem``; what backward needs is kept only if a gradient can be asked for."""
     p = problem
     with_saved = torch.is_grad_enabled() and (p.queries.requires_grad or p.documents.requires_grad)
+    plain = _is_plain(p.queries, p.documents, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.index)
+    if plain and not with_saved:
+        return _run(_compute, p.queries, p, False, impl)[0]  # type: ignore[no-any-return]
     inputs = (
         p.queries, p.documents, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.query_length,
         p.document_length, p.index, p.pairing, p.mask_zero, p.temperature, p.normalize, p.longest_query, with_saved,
         impl,
     )  # fmt: skip
-    if _is_plain(p.queries, p.documents, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.index):
-        if with_saved:
-            return _MaxSim.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
-        return _run(_maxsim, *inputs)[0]  # type: ignore[no-any-return]
+    if plain:
+        return _MaxSim.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
     return torch.ops.tilefold.maxsim(*inputs)[0]  # type: ignore[no-any-return]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -114,7 +115,14 @@ def forward_config(dtype: torch.dtype, dim: int, query_rows: int, device: torch.
     """The forward configuration for ``dtype`` on ``device``."""
     if device.type != "cuda" or triton_interpreted():
         return replace(INTERPRETED, use_tma=query_rows > 16)
-    tf32 = torch.backends.cuda.matmul.allow_tf32
+    return _forward_config_on(device, dtype, dim, min(query_rows, 65), torch.backends.cuda.matmul.allow_tf32)
+
+
+@functools.lru_cache(maxsize=256)
+def _forward_config_on(
+    device: torch.device, dtype: torch.dtype, dim: int, query_rows: int, tf32: bool
+) -> ForwardConfig:
+    # asking for the capability takes longer than launching a kernel
     return forward_config_for(torch.cuda.get_device_capability(device), dtype, dim, query_rows, tf32)
 
 

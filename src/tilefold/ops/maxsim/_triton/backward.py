@@ -23,6 +23,16 @@ def query_list(query, first_ptr, Nd, group, PAIRING: tl.constexpr):
 
 
 @triton.jit
+def grad_unit(largest_ptr, HAS_LARGEST: tl.constexpr):
+    """What the scores' gradient is measured in, so that its products with fp16 neither vanish nor overflow."""
+    unit = 1.0
+    if HAS_LARGEST:
+        unit = tl.load(largest_ptr).to(tl.float32)
+        unit = tl.where(unit == 0.0, 1.0, unit)
+    return unit
+
+
+@triton.jit
 def saved_at(e, pair, first_item, row, q_start, Tq, longest, PAIRING: tl.constexpr):
     """Where ``saved`` holds rows ``row`` of an entry."""
     if PAIRING == INDEX:
@@ -31,7 +41,20 @@ def saved_at(e, pair, first_item, row, q_start, Tq, longest, PAIRING: tl.constex
         return tl.cast(e - first_item, tl.int64) * Tq + row
 
 
-@triton.jit(do_not_specialize=["Tq", "Td", "Nq", "Nd", "group", "longest"])
+@triton.jit(
+    do_not_specialize=[
+        "Tq",
+        "Td",
+        "Nq",
+        "Nd",
+        "group",
+        "longest",
+        "length_q",
+        "length_d",
+        "stride_q",
+        "stride_d",
+    ]
+)
 def dqueries_kernel(
     dscore_ptr, saved_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, cu_q_ptr, cu_d_ptr, row_query_ptr, order_ptr,
     first_ptr, index_ptr, dquery_ptr,
@@ -84,7 +107,21 @@ def dqueries_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["Tq", "Td", "Nq", "Nd", "group", "longest", "tiles"])
+@triton.jit(
+    do_not_specialize=[
+        "Tq",
+        "Td",
+        "Nq",
+        "Nd",
+        "group",
+        "longest",
+        "tiles",
+        "length_q",
+        "length_d",
+        "stride_q",
+        "stride_d",
+    ]
+)
 def ddocuments_kernel(
     dscore_ptr, saved_ptr, query_ptr, query_scale_ptr, largest_ptr, cu_q_ptr, cu_d_ptr, row_query_ptr, order_ptr,
     first_ptr, index_ptr, ddoc_ptr,
@@ -93,17 +130,11 @@ def ddocuments_kernel(
     UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_LARGEST: tl.constexpr,
     NO_WINNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``ddocuments[t] = sum over the query rows that t won of dscore * queries[row]``.
-
-    ``largest`` brings the coefficients of fp16 products into range.
-    """
+    """``ddocuments[t] = sum over the query rows that t won of dscore * queries[row]``."""
     k = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     d = tl.program_id(0)
     start, end, _ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
-    unit = 1.0
-    if HAS_LARGEST:
-        unit = tl.load(largest_ptr)
-        unit = tl.where(unit == 0.0, 1.0, unit)
+    unit = grad_unit(largest_ptr, HAS_LARGEST)
     if PAIRING == INDEX:
         e0 = tl.load(first_ptr + d).to(tl.int32)
         e1 = tl.load(first_ptr + d + 1).to(tl.int32)
@@ -144,19 +175,16 @@ def ddocuments_kernel(
                         owner = tl.load(row_query_ptr + row, mask=inside, other=0).to(tl.int32)
                     offs += owner.to(tl.int64) * stride_q
                 grad = tl.load(dscore_ptr + offs, mask=mine, other=0.0).to(tl.float32)
-                if HAS_LARGEST:
-                    grad = grad / unit
+                grad = grad / unit
                 if HAS_SCALE:
                     grad *= tl.load(query_scale_ptr + row, mask=mine, other=0.0)
                 x = load_block(query_ptr, r0, r_end - r0, k, D, BLOCK_E)  # [BLOCK_E, BLOCK_D]
                 x = tl.where(mine[:, None], x, 0.0).to(x.dtype)  # a zero coefficient must not meet a NaN
                 onehot = tl.where(winner[None, :] == t[:, None], grad[None, :], 0.0).to(x.dtype)
                 acc = tl.dot(onehot, x, acc, input_precision=PRECISION)
-        if HAS_LARGEST:
-            acc *= unit
         row_d = start + t
         tl.store(
             ddoc_ptr + row_d.to(tl.int64)[:, None] * D + k[None, :],
-            acc.to(ddoc_ptr.dtype.element_ty),
+            (acc * unit).to(ddoc_ptr.dtype.element_ty),
             mask=(row_d < end)[:, None] & (k < D)[None, :],
         )

@@ -65,7 +65,20 @@ def _query_rows(
     return q, kept, scale
 
 
-@triton.jit(do_not_specialize=["Tq", "Td", "Nq", "Nd", "tile_rows", "splits", "temperature", "inverse_temperature"])
+@triton.jit(
+    do_not_specialize=[
+        "Tq",
+        "Td",
+        "Nq",
+        "Nd",
+        "tile_rows",
+        "splits",
+        "temperature",
+        "inverse_temperature",
+        "length_q",
+        "length_d",
+    ]
+)
 def all_pairs_kernel(
     query_ptr, doc_src, query_mask_ptr, doc_mask_ptr, query_scale_ptr, doc_scale_ptr, cu_q_ptr, cu_d_ptr,
     score_ptr, part_ptr, saved_ptr,
@@ -147,7 +160,15 @@ def all_pairs_kernel(
         start, end, ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
 
 
-@triton.jit(do_not_specialize=["Tq", "Nq", "Nd", "tile_rows"])
+@triton.jit(
+    do_not_specialize=[
+        "Tq",
+        "Nq",
+        "Nd",
+        "tile_rows",
+        "length_q",
+    ]
+)
 def combine_kernel(
     part_ptr, cu_q_ptr, score_ptr, Tq, Nq, Nd, length_q, tile_rows, BLOCK: tl.constexpr, UNIFORM_Q: tl.constexpr
 ):
@@ -163,7 +184,20 @@ def combine_kernel(
     tl.store(score_ptr + query.to(tl.int64) * Nd + d, total, mask=d < Nd)
 
 
-@triton.jit(do_not_specialize=["Tq", "Td", "Nq", "Nd", "group", "longest", "temperature", "inverse_temperature"])
+@triton.jit(
+    do_not_specialize=[
+        "Tq",
+        "Td",
+        "Nq",
+        "Nd",
+        "group",
+        "longest",
+        "temperature",
+        "inverse_temperature",
+        "length_q",
+        "length_d",
+    ]
+)
 def listed_pairs_kernel(
     query_ptr, doc_src, query_mask_ptr, doc_mask_ptr, query_scale_ptr, doc_scale_ptr, cu_q_ptr, cu_d_ptr, index_ptr,
     score_ptr, saved_ptr,

@@ -184,6 +184,9 @@ def backward(
         row_query = torch.searchsorted(problem.cu_queries[1:].contiguous(), every_row, right=True).clamp_(
             max=problem.n_queries - 1
         )
+    largest = None
+    if queries.dtype == torch.float16 and dscores.numel() and (need_documents or problem.temperature):
+        largest = dscores.abs().amax()
     grads: list[Tensor | None] = []
     for needed, rows, scale, launch in (
         (need_queries, queries, scales[0], _dqueries),
@@ -197,7 +200,7 @@ def backward(
         if saved.numel() == 0 or problem.cu_queries is not None or problem.cu_documents is not None:
             out.zero_()  # rows that no sequence holds, should offsets be broken
         if saved.numel():
-            launch(problem, config, queries, documents, scales, dscores, saved, row_query, out)
+            launch(problem, config, queries, documents, scales, dscores, saved, row_query, largest, out)
         grads.append(_project(rows, scale, out) if problem.normalize and scale is not None else out)
     return grads[0], grads[1]
 
@@ -228,6 +231,7 @@ def _dqueries(
     dscores: Tensor,
     saved: Tensor,
     row_query: Tensor | None,
+    largest: Tensor | None,
     out: Tensor,
 ) -> None:
     sizes, strides, flags = _shared_arguments(problem, dscores)
@@ -244,10 +248,11 @@ def _dqueries(
     grid = (cdiv(queries.size(0), block_r) if problem.pairing == "all" else problem.n_queries, cdiv(dim, block_d))
     if problem.temperature:
         smooth_dqueries_kernel[grid](
-            dscores, saved, queries, documents, *scales, _bytes(problem.document_mask), *offsets, index, out,
+            dscores, saved, queries, documents, *scales, largest, _bytes(problem.document_mask), *offsets, index, out,
             *sizes, *strides, 1.0 / problem.temperature, BLOCK_Q=block_r, BLOCK_T=config.smooth_t,
             BLOCK_K=config.smooth_k, BLOCK_D=block_d, HAS_DMASK=problem.document_mask is not None,
-            PRECISION=config.precision, num_warps=config.smooth_warps, num_stages=config.smooth_stages, **flags,
+            PRECISION=config.precision, num_warps=config.smooth_warps, num_stages=config.smooth_stages,
+            HAS_LARGEST=largest is not None, **flags,
         )  # fmt: skip
     else:
         dqueries_kernel[grid](
@@ -266,6 +271,7 @@ def _ddocuments(
     dscores: Tensor,
     saved: Tensor,
     row_query: Tensor | None,
+    largest: Tensor | None,
     out: Tensor,
 ) -> None:
     sizes, strides, flags = _shared_arguments(problem, dscores)
@@ -279,14 +285,14 @@ def _ddocuments(
     grid = (problem.n_documents, tiles, cdiv(queries.size(1), config.block_dd))
     if problem.temperature:
         smooth_ddocuments_kernel[grid](
-            dscores, saved, queries, documents, *scales, _bytes(problem.query_mask), _bytes(problem.document_mask),
-            *offsets, index, out, *sizes, tiles, *strides, 1.0 / problem.temperature, BLOCK_Q=config.smooth_r,
-            BLOCK_T=block_t, BLOCK_K=config.smooth_k, BLOCK_D=config.block_dd,
+            dscores, saved, queries, documents, *scales, largest, _bytes(problem.query_mask),
+            _bytes(problem.document_mask), *offsets, index, out, *sizes, tiles, *strides,
+            1.0 / problem.temperature, BLOCK_Q=config.smooth_r, BLOCK_T=block_t, BLOCK_K=config.smooth_k, BLOCK_D=config.block_dd,
             HAS_QMASK=problem.query_mask is not None, HAS_DMASK=problem.document_mask is not None,
-            PRECISION=config.precision, num_warps=config.smooth_warps, num_stages=config.smooth_stages, **flags,
+            PRECISION=config.precision, num_warps=config.smooth_warps, num_stages=config.smooth_stages,
+            HAS_LARGEST=largest is not None, **flags,
         )  # fmt: skip
         return
-    largest = dscores.abs().amax() if queries.dtype == torch.float16 else None
     ddocuments_kernel[grid](
         dscores, saved, queries, scales[0], largest, *offsets, index, out, *sizes, tiles, *strides, BLOCK_T=block_t,
         BLOCK_E=config.block_e, BLOCK_D=config.block_dd, HAS_LARGEST=largest is not None,

@@ -6,7 +6,7 @@ Owners as in the backward of the maximum: one program for a tile of query rows, 
 import triton
 import triton.language as tl
 
-from tilefold.ops.maxsim._triton.backward import query_list, saved_at
+from tilefold.ops.maxsim._triton.backward import grad_unit, query_list, saved_at
 from tilefold.ops.maxsim._triton.device import ALL, GROUPED, INDEX, bounds, item_of, load_block, load_rows
 
 
@@ -34,15 +34,30 @@ def _weights(
     return tl.where(counts, grad[:, None] * tl.exp((acc - top[:, None]) * inverse_temperature), 0.0)
 
 
-@triton.jit(do_not_specialize=["Tq", "Td", "Nq", "Nd", "group", "longest", "inverse_temperature"])
+@triton.jit(
+    do_not_specialize=[
+        "Tq",
+        "Td",
+        "Nq",
+        "Nd",
+        "group",
+        "longest",
+        "inverse_temperature",
+        "length_q",
+        "length_d",
+        "stride_q",
+        "stride_d",
+    ]
+)
 def smooth_dqueries_kernel(
-    dscore_ptr, saved_ptr, query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, doc_mask_ptr, cu_q_ptr, cu_d_ptr,
-    row_query_ptr, order_ptr, first_ptr, index_ptr, dquery_ptr,
+    dscore_ptr, saved_ptr, query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, largest_ptr, doc_mask_ptr, cu_q_ptr,
+    cu_d_ptr, row_query_ptr, order_ptr, first_ptr, index_ptr, dquery_ptr,
     Tq, Td, Nq, Nd, length_q, length_d, group, longest, stride_q, stride_d, inverse_temperature,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     PAIRING: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_DMASK: tl.constexpr,
-    HAS_SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_LARGEST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    unit = grad_unit(largest_ptr, HAS_LARGEST)
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     if PAIRING == ALL:
         block = tl.program_id(0) * BLOCK_Q
@@ -74,7 +89,7 @@ def smooth_dqueries_kernel(
                 offs = owner.to(tl.int64) * stride_q + tl.cast(d, tl.int64) * stride_d
             else:
                 offs = row.to(tl.int64) * 0 + tl.cast(pair, tl.int64) * stride_d
-            grad = tl.load(dscore_ptr + offs, mask=inside, other=0.0).to(tl.float32)
+            grad = tl.load(dscore_ptr + offs, mask=inside, other=0.0).to(tl.float32) / unit
             for t0 in range(0, end - start, BLOCK_T):
                 doc_row = start + t0 + tl.arange(0, BLOCK_T)
                 inside_d = doc_row < end
@@ -92,20 +107,36 @@ def smooth_dqueries_kernel(
                 acc = tl.dot(share.to(x.dtype), x, acc, input_precision=PRECISION)
         tl.store(
             dquery_ptr + row.to(tl.int64)[:, None] * D + k[None, :],
-            acc.to(dquery_ptr.dtype.element_ty),
+            (acc * unit).to(dquery_ptr.dtype.element_ty),
             mask=inside[:, None] & (k < D)[None, :],
         )
 
 
-@triton.jit(do_not_specialize=["Tq", "Td", "Nq", "Nd", "group", "longest", "tiles", "inverse_temperature"])
+@triton.jit(
+    do_not_specialize=[
+        "Tq",
+        "Td",
+        "Nq",
+        "Nd",
+        "group",
+        "longest",
+        "tiles",
+        "inverse_temperature",
+        "length_q",
+        "length_d",
+        "stride_q",
+        "stride_d",
+    ]
+)
 def smooth_ddocuments_kernel(
-    dscore_ptr, saved_ptr, query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, query_mask_ptr, doc_mask_ptr, cu_q_ptr,
-    cu_d_ptr, row_query_ptr, order_ptr, first_ptr, index_ptr, ddoc_ptr,
+    dscore_ptr, saved_ptr, query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, largest_ptr, query_mask_ptr,
+    doc_mask_ptr, cu_q_ptr, cu_d_ptr, row_query_ptr, order_ptr, first_ptr, index_ptr, ddoc_ptr,
     Tq, Td, Nq, Nd, length_q, length_d, group, longest, tiles, stride_q, stride_d, inverse_temperature,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     PAIRING: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr,
-    HAS_DMASK: tl.constexpr, HAS_SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DMASK: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_LARGEST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    unit = grad_unit(largest_ptr, HAS_LARGEST)
     k = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     d = tl.program_id(0)
     start, end, _ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
@@ -151,7 +182,7 @@ def smooth_ddocuments_kernel(
                     else:
                         owner = tl.load(row_query_ptr + row, mask=inside, other=0).to(tl.int32)
                     offs += owner.to(tl.int64) * stride_q
-                grad = tl.load(dscore_ptr + offs, mask=inside, other=0.0).to(tl.float32)
+                grad = tl.load(dscore_ptr + offs, mask=inside, other=0.0).to(tl.float32) / unit
                 share = _weights(
                     query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, doc_mask_ptr, r0, r_end - r0, row, kept_q,
                     start + t0, end - start - t0, doc_row, inside_d, top, grad, inverse_temperature, D, BLOCK_Q,
@@ -163,6 +194,6 @@ def smooth_ddocuments_kernel(
                 acc = tl.dot(tl.trans(share).to(x.dtype), x, acc, input_precision=PRECISION)
         tl.store(
             ddoc_ptr + doc_row.to(tl.int64)[:, None] * D + k[None, :],
-            acc.to(ddoc_ptr.dtype.element_ty),
+            (acc * unit).to(ddoc_ptr.dtype.element_ty),
             mask=inside_d[:, None] & (k < D)[None, :],
         )
