@@ -22,7 +22,9 @@ class AttentionConfig:
 
     Attributes:
         block: queries and keys of a tile.
-        num_warps, num_stages: of the kernels that walk blocks.
+        num_warps: of every kernel.
+        num_stages: of the kernels that walk blocks.
+        dkv_stages: of the kernel with the most accumulators.
         precision: ``input_precision`` of fp32 products.
     """
 
@@ -30,6 +32,7 @@ class AttentionConfig:
     num_warps: int
     num_stages: int
     precision: str
+    dkv_stages: int
 
 
 def block_size() -> int:
@@ -47,15 +50,16 @@ def resident_keys() -> int:
 def attention_config(dtype: torch.dtype, head_dim: int, device: torch.device) -> AttentionConfig:
     """The configuration for ``dtype`` and a head dimension on ``device``."""
     if device.type != "cuda" or triton_interpreted():
-        return AttentionConfig(BLOCK_INTERPRETED, 4, 1, "ieee")
+        return AttentionConfig(BLOCK_INTERPRETED, 4, 1, "ieee", 1)
     return config_for(dtype, head_dim, torch.backends.cuda.matmul.allow_tf32, torch.cuda.get_device_capability(device))
 
 
 def config_for(dtype: torch.dtype, head_dim: int, tf32: bool, capability: tuple[int, int]) -> AttentionConfig:
     """The configuration for a compute capability; ``tf32`` allows TF32 products of fp32 input."""
     if dtype == torch.float32:
-        return AttentionConfig(BLOCK, 8, 1, "tf32" if tf32 else "tf32x3")
-    return AttentionConfig(BLOCK, 4 if head_dim <= 64 and capability == (9, 0) else 8, 2, "ieee")
+        return AttentionConfig(BLOCK, 8, 1, "tf32" if tf32 else "tf32x3", 1)
+    warps = 4 if head_dim <= 64 and capability == (9, 0) else 8
+    return AttentionConfig(BLOCK, warps, 2, "ieee", 2 if capability >= (9, 0) else 1)
 
 
 def span(longest_k: int, window: int) -> int:
@@ -63,8 +67,10 @@ def span(longest_k: int, window: int) -> int:
     return longest_k if window < 0 else min(longest_k, block_size() + 2 * window)
 
 
-def is_resident(longest_k: int, window: int) -> bool:
+def is_resident(longest_k: int, window: int, device: torch.device) -> bool:
     """Whether the scores of a tile of rows stay on chip; else live blocks are listed."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0):
+        return False  # Triton 3.6 fails to build that kernel there
     return span(longest_k, window) <= resident_keys()
 
 
@@ -76,7 +82,7 @@ def row_tiles(q: Tensor, batch: int, packed: bool) -> int:
 
 def live_shape(q: Tensor, batch: int, longest_k: int, packed: bool, window: int) -> tuple[int, int, int]:
     """``[H, row tiles, words]`` of the map of live blocks, one bit a block; empty where nothing reads it."""
-    if is_resident(longest_k, window):
+    if is_resident(longest_k, window, q.device):
         return 0, 0, 0
     blocks = -(-longest_k // block_size())
     return q.size(1), row_tiles(q, batch, packed), -(-blocks // 32)

@@ -173,7 +173,7 @@ def forward(
     tables = (problem.alpha, problem.mask, *problem.offsets, problem.queries.batch, problem.queries.start, seed)
     sizes = (*problem.sizes, problem.queries.per, *problem.scalars)
     flags = {**problem.flags, "GRADIENT": with_gradient, "PRECISION": config.precision}
-    if is_resident(longest_k, options.window):
+    if is_resident(longest_k, options.window, q.device):
         keys = _power_of_two(span(longest_k, options.window))
         resident_kernel[(problem.queries.total, q.size(1))](
             q, k, v, target, target2, stats, *tables, *strides, *sizes, BLOCK_M=config.block, BLOCK_N=keys,
@@ -274,7 +274,7 @@ def backward(
             *operands, *_strides(dout, packed), *_strides(k if dk is None else dk, packed),
             *_strides(v if dv is None else dv, packed),
             *problem.sizes, queries.per, keys.per, *problem.scalars, most,
-            NEED_K=need_k, NEED_V=need_v, **shared, **launch,
+            NEED_K=need_k, NEED_V=need_v, **shared, num_warps=config.num_warps, num_stages=config.dkv_stages,
         )  # fmt: skip
     return dq, dk, dv, None if dalpha is None else dalpha.sum(dim=(0, 2))
 
