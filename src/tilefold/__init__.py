@@ -1,7 +1,7 @@
 """Fused heads and scorers for neural retrieval: big score matrices are folded tile by tile, never stored.
 
-``tilefold.lsr_head``, ``tilefold.lsr_head_sparse`` and ``tilefold.maxsim`` are the operators; ``tilefold.nn`` has them
-as modules.
+``tilefold.lsr_head``, ``tilefold.maxsim``, ``tilefold.token_scatter``, ``tilefold.entmax`` and
+``tilefold.entmax_attention`` are the operators; ``tilefold.nn`` has modules.
 Importing the package is cheap: torch loads with the first operator, kernels and integrations at first use.
 """
 
@@ -13,11 +13,40 @@ from tilefold._version import __version__
 
 if TYPE_CHECKING:
     from tilefold import nn
-    from tilefold.ops import lsr_head, lsr_head_sparse, maxsim, token_scatter, token_scatter_sparse
+    from tilefold.ops import (
+        entmax,
+        entmax_attention,
+        lsr_head,
+        lsr_head_sparse,
+        maxsim,
+        sparsemax,
+        token_scatter,
+        token_scatter_sparse,
+    )
 
-__all__ = ["__version__", "lsr_head", "lsr_head_sparse", "maxsim", "nn", "token_scatter", "token_scatter_sparse"]
+__all__ = [
+    "__version__",
+    "entmax",
+    "entmax_attention",
+    "lsr_head",
+    "lsr_head_sparse",
+    "maxsim",
+    "nn",
+    "sparsemax",
+    "token_scatter",
+    "token_scatter_sparse",
+]
 
-_OPERATORS = ("lsr_head", "lsr_head_sparse", "maxsim", "token_scatter", "token_scatter_sparse")
+_OPERATORS = (
+    "entmax",
+    "entmax_attention",
+    "lsr_head",
+    "lsr_head_sparse",
+    "maxsim",
+    "sparsemax",
+    "token_scatter",
+    "token_scatter_sparse",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -74,7 +74,9 @@ def entmax_attention(
             tensor's value outside [1, 2] makes its head NaN instead of raising.
         causal: a query sees no key behind its own place.
         window: a query sees keys at most this far from its place.
-        cu_seqlens_q, cu_seqlens_k: ``[B + 1]`` int32 offsets of packed sequences, both or neither.
+        cu_seqlens_q: ``[B + 1]`` int32 offsets of packed queries. On the CPU offsets that do not describe the rows
+            raise; on a GPU, where looking costs a synchronisation, they make every output NaN.
+        cu_seqlens_k: the same of packed keys; both or neither.
         max_seqlen_k: a bound of the length of packed key sequences, which spares work; by default all of k.
         key_padding_mask: ``[B, Nk]``, nonzero = keep, in any pattern; not for packed input.
         scale: multiplies the products; by default ``D ** -0.5``.
