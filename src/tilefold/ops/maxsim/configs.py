@@ -102,10 +102,12 @@ def forward_config_for(
     if query_rows <= 64:
         # Hopper's instructions take 64 rows at least; Ampere's 16
         block_q = 64 if capability >= (9, 0) else _power_of_two(query_rows, 16, 64)
-        # Blackwell's products lie in a memory of their own: their copies take registers
-        return ForwardConfig(
-            block_q, 64, block_k, num_warps=8 if capability >= (10, 0) else 4, num_stages=4, programs=3
-        )
+        block_t = 128 if dtype == torch.int8 else 64  # 16 KB at D = 128
+        # as many programs as the shared memory of a multiprocessor holds
+        if capability >= (10, 0):  # products lie in a memory of their own: their copies take registers
+            return ForwardConfig(block_q, block_t, block_k, num_warps=8, num_stages=4)
+        programs = 3 if capability >= (9, 0) else 2
+        return ForwardConfig(block_q, block_t, block_k, num_warps=4, num_stages=3, programs=programs)
     if capability >= (9, 0):
         return ForwardConfig(128, 64, block_k, num_warps=8, num_stages=3, use_tma=True)
     return ForwardConfig(128, 64, min(block_k, 64) if dim > LARGEST_BLOCK_K else block_k, num_warps=8, num_stages=3)

@@ -151,7 +151,7 @@ def _all_pairs(
     direct = 0 < length <= config.block_q
     tile_rows = config.block_q // length * length if direct else config.block_q
     tiles = cdiv(rows, tile_rows)
-    splits = min(n_documents, max(1, cdiv(sm_count(scores.device) * config.programs, tiles)))
+    splits = plan_splits(tiles, n_documents, sm_count(scores.device) * config.programs)
     parts = scores if direct else torch.empty(tiles + n_queries, n_documents, dtype=torch.float32, device=scores.device)
     all_pairs_kernel[(tiles, splits)](
         *operands, scores, parts, saved, *sizes, tile_rows, splits, *temperature,
@@ -162,6 +162,16 @@ def _all_pairs(
             parts, operands[6], scores, rows, n_queries, n_documents, length, tile_rows,
             BLOCK=256, UNIFORM_Q=problem.cu_queries is None,
         )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_splits(tiles: int, documents: int, slots: int) -> int:
+    """Into how many parts the documents are dealt, each part of each tile a program, with ``slots`` running at a time.
+
+    The split that leaves the fewest documents to the busiest slot, at a price of 0.1 document a program.
+    """
+    most = min(documents, 4 * cdiv(slots, tiles))
+    return min(range(1, most + 1), key=lambda n: cdiv(tiles * n, slots) * (cdiv(documents, n) + 0.1))
 
 
 def _lists(owners: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -287,7 +297,8 @@ def _ddocuments(
         smooth_ddocuments_kernel[grid](
             dscores, saved, queries, documents, *scales, largest, _bytes(problem.query_mask),
             _bytes(problem.document_mask), *offsets, index, out, *sizes, tiles, *strides,
-            1.0 / problem.temperature, BLOCK_Q=config.smooth_r, BLOCK_T=block_t, BLOCK_K=config.smooth_k, BLOCK_D=config.block_dd,
+            1.0 / problem.temperature, BLOCK_Q=config.smooth_r, BLOCK_T=block_t, BLOCK_K=config.smooth_k,
+            BLOCK_D=config.block_dd,
             HAS_QMASK=problem.query_mask is not None, HAS_DMASK=problem.document_mask is not None,
             PRECISION=config.precision, num_warps=config.smooth_warps, num_stages=config.smooth_stages,
             HAS_LARGEST=largest is not None, **flags,
