@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,11 +47,13 @@ def resident_keys() -> int:
     return RESIDENT_KEYS
 
 
-def attention_config(dtype: torch.dtype, head_dim: int, device: torch.device) -> AttentionConfig:
-    """The configuration for ``dtype`` and a head dimension on ``device``."""
+def attention_config(dtype: torch.dtype, head_dim: int, device: torch.device, dropout: bool) -> AttentionConfig:
+    """The configuration for ``dtype`` and a head dimension on ``device``; random words take registers too."""
     if device.type != "cuda" or triton_interpreted():
         return AttentionConfig(BLOCK_INTERPRETED, 4, 1, "ieee", 1)
-    return config_for(dtype, head_dim, torch.backends.cuda.matmul.allow_tf32, torch.cuda.get_device_capability(device))
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    config = config_for(dtype, head_dim, tf32, torch.cuda.get_device_capability(device))
+    return replace(config, num_warps=8) if dropout else config
 
 
 def config_for(dtype: torch.dtype, head_dim: int, tf32: bool, capability: tuple[int, int]) -> AttentionConfig:

@@ -169,7 +169,7 @@ def forward(
     target2 = _readable(out2) if with_gradient else out2
     packed = problem.packed
     strides = [*_strides(q, packed), *_strides(k, packed), *_strides(v, packed), *_strides(target, packed)]
-    config = attention_config(q.dtype, q.size(-1), q.device)
+    config = attention_config(q.dtype, q.size(-1), q.device, seed is not None)
     tables = (problem.alpha, problem.mask, *problem.offsets, problem.queries.batch, problem.queries.start, seed)
     sizes = (*problem.sizes, problem.queries.per, *problem.scalars)
     flags = {**problem.flags, "GRADIENT": with_gradient, "PRECISION": config.precision}
@@ -241,7 +241,7 @@ def backward(
     problem = _problem(q, k, alpha, key_mask, cu_q, cu_k, seed, options)
     packed, heads = problem.packed, q.size(1)
     q, k, v, dout, out2 = (_readable(t) for t in (q, k, v, dout, out2))
-    config = attention_config(q.dtype, q.size(-1), q.device)
+    config = attention_config(q.dtype, q.size(-1), q.device, seed is not None)
     delta = torch.empty_like(stats[0])
     dalpha = torch.zeros_like(delta) if need_alpha else None
     lists = live.numel() > 0
