@@ -1,0 +1,187 @@
+"""The benchmark of ``tilefold.ops.entmax_attention``: shapes, inputs, floor, gate, and softmax attention beside it.
+
+FlashAttention-2 and cuDNN compute another function, softmax attention: they are shown as what the time is compared
+with, and are not gated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from tilefold.bench.gate import BASELINE_BUDGETS, Budget, GateResult, relative_error
+from tilefold.bench.registry import DTYPES, BenchCase, BenchSpec, Implementation, Phase, Runnable, Work
+from tilefold.ops.entmax_attention import chosen_impl, entmax_attention
+from tilefold.testing import budget
+from tilefold.testing.entmax_attention import entmax_attention_inputs
+
+ALPHA = 1.5
+_SHARPNESS = {"iid": 1.0, "iid4": 4.0, "correlated": 2.0}
+_GATE_ROWS = 1024  # queries of one head that are held against the reference
+_MOST_PAIRS = 1 << 22  # scores in fp64 of the gate's head on the CPU
+
+
+@dataclass(frozen=True)
+class EntmaxAttentionBenchInputs:
+    """Inputs of one case: q, k and v ``[B, H, N, D]`` want gradients, ``dout`` comes back."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    causal: bool
+
+
+def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> EntmaxAttentionBenchInputs:
+    """Random inputs of ``case``: independent scores, or ones that are alike along the sequence."""
+    batch, heads, n, dim = (case.dims[name] for name in "BHND")
+    kind, _, causal = case.variant.partition("-")
+    made = entmax_attention_inputs(
+        batch,
+        heads,
+        n,
+        dim,
+        correlated=kind == "correlated",
+        sharpness=_SHARPNESS[kind],
+        dtype=DTYPES[case.dtype],
+        device=device,
+        seed=seed,
+    )
+    q, k, v = (t.requires_grad_() for t in (made.q, made.k, made.v))
+    return EntmaxAttentionBenchInputs(q, k, v, made.dout, causal == "causal")
+
+
+def make_probe(case: BenchCase, device: torch.device, seed: int = 0) -> EntmaxAttentionBenchInputs:
+    """The case with tiny dimensions: loads libraries and thread pools, allocates next to nothing."""
+    dims = {"B": 1, "H": 1, "N": 32, "D": case.dims["D"]}
+    return make_inputs(BenchCase("probe", case.device, case.dtype, dims, case.variant), device, seed)
+
+
+def work(case: BenchCase, inputs: EntmaxAttentionBenchInputs, phase: Phase) -> Work:
+    """Least work: every score once (their signs must be known); weights and gradients may all but vanish."""
+    batch, heads, n, dim = (case.dims[name] for name in "BHND")
+    pairs = batch * heads * n * n / (2 if inputs.causal else 1)
+    operand = inputs.q.numel() * inputs.q.element_size()
+    nbytes = 4.0 * operand if phase == "forward" else 12.0 * operand
+    return Work(2.0 * dim * pairs, nbytes)
+
+
+def needs_bytes(case: BenchCase, impl: str) -> int:
+    """A low estimate of the extra memory of ``impl`` in training, in bytes."""
+    batch, heads, n, dim = (case.dims[name] for name in "BHND")
+    dense = 8 * batch * heads * n * n if impl == "reference" else 0
+    return dense + 5 * batch * heads * n * dim * DTYPES[case.dtype].itemsize
+
+
+class EntmaxAttentionGate:
+    """Holds the last queries of the first head, and, where that is all of them, dk and dv, to the fp64 reference."""
+
+    def __init__(self, case: BenchCase, inputs: EntmaxAttentionBenchInputs) -> None:
+        n = inputs.q.size(2)
+        rows = min(n, _GATE_ROWS if inputs.q.is_cuda else max(1, _MOST_PAIRS // n))
+        self._first = n - rows
+        q, k, v = (t.detach()[:1, :1].double() for t in (inputs.q, inputs.k, inputs.v))
+        leaves = [q[:, :, self._first :].clone().requires_grad_(), k.requires_grad_(), v.requires_grad_()]
+        out = entmax_attention(leaves[0], leaves[1], leaves[2], alpha=ALPHA, causal=inputs.causal, impl="reference")
+        out = out if isinstance(out, Tensor) else out[0]
+        grads = torch.autograd.grad(out, leaves, inputs.dout[:1, :1, self._first :].double())
+        self._truth = {"out": out.detach(), "dq": grads[0]}
+        if self._first == 0:
+            self._truth |= {"dk": grads[1], "dv": grads[2]}
+        dtype = inputs.q.dtype
+        self._budget = Budget(budget(dtype, "gradient"), budget(dtype, "gradient_bound"))
+        self._baseline = BASELINE_BUDGETS[case.dtype]
+
+    def check(self, runnable: Runnable, kind: str) -> GateResult:
+        """Errors of output and gradients."""
+        allowed = self._budget if kind == "ours" else self._baseline
+        found: dict[str, Tensor] = {}
+        if runnable.forward_backward is None:
+            out = runnable.forward()
+            if out is not None:
+                found["out"] = out[:1, :1, self._first :]
+        else:
+            out, grads = runnable.forward_backward()
+            found = {"out": out[:1, :1, self._first :], "dq": grads[0][:1, :1, self._first :]}
+            found |= {"dk": grads[1][:1, :1], "dv": grads[2][:1, :1]}
+        errors = {name: relative_error(found[name], truth) for name, truth in self._truth.items() if name in found}
+        return GateResult(errors, allowed)
+
+
+def _runnable(
+    attend: Callable[[EntmaxAttentionBenchInputs], Tensor], inputs: EntmaxAttentionBenchInputs, label: str
+) -> Runnable:
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attend(inputs)
+
+    def forward_backward() -> tuple[Tensor, tuple[Tensor, ...]]:
+        out = attend(inputs)
+        return out.detach(), torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.dout)
+
+    return Runnable(forward, forward_backward, label)
+
+
+def _ours(impl: str) -> Callable[[EntmaxAttentionBenchInputs], Runnable]:
+    def build(inputs: EntmaxAttentionBenchInputs) -> Runnable:
+        def attend(given: EntmaxAttentionBenchInputs) -> Tensor:
+            out = entmax_attention(given.q, given.k, given.v, alpha=ALPHA, causal=given.causal, impl=impl)
+            return out if isinstance(out, Tensor) else out[0]
+
+        return _runnable(attend, inputs, chosen_impl(inputs.q, impl) if impl != "reference" else impl)
+
+    return build
+
+
+def _softmax(backend: SDPBackend) -> Callable[[EntmaxAttentionBenchInputs], Runnable]:
+    def build(inputs: EntmaxAttentionBenchInputs) -> Runnable:
+        def attend(given: EntmaxAttentionBenchInputs) -> Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(given.q, given.k, given.v, is_causal=given.causal)
+
+        return _runnable(attend, inputs, backend.name.lower())
+
+    return build
+
+
+def _case(B: int, N: int, variant: str, device: str = "cuda", *, quick: bool = False) -> BenchCase:
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    name = f"{'cpu-' if device == 'cpu' else ''}{B}x{N}-{variant}"
+    return BenchCase(name, device, dtype, {"B": B, "H": 12 if device == "cuda" else 4, "N": N, "D": 64}, variant, quick)
+
+
+CASES = (
+    _case(128, 128, "iid", quick=True),
+    _case(64, 256, "iid"),
+    _case(32, 512, "iid", quick=True),
+    _case(8, 2048, "iid"),
+    _case(2, 8192, "iid4"),
+    _case(2, 8192, "correlated", quick=True),
+    _case(4, 4096, "correlated-causal"),
+    _case(4, 16384, "correlated-causal"),
+    _case(2, 512, "iid", "cpu", quick=True),
+    _case(1, 2048, "correlated", "cpu"),
+)
+
+SPEC = BenchSpec(
+    op="entmax_attention",
+    cases=CASES,
+    implementations=(
+        Implementation("tilefold", _ours("auto"), "ours"),
+        Implementation("tiled", _ours("tiled"), "ours", default_on=()),
+        Implementation("reference", _ours("reference"), "ours", default_on=()),
+        Implementation("softmax-fa2", _softmax(SDPBackend.FLASH_ATTENTION), "bare"),
+        Implementation("softmax-cudnn", _softmax(SDPBackend.CUDNN_ATTENTION), "bare", default_on=("cuda",)),
+    ),
+    baseline="softmax-fa2",
+    make_inputs=make_inputs,
+    make_gate=EntmaxAttentionGate,
+    make_probe=make_probe,
+    work=work,
+    needs_bytes=needs_bytes,
+)
