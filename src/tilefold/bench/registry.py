@@ -20,10 +20,10 @@ _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp3
 
 # the modules that register a spec; imported only when a benchmark is asked for
 SPEC_MODULES: dict[str, str] = {
-    "entmax_attention": "tilefold.bench.entmax_attention",
     "lsr_head": "tilefold.bench.lsr_head",
     "maxsim": "tilefold.bench.maxsim",
     "token_scatter": "tilefold.bench.token_scatter",
+    "entmax_attention": "tilefold.bench.entmax_attention",
 }
 
 _Named = TypeVar("_Named")
