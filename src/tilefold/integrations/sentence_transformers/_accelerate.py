@@ -43,7 +43,7 @@ class Acceleration:
         return f"Acceleration({type(self.model).__name__}, heads={self.heads})"
 
 
-def accelerate(model: Any, *, impl: str = "auto", check: bool = True) -> Acceleration:
+def accelerate(model: Any, *, impl: str = "auto", check: bool = True, quantize: str | None = None) -> Acceleration:
     """Let a SparseEncoder make its scores without the ``[B, S, V]`` logits, in training and in encoding.
 
     The model is changed in place and stays a stock SparseEncoder: same classes, same state dict, same checkpoint, so
@@ -58,6 +58,9 @@ def accelerate(model: Any, *, impl: str = "auto", check: bool = True) -> Acceler
         impl: implementation of the head, see :func:`tilefold.ops.lsr_head`.
         check: run two short texts through the stock and the fused model, and refuse if they disagree. It takes four
             forwards of two short texts in eval mode, and changes neither modes nor random state.
+        quantize: ``"fp8"`` rounds LM head and token states to fp8 wherever no gradient is asked for, as in ``encode``:
+            1.6 times the speed of the bf16 head on an H200, scores about 1% off (see
+            :func:`tilefold.ops.quantize_weight`). Training, and checkpoints, stay as they are. For max pooling.
 
     Returns:
         A handle; as a context manager, it restores the model at its end.
@@ -71,16 +74,23 @@ def accelerate(model: Any, *, impl: str = "auto", check: bool = True) -> Acceler
     if impl not in IMPLS:
         listed = ", ".join(repr(name) for name in IMPLS)
         raise ValueError(f"impl must be one of {listed}, got {impl!r}.")
+    if quantize not in {None, "fp8"}:
+        raise ValueError(f"quantize must be 'fp8' or None, got {quantize!r}.")
     if isinstance(model, nn.Module):
         _remove_patches(model)
     pairs = find_pairs(model)
     for pair in pairs:
         check_head(pair.head)
+        if quantize is not None and pair.pooling.pooling_strategy != "max":
+            raise ValueError(
+                f"quantize must be None for pooling {pair.pooling.pooling_strategy!r}, got {quantize!r}; only max "
+                "pooling runs in fp8."
+            )
         if check:
             check_pair(pair, impl)
     for pair in pairs:
         pair.head.forward = pass_hidden_states
-        pair.pooling.forward = FusedSpladePooling(pair.pooling, pair.head, impl)
+        pair.pooling.forward = FusedSpladePooling(pair.pooling, pair.head, impl, quantize)
         if _check_head_is_fused not in pair.transformer._forward_pre_hooks.values():
             pair.transformer.register_forward_pre_hook(_check_head_is_fused)
     return Acceleration(model, heads=len({id(pair.head) for pair in pairs}))

@@ -1,0 +1,78 @@
+"""An accelerated model whose LM head is multiplied in fp8 where no gradient is asked for."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from sentence_transformers import SparseEncoder
+from splade_models import TEXTS
+
+from tilefold.integrations.sentence_transformers import accelerate, encode_sparse
+from tilefold.testing import relative_error
+
+FP8_SCORES = 0.05  # both operands rounded to 4 bits: about 3% of a logit, less of its logarithm
+
+
+@pytest.fixture
+def model(tiny_folder: Path) -> SparseEncoder:
+    return SparseEncoder(str(tiny_folder), device="cpu")
+
+
+def encode(model: SparseEncoder) -> torch.Tensor:
+    return model.encode(TEXTS).to_dense()
+
+
+def features(model: SparseEncoder) -> dict[str, torch.Tensor]:
+    return dict(model.preprocess(TEXTS))
+
+
+def test_encoding_rounds_and_training_does_not(model: SparseEncoder) -> None:
+    exact = encode(model)
+    with accelerate(model, quantize="fp8"):
+        rounded = encode(model)
+        model.eval()
+        trained = model(features(model))["sentence_embedding"]
+    assert 0 < relative_error(rounded, exact) < FP8_SCORES
+    assert trained.requires_grad
+    assert relative_error(trained, exact) < 1e-5
+    assert torch.equal(encode(model), exact)
+
+
+def test_sparse_rows_are_those_of_the_rounded_head(model: SparseEncoder) -> None:
+    accelerate(model, quantize="fp8")
+    torch.testing.assert_close(encode_sparse(model, TEXTS).to_dense(), encode(model))
+
+
+def test_a_changed_weight_is_rounded_anew(model: SparseEncoder) -> None:
+    accelerate(model, quantize="fp8")
+    before = encode(model)
+    with torch.no_grad():
+        model[0].model.get_output_embeddings().weight.mul_(2)
+    after = encode(model)
+    fresh = copy.deepcopy(model)
+    accelerate(fresh, quantize="fp8")
+    assert not torch.equal(after, before)
+    assert torch.equal(after, encode(fresh))
+
+
+def test_copies_and_pickles_carry_no_rounded_weight(model: SparseEncoder) -> None:
+    accelerate(model, quantize="fp8")
+    small = len(pickle.dumps(model))
+    expected = encode(model)
+    stored = pickle.dumps(model)
+    other = copy.deepcopy(model)
+    assert len(stored) < small + 10_000  # the weight in fp8 would be a megabyte
+    for again in (pickle.loads(stored), other):  # noqa: S301
+        assert torch.equal(encode(again), expected)
+
+
+def test_what_cannot_be_rounded_is_said(model: SparseEncoder) -> None:
+    with pytest.raises(ValueError, match="quantize must be 'fp8' or None, got 'int4'"):
+        accelerate(model, quantize="int4")
+    model[1].pooling_strategy = "sum"
+    with pytest.raises(ValueError, match="quantize must be None for pooling 'sum', got 'fp8'"):
+        accelerate(model, quantize="fp8")
