@@ -187,6 +187,19 @@ def test_empty_sides(target: Target) -> None:
     assert maxsim(tokens[:0], tokens, impl=target.impl).shape == (0, 2)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_what_is_saved_past_the_end_of_a_short_query_says_that_nothing_won(target: Target, temperature: float) -> None:
+    inputs = maxsim_inputs(6, 4, 9, 8, 16, pairing="index", layout="packed", device=target.device)
+    lengths = inputs.cu_seqlens_q.diff()[inputs.pairing[:, 0]]
+    with nan_poisoned_empty():
+        saved = torch.ops.tilefold.maxsim(
+            inputs.queries, inputs.documents, None, None, inputs.cu_seqlens_q, inputs.cu_seqlens_d, 0, 0,
+            inputs.pairing, "index", False, temperature, False, 9, True, target.impl,
+        )[1].double()  # fmt: skip
+    past = torch.arange(9, device=saved.device) >= lengths[:, None]
+    assert past.any() and bool((saved[past] == (math.inf if temperature else 65535)).all())
+
+
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_elements() -> None:
     documents = torch.zeros(16500, 1024, 128, dtype=torch.float16, device="cuda")

@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilefold.ops import maxsim
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.maxsim import chosen_impl
+from tilefold.ops.maxsim import _tiled, chosen_impl
+from tilefold.ops.maxsim._problem import Problem
 from tilefold.testing import assert_within_budget
 from tilefold.testing.maxsim import PAIRINGS, maxsim_inputs, maxsim_results, with_one_answer
 
@@ -141,3 +143,27 @@ def test_winners_take_two_bytes_up_to_65535_tokens_and_are_kept_only_for_a_gradi
         None, "all", False, 0.0, False, 0, False, "tiled",
     )  # fmt: skip
     assert scores.shape == (2, 2) and winners.numel() == 0
+
+
+ALLOWED_ON_UINT16 = ("_to_copy", "copy_", "clone", "detach", "empty", "slice", "view", "alias", "transpose", "expand")
+
+
+class NoArithmeticOnUint16(TorchDispatchMode):
+    """Refuse what CUDA cannot do with uint16: all but allocation, copies, casts and views."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        values = [v for v in (*args, out) if isinstance(v, Tensor)]
+        if any(v.dtype == torch.uint16 for v in values) and func.overloadpacket.__name__ not in ALLOWED_ON_UINT16:
+            raise NotImplementedError(f"{func} on uint16")
+        return out
+
+
+@pytest.mark.parametrize(("pairing", "layout"), CASES)
+def test_the_tiled_path_asks_of_uint16_what_cuda_can_do(pairing: str, layout: str) -> None:
+    problem = Problem(*operator_arguments("cpu", pairing, layout, 0.0))
+    with NoArithmeticOnUint16():
+        scores, saved = _tiled.forward(problem, True)
+        dqueries, ddocuments = _tiled.backward(problem, torch.ones_like(scores), saved, True, True)
+    assert saved.dtype == torch.uint16 and dqueries.shape == problem.queries.shape
+    assert bool(ddocuments.isfinite().all())

@@ -14,7 +14,8 @@ grouped   [group, Tq]   ``[d % group, t]``
 index     [P, longest]  ``[p, t - first row of the query]``
 ========  ============  ==================================
 
-A winner is the position of the token in its document, padding counted.
+A winner is the position of the token in its document, padding counted. Places of the index layout past the end of their
+query hold "no winner" too, or infinity where smooth maxima are saved.
 """
 
 from __future__ import annotations

@@ -190,14 +190,14 @@ def _max_backward(
         items = torch.arange(i, i + chosen.numel(), device=grad.device)[:, None]
         if problem.pairing == "all":
             row = torch.arange(width, device=grad.device).expand(chosen.numel(), -1)
-            winner = saved[i : i + step].to(torch.int64)
+            winner = _positions(saved, slice(i, i + step))
             weight = grad.T[i : i + step, query_of_row]
         else:
             query = query_of[i : i + step]
             inside = offset < queries.sizes[query][:, None]
             row = torch.where(inside, queries.starts[query][:, None] + offset, 0)
             place = torch.where(inside, _places(problem, items, row, queries.starts[query][:, None]), 0)
-            winner = saved.view(-1)[place].to(torch.int64).masked_fill(~inside, no_winner(saved.dtype))
+            winner = _positions(saved.view(-1), place).masked_fill(~inside, no_winner(saved.dtype))
             weight = grad[i : i + step, None].expand(winner.shape)
         has = winner != no_winner(saved.dtype)
         target = torch.where(has, documents.starts[chosen][:, None] + winner, 0)
@@ -213,6 +213,13 @@ def _max_backward(
         if ddocuments is not None:
             table = queries.take(torch.arange(queries.rows.size(0), device=grad.device))
             _add_rows(ddocuments, table, target, row, weight, has)
+
+
+def _positions(saved: Tensor, where: Tensor | slice) -> Tensor:
+    """Saved winners in int64. CUDA has no gather of uint16, so their bits are gathered as int16."""
+    if saved.dtype != torch.uint16:
+        return saved[where].to(torch.int64)
+    return saved.view(torch.int16)[where].to(torch.int64).bitwise_and_(0xFFFF)
 
 
 def _add_rows(out: Tensor, table: Tensor, owner: Tensor, row: Tensor, weight: Tensor, has: Tensor) -> None:

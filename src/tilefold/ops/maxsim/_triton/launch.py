@@ -91,7 +91,7 @@ def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
     device, dim = queries.device, queries.size(1)
     n_queries, n_documents = problem.n_queries, problem.n_documents
     scores = torch.empty(problem.score_shape, dtype=torch.float32, device=device)
-    saved = torch.empty(problem.saved_shape if with_saved else (0, 0), dtype=problem.saved_dtype, device=device)
+    saved = _room_for_saved(problem, with_saved)
     if scores.numel() == 0:
         return scores, saved
     everything = problem.pairing == "all"
@@ -134,6 +134,18 @@ def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
             *temperature, PAIRING=PAIRINGS[problem.pairing], **flags,
         )  # fmt: skip
     return scores, saved
+
+
+def _room_for_saved(problem: Problem, with_saved: bool) -> Tensor:
+    shape = problem.saved_shape if with_saved else (0, 0)
+    saved = torch.empty(shape, dtype=problem.saved_dtype, device=problem.queries.device)
+    if with_saved and problem.index is not None and problem.cu_queries is not None:
+        # no token writes the places past the end of a query shorter than the longest
+        if problem.temperature:
+            saved.fill_(float("inf"))
+        else:  # every bit set is "no winner" in both dtypes
+            saved.view(torch.int16).fill_(-1)
+    return saved
 
 
 def _all_pairs(
