@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.library import define_op, forbid_double_backward
+from tilefold.ops._shared.library import define_op, forbid_double_backward, is_plain
 from tilefold.ops.token_scatter import _tiled
 from tilefold.ops.token_scatter._choice import chosen_impl
 from tilefold.ops.token_scatter._layout import batch_size, check_cu_seqlens, check_ids, valid_tokens
@@ -19,7 +19,6 @@ FORWARD = (
     " str activation, int[] ignore_ids, ScalarType out_dtype, bool with_counted, str impl)"
     " -> (Tensor scores, Tensor counted)"
 )
-_PLAIN = (Tensor, torch.nn.Parameter)
 BACKWARD = (
     "(Tensor dscores, Tensor weights, Tensor input_ids, Tensor counted, Tensor? cu_seqlens, str activation, str impl)"
     " -> Tensor"
@@ -176,15 +175,6 @@ def _on_device(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def _is_plain(*tensors: Tensor | None) -> bool:
-    """Whether no compiler, mode or tensor subclass wants to see the registered operator."""
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and all(tensor is None or (type(tensor) in _PLAIN and not tensor.is_meta) for tensor in tensors)
-    )
-
-
 def scatter(
     weights: Tensor,
     input_ids: Tensor,
@@ -202,7 +192,7 @@ def scatter(
     with_counted = torch.is_grad_enabled() and weights.requires_grad
     options = (vocab_size, reduce, activation, list(ignore_ids), out_dtype, with_counted, impl)
     scores: Tensor
-    if not _is_plain(*tensors):
+    if not is_plain(*tensors):
         scores, _ = torch.ops.tilefold.token_scatter(*tensors, *options)
     elif with_counted:
         scores = _Scatter.apply(*tensors, *options)  # type: ignore[no-untyped-call]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilefold.ops.lsr_head._library.common import define_op
+from tilefold.ops._shared.library import define_op
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, rows: int) -> None:

@@ -7,20 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.library import define_op, forbid_double_backward, is_plain, run
 from tilefold.ops.lsr_head._layout import batch_size, length_bound, winner_dtype
-from tilefold.ops.lsr_head._library.common import (
-    HEAD,
-    LAYOUT,
-    OPTIONS,
-    asked_for,
-    define_op,
-    fake_grads,
-    forbid_double_backward,
-    implementation,
-    is_plain,
-    present,
-    run,
-)
+from tilefold.ops.lsr_head._library.common import HEAD, LAYOUT, OPTIONS, asked_for, fake_grads, implementation, present
 from tilefold.ops.lsr_head._library.cu_seqlens import check_cu_seqlens, looks_are_free
 
 
@@ -138,7 +127,7 @@ def _(
     return fake_grads(hidden, weight, need_hidden, need_weight, bias_dtype)
 
 
-forbid_double_backward("lsr_head_max_backward")
+forbid_double_backward("lsr_head_max_backward", "lsr_head")
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -7,15 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.library import define_op, forbid_double_backward
 from tilefold.ops.lsr_head._activation import activate, slope_from_score
-from tilefold.ops.lsr_head._library.common import (
-    asked_for,
-    define_op,
-    fake_grads,
-    forbid_double_backward,
-    present,
-    product,
-)
+from tilefold.ops.lsr_head._library.common import asked_for, fake_grads, present, product
 
 
 @define_op(
@@ -96,7 +90,7 @@ def _(
     return fake_grads(token, weight, need_token, need_weight, bias_dtype)
 
 
-forbid_double_backward("lsr_head_token_backward")
+forbid_double_backward("lsr_head_token_backward", "lsr_head")
 
 
 def _token_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.library import define_op, is_plain, run
 from tilefold.ops.lsr_head import _quantized
 from tilefold.ops.lsr_head._layout import batch_size, length_bound
-from tilefold.ops.lsr_head._library.common import LAYOUT, OPTIONS, define_op, is_plain, run
+from tilefold.ops.lsr_head._library.common import LAYOUT, OPTIONS
 from tilefold.ops.lsr_head._library.cu_seqlens import check_cu_seqlens, looks_are_free
 from tilefold.ops.lsr_head._quantized import QuantizedWeight, chosen_quantized_impl
 

@@ -8,18 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.library import define_op, forbid_double_backward
 from tilefold.ops.lsr_head._layout import batch_size
-from tilefold.ops.lsr_head._library.common import (
-    HEAD,
-    LAYOUT,
-    OPTIONS,
-    asked_for,
-    define_op,
-    fake_grads,
-    forbid_double_backward,
-    implementation,
-    present,
-)
+from tilefold.ops.lsr_head._library.common import HEAD, LAYOUT, OPTIONS, asked_for, fake_grads, implementation, present
 from tilefold.ops.lsr_head._library.cu_seqlens import broken_cu_seqlens, check_cu_seqlens, looks_are_free
 
 
@@ -133,7 +124,7 @@ def _(
     return fake_grads(hidden, weight, need_hidden, need_weight, bias.dtype if need_bias and bias is not None else None)
 
 
-forbid_double_backward("lsr_head_sum_backward")
+forbid_double_backward("lsr_head_sum_backward", "lsr_head")
 
 
 def _sum_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
