@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.library import define_op, is_plain, run
 from tilefold.ops.maxsim._choice import chosen_impl
 from tilefold.ops.maxsim._problem import Problem, wide_dtype
 from tilefold.ops.maxsim.quantized import quantize_rows
@@ -20,7 +19,6 @@ _PROBLEM = (
     " float temperature, bool normalize, SymInt longest_query"
 )
 _ARGUMENTS = _PROBLEM.count(",") + 1
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, rows: int, side: str) -> None:
@@ -65,41 +63,6 @@ def check_values(problem: Problem, impl: str) -> None:
             )
 
 
-def _define(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Define ``tilefold::name`` with the decorated function as its implementation on every device."""
-    torch.library.define(f"tilefold::{name}", schema)
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        torch.library.impl(f"tilefold::{name}", "default", functools.partial(_run, function))
-        return function
-
-    return register
-
-
-def _run(function: Callable[..., Any], *args: Any) -> Any:
-    """Call an implementation on the device of its first argument, a tensor, and outside autocast."""
-    device, device_type = args[0].device, args[0].device.type
-    if device_type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):  # kernels are launched on the current device
-            return _run(function, *args)
-    if not torch.is_autocast_enabled(device_type):
-        return function(*args)
-    with torch.autocast(device_type, enabled=False):  # the public function has settled the dtypes
-        return function(*args)
-
-
-def _is_plain(*tensors: Tensor | None) -> bool:
-    """Whether no compiler, mode or tensor subclass wants to see the registered operator.
-
-    Then the implementation may be called directly: a registered operator costs 0.1 ms of host time more.
-    """
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and all(tensor is None or (type(tensor) in _PLAIN and not tensor.is_meta) for tensor in tensors)
-    )
-
-
 def _implementation(impl: str) -> ModuleType:
     if impl == "tiled":
         from tilefold.ops.maxsim import _tiled  # noqa: PLC0415
@@ -110,7 +73,7 @@ def _implementation(impl: str) -> ModuleType:
     return _triton
 
 
-@_define("maxsim", f"({_PROBLEM}, bool with_saved, str impl) -> (Tensor scores, Tensor saved)")
+@define_op("maxsim", f"({_PROBLEM}, bool with_saved, str impl) -> (Tensor scores, Tensor saved)")
 def _maxsim(*args: Any) -> tuple[Tensor, Tensor]:
     problem, with_saved = Problem(*args[:_ARGUMENTS]), args[_ARGUMENTS]
     return _compute(problem.queries, problem, with_saved, chosen_impl(problem.queries, args[_ARGUMENTS + 1]))
@@ -132,7 +95,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor]:
     )
 
 
-@_define(
+@define_op(
     "maxsim_backward",
     f"(Tensor dscores, Tensor saved, {_PROBLEM}, bool need_queries, bool need_documents, str impl)"
     " -> (Tensor dqueries, Tensor ddocuments)",
@@ -194,7 +157,7 @@ def _gradients(ctx: Any, dscores: Tensor | None, *, registered: bool) -> tuple[T
     if registered or torch.is_grad_enabled():  # the registered operator refuses a second derivative
         grads = torch.ops.tilefold.maxsim_backward(dscores, saved, *arguments, *needs, ctx.impl)
     else:
-        grads = _run(_maxsim_backward, dscores, saved, *arguments, *needs, ctx.impl)
+        grads = run(_maxsim_backward, dscores, saved, *arguments, *needs, ctx.impl)
     dqueries, ddocuments = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
     return (dqueries, ddocuments, *nothing)
 
@@ -209,11 +172,11 @@ torch.library.register_autograd("tilefold::maxsim", _backward, setup_context=_se
 
 
 class _MaxSim(torch.autograd.Function):
-    """The registered operator and its gradient without the dispatcher, for plain tensors; see ``_is_plain``."""
+    """The registered operator and its gradient without the dispatcher, for plain tensors; see ``is_plain``."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output = _run(_maxsim, *inputs)
+        output = run(_maxsim, *inputs)
         _save(ctx, inputs, output)
         return output[0]  # type: ignore[no-any-return]
 
@@ -226,9 +189,9 @@ def scores(problem: Problem, impl: str) -> Tensor:
     """Scores of ``problem``; what backward needs is kept only if a gradient can be asked for."""
     p = problem
     with_saved = torch.is_grad_enabled() and (p.queries.requires_grad or p.documents.requires_grad)
-    plain = _is_plain(p.queries, p.documents, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.index)
+    plain = is_plain(p.queries, p.documents, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.index)
     if plain and not with_saved:
-        return _run(_compute, p.queries, p, False, impl)[0]  # type: ignore[no-any-return]
+        return run(_compute, p.queries, p, False, impl)[0]  # type: ignore[no-any-return]
     inputs = (
         p.queries, p.documents, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.query_length,
         p.document_length, p.index, p.pairing, p.mask_zero, p.temperature, p.normalize, p.longest_query, with_saved,
@@ -254,7 +217,7 @@ def quantized_problem(queries: Tensor, values: Tensor, scales: Tensor, *rest: An
     return Problem(rows, values, *rest, False, 0, query_scale, scales)  # type: ignore[call-arg]
 
 
-@_define(
+@define_op(
     "maxsim_quantized",
     f"(Tensor queries, Tensor values, Tensor scales, {_MASKS_AND_LAYOUT}, str impl) -> Tensor",
 )
@@ -290,6 +253,6 @@ def quantized_scores(problem: Problem, scales: Tensor, impl: str) -> Tensor:
         p.queries, p.documents, scales, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.query_length,
         p.document_length, p.index, p.pairing, p.mask_zero, p.temperature, impl,
     )  # fmt: skip
-    if _is_plain(p.queries, p.documents, scales, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.index):
-        return _run(_maxsim_quantized, *inputs)  # type: ignore[no-any-return]
+    if is_plain(p.queries, p.documents, scales, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.index):
+        return run(_maxsim_quantized, *inputs)  # type: ignore[no-any-return]
     return torch.ops.tilefold.maxsim_quantized(*inputs)  # type: ignore[no-any-return]
