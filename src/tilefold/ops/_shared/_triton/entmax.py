@@ -8,6 +8,11 @@ others. The middle ones need no transcendental function for an entry.
 import triton
 import triton.language as tl
 
+from tilefold.ops._shared._triton.activation import nan_max
+from tilefold.ops._shared.impl import triton_interpreted
+
+# the interpreter calls a reducing function of ours once an entry, but knows sums and maxima
+INTERPRETED = tl.constexpr(triton_interpreted())
 MOST_EVALUATIONS = tl.constexpr(100)
 TOLERANCE = tl.constexpr(1e-6)  # of a row's mass; what is left is divided out
 
@@ -60,6 +65,31 @@ def weight_and_slope(d, y, inverse_c, e, KIND: tl.constexpr):
 
 
 @triton.jit
+def row_terms(d, y, inverse_c, e, KIND: tl.constexpr):
+    """The terms of F, U and Q for every distance."""
+    if KIND == "square":
+        u = tl.maximum(y - d, 0.0)
+        f = u * u
+        q = tl.where(u > 0, 1.0, 0.0)
+    elif KIND == "linear":
+        f = tl.maximum(y - d, 0.0)
+        u = tl.where(f > 0, 1.0, 0.0)
+        q = u
+    elif KIND == "softmax":
+        f = tl.exp(y - d)
+        u = f
+        q = f
+    else:
+        log_p = log_weight(d, y, inverse_c, e)
+        inside = log_p > float("-inf")
+        log_p = tl.maximum(log_p, -1e30)
+        f = tl.where(inside, tl.exp(log_p), 0.0)
+        u = tl.where(inside, tl.exp((1 - e) * log_p), 0.0)
+        q = tl.where(inside, tl.exp(tl.maximum(1 - 2 * e, 0.0) * log_p), 0.0)
+    return f, u, q
+
+
+@triton.jit
 def _add3(f, u, q, other_f, other_u, other_q):
     return f + other_f, u + other_u, q + other_q
 
@@ -70,31 +100,41 @@ def _add2(f, u, other_f, other_u):
 
 
 @triton.jit
-def row_sums(d, y, inverse_c, e, KIND: tl.constexpr):
-    """F, U and Q of the last axis of a tile of distances."""
-    if KIND == "square":
-        x = tl.maximum(y - d, 0.0)
-        # one reduction for the three: their terms need not exist at the same time
-        f, u, q = tl.reduce((x * x, x, tl.where(x > 0, 1.0, 0.0)), 1, _add3)
-    elif KIND == "linear":
-        x = tl.maximum(y - d, 0.0)
-        f, u = tl.reduce((x, tl.where(x > 0, 1.0, 0.0)), 1, _add2)
-        q = u
-    elif KIND == "softmax":
-        f = tl.sum(tl.exp(y - d), axis=1)
+def sum_terms(f, u, q, KIND: tl.constexpr):
+    """F, U and Q of rows from their terms: in one reduction, so that terms need not exist at the same time."""
+    if KIND == "softmax":
+        f = tl.sum(f, axis=1)
         u = f
         q = f
+    elif INTERPRETED:
+        f = tl.sum(f, axis=1)
+        u = tl.sum(u, axis=1)
+        q = tl.sum(q, axis=1)
+    elif KIND == "linear":
+        f, u = tl.reduce((f, u), 1, _add2)
+        q = u
     else:
-        log_p = log_weight(d, y, inverse_c, e)
-        inside = log_p > float("-inf")
-        log_p = tl.maximum(log_p, -1e30)
-        terms = (
-            tl.where(inside, tl.exp(log_p), 0.0),
-            tl.where(inside, tl.exp((1 - e) * log_p), 0.0),
-            tl.where(inside, tl.exp(tl.maximum(1 - 2 * e, 0.0) * log_p), 0.0),
-        )
-        f, u, q = tl.reduce(terms, 1, _add3)
+        f, u, q = tl.reduce((f, u, q), 1, _add3)
     return f, u, q
+
+
+@triton.jit
+def row_sums(d, y, inverse_c, e, KIND: tl.constexpr):
+    """F, U and Q of the last axis of a tile of distances."""
+    f, u, q = row_terms(d, y, inverse_c, e, KIND)
+    return sum_terms(f, u, q, KIND)
+
+
+@triton.jit
+def row_peak(s):
+    """Maximum of the last axis; NaN where there is one."""
+    if INTERPRETED:
+        broken = s != s
+        return tl.where(
+            tl.sum(broken.to(tl.int32), axis=1) > 0, float("nan"), tl.max(tl.where(broken, float("-inf"), s), axis=1)
+        )
+    else:
+        return tl.reduce(s, 1, nan_max)
 
 
 @triton.jit

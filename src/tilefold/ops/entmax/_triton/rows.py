@@ -7,13 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilefold.ops._shared._triton.activation import nan_max
 from tilefold.ops._shared._triton.entmax import (
     MOST_EVALUATIONS,
     alpha_terms,
     bracket,
     inverse_peak,
     next_root,
+    row_peak,
     row_sums,
+    row_terms,
+    sum_terms,
     weight,
 )
 from tilefold.ops._shared.entmax_root import kind_of
@@ -21,10 +25,17 @@ from tilefold.ops.entmax.configs import RowsConfig, gradient_config, rows_config
 
 
 @triton.jit
-def _distances(x_ptr, offs, cols, n, mask_r, peak, e, KIND: tl.constexpr):
+def _scores(x_ptr, offs, cols, n, mask_r):
+    """``[BLOCK_R, BLOCK_N]`` in fp32; -inf where there is no entry."""
+    return tl.load(
+        x_ptr + offs[:, None] + cols[None, :], mask=mask_r[:, None] & (cols < n)[None, :], other=float("-inf")
+    ).to(tl.float32)
+
+
+@triton.jit
+def _distances(s, peak, e, KIND: tl.constexpr):
     """Distances from the maximum, times e for the closed forms; inf where there is no entry."""
-    s = tl.load(x_ptr + offs[:, None] + cols[None, :], mask=mask_r[:, None] & (cols < n)[None, :], other=float("-inf"))
-    d = peak[:, None] - s.to(tl.float32)
+    d = peak[:, None] - s
     if (KIND == "square") | (KIND == "linear"):
         d *= e[:, None]
     return d
@@ -48,15 +59,17 @@ def _forward_kernel(
     offs = rows.to(tl.int64) * n
     e = _exponents(alpha_ptr, alpha, rows, mask_r, HAS_ALPHA)
     places = tl.arange(0, BLOCK_N)
-    peak = tl.full((BLOCK_R,), float("-inf"), tl.float32)
-    broken = (e < 0) | (e > 1) | (e != e)
-    for n0 in range(0, n, BLOCK_N):
-        cols = n0 + places
-        s = tl.load(
-            x_ptr + offs[:, None] + cols[None, :], mask=mask_r[:, None] & (cols < n)[None, :], other=float("-inf")
-        ).to(tl.float32)  # [BLOCK_R, BLOCK_N]
-        peak = tl.maximum(peak, tl.max(s, axis=1))
-        broken = broken | (tl.max((s != s).to(tl.int32), axis=1) > 0)
+    # Entries are gathered into a tile and reduced after the loop: once a row instead of once a tile, and Triton 3.6
+    # fails on a maximum or sum of a loop's loads that is used twice (OptimizeThreadLocality).
+    if RESIDENT:
+        s = _scores(x_ptr, offs, places, n, mask_r)
+        peak = row_peak(s)
+    else:
+        best = tl.full((BLOCK_R, BLOCK_N), float("-inf"), tl.float32)
+        for n0 in range(0, n, BLOCK_N):
+            best = nan_max(best, _scores(x_ptr, offs, n0 + places, n, mask_r))
+        peak = row_peak(best)
+    broken = (e < 0) | (e > 1) | (e != e) | (peak != peak)
     broken = broken | (peak == float("inf"))
     empty = (peak == float("-inf")) & ~broken
     idle = broken | empty | ~mask_r
@@ -71,40 +84,41 @@ def _forward_kernel(
     before = tl.zeros_like(peak) + float("inf")
     found = idle
     if RESIDENT:
-        d = _distances(x_ptr, offs, places, n, mask_r, peak, e, KIND)
+        d = _distances(s, peak, e, KIND)
     evaluation = 0
     while evaluation < MOST_EVALUATIONS:
         inverse_c = inverse_peak(y, e, KIND)
         if RESIDENT:
             f, u, q = row_sums(d, y[:, None], inverse_c[:, None], e[:, None], KIND)
         else:
-            f = tl.zeros_like(peak)
-            u = tl.zeros_like(peak)
-            q = tl.zeros_like(peak)
+            f_terms = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+            u_terms = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+            q_terms = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
             for n0 in range(0, n, BLOCK_N):
-                d = _distances(x_ptr, offs, n0 + places, n, mask_r, peak, e, KIND)
-                tile_f, tile_u, tile_q = row_sums(d, y[:, None], inverse_c[:, None], e[:, None], KIND)
-                f += tile_f
-                u += tile_u
-                q += tile_q
+                d = _distances(_scores(x_ptr, offs, n0 + places, n, mask_r), peak, e, KIND)
+                f, u, q = row_terms(d, y[:, None], inverse_c[:, None], e[:, None], KIND)
+                f_terms += f
+                u_terms += u
+                q_terms += q
+            f, u, q = sum_terms(f_terms, u_terms, q_terms, KIND)
         mass = tl.where(found, mass, f)
         y, low, high, before, found = next_root(y, f, u, q, low, high, before, found, e, KIND)
         evaluation = tl.where(tl.min(found.to(tl.int32), axis=0) > 0, MOST_EVALUATIONS, evaluation + 1)
 
     scale = tl.where(empty, 0.0, 1.0 / mass)
     inverse_c = inverse_peak(y, e, KIND)
-    support = tl.zeros((BLOCK_R,), tl.int32)
+    support = tl.zeros((BLOCK_R, BLOCK_N), tl.int32)
     for n0 in range(0, n, BLOCK_N):
         cols = n0 + places
         if not RESIDENT:
-            d = _distances(x_ptr, offs, cols, n, mask_r, peak, e, KIND)
+            d = _distances(_scores(x_ptr, offs, cols, n, mask_r), peak, e, KIND)
         p = weight(d, y[:, None], inverse_c[:, None], e[:, None], KIND) * scale[:, None]
         p = tl.where(empty[:, None], 0.0, p)
         p = tl.where(broken[:, None], float("nan"), p)
         inside = mask_r[:, None] & (cols < n)[None, :]
-        support += tl.sum((inside & (p > 0)).to(tl.int32), axis=1)
+        support += (inside & (p > 0)).to(tl.int32)
         tl.store(out_ptr + offs[:, None] + cols[None, :], p.to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(support_ptr + rows, support, mask=mask_r)
+    tl.store(support_ptr + rows, tl.sum(support, axis=1), mask=mask_r)
 
 
 @triton.jit
@@ -128,40 +142,46 @@ def _gradient_tile(dp_ptr, p_ptr, offs, cols, n, mask_r, e, KIND: tl.constexpr):
 def _backward_kernel(
     dp_ptr, p_ptr, alpha_ptr, dx_ptr, dalpha_ptr, R, n, alpha,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr,
-    NEED_X: tl.constexpr, NEED_ALPHA: tl.constexpr,
+    RESIDENT: tl.constexpr, NEED_X: tl.constexpr, NEED_ALPHA: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_r = rows < R
     offs = rows.to(tl.int64) * n
     e = _exponents(alpha_ptr, alpha, rows, mask_r, HAS_ALPHA)
     places = tl.arange(0, BLOCK_N)
-    total = tl.zeros((BLOCK_R,), tl.float32)
-    product = tl.zeros((BLOCK_R,), tl.float32)
-    sum_a = tl.zeros((BLOCK_R,), tl.float32)
-    sum_b = tl.zeros((BLOCK_R,), tl.float32)
-    dot_a = tl.zeros((BLOCK_R,), tl.float32)
-    dot_b = tl.zeros((BLOCK_R,), tl.float32)
-    for n0 in range(0, n, BLOCK_N):
-        grad, p, u = _gradient_tile(dp_ptr, p_ptr, offs, n0 + places, n, mask_r, e, KIND)
-        total += tl.sum(u, axis=1)
-        product += tl.sum(u * grad, axis=1)
+    zeros = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)  # sums are gathered in tiles, as in forward
+    if RESIDENT:
+        grad, p, u = _gradient_tile(dp_ptr, p_ptr, offs, places, n, mask_r, e, KIND)
+        total, product = u, u * grad
         if NEED_ALPHA:
             a, b = alpha_terms(p, u, e[:, None])
-            sum_a += tl.sum(a, axis=1)
-            sum_b += tl.sum(b, axis=1)
-            dot_a += tl.sum(a * grad, axis=1)
-            dot_b += tl.sum(b * grad, axis=1)
-    total = tl.where(total == 0, 1.0, total)
+            sum_a, sum_b, dot_a, dot_b = a, b, a * grad, b * grad
+    else:
+        total, product, sum_a, sum_b, dot_a, dot_b = zeros, zeros, zeros, zeros, zeros, zeros
+        for n0 in range(0, n, BLOCK_N):
+            grad, p, u = _gradient_tile(dp_ptr, p_ptr, offs, n0 + places, n, mask_r, e, KIND)
+            total += u
+            product += u * grad
+            if NEED_ALPHA:
+                a, b = alpha_terms(p, u, e[:, None])
+                sum_a += a
+                sum_b += b
+                dot_a += a * grad
+                dot_b += b * grad
+    mass = tl.sum(total, axis=1)
+    mass = tl.where(mass == 0, 1.0, mass)
     if NEED_ALPHA:
-        tl.store(dalpha_ptr + rows, (sum_a * dot_b - sum_b * dot_a) / total, mask=mask_r)
+        slope = tl.sum(sum_a, axis=1) * tl.sum(dot_b, axis=1) - tl.sum(sum_b, axis=1) * tl.sum(dot_a, axis=1)
+        tl.store(dalpha_ptr + rows, slope / mass, mask=mask_r)
     if NEED_X:
-        mean = product / total
+        mean = (tl.sum(product, axis=1) / mass)[:, None]
         for n0 in range(0, n, BLOCK_N):
             cols = n0 + places
-            grad, p, u = _gradient_tile(dp_ptr, p_ptr, offs, cols, n, mask_r, e, KIND)
+            if not RESIDENT:
+                grad, p, u = _gradient_tile(dp_ptr, p_ptr, offs, cols, n, mask_r, e, KIND)
             tl.store(
                 dx_ptr + offs[:, None] + cols[None, :],
-                (u * (grad - mean[:, None])).to(dx_ptr.dtype.element_ty),
+                (u * (grad - mean)).to(dx_ptr.dtype.element_ty),
                 mask=mask_r[:, None] & (cols < n)[None, :],
             )
 
@@ -203,6 +223,6 @@ def backward(
     _backward_kernel[(-(-rows // config.block_r),)](
         dp.contiguous(), p, alpha, dx, dalpha, rows, n, constant, BLOCK_R=config.block_r, BLOCK_N=config.block_n,
         KIND=kind_of(None if alpha is not None else constant), HAS_ALPHA=alpha is not None,
-        NEED_X=need_x, NEED_ALPHA=need_alpha, num_warps=config.num_warps,
+        RESIDENT=config.resident, NEED_X=need_x, NEED_ALPHA=need_alpha, num_warps=config.num_warps,
     )  # fmt: skip
     return dx, dalpha

@@ -15,6 +15,7 @@ from tilefold.ops._shared._triton.entmax import (
     bracket,
     inverse_peak,
     next_root,
+    row_peak,
     row_sums,
     weight,
     weight_and_slope,
@@ -112,7 +113,7 @@ def resident_kernel(
             q, k_ptr, mask_ptr, i, j, shift, sk_n, k_len, scale, window,
             D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, PRECISION,
         )  # fmt: skip
-        best = tl.reduce(s, 1, nan_max)
+        best = row_peak(s)
         peak, broken, empty, low, high = start_row(best, e, given, high_key - low_key, KIND)
         d = distances(s, peak[:, None], e, KIND)
         y = 0.5 * (low + high)
@@ -277,7 +278,7 @@ def roots_kernel(
                     q, ks, keys_kept, i, j, shift, sk_n, k_len, scale, window,
                     D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, PRECISION,
                 )  # fmt: skip
-                tile_best = tl.reduce(s, 1, nan_max)
+                tile_best = row_peak(s)
                 tl.store(maxima_ptr + (block - low_block) * BLOCK + tl.arange(0, BLOCK), tile_best)
                 best = nan_max(best, tile_best)
             tl.debug_barrier()  # other threads of the program read what was stored
