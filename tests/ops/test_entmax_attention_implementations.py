@@ -47,7 +47,7 @@ def test_every_option(target: Target, options: dict[str, Any], n: int) -> None:
 
 
 @pytest.mark.parametrize("n", BLOCKWISE)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ("left", "holes", "packed") if INTERPRETED else LAYOUTS)
 def test_every_layout_with_groups_of_heads_and_more_keys_than_queries(target: Target, layout: str, n: int) -> None:
     size = (2 if INTERPRETED else 3, 2)
     inputs = entmax_attention_inputs(*size, n - 7, 24, nk=n, kv_heads=size[1] // 2, layout=layout, device=target.device)
@@ -69,9 +69,11 @@ def test_head_dimensions_that_are_no_powers_of_two(target: Target, dim: int) -> 
 
 @pytest.mark.parametrize("n", LENGTHS)
 def test_one_alpha_a_head_gets_its_gradient(target: Target, n: int) -> None:
-    inputs = entmax_attention_inputs(2, 3, n, 16, device=target.device)
-    alpha = torch.tensor([1.1, 1.5, 1.9], device=target.device)
+    alpha = torch.tensor([1.1, 1.9] if INTERPRETED else [1.1, 1.5, 1.9], device=target.device)
+    inputs = entmax_attention_inputs(1 if INTERPRETED else 2, alpha.numel(), n, 16, device=target.device)
     assert_entmax_attention_matches(inputs, impl=target.impl, alpha=alpha)
+    if INTERPRETED and n > LENGTHS[0]:
+        return  # one alpha for all heads is one a head by then
     one = entmax_attention_results(inputs, impl=target.impl, alpha=torch.tensor(1.3, device=target.device))
     assert one["dalpha"].shape == ()
 
@@ -79,7 +81,13 @@ def test_one_alpha_a_head_gets_its_gradient(target: Target, n: int) -> None:
 @pytest.mark.parametrize("sharpness", [0.05, 8.0])
 def test_correlated_flat_and_peaked_scores(target: Target, sharpness: float) -> None:
     inputs = entmax_attention_inputs(
-        1, 1, 2 * LENGTHS[1], 16, correlated=True, sharpness=sharpness, device=target.device
+        1,
+        1,
+        LENGTHS[1] if INTERPRETED else 2 * LENGTHS[1],
+        16,
+        correlated=True,
+        sharpness=sharpness,
+        device=target.device,
     )
     assert_entmax_attention_matches(inputs, impl=target.impl)
 
@@ -101,7 +109,7 @@ def test_any_of_the_operands_may_want_a_gradient_alone(target: Target, needs: st
 
 def test_masked_keys_are_never_read_and_rows_without_keys_are_zero(target: Target) -> None:
     for n in LENGTHS:
-        inputs = entmax_attention_inputs(3, 1, n, 16, layout="holes", device=target.device)
+        inputs = entmax_attention_inputs(2 if INTERPRETED else 3, 1, n, 16, layout="holes", device=target.device)
         hidden = inputs.layout["key_padding_mask"] == 0
         clean = entmax_attention_results(inputs, impl=target.impl)
         for tensor in (inputs.k, inputs.v):

@@ -63,7 +63,7 @@ class Tiles:
 
 
 def _tiles(tensor: Tensor, offsets: Tensor | None, batch: int) -> Tiles:
-    block = block_size()
+    block = block_size(tensor)
     if offsets is None:
         per = -(-tensor.size(2) // block)
         return Tiles(batch * per, per, None, None)
@@ -173,14 +173,14 @@ def forward(
     tables = (problem.alpha, problem.mask, *problem.offsets, problem.queries.batch, problem.queries.start, seed)
     sizes = (*problem.sizes, problem.queries.per, *problem.scalars)
     flags = {**problem.flags, "GRADIENT": with_gradient, "PRECISION": config.precision}
-    if is_resident(longest_k, options.window, q.device):
-        keys = _power_of_two(span(longest_k, options.window))
+    if is_resident(q, longest_k, options.window):
+        keys = _power_of_two(span(q, longest_k, options.window))
         resident_kernel[(problem.queries.total, q.size(1))](
             q, k, v, target, target2, stats, *tables, *strides, *sizes, BLOCK_M=config.block, BLOCK_N=keys,
             num_warps=config.num_warps, num_stages=1, **flags,
         )  # fmt: skip
     else:
-        blocks = span(longest_k, options.window) // config.block + 2
+        blocks = span(q, longest_k, options.window) // config.block + 2
         tiles, launch = problem.queries.total, {"num_warps": config.num_warps, "num_stages": config.num_stages}
         programs = min(tiles * q.size(1), _programs(q.device))
         maxima = q.new_empty((programs, blocks, config.block), dtype=torch.float32)
