@@ -33,5 +33,5 @@ def rows_config(n: int, limit: int = RESIDENT_ENTRIES) -> RowsConfig:
 
 
 def gradient_config(n: int) -> RowsConfig:
-    """The tile of the backward kernel, which reads a row twice."""
+    """The tile of the backward kernel, which holds more for every entry: twice the sums, and two operands."""
     return rows_config(n, limit=2048)
