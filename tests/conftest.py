@@ -1,9 +1,12 @@
-"""Skips tests that need a GPU where there is none, and makes property tests repeatable."""
+"""Skips tests that need a GPU where there is none, shares one among workers, and makes property tests repeatable."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,3 +31,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Where workers share a GPU, a test marked ``whole_gpu`` waits until it is alone, and the others wait for it."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None or not torch.cuda.is_available():
+        return (yield)
+    import fcntl
+
+    alone = item.get_closest_marker("whole_gpu") is not None
+    with (Path(tempfile.gettempdir()) / f"tilefold-gpu-{run}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        return (yield)

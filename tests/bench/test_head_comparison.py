@@ -27,6 +27,7 @@ def test_both_sides_are_measured_in_order_of_size_and_plotted(tmp_path: Path) ->
     assert [entry.name for entry in path.parent.iterdir()] == ["heads.png"]
 
 
+@pytest.mark.whole_gpu
 def test_a_plain_head_that_would_not_fit_is_left_out_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "free_memory_bytes", lambda device: 40_000_000)
     rows = compare_heads([(2, 64, 32, 9000), (64, 64, 32, 9000)])

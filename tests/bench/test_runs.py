@@ -222,6 +222,7 @@ def test_the_list_names_every_shape_and_implementation(app: typer.Typer) -> None
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_every_default_implementation_passes_on_the_gpu(app: typer.Typer, tmp_path: Path) -> None:
     arguments = ["lsr_head", "--device", "cuda", "--quick", "--output", str(tmp_path)]
     result = CliRunner().invoke(app, [*arguments, "--shape", "64x32x768x30522-2pct"])

@@ -64,6 +64,7 @@ def test_padding_counts_neither_as_tokens_nor_as_scores() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_every_default_implementation_passes_on_the_gpu() -> None:
     case = bench.SPEC.case("64x32x30522-max")
     options = replace(OPTIONS, device=torch.device("cuda"))

@@ -374,6 +374,7 @@ def test_bench_without_a_subcommand_times_operators_as_before() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_a_gpu_limit_is_kept_and_lifted_again(beir: Path) -> None:
     device = torch.device("cuda")
     options = TrainOptions(device, ["tiny"], [64], [False, True], memory_gib=3.0, seconds=0.1, data=str(beir))

@@ -278,6 +278,7 @@ def test_on_a_gpu_scores_and_gradients_equal_the_reference_on_the_cpu(name: str)
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_on_a_gpu_the_peak_is_a_small_part_of_the_stock_one() -> None:
     peaks = []
     for function in (scoring.colbert_scores, multi_vector.colbert_scores):

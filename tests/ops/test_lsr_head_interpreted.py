@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
 import re
 import subprocess
@@ -12,16 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ops.interpreter import numpy_is_too_new
 from tilefold.ops._shared.impl import triton_installed, triton_interpreted
-
-
-def numpy_is_too_new() -> bool:
-    numpy, triton = (
-        tuple(map(int, importlib.metadata.version(name).split(".")[:2])) if importlib.util.find_spec(name) else (0, 0)
-        for name in ("numpy", "triton")
-    )
-    return numpy >= (2, 4) and triton <= (3, 6)
-
 
 pytestmark = [
     pytest.mark.skipif(not triton_installed(), reason="triton is not installed"),

@@ -201,6 +201,7 @@ def test_what_is_saved_past_the_end_of_a_short_query_says_that_nothing_won(targe
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_more_than_two_to_the_31_elements() -> None:
     documents = torch.zeros(16500, 1024, 128, dtype=torch.float16, device="cuda")
     documents[-1, -1] = 1

@@ -283,6 +283,7 @@ def test_positions_beyond_16_bits_are_told_apart(target: Target, dtype: torch.dt
 
 @pytest.mark.skipif(INTERPRETED, reason="too large to interpret")
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_scores_beyond_two_to_the_31_are_addressed_right() -> None:
     batch, vocab = 9000, 250_002
     ids = torch.randint(0, vocab, (batch, 3), device="cuda")
