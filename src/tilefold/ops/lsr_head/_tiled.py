@@ -115,12 +115,13 @@ def max_backward(
         entry_v, entry_b = grad.nonzero(as_tuple=True)  # sorted by vocabulary entry, then by sequence
         entry_grad = grad[entry_v, entry_b] * logit_scale
         entry_row = row[entry_v, entry_b]
-        if need_weight:
-            tile_gradient = _sum_of_rows(compute_rows, entry_row, entry_v, entry_grad, v1 - v0)
-            if main_grad is not None:
-                main_grad[v0:v1] += tile_gradient
-            elif dweight is not None:
-                dweight[v0:v1] = tile_gradient
+        target = main_grad if main_grad is not None else dweight
+        if target is not None:
+            _add_or_store(
+                target[v0:v1],
+                _sum_of_rows(compute_rows, entry_row, entry_v, entry_grad, v1 - v0),
+                main_grad is not None,
+            )
         if dhidden is not None:
             entry_row, order = entry_row.sort(stable=True)
             tile_weight = weight[v0:v1].to(dtype)
@@ -130,6 +131,14 @@ def max_backward(
         dweight,
         dbias,
     )
+
+
+def _add_or_store(target: Tensor, gradient: Tensor, add: bool) -> None:
+    """A function of its own, so that the slab's gradient is gone before the next one is made."""
+    if add:
+        target += gradient
+    else:
+        target.copy_(gradient)
 
 
 def sum_forward(
