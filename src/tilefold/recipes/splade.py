@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilefold.recipes import _run
+from tilefold.recipes._checks import check_count, check_number
 from tilefold.recipes._quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -73,16 +74,16 @@ class SpladeRecipe:
         if not isinstance(self.base_model, str) or not self.base_model:
             raise ValueError(f"base_model must be 'minilm', a folder or a model name, got {self.base_model!r}.")
         for name in ("max_steps", "batch_size", "max_length", "train_max_length", "save_steps"):
-            _check_count(name, getattr(self, name), optional=name in ("max_steps", "train_max_length"))
+            check_count(name, getattr(self, name), optional=name in ("max_steps", "train_max_length"))
         for name in ("epochs", "learning_rate", "similarity_scale"):
-            _check_number(name, getattr(self, name), lambda value: value > 0, "greater than 0")
+            check_number(name, getattr(self, name), lambda value: value > 0, "greater than 0")
         for name in ("query_regularizer", "document_regularizer"):
-            _check_number(name, getattr(self, name), lambda value: value >= 0, "0 or more")
-        _check_number("warmup_ratio", self.warmup_ratio, lambda value: 0 <= value < 1, "in [0, 1)")
-        _check_number(
+            check_number(name, getattr(self, name), lambda value: value >= 0, "0 or more")
+        check_number("warmup_ratio", self.warmup_ratio, lambda value: 0 <= value < 1, "in [0, 1)")
+        check_number(
             "regularizer_warmup_ratio", self.regularizer_warmup_ratio, lambda value: 0 < value <= 1, "in (0, 1]"
         )
-        _check_number("start_percentile", self.start_percentile, lambda value: 0 < value < 100, "in (0, 100)")
+        check_number("start_percentile", self.start_percentile, lambda value: 0 < value < 100, "in (0, 100)")
         if self.train_max_length is not None and self.train_max_length > self.max_length:
             raise ValueError(
                 f"train_max_length must not exceed max_length ({self.max_length}), got {self.train_max_length}."
@@ -317,16 +318,3 @@ def _arguments(recipe: SpladeRecipe, run: _run.TrainingRun, n_pairs: int, bf16: 
         disable_tqdm=not verbose,
         seed=recipe.seed,
     )
-
-
-def _check_count(name: str, value: Any, optional: bool) -> None:
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1{' or None' if optional else ''}, got {value!r}.")
-
-
-def _check_number(name: str, value: Any, accept: Callable[[float], bool], expected: str) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not accept(value):
-        raise ValueError(f"{name} must be a number {expected}, got {value!r}.")
