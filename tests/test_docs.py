@@ -13,7 +13,7 @@ import typer.main
 from tilefold import cli
 
 ROOT = Path(__file__).resolve().parents[1]
-SKIPPED = {".venv", ".git", "node_modules", "tilefold-demo", "build", "dist"}
+SKIPPED = {".venv", ".venv-pylate", ".git", "node_modules", "tilefold-demo", "build", "dist"}
 DOCUMENTS = sorted(p for p in ROOT.rglob("*.md") if not SKIPPED & set(p.relative_to(ROOT).parts))
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
