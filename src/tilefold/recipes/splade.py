@@ -7,9 +7,6 @@ head is replaced while training runs, so that the ``[B, S, V]`` logits never exi
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -17,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilefold.recipes import _run
 from tilefold.recipes._checks import check_count, check_number
-from tilefold.recipes._quiet import quiet_libraries
+from tilefold.recipes._training import Progress, TrainResult, run_training, supports_bf16, total_steps
 
 if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder
@@ -25,8 +22,6 @@ if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
 
 __all__ = ["SpladeRecipe", "TrainResult", "load_base_model", "supports_bf16", "train"]
-
-Progress = Callable[[int, int, float | None], None]
 
 
 @dataclass(frozen=True)
@@ -108,30 +103,6 @@ class SpladeRecipe:
         return cls(**values)
 
 
-@dataclass(frozen=True)
-class TrainResult:
-    """What :func:`train` did.
-
-    Attributes:
-        model_dir: the finished stock model.
-        steps: optimiser steps of the model.
-        loss: mean training loss of the last steps that were logged.
-        seconds: wall time of this call.
-        resumed_from: the step that this call went on from, 0 for a fresh run.
-        reused: the folder already held the finished model of this very recipe and data.
-        bf16, fused: as they ran.
-    """
-
-    model_dir: str
-    steps: int
-    loss: float | None
-    seconds: float
-    resumed_from: int
-    reused: bool
-    bf16: bool
-    fused: bool
-
-
 def train(
     recipe: SpladeRecipe,
     collection: Collection,
@@ -159,49 +130,16 @@ def train(
         FileExistsError: if `output_dir` holds something that this call would not have made.
         MissingPackageError: if sentence-transformers or the packaged model is not installed.
     """
-    started = time.monotonic()
-    pairs = training_pairs(collection)
-    bf16 = supports_bf16() if recipe.bf16 is None else recipe.bf16
-    run = _run.TrainingRun(Path(output_dir), recipe.to_dict() | {"bf16": bf16}, _run.digest(pairs))
-    finished = run.finished(overwrite=overwrite, resume=resume)
-    if finished is not None:
-        return TrainResult(
-            **finished | {"seconds": time.monotonic() - started, "reused": True, "model_dir": str(output_dir)}
-        )
-    checkpoint = run.open(resume=resume)
-    with quiet_libraries(verbose):
-        model = load_base_model(recipe, [document.contents for document in collection.documents.values()])
-        loss = _fit(recipe, model, pairs, run, checkpoint, bf16, progress, verbose)
-        result = TrainResult(
-            model_dir=str(output_dir),
-            steps=total_steps(recipe, len(pairs)),
-            loss=loss,
-            seconds=time.monotonic() - started,
-            resumed_from=checkpoint.step if checkpoint else 0,
-            reused=False,
-            bf16=bf16,
-            fused=recipe.fused,
-        )
-        run.finish(model, asdict(result))
-    return result
 
+    def load() -> SparseEncoder:
+        return load_base_model(recipe, [document.contents for document in collection.documents.values()])
 
-def training_pairs(collection: Collection) -> list[tuple[str, str]]:
-    """Texts of the (query, relevant document) pairs of the ``"train"`` split."""
-    named = collection.pairs("train") if "train" in collection.qrels else []
-    if not named:
-        raise ValueError(
-            f"collection {collection.name!r} has no pairs in its 'train' split (splits: "
-            f"{sorted(collection.qrels) or 'none'}); add qrels/train.tsv with at least one positive judgement."
-        )
-    return [(collection.queries[query], collection.documents[doc].contents) for query, doc in named]
+    def fit(model: Any, pairs: Any, run: _run.TrainingRun, checkpoint: Any, bf16: bool) -> float | None:
+        return _fit(recipe, model, pairs, run, checkpoint, bf16, progress, verbose)
 
-
-def total_steps(recipe: SpladeRecipe, n_pairs: int) -> int:
-    """Optimiser steps of a recipe over `n_pairs` pairs."""
-    if recipe.max_steps is not None:
-        return recipe.max_steps
-    return max(1, math.ceil(recipe.epochs * math.ceil(n_pairs / recipe.batch_size)))
+    return run_training(
+        recipe, collection, output_dir, resume=resume, overwrite=overwrite, verbose=verbose, load=load, fit=fit
+    )
 
 
 def load_base_model(recipe: SpladeRecipe, sample_texts: list[str]) -> SparseEncoder:
@@ -222,16 +160,6 @@ def load_base_model(recipe: SpladeRecipe, sample_texts: list[str]) -> SparseEnco
     model.model_card_data.local_files_only = True
     model.model_card_data.generate_widget_examples = False
     return model
-
-
-def supports_bf16() -> bool:
-    """Whether bf16 autocast is worth it on this machine: a GPU that has it, or a CPU with AMX or AVX512-BF16."""
-    import torch
-
-    if torch.cuda.is_available():
-        return bool(torch.cuda.is_bf16_supported())
-    probes = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
-    return any(probe() for probe in probes if probe is not None)
 
 
 def _fit(
