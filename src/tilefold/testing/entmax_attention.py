@@ -122,7 +122,7 @@ def _packed(tensors: list[Tensor], generator: torch.Generator) -> EntmaxAttentio
 def entmax_attention_results(
     inputs: EntmaxAttentionInputs, *, needs: Sequence[str] = ("q", "k", "v"), dropout_seed: int = 0, **options: Any
 ) -> dict[str, Tensor]:
-    """``out``, ``tau``, ``support``, ``residual``, and the gradients ``dq``, ``dk``, ``dv``, ``dalpha`` asked for.
+    """``out``, the statistics of every row, and the gradients ``dq``, ``dk``, ``dv``, ``dalpha`` asked for.
 
     Args:
         inputs: the problem.
@@ -141,7 +141,8 @@ def entmax_attention_results(
     out, stats = result
     wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     gradients = torch.autograd.grad(out, list(wanted.values()), inputs.dout.to(out.dtype)) if wanted else ()
-    found = {"out": out.detach(), **EntmaxStats(*stats)._asdict()}
+    given = {name: value for name, value in EntmaxStats(*stats)._asdict().items() if value is not None}
+    found = {"out": out.detach(), **given}
     return found | {f"d{name}": g for name, g in zip(wanted, gradients, strict=True)}
 
 

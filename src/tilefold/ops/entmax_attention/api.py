@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,10 @@ from tilefold.ops._shared.checks import (
 )
 from tilefold.ops._shared.impl import IMPLS
 from tilefold.ops.entmax_attention import _library, _reference
-from tilefold.ops.entmax_attention._geometry import Options
+from tilefold.ops.entmax_attention._geometry import Options, stats_shape
+from tilefold.ops.entmax_attention._sparsity import count_blocks, visible_keys
+
+SPARSITY_BLOCK = 64
 
 
 class EntmaxStats(NamedTuple):
@@ -30,11 +33,37 @@ class EntmaxStats(NamedTuple):
             log of softmax's denominator; NaN for a row with nothing to attend to.
         support: int32 number of keys with a positive probability, before dropout.
         residual: fp32 ``|mass - 1|`` of the root, before the mass was divided out.
+        visible: int32 number of keys that the row may see.
+        live_blocks: int32 ``[B, H]`` (packed ``[1, H]``), with ``return_stats="blocks"``: blocks of 64 queries by 64
+            keys with a positive probability, else ``None``.
+        visible_blocks: int32, like it: blocks with a pair that may attend at all; what a mask, causality or a window
+            hides is not called sparse.
     """
 
     tau: Tensor
     support: Tensor
     residual: Tensor
+    visible: Tensor
+    live_blocks: Tensor | None = None
+    visible_blocks: Tensor | None = None
+
+    def nonzero_share(self) -> Tensor:
+        """``[H]`` fp32: positive probabilities among those that may be, over all rows; NaN where there are none."""
+        return self.support.sum(dim=(0, 2)) / self.visible.expand_as(self.support).sum(dim=(0, 2))
+
+    def mean_support(self) -> Tensor:
+        """``[H]`` fp32: positive probabilities of a row, over the rows that see a key."""
+        return self.support.sum(dim=(0, 2)) / (self.visible.expand_as(self.support) > 0).sum(dim=(0, 2))
+
+    def live_share(self) -> Tensor:
+        """``[H]`` fp32: live blocks among the visible ones.
+
+        Raises:
+            ValueError: if blocks were not counted.
+        """
+        if self.live_blocks is None or self.visible_blocks is None:
+            raise ValueError("live_blocks must have been counted, got None; call with return_stats='blocks'.")
+        return self.live_blocks.sum(dim=0) / self.visible_blocks.sum(dim=0)
 
 
 def entmax_attention(
@@ -53,7 +82,7 @@ def entmax_attention(
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
     impl: str = "auto",
-    return_stats: bool = False,
+    return_stats: bool | Literal["blocks"] = False,
 ) -> Tensor | tuple[Tensor, EntmaxStats]:
     """Attention whose weights are alpha-entmax of the scores, exact zeros included (AdaSplash, arXiv 2502.12082).
 
@@ -85,7 +114,8 @@ def entmax_attention(
             the same weights in every implementation.
         impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see
             :func:`tilefold.ops.entmax_attention.chosen_impl`.
-        return_stats: also return :class:`EntmaxStats`.
+        return_stats: also return :class:`EntmaxStats`; ``"blocks"`` also counts live blocks, at the price of making the
+            scores once more, in fp32. Nothing waits for the device.
 
     Returns:
         A tensor shaped like ``q``; with ``return_stats`` also the statistics.
@@ -96,6 +126,7 @@ def entmax_attention(
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
     check_choice("impl", impl, IMPLS)
+    check_choice("return_stats", return_stats, (False, True, "blocks"))
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     _check_tensors(q, k, v, packed)
     _check_layout(q, k, cu_seqlens_q, cu_seqlens_k, key_padding_mask)
@@ -117,11 +148,75 @@ def entmax_attention(
         out, tau, support = _reference.attention(
             q, k, v, alphas, key_padding_mask, cu_seqlens_q, cu_seqlens_k, seed, options
         )
-        return (out, EntmaxStats(tau, support, torch.zeros_like(tau))) if return_stats else out
-    out, stats = _library.attention(
-        q, k, v, alphas, key_padding_mask, cu_seqlens_q, cu_seqlens_k, seed, options, longest_k, impl
-    )
-    return (out, _describe(stats, alphas, options)) if return_stats else out
+        if not return_stats:
+            return out
+        found = tau, support, torch.zeros_like(tau)
+    else:
+        out, stats = _library.attention(
+            q, k, v, alphas, key_padding_mask, cu_seqlens_q, cu_seqlens_k, seed, options, longest_k, impl
+        )
+        if not return_stats:
+            return out
+        found = _describe(stats, alphas, options)
+    place = key_padding_mask, cu_seqlens_q, cu_seqlens_k
+    visible = visible_keys(q, k, *place, options).expand_as(found[1])
+    if return_stats != "blocks":
+        return out, EntmaxStats(*found, visible)
+    live = count_blocks(q, k, found[0], alphas, place[0], None, *place[1:], options, SPARSITY_BLOCK)
+    return out, EntmaxStats(*found, visible, *live)
+
+
+def live_blocks(
+    q: Tensor,
+    k: Tensor,
+    tau: Tensor,
+    *,
+    alpha: float | Tensor = 1.5,
+    causal: bool = False,
+    window: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    query_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    block: int = SPARSITY_BLOCK,
+) -> tuple[Tensor, Tensor]:
+    """Count the blocks of an :func:`entmax_attention` that hold a positive weight (AdaSplash, arXiv 2502.12082).
+
+    A block is ``block`` queries by ``block`` keys of one sequence and head. It is live if a weight in it is positive,
+    ``(alpha - 1) s > tau`` (for alpha = 1, if ``exp(s - tau)`` is), to the rounding of scores that are made once more
+    in fp32; it is visible if any of its pairs may attend. Nothing waits for the device.
+
+    Args:
+        q, k: as they were given to :func:`entmax_attention`.
+        tau: ``[B, H, Nq]`` (packed ``[1, H, Tq]``), from :class:`EntmaxStats`.
+        alpha, causal, window, cu_seqlens_q, cu_seqlens_k, key_padding_mask, scale: as they were given there.
+        query_padding_mask: ``[B, Nq]`` (packed ``[Tq]``), nonzero = count this row.
+        block: side of a block.
+
+    Returns:
+        int32 ``[B, H]`` (packed ``[1, H]``): live blocks, and visible ones.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit together.
+    """
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    _check_tensors(q, k, k, packed)
+    _check_layout(q, k, cu_seqlens_q, cu_seqlens_k, key_padding_mask)
+    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+        raise ValueError(f"block must be an integer of at least 1, got {block!r}.")
+    check_tensor("tau", tau)
+    shape = stats_shape(q, packed)
+    check_shape("tau", tau, "B H Nq", B=shape[0], H=shape[1], Nq=shape[2])
+    if query_padding_mask is not None:
+        check_tensor("query_padding_mask", query_padding_mask)
+        sizes = {"Tq": q.size(0)} if packed else {"B": q.size(0), "Nq": q.size(2)}
+        check_shape("query_padding_mask", query_padding_mask, " ".join(sizes), **sizes)
+    check_same_device("q", q, {"tau": tau, "query_padding_mask": query_padding_mask})
+    options = _options(q, alpha, causal, window, scale, 0.0)
+    alphas = _check_alpha(alpha, q) if isinstance(alpha, Tensor) else None
+    place = key_padding_mask, query_padding_mask, cu_seqlens_q, cu_seqlens_k
+    return count_blocks(q, k, tau, alphas, *place, options, block)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
@@ -214,8 +309,8 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def _describe(stats: Tensor, alphas: Tensor | None, options: Options) -> EntmaxStats:
-    """The public statistics of peaks, roots, masses and support sizes."""
+def _describe(stats: Tensor, alphas: Tensor | None, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """Thresholds, support sizes and residuals, of peaks, roots, masses and support sizes."""
     peak, root, mass, support = stats.detach().unbind(0)
     if alphas is None:
         e = torch.full((1, 1, 1), options.constant - 1, dtype=stats.dtype, device=stats.device)
@@ -226,4 +321,4 @@ def _describe(stats: Tensor, alphas: Tensor | None, options: Options) -> EntmaxS
     tau = e * peak - c if closed else torch.where(e == 0, peak - root, e * peak - c)
     empty = peak == -math.inf
     residual = torch.where(empty, 0.0, (mass - 1).abs())
-    return EntmaxStats(torch.where(empty, math.nan, tau).float(), support.int(), residual.float())
+    return torch.where(empty, math.nan, tau).float(), support.int(), residual.float()
