@@ -1,32 +1,14 @@
-"""Late-interaction scores, public functions: arguments, checks and dispatch."""
+"""Late-interaction scores, public functions: what they compute, and dispatch."""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.checks import (
-    FLOAT_DTYPES,
-    check_choice,
-    check_dtype,
-    check_same_device,
-    check_shape,
-    check_tensor,
-    dtype_name,
-)
-from tilefold.ops._shared.impl import IMPLS
 from tilefold.ops.maxsim import _library, _reference
-from tilefold.ops.maxsim._choice import chosen_impl
+from tilefold.ops.maxsim._arguments import prepare
 from tilefold.ops.maxsim._problem import Problem, wide_dtype
 from tilefold.ops.maxsim.quantized import QuantizedTokens, quantize_rows
-
-PAIRINGS = ("all", "aligned", "grouped")
-REDUCTIONS = ("sum", "mean")
-MASK_MODES = ("exclude", "zero")
-QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 
 def maxsim(
@@ -87,97 +69,36 @@ def maxsim(
         ValueError: for shapes, devices, offsets, indices or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
-    index, mode = _check_options(pairing, reduction, mask_mode, temperature)
-    scales = None
-    if isinstance(documents, QuantizedTokens):
-        _check_quantized(queries, normalize)
-        scales = documents.scales.reshape(-1).contiguous()
-        documents = documents.values
-    _check_side("queries", queries, query_mask, cu_seqlens_q, False, FLOAT_DTYPES)
-    _check_side(
-        "documents",
+    request = prepare(
+        queries,
         documents,
-        document_mask,
-        cu_seqlens_d,
-        mode == "grouped",
-        FLOAT_DTYPES if scales is None else QUANTIZED_DTYPES,
+        query_mask=query_mask,
+        document_mask=document_mask,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_d=cu_seqlens_d,
+        pairing=pairing,
+        reduction=reduction,
+        mask_mode=mask_mode,
+        temperature=temperature,
+        normalize=normalize,
+        impl=impl,
     )
-    _check_together(queries, documents, query_mask, document_mask, cu_seqlens_q, cu_seqlens_d, index)
-    if scales is None:
-        queries, documents = _cast(queries, documents)
-    if torch.compiler.is_compiling():
-        check_choice("impl", impl, IMPLS)  # the operators choose when they run: a device cannot be asked in a trace
-    else:
-        impl = chosen_impl(queries, impl)
-    n_queries = queries.size(0) if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
-    n_documents = documents.shape[:-2].numel() if cu_seqlens_d is None else cu_seqlens_d.numel() - 1
-    _check_counts(mode, n_queries, n_documents, documents, cu_seqlens_d)
-    shape = _score_shape(mode, index, n_queries, n_documents)
-    if queries.numel() == 0 or documents.numel() == 0:
-        nothing = (queries[..., :0].sum() + documents[..., :0].sum()).to(
-            wide_dtype(queries.dtype)
-        )  # 0 that keeps the graph
-        return nothing.expand(shape).contiguous()
-    problem = Problem(
-        queries.reshape(-1, queries.size(-1)),
-        documents.reshape(-1, documents.size(-1)),
-        None if query_mask is None else query_mask.reshape(-1),
-        None if document_mask is None else document_mask.reshape(-1),
-        cu_seqlens_q,
-        cu_seqlens_d,
-        0 if cu_seqlens_q is not None else queries.size(-2),
-        0 if cu_seqlens_d is not None else documents.size(-2),
-        index,
-        "grouped" if mode == "aligned" else mode,
-        mask_mode == "zero",
-        0.0 if temperature is None else float(temperature),
-        normalize,
-        _longest_query(queries, documents, cu_seqlens_q, index),
-    )
-    if impl == "reference":
-        with torch.autocast(queries.device.type, enabled=False):
-            _library.check_values(problem, impl)
+    problem, scales = request.problem, request.scales
+    if request.empty:
+        # zeros that keep the graph
+        nothing = problem.queries[..., :0].sum() + problem.documents[..., :0].sum()
+        return nothing.to(wide_dtype(problem.queries.dtype)).expand(request.shape).contiguous()
+    if request.impl == "reference":
+        with torch.autocast(problem.queries.device.type, enabled=False):
+            _library.check_values(problem, request.impl)
             scores = _reference.maxsim(problem if scales is None else _dequantized(problem, scales))
     elif scales is not None:
-        scores = _library.quantized_scores(problem, scales, impl)
+        scores = _library.quantized_scores(problem, scales, request.impl)
     else:
-        scores = _library.scores(problem, impl)
+        scores = _library.scores(problem, request.impl)
     if reduction == "mean":
-        scores = scores / _kept_tokens(problem)
-    return scores.view(shape)
-
-
-def _check_options(
-    pairing: object, reduction: object, mask_mode: object, temperature: object
-) -> tuple[Tensor | None, str]:
-    check_choice("reduction", reduction, REDUCTIONS)
-    check_choice("mask_mode", mask_mode, MASK_MODES)
-    if temperature is not None and (
-        isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf
-    ):
-        raise ValueError(f"temperature must be a positive Python number or None, got {temperature!r}.")
-    if isinstance(pairing, Tensor):
-        if pairing.dim() != 2 or pairing.size(1) != 2:
-            raise ValueError(f"pairing must have shape [P, 2], got {list(pairing.shape)}.")
-        check_dtype("pairing", pairing, (torch.int32, torch.int64), "use pairing.long().")
-        return pairing, "index"
-    if pairing not in PAIRINGS:
-        listed = ", ".join(repr(name) for name in PAIRINGS)
-        raise ValueError(f"pairing must be one of {listed}, or an integer tensor [P, 2], got {pairing!r}.")
-    return None, str(pairing)
-
-
-def _check_quantized(queries: object, normalize: bool) -> None:
-    if isinstance(queries, Tensor) and queries.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "documents must be a floating tensor where a gradient is asked for, got QuantizedTokens; score under "
-            "torch.no_grad(), or give documents.dequantize()."
-        )
-    if normalize:
-        raise ValueError(
-            "normalize must be False with quantized documents, got True; normalize the vectors before quantize_tokens, "
-            "and the queries."
-        )
+        scores = scores / kept_tokens(problem)
+    return scores.view(request.shape)
 
 
 def _dequantized(problem: Problem, scales: Tensor) -> Problem:
@@ -199,109 +120,7 @@ def _dequantized(problem: Problem, scales: Tensor) -> Problem:
     return Problem(queries, documents, *rest, False, 0)
 
 
-def _check_side(
-    name: str,
-    rows: Tensor,
-    mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    grouped: bool,
-    dtypes: Sequence[torch.dtype],
-) -> None:
-    mask_name, cu_name = ("query_mask", "cu_seqlens_q") if name == "queries" else ("document_mask", "cu_seqlens_d")
-    check_tensor(name, rows)
-    spec = "T D" if cu_seqlens is not None else "B N L D" if grouped else "N L D"
-    check_shape(name, rows, spec)
-    check_dtype(name, rows, dtypes, "cast it with .to(torch.bfloat16) or another of these.")
-    if rows.size(-1) == 0:
-        raise ValueError(f"{name} must have D of at least 1, got D=0 in shape {list(rows.shape)}.")
-    if mask is not None:
-        check_tensor(mask_name, mask)
-        if mask.is_complex():
-            raise TypeError(f"{mask_name} must be bool, integer or floating, got {mask.dtype}.")
-        if mask.shape != rows.shape[:-1]:
-            raise ValueError(f"{mask_name} must have shape {list(rows.shape[:-1])}, got {list(mask.shape)}.")
-    if cu_seqlens is not None:
-        check_tensor(cu_name, cu_seqlens)
-        check_dtype(cu_name, cu_seqlens, (torch.int32, torch.int64), f"use {cu_name}.int().")
-        if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
-            raise ValueError(f"{cu_name} must have shape [N + 1], got {list(cu_seqlens.shape)}.")
-
-
-def _check_together(
-    queries: Tensor,
-    documents: Tensor,
-    query_mask: Tensor | None,
-    document_mask: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_d: Tensor | None,
-    index: Tensor | None,
-) -> None:
-    if documents.size(-1) != queries.size(-1):
-        raise ValueError(
-            f"documents must have the D of queries ({queries.size(-1)}), got {documents.size(-1)} in shape "
-            f"{list(documents.shape)}."
-        )
-    others = {
-        "documents": documents,
-        "query_mask": query_mask,
-        "document_mask": document_mask,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_d": cu_seqlens_d,
-        "pairing": index,
-    }
-    check_same_device("queries", queries, others)
-
-
-def _cast(queries: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-    device_type = queries.device.type
-    if (
-        torch.float64 not in (queries.dtype, documents.dtype)
-        and device_type != "meta"  # has no autocast state to ask for
-        and torch.is_autocast_enabled(device_type)
-    ):
-        dtype = torch.get_autocast_dtype(device_type)
-        return queries.to(dtype), documents.to(dtype)
-    if documents.dtype != queries.dtype:
-        raise TypeError(
-            f"documents must have the dtype of queries ({dtype_name(queries.dtype)}), got "
-            f"{dtype_name(documents.dtype)}; cast one of them, or run under torch.autocast."
-        )
-    return queries, documents
-
-
-def _check_counts(mode: str, n_queries: int, n_documents: int, documents: Tensor, cu_seqlens_d: Tensor | None) -> None:
-    if mode == "aligned" and n_queries != n_documents:
-        raise ValueError(
-            f"documents must be as many as queries ({n_queries}) for pairing='aligned', got {n_documents}."
-        )
-    if mode == "grouped":
-        fits = n_documents % max(n_queries, 1) == 0 if cu_seqlens_d is not None else documents.size(0) == n_queries
-        if not fits:
-            raise ValueError(
-                f"documents must come in one group of equal size for each of the {n_queries} queries for "
-                f"pairing='grouped', got {n_documents} documents in shape {list(documents.shape)}."
-            )
-
-
-def _score_shape(mode: str, index: Tensor | None, n_queries: int, n_documents: int) -> tuple[int, ...]:
-    if index is not None:
-        return (index.size(0),)
-    if mode == "all":
-        return (n_queries, n_documents)
-    return (n_queries,) if mode == "aligned" else (n_queries, n_documents // max(n_queries, 1))
-
-
-def _longest_query(queries: Tensor, documents: Tensor, cu_seqlens_q: Tensor | None, index: Tensor | None) -> int:
-    if index is None:
-        return 0
-    if cu_seqlens_q is None:
-        return queries.size(-2)
-    if torch.is_grad_enabled() and (queries.requires_grad or documents.requires_grad) and cu_seqlens_q.numel() > 1:
-        return int(cu_seqlens_q.diff().max())
-    return 0
-
-
-def _kept_tokens(problem: Problem) -> Tensor | float:
+def kept_tokens(problem: Problem) -> Tensor | float:
     """Kept tokens of each score's query, at least 1."""
     if problem.query_mask is None and problem.cu_queries is None:
         return float(problem.query_length)
