@@ -96,11 +96,11 @@ def test_a_crash_between_shard_and_manifest_loses_only_that_shard(
 
 def test_what_a_killed_process_left_behind_is_cleared_away(make_vectors: Make, tmp_path: Path) -> None:
     code = (
-        "import os, sys, tilefold.retrieval.vectors as v\n"
+        "import os, sys, tilefold.retrieval._shards as s, tilefold.retrieval.vectors as v\n"
         "writer = v.SparseVectorWriter(sys.argv[1], vocab_size=500, fingerprint='f' * 64)\n"
         "rows = v.SparseVectors.from_rows({'d0': {1: 1.0}}, 500, 'f' * 64)\n"
         "writer.write_shard(0, rows)\n"
-        "v.sha256_file = lambda path: os._exit(9)\n"
+        "s.sha256_file = lambda path: os._exit(9)\n"
         "writer.write_shard(1, rows)\n"
     )
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)

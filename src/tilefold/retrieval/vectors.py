@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tilefold.retrieval._files import atomic_file, read_json_object, require, sha256_file, write_json
+from tilefold.retrieval._files import atomic_file, require
+from tilefold.retrieval._shards import MANIFEST_NAME, ShardWriter, check_whole, read_layout, shard_file
+from tilefold.retrieval._shards import REMEDY as _REMEDY
 from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary, vocabulary_fingerprint
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 
@@ -35,8 +37,6 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 1
-MANIFEST_NAME = "manifest.json"
-_REMEDY = "Write the vectors again (tilefold encode)."
 
 
 @dataclass
@@ -67,7 +67,7 @@ class VectorManifest:
     schema_version: int = SCHEMA_VERSION
 
 
-class SparseVectorWriter:
+class SparseVectorWriter(ShardWriter[VectorManifest]):
     """Write vectors shard by shard; one writer at a time may use a folder.
 
     Args:
@@ -81,6 +81,9 @@ class SparseVectorWriter:
         DataError: ``resume=True`` and the earlier vectors were made in another way.
     """
 
+    suffix = "parquet"
+    identity = ("vocab_size", "fingerprint", "model_name", "kind")
+
     def __init__(
         self,
         path: str | Path,
@@ -93,87 +96,17 @@ class SparseVectorWriter:
         resume: bool = False,
     ) -> None:
         _arrow()
-        self.path = Path(path)
         manifest = VectorManifest(vocab_size, fingerprint, model_name, kind, settings=dict(settings or {}))
-        earlier = self._earlier()
-        if earlier is not None and resume:
-            _check_resumable(self.path, earlier, manifest)
-            manifest = earlier
-        self.manifest = manifest
-        if earlier is None or not resume:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._save()
-            for stale in self.path.glob("part-*.parquet"):
-                stale.unlink()
-        for name in ("part-*.parquet", MANIFEST_NAME):  # left by a process that was killed
-            for left in self.path.glob(f".{name}.*.tmp"):
-                left.unlink()
+        super().__init__(Path(path), manifest, resume)
 
-    def _earlier(self) -> VectorManifest | None:
-        if self.path.is_file():
-            raise FileExistsError(f"{self.path}: expected a folder for vectors, got a file.")
-        if (self.path / MANIFEST_NAME).exists():
-            return _load_manifest(self.path)
-        if self.path.exists() and any(not entry.name.endswith(".tmp") for entry in self.path.iterdir()):
-            raise FileExistsError(
-                f"{self.path}: expected a new folder or one with vectors, got one with other files. "
-                "Choose another path; nothing was overwritten."
-            )
-        return None
-
-    def has_shard(self, number: int) -> bool:
-        """Whether shard `number` is whole: listed in the manifest, and its file is there and unchanged."""
-        if number >= len(self.manifest.shards):
-            return False
-        shard = self.manifest.shards[number]
-        file = self.path / str(shard["file"])
-        return file.is_file() and sha256_file(file) == shard["sha256"]
+    def _load(self, folder: Path) -> VectorManifest:
+        return _load_manifest(folder)
 
     def write_shard(self, number: int, vectors: SparseVectors, failed: Mapping[str, str] | None = None) -> None:
         """Write shard `number` (the next one, or one to replace) and list it in the manifest."""
         check_same_vocabulary(self.manifest, vectors, "the folder", "vectors")
-        if not 0 <= number <= len(self.manifest.shards):
-            raise ValueError(
-                f"number: expected at most {len(self.manifest.shards)}, the next shard, got {number}. "
-                "Shards are written in order."
-            )
-        file = self.path / f"part-{number:05d}.parquet"
-        with atomic_file(file) as temporary:
-            _write_parquet(vectors, temporary)
-            digest = sha256_file(temporary)
-        shard = {
-            "file": file.name,
-            "rows": len(vectors),
-            "nonzeros": int(vectors.indices.size),
-            "sha256": digest,
-        }
-        self.manifest.shards[number : number + 1] = [shard]
-        self.manifest.n_documents = sum(int(part["rows"]) for part in self.manifest.shards)
-        self.manifest.failed.update(failed or {})
-        self.manifest.complete = False
-        self._save()
-
-    def finish(self) -> VectorManifest:
-        """Mark the folder as complete."""
-        self.manifest.complete = True
-        self._save()
-        return self.manifest
-
-    def _save(self) -> None:
-        write_json(self.path / MANIFEST_NAME, asdict(self.manifest))
-
-
-def _check_resumable(path: Path, earlier: VectorManifest, wanted: VectorManifest) -> None:
-    names = ("vocab_size", "fingerprint", "model_name", "kind")
-    before = {name: getattr(earlier, name) for name in names} | earlier.settings
-    now = {name: getattr(wanted, name) for name in names} | wanted.settings
-    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    if changed:
-        detail = "; ".join(f"{name}: {before.get(name)!r} before, {now.get(name)!r} now" for name in changed)
-        raise DataError(
-            f"{path}: holds vectors that were made in another way ({detail}). "
-            "Choose another folder, or pass resume=False to write them again."
-        )
+        counts = {"rows": len(vectors), "nonzeros": int(vectors.indices.size)}
+        self._write(number, counts, lambda path: _write_parquet(vectors, path), failed)
 
 
 def read_manifest(path: str | Path) -> VectorManifest:
@@ -183,7 +116,12 @@ def read_manifest(path: str | Path) -> VectorManifest:
 
 def _load_manifest(folder: Path) -> VectorManifest:
     file = folder / MANIFEST_NAME
-    value = read_json_object(file, _REMEDY)
+    value, layout = read_layout(folder)
+    if layout != "sparse":
+        raise DataError(
+            f"{folder}: expected sparse vectors, got token vectors of a multi-vector model. "
+            "They serve to rerank (--rerank); encode with a SparseEncoder for an index."
+        )
     known = {item.name for item in fields(VectorManifest)}
     version = value.get("schema_version")
     if version != SCHEMA_VERSION:
@@ -211,11 +149,7 @@ def read_vectors(path: str | Path) -> SparseVectors:
     """
     folder = Path(path)
     manifest = _load_manifest(folder)
-    if not manifest.complete:
-        raise DataError(
-            f"{folder}: expected complete vectors, got {len(manifest.shards)} shard(s) of an unfinished run. "
-            "Run the same `tilefold encode` again; it goes on where it stopped."
-        )
+    check_whole(folder, manifest)
     parts = list(iter_shards(folder, manifest))
     if not parts:
         return SparseVectors.from_rows({}, manifest.vocab_size, manifest.fingerprint)
@@ -227,11 +161,7 @@ def iter_shards(path: str | Path, manifest: VectorManifest | None = None) -> Ite
     folder = Path(path)
     manifest = manifest or _load_manifest(folder)
     for shard in manifest.shards:
-        file = folder / str(shard["file"])
-        if not file.is_file():
-            raise FileNotFoundError(f"{file}: listed in the manifest, but there is no such file. {_REMEDY}")
-        if sha256_file(file) != shard["sha256"]:
-            raise DataError(f"{file}: damaged; its checksum is not the one in the manifest. {_REMEDY}")
+        file = shard_file(folder, shard)
         vectors = _read_parquet(file, manifest.vocab_size, manifest.fingerprint)
         if len(vectors) != shard["rows"]:
             raise DataError(f"{file}: expected {shard['rows']} rows, got {len(vectors)}. {_REMEDY}")

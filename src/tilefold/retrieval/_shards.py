@@ -1,0 +1,153 @@
+"""Folders of shards and a manifest: written whole, resumed where they stopped, checked when read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from tilefold.retrieval._files import atomic_file, read_json_object, sha256_file, write_json
+from tilefold.retrieval.errors import DataError
+
+MANIFEST_NAME = "manifest.json"
+REMEDY = "Write the vectors again (tilefold encode)."
+
+
+class Manifest(Protocol):
+    """What every folder of shards says of itself."""
+
+    kind: str
+    n_documents: int
+    shards: list[dict[str, Any]]
+    settings: dict[str, Any]
+    failed: dict[str, str]
+    complete: bool
+
+
+M = TypeVar("M", bound=Manifest)
+
+
+class ShardWriter(Generic[M]):
+    """Write a folder shard by shard; one writer at a time may use it.
+
+    Shards and manifest are replaced atomically, and a shard counts only once the manifest lists it, so that an
+    interrupted writer can go on where it stopped.
+
+    Args:
+        path: the folder, made when missing.
+        manifest: of a fresh start.
+        resume: go on with what an earlier writer left in `path` if it was made the same way. Otherwise, and
+            with ``resume=False``, earlier shards are discarded.
+
+    Raises:
+        FileExistsError: `path` holds files but no manifest, so it is not a folder of vectors.
+        DataError: ``resume=True`` and the earlier vectors were made in another way, or are of another layout.
+    """
+
+    suffix: ClassVar[str]
+    identity: ClassVar[tuple[str, ...]]
+
+    def __init__(self, path: Path, manifest: M, resume: bool) -> None:
+        self.path = path
+        earlier = self._earlier()
+        if earlier is not None and resume:
+            self._check_resumable(earlier, manifest)
+            manifest = earlier
+        self.manifest = manifest
+        shards = f"part-*.{self.suffix}"
+        if earlier is None or not resume:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._save()
+            for stale in self.path.glob(shards):
+                stale.unlink()
+        for name in (shards, MANIFEST_NAME):  # left by a process that was killed
+            for left in self.path.glob(f".{name}.*.tmp"):
+                left.unlink()
+
+    def _load(self, folder: Path) -> M:
+        raise NotImplementedError
+
+    def _earlier(self) -> M | None:
+        if self.path.is_file():
+            raise FileExistsError(f"{self.path}: expected a folder for vectors, got a file.")
+        if (self.path / MANIFEST_NAME).exists():
+            return self._load(self.path)
+        if self.path.exists() and any(not entry.name.endswith(".tmp") for entry in self.path.iterdir()):
+            raise FileExistsError(
+                f"{self.path}: expected a new folder or one with vectors, got one with other files. "
+                "Choose another path; nothing was overwritten."
+            )
+        return None
+
+    def _check_resumable(self, earlier: M, wanted: M) -> None:
+        before, now = ({name: getattr(m, name) for name in self.identity} | m.settings for m in (earlier, wanted))
+        changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        if changed:
+            detail = "; ".join(f"{name}: {before.get(name)!r} before, {now.get(name)!r} now" for name in changed)
+            raise DataError(
+                f"{self.path}: holds vectors that were made in another way ({detail}). "
+                "Choose another folder, or pass resume=False to write them again."
+            )
+
+    def has_shard(self, number: int) -> bool:
+        """Whether shard `number` is whole: listed in the manifest, and its file is there and unchanged."""
+        if number >= len(self.manifest.shards):
+            return False
+        shard = self.manifest.shards[number]
+        file = self.path / str(shard["file"])
+        return file.is_file() and sha256_file(file) == shard["sha256"]
+
+    def _write(
+        self, number: int, counts: Mapping[str, int], save: Callable[[Path], None], failed: Mapping[str, str] | None
+    ) -> None:
+        """Write shard `number` (the next one, or one to replace) with ``save(path)`` and list it in the manifest."""
+        if not 0 <= number <= len(self.manifest.shards):
+            raise ValueError(
+                f"number: expected at most {len(self.manifest.shards)}, the next shard, got {number}. "
+                "Shards are written in order."
+            )
+        file = self.path / f"part-{number:05d}.{self.suffix}"
+        with atomic_file(file) as temporary:
+            save(temporary)
+            digest = sha256_file(temporary)
+        self.manifest.shards[number : number + 1] = [{"file": file.name, **counts, "sha256": digest}]
+        self.manifest.n_documents = sum(int(part["rows"]) for part in self.manifest.shards)
+        self.manifest.failed.update(failed or {})
+        self.manifest.complete = False
+        self._save()
+
+    def finish(self) -> M:
+        """Mark the folder as complete."""
+        self.manifest.complete = True
+        self._save()
+        return self.manifest
+
+    def _save(self) -> None:
+        write_json(self.path / MANIFEST_NAME, asdict(self.manifest))  # type: ignore[call-overload]
+
+
+def read_layout(folder: Path) -> tuple[dict[str, Any], str]:
+    """The JSON object of a folder's manifest, and its layout: ``"sparse"`` or ``"tokens"``."""
+    value = read_json_object(folder / MANIFEST_NAME, REMEDY)
+    return value, str(value.get("layout", "sparse"))
+
+
+def check_whole(folder: Path, manifest: Manifest) -> None:
+    """Raise ``DataError`` unless the writer of `folder` has finished."""
+    if not manifest.complete:
+        raise DataError(
+            f"{folder}: expected complete vectors, got {len(manifest.shards)} shard(s) of an unfinished run. "
+            "Run the same `tilefold encode` again; it goes on where it stopped."
+        )
+
+
+def shard_file(folder: Path, shard: Mapping[str, Any], *, verify: bool = True) -> Path:
+    """The file of a listed shard, checked against its checksum."""
+    name = str(shard["file"])
+    file = folder / name
+    if Path(name).name != name or not file.is_file():
+        raise FileNotFoundError(f"{file}: listed in the manifest, but there is no such file. {REMEDY}")
+    if verify and sha256_file(file) != shard["sha256"]:
+        raise DataError(f"{file}: damaged; its checksum is not the one in the manifest. {REMEDY}")
+    return file
