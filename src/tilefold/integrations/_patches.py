@@ -1,0 +1,84 @@
+"""Names in other libraries' modules that are replaced on request, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import TracebackType
+from typing import Any
+
+
+class Patches:
+    """Replacements in one library: all of them are made, or none.
+
+    Args:
+        library: what the user installs, for messages.
+        places: ``(module, name)`` of each, where ``name`` may be a class and its method, ``"Class.method"``.
+    """
+
+    def __init__(self, library: str, places: Sequence[tuple[str, str]]) -> None:
+        self.library = library
+        self.places = tuple(places)
+        self._stock: list[Any] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether the replacements are in place."""
+        return bool(self._stock)
+
+    def apply(self, replacements: Sequence[Callable[..., Any]]) -> None:
+        """Put one function in each place; what was there before the first call is what :meth:`undo` brings back.
+
+        Raises:
+            ImportError: if the library is not there.
+            RuntimeError: if it does not have the names.
+        """
+        owners = [self._owner(module, name) for module, name in self.places]
+        stock = [getattr(owner, name) for owner, name in owners]
+        if not self._stock:
+            self._stock = stock
+        for (owner, name), function in zip(owners, replacements, strict=True):
+            setattr(owner, name, function)
+
+    def undo(self) -> None:
+        """Bring back what was there; nothing if nothing was replaced."""
+        if not self._stock:
+            return
+        for (module, name), function in zip(self.places, self._stock, strict=True):
+            setattr(*self._owner(module, name), function)
+        self._stock = []
+
+    def _owner(self, module: str, name: str) -> tuple[Any, str]:
+        owner: Any = import_module(module)
+        *classes, last = name.split(".")
+        for part in [*classes, last]:
+            if not hasattr(owner, part):
+                raise RuntimeError(
+                    f"{self.library} must have {module}.{name}, got a version without it; use the functions themselves "
+                    "where you call the scores."
+                )
+            if part is not last:
+                owner = getattr(owner, part)
+        return owner, last
+
+
+class Acceleration:
+    """Handle of an accelerated library: leave it, or use it as a context that undoes the acceleration at its end."""
+
+    def __init__(self, patches: Patches) -> None:
+        self._patches = patches
+
+    def __enter__(self) -> Acceleration:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Bring the library's own functions back."""
+        self._patches.undo()
+
+    def __repr__(self) -> str:
+        return f"Acceleration({self._patches.library}, active={self._patches.active})"

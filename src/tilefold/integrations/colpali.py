@@ -1,0 +1,139 @@
+"""colpali-engine's late-interaction scores without the similarities ``[Bq, Bd, Lq, Ld]``.
+
+colpali-engine has no masks: padding is a row of zeros, which takes part in the maximum with a similarity of 0 and so
+hides negative ones. These functions compute the same; where similarities are equal, which rows of zeros always are,
+the first row has the gradient that colpali-engine shares out, and the models' own masks drop it. Its losses call the functions by name; :func:`accelerate`
+replaces those names, and :func:`restore` brings them back. Only :func:`accelerate` imports colpali-engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from tilefold.integrations._patches import Acceleration, Patches
+from tilefold.ops import maxsim
+from tilefold.ops._shared.checks import check_shape, check_tensor
+from tilefold.ops._shared.impl import IMPLS
+
+__all__ = ["Acceleration", "accelerate", "is_accelerated", "maxsim_inbatch", "maxsim_kd", "restore"]
+
+
+def maxsim_inbatch(query: Tensor, doc: Tensor, *, tau: float | None = None, impl: str = "auto") -> Tensor:
+    """MaxSim of every query with every document, as ``colpali_engine.utils.maxsim.maxsim_inbatch`` (arXiv 2407.01449).
+
+    ``scores[i, j] = sum_s max_t query[i, s] . doc[j, t]`` over all rows, rows of zeros included.
+
+    Args:
+        query: ``[Bq, Lq, D]``, padded with zeros; fp16, bf16, fp32 or fp64.
+        doc: ``[Bd, Ld, D]``, of the same dtype and device (any floating dtype under autocast).
+        tau: temperature of the smooth maximum ``tau * logsumexp(. / tau)``, as the losses take with
+            ``use_smooth_max=True``; ``None`` for the maximum.
+        impl: as in :func:`tilefold.ops.maxsim`.
+
+    Returns:
+        ``[Bq, Bd]`` fp32 (fp64 for fp64), differentiable.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit.
+        RuntimeError: if ``impl="triton"`` cannot run here.
+    """
+    check_shape("query", check_tensor("query", query), "B L D")
+    check_shape("doc", check_tensor("doc", doc), "B L D")
+    return maxsim(query, doc, temperature=tau, impl=impl)
+
+
+def maxsim_kd(query: Tensor, doc: Tensor, *, tau: float | None = None, impl: str = "auto") -> Tensor:
+    """MaxSim of each query with its own N documents, as ``colpali_engine.utils.maxsim.maxsim_kd``.
+
+    Args:
+        query: ``[B, Lq, D]``, padded with zeros.
+        doc: ``[B, N, Ld, D]``.
+        tau, impl: as in :func:`maxsim_inbatch`.
+
+    Returns:
+        ``[B, N]`` fp32 (fp64 for fp64), differentiable.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`maxsim_inbatch`.
+    """
+    check_shape("query", check_tensor("query", query), "B L D")
+    check_shape("doc", check_tensor("doc", doc), "B N L D")
+    return maxsim(query, doc, pairing="grouped", temperature=tau, impl=impl)
+
+
+_LOSSES = "colpali_engine.loss.late_interaction_losses"
+_PATCHES = Patches(
+    "colpali-engine",
+    [
+        ("colpali_engine.utils.maxsim", "maxsim_inbatch"),
+        ("colpali_engine.utils.maxsim", "maxsim_kd"),
+        ("colpali_engine.utils.processing_utils", "maxsim_inbatch"),
+        (_LOSSES, "maxsim_inbatch"),
+        (_LOSSES, "maxsim_kd"),
+        (_LOSSES, "ColbertModule._inbatch_scores"),
+    ],
+)
+
+
+def accelerate(*, impl: str = "auto") -> Acceleration:
+    """Put the functions of this module behind colpali-engine's names: its losses and ``score_multi_vector`` use them.
+
+    Losses made before or after score without the similarities, in-batch smooth maxima (``use_smooth_max=True``)
+    included. The smooth maxima of explicit negatives, ``[B, N, Lq, Ld]``, stay colpali-engine's own, and so do the
+    similarities of each query with its positive, ``[B, Lq, Ld]``. ``COLPALI_SCORES_BACKEND`` is not read.
+
+    Args:
+        impl: as in :func:`tilefold.ops.maxsim`.
+
+    Returns:
+        A handle; as a context manager, it undoes everything at its end.
+
+    Raises:
+        ImportError: if colpali-engine is not installed.
+        ValueError: for an unknown ``impl``.
+        RuntimeError: for a version of colpali-engine without these names.
+    """
+    if impl not in IMPLS:
+        listed = ", ".join(repr(name) for name in IMPLS)
+        raise ValueError(f"impl must be one of {listed}, got {impl!r}.")
+    functions: dict[str, Callable[..., Tensor]] = {
+        "maxsim_inbatch": partial(maxsim_inbatch, impl=impl),
+        "maxsim_kd": partial(maxsim_kd, impl=impl),
+        "ColbertModule._inbatch_scores": _inbatch_scores(impl),
+    }
+    try:
+        _PATCHES.apply([functions[name] for _, name in _PATCHES.places])
+    except ImportError as error:
+        raise ImportError(
+            'accelerate() changes colpali-engine, which cannot be imported; pip install "colpali-engine>=0.3.18".'
+        ) from error
+    return Acceleration(_PATCHES)
+
+
+def restore() -> None:
+    """Undo :func:`accelerate`; nothing if it was not called."""
+    _PATCHES.undo()
+
+
+def is_accelerated() -> bool:
+    """Whether colpali-engine's names lead to the functions of this module."""
+    return _PATCHES.active
+
+
+def _inbatch_scores(impl: str) -> Callable[..., Tensor]:
+    """The method that stands in for ``ColbertModule._inbatch_scores``: scores, divided by query lengths on request."""
+
+    def scores(self: Any, query_embeddings: Tensor, doc_embeddings: Tensor) -> Tensor:
+        tau = self.tau if self.use_smooth_max else None
+        found = maxsim_inbatch(query_embeddings, doc_embeddings, tau=tau, impl=impl)
+        if not self.normalize_scores:
+            return found
+        lengths = (query_embeddings[:, :, 0] != 0).sum(dim=1)
+        normalized: Tensor = self._apply_normalization(found, lengths)
+        return normalized
+
+    return scores

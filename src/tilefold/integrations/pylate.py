@@ -1,0 +1,300 @@
+"""PyLate's ColBERT scores without the similarities ``[Nq, Nd, Lq, Ld]``, with PyLate's signatures and masks.
+
+The functions go into PyLate's losses as ``score_metric=``; :func:`accelerate` puts them behind PyLate's own names, for
+its reranker and evaluators. They need no PyLate: only :func:`accelerate` imports it.
+
+PyLate multiplies similarities by the masks *before* the maximum. A masked document token (padding, a word of the
+skiplist) thus counts as a similarity of 0, and wins where all others are negative; a document without an unmasked
+token scores 0. These functions compute the same, for masks of any pattern, and all of them are differentiable.
+PyLate's own ``"flash"`` backend reads a mask as a length, and loses the gradient of the pairwise form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilefold.integrations._patches import Acceleration, Patches
+from tilefold.integrations._ragged import as_tokens, pack, token_vectors
+from tilefold.ops import maxsim
+from tilefold.ops._shared.impl import IMPLS
+
+__all__ = [
+    "Acceleration",
+    "ColBERTScores",
+    "accelerate",
+    "colbert_kd_scores",
+    "colbert_scores",
+    "colbert_scores_pairwise",
+    "is_accelerated",
+    "restore",
+]
+
+
+def colbert_scores(
+    queries_embeddings: Any,
+    documents_embeddings: Any,
+    queries_mask: Any = None,
+    documents_mask: Any = None,
+    backend: str | None = None,
+) -> Tensor:
+    """MaxSim of every query with every document (ColBERT, arXiv 2004.12832), as ``pylate.scores.colbert_scores``.
+
+    ``scores[i, j] = sum_s max_t mask_q[i, s] * mask_d[j, t] * queries[i, s] . documents[j, t]``.
+
+    Args:
+        queries_embeddings: ``[Nq, Lq, D]`` tensor, array or list; fp16, bf16, fp32 or fp64.
+        documents_embeddings: ``[Nd, Ld, D]``, of the same dtype and device.
+        queries_mask: ``[Nq, Lq]``. Of bools or integers, nonzero = keep. Floating ones multiply the similarities,
+            whatever their values, with a gradient if they want one; it costs a copy of the embeddings.
+        documents_mask: ``[Nd, Ld]``, likewise.
+        backend: ``None``, ``"auto"`` or an ``impl`` of :func:`tilefold.ops.maxsim`; ``"torch"`` is ``"reference"``. The
+            environment variable ``PYLATE_SCORES_BACKEND`` is not read.
+
+    Returns:
+        ``[Nq, Nd]`` fp32 (fp64 for fp64).
+
+    Raises:
+        ValueError, TypeError: for shapes, dtypes, devices or a backend that do not fit.
+        RuntimeError: if ``backend="triton"`` cannot run here.
+    """
+    queries, query_mask = _side("queries", queries_embeddings, queries_mask, 3)
+    documents, document_mask = _side("documents", documents_embeddings, documents_mask, 3)
+    return maxsim(
+        queries,
+        documents,
+        query_mask=query_mask,
+        document_mask=document_mask,
+        mask_mode="zero",
+        impl=_impl(backend),
+    )
+
+
+def colbert_scores_pairwise(
+    queries_embeddings: Any,
+    documents_embeddings: Any,
+    backend: str | None = None,
+) -> Tensor:
+    """MaxSim of query ``i`` with document ``i``, as ``pylate.scores.colbert_scores_pairwise``: no masks.
+
+    Args:
+        queries_embeddings: ``[B, Lq, D]``, or a list of ``[Lq_i, D]``, which are not padded.
+        documents_embeddings: ``[B, Ld, D]``, or a list of ``[Ld_i, D]``. Rows of zeros, as padding has them, take part:
+            their similarity is 0.
+        backend: as in :func:`colbert_scores`.
+
+    Returns:
+        ``[B]`` fp32 (fp64 for fp64), differentiable. A list's document without a row scores 0.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`colbert_scores`.
+    """
+    queries, cu_queries = _rows("queries", queries_embeddings)
+    documents, cu_documents = _rows("documents", documents_embeddings)
+    return maxsim(
+        queries,
+        documents,
+        cu_seqlens_q=cu_queries,
+        cu_seqlens_d=cu_documents,
+        pairing="aligned",
+        impl=_impl(backend),
+    )
+
+
+def colbert_kd_scores(
+    queries_embeddings: Any,
+    documents_embeddings: Any,
+    queries_mask: Any = None,
+    documents_mask: Any = None,
+    backend: str | None = None,
+) -> Tensor:
+    """MaxSim of each query with its own N documents, as ``pylate.scores.colbert_kd_scores``.
+
+    For ``score_metric=`` of ``losses.Distillation``.
+
+    Args:
+        queries_embeddings: ``[B, Lq, D]``.
+        documents_embeddings: ``[B, N, Ld, D]``.
+        queries_mask, documents_mask: ``[B, Lq]`` and ``[B, N, Ld]``; these and the rest as in :func:`colbert_scores`.
+
+    Returns:
+        ``[B, N]`` fp32 (fp64 for fp64).
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`colbert_scores`.
+    """
+    queries, query_mask = _side("queries", queries_embeddings, queries_mask, 3)
+    documents, document_mask = _side("documents", documents_embeddings, documents_mask, 4)
+    return maxsim(
+        queries,
+        documents,
+        query_mask=query_mask,
+        document_mask=document_mask,
+        pairing="grouped",
+        mask_mode="zero",
+        impl=_impl(backend),
+    )
+
+
+class ColBERTScores:
+    """Scores of every query with every document of stacked groups, as ``pylate.scores.ColBERTScores``.
+
+    For ``score_metric=`` of ``losses.Contrastive`` and ``losses.CachedContrastive``. All groups go in one call.
+    """
+
+    def __call__(
+        self,
+        queries_embeddings: Any,
+        documents_embeddings: Any,
+        queries_mask: Any = None,
+        documents_mask: Any = None,
+        backend: str | None = None,
+    ) -> Tensor:
+        """Score ``[Nq, Lq, D]`` queries with ``[B, N, Ld, D]`` documents.
+
+        Args:
+            queries_embeddings, queries_mask, backend: as in :func:`colbert_scores`.
+            documents_embeddings: ``[B, N, Ld, D]``; ``documents_mask`` is ``[B, N, Ld]``.
+
+        Returns:
+            ``[Nq, B * N]``: document ``n`` of group ``j`` is in column ``j * N + n``.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: as :func:`colbert_scores`.
+        """
+        documents = as_tokens("documents_embeddings", documents_embeddings, 4).flatten(0, 1)
+        if documents_mask is not None:
+            documents_mask = torch.as_tensor(documents_mask).flatten(0, 1)
+        return colbert_scores(queries_embeddings, documents, queries_mask, documents_mask, backend)
+
+
+_PATCHES = Patches(
+    "pylate",
+    [
+        (module, name)
+        for name, modules in {
+            "colbert_scores": (
+                "pylate.scores",
+                "pylate.scores.colbert",
+                "pylate.scores.similarity_functions",
+                "pylate.rank.rank",
+            ),
+            "colbert_scores_pairwise": (
+                "pylate.scores",
+                "pylate.scores.colbert",
+                "pylate.scores.similarity_functions",
+                "pylate.evaluation.colbert_triplet",
+            ),
+            "colbert_kd_scores": (
+                "pylate.scores",
+                "pylate.scores.colbert",
+                "pylate.evaluation.colbert_distillation",
+            ),
+            "ColBERTScores.__call__": ("pylate.scores.colbert",),
+        }.items()
+        for module in modules
+    ],
+)
+
+
+def accelerate(*, impl: str = "auto") -> Acceleration:
+    """Put the functions of this module behind PyLate's own names, in every module of PyLate that calls them.
+
+    From then on ``rank.rerank``, the triplet and distillation evaluators, and the losses ``Contrastive`` and
+    ``CachedContrastive`` without a ``score_metric`` use them. ``losses.Distillation`` holds its default since it was
+    defined: give it ``score_metric=colbert_kd_scores``. Names that your own code imported before stay PyLate's.
+
+    Args:
+        impl: implementation where a call names no backend, see :func:`tilefold.ops.maxsim`.
+
+    Returns:
+        A handle; as a context manager, it undoes everything at its end.
+
+    Raises:
+        ImportError: if PyLate is not installed.
+        ValueError: for an unknown ``impl``.
+        RuntimeError: for a version of PyLate without these names.
+    """
+    if impl not in IMPLS:
+        listed = ", ".join(repr(name) for name in IMPLS)
+        raise ValueError(f"impl must be one of {listed}, got {impl!r}.")
+    functions: dict[str, Callable[..., Tensor]] = {
+        "colbert_scores": partial(_with_default, colbert_scores, impl),
+        "colbert_scores_pairwise": partial(_with_default, colbert_scores_pairwise, impl),
+        "colbert_kd_scores": partial(_with_default, colbert_kd_scores, impl),
+        "ColBERTScores.__call__": _grouped(impl),
+    }
+    try:
+        _PATCHES.apply([functions[name] for _, name in _PATCHES.places])
+    except ImportError as error:
+        raise ImportError(
+            'accelerate() changes PyLate, which cannot be imported; pip install "pylate>=1.6".'
+        ) from error
+    return Acceleration(_PATCHES)
+
+
+def restore() -> None:
+    """Undo :func:`accelerate`; nothing if it was not called."""
+    _PATCHES.undo()
+
+
+def is_accelerated() -> bool:
+    """Whether PyLate's names lead to the functions of this module."""
+    return _PATCHES.active
+
+
+def _with_default(function: Callable[..., Tensor], impl: str, /, *args: Any, **kwargs: Any) -> Tensor:
+    """A call of PyLate's, whose ``backend`` may be missing or ``None``."""
+    position = 2 if function is colbert_scores_pairwise else 4
+    named = kwargs.pop("backend", None)
+    backend = args[position] if len(args) > position else named
+    return function(*args[:position], **kwargs, backend=impl if backend is None else backend)
+
+
+def _grouped(impl: str) -> Callable[..., Tensor]:
+    """The method that stands in for ``ColBERTScores.__call__``."""
+
+    def call(self: object, *args: Any, **kwargs: Any) -> Tensor:
+        return _with_default(ColBERTScores(), impl, *args, **kwargs)
+
+    return call
+
+
+def _impl(backend: str | None) -> str:
+    if backend is None:
+        return "auto"
+    name = "reference" if backend == "torch" else backend
+    if name not in IMPLS:
+        listed = ", ".join(repr(impl) for impl in (*IMPLS, "torch"))
+        raise ValueError(
+            f"backend must be None or one of {listed}, got {backend!r}; PyLate's own functions know its other backends."
+        )
+    return name
+
+
+def _side(name: str, embeddings: Any, mask: Any, dims: int) -> tuple[Tensor, Tensor | None]:
+    """Embeddings, and the mask that :func:`maxsim` takes; floating masks are multiplied into the embeddings."""
+    rows = as_tokens(f"{name}_embeddings", embeddings, dims)
+    if mask is None:
+        return rows, None
+    mask = torch.as_tensor(mask)
+    if mask.shape != rows.shape[:-1]:
+        raise ValueError(
+            f"{name}_mask must have shape {list(rows.shape[:-1])}, one entry a token, got {list(mask.shape)}."
+        )
+    if mask.is_floating_point():
+        return rows * mask.to(rows.dtype)[..., None], None
+    return rows, mask
+
+
+def _rows(name: str, embeddings: Any) -> tuple[Tensor, Tensor | None]:
+    """Padded embeddings, or packed ones with their offsets."""
+    if not isinstance(embeddings, (list, tuple)):
+        return as_tokens(f"{name}_embeddings", embeddings, 3), None
+    if not embeddings:
+        raise ValueError(f"{name}_embeddings must hold at least one sequence, got none; skip the call.")
+    return pack([token_vectors(f"{name}_embeddings", item) for item in embeddings])
