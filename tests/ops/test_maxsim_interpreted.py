@@ -19,7 +19,12 @@ pytestmark = [
     pytest.mark.skipif(numpy_is_too_new(), reason="Triton 3.6 and older interpret loops with what numpy 2.4 removed"),
 ]
 ROOT = Path(__file__).resolve().parents[2]
-FILES = {"test_maxsim_implementations.py": 100, "test_maxsim_properties.py": 3, "test_maxsim_quantized.py": 10}
+FILES = {
+    "test_maxsim_implementations.py": 100,
+    "test_maxsim_properties.py": 3,
+    "test_maxsim_quantized.py": 10,
+    "test_maxsim_xtr.py": 15,
+}
 
 
 @pytest.mark.parametrize(("name", "least"), FILES.items(), ids=str)

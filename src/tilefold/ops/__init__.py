@@ -3,7 +3,14 @@
 from tilefold.ops.entmax import entmax, sparsemax
 from tilefold.ops.entmax_attention import entmax_attention
 from tilefold.ops.lsr_head import QuantizedWeight, lsr_head, lsr_head_sparse, quantize_weight
-from tilefold.ops.maxsim import QuantizedTokens, maxsim, maxsim_contrastive_loss, maxsim_topk, quantize_tokens
+from tilefold.ops.maxsim import (
+    QuantizedTokens,
+    maxsim,
+    maxsim_contrastive_loss,
+    maxsim_topk,
+    quantize_tokens,
+    xtr_scores,
+)
 from tilefold.ops.token_scatter import token_scatter, token_scatter_sparse
 
 __all__ = [
@@ -21,4 +28,5 @@ __all__ = [
     "sparsemax",
     "token_scatter",
     "token_scatter_sparse",
+    "xtr_scores",
 ]

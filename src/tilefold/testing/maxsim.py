@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilefold.ops import maxsim
+from tilefold.ops import maxsim, xtr_scores
 from tilefold.testing import assert_within_budget
 
 LAYOUTS = ("full", "right", "left", "holes", "packed")
@@ -229,4 +230,60 @@ def assert_maxsim_matches(
         raise AssertionError(f"results must be {list(truth)}, got {list(results)}.")
     for name, out in results.items():
         assert_within_budget(out, truth[name], kind="forward" if name == "scores" else kind, name=name)
+    return results
+
+
+def xtr_results(inputs: MaxSimInputs, top_k: int, *, needs: str = "qd", **options: Any) -> dict[str, Tensor]:
+    """Like :func:`maxsim_results` for :func:`tilefold.ops.xtr_scores`."""
+    queries = inputs.queries.detach().requires_grad_("q" in needs)
+    documents = inputs.documents.detach().requires_grad_("d" in needs)
+    layout = {name: value for name, value in inputs.layout.items() if name != "pairing"}
+    scores = xtr_scores(queries, documents, top_k=top_k, **layout, **options)
+    wanted = {f"d{n}": t for n, t in (("queries", queries), ("documents", documents)) if t.requires_grad}
+    gradients = torch.autograd.grad(scores, list(wanted.values()), inputs.dscores.to(scores.dtype)) if wanted else ()
+    return {"scores": scores.detach()} | dict(zip(wanted, gradients, strict=True))
+
+
+def clear_retrievals(inputs: MaxSimInputs, top_k: int, *, normalize: bool = False) -> Tensor:
+    """``[Nq]``: whether every kept token of the query retrieves the same, whatever the order of evaluation.
+
+    That is where its ``top_k``-th and its next similarity are equal, or differ by more than 4e-6 of the largest.
+    """
+    exact = inputs.cast(torch.float64)
+    rows, kept = [], []
+    for tokens, mask in ((exact.queries, exact.query_mask), (exact.documents, exact.document_mask)):
+        flat = tokens.reshape(-1, tokens.size(-1)).nan_to_num()
+        rows.append(torch.nn.functional.normalize(flat, dim=-1) if normalize else flat)
+        kept.append((_ones(tokens) if mask is None else mask).reshape(-1) != 0)
+    sims = rows[0] @ rows[1][kept[1]].T  # [Tq, kept]
+    clear = torch.ones(sims.size(0), dtype=torch.bool, device=sims.device)
+    if sims.size(1) > top_k:
+        best = sims.topk(top_k + 1, dim=1).values
+        gap = best[:, top_k - 1] - best[:, top_k]
+        clear = (gap == 0) | (gap > 4e-6 * max(1.0, float(sims.abs().max()))) | ~kept[0]
+    ends = _offsets(exact.queries, exact.cu_seqlens_q)
+    return torch.stack([clear[a:b].all() for a, b in itertools.pairwise(ends)])
+
+
+def assert_xtr_matches(
+    inputs: MaxSimInputs, top_k: int, *, kind: str = "gradient", needs: str = "qd", **options: Any
+) -> dict[str, Tensor]:
+    """Like :func:`assert_maxsim_matches` for :func:`tilefold.ops.xtr_scores`; queries without one answer are left out.
+
+    Raises:
+        ValueError: where that leaves no query.
+    """
+    choices = {key: value for key, value in options.items() if key != "impl"}
+    clear = clear_retrievals(inputs, top_k, normalize=bool(options.get("normalize")))
+    if not bool(clear.any()):
+        raise ValueError("inputs must have a query with one answer, got none; take another seed.")
+    inputs = with_one_answer(inputs, normalize=options.get("normalize"))
+    inputs = dataclasses.replace(inputs, dscores=inputs.dscores * clear[:, None])
+    results = xtr_results(inputs, top_k, needs=needs, **options)
+    truth = xtr_results(inputs.cast(torch.float64), top_k, needs=needs, impl="reference", **choices)
+    for name, out in results.items():
+        expected = truth[name]
+        if name == "scores":
+            out, expected = out[clear], expected[clear]  # noqa: PLW2901
+        assert_within_budget(out, expected, kind="forward" if name == "scores" else kind, name=name)
     return results

@@ -4,5 +4,14 @@ from tilefold.ops.maxsim._choice import chosen_impl
 from tilefold.ops.maxsim.api import maxsim
 from tilefold.ops.maxsim.quantized import QuantizedTokens, quantize_tokens
 from tilefold.ops.maxsim.uses import maxsim_contrastive_loss, maxsim_topk
+from tilefold.ops.maxsim.xtr import xtr_scores
 
-__all__ = ["QuantizedTokens", "chosen_impl", "maxsim", "maxsim_contrastive_loss", "maxsim_topk", "quantize_tokens"]
+__all__ = [
+    "QuantizedTokens",
+    "chosen_impl",
+    "maxsim",
+    "maxsim_contrastive_loss",
+    "maxsim_topk",
+    "quantize_tokens",
+    "xtr_scores",
+]

@@ -118,8 +118,12 @@ class Block:
     documents: Tensor
 
 
-def blocks(side: Side, document_of: Tensor, columns: int, with_masked: bool) -> Iterator[Block]:
+def blocks(
+    side: Side, document_of: Tensor, columns: int, with_masked: bool, elements: int = TILE_ELEMENTS
+) -> Iterator[Block]:
     """Blocks of items whose documents have a kept token, by rising length, each block padded to its longest.
+
+    A block times ``columns`` query tokens has ``elements`` similarities at most, one document at least.
 
     With ``with_masked``, documents that have masked tokens only come too, with one place that holds no token.
     """
@@ -128,7 +132,7 @@ def blocks(side: Side, document_of: Tensor, columns: int, with_masked: bool) -> 
         counts = torch.maximum(counts, side.sizes[document_of].clamp(max=1))
     order = counts.argsort(stable=True)
     lengths = counts[order].tolist()
-    budget = min(BLOCK_ROWS, TILE_ELEMENTS // max(columns, 1))
+    budget = min(BLOCK_ROWS, elements // max(columns, 1))
     first = next((i for i, length in enumerate(lengths) if length), len(lengths))
     while first < len(lengths):
         last = first + 1

@@ -13,12 +13,12 @@ from tilefold.ops.maxsim._choice import chosen_impl
 from tilefold.ops.maxsim._problem import Problem, wide_dtype
 from tilefold.ops.maxsim.quantized import quantize_rows
 
-_PROBLEM = (
+PROBLEM_SCHEMA = (
     "Tensor queries, Tensor documents, Tensor? query_mask, Tensor? document_mask, Tensor? cu_queries,"
     " Tensor? cu_documents, SymInt query_length, SymInt document_length, Tensor? index, str pairing, bool mask_zero,"
     " float temperature, bool normalize, SymInt longest_query"
 )
-_ARGUMENTS = _PROBLEM.count(",") + 1
+PROBLEM_ARGUMENTS = PROBLEM_SCHEMA.count(",") + 1
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, rows: int, side: str) -> None:
@@ -73,10 +73,10 @@ def _implementation(impl: str) -> ModuleType:
     return _triton
 
 
-@define_op("maxsim", f"({_PROBLEM}, bool with_saved, str impl) -> (Tensor scores, Tensor saved)")
+@define_op("maxsim", f"({PROBLEM_SCHEMA}, bool with_saved, str impl) -> (Tensor scores, Tensor saved)")
 def _maxsim(*args: Any) -> tuple[Tensor, Tensor]:
-    problem, with_saved = Problem(*args[:_ARGUMENTS]), args[_ARGUMENTS]
-    return _compute(problem.queries, problem, with_saved, chosen_impl(problem.queries, args[_ARGUMENTS + 1]))
+    problem, with_saved = Problem(*args[:PROBLEM_ARGUMENTS]), args[PROBLEM_ARGUMENTS]
+    return _compute(problem.queries, problem, with_saved, chosen_impl(problem.queries, args[PROBLEM_ARGUMENTS + 1]))
 
 
 def _compute(queries: Tensor, problem: Problem, with_saved: bool, impl: str) -> tuple[Tensor, Tensor]:
@@ -86,7 +86,7 @@ def _compute(queries: Tensor, problem: Problem, with_saved: bool, impl: str) -> 
 
 @torch.library.register_fake("tilefold::maxsim")
 def _(*args: Any) -> tuple[Tensor, Tensor]:
-    problem, with_saved = Problem(*args[:_ARGUMENTS]), args[_ARGUMENTS]
+    problem, with_saved = Problem(*args[:PROBLEM_ARGUMENTS]), args[PROBLEM_ARGUMENTS]
     queries = problem.queries
     saved = problem.saved_shape if with_saved else (0, 0)
     return (
@@ -97,11 +97,11 @@ def _(*args: Any) -> tuple[Tensor, Tensor]:
 
 @define_op(
     "maxsim_backward",
-    f"(Tensor dscores, Tensor saved, {_PROBLEM}, bool need_queries, bool need_documents, str impl)"
+    f"(Tensor dscores, Tensor saved, {PROBLEM_SCHEMA}, bool need_queries, bool need_documents, str impl)"
     " -> (Tensor dqueries, Tensor ddocuments)",
 )
 def _maxsim_backward(dscores: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    problem, (need_queries, need_documents, impl) = Problem(*args[:_ARGUMENTS]), args[_ARGUMENTS:]
+    problem, (need_queries, need_documents, impl) = Problem(*args[:PROBLEM_ARGUMENTS]), args[PROBLEM_ARGUMENTS:]
     module = _implementation(chosen_impl(problem.queries, impl))
     grads = module.backward(problem, dscores, saved, need_queries, need_documents)
     # operators return tensors only: an empty one stands for a gradient that nobody asked for
@@ -111,7 +111,7 @@ def _maxsim_backward(dscores: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor
 
 @torch.library.register_fake("tilefold::maxsim_backward")
 def _(dscores: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    problem, (need_queries, need_documents, _) = Problem(*args[:_ARGUMENTS]), args[_ARGUMENTS:]
+    problem, (need_queries, need_documents, _) = Problem(*args[:PROBLEM_ARGUMENTS]), args[PROBLEM_ARGUMENTS:]
     sides = ((problem.queries, need_queries), (problem.documents, need_documents))
     dqueries, ddocuments = (
         torch.empty_like(rows, memory_format=torch.contiguous_format) if needed else dscores.new_empty(0)
@@ -134,12 +134,36 @@ def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 torch.library.register_autograd("tilefold::maxsim_backward", _no_second_derivative, setup_context=_setup_nothing)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save_problem(ctx: Any, inputs: tuple[Any, ...], *results: Tensor) -> None:
+    """Keep ``results`` and the arguments of the problem, which come first in ``inputs``, for a gradient."""
     ctx.set_materialize_grads(False)
-    tensors = [value if isinstance(value, Tensor) else None for value in inputs[:_ARGUMENTS]]
-    ctx.save_for_backward(output[1], *tensors)
-    ctx.others = [None if isinstance(value, Tensor) else value for value in inputs[:_ARGUMENTS]]
-    ctx.with_saved, ctx.impl = inputs[_ARGUMENTS:]
+    tensors = [value if isinstance(value, Tensor) else None for value in inputs[:PROBLEM_ARGUMENTS]]
+    ctx.save_for_backward(*results, *tensors)
+    ctx.others = [None if isinstance(value, Tensor) else value for value in inputs[:PROBLEM_ARGUMENTS]]
+
+
+def saved_problem(ctx: Any) -> tuple[list[Tensor], list[Any]]:
+    """What :func:`save_problem` kept: the results, and the arguments of the problem."""
+    saved = ctx.saved_tensors
+    results, tensors = saved[:-PROBLEM_ARGUMENTS], saved[-PROBLEM_ARGUMENTS:]
+    return list(results), [other if t is None else t for t, other in zip(tensors, ctx.others, strict=True)]
+
+
+def gradients(
+    dscores: Tensor, saved: Tensor, arguments: list[Any], needs: tuple[bool, bool], impl: str, *, registered: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of queries and documents, ``None`` where not needed."""
+    if registered or torch.is_grad_enabled():  # the registered operator refuses a second derivative
+        grads = torch.ops.tilefold.maxsim_backward(dscores, saved, *arguments, *needs, impl)
+    else:
+        grads = run(_maxsim_backward, dscores, saved, *arguments, *needs, impl)
+    dqueries, ddocuments = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
+    return dqueries, ddocuments
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    save_problem(ctx, inputs, output[1])
+    ctx.with_saved, ctx.impl = inputs[PROBLEM_ARGUMENTS:]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -148,18 +172,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _gradients(ctx: Any, dscores: Tensor | None, *, registered: bool) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * _ARGUMENTS  # the masks and whatever follows
+    nothing = (None,) * PROBLEM_ARGUMENTS  # the masks and whatever follows
     if dscores is None:
         return (None, None, *nothing)
-    saved, *tensors = ctx.saved_tensors
-    arguments = [other if tensor is None else tensor for tensor, other in zip(tensors, ctx.others, strict=True)]
-    needs = ctx.needs_input_grad[:2]
-    if registered or torch.is_grad_enabled():  # the registered operator refuses a second derivative
-        grads = torch.ops.tilefold.maxsim_backward(dscores, saved, *arguments, *needs, ctx.impl)
-    else:
-        grads = run(_maxsim_backward, dscores, saved, *arguments, *needs, ctx.impl)
-    dqueries, ddocuments = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
-    return (dqueries, ddocuments, *nothing)
+    (saved,), arguments = saved_problem(ctx)
+    return *gradients(dscores, saved, arguments, ctx.needs_input_grad[:2], ctx.impl, registered=registered), *nothing
 
 
 def _backward(ctx: Any, dscores: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -69,3 +69,29 @@ def maxsim(problem: Problem) -> Tensor:
         winner = first_largest(sims, allowed.expand(sims.shape))
         best = sims.gather(-1, winner.unsqueeze(-1)).squeeze(-1)  # [.., Lq]
     return torch.where(some & q_kept, best, 0).sum(dim=-1)
+
+
+def xtr(problem: Problem, top_k: int, impute: bool) -> Tensor:
+    """XTR scores ``[Nq, Nd]``: of the maxima of :func:`maxsim`, those among the batch's ``top_k`` of a query token."""
+    dtype = wide_dtype(problem.queries.dtype)
+    q, _, q_kept = padded(problem.queries.to(dtype), problem.query_mask, problem.cu_queries, problem.query_length)
+    d, _, d_kept = padded(
+        problem.documents.to(dtype), problem.document_mask, problem.cu_documents, problem.document_length
+    )
+    if problem.normalize:
+        q, d = unit(q), unit(d)
+    sims = torch.einsum("qid,njd->qinj", q, d)  # [Nq, Lq, Nd, Ld]
+    kept = d_kept.expand(sims.shape)
+    ordered = sims.detach().masked_fill(~kept, float("-inf")).flatten(2).sort(dim=-1, descending=True).values
+    if ordered.size(-1) < top_k:
+        threshold = torch.full_like(ordered[..., :1], float("-inf"))
+    else:
+        threshold = ordered[..., top_k - 1, None]  # NaN counts as larger than any number
+    winner = first_largest(sims, kept)
+    best = sims.gather(-1, winner.unsqueeze(-1)).squeeze(-1)  # [Nq, Lq, Nd]
+    possible = q_kept[..., None] & d_kept.any(dim=-1)
+    found = possible & ((best >= threshold) | best.isnan())
+    if impute:
+        total = torch.where(found, best, torch.where(possible, threshold, 0)).sum(dim=1)
+        return total / q_kept.sum(dim=1).clamp(min=1)[:, None]
+    return torch.where(found, best, 0).sum(dim=1) / found.sum(dim=1).clamp(min=1)
