@@ -15,5 +15,22 @@ except ImportError as error:
 
 from tilefold.integrations.transformers._alpha import learn_alpha, set_alpha
 from tilefold.integrations.transformers._attention import entmax_attention_forward, entmax_mask, register, unregister
+from tilefold.integrations.transformers._checkpoint import load_alpha, use_entmax, use_softmax
+from tilefold.integrations.transformers._schedule import AlphaSchedule
+from tilefold.integrations.transformers._sparsity import LayerSparsity, SparsityRecord, record_sparsity
 
-__all__ = ["entmax_attention_forward", "entmax_mask", "learn_alpha", "register", "set_alpha", "unregister"]
+__all__ = [
+    "AlphaSchedule",
+    "LayerSparsity",
+    "SparsityRecord",
+    "entmax_attention_forward",
+    "entmax_mask",
+    "learn_alpha",
+    "load_alpha",
+    "record_sparsity",
+    "register",
+    "set_alpha",
+    "unregister",
+    "use_entmax",
+    "use_softmax",
+]

@@ -1,8 +1,9 @@
-"""Where a layer's alpha comes from: its own attribute, a learned module on it, or the model's configuration."""
+"""Where a layer's alpha comes from: the model's configuration, or a learned module on the layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from tilefold.nn.entmax import EntmaxAlpha
 
 ATTRIBUTE = "entmax_alpha"
+LEARNED = "learned"  # what a configuration says where the alphas are parameters
+DEFAULT = 1.5
 
 
 def layer_alpha(module: nn.Module) -> float | Tensor:
@@ -18,7 +21,8 @@ def layer_alpha(module: nn.Module) -> float | Tensor:
     A configuration may hold one number, or one for every layer.
 
     Raises:
-        ValueError: for a configuration with a list and a module that does not know its layer.
+        ValueError: for a configuration with a list and a module that does not know its layer, or one whose learned
+            alphas were not loaded.
     """
     own = getattr(module, ATTRIBUTE, None)
     if isinstance(own, EntmaxAlpha):
@@ -26,7 +30,13 @@ def layer_alpha(module: nn.Module) -> float | Tensor:
         return alphas
     if own is not None:
         return own  # type: ignore[no-any-return]
-    given: Any = getattr(getattr(module, "config", None), ATTRIBUTE, 1.5)
+    given: Any = getattr(getattr(module, "config", None), ATTRIBUTE, DEFAULT)
+    if given == LEARNED:
+        raise ValueError(
+            f"entmax_alpha of {type(module).__name__} must have been loaded, got a model whose configuration says that "
+            "it is learned; call load_alpha(model, folder) from tilefold.integrations.transformers after "
+            "from_pretrained(folder), or set_alpha(model, 1.5) for another one."
+        )
     if not isinstance(given, (list, tuple)):
         return given  # type: ignore[no-any-return]
     layer = getattr(module, "layer_idx", None)
@@ -39,13 +49,28 @@ def layer_alpha(module: nn.Module) -> float | Tensor:
 
 
 def attention_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that call the attention interface, first layer first: those that know their heads' dimension."""
+    """The modules that call the attention interface, first layer first: those that know their number of heads."""
     for module in model.modules():
-        if hasattr(module, "is_causal") and hasattr(module, "config") and _heads(module) is not None:
+        if hasattr(module, "is_causal") and hasattr(module, "config") and heads_of(module) is not None:
             yield module
 
 
-def _heads(module: nn.Module) -> int | None:
+def some_attention_modules(model: nn.Module) -> list[nn.Module]:
+    """:func:`attention_modules`.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    modules = list(attention_modules(model))
+    if not modules:
+        raise ValueError(
+            f"model must have attention layers that call transformers' attention interface, got {type(model).__name__}."
+        )
+    return modules
+
+
+def heads_of(module: nn.Module) -> int | None:
+    """How many heads of queries an attention module has."""
     for source, names in ((module, ("num_attention_heads", "num_heads")), (module.config, ("num_attention_heads",))):
         for name in names:
             value = getattr(source, name, None)
@@ -54,34 +79,64 @@ def _heads(module: nn.Module) -> int | None:
     return None
 
 
-def set_alpha(model: nn.Module, alpha: float | list[float]) -> None:
+def forget_alpha(module: nn.Module) -> None:
+    """Take a module's own alpha away, number or learned."""
+    if ATTRIBUTE in vars(module) or ATTRIBUTE in module._modules:
+        delattr(module, ATTRIBUTE)
+
+
+def check_alphas(alpha: float | Sequence[float], layers: int) -> list[float]:
+    """One alpha a layer.
+
+    Raises:
+        ValueError: for a list of another length, or what is no number in [1, 2].
+    """
+    alphas: list[Any] = list(alpha) if isinstance(alpha, (list, tuple)) else [alpha] * layers
+    if len(alphas) != layers:
+        raise ValueError(f"alpha must be one number or {layers}, one for every attention layer, got {alphas}.")
+    if not all(isinstance(a, (int, float)) and not isinstance(a, bool) and 1 <= a <= 2 for a in alphas):
+        raise ValueError(f"alpha must lie in [1, 2], got {alphas}.")
+    return [float(value) for value in alphas]
+
+
+def set_alpha(model: nn.Module, alpha: float | Sequence[float]) -> None:
     """Give every attention layer of ``model`` an alpha: one number, or one for every layer.
 
+    The alphas go to the model's configuration, and with it into checkpoints; learned ones are dropped.
+
     Args:
-        model: a transformers model.
+        model: a transformers model, or any module with one inside, such as a sentence-transformers model.
         alpha: in [1, 2]; 1 is softmax.
 
     Raises:
         ValueError: for a list of another length, a number outside [1, 2], or a model without attention layers.
     """
-    modules = list(attention_modules(model))
-    alphas = list(alpha) if isinstance(alpha, (list, tuple)) else [alpha] * len(modules)
-    if not modules or len(alphas) != len(modules):
-        raise ValueError(f"alpha must be one number or {len(modules)}, one for every attention layer, got {alphas}.")
-    if not all(1 <= value <= 2 for value in alphas):
-        raise ValueError(f"alpha must lie in [1, 2], got {alphas}.")
+    modules = some_attention_modules(model)
+    alphas = check_alphas(alpha, len(modules))
+    by_config: dict[int, list[tuple[nn.Module, float]]] = {}
     for module, value in zip(modules, alphas, strict=True):
-        setattr(module, ATTRIBUTE, float(value))
+        by_config.setdefault(id(module.config), []).append((module, value))
+    for pairs in by_config.values():
+        values: list[float] = [value for _, value in pairs]
+        in_order = [getattr(module, "layer_idx", None) for module, _ in pairs] == list(range(len(pairs)))
+        setattr(pairs[0][0].config, ATTRIBUTE, values[0] if len(set(values)) == 1 else values)
+        for module, value in pairs:
+            forget_alpha(module)
+            if len(set(values)) > 1 and not in_order:  # the configuration's list could not be looked up
+                setattr(module, ATTRIBUTE, value)
 
 
-def learn_alpha(model: nn.Module, initial: float = 1.5) -> list[EntmaxAlpha]:
+def learn_alpha(model: nn.Module, initial: float | Sequence[float] = DEFAULT) -> list[EntmaxAlpha]:
     """Give every attention layer of ``model`` a learned alpha for each head.
 
-    The parameters join the model (and its checkpoints) as ``entmax_alpha.theta`` of every attention module.
+    The parameters join the model, its optimisers and its checkpoints as ``entmax_alpha.theta`` of every attention
+    module: make the optimiser afterwards. The configuration then says that they are learned, and a model that is loaded
+    without them raises instead of using others: see :func:`load_alpha`. In a sentence-transformers model the modules
+    that hold transformers models become :class:`EntmaxTransformer`, which loads them by itself.
 
     Args:
-        model: a transformers model.
-        initial: alpha at the start, strictly between 1 and 2.
+        model: a transformers model, or any module with one inside.
+        initial: alpha at the start, strictly between 1 and 2; one number, or one for every layer.
 
     Returns:
         The new modules, one a layer.
@@ -89,18 +144,27 @@ def learn_alpha(model: nn.Module, initial: float = 1.5) -> list[EntmaxAlpha]:
     Raises:
         ValueError: for a model without attention layers, or an ``initial`` outside (1, 2).
     """
-    made: list[EntmaxAlpha] = []
-    for module in list(attention_modules(model)):
-        alpha = EntmaxAlpha(_heads(module) or 1, initial)
+    modules = some_attention_modules(model)
+    starts = check_alphas(initial, len(modules))
+    made = [EntmaxAlpha(heads_of(module) or 1, start) for module, start in zip(modules, starts, strict=True)]
+    for module, alpha in zip(modules, made, strict=True):
         like = next(module.parameters(), None)
         if like is not None:
             alpha.to(like.device)
-        if ATTRIBUTE in vars(module):
-            delattr(module, ATTRIBUTE)  # a number from set_alpha would hide the module
+        forget_alpha(module)
         setattr(module, ATTRIBUTE, alpha)
-        made.append(alpha)
-    if not made:
-        raise ValueError(
-            f"model must have attention layers that call the attention interface, got {type(model).__name__}."
-        )
+        setattr(module.config, ATTRIBUTE, LEARNED)
+    _adopt(model)
     return made
+
+
+def _adopt(model: nn.Module) -> None:
+    """Make the modules of sentence-transformers that hold a transformers model able to load learned alphas."""
+    module = sys.modules.get("sentence_transformers.base.modules")
+    if module is None:
+        return
+    from tilefold.integrations.sentence_transformers.entmax import EntmaxTransformer  # noqa: PLC0415 - loaded by now
+
+    for part in model.modules():
+        if type(part) is module.Transformer:
+            part.__class__ = EntmaxTransformer

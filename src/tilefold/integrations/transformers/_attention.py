@@ -11,9 +11,11 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from tilefold.integrations.transformers._alpha import layer_alpha
+from tilefold.integrations.transformers._sparsity import Recorder, recorder_of
 from tilefold.ops import entmax_attention
 
 NAME = "entmax"
+MARK = "attn_implementation"  # in config.json, where transformers reads it but does not write it
 # What the attention does by itself, by arguments; any other mask function would silently be dropped.
 _KNOWN_MASKS = (
     "causal_mask_function",
@@ -29,7 +31,8 @@ def register(name: str = NAME) -> None:
 
     Registers an attention function and a mask function, without which padding would be ignored. Nothing changes for
     models that do not ask for ``name``. Alphas: ``config.entmax_alpha`` (a number, or one a layer; 1.5 by default),
-    :func:`set_alpha` or :func:`learn_alpha`.
+    :func:`set_alpha` or :func:`learn_alpha`. A model that has run once notes ``name`` in its configuration, so that its
+    checkpoints load with it again; see :func:`use_entmax`.
 
     Args:
         name: the implementation's name; one with "flash" in it would be taken for a FlashAttention.
@@ -53,7 +56,7 @@ def entmax_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int = 0,
+    q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
@@ -62,13 +65,21 @@ def entmax_mask(
     """The ``[B, kv_length]`` padding mask as it is: causality and windows are arguments of the attention itself.
 
     Raises:
-        ValueError: for masks that the attention cannot take by its arguments.
+        ValueError: for masks that the attention cannot take by its arguments, and for a static cache.
     """
     if mask_function is not None and not _is_known(mask_function):
         raise ValueError(
             f"mask_function must be causal, bidirectional or a sliding window for entmax attention, got "
             f"{getattr(mask_function, '__qualname__', mask_function)}; pass cu_seq_lens_q and cu_seq_lens_k for packed "
             "sequences, or use attn_implementation='sdpa'."
+        )
+    # queries stand at the end of the keys; a static cache has empty places behind them
+    bidirectional = getattr(mask_function, "__qualname__", "") == "bidirectional_mask_function"
+    static = not isinstance(q_offset, int) or q_offset + q_length != kv_offset + kv_length
+    if mask_function is not None and not bidirectional and static:
+        raise ValueError(
+            f"the keys of the cache must end with the {q_length} queries for entmax attention, got {kv_length} keys "
+            f"from {kv_offset} and queries from {q_offset}; use a dynamic cache."
         )
     if attention_mask is None:
         return None
@@ -125,6 +136,7 @@ def entmax_attention_forward(
     for name in ("softcap", "s_aux", "position_bias", "head_mask"):
         if kwargs.get(name) is not None:
             raise ValueError(f"{name} must be None for entmax attention, got a value; use attn_implementation='eager'.")
+    _remember(module)
     causal = bool(getattr(module, "is_causal", False)) if is_causal is None else bool(is_causal)
     options: dict[str, Any] = {
         "alpha": layer_alpha(module),
@@ -133,26 +145,47 @@ def entmax_attention_forward(
         "scale": scaling,
         "dropout_p": dropout,
     }
+    recorder = recorder_of(module)
+    cross = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
     cu_q, cu_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if cu_q is not None and cu_k is not None:
-        packed = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
         longest = kwargs.get("max_length_k")
-        out = entmax_attention(
-            *packed,
-            cu_seqlens_q=cu_q,
-            cu_seqlens_k=cu_k,
-            max_seqlen_k=int(longest) if isinstance(longest, int) else None,
-            **options,
+        query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+        options |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+        out = _attention(
+            recorder, query, key, value, options, int(longest) if isinstance(longest, int) else None, cross
         )
-        return _only_output(out).unsqueeze(0), None
+        return out.unsqueeze(0), None
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(
             f"attention_mask must be a padding mask [B, Nk] for entmax attention, got shape "
             f"{list(attention_mask.shape)}; pass a 2D mask to the model."
         )
-    out = _only_output(entmax_attention(query, key, value, key_padding_mask=attention_mask, **options))
-    return out.transpose(1, 2), None
+    options["key_padding_mask"] = attention_mask
+    return _attention(recorder, query, key, value, options, None, cross).transpose(1, 2), None
 
 
-def _only_output(result: Tensor | tuple[Tensor, Any]) -> Tensor:
-    return result if isinstance(result, torch.Tensor) else result[0]
+def _attention(
+    recorder: Recorder | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: dict[str, Any],
+    max_seqlen_k: int | None,
+    cross: bool,
+) -> Tensor:
+    if recorder is None:
+        out = entmax_attention(query, key, value, max_seqlen_k=max_seqlen_k, **options)
+        return out if isinstance(out, Tensor) else out[0]
+    result = entmax_attention(query, key, value, max_seqlen_k=max_seqlen_k, **options, return_stats=True)
+    if isinstance(result, Tensor):
+        raise TypeError("entmax_attention returned no statistics.")
+    recorder.add(query, key, result[1], options, cross)
+    return result[0]
+
+
+def _remember(module: nn.Module) -> None:
+    """Note in the configuration what runs here: transformers reads it from a checkpoint, but does not write it."""
+    config = getattr(module, "config", None)
+    if config is not None and not torch.compiler.is_compiling() and MARK not in vars(config):
+        setattr(config, MARK, getattr(config, "_attn_implementation", NAME))

@@ -1,0 +1,173 @@
+"""Entmax attention that a checkpoint remembers, and alphas that were learned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tilefold.integrations.transformers._alpha import (
+    ATTRIBUTE,
+    DEFAULT,
+    LEARNED,
+    forget_alpha,
+    learn_alpha,
+    set_alpha,
+    some_attention_modules,
+)
+from tilefold.integrations.transformers._attention import MARK, NAME, register
+from tilefold.nn.entmax import EntmaxAlpha
+
+SUFFIX = f".{ATTRIBUTE}.theta"
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def use_entmax(model: nn.Module, alpha: float | list[float] = DEFAULT, *, learn: bool = False) -> None:
+    """Switch a model that is in memory to alpha-entmax attention, so that its checkpoints say so.
+
+    ``config.json`` then holds ``"attn_implementation": "entmax"`` and the alphas. transformers follows it: a checkpoint
+    loads with entmax attention where :func:`register` was called, and raises where it was not; it never runs softmax
+    silently.
+
+    Args:
+        model: a transformers model, or any module with one inside, such as a sentence-transformers model.
+        alpha: in [1, 2], one number or one for every attention layer; 1 is softmax.
+        learn: learn an alpha for every head from there, see :func:`learn_alpha`.
+
+    Raises:
+        ValueError: for alphas that do not fit, or a model with attention that does not go by transformers' attention
+            interface.
+    """
+    register()
+    for inner in _models(model):
+        inner.set_attn_implementation(NAME)
+    modules = some_attention_modules(model)
+    stuck = [type(m).__name__ for m in modules if getattr(m.config, "_attn_implementation", None) != NAME]
+    if stuck:
+        raise ValueError(f"model must let its attention be chosen, got {sorted(set(stuck))}, which do not.")
+    if learn:
+        learn_alpha(model, alpha)
+    else:
+        set_alpha(model, alpha)
+    for config in _configs(model):
+        setattr(config, MARK, NAME)
+
+
+def use_softmax(model: nn.Module, attn_implementation: str = "sdpa") -> None:
+    """Take :func:`use_entmax` back: softmax attention, and nothing of alphas in the model, its configuration, or a
+    checkpoint.
+
+    Args:
+        model: a transformers model, or any module with one inside.
+        attn_implementation: which of transformers' implementations to run.
+    """
+    for module in some_attention_modules(model):
+        forget_alpha(module)
+    for inner in _models(model):
+        inner.set_attn_implementation(attn_implementation)
+    for config in _configs(model):
+        for name in (MARK, ATTRIBUTE):
+            if name in vars(config):
+                delattr(config, name)
+
+
+def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: Any) -> list[EntmaxAlpha]:
+    """Load the learned alphas of a checkpoint into a model that ``from_pretrained`` made of it.
+
+    transformers makes a stock model, reports ``entmax_alpha.theta`` as unexpected weights, and the model refuses to run
+    until its alphas are loaded.
+
+    Args:
+        model: a transformers model, of the saved class or another one of its architecture.
+        name_or_path: the folder, or the name on the Hugging Face hub, that it was loaded from.
+        hub: where to look, as for ``from_pretrained``: ``subfolder``, ``revision``, ``token``, ``cache_dir``,
+            ``local_files_only``.
+
+    Returns:
+        The new modules, one an attention layer.
+
+    Raises:
+        ValueError: if the checkpoint has no learned alphas, or those of other layers.
+        OSError: if there is no checkpoint.
+    """
+    found = _read_thetas(str(name_or_path), hub)
+    layers = set(some_attention_modules(model))
+    modules = [name for name, module in model.named_modules() if module in layers]
+    chosen = {name: _theta_of(name, found) for name in modules}
+    if not found or any(theta is None for theta in chosen.values()):
+        missing = [name for name, theta in chosen.items() if theta is None]
+        raise ValueError(
+            f"name_or_path {str(name_or_path)!r} must hold learned alphas of {len(chosen)} attention layers, got "
+            f"{len(found)} (none for {', '.join(missing[:3])}); use set_alpha or learn_alpha for new ones."
+        )
+    made = learn_alpha(model)
+    for alpha, (name, theta) in zip(made, chosen.items(), strict=True):
+        if theta is None or theta.shape != alpha.theta.shape:
+            got = "nothing" if theta is None else list(theta.shape)
+            raise ValueError(f"theta of {name} must have shape {list(alpha.theta.shape)}, got {got} in {name_or_path}.")
+        with torch.no_grad():
+            alpha.theta.copy_(theta)
+    return made
+
+
+def has_learned_alpha(model: nn.Module) -> bool:
+    """Whether the configuration of a model says that its alphas are learned."""
+    return any(getattr(config, ATTRIBUTE, None) == LEARNED for config in _configs(model))
+
+
+def _models(model: nn.Module) -> Iterator[PreTrainedModel]:
+    """The outermost transformers models in a module."""
+    inside: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and id(module) not in inside:
+            inside |= {id(part) for part in module.modules()}
+            yield module
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The configurations of a module's transformers models and attention layers, each once."""
+    owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    owners += [module for module in model.modules() if ATTRIBUTE in vars(getattr(module, "config", module))]
+    return list({id(owner.config): owner.config for owner in owners if hasattr(owner, "config")}.values())
+
+
+def _theta_of(name: str, found: dict[str, Tensor]) -> Tensor | None:
+    """The theta of a module, whose name may have more or fewer parts in front than where it was saved."""
+    if name + SUFFIX in found:
+        return found[name + SUFFIX]
+    matches = [key for key in found if key.endswith(f".{name}{SUFFIX}") or f".{name}{SUFFIX}".endswith(f".{key}")]
+    return found[matches[0]] if len(matches) == 1 else None
+
+
+def _read_thetas(name_or_path: str, hub: dict[str, Any]) -> dict[str, Tensor]:
+    """All learned alphas in the weight files of a checkpoint, by their names there."""
+    from transformers.utils import cached_file  # noqa: PLC0415 - needs the hub's client
+
+    options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": True}
+    for name in WEIGHTS:
+        file = cached_file(name_or_path, name, **options, **hub)
+        if file is None:
+            continue
+        if not name.endswith("index.json"):
+            return _thetas_in(file)
+        weights = json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"]
+        found: dict[str, Tensor] = {}
+        for part in sorted({part for key, part in weights.items() if key.endswith(SUFFIX)}):
+            found |= _thetas_in(cached_file(name_or_path, part, **hub))
+        return found
+    raise OSError(f"{name_or_path} must hold one of {', '.join(WEIGHTS)}, got none of them.")
+
+
+def _thetas_in(file: str) -> dict[str, Tensor]:
+    if file.endswith(".safetensors"):
+        from safetensors import safe_open  # noqa: PLC0415 - comes with transformers
+
+        with safe_open(file, framework="pt") as weights:
+            return {key: weights.get_tensor(key) for key in weights.keys() if key.endswith(SUFFIX)}  # noqa: SIM118
+    weights = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    return {key: value for key, value in weights.items() if key.endswith(SUFFIX)}

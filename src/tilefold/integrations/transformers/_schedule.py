@@ -1,0 +1,98 @@
+"""Alpha that rises while a model trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from transformers.trainer_callback import TrainerCallback
+
+from tilefold.integrations.transformers._alpha import check_alphas, set_alpha, some_attention_modules
+from tilefold.integrations.transformers._attention import entmax_attention_forward
+from tilefold.integrations.transformers._checkpoint import has_learned_alpha
+
+SHAPES = ("linear", "cosine")
+
+
+class AlphaSchedule(TrainerCallback):  # type: ignore[misc]
+    """Anneal alpha from softmax to its target while a trainer runs, as AdaSplash's encoders do (arXiv 2502.12082).
+
+    trainer = Trainer(model, ..., callbacks=[AlphaSchedule(1.5, until=0.5)])
+
+    A callback for ``transformers.Trainer`` and the trainers of sentence-transformers. Alpha follows the number of
+    optimiser steps done, so a run that goes on from a checkpoint goes on with the alpha it had; checkpoints and
+    evaluations in between have that of their step. After ``until`` it stays at the target. With start 1 the first steps
+    are those of a softmax model: alpha = 1 is softmax attention.
+
+    The model must run entmax attention already: :func:`tilefold.integrations.transformers.use_entmax`.
+
+    Args:
+        alpha: the target, in [1, 2]; one number, or one for every attention layer.
+        start: alpha at the first step.
+        until: where the target is reached: a share of all steps in (0, 1] if it is a float, else a number of steps.
+        shape: ``"linear"``, or ``"cosine"``, which starts and ends slowly.
+
+    Raises:
+        ValueError: for values out of range; when training starts, for a model without entmax attention, with learned
+            alphas or another number of layers, or an ``until`` behind the last step.
+    """
+
+    def __init__(
+        self,
+        alpha: float | Sequence[float] = 1.5,
+        *,
+        start: float = 1.0,
+        until: float | int = 0.5,
+        shape: str = "linear",
+    ) -> None:
+        self.targets = check_alphas(alpha, len(alpha) if isinstance(alpha, Sequence) else 1)
+        self.alpha = alpha
+        (self.start,) = check_alphas(start, 1)
+        share = isinstance(until, float) and 0 < until <= 1
+        if not share and (isinstance(until, bool) or not isinstance(until, int) or until < 1):
+            raise ValueError(
+                f"until must be a share of the steps in (0, 1] or a number of steps of at least 1, got {until!r}."
+            )
+        if shape not in SHAPES:
+            raise ValueError(f"shape must be one of {', '.join(map(repr, SHAPES))}, got {shape!r}.")
+        self.until, self.shape = until, shape
+
+    def alpha_at(self, step: int, steps: int) -> float | list[float]:
+        """Alpha after ``step`` of ``steps`` optimiser steps: a number, or a list if the target is one."""
+        last = max(1, math.ceil(self.until * steps) if isinstance(self.until, float) else self.until)
+        share = min(1.0, step / last)
+        if self.shape == "cosine":
+            share = (1 - math.cos(math.pi * share)) / 2
+        values = [target if share == 1 else self.start + share * (target - self.start) for target in self.targets]
+        return values if isinstance(self.alpha, Sequence) else values[0]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
+        """Check the model, and set the alpha of the first step, or of the one that is gone on from."""
+        if model is None:
+            raise ValueError("model must be passed to the callback by its trainer, got None.")
+        modules = some_attention_modules(model)
+        runs = [_runs_entmax(module) for module in modules]
+        if not all(runs):
+            raise ValueError(
+                f"model must run entmax attention in all its {len(runs)} attention layers, got {sum(runs)}; call "
+                "use_entmax(model) before the trainer is made."
+            )
+        if has_learned_alpha(model):
+            raise ValueError("model must not have learned alphas, got some; a schedule would overwrite them.")
+        if isinstance(self.until, int) and self.until > state.max_steps:
+            raise ValueError(f"until must not lie behind the last step, {state.max_steps}, got {self.until}.")
+        set_alpha(model, self.alpha_at(state.global_step, state.max_steps))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
+        """Set the alpha of the next step."""
+        if model is not None:
+            set_alpha(model, self.alpha_at(state.global_step, state.max_steps))
+
+
+def _runs_entmax(module: nn.Module) -> bool:
+    from transformers import AttentionInterface  # noqa: PLC0415 - the class of the registry
+
+    name = getattr(module.config, "_attn_implementation", None)
+    return AttentionInterface._global_mapping.get(name) is entmax_attention_forward
