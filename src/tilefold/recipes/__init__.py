@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
+    "ColbertRecipe": "colbert",
     "SpladeRecipe": "splade",
     "TrainResult": "splade",
     "train": "splade",

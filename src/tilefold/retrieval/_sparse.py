@@ -45,7 +45,7 @@ class SparseVectors:
         self.indptr = np.ascontiguousarray(self.indptr, dtype=np.int64)
         self.indices = _as_int32(self.indices)
         self.data = np.ascontiguousarray(self.data, dtype=np.float32)
-        _check_ids(self.ids)
+        check_ids(self.ids)
         self._check_layout()
         self._check_values()
         self._sort_rows()
@@ -228,7 +228,7 @@ def _as_int32(indices: Any) -> npt.NDArray[np.int32]:
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
-def _check_ids(ids: list[str]) -> None:
+def check_ids(ids: list[str]) -> None:
     seen: set[str] = set()
     for number, value in enumerate(ids):
         if not isinstance(value, str) or not value:

@@ -6,7 +6,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tilefold.retrieval._sparse import SparseVectors, vocabulary_fingerprint
 from tilefold.retrieval.errors import DataError
@@ -15,6 +15,7 @@ from tilefold.retrieval.vectors import SparseVectorWriter, VectorManifest
 __all__ = ["encode_collection", "encode_queries", "model_fingerprint"]
 
 Kind = Literal["document", "query"]
+T = TypeVar("T")
 _SAMPLES_A_TENSOR = 1024
 
 
@@ -69,11 +70,11 @@ def encode_collection(
         output_dir,
         vocab_size=_vocab_size(model, kind),
         fingerprint=vocabulary_fingerprint(_tokenizer(model)),
-        model_name=_model_name(model),
+        model_name=model_name(model),
         kind=kind,
         settings={
             "model_fingerprint": model_fingerprint(model),
-            "texts_sha256": _texts_digest(texts),
+            "texts_sha256": texts_digest(texts),
             "shard_size": shard_size,
             "top_k": top_k,
             "min_weight": min_weight,
@@ -151,13 +152,33 @@ def _encode(
 ) -> tuple[SparseVectors, dict[str, str]]:
     """Vectors of `ids` that could be encoded, in their order, and the reasons for the others."""
     fingerprint = vocabulary_fingerprint(_tokenizer(model))
+
+    def run(batch: list[str]) -> SparseVectors:
+        matrix = _run(model, [texts[name] for name in batch], kind, top_k, min_weight)
+        return SparseVectors.from_torch(batch, matrix, fingerprint, min_weight)
+
+    done, failed = encode_each(texts, ids, batch_size, run)
+    if not done:
+        return SparseVectors.from_rows({}, _vocab_size(model, kind), fingerprint), failed
+    position = {name: i for i, name in enumerate(ids)}
+    encoded = SparseVectors.concatenate(done)
+    order = sorted(range(len(encoded)), key=lambda i: position[encoded.ids[i]])
+    return encoded.take(order), failed
+
+
+def encode_each(
+    texts: Mapping[str, str], ids: Sequence[str], batch_size: int, run: Callable[[list[str]], T]
+) -> tuple[list[T], dict[str, str]]:
+    """``run(batch)`` for batches of `ids` of similar length, longest first, and why the texts left out failed.
+
+    A batch that fails is halved until the text at fault is alone, so that it does not lose the others.
+    """
     failed: dict[str, str] = {}
-    done: list[SparseVectors] = []
+    done: list[T] = []
 
     def attempt(batch: list[str]) -> None:
         try:
-            matrix = _run(model, [texts[name] for name in batch], kind, top_k, min_weight)
-            done.append(SparseVectors.from_torch(batch, matrix, fingerprint, min_weight))
+            done.append(run(batch))
         except Exception as error:  # any fault of one text must not lose the others
             if len(batch) == 1:
                 failed[batch[0]] = f"{type(error).__name__}: {error}"
@@ -175,13 +196,7 @@ def _encode(
     strings.sort(key=lambda name: len(texts[name]), reverse=True)
     for start in range(0, len(strings), batch_size):
         attempt(strings[start : start + batch_size])
-    failed = {name: failed[name] for name in ids if name in failed}
-    if not done:
-        return SparseVectors.from_rows({}, _vocab_size(model, kind), fingerprint), failed
-    position = {name: i for i, name in enumerate(ids)}
-    encoded = SparseVectors.concatenate(done)
-    order = sorted(range(len(encoded)), key=lambda i: position[encoded.ids[i]])
-    return encoded.take(order), failed
+    return done, {name: failed[name] for name in ids if name in failed}
 
 
 def _check_settings(kind: str, batch_size: int, top_k: int | None, min_weight: float) -> None:
@@ -226,13 +241,15 @@ def _run(model: Any, batch: list[str], kind: Kind, top_k: int | None, min_weight
     )
 
 
-def _model_name(model: Any) -> str | None:
+def model_name(model: Any) -> str | None:
+    """The name on the model's card, if it has one."""
     card = getattr(model, "model_card_data", None)
     name = getattr(card, "model_name", None) or getattr(card, "base_model", None)
     return str(name) if name else None
 
 
-def _texts_digest(texts: Mapping[str, str]) -> str:
+def texts_digest(texts: Mapping[str, str]) -> str:
+    """SHA-256 over ids and texts, in order."""
     digest = hashlib.sha256()
     for name, text in texts.items():
         for part in (name, text if isinstance(text, str) else repr(text)):

@@ -1,0 +1,293 @@
+"""Train a ColBERT encoder (arXiv 2004.12832) with the stock trainer, loss and checkpoints of sentence-transformers.
+
+The loss is ``MultiVectorMultipleNegativesRankingLoss`` over in-batch negatives; only its similarity is replaced, so
+that the similarities ``[B, B, Lq, Ld]`` never exist. What is saved is a stock ``MultiVectorEncoder``.
+"""
+# ruff: noqa: PLC0415 - torch and sentence-transformers are imported by the functions that need them
+
+from __future__ import annotations
+
+import json
+import string
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilefold.recipes import _run
+from tilefold.recipes._checks import check_count, check_number
+from tilefold.recipes._training import Progress, TrainResult, run_training, total_steps
+
+if TYPE_CHECKING:
+    from sentence_transformers import MultiVectorEncoder
+
+    from tilefold.retrieval.collection import Collection
+
+__all__ = ["ColbertRecipe", "TrainResult", "load_base_model", "train"]
+
+DIMENSIONS_PER_STEP = 8  # of the kernels
+LARGEST_DIMENSION = 4096
+
+
+@dataclass(frozen=True)
+class ColbertRecipe:
+    """What to train and how; every field is checked on construction.
+
+    Attributes:
+        base_model: ``"minilm"`` for the packaged MiniLM, else a folder or a Hugging Face name: of any encoder, of a
+            SentenceTransformer, or of a multi-vector model, whose projection, query length and skipped words are kept.
+        max_steps: optimiser steps; ``None`` goes by ``epochs``.
+        epochs: passes over the training pairs when ``max_steps`` is ``None``.
+        batch_size: pairs in a step; every other document of a batch is a negative.
+        learning_rate: peak of the linear schedule.
+        warmup_ratio: share of the steps over which the learning rate rises.
+        dimension: of the projection that is put on a backbone without one, a multiple of 8; ``None`` puts none, and
+            token vectors are as wide as the backbone.
+        similarity_scale: factor on the MaxSim scores before the softmax.
+        query_length: tokens read of a query.
+        expand_queries: fill queries up to ``query_length`` with mask tokens that are scored too, as ColBERT does.
+        skip_punctuation: keep no vectors of punctuation in documents.
+        max_length: tokens that the saved model reads of a document.
+        train_max_length: tokens read of a document while training; ``None`` takes ``max_length``.
+        bf16: bf16 autocast; ``None`` uses it where the hardware has it.
+        fused: train with the fused similarity.
+        save_steps: steps between checkpoints, from which a killed run goes on.
+        seed: of the projection, the data order and dropout.
+    """
+
+    base_model: str = "minilm"
+    max_steps: int | None = None
+    epochs: float = 4.0
+    batch_size: int = 64
+    learning_rate: float = 1e-4
+    warmup_ratio: float = 0.1
+    dimension: int | None = 128
+    similarity_scale: float = 1.0
+    query_length: int = 32
+    expand_queries: bool = False
+    skip_punctuation: bool = True
+    max_length: int = 128
+    train_max_length: int | None = None
+    bf16: bool | None = None
+    fused: bool = True
+    save_steps: int = 25
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.base_model, str) or not self.base_model:
+            raise ValueError(f"base_model must be 'minilm', a folder or a model name, got {self.base_model!r}.")
+        optional = ("max_steps", "train_max_length", "dimension")
+        for name in ("batch_size", "query_length", "max_length", "save_steps", *optional):
+            check_count(name, getattr(self, name), optional=name in optional)
+        for name in ("epochs", "learning_rate", "similarity_scale"):
+            check_number(name, getattr(self, name), lambda value: value > 0, "greater than 0")
+        check_number("warmup_ratio", self.warmup_ratio, lambda value: 0 <= value < 1, "in [0, 1)")
+        if self.dimension is not None and (self.dimension % DIMENSIONS_PER_STEP or self.dimension > LARGEST_DIMENSION):
+            raise ValueError(
+                f"dimension must be a multiple of {DIMENSIONS_PER_STEP} up to {LARGEST_DIMENSION} or None, got "
+                f"{self.dimension}."
+            )
+        if self.train_max_length is not None and self.train_max_length > self.max_length:
+            raise ValueError(
+                f"train_max_length must not exceed max_length ({self.max_length}), got {self.train_max_length}."
+            )
+        for name in ("expand_queries", "skip_punctuation", "fused"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if self.bf16 not in (None, True, False):
+            raise ValueError(f"bf16 must be True, False or None (by hardware), got {self.bf16!r}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Field names and values, fit for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ColbertRecipe:
+        """The inverse of :meth:`to_dict`.
+
+        Raises:
+            ValueError: for a name that is no field, or a value out of range.
+        """
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(f"unknown recipe fields {unknown}; the fields are {sorted(known)}.")
+        return cls(**values)
+
+
+def train(
+    recipe: ColbertRecipe,
+    collection: Collection,
+    output_dir: str | Path,
+    *,
+    resume: bool = True,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    verbose: bool = False,
+) -> TrainResult:
+    """Train on the pairs of the collection's ``"train"`` split and leave a stock MultiVectorEncoder in `output_dir`.
+
+    Interrupted and finished runs are treated as by :func:`tilefold.recipes.splade.train`, and so are the arguments.
+
+    Raises:
+        ValueError: for a collection without training pairs, or checkpoints of another recipe or data.
+        FileExistsError: if `output_dir` holds something that this call would not have made.
+        MissingPackageError: if sentence-transformers or the packaged model is not installed.
+    """
+
+    def load() -> MultiVectorEncoder:
+        return load_base_model(recipe)
+
+    def fit(model: Any, pairs: Any, run: _run.TrainingRun, checkpoint: Any, bf16: bool) -> float | None:
+        return _fit(recipe, model, pairs, run, checkpoint, bf16, progress, verbose)
+
+    return run_training(
+        recipe, collection, output_dir, resume=resume, overwrite=overwrite, verbose=verbose, load=load, fit=fit
+    )
+
+
+def load_base_model(recipe: ColbertRecipe) -> MultiVectorEncoder:
+    """The stock MultiVectorEncoder that a recipe starts from.
+
+    A backbone becomes ``[Transformer, Dense, MultiVectorMask, Normalize]`` with a bias-free projection whose rows are
+    orthonormal, so that untrained scores already follow those of the backbone's own token states.
+    """
+    import torch
+    from sentence_transformers import MultiVectorEncoder
+
+    from tilefold.recipes.backbone import MINILM_NAME, minilm_path
+
+    packaged = recipe.base_model == "minilm"
+    base = str(minilm_path()) if packaged else recipe.base_model
+    local = Path(base).is_dir()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        model = MultiVectorEncoder(base, trust_remote_code=False, local_files_only=local)
+        kind = _saved_as(model, base, local)
+        if kind != "multi-vector":
+            model = _with_own_modules(model, recipe, keep_projection=kind == "projected")
+    model[0].document_length = min(recipe.max_length, model[0].document_length or recipe.max_length, _positions(model))
+    if packaged:
+        model[0].model.config._name_or_path = MINILM_NAME
+    model.model_card_data.local_files_only = True
+    model.model_card_data.generate_widget_examples = False
+    return model
+
+
+def _saved_as(model: MultiVectorEncoder, base: str, local: bool) -> str:
+    """``"multi-vector"``, ``"projected"`` for a dense model with a projection of its own, else ``"backbone"``."""
+    from sentence_transformers.util import load_file_path
+
+    kind = model._get_model_type(base, token=None, cache_folder=None, local_files_only=local)
+    listed = load_file_path(base, "modules.json", local_files_only=local)
+    saved = json.loads(Path(listed).read_text(encoding="utf-8")) if listed is not None else []
+    if kind == "MultiVectorEncoder":
+        return "multi-vector"
+    dense = any(str(module.get("type", "")).endswith(".Dense") for module in saved)
+    return "projected" if kind == "SentenceTransformer" and dense else "backbone"
+
+
+def _with_own_modules(model: MultiVectorEncoder, recipe: ColbertRecipe, *, keep_projection: bool) -> MultiVectorEncoder:
+    import torch
+    from sentence_transformers import MultiVectorEncoder
+    from sentence_transformers.base.modules import Dense, Normalize
+    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+
+    modules = [module for module in model if not isinstance(module, (MultiVectorMask, Normalize))]
+    transformer = modules[0]
+    if not keep_projection:
+        modules = [module for module in modules if not isinstance(module, Dense)]
+        if recipe.dimension is not None:
+            width = transformer.get_embedding_dimension()
+            weight = torch.empty(recipe.dimension, width)
+            torch.nn.init.orthogonal_(weight)
+            identity = torch.nn.Identity()
+            modules.append(
+                Dense(width, recipe.dimension, False, identity, weight, module_input_name="token_embeddings")
+            )
+    skipped = _known_punctuation(model.tokenizer) if recipe.skip_punctuation else None
+    modules += [MultiVectorMask(skiplist_words=skipped), Normalize(module_input_name="token_embeddings")]
+    transformer.query_length = min(recipe.query_length, _positions(model))
+    if recipe.expand_queries:
+        transformer.query_expansion = {"strategy": "fixed", "length": transformer.query_length}
+    return MultiVectorEncoder(modules=modules, prompts=dict(model.prompts), device=str(model.device))
+
+
+def _known_punctuation(tokenizer: Any) -> list[str]:
+    """The punctuation marks that are one token each; others cannot be skipped by their token."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    return [mark for mark in string.punctuation if tokenizer.convert_tokens_to_ids(mark) not in (None, unknown)]
+
+
+def _positions(model: MultiVectorEncoder) -> int:
+    """Tokens that the backbone can read."""
+    length = model.max_seq_length
+    return length if isinstance(length, int) and length > 0 else 1 << 30
+
+
+def _fit(
+    recipe: ColbertRecipe,
+    model: MultiVectorEncoder,
+    pairs: list[tuple[str, str]],
+    run: _run.TrainingRun,
+    checkpoint: _run.Checkpoint | None,
+    bf16: bool,
+    progress: Progress | None,
+    verbose: bool,
+) -> float | None:
+    """Run the stock trainer over `model` in place; the mean loss that it logged last."""
+    from datasets import Dataset
+    from sentence_transformers import MultiVectorEncoderTrainer
+    from sentence_transformers.multi_vector_encoder import losses
+    from transformers.trainer_callback import PrinterCallback
+
+    from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
+
+    model.model_card_data.widget = model.model_card_data.widget or [{"text": pairs[0][0]}]  # else it draws a bar
+    length = model[0].document_length
+    model[0].document_length = min(length, recipe.train_max_length or recipe.max_length)
+    loss = losses.MultiVectorMultipleNegativesRankingLoss(
+        model, scale=recipe.similarity_scale, similarity_fct=colbert_scores if recipe.fused else None
+    )
+    watcher = _run.make_watcher(progress, run)
+    trainer = MultiVectorEncoderTrainer(
+        model=model,
+        args=_arguments(recipe, run, len(pairs), bf16, verbose),
+        train_dataset=Dataset.from_dict(
+            {"query": [query for query, _ in pairs], "document": [text for _, text in pairs]}
+        ),
+        loss=loss,
+        callbacks=[watcher],
+    )
+    if not verbose:
+        trainer.remove_callback(PrinterCallback)
+    with _run.heeding_interrupts(watcher):
+        trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
+    model[0].document_length = length
+    last: float | None = watcher.loss
+    return last
+
+
+def _arguments(recipe: ColbertRecipe, run: _run.TrainingRun, n_pairs: int, bf16: bool, verbose: bool) -> Any:
+    import torch
+    from sentence_transformers import MultiVectorEncoderTrainingArguments
+
+    steps = total_steps(recipe, n_pairs)
+    return MultiVectorEncoderTrainingArguments(
+        output_dir=str(run.work_dir),
+        max_steps=steps,
+        per_device_train_batch_size=recipe.batch_size,
+        learning_rate=recipe.learning_rate,
+        lr_scheduler_type="linear",
+        warmup_steps=int(recipe.warmup_ratio * steps),
+        weight_decay=0.0,
+        bf16=bf16,
+        use_cpu=not torch.cuda.is_available(),
+        batch_sampler="no_duplicates",
+        dataloader_pin_memory=torch.cuda.is_available(),
+        save_strategy="steps",
+        save_steps=recipe.save_steps,
+        save_total_limit=2,
+        logging_steps=max(1, min(10, steps)),
+        report_to="none",
+        disable_tqdm=not verbose,
+        seed=recipe.seed,
+    )

@@ -1,0 +1,136 @@
+"""Rerank the candidates of any retriever with exact late interaction (ColBERT, arXiv 2004.12832)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tilefold.ops import QuantizedTokens, maxsim
+from tilefold.retrieval._token_vectors import TokenVectors
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.fusion import Run
+from tilefold.retrieval.tokens import TokenStore
+
+__all__ = ["rerank"]
+
+
+def rerank(
+    run: Mapping[str, Mapping[str, float]],
+    queries: TokenVectors,
+    documents: TokenStore | TokenVectors,
+    *,
+    depth: int | None = None,
+    reduction: str = "sum",
+    device: str | torch.device | None = None,
+    impl: str = "auto",
+) -> Run:
+    """Score the best candidates of each query by MaxSim, and order them by that.
+
+    ``score = sum over query tokens i of max over document tokens j of q_i . d_j``, exact, in fp32. A shard of a store
+    is scored by one call over the pairs wanted from it: on the CPU in place, memory-mapped; on a GPU only the
+    candidates' rows are copied there, each once.
+
+    Args:
+        run: query id -> document id -> score of a first retriever, in any order.
+        queries: token vectors of every query in `run`.
+        documents: token vectors of the candidates; :func:`tilefold.retrieval.open_tokens`, or in memory.
+        depth: candidates of a query that are scored, those with the highest first scores; all of them when None.
+        reduction: ``"mean"`` divides by the query's tokens, as models with ``"meanmaxsim"`` do; ``"sum"`` does not.
+        device: where scores are computed; by default a GPU if there is one.
+        impl: as in :func:`tilefold.ops.maxsim`.
+
+    Returns:
+        ``{query id: {document id: score}}``, best first, with the candidates of `run`. Those that were not scored,
+        because they are below `depth` or have no token vector (empty, or listed as failed when the documents were
+        encoded), follow in their first order with scores that fall by 1 from the lowest.
+
+    Raises:
+        ValueError: ``depth < 1``; vectors of queries and documents of other dimensions; query vectors that are int8.
+        DataError: a query or a candidate without vectors; the message names the first and says how many.
+    """
+    if depth is not None and depth < 1:
+        raise ValueError(f"depth: expected at least 1 or None, got {depth}.")
+    if queries.values.dtype == torch.int8:
+        raise ValueError("queries: expected fp16 or fp32 vectors, got int8; encode them with storage='fp16'.")
+    if queries.dimension != documents.dimension:
+        raise ValueError(
+            f"documents: expected token vectors of the queries' dimension {queries.dimension}, got "
+            f"{documents.dimension}. Encode both with the same model."
+        )
+    ordered = {query: sorted(scores, key=lambda name: -scores[name]) for query, scores in run.items()}
+    chosen = {query: names[:depth] for query, names in ordered.items()}
+    query_rows = {name: row for row, name in enumerate(queries.ids)}
+    if missing := [query for query in run if query not in query_rows]:
+        raise DataError(f"queries: no token vectors of {missing[0]!r} ({len(missing)} in all). Encode these queries.")
+    places = _places(documents, chosen)
+    wanted: dict[int, list[tuple[str, str, int]]] = {}
+    for query, names in chosen.items():
+        for name in names:
+            if name in places:
+                shard, row = places[name]
+                wanted.setdefault(shard, []).append((query, name, row))
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    found: dict[str, dict[str, float]] = {query: {} for query in run}
+    for shard, pairs in sorted(wanted.items()):
+        vectors = documents if isinstance(documents, TokenVectors) else documents.shard(shard)
+        lengths = vectors.offsets.diff().tolist()
+        scored = [pair for pair in pairs if lengths[pair[2]]]
+        index = torch.tensor([[query_rows[query], row] for query, _, row in scored]).reshape(-1, 2)
+        scores = _scores(queries, vectors, index, where, reduction, impl)
+        for (query, name, _), score in zip(scored, scores, strict=True):
+            found[query][name] = score
+    return {query: _completed(names, found[query]) for query, names in ordered.items()}
+
+
+def _places(documents: TokenStore | TokenVectors, chosen: Mapping[str, list[str]]) -> dict[str, tuple[int, int]]:
+    """(shard, row) of every candidate that has vectors; an error for one that was never encoded."""
+    if isinstance(documents, TokenStore):
+        known, failed = documents.ids, documents.manifest.failed
+    else:
+        known, failed = {name: (0, row) for row, name in enumerate(documents.ids)}, {}
+    candidates = dict.fromkeys(name for names in chosen.values() for name in names)
+    missing = [name for name in candidates if name not in known and name not in failed]
+    if missing:
+        raise DataError(
+            f"documents: no token vectors of candidate {missing[0]!r} ({len(missing)} of {len(candidates)} candidates "
+            "have none). Encode the collection that the candidates come from."
+        )
+    return {name: known[name] for name in candidates if name in known}
+
+
+def _scores(
+    queries: TokenVectors, documents: TokenVectors, index: Tensor, device: torch.device, reduction: str, impl: str
+) -> list[float]:
+    """MaxSim of the (query row, document row) pairs."""
+    if not index.numel():
+        return []
+    if device.type != "cpu":  # what no pair asks for stays where it is
+        rows, inverse = torch.unique(index[:, 1], return_inverse=True)
+        documents, index = documents.take(rows.tolist()), torch.stack([index[:, 0], inverse], dim=1)
+    packed = documents.packed()
+    dtype = torch.float32 if isinstance(packed, QuantizedTokens) else packed.dtype
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        scores = maxsim(
+            queries.values.to(device, dtype),
+            packed.to(device),
+            cu_seqlens_q=queries.offsets.to(device, torch.int32),
+            cu_seqlens_d=documents.offsets.to(device, torch.int32),
+            pairing=index.to(device),
+            reduction=reduction,
+            impl=impl,
+        )
+    if not bool(scores.isfinite().all()):
+        raise DataError("queries, documents: expected finite token vectors, got some that are not. Encode them again.")
+    values: list[float] = scores.tolist()
+    return values
+
+
+def _completed(names: list[str], scores: dict[str, float]) -> dict[str, float]:
+    """`scores`, best first, equal ones in the order of `names`; then the names without a score, falling by 1."""
+    place = {name: at for at, name in enumerate(names)}
+    best = sorted(scores, key=lambda name: (-scores[name], place[name]))
+    floor = min(scores.values(), default=0.0)
+    rest = (name for name in names if name not in scores)
+    return {name: scores[name] for name in best} | {name: floor - after for after, name in enumerate(rest, start=1)}

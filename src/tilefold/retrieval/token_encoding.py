@@ -1,0 +1,175 @@
+"""Encode texts with a sentence-transformers ``MultiVectorEncoder`` into token vectors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilefold.retrieval._token_vectors import STORAGES, TokenVectors
+from tilefold.retrieval.encoding import Kind, encode_each, model_fingerprint, model_name, texts_digest
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.tokens import TokenManifest, TokenVectorWriter
+
+__all__ = ["encode_texts", "encode_tokens", "token_model_fingerprint"]
+
+
+def encode_tokens(
+    model: Any,
+    texts: Mapping[str, str],
+    output_dir: str | Path,
+    *,
+    kind: Kind = "document",
+    storage: str = "fp16",
+    batch_size: int = 32,
+    shard_size: int = 1024,
+    source: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    resume: bool = True,
+) -> TokenManifest:
+    """Encode `texts` into a folder of token vectors, shard by shard, and go on where an earlier run stopped.
+
+    Shards, failed texts, resuming and errors are those of :func:`tilefold.retrieval.encode_collection`.
+
+    Args:
+        model: a ``MultiVectorEncoder``.
+        texts: id -> text, in a fixed order.
+        output_dir: the folder; see :mod:`tilefold.retrieval.tokens`.
+        kind: ``"document"`` or ``"query"``: the model's prompt, length, expansion and skipped words.
+        storage: ``"fp16"``, or ``"int8"`` with one scale a token: half the bytes, and entries are off by at most half
+            of 1/127 of the token's largest.
+        batch_size: texts encoded at a time.
+        shard_size: texts in a shard.
+        source: folder or name that `model` was loaded from, kept so that queries can be encoded with it.
+        progress: called as ``progress(texts done, texts in all)`` after each shard, and once at the start.
+        resume: keep the whole shards of an earlier run with the same model, texts and settings.
+
+    Returns:
+        The complete manifest.
+
+    Raises:
+        ValueError: a wrong argument, or no text.
+        DataError: ``resume=True`` and the folder holds vectors made in another way; or every text of a shard failed.
+        FileExistsError: the folder holds other files.
+    """
+    _check(kind, storage, batch_size, texts)
+    if shard_size < 1:
+        raise ValueError(f"shard_size: expected at least 1, got {shard_size}.")
+    dimension = token_dimension(model, kind)
+    manifest = TokenManifest(
+        dimension,
+        storage,
+        model_name(model),
+        token_model_fingerprint(model),
+        source,
+        kind,
+        settings={"texts_sha256": texts_digest(texts), "shard_size": shard_size},
+    )
+    writer = TokenVectorWriter(output_dir, manifest, resume=resume)
+    ids = list(texts)
+    report = progress or (lambda done, total: None)
+    report(0, len(ids))
+    for number, start in enumerate(range(0, len(ids), shard_size)):
+        chunk = ids[start : start + shard_size]
+        if not writer.has_shard(number):
+            vectors, failed = _encode(model, texts, chunk, kind, batch_size, dimension, storage)
+            if failed and not len(vectors):
+                name, reason = next(iter(failed.items()))
+                raise DataError(
+                    f"texts: all {len(chunk)} of shard {number} failed, {name!r} first ({reason}). "
+                    "Check the model; earlier shards are kept."
+                )
+            writer.write_shard(number, vectors, failed)
+        report(min(start + shard_size, len(ids)), len(ids))
+    return writer.finish()
+
+
+def encode_texts(
+    model: Any, texts: Mapping[str, str], *, kind: Kind = "query", storage: str = "fp16", batch_size: int = 32
+) -> TokenVectors:
+    """Encode id -> text into memory: queries, or the documents of a few candidates.
+
+    Raises:
+        ValueError: a wrong argument, or no text.
+        DataError: a text cannot be encoded; the message names it.
+    """
+    _check(kind, storage, batch_size, texts)
+    dimension = token_dimension(model, kind)
+    vectors, failed = _encode(model, texts, list(texts), kind, batch_size, dimension, storage)
+    if failed:
+        name, reason = next(iter(failed.items()))
+        raise DataError(f"texts: {len(failed)} of {len(texts)} failed, {name!r} first ({reason}).")
+    return vectors
+
+
+def token_model_fingerprint(model: Any) -> str:
+    """:func:`tilefold.retrieval.encoding.model_fingerprint` with the settings of every module of the model.
+
+    Lengths, query expansion and skipped words are in it; paths are not.
+    """
+    digest = hashlib.sha256(model_fingerprint(model).encode())
+    for module in model.children():
+        settings: dict[str, Any] = getattr(module, "get_config_dict", dict)()
+        named = {"type": type(module).__name__, **{key: repr(value) for key, value in settings.items()}}
+        digest.update(json.dumps(named, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def token_dimension(model: Any, kind: Kind) -> int:
+    """Entries of the vectors that `model` makes, seen on one word."""
+    if not hasattr(model, "encode_query") or not hasattr(model, "similarity_fn_name"):
+        raise ValueError(f"model: expected a MultiVectorEncoder, got {type(model).__name__}.")
+    (vectors,) = _run(model, ["a"], kind)
+    if not isinstance(vectors, Tensor) or vectors.dim() != 2:
+        raise ValueError(
+            f"model: expected a MultiVectorEncoder, got {type(model).__name__}, whose vectors for one text are no "
+            "tensor [tokens, D]."
+        )
+    return int(vectors.size(1))
+
+
+def _encode(
+    model: Any,
+    texts: Mapping[str, str],
+    ids: Sequence[str],
+    kind: Kind,
+    batch_size: int,
+    dimension: int,
+    storage: str,
+) -> tuple[TokenVectors, dict[str, str]]:
+    """Vectors of `ids` that could be encoded, in their order, and the reasons for the others."""
+
+    def run(batch: list[str]) -> TokenVectors:
+        return TokenVectors.pack(batch, _run(model, [texts[name] for name in batch], kind), dimension, storage)
+
+    done, failed = encode_each(texts, ids, batch_size, run)
+    if not done:
+        return TokenVectors.pack([], [], dimension, storage), failed
+    encoded = TokenVectors.concatenate(done)
+    position = {name: i for i, name in enumerate(ids)}
+    order = sorted(range(len(encoded)), key=lambda i: position[encoded.ids[i]])
+    return encoded.take(order), failed
+
+
+def _run(model: Any, batch: list[str], kind: Kind) -> list[Tensor]:
+    """One ``[n, D]`` tensor a text."""
+    encode = model.encode_document if kind == "document" else model.encode_query
+    with torch.no_grad():
+        vectors: list[Tensor] = encode(batch, batch_size=len(batch), show_progress_bar=False)
+    return vectors
+
+
+def _check(kind: str, storage: str, batch_size: int, texts: Mapping[str, str]) -> None:
+    if kind not in ("document", "query"):
+        raise ValueError(f"kind: expected 'document' or 'query', got {kind!r}.")
+    if storage not in STORAGES:
+        raise ValueError(f"storage: expected one of {', '.join(STORAGES)}, got {storage!r}.")
+    if batch_size < 1:
+        raise ValueError(f"batch_size: expected at least 1, got {batch_size}.")
+    if not texts:
+        raise ValueError("texts: expected at least one, got none.")

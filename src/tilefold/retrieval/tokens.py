@@ -1,0 +1,271 @@
+"""Token vectors of a multi-vector model on disk: safetensors shards and a manifest that says when they are whole.
+
+A folder of token vectors holds ``part-00000.safetensors``, ... and ``manifest.json`` (:class:`TokenManifest`). A shard
+packs the vectors of its N texts, T in all: ``values`` ``[T, D]`` fp16 or int8, for int8 ``scales`` ``[T]`` fp32 (see
+:func:`tilefold.ops.quantize_tokens`), ``offsets`` ``[N + 1]`` int64, and ``ids``, the UTF-8 bytes of a JSON list.
+That is the packed layout of :func:`tilefold.ops.maxsim`, which scores a shard in place while it is memory-mapped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilefold.retrieval._files import require
+from tilefold.retrieval._shards import REMEDY, ShardWriter, check_whole, read_layout, shard_file
+from tilefold.retrieval._token_vectors import STORAGES, TokenVectors
+from tilefold.retrieval.errors import DataError
+
+__all__ = ["STORAGES", "TokenManifest", "TokenStore", "TokenVectorWriter", "TokenVectors", "open_tokens"]
+
+SCHEMA_VERSION = 1
+LAYOUT = "tokens"
+_DTYPES = {"fp16": torch.float16, "int8": torch.int8}
+
+
+@dataclass
+class TokenManifest:
+    """What a folder of token vectors holds.
+
+    Attributes:
+        dimension: entries of a vector.
+        storage: ``"fp16"`` or ``"int8"``.
+        model_name: the model that made the vectors, if known.
+        model_fingerprint: what :func:`tilefold.retrieval.token_encoding.token_model_fingerprint` gave for it.
+        model_source: folder or name that the model was loaded from, if known.
+        kind: ``"document"`` or ``"query"``.
+        n_documents, n_tokens: texts and vectors in all shards.
+        shards: ``{"file", "rows", "tokens", "sha256"}`` for each shard, in order.
+        settings, failed, complete: as in :class:`tilefold.retrieval.VectorManifest`.
+        layout, schema_version: of this folder.
+    """
+
+    dimension: int
+    storage: str
+    model_name: str | None = None
+    model_fingerprint: str | None = None
+    model_source: str | None = None
+    kind: str = "document"
+    n_documents: int = 0
+    n_tokens: int = 0
+    shards: list[dict[str, Any]] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    complete: bool = False
+    layout: str = LAYOUT
+    schema_version: int = SCHEMA_VERSION
+
+
+class TokenVectorWriter(ShardWriter[TokenManifest]):
+    """Write token vectors shard by shard; one writer at a time may use a folder.
+
+    Args:
+        path: the folder, made when missing.
+        manifest: with what the vectors are; a fresh one.
+        resume: go on with what an earlier writer left in `path` if it was made the same way; a difference is an
+            error. With False, earlier shards are discarded.
+
+    Raises:
+        FileExistsError: `path` holds files but no manifest.
+        DataError: the earlier vectors were made in another way, or are sparse vectors.
+    """
+
+    suffix = "safetensors"
+    identity = ("dimension", "storage", "model_name", "model_fingerprint", "kind")
+
+    def __init__(self, path: str | Path, manifest: TokenManifest, *, resume: bool = False) -> None:
+        _safetensors()
+        super().__init__(Path(path), manifest, resume)
+
+    def _load(self, folder: Path) -> TokenManifest:
+        return read_token_manifest(folder)
+
+    def write_shard(self, number: int, vectors: TokenVectors, failed: Mapping[str, str] | None = None) -> None:
+        """Write shard `number` (the next one, or one to replace) and list it in the manifest."""
+        expected = (self.manifest.dimension, _DTYPES[self.manifest.storage])
+        if (vectors.dimension, vectors.values.dtype) != expected:
+            raise DataError(
+                f"vectors: expected D={expected[0]} in {expected[1]} as in the folder, got "
+                f"{vectors.values.dtype} {list(vectors.values.shape)}."
+            )
+        counts = {"rows": len(vectors), "tokens": int(vectors.values.size(0))}
+        self._write(number, counts, lambda path: _write_shard(vectors, path), failed)
+
+    def _save(self) -> None:
+        self.manifest.n_tokens = sum(int(part["tokens"]) for part in self.manifest.shards)
+        super()._save()
+
+
+def read_token_manifest(path: str | Path) -> TokenManifest:
+    """The manifest of the folder `path`, complete or not.
+
+    Raises:
+        FileNotFoundError: no manifest.
+        DataError: a damaged one, or one of sparse vectors.
+    """
+    folder = Path(path)
+    value, layout = read_layout(folder)
+    if layout != LAYOUT:
+        raise DataError(
+            f"{folder}: expected token vectors of a multi-vector model, got {layout} vectors. "
+            "Encode the collection with a multi-vector model (tilefold train --method colbert)."
+        )
+    if value.get("schema_version") != SCHEMA_VERSION:
+        raise DataError(
+            f"{folder}: expected schema_version {SCHEMA_VERSION}, got {value.get('schema_version')!r}. {REMEDY}"
+        )
+    known = {item.name for item in fields(TokenManifest)}
+    try:
+        manifest = TokenManifest(**{key: item for key, item in value.items() if key in known})
+        well_formed = (
+            isinstance(manifest.dimension, int)
+            and manifest.storage in STORAGES
+            and isinstance(manifest.failed, dict)
+            and isinstance(manifest.settings, dict)
+            and all({"file", "rows", "tokens", "sha256"} <= set(shard) for shard in manifest.shards)
+        )
+    except TypeError as error:
+        raise DataError(f"{folder}: expected a manifest of token vectors, got another object ({error}).") from error
+    if not well_formed:
+        raise DataError(f"{folder}: expected a manifest of token vectors, got fields of other types. {REMEDY}")
+    return manifest
+
+
+class TokenStore:
+    """A folder of token vectors, memory-mapped: what is not scored is not read, but for one check of its checksum.
+
+    Made by :func:`open_tokens`. ``ids`` maps each id to (shard, row); ``manifest`` is that of the folder.
+    """
+
+    def __init__(self, folder: Path, manifest: TokenManifest, *, verify: bool = True) -> None:
+        self.folder, self.manifest = folder, manifest
+        self._verify = verify
+        self._shards: dict[int, TokenVectors] = {}
+        self.ids: dict[str, tuple[int, int]] = {}
+        for number, shard in enumerate(manifest.shards):
+            names = _read_ids(shard_file(folder, shard, verify=False))
+            if len(names) != shard["rows"]:
+                raise DataError(f"{folder / shard['file']}: expected {shard['rows']} texts, got {len(names)}. {REMEDY}")
+            for row, name in enumerate(names):
+                if self.ids.setdefault(name, (number, row)) != (number, row):
+                    raise DataError(f"{folder / shard['file']}: {name!r} was given before. {REMEDY}")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def dimension(self) -> int:
+        """D."""
+        return self.manifest.dimension
+
+    def shard(self, number: int) -> TokenVectors:
+        """Shard `number`, memory-mapped.
+
+        Raises:
+            FileNotFoundError, DataError: its file is missing or damaged; the checksum is compared the first time.
+        """
+        if number not in self._shards:
+            listed = self.manifest.shards[number]
+            file = shard_file(self.folder, listed, verify=self._verify)
+            vectors = _read_shard(file)
+            expected = (self.dimension, _DTYPES[self.manifest.storage], listed["rows"], listed["tokens"])
+            found = (vectors.dimension, vectors.values.dtype, len(vectors), vectors.values.size(0))
+            if found != expected:
+                raise DataError(f"{file}: expected (D, dtype, texts, vectors) {expected}, got {found}. {REMEDY}")
+            self._shards[number] = vectors
+        return self._shards[number]
+
+    def read(self, names: Iterable[str]) -> TokenVectors:
+        """The vectors of some texts, copied into memory, in the given order.
+
+        Raises:
+            KeyError: a text that is not in the store.
+        """
+        parts = []
+        for name in names:
+            number, row = self.ids[name]
+            parts.append(self.shard(number).take([row]))
+        if not parts:
+            empty = torch.zeros(0, self.dimension, dtype=_DTYPES[self.manifest.storage])
+            scales = torch.zeros(0) if self.manifest.storage == "int8" else None
+            return TokenVectors([], torch.zeros(1, dtype=torch.int64), empty, scales)
+        return TokenVectors.concatenate(parts)
+
+
+def open_tokens(path: str | Path, *, verify: bool = True) -> TokenStore:
+    """Open a folder of token vectors without loading it.
+
+    Args:
+        verify: compare a shard's checksum the first time that it is used.
+
+    Raises:
+        FileNotFoundError: no manifest, or a listed shard is missing.
+        DataError: the writer did not finish, the folder holds sparse vectors, or a shard is damaged; names the file.
+    """
+    folder = Path(path)
+    manifest = read_token_manifest(folder)
+    check_whole(folder, manifest)
+    return TokenStore(folder, manifest, verify=verify)
+
+
+def _safetensors() -> Any:
+    require("safetensors", "safetensors", "Storing token vectors")
+    return require("safetensors.torch", "safetensors", "Storing token vectors")
+
+
+def _write_shard(vectors: TokenVectors, path: Path) -> None:
+    names = np.frombuffer(json.dumps(vectors.ids, ensure_ascii=False).encode("utf-8", "surrogatepass"), np.uint8)
+    tensors = {
+        "values": vectors.values.contiguous(),
+        "offsets": vectors.offsets.contiguous(),
+        "ids": torch.from_numpy(names.copy()),
+    }
+    if vectors.scales is not None:
+        tensors["scales"] = vectors.scales.contiguous()
+    _safetensors().save_file(tensors, str(path), metadata={"format": "pt"})
+
+
+def _open(path: Path) -> Any:
+    _safetensors()
+    try:
+        return require("safetensors", "safetensors", "Reading token vectors").safe_open(str(path), framework="pt")
+    except Exception as error:  # safetensors raises its own class, or OSError for a file that ends too early
+        raise DataError(f"{path}: expected a shard of token vectors, got ({error}). {REMEDY}") from error
+
+
+def _tensor(file: Any, name: str, path: Path) -> Tensor:
+    try:
+        tensor: Tensor = file.get_tensor(name)
+    except Exception as error:
+        raise DataError(f"{path}: expected a tensor {name!r}, got ({error}). {REMEDY}") from error
+    return tensor
+
+
+def _read_ids(path: Path) -> list[str]:
+    with _open(path) as file:
+        raw = _tensor(file, "ids", path)
+    try:
+        names = json.loads(raw.numpy().tobytes().decode("utf-8", "surrogatepass"))
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{path}: expected the ids of its texts, got ({error}). {REMEDY}") from error
+    if not isinstance(names, list):
+        raise DataError(f"{path}: expected a list of ids, got {type(names).__name__}. {REMEDY}")
+    return names
+
+
+def _read_shard(path: Path) -> TokenVectors:
+    names = _read_ids(path)
+    with _open(path) as file:
+        scales = _tensor(file, "scales", path) if "scales" in file.keys() else None  # noqa: SIM118 - no mapping
+        offsets, values = _tensor(file, "offsets", path), _tensor(file, "values", path)
+    try:
+        return TokenVectors(names, offsets, values, scales)
+    except DataError as error:
+        raise DataError(f"{path}: {error} {REMEDY}") from error
