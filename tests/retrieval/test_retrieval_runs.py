@@ -155,6 +155,18 @@ def test_bm25_leaves_out_documents_and_queries_without_a_match() -> None:
         BM25Index.build({"a": "..."})
 
 
+def test_bm25_starts_no_jax_which_would_take_the_gpu(tmp_path: Path) -> None:
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax/__init__.py").write_text("print('jax started')")
+    (tmp_path / "jax/lax.py").write_text("def top_k(*args): print('jax ran')")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from tilefold.retrieval import BM25Index;"
+        "print(BM25Index.build({'a': 'parse the json'}).search({'q': 'json'}, 1)['q'].keys(), 'jax' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split("\n")[0] == "dict_keys(['a']) False", result.stdout
+
+
 def test_words_identifiers_plurals_and_unspaced_scripts_are_cut_as_documented() -> None:
     assert tokenize("Move_to_end of OrderedDict, queries!", frozenset({"of"})) == [
         "move",

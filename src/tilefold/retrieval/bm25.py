@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -48,6 +50,22 @@ def _singular(word: str) -> str:
     return word if word.endswith(("us", "ss")) else word[:-1]
 
 
+@contextmanager
+def _without_jax() -> Iterator[None]:
+    """Import as if JAX were absent: where it is installed, bm25s runs it at import, and it takes 75% of a free GPU.
+
+    The scores here come from numpy. A JAX that was already imported is left as it is.
+    """
+    hide = "jax" not in sys.modules
+    if hide:
+        sys.modules["jax"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hide:
+            del sys.modules["jax"]
+
+
 class BM25Index:
     """BM25 (Lucene's variant) in memory, with English stop words left out."""
 
@@ -61,7 +79,8 @@ class BM25Index:
         Raises:
             ValueError: there is no document, or no document has a word.
         """
-        bm25s = require("bm25s", "bm25s", "BM25")
+        with _without_jax():
+            bm25s = require("bm25s", "bm25s", "BM25")
         if not documents:
             raise ValueError("documents: expected at least one, got none.")
         stopwords = frozenset(require("bm25s.stopwords", "bm25s", "BM25").STOPWORDS_EN)
