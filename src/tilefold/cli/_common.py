@@ -20,6 +20,8 @@ __all__ = [
     "UsageError",
     "load_data",
     "load_encoder",
+    "load_model",
+    "load_multi_vector",
     "note",
     "print_json",
     "progress_bar",
@@ -103,38 +105,83 @@ def load_encoder(name_or_path: str) -> Any:
 
     No remote code runs, and a folder is read without a look at the network.
     """
-    from tilefold.recipes._quiet import quiet_libraries
-
-    sparse_encoder = _sparse_encoder_class()
-    local = Path(name_or_path).is_dir()
-    if not local and (Path(name_or_path).is_absolute() or name_or_path.startswith((".", "~"))):
-        raise UsageError(f"--model: there is no folder {name_or_path}; train one with: tilefold train")
-    from tilefold.integrations.sentence_transformers import accelerate
-
-    with quiet_libraries():
-        try:
-            model = sparse_encoder(name_or_path, trust_remote_code=False, local_files_only=local)
-        except OSError as error:
-            raise CommandError(
-                f"--model: {name_or_path} is no folder with a model, and could not be fetched by that name "
-                f"({first_line(error)})"
-            ) from error
-        model.model_card_data.local_files_only = True
-        try:
-            accelerate(model)
-        except ValueError as error:
-            note(f"encoding with the plain head: {first_line(error)}")
+    model, kind = load_model(name_or_path)
+    if kind == "multi-vector":
+        raise UsageError(
+            f"--model: {name_or_path} is a multi-vector model, whose token vectors no index holds; give a "
+            "SparseEncoder here, and this one to --rerank."
+        )
     return model
 
 
-def _sparse_encoder_class() -> Any:
+def load_multi_vector(name_or_path: str, option: str) -> Any:
+    """A MultiVectorEncoder from a folder or a Hugging Face name; any other model is refused."""
+    model, kind = load_model(name_or_path, option, only="multi-vector")
+    if kind != "multi-vector":
+        raise UsageError(
+            f"{option}: {name_or_path} is no multi-vector model; train one with: tilefold train --method colbert"
+        )
+    return model
+
+
+def load_model(name_or_path: str, option: str = "--model", only: str | None = None) -> tuple[Any, str]:
+    """A SparseEncoder or MultiVectorEncoder, and its kind: ``"sparse"`` or ``"multi-vector"``.
+
+    With `only`, a model of another kind is not loaded, and comes back as None with its kind.
+    """
+    from tilefold.recipes._attention import check_attention, know_entmax
+    from tilefold.recipes._quiet import quiet_libraries
+
+    sentence_transformers = _sentence_transformers()
+    from tilefold.recipes._kinds import saved_kind
+
+    local = Path(name_or_path).is_dir()
+    if not local and (Path(name_or_path).is_absolute() or name_or_path.startswith((".", "~"))):
+        raise UsageError(f"{option}: there is no folder {name_or_path}; train one with: tilefold train")
+    with quiet_libraries():
+        kind = saved_kind(name_or_path)
+        if only is not None and kind != only:
+            return None, kind
+        if kind in ("dense", "cross-encoder"):
+            raise UsageError(
+                f"{option}: {name_or_path} is a {kind} model; expected a SparseEncoder or a MultiVectorEncoder. "
+                "Train one from it with: tilefold train"
+            )
+        multi = kind == "multi-vector"
+        made = sentence_transformers.MultiVectorEncoder if multi else sentence_transformers.SparseEncoder
+        know_entmax()
+        try:
+            model = made(name_or_path, trust_remote_code=False, local_files_only=local)
+        except OSError as error:
+            raise CommandError(
+                f"{option}: {name_or_path} is no folder with a model, and could not be fetched by that name "
+                f"({first_line(error)})"
+            ) from error
+        check_attention(model)
+        model.model_card_data.local_files_only = True
+        if not multi:
+            _accelerate(model)
+    return model, "multi-vector" if multi else "sparse"
+
+
+def _accelerate(model: Any) -> None:
+    from tilefold.integrations.sentence_transformers import accelerate
+
     try:
-        from sentence_transformers import SparseEncoder
+        accelerate(model)
+    except ValueError as error:
+        note(f"encoding with the plain head: {first_line(error)}")
+
+
+def _sentence_transformers() -> Any:
+    try:
+        import sentence_transformers
+        from sentence_transformers import MultiVectorEncoder, SparseEncoder  # noqa: F401 - 6 or later has both
     except ImportError as error:
         raise CommandError(
             'this needs sentence-transformers 6 or later: pip install "tilefold[sentence-transformers]"'
         ) from error
-    return SparseEncoder
+    return sentence_transformers
 
 
 @contextmanager

@@ -1,34 +1,43 @@
-"""``tilefold encode``: sparse vectors of documents or queries, in Parquet shards."""
+"""``tilefold encode``: vectors of documents or queries, sparse or one a token, as the model makes them."""
 # ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from tilefold.cli import _common
 
+STORAGES = ("fp16", "int8")
+
 
 def encode(
-    model: Annotated[str, typer.Option(help="Folder or Hugging Face name of a SparseEncoder.")],
+    model: Annotated[str, typer.Option(help="Folder or Hugging Face name of a SparseEncoder or a MultiVectorEncoder.")],
     output: Annotated[Path, typer.Option(help="Folder for the vectors.")],
     data: Annotated[str, typer.Option(help="pydocs, or a folder in the BEIR layout.")] = "pydocs",
     queries: Annotated[bool, typer.Option("--queries", help="Encode queries instead of documents.")] = False,
     split: Annotated[str | None, typer.Option(help="With --queries: only those of this split.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep only this many terms of a text.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sparse: keep only this many terms of a text.")] = None,
+    storage: Annotated[str | None, typer.Option(help="Token vectors: fp16, or int8 for half the bytes.")] = None,
     batch_size: Annotated[int, typer.Option(help="Texts in a batch.")] = 32,
     shard_size: Annotated[int, typer.Option(help="Texts in a shard, which is saved at once.")] = 1024,
-    jsonl: Annotated[Path | None, typer.Option(help="Also write the vectors as JSON lines (Anserini form).")] = None,
+    jsonl: Annotated[
+        Path | None, typer.Option(help="Sparse: also write the vectors as JSON lines (Anserini form).")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="Keep the shards of a killed run.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="The manifest as JSON on stdout.")] = False,
 ) -> None:
-    """Encode a collection; a killed run goes on from its last shard when the same command is given again."""
+    """Encode a collection to sparse vectors, or to token vectors with a multi-vector model (for --rerank).
+
+    A killed run goes on from its last shard when the same command is given again.
+    """
     if split is not None and not queries:
         raise _common.UsageError("--split chooses queries: give it together with --queries.")
-    from tilefold.retrieval import encode_collection, export_jsonl, read_vectors
-
+    if storage is not None and storage not in STORAGES:
+        raise _common.UsageError(f"--storage: expected one of {', '.join(STORAGES)}, got {storage!r}.")
     collection = _common.load_data(data)
     if split is not None:
         _common.check_split(collection, split)
@@ -36,39 +45,79 @@ def encode(
         texts = collection.queries if split is None else collection.split_queries(split)
     else:
         texts = {name: document.contents for name, document in collection.documents.items()}
-    encoder = _common.load_encoder(model)
+    encoder, kind = _common.load_model(model)
+    _check_options(model, kind, {"--top-k": top_k, "--jsonl": jsonl, "--storage": storage})
     with _common.progress_bar("encoding") as update, _common.fast_inference():
-        manifest = encode_collection(
-            encoder,
-            texts,
-            output,
-            kind="query" if queries else "document",
-            batch_size=batch_size,
-            shard_size=shard_size,
-            top_k=top_k,
-            progress=lambda done, total: update(done, total, ""),
-            resume=resume,
-        )
+        options: dict[str, Any] = {
+            "kind": "query" if queries else "document",
+            "batch_size": batch_size,
+            "shard_size": shard_size,
+            "progress": lambda done, total: update(done, total, ""),
+            "resume": resume,
+        }
+        if kind == "multi-vector":
+            result, failed = _tokens(encoder, model, texts, output, storage or STORAGES[0], options)
+        else:
+            result, failed = _sparse(encoder, texts, output, top_k, jsonl, options)
+    if as_json:
+        _common.print_json(result | {"failed": failed})
+        return
+    if kind == "multi-vector":
+        each = f"{result['mean_tokens']:.0f} of {result['dimension']} entries in {result['storage']}"
+        typer.echo(f"token vectors of {result['n']} texts, {each} each on average: {output}")
+    else:
+        typer.echo(f"{result['n']} vectors, {result['mean_active_terms']:.0f} terms each on average: {output}")
+    for name, reason in list(failed.items())[:5]:
+        _common.note(f"not encoded: {name}: {reason}")
+    if len(failed) > 5:
+        _common.note(f"and {len(failed) - 5} more; see {output / 'manifest.json'}")
+
+
+def _check_options(model: str, kind: str, given: dict[str, Any]) -> None:
+    """Refuse options of the other kind of model."""
+    foreign = ("--top-k", "--jsonl") if kind == "multi-vector" else ("--storage",)
+    for name in foreign:
+        if given[name] is not None:
+            other = "sparse" if kind == "multi-vector" else "multi-vector"
+            raise _common.UsageError(f"{name} is for {other} models, and {model} is a {kind} one: leave it out.")
+
+
+def _sparse(
+    encoder: Any, texts: Mapping[str, str], output: Path, top_k: int | None, jsonl: Path | None, options: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    from tilefold.retrieval import encode_collection, export_jsonl, read_vectors
+
+    manifest = encode_collection(encoder, texts, output, top_k=top_k, **options)
     if jsonl is not None:
         tokens = encoder.tokenizer.convert_ids_to_tokens(range(manifest.vocab_size))
         export_jsonl(read_vectors(output), jsonl, tokens)
     nonzeros = sum(shard["nonzeros"] for shard in manifest.shards)
-    mean = nonzeros / max(1, manifest.n_documents)
-    if as_json:
-        _common.print_json(
-            {
-                "output": str(output),
-                "n": manifest.n_documents,
-                "kind": manifest.kind,
-                "vocab_size": manifest.vocab_size,
-                "mean_active_terms": mean,
-                "shards": len(manifest.shards),
-                "failed": manifest.failed,
-            }
-        )
-        return
-    typer.echo(f"{manifest.n_documents} vectors, {mean:.0f} terms each on average: {output}")
-    for name, reason in list(manifest.failed.items())[:5]:
-        _common.note(f"not encoded: {name}: {reason}")
-    if len(manifest.failed) > 5:
-        _common.note(f"and {len(manifest.failed) - 5} more; see {output / 'manifest.json'}")
+    result = {
+        "output": str(output),
+        "n": manifest.n_documents,
+        "kind": manifest.kind,
+        "vocab_size": manifest.vocab_size,
+        "mean_active_terms": nonzeros / max(1, manifest.n_documents),
+        "shards": len(manifest.shards),
+    }
+    return result, manifest.failed
+
+
+def _tokens(
+    encoder: Any, model: str, texts: Mapping[str, str], output: Path, storage: str, options: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    from tilefold.retrieval import encode_tokens
+
+    source = str(Path(model).resolve()) if Path(model).is_dir() else model
+    manifest = encode_tokens(encoder, texts, output, storage=storage, source=source, **options)
+    result = {
+        "output": str(output),
+        "n": manifest.n_documents,
+        "kind": manifest.kind,
+        "dimension": manifest.dimension,
+        "storage": manifest.storage,
+        "n_tokens": manifest.n_tokens,
+        "mean_tokens": manifest.n_tokens / max(1, manifest.n_documents),
+        "shards": len(manifest.shards),
+    }
+    return result, manifest.failed

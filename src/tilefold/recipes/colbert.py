@@ -7,7 +7,6 @@ that the similarities ``[B, B, Lq, Ld]`` never exist. What is saved is a stock `
 
 from __future__ import annotations
 
-import json
 import string
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilefold.recipes import _run
 from tilefold.recipes._checks import check_count, check_number
+from tilefold.recipes._kinds import saved_kind, saved_modules
 from tilefold.recipes._training import Progress, TrainResult, run_training, total_steps
 
 if TYPE_CHECKING:
@@ -157,32 +157,19 @@ def load_base_model(recipe: ColbertRecipe) -> MultiVectorEncoder:
 
     packaged = recipe.base_model == "minilm"
     base = str(minilm_path()) if packaged else recipe.base_model
-    local = Path(base).is_dir()
+    local, kind = Path(base).is_dir(), saved_kind(base)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = MultiVectorEncoder(base, trust_remote_code=False, local_files_only=local)
-        kind = _saved_as(model, base, local)
         if kind != "multi-vector":
-            model = _with_own_modules(model, recipe, keep_projection=kind == "projected")
+            projected = kind == "dense" and any(module.endswith(".Dense") for module in saved_modules(base))
+            model = _with_own_modules(model, recipe, keep_projection=projected)
     model[0].document_length = min(recipe.max_length, model[0].document_length or recipe.max_length, _positions(model))
     if packaged:
         model[0].model.config._name_or_path = MINILM_NAME
     model.model_card_data.local_files_only = True
     model.model_card_data.generate_widget_examples = False
     return model
-
-
-def _saved_as(model: MultiVectorEncoder, base: str, local: bool) -> str:
-    """``"multi-vector"``, ``"projected"`` for a dense model with a projection of its own, else ``"backbone"``."""
-    from sentence_transformers.util import load_file_path
-
-    kind = model._get_model_type(base, token=None, cache_folder=None, local_files_only=local)
-    listed = load_file_path(base, "modules.json", local_files_only=local)
-    saved = json.loads(Path(listed).read_text(encoding="utf-8")) if listed is not None else []
-    if kind == "MultiVectorEncoder":
-        return "multi-vector"
-    dense = any(str(module.get("type", "")).endswith(".Dense") for module in saved)
-    return "projected" if kind == "SentenceTransformer" and dense else "backbone"
 
 
 def _with_own_modules(model: MultiVectorEncoder, recipe: ColbertRecipe, *, keep_projection: bool) -> MultiVectorEncoder:
