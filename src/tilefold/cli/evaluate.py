@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilefold.cli import _common
+from tilefold.cli import _common, _rerank
 
 if TYPE_CHECKING:
     from tilefold.retrieval.fusion import Run
@@ -24,27 +24,35 @@ def evaluate(
     measure: Annotated[
         list[str] | None, typer.Option(help="As ir-measures writes it, such as nDCG@10; may be repeated.")
     ] = None,
+    rerank: Annotated[str | None, typer.Option(help=_rerank.HELP)] = None,
+    rerank_model: Annotated[str | None, typer.Option(help=_rerank.MODEL_HELP)] = None,
+    rerank_depth: Annotated[
+        int | None, typer.Option(help=_rerank.DEPTH_HELP + " By default all that were retrieved.")
+    ] = None,
     save_run: Annotated[Path | None, typer.Option(help="Write the run as a TREC file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The measures as JSON on stdout.")] = False,
 ) -> None:
-    """Score a TREC run, or a model and its index."""
+    """Score a TREC run, or a model and its index; with --rerank, after its candidates were reranked."""
     if (run is None) == (model is None and index is None):
         raise _common.UsageError("give either --run FILE, or --model and --index.")
     if run is None and (model is None or index is None):
         raise _common.UsageError("--model and --index go together.")
+    _rerank.check(rerank, rerank_model, rerank_depth)
     from tilefold.retrieval import evaluation
 
     collection = _common.load_data(data)
     _common.check_split(collection, split)
-    if run is not None:
-        scores = evaluation.read_trec_run(run)
-    else:
-        scores = _search(str(model), Path(str(index)), collection.split_queries(split), k)
+    queries = collection.split_queries(split)
+    reranker = None if rerank is None else _rerank.load_reranker(rerank, rerank_model, collection)
+    scores = evaluation.read_trec_run(run) if run is not None else _search(str(model), Path(str(index)), queries, k)
+    if reranker is not None:
+        scores = reranker(queries, {name: found for name, found in scores.items() if name in queries}, rerank_depth)
     if save_run is not None:
         evaluation.write_trec_run(scores, save_run)
     measures = evaluation.evaluate(scores, collection.qrels[split], measure or evaluation.DEFAULT_MEASURES)
     if as_json:
-        _common.print_json({"collection": collection.name, "split": split, "measures": measures})
+        facts = {"collection": collection.name, "split": split, "measures": measures}
+        _common.print_json(facts if rerank is None else facts | {"rerank": rerank})
         return
     from rich.table import Table
 

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilefold.cli import _common
+from tilefold.cli import _common, _rerank
 
 if TYPE_CHECKING:
     from tilefold.retrieval.vectors import SparseVectors
 
 SHOWN_TERMS = 6
+RERANK_DEPTH = 100
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,15 @@ class _Places:
     query_terms: int | None = None
 
 
+@dataclass(frozen=True)
+class _Late:
+    """What to rerank with, and how many candidates."""
+
+    rerank: str
+    model: str | None
+    depth: int
+
+
 def search(
     query: Annotated[str, typer.Argument(help="What to look for.")],
     demo: Annotated[Path, typer.Option(help="Folder of tilefold demo, used without --index.")] = _common.DEMO_DIR,
@@ -36,20 +46,30 @@ def search(
     data: Annotated[str | None, typer.Option(help="The collection, to show titles.")] = None,
     vectors: Annotated[Path | None, typer.Option(help="The encoded documents, to show which terms matched.")] = None,
     k: Annotated[int, typer.Option(help="Documents to show.")] = 10,
+    rerank: Annotated[str | None, typer.Option(help=_rerank.HELP)] = None,
+    rerank_model: Annotated[str | None, typer.Option(help=_rerank.MODEL_HELP)] = None,
+    rerank_depth: Annotated[int | None, typer.Option(help=_rerank.DEPTH_HELP + " By default 100.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The hits as JSON on stdout.")] = False,
 ) -> None:
-    """Search an index; with no options, that of the demo."""
+    """Search an index; with no options, that of the demo.
+
+    With --rerank, the best candidates of the index are ordered by late interaction, and scores are MaxSim.
+    """
     if not query.strip():
         raise _common.UsageError("query: expected some words, got an empty text.")
     if k < 1:
         raise _common.UsageError(f"--k: expected at least 1, got {k}.")
+    _rerank.check(rerank, rerank_model, rerank_depth)
+    if rerank_depth is not None and rerank_depth < k:
+        raise _common.UsageError(f"--rerank-depth: expected at least --k ({k}), got {rerank_depth}.")
     if (model is None) != (index is None):
         raise _common.UsageError("--model and --index go together.")
     if model is not None and index is not None:
         places = _Places(model, index, data, None, vectors)
     else:
         places = _demo_places(demo)
-    hits = _hits(query, places, k)
+    late = None if rerank is None else _Late(rerank, rerank_model, rerank_depth or max(k, RERANK_DEPTH))
+    hits = _hits(query, places, k, late)
     if as_json:
         _common.print_json({"query": query, "hits": hits})
         return
@@ -74,22 +94,31 @@ def _demo_places(folder: Path) -> _Places:
     return _Places(str(at / "model"), at / "index", "pydocs", folder / "data", at / "vectors", query_terms)
 
 
-def _hits(query: str, places: _Places, k: int) -> list[dict[str, Any]]:
+def _hits(query: str, places: _Places, k: int, late: _Late | None) -> list[dict[str, Any]]:
     from tilefold.retrieval import encode_queries, load_index, read_vectors
 
     loaded = load_index(places.index)
+    collection = _common.load_data(places.data, places.cache) if places.data else None
+    documents = collection.documents if collection else {}
+    reranker = _rerank.load_reranker(late.rerank, late.model, collection) if late else None
     encoder = _common.load_encoder(places.model)
     encoded = encode_queries(encoder, {"query": query}, top_k=places.query_terms)
-    found = loaded.search(encoded, k)[0]
-    documents = _common.load_data(places.data, places.cache).documents if places.data else {}
+    first = {hit.id: float(hit.score) for hit in loaded.search(encoded, late.depth if late else k)[0]}
+    found = first
+    if reranker is not None and first:
+        found = reranker({"query": query}, {"query": first}, None)["query"]
+    first_ranks = {name: rank for rank, name in enumerate(first, start=1)}
     stored = read_vectors(places.vectors) if places.vectors else None
     rows = {name: row for row, name in enumerate(stored.ids)} if stored is not None else {}
     hits = []
-    for rank, hit in enumerate(found, start=1):
-        document = documents.get(hit.id)
-        terms = _terms(encoded, stored, rows[hit.id], encoder.tokenizer) if stored and hit.id in rows else []
+    for rank, (name, score) in enumerate(list(found.items())[:k], start=1):
+        document = documents.get(name)
+        terms = _terms(encoded, stored, rows[name], encoder.tokenizer) if stored and name in rows else []
         title = document.title or document.text[:80] if document else ""
-        hits.append({"rank": rank, "id": hit.id, "score": float(hit.score), "title": title, "terms": terms})
+        hit = {"rank": rank, "id": name, "score": score, "title": title, "terms": terms}
+        if late is not None:
+            hit["first"] = {"rank": first_ranks[name], "score": first[name]}
+        hits.append(hit)
     return hits
 
 
@@ -111,9 +140,13 @@ def _table(query: str, hits: list[dict[str, Any]]) -> Any:
     table.add_column("#", justify="right")
     table.add_column("document")
     table.add_column("score", justify="right")
+    late = "first" in hits[0]
+    if late:
+        table.add_column("before: #, score", justify="right")
     table.add_column("matched terms (share of the score)")
     for hit in hits:
         terms = "  ".join(f"{term['term']} {term['contribution']:.2f}" for term in hit["terms"][:SHOWN_TERMS])
         name = hit["title"] or hit["id"]
-        table.add_row(str(hit["rank"]), Text(name), f"{hit['score']:.2f}", Text(terms))
+        before = [f"{hit['first']['rank']}, {hit['first']['score']:.2f}"] if late else []
+        table.add_row(str(hit["rank"]), Text(name), f"{hit['score']:.2f}", *before, Text(terms))
     return table
