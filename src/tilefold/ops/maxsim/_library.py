@@ -76,10 +76,11 @@ def _implementation(impl: str) -> ModuleType:
 @define_op("maxsim", f"({PROBLEM_SCHEMA}, bool with_saved, str impl) -> (Tensor scores, Tensor saved)")
 def _maxsim(*args: Any) -> tuple[Tensor, Tensor]:
     problem, with_saved = Problem(*args[:PROBLEM_ARGUMENTS]), args[PROBLEM_ARGUMENTS]
-    return _compute(problem.queries, problem, with_saved, chosen_impl(problem.queries, args[PROBLEM_ARGUMENTS + 1]))
+    return compute(problem.queries, problem, with_saved, chosen_impl(problem.queries, args[PROBLEM_ARGUMENTS + 1]))
 
 
-def _compute(queries: Tensor, problem: Problem, with_saved: bool, impl: str) -> tuple[Tensor, Tensor]:
+def compute(queries: Tensor, problem: Problem, with_saved: bool, impl: str) -> tuple[Tensor, Tensor]:
+    """Scores, and what backward needs (empty unless asked for); ``queries`` for :func:`run` to find the device."""
     check_values(problem, impl)
     return _implementation(impl).forward(problem, with_saved)  # type: ignore[no-any-return]
 
@@ -102,11 +103,19 @@ def _(*args: Any) -> tuple[Tensor, Tensor]:
 )
 def _maxsim_backward(dscores: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     problem, (need_queries, need_documents, impl) = Problem(*args[:PROBLEM_ARGUMENTS]), args[PROBLEM_ARGUMENTS:]
-    module = _implementation(chosen_impl(problem.queries, impl))
-    grads = module.backward(problem, dscores, saved, need_queries, need_documents)
+    impl = chosen_impl(problem.queries, impl)
+    grads = compute_gradients(dscores, saved, problem, need_queries, need_documents, impl)
     # operators return tensors only: an empty one stands for a gradient that nobody asked for
     dqueries, ddocuments = (dscores.new_empty(0) if grad is None else grad for grad in grads)
     return dqueries, ddocuments
+
+
+def compute_gradients(
+    dscores: Tensor, saved: Tensor, problem: Problem, need_queries: bool, need_documents: bool, impl: str
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of queries and documents, ``None`` where not needed."""
+    module = _implementation(impl)
+    return module.backward(problem, dscores, saved, need_queries, need_documents)  # type: ignore[no-any-return]
 
 
 @torch.library.register_fake("tilefold::maxsim_backward")
@@ -208,7 +217,7 @@ def scores(problem: Problem, impl: str) -> Tensor:
     with_saved = torch.is_grad_enabled() and (p.queries.requires_grad or p.documents.requires_grad)
     plain = is_plain(p.queries, p.documents, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.index)
     if plain and not with_saved:
-        return run(_compute, p.queries, p, False, impl)[0]  # type: ignore[no-any-return]
+        return run(compute, p.queries, p, False, impl)[0]  # type: ignore[no-any-return]
     inputs = (
         p.queries, p.documents, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.query_length,
         p.document_length, p.index, p.pairing, p.mask_zero, p.temperature, p.normalize, p.longest_query, with_saved,
