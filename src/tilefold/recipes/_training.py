@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tilefold.recipes import _run
+from tilefold.recipes._attention import know_entmax, use_attention
 from tilefold.recipes._quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -93,7 +94,9 @@ def run_training(
         )
     checkpoint = run.open(resume=resume)
     with quiet_libraries(verbose):
+        know_entmax()
         model = load()
+        use_attention(model, recipe)
         loss = fit(model, pairs, run, checkpoint, bf16)
         result = TrainResult(
             model_dir=str(output_dir),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilefold.recipes import _run
+from tilefold.recipes._attention import AttentionChoice, attention_callbacks
 from tilefold.recipes._checks import check_count, check_number
 from tilefold.recipes._training import Progress, TrainResult, run_training, supports_bf16, total_steps
 
@@ -25,7 +26,7 @@ __all__ = ["SpladeRecipe", "TrainResult", "load_base_model", "supports_bf16", "t
 
 
 @dataclass(frozen=True)
-class SpladeRecipe:
+class SpladeRecipe(AttentionChoice):
     """What to train and how; every field is checked on construction.
 
     Attributes:
@@ -45,6 +46,7 @@ class SpladeRecipe:
         fused: train with the fused head.
         save_steps: steps between checkpoints, from which a killed run goes on.
         seed: of the data order, dropout and the sample for the decoder bias.
+        attention, alpha, anneal_alpha: see :class:`AttentionChoice`.
     """
 
     base_model: str = "minilm"
@@ -66,6 +68,7 @@ class SpladeRecipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        self.check_attention()
         if not isinstance(self.base_model, str) or not self.base_model:
             raise ValueError(f"base_model must be 'minilm', a folder or a model name, got {self.base_model!r}.")
         for name in ("max_steps", "batch_size", "max_length", "train_max_length", "save_steps"):
@@ -194,7 +197,7 @@ def _fit(
             args=_arguments(recipe, run, len(pairs), bf16, verbose),
             train_dataset=dataset,
             loss=loss,
-            callbacks=[_regularizer_schedule(recipe, loss), watcher],
+            callbacks=[_regularizer_schedule(recipe, loss), *attention_callbacks(recipe), watcher],
         )
         if not verbose:
             trainer.remove_callback(PrinterCallback)

@@ -15,7 +15,7 @@ except ImportError as error:
 
 from tilefold.integrations.transformers._alpha import learn_alpha, set_alpha
 from tilefold.integrations.transformers._attention import entmax_attention_forward, entmax_mask, register, unregister
-from tilefold.integrations.transformers._checkpoint import load_alpha, use_entmax, use_softmax
+from tilefold.integrations.transformers._checkpoint import load_alpha, runs_entmax, use_entmax, use_softmax
 from tilefold.integrations.transformers._schedule import AlphaSchedule
 from tilefold.integrations.transformers._sparsity import LayerSparsity, SparsityRecord, record_sparsity
 
@@ -29,6 +29,7 @@ __all__ = [
     "load_alpha",
     "record_sparsity",
     "register",
+    "runs_entmax",
     "set_alpha",
     "unregister",
     "use_entmax",

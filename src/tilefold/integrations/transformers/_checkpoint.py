@@ -9,18 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from tilefold.integrations.transformers._alpha import (
     ATTRIBUTE,
     DEFAULT,
     LEARNED,
+    attention_modules,
     forget_alpha,
     learn_alpha,
     set_alpha,
     some_attention_modules,
 )
-from tilefold.integrations.transformers._attention import MARK, NAME, register
+from tilefold.integrations.transformers._attention import MARK, NAME, entmax_attention_forward, register
 from tilefold.nn.entmax import EntmaxAlpha
 
 SUFFIX = f".{ATTRIBUTE}.theta"
@@ -47,7 +48,7 @@ def use_entmax(model: nn.Module, alpha: float | list[float] = DEFAULT, *, learn:
     for inner in _models(model):
         inner.set_attn_implementation(NAME)
     modules = some_attention_modules(model)
-    stuck = [type(m).__name__ for m in modules if getattr(m.config, "_attn_implementation", None) != NAME]
+    stuck = [type(m).__name__ for m in modules if _implementation(m) != NAME]
     if stuck:
         raise ValueError(f"model must let its attention be chosen, got {sorted(set(stuck))}, which do not.")
     if learn:
@@ -74,6 +75,31 @@ def use_softmax(model: nn.Module, attn_implementation: str = "sdpa") -> None:
         for name in (MARK, ATTRIBUTE):
             if name in vars(config):
                 delattr(config, name)
+
+
+def runs_entmax(model: nn.Module) -> bool:
+    """Whether any attention layer of a model runs entmax attention.
+
+    Raises:
+        ValueError: if some do not, although their configuration has alphas: they would run softmax instead.
+    """
+    runs = {module: _runs_entmax(module) for module in attention_modules(model)}
+    meant = [module for module in runs if not runs[module] and hasattr(module.config, ATTRIBUTE)]
+    if meant:
+        raise ValueError(
+            f"model must run entmax attention where its configuration has entmax_alpha, got {len(meant)} layers with "
+            f"attn_implementation={_implementation(meant[0])!r}; call use_entmax(model, alpha), or "
+            "use_softmax(model) if softmax is meant."
+        )
+    return any(runs.values())
+
+
+def _implementation(module: nn.Module) -> Any:
+    return getattr(module.config, "_attn_implementation", None)
+
+
+def _runs_entmax(module: nn.Module) -> bool:
+    return AttentionInterface._global_mapping.get(_implementation(module)) is entmax_attention_forward
 
 
 def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: Any) -> list[EntmaxAlpha]:

@@ -9,9 +9,8 @@ from typing import Any
 from torch import nn
 from transformers.trainer_callback import TrainerCallback
 
-from tilefold.integrations.transformers._alpha import check_alphas, set_alpha, some_attention_modules
-from tilefold.integrations.transformers._attention import entmax_attention_forward
-from tilefold.integrations.transformers._checkpoint import has_learned_alpha
+from tilefold.integrations.transformers._alpha import check_alphas, set_alpha
+from tilefold.integrations.transformers._checkpoint import has_learned_alpha, runs_entmax
 
 SHAPES = ("linear", "cosine")
 
@@ -72,12 +71,10 @@ class AlphaSchedule(TrainerCallback):  # type: ignore[misc]
         """Check the model, and set the alpha of the first step, or of the one that is gone on from."""
         if model is None:
             raise ValueError("model must be passed to the callback by its trainer, got None.")
-        modules = some_attention_modules(model)
-        runs = [_runs_entmax(module) for module in modules]
-        if not all(runs):
+        if not runs_entmax(model):
             raise ValueError(
-                f"model must run entmax attention in all its {len(runs)} attention layers, got {sum(runs)}; call "
-                "use_entmax(model) before the trainer is made."
+                "model must run entmax attention, got one that runs none; call use_entmax(model) before the trainer is "
+                "made."
             )
         if has_learned_alpha(model):
             raise ValueError("model must not have learned alphas, got some; a schedule would overwrite them.")
@@ -89,10 +86,3 @@ class AlphaSchedule(TrainerCallback):  # type: ignore[misc]
         """Set the alpha of the next step."""
         if model is not None:
             set_alpha(model, self.alpha_at(state.global_step, state.max_steps))
-
-
-def _runs_entmax(module: nn.Module) -> bool:
-    from transformers import AttentionInterface  # noqa: PLC0415 - the class of the registry
-
-    name = getattr(module.config, "_attn_implementation", None)
-    return AttentionInterface._global_mapping.get(name) is entmax_attention_forward
