@@ -161,34 +161,32 @@ def a_rank_holds_two_blocks_of_others_at_most(rank: Rank) -> None:
 
 
 def shards_may_be_empty(rank: Rank) -> None:
-    """Rank 0 has no query, rank 1 documents of no token and no document at all; the others carry on."""
+    """Rank 0 has no query; rank 1 no document, and then queries whose documents have no token."""
     device = rank.device
     whole = shard(5, "full")
-    queries = [whole.queries[:0], whole.queries[:0], whole.queries[:2]]
-    documents = [whole.documents[:2], whole.documents[:0], whole.documents[2:6]]
-    for empty in (documents[1], whole.documents[:2, :0]):
-        documents[1] = empty
-        mine = min(rank.rank, 2)
+    mine = min(rank.rank, 2)
+    for empty in (0, 2):
+        queries = [whole.queries[:0], whole.queries[:empty], whole.queries[2:4]][: rank.size]
+        documents = [whole.documents[:2], whole.documents[:empty, :0], whole.documents[2:6]][: rank.size]
         leaves = [t[mine].clone().to(device).requires_grad_() for t in (queries, documents)]
         loss = maxsim_contrastive_loss(*leaves, scale=3, reduction="mean", group="world")
         loss.backward()
-        scored = [t for t in (documents[0], documents[2]) if t.numel()]
-        everything = torch.cat(scored if rank.size > 2 else scored[:1]).double().requires_grad_()
-        extra = 2 if empty.size(0) else 0  # documents without tokens score 0
-        if rank.size == 2:
-            assert loss.isnan() and not any(leaf.grad.nan_to_num().any() for leaf in leaves)  # a mean over nothing
+        if sum(t.size(0) for t in queries) == 0:
+            assert loss.isnan() and not leaves[1].grad.any()  # a mean over nothing
             continue
-        theirs = queries[2].double().requires_grad_()
-        scores = maxsim(theirs, everything, reduction="mean", impl="reference")
-        scores = torch.cat([scores[:, :2], scores.new_zeros(2, extra), scores[:, 2:]], dim=1)
-        expected = nn.functional.cross_entropy(3 * scores, torch.arange(2) + 2 + extra)
-        dqueries, ddocuments = torch.autograd.grad(expected, (theirs, everything))
+        scored = torch.cat([t for t in documents if t.numel()]).double().requires_grad_()
+        asked = torch.cat(queries).double().requires_grad_()
+        scores = maxsim(asked, scored, reduction="mean", impl="reference")
+        scores = torch.cat([scores[:, :2], scores.new_zeros(scores.size(0), empty), scores[:, 2:]], dim=1)
+        labels = [torch.arange(t.size(0)) + first for t, first in zip(queries, (0, 2, 2 + empty), strict=False)]
+        expected = nn.functional.cross_entropy(3 * scores, torch.cat(labels))
+        dqueries, ddocuments = torch.autograd.grad(expected, (asked, scored))
         assert_within_budget(loss.detach(), expected.detach().to(device))
-        truth = [[dqueries[:0], dqueries[:0], dqueries], [ddocuments[:2], ddocuments[:0], ddocuments[2:]]]
-        for leaf, side in zip(leaves, truth, strict=True):
-            assert leaf.grad.shape == leaf.shape
-            expected = rank.size * side[mine].to(device)
-            assert_within_budget(leaf.grad.flatten(), expected.flatten(), kind="gradient_bound")
+        of_queries = dqueries.split([t.size(0) for t in queries])
+        of_documents = ddocuments.split([t.size(0) if t.numel() else 0 for t in documents])
+        for leaf, side in zip(leaves, (of_queries, of_documents), strict=True):
+            truth = rank.size * side[mine].to(device)
+            assert_within_budget(leaf.grad.flatten(), truth.flatten(), kind="gradient_bound")
 
 
 def nan_is_seen_and_inference_keeps_no_graph(rank: Rank) -> None:
