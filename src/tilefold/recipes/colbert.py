@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilefold.recipes import _run
+from tilefold.recipes._attention import AttentionChoice, attention_callbacks
 from tilefold.recipes._checks import check_count, check_number
 from tilefold.recipes._kinds import saved_kind, saved_modules
 from tilefold.recipes._training import Progress, TrainResult, run_training, total_steps
@@ -29,7 +30,7 @@ LARGEST_DIMENSION = 4096
 
 
 @dataclass(frozen=True)
-class ColbertRecipe:
+class ColbertRecipe(AttentionChoice):
     """What to train and how; every field is checked on construction.
 
     Attributes:
@@ -52,6 +53,7 @@ class ColbertRecipe:
         fused: train with the fused similarity.
         save_steps: steps between checkpoints, from which a killed run goes on.
         seed: of the projection, the data order and dropout.
+        attention, alpha, anneal_alpha: see :class:`AttentionChoice`.
     """
 
     base_model: str = "minilm"
@@ -73,6 +75,7 @@ class ColbertRecipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        self.check_attention()
         if not isinstance(self.base_model, str) or not self.base_model:
             raise ValueError(f"base_model must be 'minilm', a folder or a model name, got {self.base_model!r}.")
         optional = ("max_steps", "train_max_length", "dimension")
@@ -242,7 +245,7 @@ def _fit(
             {"query": [query for query, _ in pairs], "document": [text for _, text in pairs]}
         ),
         loss=loss,
-        callbacks=[watcher],
+        callbacks=[*attention_callbacks(recipe), watcher],
     )
     if not verbose:
         trainer.remove_callback(PrinterCallback)
