@@ -106,6 +106,16 @@ def test_one_alpha_a_head_and_the_reference_count_alike(target: Target) -> None:
     assert one is not None and torch.equal(one[:, 1], mine.live_blocks[:, 1])
 
 
+def test_autocast_and_gradients_do_not_change_what_is_counted() -> None:
+    inputs = entmax_attention_inputs(1, 2, 200, 16, correlated=True, sharpness=8.0, dtype=torch.bfloat16)
+    plain = statistics(inputs, "tiled")
+    wide = inputs.cast(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, stats = entmax_attention(wide.q.requires_grad_(), wide.k, wide.v, return_stats="blocks")
+    assert torch.equal(stats.live_blocks, plain.live_blocks) and stats.live_share()[0] < 1
+    assert not stats.live_blocks.requires_grad and not stats.tau.requires_grad
+
+
 def test_rows_that_do_not_count_and_other_blocks() -> None:
     inputs = entmax_attention_inputs(2, 1, 40, 8, layout="right")
     _, stats = entmax_attention(inputs.q, inputs.k, inputs.v, return_stats=True, **inputs.layout)

@@ -96,10 +96,11 @@ def count_blocks(
     q, k, tau = q.detach(), k.detach(), tau.detach().float()
     live: list[Tensor] = []
     seen: list[Tensor] = []
-    for plane in _planes(q, k, tau, key_mask, row_mask, cu_q, cu_k, block):
-        counts = _count(plane, e, options)
-        live.append(counts[0])
-        seen.append(counts[1].expand(heads))
+    with torch.autocast(q.device.type, enabled=False), torch.no_grad():
+        for plane in _planes(q, k, tau, key_mask, row_mask, cu_q, cu_k, block):
+            counts = _count(plane, e, options)
+            live.append(counts[0])
+            seen.append(counts[1].expand(heads))
     if not live:
         nothing = torch.zeros(0, heads, dtype=torch.int32, device=q.device)
         return nothing, nothing.clone()
