@@ -35,7 +35,7 @@ class Odd(nn.Linear):
 def test_other_model_classes_are_refused(tokenizer_folder: Path) -> None:
     transformer = tiny_transformer("bert", tokenizer_folder)
     dense = SentenceTransformer(modules=[transformer, Pooling(32)], device="cpu")
-    refuses(dense, TypeError, r"model must be a sentence_transformers.SparseEncoder, got SentenceTransformer; only")
+    refuses(dense, TypeError, r"SparseEncoder or MultiVectorEncoder, got SentenceTransformer; other")
     refuses("naver/splade-v3", TypeError, "got str")
     with pytest.raises(TypeError, match="pass the model, not its path"):
         restore("naver/splade-v3")

@@ -1,7 +1,8 @@
-"""sentence-transformers 6: SPLADE models without the ``[B, S, V]`` logits.
+"""sentence-transformers 6: SPLADE models without the ``[B, S, V]`` logits, ColBERT models without token similarities.
 
-:func:`accelerate` fuses the LM head and the SpladePooling of a ``SparseEncoder`` in place, :func:`restore` undoes it;
-:func:`encode_sparse` encodes texts to a CSR matrix without a dense ``[B, V]``.
+:func:`accelerate` fuses, in place, the LM head and the SpladePooling of a ``SparseEncoder`` or the similarities of a
+``MultiVectorEncoder``, and :func:`restore` undoes it; :func:`encode_sparse` encodes texts to a CSR matrix without a
+dense ``[B, V]``; the module ``multi_vector`` has the scores for losses and evaluators of a ``MultiVectorEncoder``.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""Give a SparseEncoder a fused head in place, and take it away again."""
+"""Give a SparseEncoder a fused head, or a MultiVectorEncoder fused scores, in place, and take them away again."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from sentence_transformers import SparseEncoder
 from torch import nn
 
 from tilefold.integrations.sentence_transformers._heads import check_head
 from tilefold.integrations.sentence_transformers._pairs import find_pairs
 from tilefold.integrations.sentence_transformers._pooling import FusedSpladePooling, pass_hidden_states
 from tilefold.integrations.sentence_transformers._selfcheck import check_pair
+from tilefold.integrations.sentence_transformers._similarity import (
+    fuse_similarity,
+    has_fused_similarity,
+    is_multi_vector,
+    unfuse_similarity,
+)
 from tilefold.ops._shared.impl import IMPLS
 
 
@@ -19,8 +26,8 @@ class Acceleration:
     """Handle of an accelerated model: leave it, or use it as a context that restores the model at its end.
 
     Attributes:
-        model: the SparseEncoder, accelerated in place.
-        heads: how many LM heads were fused; a Router may have one for each route.
+        model: the SparseEncoder or MultiVectorEncoder, accelerated in place.
+        heads: how many LM heads were fused; a Router may have one for each route, a MultiVectorEncoder has none.
     """
 
     def __init__(self, model: Any, heads: int) -> None:
@@ -40,35 +47,45 @@ class Acceleration:
         restore(self.model)
 
     def __repr__(self) -> str:
-        return f"Acceleration({type(self.model).__name__}, heads={self.heads})"
+        what = f"heads={self.heads}" if self.heads else "similarity"
+        return f"Acceleration({type(self.model).__name__}, {what})"
 
 
 def accelerate(model: Any, *, impl: str = "auto", check: bool = True, quantize: str | None = None) -> Acceleration:
-    """Let a SparseEncoder make its scores without the ``[B, S, V]`` logits, in training and in encoding.
+    """Let a SparseEncoder score without the ``[B, S, V]`` logits, or a MultiVectorEncoder without token similarities.
 
-    The model is changed in place and stays a stock SparseEncoder: same classes, same state dict, same checkpoint, so
-    that sentence-transformers alone loads what it saves. Only two forwards are replaced, on the instances: the LM head
+    The model is changed in place and stays a stock one: same classes, same state dict, same checkpoint, so that
+    sentence-transformers alone loads what it saves.
+
+    Of a MultiVectorEncoder, ``similarity`` and ``similarity_pairwise`` are replaced on the instance by those of
+    :mod:`tilefold.integrations.sentence_transformers.multi_vector`, which pack the ragged lists that ``encode`` returns
+    and apply :func:`tilefold.ops.maxsim`; reranking and distillation evaluators call them. Its losses, and the other
+    evaluators, hold functions of their own: give them those of that module (``similarity_fct=``, ``score_functions=``).
+
+    Of a SparseEncoder, only two forwards are replaced, on the instances: the LM head
     hands on hidden states, and the SpladePooling behind it applies :func:`tilefold.ops.lsr_head`. Routers, tied
     weights, LoRA on the LM head, flattened inputs, autocast, pickle and deepcopy keep working. ``token_embeddings`` is
     no longer among the features that the model returns. A second call starts over, with its own ``impl``; call again
     after an adapter was added to the LM head, or merged into it.
 
     Args:
-        model: a ``sentence_transformers.SparseEncoder`` with a SpladePooling.
-        impl: implementation of the head, see :func:`tilefold.ops.lsr_head`.
-        check: run two short texts through the stock and the fused model, and refuse if they disagree. It takes four
-            forwards of two short texts in eval mode, and changes neither modes nor random state.
+        model: a ``sentence_transformers.SparseEncoder`` with a SpladePooling, or a ``MultiVectorEncoder``.
+        impl: implementation of the operator, see :func:`tilefold.ops.lsr_head`.
+        check: run two short texts (of a MultiVectorEncoder: four short sequences of vectors) through the stock and the
+            fused model, and refuse if they disagree. It takes four forwards of two short texts in eval mode, and
+            changes neither modes nor random state.
         quantize: ``"fp8"`` rounds LM head and token states to fp8 wherever no gradient is asked for, as in ``encode``:
             1.6 times the speed of the bf16 head on an H200, scores about 1% off (see
-            :func:`tilefold.ops.quantize_weight`). Training, and checkpoints, stay as they are. For max pooling.
+            :func:`tilefold.ops.quantize_weight`). Training, and checkpoints, stay as they are. For the max pooling of a
+            SparseEncoder.
 
     Returns:
         A handle; as a context manager, it restores the model at its end.
 
     Raises:
-        TypeError: if ``model`` is no SparseEncoder.
-        ValueError: if the model has no LM head before a SpladePooling, or does something with its logits that a fused
-            head cannot reproduce; nothing is changed then.
+        TypeError: if ``model`` is neither a SparseEncoder nor a MultiVectorEncoder.
+        ValueError: if the model has no LM head before a SpladePooling, or does something with its logits or
+            similarities that the fused operator cannot reproduce; nothing is changed then.
         RuntimeError: if the check cannot run the model where it lies.
     """
     if impl not in IMPLS:
@@ -78,6 +95,19 @@ def accelerate(model: Any, *, impl: str = "auto", check: bool = True, quantize: 
         raise ValueError(f"quantize must be 'fp8' or None, got {quantize!r}.")
     if isinstance(model, nn.Module):
         _remove_patches(model)
+    if is_multi_vector(model):
+        if quantize is not None:
+            raise ValueError(
+                f"quantize must be None for a MultiVectorEncoder, which has no LM head, got {quantize!r}; see "
+                "tilefold.ops.quantize_tokens for documents in int8."
+            )
+        fuse_similarity(model, impl, check)
+        return Acceleration(model, heads=0)
+    if not isinstance(model, SparseEncoder):
+        raise TypeError(
+            f"model must be a sentence_transformers.SparseEncoder or MultiVectorEncoder, got {type(model).__name__}; "
+            "other models write no big score matrix."
+        )
     pairs = find_pairs(model)
     for pair in pairs:
         check_head(pair.head)
@@ -103,18 +133,23 @@ def restore(model: Any) -> None:
         TypeError: if ``model`` is no ``torch.nn.Module``.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a SparseEncoder, got {type(model).__name__}; pass the model, not its path.")
+        raise TypeError(
+            f"model must be a SparseEncoder or MultiVectorEncoder, got {type(model).__name__}; pass the model, "
+            "not its path."
+        )
     _remove_patches(model)
 
 
 def is_accelerated(model: Any) -> bool:
-    """Whether ``model`` makes its scores with a fused head."""
-    return isinstance(model, nn.Module) and any(
-        isinstance(vars(module).get("forward"), FusedSpladePooling) for module in model.modules()
+    """Whether ``model`` makes its scores with a fused head, or fused similarities."""
+    return isinstance(model, nn.Module) and (
+        has_fused_similarity(model)
+        or any(isinstance(vars(module).get("forward"), FusedSpladePooling) for module in model.modules())
     )
 
 
 def _remove_patches(model: nn.Module) -> None:
+    unfuse_similarity(model)
     for module in model.modules():
         forward = vars(module).get("forward")
         if forward is pass_hidden_states or isinstance(forward, FusedSpladePooling):

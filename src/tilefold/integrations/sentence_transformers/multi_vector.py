@@ -1,260 +1,173 @@
-"""Fused scoring functions for the losses of sentence-transformers' ``MultiVectorEncoder`` (ColBERT and its kin).
+"""Fused scores for sentence-transformers' ``MultiVectorEncoder`` (ColBERT and its kin): losses, evaluators, similarity.
 
-Each has the name, arguments and results of the function in ``sentence_transformers.multi_vector_encoder.scoring`` that
-it replaces, and is handed to a loss as ``similarity_fct=``. The similarities ``[Nq, Nd, Lq, Ld]`` that the stock
+Each function has the name, arguments and results of the one that it replaces. The ``colbert_*`` ones are those of
+``sentence_transformers.multi_vector_encoder.scoring``, and go into a loss as ``similarity_fct=``; the ``maxsim`` ones
+are those of ``sentence_transformers.util``, which take lists of any lengths, and are what a model uses after
+:func:`tilefold.integrations.sentence_transformers.accelerate`. The similarities ``[Nq, Nd, Lq, Ld]`` that the stock
 functions write, and keep for backward, are folded away by :func:`tilefold.ops.maxsim`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from tilefold.ops import maxsim
+from tilefold.integrations._ragged import as_tokens
+from tilefold.integrations.sentence_transformers._sides import (
+    EMPTY_DOCUMENT_SCORE,
+    Part,
+    Side,
+    score,
+    scores_of_sides,
+)
+from tilefold.integrations.sentence_transformers._similarity import (
+    maxsim,
+    maxsim_pairwise,
+    mean_maxsim,
+    mean_maxsim_pairwise,
+)
 
 __all__ = [
     "EMPTY_DOCUMENT_SCORE",
     "colbert_kd_scores",
     "colbert_scores",
     "colbert_scores_pairwise",
+    "maxsim",
+    "maxsim_pairwise",
     "mean_colbert_kd_scores",
     "mean_colbert_scores",
     "mean_colbert_scores_pairwise",
+    "mean_maxsim",
+    "mean_maxsim_pairwise",
 ]
 
-EMPTY_DOCUMENT_SCORE = -1e9  # what sentence-transformers gives a document without a token to score
-
-
-def colbert_scores(
-    queries_embeddings: Tensor | Sequence[Any],
-    documents_embeddings: Tensor | Sequence[Any],
-    queries_mask: Tensor | None = None,
-    documents_mask: Tensor | None = None,
-    chunk_elements: int | None = None,
-    length_normalize: bool = False,
-    *,
-    impl: str = "auto",
-) -> Tensor:
-    """MaxSim of every query with every document of the batch (ColBERT, arXiv 2004.12832).
-
-    ``scores[i, j * N + n] = sum_s max_t queries[i, s] . documents[j, n, t]`` over unmasked tokens. For
-    ``MultiVectorMultipleNegativesRankingLoss`` and its cached form, in place of ``colbert_scores``.
+_ARGUMENTS = """
 
     Args:
-        queries_embeddings: ``[Nq, Lq, D]``; or a list of ``[Lq_i, D]``, which are padded.
-        documents_embeddings: ``[B, N, Ld, D]``, N documents for each of B queries.
-        queries_mask: ``[Nq, Lq]``, nonzero = keep; without one every token is kept, and rows of zeros are padding.
-        documents_mask: ``[B, N, Ld]``, likewise; masked tokens take no part in the maximum.
-        chunk_elements: taken so that calls need not change; nothing is large enough to be cut.
+        queries_embeddings: ``[{q}, Lq, D]``; or a list of ``[Lq_i, D]``.
+        documents_embeddings: {documents}.
+        queries_mask: ``[{q}, Lq]``, nonzero = keep; a floating one weighs the similarities of its tokens. Without
+            one every token is kept, and rows of zeros of a padded tensor are padding.
+        documents_mask: one entry a document token, nonzero = keep; masked tokens take no part in the maximum.
+        chunk_elements: numbers of either side that are packed or moved at a time, where lists are given. Similarities
+            are never written, so nothing else needs to be cut.
         length_normalize: whether to divide by the number of the query's unmasked tokens (at least 1).
         impl: as in :func:`tilefold.ops.maxsim`.
 
     Returns:
-        ``[Nq, B * N]`` fp32 on the device of the documents. A document without an unmasked token scores -1e9 before any
+        {shape} fp32 on the device of the documents. A document without an unmasked token scores -1e9 before any
         division, without a gradient.
 
     Raises:
         ValueError, TypeError: for shapes or dtypes that do not fit.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
-    queries, documents, query_mask, document_mask = _sides(
-        queries_embeddings, documents_embeddings, queries_mask, documents_mask, 4
-    )
-    scores = maxsim(
-        queries,
-        documents.flatten(0, 1),
-        query_mask=query_mask,
-        document_mask=document_mask.flatten(0, 1),
-        impl=impl,
-    )
-    empty = ~document_mask.flatten(0, 1).any(dim=-1)
-    return _finished(scores, empty, query_mask if length_normalize else None)
+_SHAPES = {
+    "all": {"q": "Nq", "documents": "``[B, N, Ld, D]``, N documents for each of B queries", "shape": "``[Nq, B * N]``"},
+    "aligned": {"q": "B", "documents": "``[B, Ld, D]``, or a list of ``[Ld_i, D]``", "shape": "``[B]``"},
+    "grouped": {"q": "B", "documents": "``[B, N, Ld, D]``", "shape": "``[B, N]``"},
+}
 
 
-def colbert_scores_pairwise(
-    queries_embeddings: Tensor | Sequence[Any],
-    documents_embeddings: Tensor | Sequence[Any],
-    queries_mask: Tensor | None = None,
-    documents_mask: Tensor | None = None,
-    chunk_elements: int | None = None,
-    length_normalize: bool = False,
-    *,
-    impl: str = "auto",
-) -> Tensor:
-    """MaxSim of query ``i`` with document ``i``, for ``MultiVectorMarginMSELoss`` and the distillation evaluator.
+class _ColBERTFunction(Protocol):
+    """A function of ``sentence_transformers.multi_vector_encoder.scoring``, and ``impl``."""
 
-    Args:
-        queries_embeddings: ``[B, Lq, D]``; or a list of ``[Lq_i, D]``, which are padded.
-        documents_embeddings: ``[B, Ld, D]``, or a list of ``[Ld_i, D]``.
-        queries_mask, documents_mask: ``[B, Lq]`` and ``[B, Ld]``; these and the rest as in :func:`colbert_scores`.
-
-    Returns:
-        ``[B]`` fp32 on the device of the documents; a document without an unmasked token as in :func:`colbert_scores`.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: as :func:`colbert_scores`.
-    """
-    queries, documents, query_mask, document_mask = _sides(
-        queries_embeddings, documents_embeddings, queries_mask, documents_mask, 3
-    )
-    scores = maxsim(
-        queries, documents, query_mask=query_mask, document_mask=document_mask, pairing="aligned", impl=impl
-    )
-    return _finished(scores, ~document_mask.any(dim=-1), query_mask if length_normalize else None)
+    def __call__(
+        self,
+        queries_embeddings: Any,
+        documents_embeddings: Any,
+        queries_mask: Any = None,
+        documents_mask: Any = None,
+        chunk_elements: int | None = None,
+        length_normalize: bool = ...,
+        *,
+        impl: str = "auto",
+    ) -> Tensor: ...
 
 
-def colbert_kd_scores(
-    queries_embeddings: Tensor | Sequence[Any],
-    documents_embeddings: Tensor | Sequence[Any],
-    queries_mask: Tensor | None = None,
-    documents_mask: Tensor | None = None,
-    chunk_elements: int | None = None,
-    length_normalize: bool = False,
-    *,
-    impl: str = "auto",
-) -> Tensor:
-    """MaxSim of query ``i`` with each of its own N documents, for ``MultiVectorDistillKLDivLoss``.
+def _function(name: str, pairing: str, mean: bool, summary: str) -> _ColBERTFunction:
+    """The function with this name: its pairs, its default of ``length_normalize``, its docstring."""
 
-    Args:
-        queries_embeddings: ``[B, Lq, D]``; or a list of ``[Lq_i, D]``, which are padded.
-        documents_embeddings: ``[B, N, Ld, D]``.
-        queries_mask, documents_mask: ``[B, Lq]`` and ``[B, N, Ld]``; these and the rest as in :func:`colbert_scores`.
+    def scores(
+        queries_embeddings: Any,
+        documents_embeddings: Any,
+        queries_mask: Any = None,
+        documents_mask: Any = None,
+        chunk_elements: int | None = None,
+        length_normalize: bool = mean,
+        *,
+        impl: str = "auto",
+    ) -> Tensor:
+        queries = Side("queries_embeddings", queries_embeddings, queries_mask, weighted=True)
+        if pairing == "aligned":
+            documents = Side("documents_embeddings", documents_embeddings, documents_mask, weighted=False)
+            return scores_of_sides(queries, documents, pairing, length_normalize, impl, chunk_elements)
+        groups = _groups(documents_embeddings, documents_mask)
+        if pairing == "grouped":
+            if queries.count != groups.rows.size(0):
+                raise ValueError(
+                    f"documents_embeddings must hold one group for each of the {queries.count} queries, got "
+                    f"{list(groups.rows.shape)}."
+                )
+            query = queries.part(slice(0, queries.count), groups.rows.device)
+            return score(query, groups, pairing, length_normalize, impl)
+        flat = Side("documents_embeddings", groups.rows.flatten(0, 1), None, weighted=False)
+        flat.mask = None if groups.mask is None else groups.mask.flatten(0, 1)
+        return scores_of_sides(queries, flat, pairing, length_normalize, impl, chunk_elements)
 
-    Returns:
-        ``[B, N]`` fp32 on the device of the documents; a document without an unmasked token as in
-        :func:`colbert_scores`.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: as :func:`colbert_scores`.
-    """
-    queries, documents, query_mask, document_mask = _sides(
-        queries_embeddings, documents_embeddings, queries_mask, documents_mask, 4
-    )
-    scores = maxsim(
-        queries, documents, query_mask=query_mask, document_mask=document_mask, pairing="grouped", impl=impl
-    )
-    return _finished(scores, ~document_mask.any(dim=-1), query_mask if length_normalize else None)
-
-
-def mean_colbert_scores(
-    queries_embeddings: Tensor | Sequence[Any],
-    documents_embeddings: Tensor | Sequence[Any],
-    queries_mask: Tensor | None = None,
-    documents_mask: Tensor | None = None,
-    chunk_elements: int | None = None,
-    length_normalize: bool = True,
-    *,
-    impl: str = "auto",
-) -> Tensor:
-    """:func:`colbert_scores` divided by each query's unmasked tokens, as a model with ``"meanmaxsim"`` scores."""
-    return colbert_scores(
-        queries_embeddings,
-        documents_embeddings,
-        queries_mask,
-        documents_mask,
-        chunk_elements,
-        length_normalize,
-        impl=impl,
-    )
+    scores.__name__ = scores.__qualname__ = name
+    scores.__doc__ = summary + _ARGUMENTS.format(**_SHAPES[pairing])
+    return scores
 
 
-def mean_colbert_scores_pairwise(
-    queries_embeddings: Tensor | Sequence[Any],
-    documents_embeddings: Tensor | Sequence[Any],
-    queries_mask: Tensor | None = None,
-    documents_mask: Tensor | None = None,
-    chunk_elements: int | None = None,
-    length_normalize: bool = True,
-    *,
-    impl: str = "auto",
-) -> Tensor:
-    """:func:`colbert_scores_pairwise` divided by each query's unmasked tokens."""
-    return colbert_scores_pairwise(
-        queries_embeddings,
-        documents_embeddings,
-        queries_mask,
-        documents_mask,
-        chunk_elements,
-        length_normalize,
-        impl=impl,
-    )
-
-
-def mean_colbert_kd_scores(
-    queries_embeddings: Tensor | Sequence[Any],
-    documents_embeddings: Tensor | Sequence[Any],
-    queries_mask: Tensor | None = None,
-    documents_mask: Tensor | None = None,
-    chunk_elements: int | None = None,
-    length_normalize: bool = True,
-    *,
-    impl: str = "auto",
-) -> Tensor:
-    """:func:`colbert_kd_scores` divided by each query's unmasked tokens."""
-    return colbert_kd_scores(
-        queries_embeddings,
-        documents_embeddings,
-        queries_mask,
-        documents_mask,
-        chunk_elements,
-        length_normalize,
-        impl=impl,
-    )
-
-
-def _sides(
-    queries_embeddings: Tensor | Sequence[Any],
-    documents_embeddings: Tensor | Sequence[Any],
-    queries_mask: Tensor | None,
-    documents_mask: Tensor | None,
-    document_dims: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries, documents and their bool masks on the documents' device; zero rows are padding where no mask says."""
-    documents, document_mask = _side("documents", documents_embeddings, documents_mask, document_dims)
-    queries, query_mask = _side("queries", queries_embeddings, queries_mask, 3)
-    device = documents.device
-    if document_mask is None:
-        document_mask = documents.any(dim=-1)
-    if query_mask is None:  # a row of zeros adds nothing to a score, but would have a gradient
-        query_mask = queries.any(dim=-1)
-    return queries.to(device), documents, query_mask.to(device), document_mask.to(device)
-
-
-def _side(
-    name: str, embeddings: Tensor | Sequence[Any], mask: Tensor | None, dims: int
-) -> tuple[Tensor, Tensor | None]:
-    if isinstance(embeddings, (list, tuple)):
-        if not embeddings:
-            raise ValueError(f"{name}_embeddings must hold at least one sequence, got an empty list; skip the call.")
-        tokens = [torch.as_tensor(item) for item in embeddings]
-        if dims == 3 and mask is None:
-            lengths = torch.tensor([item.size(0) for item in tokens])
-            mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        rows = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True) if dims == 3 else torch.stack(tokens)
-    else:
-        rows = torch.as_tensor(embeddings)
-    if rows.dim() != dims:
-        expected = "[B, N, L, D]" if dims == 4 else "[B, L, D]"
-        raise ValueError(f"{name}_embeddings must have shape {expected}, got {list(rows.shape)}.")
-    if not rows.is_floating_point():
-        rows = rows.float()
+def _groups(embeddings: Any, mask: Any) -> Part:
+    """``[B, N, Ld, D]`` and its mask."""
+    rows = as_tokens("documents_embeddings", embeddings, 4)
     if mask is None:
-        return rows, None
+        return Part(rows, rows.any(dim=-1), None)
     mask = torch.as_tensor(mask)
     if mask.shape != rows.shape[:-1]:
         raise ValueError(
-            f"{name}_mask must have shape {list(rows.shape[:-1])}, one entry a token, got {list(mask.shape)}."
+            f"documents_mask must have shape {list(rows.shape[:-1])}, one entry a token, got {list(mask.shape)}."
         )
-    return rows, mask != 0
+    return Part(rows, mask.to(rows.device) != 0, None)
 
 
-def _finished(scores: Tensor, empty: Tensor, query_mask: Tensor | None) -> Tensor:
-    """What sentence-transformers makes of sums: fp32, a mark for empty documents, then the mean over query tokens."""
-    scores = scores.float().masked_fill(empty, EMPTY_DOCUMENT_SCORE)
-    if query_mask is None:
-        return scores
-    kept = query_mask.sum(dim=-1).clamp(min=1)
-    return scores / (kept[:, None] if scores.dim() == 2 else kept)
+colbert_scores = _function(
+    "colbert_scores",
+    "all",
+    False,
+    """MaxSim of every query with every document of the batch (ColBERT, arXiv 2004.12832).
+
+    ``scores[i, j * N + n] = sum_s max_t queries[i, s] . documents[j, n, t]`` over unmasked tokens. For
+    ``MultiVectorMultipleNegativesRankingLoss`` and its cached form, in place of ``colbert_scores``.""",
+)
+colbert_scores_pairwise = _function(
+    "colbert_scores_pairwise",
+    "aligned",
+    False,
+    "MaxSim of query ``i`` with document ``i``, for ``MultiVectorMarginMSELoss`` and the distillation evaluator.",
+)
+colbert_kd_scores = _function(
+    "colbert_kd_scores",
+    "grouped",
+    False,
+    "MaxSim of query ``i`` with each of its own N documents, for ``MultiVectorDistillKLDivLoss``.",
+)
+mean_colbert_scores = _function(
+    "mean_colbert_scores",
+    "all",
+    True,
+    "``colbert_scores`` divided by each query's unmasked tokens, as a model with ``'meanmaxsim'`` scores.",
+)
+mean_colbert_scores_pairwise = _function(
+    "mean_colbert_scores_pairwise",
+    "aligned",
+    True,
+    "``colbert_scores_pairwise`` divided by each query's unmasked tokens.",
+)
+mean_colbert_kd_scores = _function(
+    "mean_colbert_kd_scores", "grouped", True, "``colbert_kd_scores`` divided by each query's unmasked tokens."
+)

@@ -1,0 +1,174 @@
+"""Queries and documents as sentence-transformers hands them over, cut into what one call of ``maxsim`` takes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilefold.integrations._ragged import as_tokens, pack, token_vectors
+from tilefold.ops import maxsim
+
+EMPTY_DOCUMENT_SCORE = -1e9  # what sentence-transformers gives a document without a token to score
+CHUNK_ELEMENTS = 100_000_000  # numbers of one side that are packed, or moved to another device, at a time
+
+
+class Part(NamedTuple):
+    """Some sequences of a side: ``[.., L, D]`` with a bool mask, or ``[T, D]`` with the offsets of its sequences."""
+
+    rows: Tensor
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+
+    def counts(self) -> Tensor:
+        """``[..]`` tokens of each sequence that take part."""
+        if self.cu_seqlens is not None:
+            return self.cu_seqlens.diff()
+        kept: Tensor = self.rows.any(dim=-1) if self.mask is None else self.mask
+        return kept.sum(dim=-1)
+
+
+class Side:
+    """All queries or all documents of a call.
+
+    Args:
+        name: for error texts, ``"queries_embeddings"``.
+        embeddings: ``[n, L, D]``, one ``[L, D]``, or a list of ``[L_i, D]``; tensors or arrays.
+        mask: ``[n, L]`` (or ``[1, L]``, ``[L]``), or a list of ``[L_i]``; nonzero = keep. Without one, rows of zeros of
+            a padded tensor are padding, and every row of a list is a token.
+        weighted: whether a floating mask multiplies the similarities, as sentence-transformers has it for queries.
+
+    Raises:
+        ValueError: for shapes that do not fit.
+    """
+
+    def __init__(self, name: str, embeddings: Any, mask: Any, weighted: bool) -> None:
+        self.rows: Tensor | list[Tensor]
+        if isinstance(embeddings, (list, tuple)):
+            self.rows = [token_vectors(name, item) for item in embeddings]
+            longest = max((item.size(0) for item in self.rows), default=0)
+            self.device = self.rows[0].device if self.rows else None
+        else:
+            self.rows = as_tokens(name, embeddings[None] if embeddings.ndim == 2 else embeddings, 3)
+            longest = self.rows.size(1)
+            self.device = self.rows.device
+        self.mask = (
+            None if mask is None else _mask(f"{name.removesuffix('_embeddings')}_mask", mask, self.count, longest)
+        )
+        if weighted and self.mask is not None and self.mask.is_floating_point():
+            self._weigh(self.mask)
+
+    @property
+    def count(self) -> int:
+        """How many sequences there are."""
+        return len(self.rows) if isinstance(self.rows, list) else self.rows.size(0)
+
+    def parts(self, device: torch.device, budget: int) -> list[slice]:
+        """The side in one where it lies on ``device`` padded, else in parts of up to ``budget`` numbers."""
+        if isinstance(self.rows, Tensor) and self.rows.device == device:
+            return [slice(0, self.count)]
+        packed = isinstance(self.rows, list) and self.mask is None
+        found: list[slice] = []
+        start, width, total = 0, 0, 0
+        for i, item in enumerate(self.rows):
+            size, dim = item.shape
+            width, total = max(width, size), total + size
+            if i > start and (total if packed else width * (i + 1 - start)) * dim > budget:
+                found.append(slice(start, i))
+                start, width, total = i, size, size
+        return [*found, slice(start, self.count)]
+
+    def part(self, where: slice, device: torch.device) -> Part:
+        """Some of the sequences, on ``device``; at least one of a list."""
+        chosen = self.rows[where]
+        if isinstance(chosen, list):
+            if self.mask is None:
+                rows, offsets = pack(chosen)
+                return Part(rows.to(device), None, offsets.to(device))
+            chosen = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
+        chosen = chosen.to(device)
+        if self.mask is None:
+            return Part(chosen, chosen.any(dim=-1), None)
+        return Part(chosen, self.mask[where, : chosen.size(1)].to(device) != 0, None)
+
+    def _weigh(self, weights: Tensor) -> None:
+        if isinstance(self.rows, Tensor):
+            self.rows = self.rows * weights.to(self.rows)[..., None]
+        else:
+            self.rows = [row * weight[: len(row), None].to(row) for row, weight in zip(self.rows, weights, strict=True)]
+
+
+def scores_of_sides(
+    queries: Side,
+    documents: Side,
+    pairing: str,
+    length_normalize: bool,
+    impl: str,
+    chunk_elements: int | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """fp32 scores ``[Nq, Nd]`` (``pairing="all"``) or ``[N]`` (``"aligned"``) on the device of the documents.
+
+    Raises:
+        ValueError: for aligned sides of different numbers.
+    """
+    home = documents.device or queries.device or torch.device("cpu")
+    place = home if device is None else torch.device(device)
+    budget = CHUNK_ELEMENTS if chunk_elements is None else chunk_elements
+    if pairing == "aligned" and queries.count != documents.count:
+        raise ValueError(
+            f"there must be one document for each of the {queries.count} queries, got {documents.count} documents."
+        )
+    if queries.count == 0 or documents.count == 0:
+        return torch.zeros((queries.count, documents.count) if pairing == "all" else (0,), device=home)
+    if pairing == "aligned":
+        found = [
+            score(queries.part(where, place), documents.part(where, place), pairing, length_normalize, impl).to(home)
+            for where in documents.parts(place, budget)
+        ]
+        return _joined(found, 0)
+    rows = []
+    for part in queries.parts(place, budget):
+        query = queries.part(part, place)
+        row = [
+            score(query, documents.part(where, place), pairing, length_normalize, impl).to(home)
+            for where in documents.parts(place, budget)
+        ]
+        rows.append(_joined(row, 1))
+    return _joined(rows, 0)
+
+
+def score(queries: Part, documents: Part, pairing: str, length_normalize: bool, impl: str) -> Tensor:
+    """What sentence-transformers makes of sums: fp32, a mark for empty documents, then the mean over query tokens."""
+    scores: Tensor = maxsim(
+        queries.rows,
+        documents.rows,
+        query_mask=queries.mask,
+        document_mask=documents.mask,
+        cu_seqlens_q=queries.cu_seqlens,
+        cu_seqlens_d=documents.cu_seqlens,
+        pairing=pairing,
+        impl=impl,
+    )
+    scores = scores.float().masked_fill(documents.counts() == 0, EMPTY_DOCUMENT_SCORE)
+    if not length_normalize:
+        return scores
+    kept = queries.counts().clamp(min=1)
+    return scores / (kept if pairing == "aligned" else kept[:, None])
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+def _mask(name: str, mask: Any, count: int, longest: int) -> Tensor:
+    """``[count, longest]``."""
+    if isinstance(mask, (list, tuple)):
+        mask = torch.nn.utils.rnn.pad_sequence([torch.as_tensor(item) for item in mask], batch_first=True)
+    mask = torch.as_tensor(mask)
+    mask = mask[None] if mask.dim() == 1 else mask
+    if mask.dim() != 2 or mask.size(0) not in (1, count) or mask.size(1) != longest:
+        raise ValueError(f"{name} must have shape {[count, longest]}, one entry a token, got {list(mask.shape)}.")
+    expanded: Tensor = mask.expand(count, -1)
+    return expanded

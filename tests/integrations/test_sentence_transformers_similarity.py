@@ -1,0 +1,308 @@
+"""Similarities of a MultiVectorEncoder: the functions equal the stock ones, and ``accelerate`` puts them on a model."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from multi_vector_models import NEGATIVES, POSITIVES, QUERIES, build_colbert, needs_stock
+from splade_models import FP32_BUDGET, assert_close
+from torch import Tensor
+
+from tilefold.integrations.sentence_transformers import accelerate, is_accelerated, multi_vector, restore
+from tilefold.integrations.sentence_transformers._similarity import FusedSimilarity
+
+pytest.importorskip("sentence_transformers.multi_vector_encoder.scoring")
+from sentence_transformers.util import similarity as stock
+
+NAMES = [name for name in multi_vector.__all__ if "maxsim" in name]
+pytestmark = pytest.mark.filterwarnings("ignore:.*documents without any scoreable token.*")
+
+
+@pytest.fixture(scope="module")
+def shared_model() -> Any:
+    return build_colbert()
+
+
+@pytest.fixture
+def model(shared_model: Any) -> Any:
+    yield shared_model
+    restore(shared_model)
+    shared_model.similarity_fn_name = "maxsim"
+
+
+@pytest.fixture(scope="module")
+def encoded(shared_model: Any) -> tuple[list[Tensor], list[Tensor]]:
+    return shared_model.encode_query(QUERIES), shared_model.encode_document(POSITIVES)
+
+
+def ragged(dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tensor]]:
+    """Sequences of other lengths, a document without a token and a token of zeros among them."""
+    generator = torch.Generator().manual_seed(0)
+    queries = [torch.randn(n, 16, generator=generator).to(dtype) for n in (5, 1, 3, 4)]
+    documents = [torch.randn(n, 16, generator=generator).to(dtype) for n in (9, 0, 2, 7)]
+    documents[0][3] = 0
+    return queries, documents
+
+
+def forms(kind: str) -> tuple[Any, Any, dict[str, Any]]:
+    """One call's arguments, in the forms that the stock functions take."""
+    queries, documents = ragged()
+    padded = [torch.nn.utils.rnn.pad_sequence(side, batch_first=True) for side in (queries, documents)]
+    masks = {
+        key: torch.rand(side.shape[:2], generator=torch.Generator().manual_seed(2)) < 0.7
+        for key, side in zip(("a_mask", "b_mask"), padded, strict=True)
+    }
+    masks["b_mask"][2] = False
+    found: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "lists": (queries, documents, {}),
+        "lists and masks": (queries, documents, masks),
+        "lists of masks": (
+            queries, documents, {"b_mask": [masks["b_mask"][i, : len(row)] for i, row in enumerate(documents)]}
+        ),
+        "padded": (*padded, {}),
+        "padded and masks": (*padded, masks),
+        "weights": (*padded, {"a_mask": torch.rand(4, 5), "b_mask": masks["b_mask"].float()}),
+        "weights of lists": (queries, documents, {"a_mask": torch.rand(4, 5)}),
+        "mixed": (padded[0], documents, {"a_mask": masks["a_mask"].numpy()}),
+        "arrays": ([row.numpy() for row in queries], padded[1].numpy(), {}),
+    }  # fmt: skip
+    return found[kind]
+
+
+FORMS = [
+    "lists", "lists and masks", "lists of masks", "padded", "padded and masks", "weights", "weights of lists", "mixed",
+    "arrays",
+]  # fmt: skip
+
+
+@needs_stock
+@pytest.mark.parametrize("name", NAMES)
+def test_the_signature_begins_like_that_of_the_stock_function(name: str) -> None:
+    theirs = list(inspect.signature(getattr(stock, name)).parameters.values())
+    mine = list(inspect.signature(getattr(multi_vector, name)).parameters.values())
+    assert [(p.name, p.kind, p.default) for p in mine[:-1]] == [(p.name, p.kind, p.default) for p in theirs]
+    assert mine[-1].name == "impl"
+
+
+@needs_stock
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_equal_those_of_the_stock_function_in_every_form(name: str, kind: str) -> None:
+    a, b, masks = forms(kind)
+    for options in ({}, {"length_normalize": False}, {"length_normalize": True}):
+        expected = getattr(stock, name)(a, b, **masks, **options)
+        found = getattr(multi_vector, name)(a, b, **masks, **options)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected)
+    assert (expected < -1e7).any()
+
+
+@needs_stock
+@pytest.mark.parametrize("name", NAMES)
+def test_small_chunks_change_nothing(name: str) -> None:
+    for kind in ("lists", "lists and masks"):
+        a, b, masks = forms(kind)
+        for key, side in (
+            (("a_mask", a), ("b_mask", b)) if masks else ()
+        ):  # past the end, masks mean the chunk's padding
+            for row, tokens in zip(masks[key], side, strict=True):
+                row[len(tokens) :] = False
+        expected = getattr(multi_vector, name)(a, b, **masks)
+        for elements in (1, 16 * 8, 16 * 12):
+            torch.testing.assert_close(getattr(multi_vector, name)(a, b, **masks, chunk_elements=elements), expected)
+
+
+@needs_stock
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_lists_equal_those_of_the_stock_function(name: str) -> None:
+    results = []
+    for module in (stock, multi_vector):
+        queries, documents = ragged()
+        leaves = [row.requires_grad_() for row in [*queries, *documents]]
+        scores = getattr(module, name)(queries, documents)
+        scores = scores[scores > -1e7]
+        results.append(torch.autograd.grad(scores, leaves, torch.linspace(-1, 1, scores.numel())))
+    for side in (slice(0, 4), slice(4, 8)):
+        mine, theirs = (torch.cat(gradients[side]) for gradients in (results[1], results[0]))
+        assert_close(mine, theirs, FP32_BUDGET, "gradients")
+
+
+@needs_stock
+@pytest.mark.parametrize("name", NAMES)
+def test_one_sequence_and_no_sequence_are_taken(name: str) -> None:
+    queries, documents = ragged()
+    for a, b in ((queries[0], documents[0]), (queries[0].numpy(), documents[:1])):
+        torch.testing.assert_close(getattr(multi_vector, name)(a, b), getattr(stock, name)(a, b))
+    torch.testing.assert_close(getattr(multi_vector, name)([], []), getattr(stock, name)([], []))
+    torch.testing.assert_close(
+        getattr(multi_vector, name)(queries[:1], [documents[1]]), getattr(stock, name)(queries[:1], [documents[1]])
+    )
+    if "pairwise" not in name:
+        for a, b in ((queries, []), ([], documents)):
+            torch.testing.assert_close(getattr(multi_vector, name)(a, b), getattr(stock, name)(a, b))
+
+
+def test_half_precision_is_scored_in_fp32() -> None:
+    queries, documents = ragged(torch.bfloat16)
+    wide = [[row.float() for row in side] for side in (queries, documents)]
+    torch.testing.assert_close(multi_vector.maxsim(queries, documents), multi_vector.maxsim(*wide))
+    integers = [(row * 20).to(torch.int8) for row in documents]
+    expected = multi_vector.maxsim(wide[0], [row.float() for row in integers])
+    torch.testing.assert_close(multi_vector.maxsim(wide[0], integers), expected)
+
+
+def test_arguments_that_do_not_fit_are_named() -> None:
+    queries, documents = ragged()
+    with pytest.raises(ValueError, match="one document for each of the 4 queries, got 3 documents"):
+        multi_vector.maxsim_pairwise(queries, documents[:3])
+    with pytest.raises(ValueError, match=r"a_mask must have shape \[4, 5\].*got \[4, 6\]"):
+        multi_vector.maxsim(queries, documents, a_mask=torch.ones(4, 6))
+    with pytest.raises(ValueError, match=r"b must hold sequences of shape \[L, D\], got one of shape \[16\]"):
+        multi_vector.maxsim(queries, list(documents[0]))
+    with pytest.raises(ValueError, match=r"a must have shape \[B, L, D\], got \[1, 2, 3, 4\]"):
+        multi_vector.maxsim(torch.ones(1, 2, 3, 4), documents)
+    with pytest.raises(TypeError, match="dtype of queries"):
+        multi_vector.maxsim(queries, [row.bfloat16() for row in documents])
+
+
+@needs_stock
+@pytest.mark.parametrize("similarity", ["maxsim", "meanmaxsim"])
+def test_an_accelerated_model_scores_as_before(model: Any, encoded: Any, similarity: str) -> None:
+    queries, documents = encoded
+    model.similarity_fn_name = similarity
+    expected = model.similarity(queries, documents), model.similarity_pairwise(queries, documents)
+    assert accelerate(model).model is model
+    model.similarity_fn_name = "maxsim"  # setting it, before or after, must not undo the acceleration
+    model.similarity_fn_name = similarity
+    assert is_accelerated(model) and isinstance(model.similarity, FusedSimilarity)
+    torch.testing.assert_close(model.similarity(queries, documents), expected[0])
+    torch.testing.assert_close(model.similarity_pairwise(queries, documents), expected[1])
+    torch.testing.assert_close(
+        model.similarity(queries[0], documents[0], length_normalize=True, chunk_elements=64, device="cpu"),
+        stock.mean_maxsim(queries[0], documents[0]),
+    )
+
+
+@needs_stock
+def test_evaluators_of_an_accelerated_model_report_the_same(shared_model: Any) -> None:
+    from sentence_transformers.multi_vector_encoder import evaluation
+
+    model = copy.deepcopy(shared_model)  # evaluators leave themselves on its model card
+    samples = [
+        {"query": q, "positive": [p], "negative": [n, *POSITIVES[:1]]}
+        for q, p, n in zip(QUERIES[1:], POSITIVES[1:], NEGATIVES[1:], strict=True)
+    ]
+    reranking = evaluation.MultiVectorRerankingEvaluator(samples, show_progress_bar=False)
+    corpus = dict(enumerate(POSITIVES + NEGATIVES))
+    relevant = {i: {i} for i in range(len(QUERIES))}
+    retrieval = [
+        evaluation.MultiVectorInformationRetrievalEvaluator(
+            dict(enumerate(QUERIES)), corpus, relevant, mrr_at_k=[3], ndcg_at_k=[3], accuracy_at_k=[1],
+            precision_recall_at_k=[1], map_at_k=[3], score_functions=functions,
+        )
+        for functions in (None, {"maxsim": multi_vector.maxsim})
+    ]  # fmt: skip
+    expected = reranking(model), retrieval[0](model)
+    with accelerate(model):
+        found = reranking(model), retrieval[1](model)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+def test_an_accelerated_model_is_restored_by_hand_and_by_its_context(model: Any) -> None:
+    before = dict(vars(model))
+    handle = accelerate(model)
+    assert repr(handle) == "Acceleration(MultiVectorEncoder, similarity)" and handle.heads == 0
+    accelerate(model, impl="reference")  # twice is once, with the last options
+    assert model.similarity.impl == model.similarity_pairwise.impl == "reference"
+    handle.restore()
+    assert not is_accelerated(model) and vars(model).keys() == before.keys()
+    restore(model)
+    with pytest.raises(KeyError), accelerate(model) as inside:
+        assert inside is model and is_accelerated(model)
+        raise KeyError
+    assert not is_accelerated(model)
+
+
+def test_copies_and_pickles_stay_accelerated_and_read_their_own_options(model: Any, encoded: Any) -> None:
+    accelerate(model, impl="tiled")
+    expected = model.similarity(*encoded)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
+        assert is_accelerated(twin) and twin.similarity.model is twin and twin.similarity.impl == "tiled"
+        assert torch.equal(twin.similarity(*encoded), expected)
+        twin.similarity_fn_name = "meanmaxsim"
+        assert not torch.equal(twin.similarity(*encoded), expected)
+        assert torch.equal(model.similarity(*encoded), expected)
+        restore(twin)
+        assert is_accelerated(model) and not is_accelerated(twin)
+
+
+def test_a_checkpoint_saved_while_accelerated_is_the_stock_one(model: Any, tmp_path: Path) -> None:
+    model.save_pretrained(str(tmp_path / "stock"), create_model_card=False)
+    with accelerate(model):
+        keys = list(model.state_dict())
+        model.save_pretrained(str(tmp_path / "fused"), create_model_card=False)
+    assert list(model.state_dict()) == keys
+    files = sorted(p for p in (tmp_path / "stock").rglob("*") if p.is_file())
+    assert len(files) > 5
+    for path in files:
+        assert (tmp_path / "fused" / path.relative_to(tmp_path / "stock")).read_bytes() == path.read_bytes()
+
+
+@needs_stock
+def test_models_that_score_with_something_else_are_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match="quantize must be None for a MultiVectorEncoder"):
+        accelerate(model, quantize="fp8")
+    with pytest.raises(ValueError, match="impl must be one of 'auto'"):
+        accelerate(model, impl="cuda")
+    assert not is_accelerated(model)
+    kind = type(model)
+    model.__class__ = type("Halved", (kind,), {"similarity": lambda self, a, b: kind.similarity(self, a, b) / 2})
+    try:
+        with pytest.raises(ValueError, match=r"must score with MultiVectorEncoder.similarity, got a Halved"):
+            accelerate(model)
+    finally:
+        model.__class__ = kind
+    model.similarity_fn_name = "maxsim"
+    model._similarity = lambda a, b: stock.maxsim(a, b) / 2
+    with pytest.raises(ValueError, match=r"fused scores must equal those of model.similarity"):
+        accelerate(model)
+    assert not is_accelerated(model)
+
+
+def test_a_model_that_cannot_score_where_it_lies_says_so_and_can_skip_the_check(model: Any) -> None:
+    twin = copy.deepcopy(model).to("meta")
+    with pytest.raises(RuntimeError, match=r"score four short sequences on meta.*check=False"):
+        accelerate(twin)
+    assert not is_accelerated(twin)
+    accelerate(twin, check=False)
+    assert is_accelerated(twin)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_gpu_scores_equal_those_of_the_cpu_and_come_back(name: str, kind: str) -> None:
+    a, b, masks = forms(kind)
+    expected = getattr(multi_vector, name)(a, b, **masks, impl="reference")
+    on_device = getattr(multi_vector, name)(a, b, **masks, device="cuda", chunk_elements=16 * 12)
+    assert on_device.device.type == "cpu"
+    torch.testing.assert_close(on_device, expected, rtol=1e-4, atol=1e-4)
+    if kind != "arrays":
+        a, b = ([row.cuda() for row in side] if isinstance(side, list) else side.cuda() for side in (a, b))
+        torch.testing.assert_close(getattr(multi_vector, name)(a, b, **masks).cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_model_is_accelerated_in_half_precision(model: Any, encoded: Any) -> None:
+    twin = copy.deepcopy(model).to("cuda", torch.bfloat16)
+    accelerate(twin)
+    queries, documents = ([row.to("cuda", torch.bfloat16) for row in side] for side in encoded)
+    expected = multi_vector.maxsim(*([row.float().cpu() for row in side] for side in (queries, documents)))
+    torch.testing.assert_close(twin.similarity(queries, documents).cpu(), expected, rtol=1e-4, atol=1e-4)
