@@ -19,8 +19,10 @@ from tilefold.ops._shared.checks import (
     dtype_name,
 )
 from tilefold.ops._shared.impl import IMPLS
+from tilefold.ops._shared.library import is_plain
 from tilefold.ops.maxsim._choice import chosen_impl
-from tilefold.ops.maxsim._problem import Problem
+from tilefold.ops.maxsim._library import check_values_of
+from tilefold.ops.maxsim._problem import Problem, wide_dtype
 from tilefold.ops.maxsim.quantized import QuantizedTokens
 
 PAIRINGS = ("all", "aligned", "grouped")
@@ -109,7 +111,19 @@ def prepare(
         normalize,
         _longest_query(queries, documents, cu_seqlens_q, index),
     )
-    return Request(problem, scales, shape, impl, queries.numel() == 0 or documents.numel() == 0)
+    empty = queries.numel() == 0 or documents.numel() == 0
+    if empty and queries.device.type == "cpu" and is_plain(queries, documents, cu_seqlens_q, cu_seqlens_d, index):
+        check_values_of(problem, n_queries, n_documents)  # no implementation will
+    return Request(problem, scales, shape, impl, empty)
+
+
+def zeros(request: Request) -> Tensor:
+    """The scores of an ``empty`` request, part of the graph."""
+    problem = request.problem
+    nothing = problem.queries[..., :0].sum()
+    if problem.documents.dtype in FLOAT_DTYPES:
+        nothing = nothing + problem.documents[..., :0].sum()
+    return nothing.to(wide_dtype(problem.queries.dtype)).expand(request.shape).contiguous()
 
 
 def _check_options(

@@ -45,14 +45,22 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, rows: int, side: str) -> Non
 
 def check_values(problem: Problem, impl: str) -> None:
     """Check offsets and pair indices where the host may look: on the CPU, or where the implementation looks anyway."""
-    if problem.queries.device.type == "cuda" and impl == "triton":
-        return
+    if not (problem.queries.device.type == "cuda" and impl == "triton"):
+        check_values_of(problem, problem.n_queries, problem.n_documents)
+
+
+def check_values_of(problem: Problem, n_queries: int, n_documents: int) -> None:
+    """Check offsets and pair indices of ``problem`` on the host.
+
+    Raises:
+        ValueError: for offsets that are none, and indices out of range.
+    """
     if problem.cu_queries is not None:
         check_cu_seqlens("cu_seqlens_q", problem.cu_queries, problem.queries.size(0), "queries")
     if problem.cu_documents is not None:
         check_cu_seqlens("cu_seqlens_d", problem.cu_documents, problem.documents.size(0), "documents")
     if problem.index is not None and problem.index.numel():
-        sizes = torch.tensor([problem.n_queries, problem.n_documents], device=problem.index.device)
+        sizes = torch.tensor([n_queries, n_documents], device=problem.index.device)
         bad = ((problem.index < 0) | (problem.index >= sizes)).nonzero()
         if bad.numel():
             pair, side = bad[0].tolist()

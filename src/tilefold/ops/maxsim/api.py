@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops.maxsim import _library, _reference
-from tilefold.ops.maxsim._arguments import prepare
+from tilefold.ops.maxsim._arguments import prepare, zeros
 from tilefold.ops.maxsim._problem import Problem, wide_dtype
 from tilefold.ops.maxsim.quantized import QuantizedTokens, quantize_rows
 
@@ -85,13 +85,14 @@ def maxsim(
     )
     problem, scales = request.problem, request.scales
     if request.empty:
-        # zeros that keep the graph
-        nothing = problem.queries[..., :0].sum() + problem.documents[..., :0].sum()
-        return nothing.to(wide_dtype(problem.queries.dtype)).expand(request.shape).contiguous()
+        return zeros(request)
     if request.impl == "reference":
         with torch.autocast(problem.queries.device.type, enabled=False):
             _library.check_values(problem, request.impl)
-            scores = _reference.maxsim(problem if scales is None else _dequantized(problem, scales))
+            if scales is None:
+                scores = _reference.maxsim(problem)
+            else:
+                scores = _reference.maxsim(_dequantized(problem, scales)).to(wide_dtype(problem.queries.dtype))
     elif scales is not None:
         scores = _library.quantized_scores(problem, scales, request.impl)
     else:

@@ -20,7 +20,8 @@ class QuantizedTokens:
 
     Attributes:
         values: ``[.., D]`` int8 or float8_e4m3fn.
-        scales: ``[..]`` fp32, not negative; NaN for a token that held one.
+        scales: ``[..]`` fp32, not negative; NaN for a token that held one, infinite for one that held an infinity: both
+            score NaN.
     """
 
     values: Tensor

@@ -44,7 +44,8 @@ def maxsim_topk(
 
     Returns:
         ``[Nq, min(k, Nd)]`` scores, falling, and the int64 numbers of their documents. The order of documents with
-        equal scores is that of ``torch.topk``.
+        equal scores is that of ``torch.topk``, which also puts NaN before any number; a document without a kept token
+        ranks with its score of 0.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`maxsim`; ``ValueError`` for a ``k`` below 1.

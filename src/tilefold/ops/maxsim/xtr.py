@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops.maxsim import _library, _library_xtr, _reference
-from tilefold.ops.maxsim._arguments import prepare
-from tilefold.ops.maxsim._problem import wide_dtype
+from tilefold.ops.maxsim._arguments import prepare, zeros
 from tilefold.ops.maxsim.quantized import QuantizedTokens
 
 
@@ -87,8 +86,7 @@ def xtr_scores(
             "torch.no_grad()."
         )
     if request.empty:
-        nothing = problem.queries[..., :0].sum() + problem.documents[..., :0].sum()
-        return nothing.to(wide_dtype(problem.queries.dtype)).expand(request.shape).contiguous()
+        return zeros(request)
     if request.impl == "reference":
         with torch.autocast(problem.queries.device.type, enabled=False):
             _library.check_values(problem, request.impl)

@@ -1,0 +1,208 @@
+"""What every public function of MaxSim says to masked, empty, NaN, integer, ill-sized and very large input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.conftest import Target
+from tilefold.ops import maxsim, xtr_scores
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops.maxsim import QuantizedTokens, maxsim_contrastive_loss, maxsim_topk, quantize_tokens
+
+pytestmark = pytest.mark.skipif(triton_interpreted(), reason="the other files interpret the kernels")
+Function = Callable[..., Any]
+
+
+def quantized(kind: str) -> Function:
+    """``maxsim`` against documents of one byte an entry."""
+
+    def score(queries: Tensor, documents: Tensor, **options: Any) -> Tensor:
+        return maxsim(queries, quantize_tokens(documents, kind), **options)
+
+    return score
+
+
+def best_two(queries: Tensor, documents: Tensor, **options: Any) -> Tensor:
+    return maxsim_topk(queries, documents, 2, **options)[0]
+
+
+def xtr(queries: Tensor, documents: Tensor, **options: Any) -> Tensor:
+    return xtr_scores(queries, documents, top_k=3, **options)
+
+
+FUNCTIONS: dict[str, Function] = {
+    "maxsim": maxsim,
+    "smooth": lambda q, d, **o: maxsim(q, d, temperature=0.5, **o),
+    "mean": lambda q, d, **o: maxsim(q, d, reduction="mean", **o),
+    "int8": quantized("int8"),
+    "fp8": quantized("fp8"),
+    "topk": best_two,
+    "xtr": xtr,
+    "imputed": lambda q, d, **o: xtr_scores(q, d, top_k=3, impute=True, **o),
+    "loss": maxsim_contrastive_loss,
+}
+every_function = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+@pytest.fixture
+def sides() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, 3, 16, generator=generator), torch.randn(4, 5, 16, generator=generator)
+
+
+def on(target: Target, *tensors: Tensor) -> list[Tensor]:
+    return [tensor.to(target.device) for tensor in tensors]
+
+
+@every_function
+def test_documents_without_a_kept_token_score_zero(target: Target, sides: tuple[Tensor, Tensor], name: str) -> None:
+    queries, documents, mask = on(target, *sides, torch.zeros(4, 5))
+    for given in ({"document_mask": mask}, {"query_mask": torch.zeros(2, 3, device=target.device)}):
+        found = FUNCTIONS[name](queries, documents, **given, impl=target.impl)
+        if name == "loss":
+            assert math.isclose(found.item(), math.log(4), rel_tol=1e-6)  # all four are alike
+        else:
+            assert found.shape == (2, 2 if name == "topk" else 4) and not found.any()
+
+
+@every_function
+def test_empty_sides_score_zero_and_a_loss_over_nothing_is_nan(
+    target: Target, sides: tuple[Tensor, Tensor], name: str
+) -> None:
+    queries, documents = on(target, *sides)
+    nothing = torch.zeros(5, dtype=torch.int32, device=target.device)
+    cases: list[tuple[Tensor, Tensor, dict[str, Any], tuple[int, int]]] = [
+        (queries[:0], documents, {}, (0, 4)),
+        (queries[:, :0], documents, {}, (2, 4)),
+        (queries[:0], documents[:0], {}, (0, 0)),
+        (queries, documents[:, :0], {}, (2, 4)),
+        (queries, documents[0, :0], {"cu_seqlens_d": nothing}, (2, 4)),
+    ]
+    if name != "loss":
+        cases.append((queries, documents[:0], {}, (2, 0)))
+    for q, d, layout, shape in cases:
+        found = FUNCTIONS[name](q, d, **layout, impl=target.impl)
+        if name == "loss":
+            assert found.isnan() if shape[0] == 0 else math.isclose(found.item(), math.log(4), rel_tol=1e-6)
+        else:
+            assert found.shape == (shape[0], min(shape[1], 2) if name == "topk" else shape[1]) and not found.any()
+            assert found.dtype == torch.float32
+
+
+@every_function
+def test_nan_is_seen_and_a_masked_one_is_not(target: Target, sides: tuple[Tensor, Tensor], name: str) -> None:
+    queries, documents = on(target, *sides)
+    documents[1, 2, 3] = math.nan
+    mask = torch.ones(4, 5, device=target.device)
+    found = FUNCTIONS[name](queries, documents, impl=target.impl)
+    if name == "loss":
+        assert found.isnan()
+    elif name == "topk":
+        assert found.isnan().tolist() == [[True, False]] * 2  # before any number
+    else:
+        assert found.isnan().tolist() == [[False, True, False, False]] * 2
+    mask[1, 2] = 0
+    assert bool(FUNCTIONS[name](queries, documents, document_mask=mask, impl=target.impl).isfinite().all())
+
+
+@every_function
+def test_embeddings_that_do_not_fit_are_named(sides: tuple[Tensor, Tensor], name: str) -> None:
+    function = FUNCTIONS[name]
+    queries, documents = sides
+    for impl in ("reference", "tiled", "auto"):
+        with pytest.raises(ValueError, match=r"documents must have the D of queries \(16\), got 8"):
+            function(queries, documents[..., :8], impl=impl)
+        with pytest.raises(ValueError, match="documents must have shape"):
+            function(queries, documents[0], impl=impl)
+        with pytest.raises(TypeError, match=r"queries must have dtype float16, bfloat16, float32, float64, got int64"):
+            function(queries.long(), documents, impl=impl)
+        with pytest.raises(TypeError, match=r"documents must have dtype float16, bfloat16, float32, float64, got int8"):
+            function(queries, documents.to(torch.int8), impl=impl)
+        with pytest.raises(TypeError, match=r"documents must be a torch\.Tensor, got list"):
+            function(queries, documents.tolist(), impl=impl)
+
+
+@every_function
+def test_offsets_that_do_not_end_at_the_rows_are_named(sides: tuple[Tensor, Tensor], name: str) -> None:
+    queries, rows = sides[0], sides[1].flatten(0, 1)
+    for impl in ("reference", "tiled"):
+        for offsets in ([0, 10, 19], [0, 10, 21], [1, 10, 20], [0, 21, 20]):
+            with pytest.raises(ValueError, match="cu_seqlens_d must start with 0, never fall and end at the number"):
+                FUNCTIONS[name](queries, rows, cu_seqlens_d=torch.tensor(offsets), impl=impl)
+        with pytest.raises(ValueError, match=r"cu_seqlens_d\[-1\] = 5 with 0 rows in documents"):
+            FUNCTIONS[name](queries, rows[:0], cu_seqlens_d=torch.tensor([0, 2, 5]), impl=impl)
+
+
+def test_an_index_into_documents_without_tokens_is_checked_too() -> None:
+    queries, documents = torch.ones(2, 3, 8), torch.ones(4, 0, 8)
+    assert not maxsim(queries, documents, pairing=torch.tensor([[1, 3]])).any()
+    with pytest.raises(ValueError, match=r"below the number of documents \(4\), got 9 in pair 1"):
+        maxsim(queries, documents, pairing=torch.tensor([[1, 3], [0, 9]]))
+
+
+def test_what_quantize_tokens_makes_of_nothing_nan_and_infinity() -> None:
+    tokens = torch.tensor([[math.inf, 1.0], [math.nan, 1.0], [0.0, 0.0], [3.0, -6.0]])
+    for kind in ("int8", "fp8"):
+        assert quantize_tokens(tokens[:0], kind).values.shape == (0, 2)
+        assert quantize_tokens(tokens[:, :0], kind).scales.tolist() == [0, 0, 0, 0]
+        back = quantize_tokens(tokens, kind)
+        assert back.dequantize().isnan().any(dim=1).tolist() == [True, True, False, False]
+        for impl in ("reference", "tiled"):
+            scores = maxsim(torch.ones(1, 1, 2), QuantizedTokens(back.values[:, None], back.scales[:, None]), impl=impl)
+            assert scores.isnan().tolist() == [[True, True, False, False]]
+    with pytest.raises(TypeError, match="documents must have dtype float16, bfloat16, float32, float64, got int8"):
+        quantize_tokens(torch.ones(2, 3, dtype=torch.int8))
+
+
+def test_labels_and_groups_that_do_not_fit_are_named(sides: tuple[Tensor, Tensor]) -> None:
+    queries, documents = sides
+    for labels, kind, message in (
+        (torch.tensor([0, 4]), ValueError, r"labels must be at least 0 and below the number of documents \(4\), got 4"),
+        (torch.tensor([-100, 1]), ValueError, r"labels must be at least 0 .* got -100"),
+        (torch.tensor([0.0, 1.0]), TypeError, r"labels must have dtype int64, got float32"),
+        ([0, 1], TypeError, r"labels must be a torch\.Tensor, got list"),
+    ):
+        with pytest.raises(kind, match=message):
+            maxsim_contrastive_loss(queries, documents, labels)
+    for group in ("all", 3):
+        with pytest.raises(ValueError, match="group must be a process group that holds this rank, 'world' or None"):
+            maxsim_contrastive_loss(queries, documents, group=group)
+    alone = maxsim_contrastive_loss(queries, documents, group="world")  # no process group: the world is this process
+    assert torch.equal(alone, maxsim_contrastive_loss(queries, documents))
+
+
+@pytest.mark.gpu
+@pytest.mark.whole_gpu
+def test_more_than_two_to_the_31_elements_in_every_function() -> None:
+    """16,500 documents of 1,024 tokens of 128 entries; all zero but the very last token."""
+    documents = torch.zeros(16500, 1024, 128, dtype=torch.float16, device="cuda")
+    documents[-1, -1] = 1
+    queries = torch.ones(1, 4, 128, dtype=torch.float16, device="cuda")
+    offsets = torch.arange(0, 16501, dtype=torch.int32, device="cuda") * 1024
+    last = documents.size(0) - 1
+
+    leaf = documents.view(-1, 128).requires_grad_()
+    maxsim(queries, leaf, cu_seqlens_d=offsets, impl="triton")[0, last].backward()
+    assert bool((leaf.grad[-1] == 4).all()) and not leaf.grad[-1025:-1].any()
+    assert not leaf.grad[:: 1024 * 100].any()
+    leaf.requires_grad_(False).grad = None
+    documents = leaf.view(16500, 1024, 128)
+
+    best, which = maxsim_topk(queries, documents, 1)
+    assert best.item() == 512 and which.item() == last
+    loss = maxsim_contrastive_loss(queries, documents, torch.tensor([last], device="cuda"))
+    assert loss.item() < 1e-6
+    found = xtr_scores(queries, documents, top_k=1)
+    assert found[0, last].item() == 128 and not found[0, :last].any()
+    stored = quantize_tokens(documents)
+    assert abs(maxsim(queries, stored)[0, last].item() - 512) < 0.1
+    pairs = torch.tensor([[0, last]], device="cuda")
+    assert maxsim(queries, documents, pairing=pairs).item() == 512
+    assert maxsim(queries[:1], documents[None], pairing="grouped")[0, last].item() == 512
+    assert maxsim(queries, documents, temperature=0.1)[0, last].item() == pytest.approx(512, rel=1e-3)
