@@ -13,8 +13,12 @@ import typer.main
 from tilefold import cli
 
 ROOT = Path(__file__).resolve().parents[1]
-SKIPPED = {".venv", ".venv-pylate", ".git", "node_modules", "tilefold-demo", "build", "dist"}
-DOCUMENTS = sorted(p for p in ROOT.rglob("*.md") if not SKIPPED & set(p.relative_to(ROOT).parts))
+SKIPPED = {"node_modules", "tilefold-demo", "build", "dist"}  # and what is hidden: environments, caches, scratch copies
+DOCUMENTS = sorted(
+    path
+    for path in ROOT.rglob("*.md")
+    if not any(part in SKIPPED or part.startswith(".") for part in path.relative_to(ROOT).parts)
+)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
