@@ -1,0 +1,324 @@
+"""What goes wrong without a word in published entmax code, and does not here: one test each.
+
+The numbers are those of a list of what was read or measured in adasplash 0.1 and 0.2, its first and second kernels; the
+names with ``entmax`` and a number are issues of that package. Where a test of more cases lies elsewhere, it is named.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tilefold.ops
+from tests.ops.conftest import Target
+from tilefold.nn import EntmaxAlpha
+from tilefold.ops import entmax, entmax_attention
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops.entmax_attention import chosen_impl
+from tilefold.testing import assert_within_budget, budget, nan_poisoned_empty
+from tilefold.testing.entmax import entmax_results, entmax_scores
+from tilefold.testing.entmax_attention import (
+    assert_entmax_attention_matches,
+    entmax_attention_inputs,
+    entmax_attention_results,
+)
+
+INTERPRETED = triton_interpreted()
+LENGTHS = (20, 40) if INTERPRETED else (50, 150)  # scores resident on chip, and by blocks
+LONG = LENGTHS[1]
+HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter has no products of bf16
+interpreted_elsewhere = pytest.mark.skipif(INTERPRETED, reason="other files have interpreted cases of it")
+here_only = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
+
+
+def output(*operands: Tensor, **options: Any) -> Tensor:
+    result = entmax_attention(*operands, **options)
+    assert isinstance(result, Tensor)
+    return result
+
+
+@here_only
+def test_01_a_call_without_options_is_not_causal_and_never_becomes_so() -> None:
+    default = inspect.signature(entmax_attention).parameters["causal"].default
+    inputs = entmax_attention_inputs(1, 1, 9, 8, sharpness=0.1)
+    plain = output(inputs.q, inputs.k, inputs.v)
+    assert default is False and torch.equal(plain, output(inputs.q, inputs.k, inputs.v, causal=False))
+    assert not torch.allclose(plain[:, :, 0], inputs.v[:, :, 0])  # the first query sees more than the first key
+
+
+@here_only
+def test_02_no_alpha_and_no_mask_chooses_another_implementation_behind_the_call() -> None:
+    inputs = entmax_attention_inputs(1, 1, 9, 8)
+    assert "alpha" not in inspect.signature(chosen_impl).parameters
+    for options in ({"causal": True}, {"alpha": 1.3}, {}):
+        with pytest.raises(RuntimeError, match="impl='triton' cannot run here"):
+            output(inputs.q, inputs.k, inputs.v, impl="triton", **options)
+
+
+@pytest.mark.parametrize("kind", ["peaked"] if INTERPRETED else ["peaked", "flat", "smooth"])
+def test_03_the_default_root_is_found_to_its_tolerance_whatever_the_scores(target: Target, kind: str) -> None:
+    assert not {"niter", "n_iter"} & set(inspect.signature(entmax_attention).parameters)  # nothing to set too low
+    sharpness = {"peaked": 30.0, "flat": 0.01, "smooth": 2.0}[kind]
+    for alpha in (1.5,) if INTERPRETED else (1.2, 1.5, 1.9):
+        inputs = entmax_attention_inputs(
+            1, 1, LONG, 16, sharpness=sharpness, correlated=kind == "smooth", device=target.device
+        )
+        found = entmax_attention_results(inputs, impl=target.impl, alpha=alpha, needs=())
+        assert float(found["residual"].max()) <= 1e-5
+
+
+def test_04_no_block_with_a_positive_weight_is_dropped(target: Target) -> None:
+    # values that say which block a weight fell into: 16 keys each
+    n = LONG
+    for seed in range(1 if INTERPRETED else 4):
+        inputs = entmax_attention_inputs(1, 1, n, 16, correlated=True, sharpness=3.0, device=target.device, seed=seed)
+        of_block = torch.nn.functional.one_hot(torch.arange(n) // 16, 16).float()[None, None].to(target.device)
+        found = output(inputs.q, inputs.k, of_block, impl=target.impl)
+        truth = output(inputs.q.double(), inputs.k.double(), of_block.double(), impl="reference")
+        assert bool((truth == 0).any())  # there are blocks to drop
+        assert float((found.double() - truth).abs().max()) <= 1e-4
+        assert bool((found[truth > 1e-4] > 0).all())
+
+
+@interpreted_elsewhere
+def test_05_rows_of_very_negative_scores_sum_to_one(target: Target) -> None:
+    for n in LENGTHS:
+        inputs = entmax_attention_inputs(1, 1, n, 16, sharpness=0.0, device=target.device)
+        for level in (2.5e3, 1e5):
+            q, k = torch.full_like(inputs.q, level / 16), inputs.k * 0.01 - 4
+            out = output(q, k, torch.ones_like(inputs.v), impl=target.impl)
+            torch.testing.assert_close(out, torch.ones_like(out))
+
+
+@interpreted_elsewhere
+def test_06_a_gradient_of_v_alone_is_computed(target: Target) -> None:
+    inputs = entmax_attention_inputs(1, 1, LONG, 16, device=target.device)
+    assert_entmax_attention_matches(inputs, impl=target.impl, needs=("v",))
+
+
+@interpreted_elsewhere
+@pytest.mark.parametrize("n", [1, 3, 37, 65, 191])
+def test_07_any_length_and_head_dimension_is_taken(target: Target, n: int) -> None:
+    inputs = entmax_attention_inputs(1, 1, n, 72 if n == 37 else 16, device=target.device)
+    assert_entmax_attention_matches(inputs, impl=target.impl)
+
+
+@interpreted_elsewhere
+def test_08_other_numbers_of_keys_and_of_heads_are_right_or_refused(target: Target) -> None:
+    inputs = entmax_attention_inputs(1, 4, LONG - 9, 16, nk=LONG, kv_heads=2, device=target.device)
+    assert_entmax_attention_matches(inputs, impl=target.impl, needs=("q", "k", "v"))
+    with pytest.raises(ValueError, match="v must have shape"):
+        output(inputs.q, inputs.k, inputs.v[:, :, 1:], impl=target.impl)
+    with pytest.raises(ValueError, match="H of q must be a multiple of Hkv"):
+        output(inputs.q[:, :3], inputs.k, inputs.v, impl=target.impl)
+    with pytest.raises(ValueError, match="k must have shape"):
+        output(inputs.q, inputs.k[..., 1:], inputs.v, impl=target.impl)
+
+
+@interpreted_elsewhere
+@pytest.mark.parametrize("layout", ["left", "holes", "packed"])
+def test_09_padding_anywhere_and_packed_batches_are_what_their_sequences_are_alone(target: Target, layout: str) -> None:
+    inputs = entmax_attention_inputs(3, 1, LONG, 16, layout=layout, device=target.device)
+    together = output(inputs.q, inputs.k, inputs.v, impl=target.impl, **inputs.layout)
+    for b in (0, 2):
+        if layout == "packed":
+            ends_q, ends_k = (inputs.layout[f"cu_seqlens_{side}"].tolist() for side in "qk")
+            q = inputs.q[ends_q[b] : ends_q[b + 1]].transpose(0, 1)[None]
+            k, v = (t[ends_k[b] : ends_k[b + 1]].transpose(0, 1)[None] for t in (inputs.k, inputs.v))
+            mine = together[ends_q[b] : ends_q[b + 1]].transpose(0, 1)[None]
+        else:
+            keep = inputs.layout["key_padding_mask"][b]
+            q, k, v = inputs.q[b : b + 1], inputs.k[b : b + 1, :, keep], inputs.v[b : b + 1, :, keep]
+            mine = together[b : b + 1]
+        alone = output(q.double(), k.double(), v.double(), impl="reference")
+        assert_within_budget(mine, alone, kind="gradient")
+
+
+@here_only
+def test_09_lengths_beyond_the_rows_raise_on_the_cpu() -> None:
+    q = torch.randn(5, 1, 8)
+    good, beyond = torch.tensor([0, 5]), torch.tensor([0, 6])
+    with pytest.raises(ValueError, match=r"cu_seqlens_q must start with 0.*rows 5"):
+        output(q, q, q, cu_seqlens_q=beyond, cu_seqlens_k=good)
+
+
+@pytest.mark.parametrize("n", [33] if INTERPRETED else [65, 131, 190])
+def test_10_nothing_is_written_beside_a_row_or_left_unwritten(target: Target, n: int) -> None:
+    inputs = entmax_attention_inputs(2, 1, n, 16, correlated=True, sharpness=4.0, device=target.device)
+    with nan_poisoned_empty():
+        both = entmax_attention_results(inputs, impl=target.impl)
+    assert all(bool(both[name].isfinite().all()) for name in ("out", "tau", "residual", "dq", "dk", "dv"))
+    inputs.q[0] = inputs.q[0].flip(-2)  # another first sequence leaves the second as it was
+    again = entmax_attention_results(inputs, impl=target.impl, needs=() if INTERPRETED else ("q", "k", "v"))
+    assert all(torch.equal(both[name][1], again[name][1]) for name in ("out", "dq", "dk", "dv") if name in again)
+
+
+@here_only
+def test_11_options_are_honoured_or_unknown_and_a_second_derivative_is_an_error() -> None:
+    inputs = entmax_attention_inputs(1, 2, 30, 8)
+    plain = output(inputs.q, inputs.k, inputs.v)
+    for options in ({"window": 3}, {"scale": 3.0}, {"dropout_p": 0.5}, {"alpha": torch.tensor([1.1, 2.0])}):
+        assert not torch.allclose(plain, output(inputs.q, inputs.k, inputs.v, **options), atol=1e-3), options
+    for name in ("bias", "softcap", "alibi_slopes", "is_causal", "varlen"):
+        with pytest.raises(TypeError, match=name):
+            output(inputs.q, inputs.k, inputs.v, **{name: None})
+    q = inputs.q.requires_grad_()
+    (first,) = torch.autograd.grad(output(q, inputs.k, inputs.v).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="can be differentiated once"):
+        first.sum().backward()
+
+
+@interpreted_elsewhere
+def test_12_transposed_views_give_the_bits_of_contiguous_tensors(target: Target) -> None:
+    inputs = entmax_attention_inputs(1, 2, LENGTHS[0], 16, device=target.device)
+    views = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)]
+    assert torch.equal(output(*views, impl=target.impl), output(inputs.q, inputs.k, inputs.v, impl=target.impl))
+
+
+@here_only
+def test_13_it_is_an_operator_that_compilers_see_whole() -> None:
+    # compiled, with gradients: test_entmax_attention_library.py
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 100, 16, requires_grad=True)
+        out = output(q, q, q, causal=True)
+        (grad,) = torch.autograd.grad(out.sum(), q)
+    assert out.shape == grad.shape == (2, 4, 100, 16)
+
+
+@interpreted_elsewhere
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_14_half_precision_gradients_hold_their_budget_at_any_scale(target: Target, dim: int) -> None:
+    # scales that are no power of two (dims 32 and 128), for which rounding q again would part forward and backward
+    for n in LENGTHS:
+        inputs = entmax_attention_inputs(1, 2, n, dim, dtype=HALF, device=target.device)
+        assert_entmax_attention_matches(inputs, impl=target.impl)
+
+
+def test_14_half_precision_weights_sum_to_one(target: Target) -> None:
+    inputs = entmax_attention_inputs(1, 2, LONG, 16, dtype=HALF, device=target.device)
+    out = output(inputs.q, inputs.k, torch.ones_like(inputs.v), impl=target.impl)
+    assert float((out.float() - 1).abs().max()) <= torch.finfo(HALF).eps  # of weights that are not all rounded up
+
+
+@interpreted_elsewhere
+@pytest.mark.parametrize("alpha", [1.0, 1.0001, 1.01, 1.05, 2.0])
+def test_15_alpha_from_softmax_on_and_as_a_tensor(target: Target, alpha: float) -> None:
+    inputs = entmax_attention_inputs(1, 1, LENGTHS[0], 16, device=target.device)
+    assert_entmax_attention_matches(inputs, impl=target.impl, alpha=alpha, needs=("v",))
+    per_head = torch.tensor([alpha], device=target.device)
+    found = entmax_attention_results(inputs, impl=target.impl, alpha=per_head, needs=())
+    assert bool(found["out"].isfinite().all()) and bool(found["dalpha"].isfinite().all())
+
+
+@interpreted_elsewhere
+@pytest.mark.parametrize("alpha", [1.0, 1.3, 1.5, 2.0])
+def test_the_gradient_of_alpha_is_never_silently_missing(target: Target, alpha: float) -> None:
+    inputs = entmax_attention_inputs(1, 2, LENGTHS[0], 16, device=target.device)
+    per_head = torch.full((2,), alpha, device=target.device)
+    found = entmax_attention_results(inputs, impl=target.impl, alpha=per_head, needs=())
+    exact = entmax_attention_results(inputs.cast(torch.float64), impl="reference", alpha=per_head.double(), needs=())[
+        "dalpha"
+    ]
+    assert found["dalpha"].shape == (2,) and bool((exact != 0).all())
+    error = float((found["dalpha"].double() - exact).norm() / exact.norm())
+    assert error <= 10 * budget(torch.float32, "gradient_bound")
+
+
+def test_first_calls_search_for_nothing() -> None:
+    # adasplash tunes for 41 to 55 s at every new length
+    for file in Path(tilefold.ops.__file__).parent.glob("entmax*/**/*.py"):
+        assert "autotune" not in file.read_text(encoding="utf-8"), file
+
+
+@interpreted_elsewhere
+@pytest.mark.parametrize("offset", [-1000.0, 30000.0])
+def test_entmax_30_half_precision_with_offsets_is_no_nan(target: Target, offset: float) -> None:
+    x = (entmax_scores(3, 40) + offset).to(target.device, HALF)
+    for alpha in (1.3, 1.5):
+        p = entmax(x, alpha, impl=target.impl)
+        assert isinstance(p, Tensor)
+        assert_within_budget(p, entmax(x.double(), alpha, impl="reference"))
+
+
+def test_entmax_32_peaked_rows_have_their_root_before_anything_is_normalised(target: Target) -> None:
+    # one winner: the bracket's end is the root
+    inputs = entmax_attention_inputs(1, 1, LENGTHS[0], 16, sharpness=200.0, device=target.device)
+    for alpha in (2.0,) if INTERPRETED else (1.5, 1.9, 2.0):
+        found = entmax_attention_results(inputs, impl=target.impl, alpha=alpha, needs=())
+        assert float(found["residual"].max()) <= 1e-5 and int(found["support"].min()) >= 1
+    x = torch.tensor([[60.0, 0.0, -60.0]], device=target.device)
+    for alpha in (1.1, 1.9, 2.0):
+        p = entmax(x, alpha, impl=target.impl)
+        assert torch.equal(p, torch.tensor([[1.0, 0.0, 0.0]], device=target.device))
+
+
+def test_entmax_36_near_ties_at_a_large_alpha_are_stable(target: Target) -> None:
+    x = torch.tensor([[1.0, 1.0 + 1e-6, 1.0 - 1e-6, 0.999999]], device=target.device)
+    for alpha in (1.9, 2.0):
+        found = entmax_results(x, alpha, torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=target.device), impl=target.impl)
+        truth = entmax(x.double(), alpha, impl="reference")
+        assert isinstance(truth, Tensor)
+        assert_within_budget(found["p"], truth)
+        assert bool(found["dx"].isfinite().all())
+
+
+@here_only
+def test_entmax_39_a_learned_alpha_cannot_leave_its_range() -> None:
+    alpha = EntmaxAlpha(2)
+    inputs = entmax_attention_inputs(1, 2, 12, 8)
+    for push in (1e4, -1e4):
+        with torch.no_grad():
+            alpha.theta.fill_(push)
+        value = alpha()
+        assert bool(((value >= 1) & (value <= 2)).all())
+        output(inputs.q, inputs.k, inputs.v, alpha=value).square().sum().backward()
+        assert alpha.theta.grad is not None and bool(alpha.theta.grad.isfinite().all())
+    for wrong in (0.9, 2.1, math.nan):
+        with pytest.raises(ValueError, match=r"alpha must lie in \[1, 2\]"):
+            entmax(torch.randn(2, 3), torch.tensor(wrong))
+        with pytest.raises(ValueError, match=r"alpha must lie in \[1, 2\]"):
+            output(inputs.q, inputs.k, inputs.v, alpha=torch.tensor(wrong))
+
+
+@pytest.mark.gpu
+def test_entmax_39_on_a_gpu_an_alpha_out_of_range_is_nan_and_no_number() -> None:
+    x = torch.randn(2, 3, device="cuda")
+    assert bool(entmax(x, torch.tensor(2.5, device="cuda")).isnan().all())  # type: ignore[union-attr]
+    inputs = entmax_attention_inputs(1, 2, 12, 16, device="cuda")
+    out = output(inputs.q, inputs.k, inputs.v, alpha=torch.tensor([1.5, 0.5], device="cuda"))
+    assert bool(out[:, 0].isfinite().all()) and bool(out[:, 1].isnan().all())
+
+
+@interpreted_elsewhere
+def test_entmax_16_extreme_scores_give_finite_gradients(target: Target) -> None:
+    for alpha in (1.0001, 1.5, 2.0):
+        for kind in ("huge", "geometric", "shifted"):
+            x, dp = entmax_scores(3, 33, kind).to(target.device), entmax_scores(3, 33, seed=1).to(target.device)
+            found = entmax_results(x, torch.full((3, 1), alpha, device=target.device), dp, impl=target.impl)
+            assert all(bool(value.isfinite().all()) for value in found.values()), (alpha, kind)
+
+
+@here_only
+def test_a_number_below_one_raises_instead_of_giving_nan() -> None:
+    for alpha in (1 - 1e-9, 0.0, 3.0, math.nan):
+        with pytest.raises(ValueError, match=r"alpha must be a number in \[1, 2\]"):
+            entmax(torch.randn(2, 3), alpha)
+
+
+@here_only
+@pytest.mark.parametrize("impl", ["reference", "tiled"])
+def test_two_runs_have_the_same_bits(impl: str) -> None:
+    # the kernels: test_results_repeat_bit_for_bit in test_entmax_attention_implementations.py and test_entmax_rows.py
+    inputs = entmax_attention_inputs(2, 2, 40, 16, kv_heads=1, layout="holes")
+    alpha = torch.tensor([1.3, 1.8])
+    first, second = (
+        entmax_attention_results(inputs, impl=impl, alpha=alpha, dropout_p=0.2, causal=True) for _ in range(2)
+    )
+    assert all(torch.equal(first[name].nan_to_num(), second[name].nan_to_num()) for name in first)
