@@ -1,4 +1,4 @@
-"""``tilefold train``: a SPLADE model from a collection's training pairs."""
+"""``tilefold train``: a SPLADE or ColBERT model from a collection's training pairs."""
 # ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
@@ -14,27 +14,43 @@ from tilefold.cli import _common
 
 def train(
     output: Annotated[Path, typer.Option(help="Folder for the trained model.")],
+    method: Annotated[str, typer.Option(help="splade (sparse vectors), or colbert (a vector a token).")] = "splade",
     data: Annotated[str, typer.Option(help="pydocs, or a folder in the BEIR layout.")] = "pydocs",
-    model: Annotated[str, typer.Option(help="minilm, a folder, or a Hugging Face name of a masked LM.")] = "minilm",
+    model: Annotated[
+        str, typer.Option(help="minilm, a folder, or a Hugging Face name: of a masked LM, for colbert of any encoder.")
+    ] = "minilm",
     steps: Annotated[int | None, typer.Option(help="Training steps; by default --epochs decides.")] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the training pairs.")] = 4.0,
     batch_size: Annotated[int, typer.Option(help="Pairs in a step.")] = 64,
-    learning_rate: Annotated[float, typer.Option("--lr", help="Peak learning rate.")] = 2e-4,
-    regularizer: Annotated[float, typer.Option(help="Weight of the FLOPS terms: more is sparser.")] = 1e-2,
+    learning_rate: Annotated[
+        float | None, typer.Option("--lr", help="Peak learning rate; by default 2e-4, for colbert 1e-4.")
+    ] = None,
+    regularizer: Annotated[
+        float | None, typer.Option(help="splade: weight of the FLOPS terms, more is sparser; by default 0.01.")
+    ] = None,
+    dimension: Annotated[
+        int | None, typer.Option(help="colbert: entries of a vector; by default 128, 0 for the backbone's own.")
+    ] = None,
+    query_length: Annotated[int | None, typer.Option(help="colbert: tokens of a query; by default 32.")] = None,
+    expand_queries: Annotated[
+        bool, typer.Option("--expand-queries", help="colbert: fill queries up with mask tokens that are scored.")
+    ] = False,
     max_length: Annotated[int, typer.Option(help="Tokens that the model reads of a text.")] = 128,
     train_max_length: Annotated[int | None, typer.Option(help="Fewer tokens while training, for speed.")] = None,
     attention: Annotated[str | None, typer.Option(help="softmax or entmax; by default the model's own.")] = None,
     alpha: Annotated[float | None, typer.Option(help="Of entmax, from 1 (softmax) to 2; 1.5 if not given.")] = None,
     anneal_alpha: Annotated[float, typer.Option(help="Share of the steps over which alpha rises from 1.")] = 0.0,
     bf16: Annotated[bool | None, typer.Option("--bf16/--fp32", help="By default what the hardware is good at.")] = None,
-    fused: Annotated[bool, typer.Option("--fused/--plain", help="Fused head, or the stock one.")] = True,
+    fused: Annotated[
+        bool, typer.Option("--fused/--plain", help="Fused head (splade) or similarity (colbert), or the stock one.")
+    ] = True,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal models.")] = 0,
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="Go on from what a killed run left.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a finished model in --output.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the libraries' own logs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
 ) -> None:
-    """Train a SPLADE model; what it saves is a stock sentence-transformers SparseEncoder.
+    """Train a SPLADE or ColBERT model, saved as a stock sentence-transformers SparseEncoder or MultiVectorEncoder.
 
     A killed run goes on from its last checkpoint when the same command is given again.
     """
@@ -44,8 +60,6 @@ def train(
         "epochs": epochs,
         "batch_size": batch_size,
         "learning_rate": learning_rate,
-        "query_regularizer": regularizer,
-        "document_regularizer": regularizer,
         "max_length": max_length,
         "train_max_length": train_max_length,
         "attention": attention,
@@ -55,7 +69,15 @@ def train(
         "fused": fused,
         "seed": seed,
     }
-    result = _train(values, data, output, resume, overwrite, verbose)
+    own: dict[str, dict[str, dict[str, Any]]] = {
+        "splade": {"--regularizer": {"query_regularizer": regularizer, "document_regularizer": regularizer}},
+        "colbert": {
+            "--dimension": {"dimension": dimension},
+            "--query-length": {"query_length": query_length},
+            "--expand-queries": {"expand_queries": expand_queries or None},
+        },
+    }
+    result = _train(method, values | _own_values(method, own), data, output, resume, overwrite, verbose)
     if as_json:
         _common.print_json(asdict(result))
         return
@@ -65,11 +87,33 @@ def train(
     typer.echo(f"next: tilefold encode --model {output} --data {data} --output VECTORS")
 
 
-def _train(values: dict[str, Any], data: str, output: Path, resume: bool, overwrite: bool, verbose: bool) -> Any:
-    from tilefold.recipes import splade
+def _own_values(method: str, own: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    """The fields that only the recipe of `method` has; options of another method are refused."""
+    if method not in own:
+        raise _common.UsageError(f"--method: expected one of {', '.join(own)}, got {method!r}.")
+    for other, options in own.items():
+        for name, values in options.items():
+            if other != method and any(value is not None for value in values.values()):
+                raise _common.UsageError(f"{name} belongs to --method {other}: leave it out for {method}.")
+    fields = {name: value for values in own[method].values() for name, value in values.items()}
+    return {name: value for name, value in fields.items() if value is not None}
 
+
+def _train(
+    method: str, values: dict[str, Any], data: str, output: Path, resume: bool, overwrite: bool, verbose: bool
+) -> Any:
+    from tilefold.recipes import colbert, splade
+
+    values = {name: value for name, value in values.items() if value is not None}
+    if values.get("dimension") == 0:
+        values["dimension"] = None
+    recipe: Any
+    module: Any
     try:
-        recipe = splade.SpladeRecipe.from_dict(values)
+        if method == "colbert":
+            module, recipe = colbert, colbert.ColbertRecipe.from_dict(values)
+        else:
+            module, recipe = splade, splade.SpladeRecipe.from_dict(values)
     except ValueError as error:
         raise _common.UsageError(str(error)) from error
     collection = _common.load_data(data)
@@ -78,7 +122,7 @@ def _train(values: dict[str, Any], data: str, output: Path, resume: bool, overwr
         def progress(step: int, steps: int, loss: float | None) -> None:
             update(step, steps, "" if loss is None else f"loss {loss:.3f}")
 
-        return splade.train(
+        return module.train(
             recipe,
             collection,
             output,
