@@ -1,19 +1,15 @@
-"""The benchmark of ``tilefold.ops.entmax_attention``: shapes, inputs, floor, gate, and softmax attention beside it.
-
-FlashAttention-2 and cuDNN compute another function, softmax attention: they are shown as what the time is compared
-with, and are not gated.
-"""
+"""The benchmark of ``tilefold.ops.entmax_attention``: shapes, inputs, floor and gate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
+from tilefold.bench._entmax_attention_peers import PEERS, attention_runnable
 from tilefold.bench.gate import BASELINE_BUDGETS, Budget, GateResult, relative_error
 from tilefold.bench.registry import DTYPES, BenchCase, BenchSpec, Implementation, Phase, Runnable, Work
 from tilefold.ops.entmax_attention import chosen_impl, entmax_attention
@@ -113,40 +109,42 @@ class EntmaxAttentionGate:
         return GateResult(errors, allowed)
 
 
-def _runnable(
-    attend: Callable[[EntmaxAttentionBenchInputs], Tensor], inputs: EntmaxAttentionBenchInputs, label: str
-) -> Runnable:
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return attend(inputs)
-
-    def forward_backward() -> tuple[Tensor, tuple[Tensor, ...]]:
-        out = attend(inputs)
-        return out.detach(), torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.dout)
-
-    return Runnable(forward, forward_backward, label)
-
-
 def _ours(impl: str) -> Callable[[EntmaxAttentionBenchInputs], Runnable]:
     def build(inputs: EntmaxAttentionBenchInputs) -> Runnable:
-        def attend(given: EntmaxAttentionBenchInputs) -> Tensor:
-            out = entmax_attention(given.q, given.k, given.v, alpha=ALPHA, causal=given.causal, impl=impl)
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = entmax_attention(q, k, v, alpha=ALPHA, causal=inputs.causal, impl=impl)
             return out if isinstance(out, Tensor) else out[0]
 
-        return _runnable(attend, inputs, chosen_impl(inputs.q, impl) if impl != "reference" else impl)
+        return attention_runnable(attend, inputs, chosen_impl(inputs.q, impl) if impl != "reference" else impl)
 
     return build
 
 
-def _softmax(backend: SDPBackend) -> Callable[[EntmaxAttentionBenchInputs], Runnable]:
-    def build(inputs: EntmaxAttentionBenchInputs) -> Runnable:
-        def attend(given: EntmaxAttentionBenchInputs) -> Tensor:
-            with sdpa_kernel(backend):
-                return scaled_dot_product_attention(given.q, given.k, given.v, is_causal=given.causal)
+def _graph(inputs: EntmaxAttentionBenchInputs) -> Runnable:
+    """The same calls, captured once as a CUDA graph and replayed: without the host's part."""
+    eager = _ours("triton")(inputs)
+    if eager.forward_backward is None:
+        raise ValueError("the graph must have a backward to capture, got none.")
+    forward, both = (_captured(run) for run in (eager.forward, eager.forward_backward))
+    return Runnable(forward, both, "triton, CUDA graph")
 
-        return _runnable(attend, inputs, backend.name.lower())
 
-    return build
+def _captured(run: Callable[[], Any]) -> Callable[[], Any]:
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay
 
 
 def _case(B: int, N: int, variant: str, device: str = "cuda", *, quick: bool = False) -> BenchCase:
@@ -173,10 +171,10 @@ SPEC = BenchSpec(
     cases=CASES,
     implementations=(
         Implementation("tilefold", _ours("auto"), "ours"),
+        Implementation("tilefold-graph", _graph, "ours", default_on=("cuda",)),
         Implementation("tiled", _ours("tiled"), "ours", default_on=()),
         Implementation("reference", _ours("reference"), "ours", default_on=()),
-        Implementation("softmax-fa2", _softmax(SDPBackend.FLASH_ATTENTION), "bare"),
-        Implementation("softmax-cudnn", _softmax(SDPBackend.CUDNN_ATTENTION), "bare", default_on=("cuda",)),
+        *PEERS,
     ),
     baseline="softmax-fa2",
     make_inputs=make_inputs,

@@ -82,12 +82,18 @@ class Implementation:
         kind: ``"ours"``; ``"baseline"`` (gated with the budget of rounded intermediates); ``"bare"`` (the unavoidable
             matrix product alone: not gated, has no output to check).
         default_on: the devices on which it runs unless ``--impl`` says otherwise.
+        slow: whether it compiles or tunes for long before its first answer: it then runs after all others.
     """
 
     name: str
     build: Callable[[Any], Runnable]
     kind: Literal["ours", "baseline", "bare"]
     default_on: tuple[str, ...] = ("cpu", "cuda")
+    slow: bool = False
+
+
+class NotApplicable(Exception):  # noqa: N818
+    """Raised by an implementation's ``build`` for a case that it cannot compute: its row is skipped, not failed."""
 
 
 @dataclass(frozen=True)

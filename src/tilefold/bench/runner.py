@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -19,6 +20,7 @@ from tilefold.bench.registry import (
     BenchSpec,
     Ceilings,
     Implementation,
+    NotApplicable,
     Phase,
     Requirement,
     Runnable,
@@ -87,6 +89,7 @@ class RunOptions:
         budget: time to spend on timing.
         memory: whether to measure peak memory (on the CPU: one subprocess for each implementation).
         seed: of the inputs.
+        limit: seconds after which no further case is begun.
     """
 
     device: torch.device
@@ -94,6 +97,7 @@ class RunOptions:
     budget: TimeBudget = field(default_factory=TimeBudget)
     memory: bool = True
     seed: int = 0
+    limit: float = math.inf
 
 
 @dataclass
@@ -117,12 +121,14 @@ def run_case(
     options: RunOptions,
     ceilings: Ceilings,
     progress: Callable[[str], None] = lambda text: None,
+    implementations: Sequence[Implementation] | None = None,
 ) -> list[BenchRow]:
-    """Gate, weigh and time every chosen implementation on ``case``; nothing that one of them raises escapes."""
+    """Gate, weigh and time implementations (by default the chosen) on ``case``; nothing that they raise escapes."""
     inputs = spec.make_inputs(case, options.device, options.seed)
     progress(f"{case.name}: computing the fp64 ground truth")
     gate = spec.make_gate(case, inputs)
-    entries = [_Entry(i, _empty_row(spec, case, inputs, i, ceilings)) for i in chosen_implementations(spec, options)]
+    chosen = chosen_implementations(spec, options) if implementations is None else implementations
+    entries = [_Entry(i, _empty_row(spec, case, inputs, i, ceilings)) for i in chosen]
     for entry in entries:
         progress(f"{case.name}: checking {entry.implementation.name}")
         _check_and_weigh(spec, case, inputs, gate, entry, options)
@@ -184,6 +190,8 @@ def _check_and_weigh(
         entry.runnable = runnable
     except torch.cuda.OutOfMemoryError:
         row.status, row.note = "OOM", "out of device memory"
+    except NotApplicable as reason_of_peer:
+        row.status, row.note = "skipped", str(reason_of_peer)
     except Exception as error:  # one implementation must not take the others' rows with it
         _note_error(row, implementation, error)
 
@@ -269,11 +277,19 @@ def run_spec(
     on_rows: Callable[[BenchCase, list[BenchRow]], None] = lambda case, rows: None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[BenchRow]:
-    """Run ``cases`` in order, measuring the ceilings once a dtype; ``on_rows`` sees every case as it ends."""
+    """Run ``cases`` in order, measuring the ceilings once a dtype; ``on_rows`` sees all rows of a case as it ends.
+
+    Slow implementations take a second round over the cases, each shown with the rows of the first.
+    """
+    started = time.monotonic()
     ceilings: dict[str, Ceilings] = {}
-    rows: list[BenchRow] = []
+    rows: dict[str, list[BenchRow]] = {}
     shape: tuple[int, ...] | None = None
-    for case in cases:
+    chosen = chosen_implementations(spec, options)
+    rounds = [[i for i in chosen if i.slow is slow] for slow in (False, True)]
+    for implementations, case in ((group, case) for group in rounds if group for case in cases):
+        if time.monotonic() - started > options.limit:
+            break
         if case.shape_key != shape:
             # compiled baselines recompile for a new shape: forget the last one, or dynamo's limit is soon reached
             if "torch._dynamo" in sys.modules:
@@ -282,11 +298,11 @@ def run_spec(
         if case.dtype not in ceilings:
             progress(f"measuring the ceilings in {case.dtype}")
             ceilings[case.dtype] = measure_ceilings(options.device, case.dtype)
-        found = run_case(spec, case, options, ceilings[case.dtype], progress)
-        rows += found
-        on_rows(case, found)
+        found = run_case(spec, case, options, ceilings[case.dtype], progress, implementations)
+        rows[case.name] = rows.get(case.name, []) + found
+        on_rows(case, rows[case.name])
         _release(options.device)
-    return rows
+    return [row for found in rows.values() for row in found]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,6 +59,7 @@ def bench(
         bool, typer.Option("--quick", help="A few shapes, short timing; saved only with --output.")
     ] = False,
     seconds: Annotated[float, typer.Option(help="Timing budget of one implementation and phase.")] = 0.5,
+    minutes: Annotated[float | None, typer.Option(help="Begin no shape after this; slow peers run last.")] = None,
 ) -> None:
     """Check, then time operators and their baselines; a row whose check fails shows no time.
 
@@ -75,7 +77,7 @@ def bench(
             for spec in specs:
                 _list(spec)
             return
-        failed = _run_all(specs, shape, impl, device, dtype, output, quick, seconds)
+        failed = _run_all(specs, shape, impl, device, dtype, output, quick, seconds, minutes)
     except ValueError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from error
@@ -102,6 +104,7 @@ def _run_all(
     output: Path | None,
     quick: bool,
     seconds: float,
+    minutes: float | None,
 ) -> bool:
     from rich.console import Console  # noqa: PLC0415
 
@@ -115,7 +118,7 @@ def _run_all(
     seconds = min(seconds, 0.15) if quick else seconds
     # on the CPU a call takes long enough that its own noise, not the clock's, decides: more seconds, fewer calls
     budget = TimeBudget(seconds=seconds) if on_gpu else TimeBudget(seconds=6 * seconds, min_reps=5, max_reps=50)
-    options = RunOptions(device=target, impls=impl or None, budget=budget)
+    options = RunOptions(device=target, impls=impl or None, budget=budget, limit=60 * (minutes or math.inf))
     provenance = collect(target)
     console = Console(width=None if Console().is_terminal else 190)
     report.print_header(console, provenance)
