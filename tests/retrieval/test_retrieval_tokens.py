@@ -1,0 +1,336 @@
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tilefold.retrieval import (
+    TokenManifest,
+    TokenStore,
+    TokenVectors,
+    TokenVectorWriter,
+    encode_texts,
+    encode_tokens,
+    open_tokens,
+    read_vectors,
+    rerank,
+)
+from tilefold.retrieval.errors import DataError
+
+D = 16
+# products of unit vectors accumulate in fp32: what is left is the rounding of each entry on both sides
+FP16_BUDGET = 2 * 2.0**-11
+INT8_BUDGET = 2 * 0.5 / 127
+
+TEXTS = {
+    "d0": "a cat sleeps",
+    "d1": "x",
+    "d2": "dogs chase cats and birds and, on some days, each other all around the house",
+    "d3": "sparse retrieval weighs the words of a vocabulary",
+    "d4": "trees grow slowly",
+}
+
+Make = Callable[..., TokenVectors]
+
+
+def unit(n: int, seed: int) -> torch.Tensor:
+    rows = torch.randn(n, D, generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.normalize(rows, dim=-1)
+
+
+def make(lengths: list[int], storage: str = "fp16", prefix: str = "d", seed: int = 0) -> TokenVectors:
+    rows = [unit(n, seed + 31 * i) for i, n in enumerate(lengths)]
+    return TokenVectors.pack([f"{prefix}{i}" for i in range(len(lengths))], rows, D, storage)
+
+
+def store_of(vectors: list[TokenVectors], path: Path, storage: str = "fp16", **manifest: Any) -> TokenStore:
+    writer = TokenVectorWriter(path, TokenManifest(D, storage, **manifest))
+    for number, part in enumerate(vectors):
+        writer.write_shard(number, part)
+    writer.finish()
+    return open_tokens(path)
+
+
+def brute_force(query: torch.Tensor, document: torch.Tensor) -> float:
+    return float((query.double() @ document.double().T).amax(dim=1).sum())
+
+
+@pytest.mark.parametrize(("storage", "budget"), [("fp16", FP16_BUDGET), ("int8", INT8_BUDGET)])
+def test_reranking_a_store_gives_the_maxsim_of_the_stored_vectors(tmp_path: Path, storage: str, budget: float) -> None:
+    parts = [make([3, 1, 7], storage), make([5, 2], storage, "e", 100)]
+    store = store_of(parts, tmp_path / "t", storage)
+    queries = make([4, 1, 6], "fp16", "q", 500)
+    names = [*parts[0].ids, *parts[1].ids]
+    run = {query: {name: float(i) for i, name in enumerate(names)} for query in queries.ids}
+    found = rerank(run, queries, store)
+    rows = {name: part.rows(i) for part in parts for i, name in enumerate(part.ids)}
+    for at, query in enumerate(queries.ids):
+        expected = {name: brute_force(queries.rows(at), rows[name]) for name in names}
+        # int8 rounds the query's entries too: each similarity is a sum of D products
+        slack = len(queries.rows(at)) * (1e-6 if storage == "fp16" else math.sqrt(D) * budget)
+        assert found[query] == pytest.approx(expected, abs=slack)
+        assert list(found[query].values()) == sorted(found[query].values(), reverse=True)
+    in_memory = rerank(run, queries, TokenVectors.concatenate(parts))
+    assert {q: pytest.approx(scores, abs=1e-5) for q, scores in in_memory.items()} == found
+
+
+def test_a_mean_is_the_sum_over_the_querys_tokens(tmp_path: Path) -> None:
+    documents, queries = make([3, 5]), make([4, 2], prefix="q", seed=9)
+    run = {query: {"d0": 1.0, "d1": 2.0} for query in queries.ids}
+    total, mean = rerank(run, queries, documents), rerank(run, queries, documents, reduction="mean")
+    for at, query in enumerate(queries.ids):
+        tokens = len(queries.rows(at))
+        assert mean[query] == pytest.approx({name: score / tokens for name, score in total[query].items()}, rel=1e-5)
+
+
+def test_candidates_below_the_depth_and_without_vectors_follow_in_their_first_order(tmp_path: Path) -> None:
+    part = make([3, 0, 4, 2])
+    store = store_of([part], tmp_path / "t", failed={"lost": "RuntimeError: tokenizer gave up"})
+    queries = make([4], prefix="q", seed=9)
+    run = {"q0": {"lost": 9.0, "d1": 8.0, "d0": 7.0, "d2": 6.0, "d3": 5.0}, "nothing": {}}
+    with pytest.raises(DataError, match="no token vectors of 'nothing'"):
+        rerank(run, queries, store)
+    found = rerank({"q0": run["q0"]}, queries, store, depth=4)["q0"]
+    scored = sorted(("d0", "d2"), key=lambda name: -brute_force(queries.rows(0), part.rows(int(name[1]))))
+    assert list(found) == [*scored, "lost", "d1", "d3"]
+    low = min(found[name] for name in scored)
+    assert [found[name] for name in ("lost", "d1", "d3")] == [low - 1, low - 2, low - 3]
+    assert rerank({"q0": {"lost": 1.0}}, queries, store) == {"q0": {"lost": -1.0}}
+    assert rerank({}, queries, store) == {}
+    assert rerank({"q0": {}}, queries, store) == {"q0": {}}
+
+
+def test_equal_scores_keep_the_order_of_the_candidates() -> None:
+    same = TokenVectors.pack(["b", "a", "c"], [unit(2, 1)] * 3, D, "fp16")
+    found = rerank({"q0": {"a": 1.0, "c": 3.0, "b": 2.0}}, make([2], prefix="q", seed=5), same)
+    assert list(found["q0"]) == ["c", "b", "a"]
+
+
+def test_what_cannot_be_reranked_is_an_error(tmp_path: Path) -> None:
+    documents, queries = make([3, 2]), make([4], prefix="q")
+    with pytest.raises(DataError, match=r"no token vectors of candidate 'x' \(1 of 2 candidates"):
+        rerank({"q0": {"d0": 1.0, "x": 2.0}}, queries, documents)
+    wider = TokenVectors.pack(["q0"], [torch.ones(2, 24)], 24, "fp16")
+    with pytest.raises(ValueError, match=r"queries' dimension 24, got 16.*same model"):
+        rerank({"q0": {"d0": 1.0}}, wider, documents)
+    with pytest.raises(ValueError, match="depth: expected at least 1"):
+        rerank({"q0": {"d0": 1.0}}, queries, documents, depth=0)
+    with pytest.raises(ValueError, match="got int8"):
+        rerank({"q0": {"d0": 1.0}}, make([4], "int8", "q"), documents)
+    poisoned = TokenVectors(["q0"], torch.tensor([0, 1]), torch.full((1, D), math.nan))
+    with pytest.raises(DataError, match="expected finite token vectors"):
+        rerank({"q0": {"d0": 1.0}}, poisoned, TokenVectors(["d0"], torch.tensor([0, 1]), torch.ones(1, D)))
+
+
+@pytest.mark.gpu
+def test_a_gpu_scores_as_the_cpu_does(tmp_path: Path) -> None:
+    store = store_of([make([30, 1, 70]), make([5, 200], prefix="e", seed=7)], tmp_path / "t")
+    queries = make([32, 4], prefix="q", seed=9)
+    run = {query: dict.fromkeys(store.ids, 0.0) for query in queries.ids}
+    one, other = (rerank(run, queries, store, device=device) for device in ("cpu", "cuda"))
+    for query in queries.ids:
+        assert one[query] == pytest.approx(other[query], abs=32 * FP16_BUDGET)
+
+
+def test_vectors_that_are_not_finite_or_of_another_width_name_their_text() -> None:
+    rows = unit(2, 0)
+    for bad, storage in ((math.nan, "int8"), (math.inf, "int8"), (1e6, "fp16")):
+        poisoned = rows.clone()
+        poisoned[1, 3] = bad
+        with pytest.raises(DataError, match="got others for 'b'"):
+            TokenVectors.pack(["a", "b", "c"], [rows, poisoned, rows], D, storage)
+    with pytest.raises(DataError, match=r"expected \[n, 16\] for 'b', got shape \[2, 8\]"):
+        TokenVectors.pack(["a", "b"], [rows, rows[:, :8]], D, "fp16")
+    with pytest.raises(DataError, match="offsets that rise"):
+        TokenVectors(["a", "b"], torch.tensor([0, 3, 2]), rows)
+    with pytest.raises(DataError, match="was given before"):
+        TokenVectors(["a", "a"], torch.tensor([0, 1, 2]), rows)
+
+
+def test_a_store_reads_what_was_written_and_maps_it_from_the_file(tmp_path: Path) -> None:
+    parts = [make([3, 0, 7]), make([5], prefix="ü", seed=3)]
+    store = store_of(parts, tmp_path / "t", model_name="m", kind="document")
+    assert (len(store), store.dimension, list(store.ids)) == (4, D, ["d0", "d1", "d2", "ü0"])
+    assert (store.manifest.n_documents, store.manifest.n_tokens) == (4, 15)
+    assert torch.equal(store.shard(0).values, parts[0].values)
+    assert store.shard(0).values.untyped_storage().nbytes() <= (tmp_path / "t/part-00000.safetensors").stat().st_size
+    picked = store.read(["ü0", "d1", "d0"])
+    assert (picked.ids, picked.offsets.tolist()) == (["ü0", "d1", "d0"], [0, 5, 5, 8])
+    assert torch.equal(picked.rows(2), parts[0].rows(0))
+    assert len(store.read([])) == 0
+    with pytest.raises(KeyError):
+        store.read(["absent"])
+
+
+def test_damage_is_named_by_its_file(tmp_path: Path) -> None:
+    store_of([make([3, 2]), make([4], prefix="e")], tmp_path / "t")
+
+    def copy(name: str) -> Path:
+        shutil.copytree(tmp_path / "t", tmp_path / name)
+        return tmp_path / name
+
+    flipped = copy("flipped")
+    shard = flipped / "part-00001.safetensors"
+    raw = bytearray(shard.read_bytes())
+    raw[-20] ^= 1
+    shard.write_bytes(raw)
+    store = open_tokens(flipped)
+    assert len(store.shard(0)) == 2  # another shard is whole
+    with pytest.raises(DataError, match=r"part-00001.safetensors: damaged; its checksum"):
+        store.shard(1)
+    cut = copy("cut")
+    (cut / "part-00000.safetensors").write_bytes(b"torn")
+    with pytest.raises(DataError, match=r"part-00000.safetensors: expected a shard of token vectors"):
+        open_tokens(cut)
+    gone = copy("gone")
+    (gone / "part-00000.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"part-00000.safetensors: listed in the manifest"):
+        open_tokens(gone)
+    (copy("bare") / "manifest.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"manifest.json"):
+        open_tokens(tmp_path / "bare")
+    unfinished = copy("unfinished")
+    for change, message in (
+        ({"complete": False}, "unfinished run"),
+        ({"schema_version": 99}, "schema_version 1, got 99"),
+        ({"storage": "fp4"}, "fields of other types"),
+        ({"dimension": 8}, r"expected \(D, dtype, texts, vectors\) \(8,"),
+    ):
+        manifest = json.loads((tmp_path / "t/manifest.json").read_text())
+        (unfinished / "manifest.json").write_text(json.dumps(manifest | change))
+        with pytest.raises(DataError, match=message):
+            open_tokens(unfinished).shard(0)
+    tensors = load_file(tmp_path / "t/part-00000.safetensors")
+    headless = copy("headless") / "part-00000.safetensors"
+    save_file({name: tensor for name, tensor in tensors.items() if name != "ids"}, headless)
+    with pytest.raises(DataError, match="expected a tensor 'ids'"):
+        open_tokens(headless.parent)
+
+
+def test_sparse_and_token_vectors_are_told_apart(tmp_path: Path, make_vectors: Any) -> None:
+    from tilefold.retrieval import SparseVectorWriter, write_vectors
+
+    store_of([make([3])], tmp_path / "t")
+    write_vectors(make_vectors(3), tmp_path / "s")
+    with pytest.raises(DataError, match=r"expected sparse vectors, got token vectors.*--rerank"):
+        read_vectors(tmp_path / "t")
+    with pytest.raises(DataError, match="expected token vectors of a multi-vector model, got sparse"):
+        open_tokens(tmp_path / "s")
+    with pytest.raises(DataError, match="got token vectors"):
+        SparseVectorWriter(tmp_path / "t", vocab_size=500)
+    with pytest.raises(DataError, match="got sparse"):
+        TokenVectorWriter(tmp_path / "s", TokenManifest(D, "fp16"))
+    assert len(open_tokens(tmp_path / "t")) == 1
+    with pytest.raises(DataError, match=r"expected D=16 in torch.float16"):
+        TokenVectorWriter(tmp_path / "n", TokenManifest(D, "fp16")).write_shard(0, make([3], "int8"))
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A multi-vector model of random weights, 16 wide, over the real MiniLM tokenizer; punctuation is skipped."""
+    from sentence_transformers import MultiVectorEncoder
+
+    from tests.recipes.small import small_masked_lm
+    from tilefold.recipes.colbert import ColbertRecipe, load_base_model
+
+    folder = small_masked_lm(tmp_path_factory.mktemp("late"))
+    model = load_base_model(ColbertRecipe(base_model=str(folder), dimension=D, max_length=24, query_length=8))
+    assert isinstance(model, MultiVectorEncoder)
+    return model.to("cpu")
+
+
+def test_encoded_documents_and_queries_score_as_the_model_scores_them(late: Any, tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    manifest = encode_tokens(
+        late, TEXTS, tmp_path / "t", batch_size=2, shard_size=2, progress=lambda *done: calls.append(done)
+    )
+    assert calls == [(0, 5), (2, 5), (4, 5), (5, 5)]
+    assert (manifest.complete, manifest.n_documents, manifest.dimension) == (True, 5, D)
+    queries = encode_texts(late, {"q1": "cats asleep", "q2": "trees"})
+    found = rerank({query: dict.fromkeys(TEXTS, 0.0) for query in queries.ids}, queries, open_tokens(tmp_path / "t"))
+    expected = late.similarity(
+        late.encode_query(["cats asleep", "trees"]), late.encode_document(list(TEXTS.values()))
+    ).tolist()
+    for query, scores in zip(("q1", "q2"), expected, strict=True):
+        assert found[query] == pytest.approx(dict(zip(TEXTS, scores, strict=True)), abs=8 * FP16_BUDGET)
+
+
+def test_an_interrupted_run_goes_on_and_a_changed_one_is_refused(late: Any, tmp_path: Path) -> None:
+    def stop(done: int, total: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        encode_tokens(late, TEXTS, tmp_path / "t", shard_size=2, progress=stop)
+    with pytest.raises(DataError, match="unfinished run"):
+        open_tokens(tmp_path / "t")
+    first = (tmp_path / "t/part-00000.safetensors").stat().st_mtime_ns
+    for change, message in (
+        ({"storage": "int8"}, "storage: 'fp16' before, 'int8' now"),
+        ({"shard_size": 3}, "shard_size: 2 before, 3 now"),
+        ({"kind": "query"}, "kind: 'document' before"),
+    ):
+        with pytest.raises(DataError, match=message):
+            encode_tokens(late, TEXTS, tmp_path / "t", **{"shard_size": 2, **change})
+    late[0].document_length = 12
+    try:
+        with pytest.raises(DataError, match="model_fingerprint"):
+            encode_tokens(late, TEXTS, tmp_path / "t", shard_size=2)
+    finally:
+        late[0].document_length = 24
+    encode_tokens(late, TEXTS, tmp_path / "t", shard_size=2)
+    assert (tmp_path / "t/part-00000.safetensors").stat().st_mtime_ns == first
+    encode_tokens(late, TEXTS, tmp_path / "whole", shard_size=2)
+    one, other = (open_tokens(tmp_path / name).read(TEXTS) for name in ("t", "whole"))
+    assert one.ids == other.ids and torch.equal(one.values, other.values)
+
+
+def test_one_bad_text_loses_no_other(late: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = late.encode_document
+
+    def faulty(batch: list[str], **options: Any) -> list[torch.Tensor]:
+        if any("boom" in text for text in batch):
+            raise RuntimeError("tokenizer gave up")
+        return [
+            rows * math.nan if text == "nan" else rows
+            for text, rows in zip(batch, encode(batch, **options), strict=True)
+        ]
+
+    monkeypatch.setattr(late, "encode_document", faulty)
+    texts: dict[str, Any] = {**TEXTS, "number": 3, "poison": "boom", "nan": "nan"}
+    manifest = encode_tokens(late, texts, tmp_path / "t", batch_size=4)
+    assert list(manifest.failed) == ["number", "poison", "nan"]
+    assert manifest.failed["poison"] == "RuntimeError: tokenizer gave up"
+    assert "got others for 'nan'" in manifest.failed["nan"]
+    assert list(open_tokens(tmp_path / "t").ids) == list(TEXTS)
+    with pytest.raises(DataError, match="all 1 of shard 0 failed, 'a' first"):
+        encode_tokens(late, {"a": "boom"}, tmp_path / "u")
+    with pytest.raises(DataError, match="texts: 1 of 1 failed, 'a' first"):
+        encode_texts(late, {"a": "boom"}, kind="document")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "passage"}, "kind: expected 'document' or 'query'"),
+        ({"storage": "fp8"}, "storage: expected one of fp16, int8, got 'fp8'"),
+        ({"batch_size": 0}, "batch_size: expected at least 1"),
+        ({"shard_size": 0}, "shard_size: expected at least 1"),
+        ({"texts": {}}, "texts: expected at least one, got none"),
+        ({"model": object()}, "expected a MultiVectorEncoder, got object"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_any_file_is_written(
+    late: Any, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    arguments = {"model": late, "texts": TEXTS, "output_dir": tmp_path / "v"} | change
+    with pytest.raises(ValueError, match=message):
+        encode_tokens(**arguments)
+    assert not (tmp_path / "v").exists()
