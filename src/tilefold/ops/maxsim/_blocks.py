@@ -54,8 +54,10 @@ class Side:
 
     def take(self, rows: Tensor) -> Tensor:
         """Tokens ``[.., D]`` in fp32 (fp64), scaled."""
-        taken = self.rows[rows].to(wide_dtype(self.rows.dtype))
-        return taken if self.scale is None else taken.mul_(self.scale[rows])
+        flat = rows.reshape(-1)
+        taken = self.rows.index_select(0, flat).to(wide_dtype(self.rows.dtype))
+        taken = taken if self.scale is None else taken.mul_(self.scale.index_select(0, flat))
+        return taken.view(*rows.shape, taken.size(1))
 
 
 def _side(

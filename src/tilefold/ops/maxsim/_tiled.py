@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from tilefold.ops.maxsim import _tiled_maxima
 from tilefold.ops.maxsim._blocks import BLOCK_COLUMNS, Block, Side, blocks, inverse_norms, pairs, sides
 from tilefold.ops.maxsim._problem import Problem, no_winner, wide_dtype
 
@@ -23,6 +24,9 @@ def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
     queries, documents = sides(problem)
     dtype = wide_dtype(problem.queries.dtype)
     device = problem.queries.device
+    if problem.pairing == "all" and not with_saved and not problem.temperature:
+        nothing_saved = torch.empty((0, 0), dtype=problem.saved_dtype, device=device)
+        return _tiled_maxima.scores(problem, queries, documents), nothing_saved
     shape = problem.saved_shape if with_saved else (0, 0)
     nothing = float("inf") if problem.temperature else no_winner(problem.saved_dtype)
     # few operations know uint16: winners are kept wide until the end
