@@ -109,10 +109,12 @@ class TokenVectors:
         """All texts of `parts`, at least one, of one dimension and storage, in order."""
         lengths = torch.cat([part.offsets.diff() for part in parts])
         scales = [part.scales for part in parts if part.scales is not None]
+        with torch.autocast("cpu", enabled=False):  # which knows no fp16 on the CPU
+            values = torch.cat([part.values for part in parts])
         return cls(
             [name for part in parts for name in part.ids],
             torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
-            torch.cat([part.values for part in parts]),
+            values,
             torch.cat(scales) if scales else None,
         )
 
