@@ -78,7 +78,7 @@ def test_the_signature_begins_like_that_of_the_stock_function(name: str) -> None
 
 @pytest.mark.parametrize("name", multi_vector.__all__[1:])
 def test_a_function_is_documented_and_pickled_by_its_own_name(name: str) -> None:
-    function = getattr(multi_vector, name)
+    function: Any = getattr(multi_vector, name)
     assert function.__name__ == name and pickle.loads(pickle.dumps(function)) is function  # noqa: S301
     doc = inspect.getdoc(function)
     assert "Raises:" in doc and all(f"{key}" in doc for key in inspect.signature(function).parameters)

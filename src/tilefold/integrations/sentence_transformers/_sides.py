@@ -158,6 +158,23 @@ def score(queries: Part, documents: Part, pairing: str, length_normalize: bool, 
     return scores / (kept if pairing == "aligned" else kept[:, None])
 
 
+def groups(embeddings: Any, mask: Any) -> Part:
+    """Documents ``[B, N, Ld, D]`` and their mask ``[B, N, Ld]``; without one, rows of zeros are padding.
+
+    Raises:
+        ValueError: for shapes that do not fit.
+    """
+    rows = as_tokens("documents_embeddings", embeddings, 4)
+    if mask is None:
+        return Part(rows, rows.any(dim=-1), None)
+    mask = torch.as_tensor(mask)
+    if mask.shape != rows.shape[:-1]:
+        raise ValueError(
+            f"documents_mask must have shape {list(rows.shape[:-1])}, one entry a token, got {list(mask.shape)}."
+        )
+    return Part(rows, mask.to(rows.device) != 0, None)
+
+
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 

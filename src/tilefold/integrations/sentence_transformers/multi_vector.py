@@ -1,24 +1,22 @@
 """Fused scores for sentence-transformers' ``MultiVectorEncoder`` (ColBERT and its kin): losses, evaluators, similarity.
 
-Each function has the name, arguments and results of the one that it replaces. The ``colbert_*`` ones are those of
-``sentence_transformers.multi_vector_encoder.scoring``, and go into a loss as ``similarity_fct=``; the ``maxsim`` ones
-are those of ``sentence_transformers.util``, which take lists of any lengths, and are what a model uses after
+Each function has the name, arguments and results of the one that it replaces. The ``colbert_*`` and ``xtr_*`` ones are
+those of ``sentence_transformers.multi_vector_encoder.scoring``, and go into a loss as ``similarity_fct=``; the
+``maxsim`` ones are those of ``sentence_transformers.util``, which take lists of any lengths, and what a model uses after
 :func:`tilefold.integrations.sentence_transformers.accelerate`. The similarities ``[Nq, Nd, Lq, Ld]`` that the stock
-functions write, and keep for backward, are folded away by :func:`tilefold.ops.maxsim`.
+functions write, and keep for backward, are folded away by :func:`tilefold.ops.maxsim` and ``xtr_scores``.
 """
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from tilefold.integrations._ragged import as_tokens
 from tilefold.integrations.sentence_transformers._sides import (
     EMPTY_DOCUMENT_SCORE,
-    Part,
     Side,
+    groups,
     score,
     scores_of_sides,
 )
@@ -28,9 +26,18 @@ from tilefold.integrations.sentence_transformers._similarity import (
     mean_maxsim,
     mean_maxsim_pairwise,
 )
+from tilefold.integrations.sentence_transformers._xtr import (
+    XTRKDScores,
+    XTRScores,
+    xtr_kd_scores,
+    xtr_scores,
+    xtr_scores_pairwise,
+)
 
 __all__ = [
     "EMPTY_DOCUMENT_SCORE",
+    "XTRKDScores",
+    "XTRScores",
     "colbert_kd_scores",
     "colbert_scores",
     "colbert_scores_pairwise",
@@ -41,6 +48,9 @@ __all__ = [
     "mean_colbert_scores_pairwise",
     "mean_maxsim",
     "mean_maxsim_pairwise",
+    "xtr_kd_scores",
+    "xtr_scores",
+    "xtr_scores_pairwise",
 ]
 
 _ARGUMENTS = """
@@ -104,35 +114,22 @@ def _function(name: str, pairing: str, mean: bool, summary: str) -> _ColBERTFunc
         if pairing == "aligned":
             documents = Side("documents_embeddings", documents_embeddings, documents_mask, weighted=False)
             return scores_of_sides(queries, documents, pairing, length_normalize, impl, chunk_elements)
-        groups = _groups(documents_embeddings, documents_mask)
+        grouped = groups(documents_embeddings, documents_mask)
         if pairing == "grouped":
-            if queries.count != groups.rows.size(0):
+            if queries.count != grouped.rows.size(0):
                 raise ValueError(
                     f"documents_embeddings must hold one group for each of the {queries.count} queries, got "
-                    f"{list(groups.rows.shape)}."
+                    f"{list(grouped.rows.shape)}."
                 )
-            query = queries.part(slice(0, queries.count), groups.rows.device)
-            return score(query, groups, pairing, length_normalize, impl)
-        flat = Side("documents_embeddings", groups.rows.flatten(0, 1), None, weighted=False)
-        flat.mask = None if groups.mask is None else groups.mask.flatten(0, 1)
+            query = queries.part(slice(0, queries.count), grouped.rows.device)
+            return score(query, grouped, pairing, length_normalize, impl)
+        flat = Side("documents_embeddings", grouped.rows.flatten(0, 1), None, weighted=False)
+        flat.mask = None if grouped.mask is None else grouped.mask.flatten(0, 1)
         return scores_of_sides(queries, flat, pairing, length_normalize, impl, chunk_elements)
 
     scores.__name__ = scores.__qualname__ = name
     scores.__doc__ = summary + _ARGUMENTS.format(**_SHAPES[pairing])
     return scores
-
-
-def _groups(embeddings: Any, mask: Any) -> Part:
-    """``[B, N, Ld, D]`` and its mask."""
-    rows = as_tokens("documents_embeddings", embeddings, 4)
-    if mask is None:
-        return Part(rows, rows.any(dim=-1), None)
-    mask = torch.as_tensor(mask)
-    if mask.shape != rows.shape[:-1]:
-        raise ValueError(
-            f"documents_mask must have shape {list(rows.shape[:-1])}, one entry a token, got {list(mask.shape)}."
-        )
-    return Part(rows, mask.to(rows.device) != 0, None)
 
 
 colbert_scores = _function(
