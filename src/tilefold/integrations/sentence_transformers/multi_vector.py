@@ -2,7 +2,7 @@
 
 Each function has the name, arguments and results of the one that it replaces. The ``colbert_*`` and ``xtr_*`` ones are
 those of ``sentence_transformers.multi_vector_encoder.scoring``, and go into a loss as ``similarity_fct=``; the
-``maxsim`` ones are those of ``sentence_transformers.util``, which take lists of any lengths, and what a model uses after
+``maxsim`` ones are those of ``sentence_transformers.util``, which take lists of any lengths: what a model uses after
 :func:`tilefold.integrations.sentence_transformers.accelerate`. The similarities ``[Nq, Nd, Lq, Ld]`` that the stock
 functions write, and keep for backward, are folded away by :func:`tilefold.ops.maxsim` and ``xtr_scores``.
 """
