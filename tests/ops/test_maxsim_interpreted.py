@@ -19,19 +19,19 @@ pytestmark = [
     pytest.mark.skipif(numpy_is_too_new(), reason="Triton 3.6 and older interpret loops with what numpy 2.4 removed"),
 ]
 ROOT = Path(__file__).resolve().parents[2]
+# files that share a process, since starting one takes seconds, and the least number of tests that must pass in it
 FILES = {
-    "test_maxsim_implementations.py": 100,
-    "test_maxsim_properties.py": 3,
-    "test_maxsim_quantized.py": 10,
-    "test_maxsim_xtr.py": 15,
+    ("test_maxsim_implementations.py",): 100,
+    ("test_maxsim_properties.py", "test_maxsim_quantized.py", "test_maxsim_xtr.py"): 28,
 }
 
 
-@pytest.mark.parametrize(("name", "least"), FILES.items(), ids=str)
-def test_interpreted_kernels_pass(name: str, least: int) -> None:
+@pytest.mark.parametrize(("names", "least"), FILES.items(), ids=str)
+def test_interpreted_kernels_pass(names: tuple[str, ...], least: int) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment = {key: value for key, value in environment.items() if not key.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"tests/ops/{name}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += [f"tests/ops/{name}" for name in names]
     child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     output = child.stdout + child.stderr
     assert child.returncode == 0, output[-20000:]

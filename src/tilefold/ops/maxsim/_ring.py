@@ -198,9 +198,9 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, share: Tensor, ring: Ring) -> Tensor:
         ctx.size = ring.size
-        shares = [torch.empty_like(share) for _ in ring.parts]
-        dist.all_gather(shares, share.contiguous(), group=ring.group)
-        return torch.stack(shares).sum()  # in one order on every rank
+        shares = [share.new_empty(1) for _ in ring.parts]
+        dist.all_gather(shares, share.reshape(1), group=ring.group)
+        return torch.cat(shares).sum()  # in one order on every rank
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
