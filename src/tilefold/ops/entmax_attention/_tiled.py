@@ -1,21 +1,23 @@
 """Alpha-entmax attention in torch operations on blocks of queries: the CPU path, and the fallback on any device.
 
-A block's scores exist for all heads of one sequence at a time and are gone again; backward makes them again.
+A block's scores exist for all heads of one sequence, or of several short ones, at a time and are gone again; backward
+makes them again.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tilefold.ops._shared.entmax_root import GENERIC, SOFTMAX, alpha_terms, kind_of, probabilities, slopes, solve
 from tilefold.ops._shared.philox import kept
-from tilefold.ops.entmax_attention._geometry import Options, Sequence, allowed, sequences, stats_shape
+from tilefold.ops.entmax_attention._geometry import Options, allowed, stats_shape
 
-TILE_ELEMENTS = 1 << 20  # scores of a block: 4 MiB in fp32
+TILE_ELEMENTS = 1 << 18  # scores of a block: 1 MiB in fp32, so that its few temporaries stay in the cache
 
 
 def forward(
@@ -37,15 +39,15 @@ def forward(
     stats = torch.zeros(4, *stats_shape(q, cu_q is not None), dtype=wide, device=q.device)
     stats[0] = -math.inf
     kind = kind_of(None if alpha is not None else options.constant)
-    for sequence in sequences(q, key_mask, cu_q, cu_k):
-        target, places = sequence.queries(out), stats[sequence.all_stats]
-        for first, last, scores, _, values, _ in _blocks(sequence, q, k, v, options, wide):
+    for group in _groups(q, k, key_mask, cu_q, cu_k):
+        target, places = group.queries(out), stats[group.stats_at]
+        for first, last, scores, _, values, _ in _blocks(group, q, k, v, options, wide):
             p, root, mass, peak = _rows(scores, alpha, options, kind)
-            places[0, :, first:last], places[1, :, first:last] = peak, root
-            places[2, :, first:last], places[3, :, first:last] = mass, (p > 0).sum(dim=-1)
+            rows = places[:, :, :, first:last]
+            rows[0], rows[1], rows[2], rows[3] = peak, root, mass, (p > 0).sum(dim=-1)
             if seed is not None:
-                p = p * _dropout(seed, sequence, q, first, last, p.size(-1), options).to(wide)
-            target[:, first:last] = (_grouped(p, values) @ values).reshape(*p.shape[:2], -1)
+                p = p * _dropout(seed, group, q, first, last, p.size(-1), options).to(wide)
+            target[:, :, first:last] = (_grouped(p, values) @ values).reshape(*p.shape[:3], -1)
     return out, q.new_empty(0), stats, q.new_empty(0, dtype=torch.int32)
 
 
@@ -72,26 +74,26 @@ def backward(
     dalpha = torch.zeros(q.size(1), dtype=wide, device=q.device)
     kind = kind_of(None if alpha is not None else options.constant)
     e = _exponents(alpha, options, wide, q.device)
-    for sequence in sequences(q, key_mask, cu_q, cu_k):
-        places = stats[sequence.all_stats]
-        grads = sequence.queries(dout), sequence.queries(dq), sequence.keys(dk), sequence.keys(dv)
-        for first, last, scores, queries, values, keys in _blocks(sequence, q, k, v, options, wide):
-            peak, root, mass, _ = (places[n, :, first:last, None] for n in range(4))
+    for group in _groups(q, k, key_mask, cu_q, cu_k):
+        places = stats[group.stats_at]
+        grads = group.queries(dout), group.queries(dq), group.keys(dk), group.keys(dv)
+        for first, last, scores, queries, values, keys in _blocks(group, q, k, v, options, wide):
+            peak, root, mass, _ = places[:, :, :, first:last, None]
             empty = peak == -math.inf
             d = torch.where(empty, 0.0, torch.where(empty, 0.0, peak) - scores)
             p = torch.where(empty, 0.0, probabilities(d, root, e, GENERIC if kind == SOFTMAX else kind) / mass)
             u = slopes(p, e, kind)
-            grad = grads[0][:, first:last].to(wide)
+            grad = grads[0][:, :, first:last].to(wide)
             dp = (_grouped(grad, values) @ values.mT).reshape(p.shape)
             weights = p
             if seed is not None:
-                factor = _dropout(seed, sequence, q, first, last, p.size(-1), options).to(wide)
+                factor = _dropout(seed, group, q, first, last, p.size(-1), options).to(wide)
                 dp, weights = dp * factor, p * factor
             total = u.sum(dim=-1, keepdim=True)
             total = torch.where(total == 0, 1.0, total)
             ds = options.scale * u * (dp - (u * dp).sum(dim=-1, keepdim=True) / total)
             if needs[0]:
-                grads[1][:, first:last] = (_grouped(ds, keys) @ keys).reshape(*p.shape[:2], -1)
+                grads[1][:, :, first:last] = (_grouped(ds, keys) @ keys).reshape(*p.shape[:3], -1)
             if needs[1]:
                 grads[2].add_(_grouped(ds, keys).mT @ _grouped(queries, keys))
             if needs[2]:
@@ -99,36 +101,86 @@ def backward(
             if needs[3]:
                 a, b = alpha_terms(p, u, e)
                 rows = a.sum(dim=-1) * (dp * b).sum(dim=-1) - b.sum(dim=-1) * (dp * a).sum(dim=-1)
-                dalpha += (rows / total.squeeze(-1)).sum(dim=-1)
+                dalpha += (rows / total.squeeze(-1)).sum(dim=(0, -1))
     given = ((dq, q, needs[0]), (dk, k, needs[1]), (dv, v, needs[2]))
     results = tuple(grad.to(leaf.dtype) if needed else None for grad, leaf, needed in given)
     return results[0], results[1], results[2], dalpha if needs[3] else None
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Sequences that are computed together: neighbours of a padded batch, or one of a packed batch.
+
+    Attributes:
+        first: the number of the first one.
+        q_at, k_at: where their rows lie in q-like and k-like tensors: sequences of a padded batch, else rows.
+        stats_at: where they lie in ``[4, B, H, Nq]`` statistics.
+        keep: ``[b, Nk]`` bool or ``None``.
+    """
+
+    first: int
+    q_at: slice
+    k_at: slice
+    stats_at: tuple[slice, ...]
+    keep: Tensor | None
+    packed: bool
+
+    def queries(self, tensor: Tensor) -> Tensor:
+        """The part of a q-like tensor, ``[b, H, Nq, D]``."""
+        part = tensor[self.q_at]
+        return part.transpose(0, 1)[None] if self.packed else part
+
+    def keys(self, tensor: Tensor) -> Tensor:
+        """The part of a k-like tensor, ``[b, Hkv, Nk, D]``."""
+        part = tensor[self.k_at]
+        return part.transpose(0, 1)[None] if self.packed else part
+
+
+def _groups(
+    q: Tensor, k: Tensor, key_mask: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None
+) -> Iterator[_Group]:
+    """As many sequences at a time as their scores leave room for; reads packed lengths on the host."""
+    every = slice(None)
+    if cu_q is None or cu_k is None:
+        together = max(1, TILE_ELEMENTS // max(1, q.size(1) * q.size(2) * k.size(2)))
+        for b in range(0, q.size(0), together):
+            part = slice(b, min(b + together, q.size(0)))
+            keep = None if key_mask is None else key_mask[part] != 0
+            yield _Group(b, part, part, (every, part), keep, packed=False)
+        return
+    q_ends, k_ends = cu_q.tolist(), cu_k.tolist()
+    for b in range(len(q_ends) - 1):
+        rows = slice(q_ends[b], q_ends[b + 1])
+        yield _Group(b, rows, slice(k_ends[b], k_ends[b + 1]), (every, every, every, rows), None, packed=True)
+
+
 def _blocks(
-    sequence: Sequence, q: Tensor, k: Tensor, v: Tensor, options: Options, wide: torch.dtype
+    group: _Group, q: Tensor, k: Tensor, v: Tensor, options: Options, wide: torch.dtype
 ) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor, Tensor]]:
-    """Blocks of queries: first, last, scores ``[H, n, Nk]``, queries, values, keys ``[.., D]`` in ``wide``."""
-    keys, values = sequence.keys(k).to(wide), sequence.keys(v).to(wide)
-    if sequence.keep is not None:
-        keys = keys.masked_fill(~sequence.keep[:, None], 0)
-        values = values.masked_fill(~sequence.keep[:, None], 0)
-    queries = sequence.queries(q)
-    heads, nq, nk = queries.size(0), queries.size(1), keys.size(1)
+    """Blocks of queries: first, last, scores ``[b, H, n, Nk]``, queries, values, keys ``[b, .., D]`` in ``wide``."""
+    keys, values = group.keys(k).to(wide), group.keys(v).to(wide)
+    if group.keep is not None:
+        hidden = ~group.keep[:, None, :, None]
+        keys, values = keys.masked_fill(hidden, 0), values.masked_fill(hidden, 0)
+    queries = group.queries(q)
+    batch, heads, nq, _ = queries.shape
+    nk = keys.size(2)
     if nk == 0:
         return
-    rows = max(1, TILE_ELEMENTS // (heads * nk))
+    rows = max(1, TILE_ELEMENTS // (batch * heads * nk))
     for first in range(0, nq, rows):
         last = min(first + rows, nq)
-        block = queries[:, first:last].to(wide)
-        scores = (_grouped(block, keys) @ keys.mT).reshape(heads, last - first, nk) * options.scale
-        pairs = allowed(nq, nk, first, last, options, sequence.keep, q)
+        block = queries[:, :, first:last].to(wide)
+        scores = (_grouped(block, keys) @ keys.mT).reshape(batch, heads, last - first, nk) * options.scale
+        pairs = allowed(nq, nk, first, last, options, None, q)
+        if group.keep is not None:
+            pairs = pairs & group.keep[:, None, None]
         yield first, last, scores.masked_fill_(~pairs, -math.inf), block, values, keys
 
 
 def _grouped(tensor: Tensor, like: Tensor) -> Tensor:
-    """``[H, n, x]`` as ``[Hkv, G n, x]``: the query heads of a group share a product with their key head."""
-    return tensor.reshape(like.size(0), -1, tensor.size(-1))
+    """``[b, H, n, x]`` as ``[b, Hkv, G n, x]``: the query heads of a group share a product with their key head."""
+    return tensor.reshape(like.size(0), like.size(1), -1, tensor.size(-1))
 
 
 def _exponents(alpha: Tensor | None, options: Options, wide: torch.dtype, device: torch.device) -> Tensor:
@@ -139,9 +191,9 @@ def _exponents(alpha: Tensor | None, options: Options, wide: torch.dtype, device
 
 
 def _rows(scores: Tensor, alpha: Tensor | None, options: Options, kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Probabilities ``[H, n, Nk]`` with the root, mass and peak of every row ``[H, n]``."""
-    heads, n, nk = scores.shape
-    e = _exponents(alpha, options, scores.dtype, scores.device).expand(heads, n, 1).reshape(-1, 1)
+    """Probabilities ``[b, H, n, Nk]`` with the root, mass and peak of every row ``[b, H, n]``."""
+    *shape, nk = scores.shape
+    e = _exponents(alpha, options, scores.dtype, scores.device).expand(*shape, 1).reshape(-1, 1)
     flat = scores.reshape(-1, nk)
     peak = flat.amax(dim=-1, keepdim=True)
     proper = peak.isfinite() & (e >= 0) & (e <= 1)
@@ -157,13 +209,13 @@ def _rows(scores: Tensor, alpha: Tensor | None, options: Options, kind: str) -> 
     nothing = peak == -math.inf
     p = torch.where(proper, p, torch.where(nothing, 0.0, math.nan))
     root = torch.where(proper | nothing, root, math.nan)
-    shape = (heads, n)
     return p.view(scores.shape), root.view(shape), mass.view(shape), peak.view(shape)
 
 
-def _dropout(seed: Tensor, sequence: Sequence, q: Tensor, first: int, last: int, nk: int, options: Options) -> Tensor:
-    """What dropout multiplies probabilities by, ``[H, last - first, Nk]``."""
+def _dropout(seed: Tensor, group: _Group, q: Tensor, first: int, last: int, nk: int, options: Options) -> Tensor:
+    """What dropout multiplies probabilities by, ``[b, H, last - first, Nk]``."""
     heads, device = q.size(1), q.device
-    plane = sequence.index * heads + torch.arange(heads, device=device)[:, None, None]
+    batch = 1 if group.packed else group.q_at.stop - group.q_at.start
+    plane = (group.first * heads + torch.arange(batch * heads, device=device)).view(batch, heads, 1, 1)
     i, j = torch.arange(first, last, device=device)[:, None], torch.arange(nk, device=device)
     return kept(seed, i, j, plane, options.dropout_p).double() / (1 - options.dropout_p)
