@@ -45,11 +45,6 @@ class Sequence:
     keep: Tensor | None
     packed: bool
 
-    @property
-    def all_stats(self) -> tuple[int | slice, ...]:
-        """Where its rows lie in ``[4, B, H, Nq]`` statistics."""
-        return (slice(None), *self.stats_at)
-
     def queries(self, tensor: Tensor) -> Tensor:
         """The part of a q-like tensor, ``[H, Nq, D]``."""
         part = tensor[self.q_at]
