@@ -43,21 +43,27 @@ def test_the_demo_makes_everything_once_and_search_finds_it(
     monkeypatch.chdir(tmp_path)
     code, out, err = run(["demo", "--quick"], capsys)
     assert code == 0, err
-    for expected in ("BM25", "dense zero-shot", "SPLADE (trained here)", "fusion", "peak memory", 'tilefold search "'):
+    systems = ("BM25", "dense zero-shot", "SPLADE (trained here)", "fusion", "late interaction")
+    for expected in (*systems, "peak memory", 'tilefold search "'):
         assert expected in out
     assert (tmp_path / "tilefold-demo/small/heads.png").read_bytes().startswith(b"\x89PNG")
     code, out, err = run(["demo", "--quick", "--json"], capsys)
     assert code == 0, err
     assert "2 steps, fp32, reused" in err
     results = json.loads(out)
-    assert len(results["systems"]) == 4
+    assert len(results["systems"]) == 5
     assert sum(results["fusion_weights"].values()) == pytest.approx(1)
+    assert sum(results["late_interaction"]["weights"].values()) == pytest.approx(1)
     assert {row["impl"] for row in results["heads"]} == {"eager", "fused"}
     code, out, err = run(["search", "how do I work with csv files", "--json"], capsys)
     assert code == 0, err
     hits = json.loads(out)["hits"]
     assert len(hits) == 10
     assert all(hit["title"] and hit["terms"] for hit in hits)
+    tokens = results["late_interaction"]["tokens"]
+    code, out, err = run(["search", "how do I work with csv files", "--rerank", tokens, "--json"], capsys)
+    assert code == 0, err
+    assert json.loads(out)["hits"][0]["id"] == "d0"
 
 
 def test_full_and_quick_demos_and_other_documents_have_folders_of_their_own(tmp_path: Path) -> None:

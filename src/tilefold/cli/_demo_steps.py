@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
     from tilefold.retrieval.fusion import Run
     from tilefold.retrieval.index import SparseIndex
+    from tilefold.retrieval.tokens import TokenStore, TokenVectors
     from tilefold.retrieval.vectors import SparseVectors
 
 Tick = Callable[[int, int, str], None]
@@ -28,6 +29,8 @@ DEPTH = 100
 # Heaviest terms kept of a text: a third of the postings for less than a point of nDCG@10 on held-out queries.
 DOCUMENT_TERMS, QUERY_TERMS = 128, 32
 HEAD_SHAPES = ((4, 128, 384, 30522), (8, 128, 384, 30522), (16, 128, 384, 30522))
+RERANKED = 50  # candidates of a query for late interaction
+TOKEN_SHARD = 1024
 NDCG, RECALL = "nDCG@10", "R@100"
 
 
@@ -131,20 +134,87 @@ def build_indexes(plan: DemoPlan, vectors: SparseVectors) -> dict[str, SparseInd
     return built
 
 
-def dense_baseline(plan: DemoPlan, collection: Collection, queries: dict[str, str], digest: str) -> Run:
-    """all-MiniLM-L6-v2 as published, zero-shot; kept beside the collection, since it never changes."""
-    from tilefold.recipes.backbone import load_dense_minilm
-    from tilefold.retrieval.dense import dense_run
-    from tilefold.retrieval.evaluation import read_trec_run, write_trec_run
+def zero_shot_baselines(
+    plan: DemoPlan, collection: Collection, queries: dict[str, str], digest: str
+) -> tuple[Run, TokenStore, TokenVectors]:
+    """all-MiniLM-L6-v2 as published: its dense run, and the token vectors of documents and queries.
 
-    path = plan.root / f"dense-{digest[:8]}.trec"
-    if path.is_file():
-        return read_trec_run(path)
+    The dense vector of a text is the mean of its token states, so that one pass over the documents gives both. They
+    never change, and are kept beside the collection with the model of the token vectors, as --rerank needs it.
+    """
+    from tilefold.recipes.backbone import load_dense_minilm
+    from tilefold.retrieval import encode_texts, open_tokens
+    from tilefold.retrieval.errors import DataError
+    from tilefold.retrieval.evaluation import read_trec_run
+
+    path, folder = plan.root / f"dense-{digest[:8]}.trec", plan.root / f"minilm-{digest[:8]}"
     model = load_dense_minilm()
+    late = _late_interaction(model)
+    try:
+        run, store = read_trec_run(path), open_tokens(folder / "tokens")
+    except (FileNotFoundError, DataError):
+        run, store = _one_pass(model, late, collection, queries, path, folder)
     with _common.fast_inference():
-        run = dense_run(model, contents(collection), queries, DEPTH)
+        return run, store, encode_texts(late, queries)
+
+
+def _late_interaction(model: Any) -> Any:
+    """A stock MultiVectorEncoder over the transformer of a dense model: its token states, normalised."""
+    from sentence_transformers import MultiVectorEncoder
+    from sentence_transformers.base.modules import Normalize
+    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+
+    modules = [model[0], MultiVectorMask(), Normalize(module_input_name="token_embeddings")]
+    return MultiVectorEncoder(modules=modules, device=str(model.device))
+
+
+def _one_pass(
+    model: Any, late: Any, collection: Collection, queries: dict[str, str], path: Path, folder: Path
+) -> tuple[Run, TokenStore]:
+    import torch
+
+    from tilefold.recipes._quiet import quiet_libraries
+    from tilefold.retrieval._token_vectors import TokenVectors
+    from tilefold.retrieval.dense import rank_by_similarity
+    from tilefold.retrieval.evaluation import write_trec_run
+    from tilefold.retrieval.token_encoding import token_model_fingerprint
+    from tilefold.retrieval.tokens import TokenManifest, TokenVectorWriter, open_tokens
+
+    with quiet_libraries():
+        late.save_pretrained(str(folder / "model"), create_model_card=False)
+    dimension = int(model.get_embedding_dimension())
+    source = str((folder / "model").resolve())
+    manifest = TokenManifest(dimension, "int8", None, token_model_fingerprint(late), source)
+    writer = TokenVectorWriter(folder / "tokens", manifest)
+    texts = contents(collection)
+    dense: list[Any] = []
+    with _common.fast_inference():
+        for number, start in enumerate(range(0, len(texts), TOKEN_SHARD)):
+            ids = list(texts)[start : start + TOKEN_SHARD]
+            states = model.encode_document(
+                [texts[name] for name in ids], batch_size=64, output_value=None, show_progress_bar=False
+            )
+            dense += [state["sentence_embedding"].float() for state in states]
+            rows = [state["token_embeddings"][state["attention_mask"].bool()].float() for state in states]
+            unit = [torch.nn.functional.normalize(row, dim=-1) for row in rows]
+            writer.write_shard(number, TokenVectors.pack(ids, unit, dimension, "int8"))
+        found = model.encode_query(list(queries.values()), convert_to_tensor=True, show_progress_bar=False)
+    writer.finish()
+    run = rank_by_similarity(model, torch.stack(dense), found, list(texts), list(queries), DEPTH)
     write_trec_run(run, path)
-    return run
+    return run, open_tokens(folder / "tokens")
+
+
+def rerank_candidates(
+    run: Run, queries: TokenVectors, documents: TokenStore, dev: dict[str, dict[str, int]]
+) -> tuple[tuple[float, ...], Run]:
+    """Late interaction over the best candidates of `run`, mixed with its own scores by weights chosen on `dev`."""
+    from tilefold.retrieval import interpolate, rerank
+
+    best = {query: dict(sorted(scores.items(), key=lambda item: -item[1])[:RERANKED]) for query, scores in run.items()}
+    late = rerank({query: scores for query, scores in best.items() if scores}, queries, documents)
+    weights, _ = pick_weights((run, late), dev)
+    return weights, interpolate((run, late), weights, k=DEPTH)
 
 
 def pick_weights(

@@ -89,8 +89,9 @@ def _evaluate(
     depth = _demo_steps.DEPTH
     with _step("searching: BM25"):
         bm25 = BM25Index.build(_demo_steps.contents(collection)).search(queries, depth)
-    with _step("searching: dense zero-shot"):
-        dense = _demo_steps.dense_baseline(plan, collection, queries, digest)
+    with _step("searching: dense zero-shot, and token vectors from the same pass") as done:
+        dense, tokens, query_tokens = _demo_steps.zero_shot_baselines(plan, collection, queries, digest)
+        done(f"{tokens.manifest.n_tokens} token vectors in {tokens.manifest.storage}")
     with _step("searching: SPLADE"):
         with _common.fast_inference():
             encoded = encode_queries(encoder, queries, top_k=_demo_steps.QUERY_TERMS)
@@ -99,16 +100,28 @@ def _evaluate(
     with _step("choosing fusion weights on held-out training queries"):
         weights, _ = _demo_steps.pick_weights(runs, collection.qrels["dev"])
         fused = interpolate(runs, weights, k=depth)
+    with _step("reranking by late interaction; its weight is chosen on the same queries"):
+        late_weights, reranked = _demo_steps.rerank_candidates(
+            found["exact"], query_tokens, tokens, collection.qrels["dev"]
+        )
     test = collection.qrels["test"]
     measures = (_demo_steps.NDCG, _demo_steps.RECALL)
     label = "fusion (" + ", ".join(f"{weight:.1f}" for weight in weights) + ")"
     table = {name: evaluate(_only(run, test), test, measures) for name, run in zip(NAMES, runs, strict=True)}
     table[label] = evaluate(_only(fused, test), test, measures)
+    late_label = f"SPLADE + late interaction on its top {_demo_steps.RERANKED}, zero-shot MiniLM tokens ("
+    late_label += ", ".join(f"{weight:.1f}" for weight in late_weights) + ")"
+    table[late_label] = evaluate(_only(reranked, test), test, measures)
     results: dict[str, Any] = {
         "queries": len(test),
         "systems": table,
         "active_terms": {"queries": active_terms(encoded), "documents": active_terms(vectors)},
         "fusion_weights": dict(zip(("bm25", "dense", "splade"), weights, strict=True)),
+        "late_interaction": {
+            "candidates": _demo_steps.RERANKED,
+            "weights": dict(zip(("splade", "maxsim"), late_weights, strict=True)),
+            "tokens": str(tokens.folder),
+        },
     }
     if "seismic" in found:
         results["seismic_overlap_at_10"] = _demo_steps.overlap(found["exact"], found["seismic"])
@@ -143,6 +156,8 @@ def _report(results: dict[str, Any], rows: list[HeadMeasurement], plot: Path | N
     console.print(f"model: {results['model']}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"done in {results['seconds'] / 60:.1f} minutes; now try:", highlight=False)
     console.print(f'  tilefold search "{EXAMPLE}"', markup=False, highlight=False)
+    tokens = results["late_interaction"]["tokens"]
+    console.print(f'  tilefold search "{EXAMPLE}" --rerank {tokens}', markup=False, highlight=False, soft_wrap=True)
 
 
 def _systems_table(results: dict[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tilefold.retrieval._ranking import check_k
@@ -41,7 +41,20 @@ def dense_run(
     settings = {"batch_size": batch_size, "convert_to_tensor": True, "show_progress_bar": False}
     document_vectors = model.encode_document(list(documents.values()), **settings)
     query_vectors = model.encode_query(list(queries.values()), **settings)
-    document_ids, query_ids = list(documents), list(queries)
+    return rank_by_similarity(model, document_vectors, query_vectors, list(documents), list(queries), k, query_chunk)
+
+
+def rank_by_similarity(
+    model: Any,
+    document_vectors: Any,
+    query_vectors: Any,
+    document_ids: Sequence[str],
+    query_ids: Sequence[str],
+    k: int,
+    query_chunk: int = 256,
+) -> Run:
+    """The `k` best documents for each query by ``model.similarity`` of vectors that are there already."""
+    check_k(k)
     run: Run = {}
     for start in range(0, len(query_ids), query_chunk):
         scores = model.similarity(query_vectors[start : start + query_chunk], document_vectors)

