@@ -118,6 +118,7 @@ def test_gradients_of_one_side_alone(target: Target, options: dict[str, Any], ne
     assert len(results) == 2
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter runs one program after the other")
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.5}], ids=["max", "smooth"])
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_results_repeat_to_the_bit(target: Target, pairing: str, options: dict[str, Any]) -> None:
@@ -140,7 +141,10 @@ def test_operands_with_any_strides(target: Target, pairing: str) -> None:
     assert_maxsim_matches(strided, impl=target.impl)
 
 
-@pytest.mark.parametrize("kind", [torch.int64, torch.float32, torch.uint8, torch.bool], ids=str)
+MASK_DTYPES = (torch.int64, torch.bool) if INTERPRETED else (torch.int64, torch.float32, torch.uint8, torch.bool)
+
+
+@pytest.mark.parametrize("kind", MASK_DTYPES, ids=str)
 def test_masks_of_any_dtype_keep_what_is_not_zero(target: Target, kind: torch.dtype) -> None:
     inputs = maxsim_inputs(*SHAPE, layout="holes", device=target.device)
     masks = {name: (2 * getattr(inputs, name)).to(kind) for name in ("query_mask", "document_mask")}
@@ -150,7 +154,7 @@ def test_masks_of_any_dtype_keep_what_is_not_zero(target: Target, kind: torch.dt
 
 
 @pytest.mark.parametrize("options", [{}, {"mask_mode": "zero"}, {"temperature": 0.5}], ids=["max", "zero", "smooth"])
-@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("pairing", ["all", "index"] if INTERPRETED else PAIRINGS)  # one for each forward kernel
 def test_nan_is_seen_where_it_is_kept_and_nowhere_else(target: Target, pairing: str, options: dict[str, Any]) -> None:
     inputs = maxsim_inputs(*SHAPE, pairing=pairing, layout="holes", device=target.device)
     poisoned = dataclasses.replace(inputs, queries=inputs.queries.clone(), documents=inputs.documents.clone())
