@@ -130,8 +130,10 @@ def test_what_cannot_be_reranked_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_scores_as_the_cpu_does(tmp_path: Path) -> None:
-    store = store_of([make([30, 1, 70]), make([5, 200], prefix="e", seed=7)], tmp_path / "t")
+@pytest.mark.parametrize("storage", ["fp16", "int8"])
+def test_a_gpu_scores_as_the_cpu_does(tmp_path: Path, storage: str) -> None:
+    parts = [make([30, 1, 70], storage), make([5, 200], storage, prefix="e", seed=7)]
+    store = store_of(parts, tmp_path / "t", storage)
     queries = make([32, 4], prefix="q", seed=9)
     run = {query: dict.fromkeys(store.ids, 0.0) for query in queries.ids}
     one, other = (rerank(run, queries, store, device=device) for device in ("cpu", "cuda"))

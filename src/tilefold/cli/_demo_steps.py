@@ -48,7 +48,7 @@ def make_plan(root: Path, quick: bool, data_digest: str) -> DemoPlan:
     """The plan of a full or a quick demo; its folder is named after its settings."""
     from tilefold.recipes.splade import SpladeRecipe
 
-    steps = 30 if quick else 110
+    steps = 27 if quick else 110
     recipe = SpladeRecipe(max_steps=steps, batch_size=64, train_max_length=64, max_length=128)
     key = hashlib.sha256(
         json.dumps([recipe.to_dict(), HELD_OUT, DOCUMENT_TERMS, data_digest], sort_keys=True).encode()

@@ -155,6 +155,7 @@ def load_base_model(recipe: ColbertRecipe) -> MultiVectorEncoder:
     """
     import torch
     from sentence_transformers import MultiVectorEncoder
+    from sentence_transformers.base.modules import Transformer
 
     from tilefold.recipes.backbone import MINILM_NAME, minilm_path
 
@@ -164,6 +165,11 @@ def load_base_model(recipe: ColbertRecipe) -> MultiVectorEncoder:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = MultiVectorEncoder(base, trust_remote_code=False, local_files_only=local)
+        if not isinstance(model[0], Transformer):
+            raise ValueError(
+                f"base_model must begin with a Transformer, got {type(model[0]).__name__} in {recipe.base_model}; "
+                "models with routes or static embeddings cannot be trained by this recipe."
+            )
         if kind != "multi-vector":
             projected = kind == "dense" and any(module.endswith(".Dense") for module in saved_modules(base))
             model = _with_own_modules(model, recipe, keep_projection=projected)
