@@ -211,6 +211,7 @@ def test_reranking_and_evaluators_use_the_functions_only_while_pylate_is_acceler
     with ours.accelerate() as handle:
         assert ours.is_accelerated() and "pylate, active=True" in repr(handle)
         assert rank.rank.colbert_scores is not stock[1]
+        assert rank.rank.colbert_scores.__name__ == "colbert_scores"
         found = everything()
         ours.accelerate(impl="tiled")  # twice is once
     assert not ours.is_accelerated()

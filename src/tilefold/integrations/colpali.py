@@ -10,8 +10,8 @@ Only :func:`accelerate` imports colpali-engine.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -103,8 +103,8 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
         listed = ", ".join(repr(name) for name in IMPLS)
         raise ValueError(f"impl must be one of {listed}, got {impl!r}.")
     functions: dict[str, Callable[..., Tensor]] = {
-        "maxsim_inbatch": partial(maxsim_inbatch, impl=impl),
-        "maxsim_kd": partial(maxsim_kd, impl=impl),
+        "maxsim_inbatch": _bound(maxsim_inbatch, impl),
+        "maxsim_kd": _bound(maxsim_kd, impl),
         "ColbertModule._inbatch_scores": _inbatch_scores(impl),
     }
     try:
@@ -124,6 +124,16 @@ def restore() -> None:
 def is_accelerated() -> bool:
     """Whether colpali-engine's names lead to the functions of this module."""
     return _PATCHES.active
+
+
+def _bound(function: Callable[..., Tensor], impl: str) -> Callable[..., Tensor]:
+    """``function`` with ``impl`` for its default."""
+
+    @functools.wraps(function)
+    def call(query: Tensor, doc: Tensor) -> Tensor:
+        return function(query, doc, impl=impl)
+
+    return call
 
 
 def _inbatch_scores(impl: str) -> Callable[..., Tensor]:

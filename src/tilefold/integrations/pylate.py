@@ -11,8 +11,9 @@ PyLate's own ``"flash"`` backend reads a mask as a length, and loses the gradien
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -222,11 +223,11 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
     if impl not in IMPLS:
         listed = ", ".join(repr(name) for name in IMPLS)
         raise ValueError(f"impl must be one of {listed}, got {impl!r}.")
-    functions: dict[str, Callable[..., Tensor]] = {
-        "colbert_scores": partial(_with_default, colbert_scores, impl),
-        "colbert_scores_pairwise": partial(_with_default, colbert_scores_pairwise, impl),
-        "colbert_kd_scores": partial(_with_default, colbert_kd_scores, impl),
-        "ColBERTScores.__call__": _grouped(impl),
+    functions = {
+        "colbert_scores": _bound(colbert_scores, impl),
+        "colbert_scores_pairwise": _bound(colbert_scores_pairwise, impl),
+        "colbert_kd_scores": _bound(colbert_kd_scores, impl),
+        "ColBERTScores.__call__": _bound(ColBERTScores.__call__, impl),
     }
     try:
         _PATCHES.apply([functions[name] for _, name in _PATCHES.places])
@@ -247,19 +248,15 @@ def is_accelerated() -> bool:
     return _PATCHES.active
 
 
-def _with_default(function: Callable[..., Tensor], impl: str, /, *args: Any, **kwargs: Any) -> Tensor:
-    """A call of PyLate's, whose ``backend`` may be missing or ``None``."""
-    position = 2 if function is colbert_scores_pairwise else 4
-    named = kwargs.pop("backend", None)
-    backend = args[position] if len(args) > position else named
-    return function(*args[:position], **kwargs, backend=impl if backend is None else backend)
+def _bound(function: Callable[..., Tensor], impl: str) -> Callable[..., Tensor]:
+    """``function``, with ``impl`` where a call names no backend."""
+    place = list(inspect.signature(function).parameters).index("backend")
 
-
-def _grouped(impl: str) -> Callable[..., Tensor]:
-    """The method that stands in for ``ColBERTScores.__call__``."""
-
-    def call(self: object, *args: Any, **kwargs: Any) -> Tensor:
-        return _with_default(ColBERTScores(), impl, *args, **kwargs)
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        named = kwargs.pop("backend", None)
+        backend = args[place] if len(args) > place else named
+        return function(*args[:place], **kwargs, backend=impl if backend is None else backend)
 
     return call
 
