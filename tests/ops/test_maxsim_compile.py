@@ -15,6 +15,8 @@ from tilefold.ops.maxsim import configs
 from tilefold.ops.maxsim._triton import norms, smooth
 from tilefold.ops.maxsim._triton.backward import ddocuments_kernel, dqueries_kernel
 from tilefold.ops.maxsim._triton.forward import all_pairs_kernel, combine_kernel, listed_pairs_kernel
+from tilefold.ops.maxsim._triton.stream import stream_kernel
+from tilefold.ops.maxsim._triton.winner_lists import ddocuments_listed_kernel
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
 
@@ -22,10 +24,10 @@ CAPABILITIES = (80, 90, 100)
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 SCALES = ["query_scale_ptr", "doc_scale_ptr", "scale_ptr", "dscore_ptr", "score_ptr", "part_ptr", "largest_ptr"]
-INT32 = ["cu_q_ptr", "cu_d_ptr", "row_query_ptr"]
+INT32 = ["cu_q_ptr", "cu_d_ptr", "row_query_ptr", "list_ptr"]
 INT64 = ["index_ptr", "order_ptr", "first_ptr"]
 SIZES = ["Tq", "Td", "Nq", "Nd", "T", "length_q", "length_d", "tile_rows", "splits", "group", "longest", "stride_q",
-         "stride_d", "tiles"]  # fmt: skip
+         "stride_d", "tiles", "slices"]  # fmt: skip
 
 
 def types_of(dtype: torch.dtype, saved: str = "*u16") -> dict[str, str]:
@@ -74,7 +76,8 @@ FORWARD += [(torch.bfloat16, "inference", 32), (torch.float32, "everything", 409
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_forward_builds_without_spills(capability: int, dtype: torch.dtype, variant: str, rows: int) -> None:
     changes = VARIANTS[variant]
-    config = configs.forward_config_for(divmod(capability, 10), dtype, 128, rows, tf32=False)
+    winners_in = None if variant == "inference" else 300 if variant == "masked" else 1024
+    config = configs.forward_config_for(divmod(capability, 10), dtype, 128, rows, False, winners_in)
     types = types_of(dtype, "*fp32" if variant == "smooth" else "*u16")
     if config.use_tma:
         types["doc_src"] = f"tensordesc<{NAMES[dtype]}[{config.block_t},{config.block_k}]>"
@@ -117,6 +120,34 @@ def test_forward_of_quantized_documents_builds_without_spills(capability: int, k
         check(compiled, capability, tensor_cores=True)
 
 
+STREAMS = [  # queries, documents, dimension, what is there
+    ("i8", "i8", 128, {"HAS_QMASK": True, "UNIFORM_D": False}),
+    ("i8", "i8", 96, {"HAS_DMASK": True, "MASK_ZERO": True, "UNIFORM_Q": False}),
+    ("fp16", "fp8e4nv", 128, {"HAS_DMASK": True}),
+]
+
+
+@pytest.mark.parametrize(("query", "document", "dim", "changes"), STREAMS, ids=str)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_stream_of_documents_builds_without_spills(
+    capability: int, query: str, document: str, dim: int, changes: dict[str, Any]
+) -> None:
+    if document == "fp8e4nv" and capability < 89:
+        pytest.skip("no fp8 there")
+    dtype = torch.int8 if query == "i8" else torch.float16
+    stored = torch.int8 if document == "i8" else torch.float8_e4m3fn
+    for rows in (32, 64):
+        config = configs.stream_config_for(divmod(capability, 10), stored, dim, rows)
+        assert config is not None
+        types = types_of(torch.bfloat16) | {"query_ptr": f"*{query}", "doc_src": f"*{document}"}
+        if config.use_tma:
+            types["doc_src"] = f"tensordesc<{document}[{config.block_t},{config.block_k}]>"
+        constants = forward_constants(config, dim, dtype, HAS_SCALE=True, **changes)
+        constants = {name: value for name, value in constants.items() if name in stream_kernel.arg_names}
+        compiled = compile_kernel(stream_kernel, types, constants, capability, config.num_warps, config.num_stages)
+        check(compiled, capability, tensor_cores=True)
+
+
 @pytest.mark.parametrize(("dtype", "pairing"), [*((torch.bfloat16, p) for p in (0, 1, 2)), (torch.float32, 2)], ids=str)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_backward_builds_without_spills(capability: int, dtype: torch.dtype, pairing: int) -> None:
@@ -130,7 +161,15 @@ def test_backward_builds_without_spills(capability: int, dtype: torch.dtype, pai
     check(compiled, capability, tensor_cores=False)
     own = common | {"BLOCK_T": config.block_t, "BLOCK_E": config.block_e, "BLOCK_D": config.block_dd,
                     "HAS_LARGEST": uniform, "PRECISION": config.precision}  # fmt: skip
-    compiled = compile_kernel(ddocuments_kernel, types, own, capability, config.warps_d, config.stages_d)
+    if pairing:
+        compiled = compile_kernel(ddocuments_kernel, types, own, capability, config.warps_d, config.stages_d)
+    else:
+        del own["PAIRING"]
+        own |= {"BLOCK_T": config.list_t, "BLOCK_E": config.list_e, "BLOCK_S": config.list_s_many, "ALIGNED": True,
+                "CAPACITY": 2 * config.list_s_many}  # fmt: skip
+        compiled = compile_kernel(
+            ddocuments_listed_kernel, types, own, capability, config.list_warps, config.list_stages
+        )
     check(compiled, capability, tensor_cores=dtype != torch.float32)
 
 

@@ -22,14 +22,20 @@ def triton_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+@functools.cache
+def _why_not_on(device: torch.device) -> str | None:
+    # asked at every call, and the answer of the driver takes as long as a launch
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+    return None
+
+
 def why_not_triton(device: torch.device) -> str | None:
     """The reason that the Triton kernels cannot run on ``device``, or ``None`` if they can."""
     if not triton_installed():
         return "the package triton is not installed (pip install triton)"
     if device.type == "cuda":
-        if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
-            return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
-        return None
+        return _why_not_on(device)
     if triton_interpreted():
         return None
     return f"tensors are on {device.type!r}, and the kernels need a CUDA device (or TRITON_INTERPRET=1)"

@@ -40,15 +40,19 @@ class BackwardConfig:
     Attributes:
         block_r, block_d: query rows and dimensions of a tile of the query gradient.
         warps_q, stages_q: of its kernel.
-        block_t, block_e: document tokens, and query rows added at a time, of a tile of the document gradient.
-        block_dd: dimensions of that tile.
+        block_t, block_e: document tokens, and query rows added at a time, of a tile of the document gradient of
+            grouped and listed pairs.
+        block_dd: dimensions of a tile of document gradients.
         warps_d, stages_d: of its kernel.
+        list_t, list_e: as block_t and block_e, for all pairs.
+        list_s, list_s_many: query rows whose winners are read at a time, and from 16,384 query rows on.
+        list_warps, list_stages: of its kernel.
         smooth_r, smooth_t, smooth_k: query rows, document tokens and dimensions of a tile of the smooth maximum.
         smooth_warps, smooth_stages: of its kernels.
         precision: ``input_precision`` of fp32 products.
     """
 
-    block_r: int = 16
+    block_r: int = 8
     block_d: int = 128
     warps_q: int = 4
     stages_q: int = 3
@@ -57,6 +61,12 @@ class BackwardConfig:
     block_dd: int = 128
     warps_d: int = 8
     stages_d: int = 3
+    list_t: int = 64
+    list_e: int = 32
+    list_s: int = 512
+    list_s_many: int = 2048
+    list_warps: int = 4
+    list_stages: int = 3
     smooth_r: int = 64
     smooth_t: int = 64
     smooth_k: int = 64
@@ -67,15 +77,17 @@ class BackwardConfig:
 
 BACKWARD_16BIT = BackwardConfig()
 BACKWARD_FP32 = BackwardConfig(
-    block_t=32, block_e=32, block_dd=64, warps_d=4, stages_d=2, smooth_r=32, smooth_t=16, smooth_k=16, smooth_warps=4,
-    smooth_stages=1,
-    precision="tf32x3",
+    block_t=32, block_e=32, block_dd=64, warps_d=4, stages_d=2, list_t=32, list_e=32, list_stages=2, smooth_r=32,
+    smooth_t=16, smooth_k=16, smooth_warps=4, smooth_stages=1, precision="tf32x3",
 )  # fmt: skip
 BACKWARD_INTERPRETED = BackwardConfig(
-    block_r=32, block_d=64, block_t=16, block_e=32, block_dd=64, smooth_r=16, smooth_t=16, smooth_k=32
-)
+    block_r=32, block_d=64, block_t=16, block_e=32, block_dd=64, list_t=16, list_e=16, list_s=32, list_s_many=32,
+    smooth_r=16, smooth_t=16, smooth_k=32,
+)  # fmt: skip
 INTERPRETED = ForwardConfig(32, 16, 32, num_warps=4, num_stages=1, use_tma=True)
 LARGEST_BLOCK_K = 128
+QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+MOST_STREAMED_ROWS = 64  # query tokens of all queries together that one tile of the streaming kernel holds
 
 
 def _power_of_two(size: int, low: int, high: int) -> int:
@@ -86,12 +98,19 @@ def _power_of_two(size: int, low: int, high: int) -> int:
 
 
 def forward_config_for(
-    capability: tuple[int, int], dtype: torch.dtype, dim: int, query_rows: int, tf32: bool
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    dim: int,
+    query_rows: int,
+    tf32: bool,
+    winners_in: int | None = None,
 ) -> ForwardConfig:
     """The configuration for a compute capability; ``query_rows`` of them can share a tile.
 
     Few query rows make the kernel a stream of document tokens: small tiles, many programs. Many make it a matrix
-    product: 128 rows, so that each document token that is loaded meets as many query tokens.
+    product: 128 rows, so that each document token that is loaded meets as many query tokens. Winners, if they are
+    kept (``winners_in`` documents of that many tokens, 0 for packed ones), cost as much as the products: more
+    elements a thread, and more tokens a tile where that makes no padding.
     """
     if dtype == torch.float32:
         block_k = _power_of_two(dim, 16, 32)
@@ -100,32 +119,77 @@ def forward_config_for(
         return replace(config, precision="tf32") if tf32 else config
     block_k = _power_of_two(dim, 32 if dtype == torch.int8 else 16, LARGEST_BLOCK_K)  # int8 products take 32 at least
     if query_rows <= 64:
-        # Hopper's instructions take 64 rows at least; Ampere's 16
-        block_q = 64 if capability >= (9, 0) else _power_of_two(query_rows, 16, 64)
-        block_t = 128 if dtype == torch.int8 else 64  # 16 KB at D = 128
-        # as many programs as the shared memory of a multiprocessor holds
-        if capability >= (10, 0):  # products lie in a memory of their own: their copies take registers
-            return ForwardConfig(block_q, block_t, block_k, num_warps=8, num_stages=4)
-        programs = 3 if capability >= (9, 0) else 2
-        return ForwardConfig(block_q, block_t, block_k, num_warps=4, num_stages=3, programs=programs)
-    if capability >= (9, 0):
-        return ForwardConfig(128, 64, block_k, num_warps=8, num_stages=3, use_tma=True)
-    return ForwardConfig(128, 64, min(block_k, 64) if dim > LARGEST_BLOCK_K else block_k, num_warps=8, num_stages=3)
+        return _few_rows(capability, dtype, query_rows, block_k)
+    if capability < (9, 0):
+        block_k = min(block_k, 64) if dim > LARGEST_BLOCK_K else block_k
+        return ForwardConfig(128, 64, block_k, num_warps=8, num_stages=3)
+    config = ForwardConfig(128, 64, block_k, num_warps=8, num_stages=3, use_tma=True)
+    if capability < (10, 0) and winners_in is not None:
+        if winners_in and -winners_in % 128 <= winners_in // 10:
+            return replace(config, block_q=64, block_t=128, num_warps=4)
+        return replace(config, num_warps=4)
+    return config
 
 
-def forward_config(dtype: torch.dtype, dim: int, query_rows: int, device: torch.device) -> ForwardConfig:
+def _few_rows(capability: tuple[int, int], dtype: torch.dtype, query_rows: int, block_k: int) -> ForwardConfig:
+    # Hopper's instructions take 64 rows at least; Ampere's 16
+    block_q = 64 if capability >= (9, 0) else _power_of_two(query_rows, 16, 64)
+    block_t = 128 if dtype == torch.int8 else 64  # 16 KB at D = 128
+    if capability >= (10, 0):  # products lie in a memory of their own: their copies take registers
+        return ForwardConfig(block_q, block_t, block_k, num_warps=8, num_stages=4)
+    config = ForwardConfig(block_q, block_t, block_k, num_warps=4, num_stages=3)
+    if capability < (9, 0):
+        return config
+    # as many programs as the shared memory of a multiprocessor holds
+    return replace(config, programs=3, use_tma=True) if dtype == torch.int8 else replace(config, num_stages=4)
+
+
+def forward_config(
+    dtype: torch.dtype, dim: int, query_rows: int, device: torch.device, winners_in: int | None = None
+) -> ForwardConfig:
     """The forward configuration for ``dtype`` on ``device``."""
     if device.type != "cuda" or triton_interpreted():
         return replace(INTERPRETED, use_tma=query_rows > 16)
-    return _forward_config_on(device, dtype, dim, min(query_rows, 65), torch.backends.cuda.matmul.allow_tf32)
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    return _forward_config_on(device, dtype, dim, min(query_rows, 65), tf32, winners_in)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=4096)
 def _forward_config_on(
-    device: torch.device, dtype: torch.dtype, dim: int, query_rows: int, tf32: bool
+    device: torch.device, dtype: torch.dtype, dim: int, query_rows: int, tf32: bool, winners_in: int | None
 ) -> ForwardConfig:
     # asking for the capability takes longer than launching a kernel
-    return forward_config_for(torch.cuda.get_device_capability(device), dtype, dim, query_rows, tf32)
+    return forward_config_for(torch.cuda.get_device_capability(device), dtype, dim, query_rows, tf32, winners_in)
+
+
+def stream_config_for(
+    capability: tuple[int, int], documents: torch.dtype, dim: int, query_rows: int
+) -> ForwardConfig | None:
+    """The configuration of the streaming kernel, which holds all query rows and the whole dimension, if it is better.
+
+    It is where documents have 8 bits: their scales, and the conversions of fp8, then fall on rows that are in use.
+    """
+    if documents not in QUANTIZED_DTYPES or query_rows > MOST_STREAMED_ROWS or dim > LARGEST_BLOCK_K:
+        return None
+    block_q = _power_of_two(query_rows, 16, MOST_STREAMED_ROWS)
+    block_k = _power_of_two(dim, 32, LARGEST_BLOCK_K)  # int8 products take 32 at least
+    if capability < (9, 0):
+        return ForwardConfig(block_q, 64, block_k, num_warps=4, num_stages=3)
+    warps = 8 if capability >= (10, 0) else 4  # products lie in a memory of their own: their copies take registers
+    return ForwardConfig(block_q, 64, block_k, num_warps=warps, num_stages=4, programs=4, use_tma=True)
+
+
+def stream_config(documents: torch.dtype, dim: int, query_rows: int, device: torch.device) -> ForwardConfig | None:
+    """The configuration of the streaming kernel on ``device``, or ``None`` where another is better."""
+    if device.type != "cuda" or triton_interpreted():
+        config = stream_config_for((9, 0), documents, dim, query_rows)
+        return config and replace(config, block_t=INTERPRETED.block_t, programs=INTERPRETED.programs)
+    return _stream_config_on(device, documents, dim, min(query_rows, MOST_STREAMED_ROWS + 1))
+
+
+@functools.lru_cache(maxsize=1024)
+def _stream_config_on(device: torch.device, documents: torch.dtype, dim: int, query_rows: int) -> ForwardConfig | None:
+    return stream_config_for(torch.cuda.get_device_capability(device), documents, dim, query_rows)
 
 
 def backward_config_for(capability: tuple[int, int], dtype: torch.dtype, tf32: bool) -> BackwardConfig:
@@ -139,7 +203,11 @@ def backward_config(dtype: torch.dtype, device: torch.device) -> BackwardConfig:
     """The backward configuration for ``dtype`` on ``device``."""
     if device.type != "cuda" or triton_interpreted():
         return BACKWARD_INTERPRETED
-    tf32 = torch.backends.cuda.matmul.allow_tf32
+    return _backward_config_on(device, dtype, torch.backends.cuda.matmul.allow_tf32)
+
+
+@functools.lru_cache(maxsize=64)
+def _backward_config_on(device: torch.device, dtype: torch.dtype, tf32: bool) -> BackwardConfig:
     return backward_config_for(torch.cuda.get_device_capability(device), dtype, tf32)
 
 

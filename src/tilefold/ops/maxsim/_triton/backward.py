@@ -1,8 +1,8 @@
 """Backward of the maximum: only winners carry gradient, and every gradient row has one owner. No atomics.
 
 A query row sums the document rows that won against it, pair by pair. A tile of document rows takes, for the query
-rows that met the document, the product of a matrix with one coefficient a column, at the winner's row, and the query
-rows, on the tensor cores.
+rows of the few pairs that list its document, the product of a matrix with one coefficient a column, at the winner's
+row, and the query rows, on the tensor cores; :mod:`winner_lists` does so where every query meets every document.
 """
 
 import triton
@@ -118,14 +118,13 @@ def dqueries_kernel(
         "tiles",
         "length_q",
         "length_d",
-        "stride_q",
         "stride_d",
     ]
 )
 def ddocuments_kernel(
-    dscore_ptr, saved_ptr, query_ptr, query_scale_ptr, largest_ptr, cu_q_ptr, cu_d_ptr, row_query_ptr, order_ptr,
-    first_ptr, index_ptr, ddoc_ptr,
-    Tq, Td, Nq, Nd, length_q, length_d, group, longest, tiles, stride_q, stride_d,
+    dscore_ptr, saved_ptr, query_ptr, query_scale_ptr, largest_ptr, cu_q_ptr, cu_d_ptr, order_ptr, first_ptr,
+    index_ptr, ddoc_ptr,
+    Tq, Td, Nq, Nd, length_q, length_d, group, longest, tiles, stride_d,
     D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PAIRING: tl.constexpr,
     UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_LARGEST: tl.constexpr,
     NO_WINNER: tl.constexpr, PRECISION: tl.constexpr,
@@ -153,29 +152,17 @@ def ddocuments_kernel(
                 r_end = tl.where(known, r_end, r_start)
                 base = tl.cast(pair, tl.int64) * longest - r_start
                 offs_pair = tl.cast(pair, tl.int64) * stride_d
-            elif PAIRING == GROUPED:
+            else:
                 r_start, r_end, _ok = bounds(cu_q_ptr, d // group, Nq, Tq, length_q, UNIFORM_Q)
                 base = tl.cast(d % group, tl.int64) * Tq
-                offs_pair = tl.cast(d, tl.int64) * stride_d
-            else:
-                r_start = 0
-                r_end = Tq
-                base = tl.cast(d, tl.int64) * Tq
                 offs_pair = tl.cast(d, tl.int64) * stride_d
             for r0 in tl.range(r_start, r_end, BLOCK_E):
                 row = r0 + tl.arange(0, BLOCK_E)
                 inside = row < r_end
                 winner = tl.load(saved_ptr + base + row, mask=inside, other=NO_WINNER).to(tl.int32)
                 mine = inside & (winner != NO_WINNER) & (winner >= t0) & (winner < t0 + BLOCK_T)
-                offs = tl.zeros((BLOCK_E,), tl.int64) + offs_pair
-                if PAIRING == ALL:
-                    if UNIFORM_Q:
-                        owner = row // length_q
-                    else:
-                        owner = tl.load(row_query_ptr + row, mask=inside, other=0).to(tl.int32)
-                    offs += owner.to(tl.int64) * stride_q
-                grad = tl.load(dscore_ptr + offs, mask=mine, other=0.0).to(tl.float32)
-                grad = grad / unit
+                grad = tl.load(dscore_ptr + offs_pair).to(tl.float32) / unit
+                grad = tl.where(mine, grad, 0.0)
                 if HAS_SCALE:
                     grad *= tl.load(query_scale_ptr + row, mask=mine, other=0.0)
                 x = load_block(query_ptr, r0, r_end - r0, k, D, BLOCK_E)  # [BLOCK_E, BLOCK_D]

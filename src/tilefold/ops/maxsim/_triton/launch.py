@@ -1,4 +1,4 @@
-"""The launchers: from a problem to kernels, with few launches, few allocations and no look at the device."""
+"""The launchers of the forward kernels: few launches, few allocations and no look at the device."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tilefold.ops._shared._triton.launch import launch
 from tilefold.ops.maxsim._problem import Problem, no_winner
-from tilefold.ops.maxsim._triton.backward import ddocuments_kernel, dqueries_kernel
 from tilefold.ops.maxsim._triton.forward import all_pairs_kernel, combine_kernel, listed_pairs_kernel
-from tilefold.ops.maxsim._triton.norms import inverse_norm_kernel, quantize_kernel, unit_gradient_kernel
-from tilefold.ops.maxsim._triton.smooth import smooth_ddocuments_kernel, smooth_dqueries_kernel
-from tilefold.ops.maxsim.configs import BackwardConfig, ForwardConfig, backward_config, forward_config
+from tilefold.ops.maxsim._triton.norms import inverse_norm_kernel, quantize_kernel
+from tilefold.ops.maxsim._triton.stream import stream_kernel
+from tilefold.ops.maxsim.configs import ForwardConfig, forward_config, stream_config
 
 PAIRINGS = {"all": 0, "grouped": 1, "index": 2}
-TILES_OF_PACKED = 4  # programs that share the tiles of a packed document in backward, where lengths are not known
 BLOCK_ROWS, BLOCK_COLUMNS = 16, 128  # of the kernels that go over rows once
 
 
@@ -39,7 +38,7 @@ def can_use_tma(rows: Tensor) -> bool:
     return rows.data_ptr() % 16 == 0 and rows.size(1) * rows.element_size() % 16 == 0
 
 
-def _bytes(mask: Tensor | None) -> Tensor | None:
+def as_bytes(mask: Tensor | None) -> Tensor | None:
     """A mask that the kernels can read: contiguous, and no bool."""
     if mask is None:
         return None
@@ -47,15 +46,25 @@ def _bytes(mask: Tensor | None) -> Tensor | None:
     return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
 
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    """The tensor, if there is one, in contiguous memory."""
     return None if tensor is None else tensor.contiguous()
 
 
-def _inverse_norms(rows: Tensor) -> Tensor:
+def rows_grid(rows: Tensor) -> tuple[int, int, int]:
+    """The grid of a kernel that goes over rows once."""
+    return cdiv(rows.size(0), BLOCK_ROWS), 1, 1
+
+
+def rows_constants(rows: Tensor) -> dict[str, Any]:
+    """The constants of a kernel that goes over rows once."""
+    return {"D": rows.size(1), "BLOCK_R": BLOCK_ROWS, "BLOCK_D": BLOCK_COLUMNS, "num_warps": 4, "num_stages": 3}
+
+
+def inverse_norms(rows: Tensor) -> Tensor:
+    """``[T]`` fp32, by which rows of norm 1 are made."""
     scale = torch.empty(rows.size(0), dtype=torch.float32, device=rows.device)
-    inverse_norm_kernel[(cdiv(rows.size(0), BLOCK_ROWS),)](
-        rows, scale, rows.size(0), D=rows.size(1), BLOCK_R=BLOCK_ROWS, BLOCK_D=BLOCK_COLUMNS
-    )
+    launch(inverse_norm_kernel, rows_grid(rows), (rows, scale, rows.size(0)), rows_constants(rows))
     return scale
 
 
@@ -64,19 +73,19 @@ def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     rows = rows.contiguous()
     values = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
     scales = torch.empty(rows.size(0), dtype=torch.float32, device=rows.device)
-    quantize_kernel[(cdiv(rows.size(0), BLOCK_ROWS),)](
-        rows, values, scales, rows.size(0), D=rows.size(1), BLOCK_R=BLOCK_ROWS, BLOCK_D=BLOCK_COLUMNS
-    )
+    launch(quantize_kernel, rows_grid(rows), (rows, values, scales, rows.size(0)), rows_constants(rows))
     return values, scales
 
 
-def _scales(problem: Problem, queries: Tensor, documents: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def row_scales(problem: Problem, queries: Tensor, documents: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """By what the rows of either side are multiplied."""
     if problem.normalize:
-        return _inverse_norms(queries), _inverse_norms(documents)
+        return inverse_norms(queries), inverse_norms(documents)
     return problem.query_scale, problem.document_scale
 
 
-def _flags(problem: Problem) -> dict[str, Any]:
+def layout_flags(problem: Problem) -> dict[str, Any]:
+    """The constants that every kernel takes."""
     return {
         "D": problem.queries.size(1),
         "UNIFORM_Q": problem.cu_queries is None,
@@ -96,21 +105,26 @@ def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
         return scores, saved
     everything = problem.pairing == "all"
     length = problem.query_length or queries.size(0)
-    config = forward_config(queries.dtype, dim, queries.size(0) if everything else length, device)
+    rows = queries.size(0) if everything else length
+    stream = None
+    if everything and not with_saved and not problem.temperature:
+        stream = stream_config(documents.dtype, dim, rows, device)
+    winners_in = problem.document_length if with_saved else None
+    config = stream or forward_config(queries.dtype, dim, rows, device, winners_in)
     use_tma = config.use_tma and can_use_tma(documents)
     source: Any = documents
     if use_tma:
         block = [config.block_t, config.block_k]
         source = TensorDescriptor(documents, list(documents.shape), list(documents.stride()), block)
     operands = (
-        queries, source, _bytes(problem.query_mask), _bytes(problem.document_mask),
-        *_scales(problem, queries, documents), _contiguous(problem.cu_queries), _contiguous(problem.cu_documents),
+        queries, source, as_bytes(problem.query_mask), as_bytes(problem.document_mask),
+        *row_scales(problem, queries, documents), contiguous(problem.cu_queries), contiguous(problem.cu_documents),
     )  # fmt: skip
     sizes = (
         queries.size(0), documents.size(0), n_queries, n_documents, problem.query_length, problem.document_length
     )  # fmt: skip
     temperature = (problem.temperature, 1.0 / problem.temperature if problem.temperature else 0.0)
-    flags = _flags(problem) | {
+    flags = layout_flags(problem) | {
         "BLOCK_Q": config.block_q,
         "BLOCK_T": config.block_t,
         "BLOCK_K": config.block_k,
@@ -126,13 +140,20 @@ def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
-    if everything:
+    if stream is not None:
+        splits = plan_splits(1, n_documents, sm_count(device) * config.programs)
+        for name in ("SMOOTH", "WITH_SAVED", "NO_WINNER"):
+            del flags[name]
+        launch(stream_kernel, (splits, 1, 1), (*operands, scores, *sizes), flags)
+    elif everything:
         _all_pairs(problem, config, operands, sizes, temperature, flags, scores, saved)
     else:
-        listed_pairs_kernel[(scores.size(0),)](
-            *operands, _contiguous(problem.index), scores, saved, *sizes, max(problem.group, 1), problem.longest_query,
-            *temperature, PAIRING=PAIRINGS[problem.pairing], **flags,
+        arguments = (
+            *operands, contiguous(problem.index), scores, saved, *sizes, max(problem.group, 1), problem.longest_query,
+            *temperature,
         )  # fmt: skip
+        flags["PAIRING"] = PAIRINGS[problem.pairing]
+        launch(listed_pairs_kernel, (scores.size(0), 1, 1), arguments, flags)
     return scores, saved
 
 
@@ -165,15 +186,16 @@ def _all_pairs(
     tiles = cdiv(rows, tile_rows)
     splits = plan_splits(tiles, n_documents, sm_count(scores.device) * config.programs)
     parts = scores if direct else torch.empty(tiles + n_queries, n_documents, dtype=torch.float32, device=scores.device)
-    all_pairs_kernel[(tiles, splits)](
-        *operands, scores, parts, saved, *sizes, tile_rows, splits, *temperature,
-        LQ=length if direct and config.block_q % length == 0 else 0, DIRECT=direct, **flags,
-    )  # fmt: skip
+    flags["LQ"], flags["DIRECT"] = length if direct and config.block_q % length == 0 else 0, direct
+    arguments = (*operands, scores, parts, saved, *sizes, tile_rows, splits, *temperature)
+    launch(all_pairs_kernel, (tiles, splits, 1), arguments, flags)
     if not direct:
-        combine_kernel[(n_queries, cdiv(n_documents, 256))](
-            parts, operands[6], scores, rows, n_queries, n_documents, length, tile_rows,
-            BLOCK=256, UNIFORM_Q=problem.cu_queries is None,
-        )  # fmt: skip
+        launch(
+            combine_kernel,
+            (n_queries, cdiv(n_documents, 256), 1),
+            (parts, operands[6], scores, rows, n_queries, n_documents, length, tile_rows),
+            {"BLOCK": 256, "UNIFORM_Q": problem.cu_queries is None, "num_warps": 4, "num_stages": 3},
+        )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -184,141 +206,3 @@ def plan_splits(tiles: int, documents: int, slots: int) -> int:
     """
     most = min(documents, 4 * cdiv(slots, tiles))
     return min(range(1, most + 1), key=lambda n: cdiv(tiles * n, slots) * (cdiv(documents, n) + 0.1))
-
-
-def _lists(owners: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Pairs sorted by owner, and where each owner's begin ``[count + 1]``."""
-    ordered, order = owners.sort(stable=True)
-    first = torch.searchsorted(ordered, torch.arange(count + 1, dtype=ordered.dtype, device=ordered.device))
-    return order, first
-
-
-def backward(
-    problem: Problem, dscores: Tensor, saved: Tensor, need_queries: bool, need_documents: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of queries and documents, in their dtypes."""
-    queries, documents = problem.queries.contiguous(), problem.documents.contiguous()
-    config = backward_config(queries.dtype, queries.device)
-    scales = _scales(problem, queries, documents)
-    row_query = None
-    if problem.pairing == "all" and problem.cu_queries is not None:
-        every_row = torch.arange(queries.size(0), dtype=problem.cu_queries.dtype, device=queries.device)
-        row_query = torch.searchsorted(problem.cu_queries[1:].contiguous(), every_row, right=True).clamp_(
-            max=problem.n_queries - 1
-        )
-    largest = None
-    if queries.dtype == torch.float16 and dscores.numel() and (need_documents or problem.temperature):
-        largest = dscores.abs().amax()
-    grads: list[Tensor | None] = []
-    for needed, rows, scale, launch in (
-        (need_queries, queries, scales[0], _dqueries),
-        (need_documents, documents, scales[1], _ddocuments),
-    ):
-        if not needed:
-            grads.append(None)
-            continue
-        # a unit vector's gradient is projected in fp32, before the only rounding
-        out = torch.empty(rows.shape, dtype=torch.float32 if problem.normalize else rows.dtype, device=rows.device)
-        if saved.numel() == 0 or problem.cu_queries is not None or problem.cu_documents is not None:
-            out.zero_()  # rows that no sequence holds, should offsets be broken
-        if saved.numel():
-            launch(problem, config, queries, documents, scales, dscores, saved, row_query, largest, out)
-        grads.append(_project(rows, scale, out) if problem.normalize and scale is not None else out)
-    return grads[0], grads[1]
-
-
-def _project(rows: Tensor, scale: Tensor, grad: Tensor) -> Tensor:
-    out = torch.empty_like(rows)
-    unit_gradient_kernel[(cdiv(rows.size(0), BLOCK_ROWS),)](
-        rows, scale, grad, out, rows.size(0), D=rows.size(1), BLOCK_R=BLOCK_ROWS, BLOCK_D=BLOCK_COLUMNS
-    )
-    return out
-
-
-def _shared_arguments(problem: Problem, dscores: Tensor) -> tuple[tuple[int, ...], tuple[int, int], dict[str, Any]]:
-    sizes = (
-        problem.queries.size(0), problem.documents.size(0), problem.n_queries, problem.n_documents,
-        problem.query_length, problem.document_length, max(problem.group, 1), problem.longest_query,
-    )  # fmt: skip
-    strides = dscores.stride() if problem.pairing == "all" else (0, *dscores.stride())
-    return sizes, (strides[0], strides[1]), _flags(problem) | {"PAIRING": PAIRINGS[problem.pairing]}
-
-
-def _dqueries(
-    problem: Problem,
-    config: BackwardConfig,
-    queries: Tensor,
-    documents: Tensor,
-    scales: tuple[Tensor | None, Tensor | None],
-    dscores: Tensor,
-    saved: Tensor,
-    row_query: Tensor | None,
-    largest: Tensor | None,
-    out: Tensor,
-) -> None:
-    sizes, strides, flags = _shared_arguments(problem, dscores)
-    order = first = None
-    if problem.index is not None:
-        order, first = _lists(problem.index[:, 0], problem.n_queries)
-    offsets = (_contiguous(problem.cu_queries), _contiguous(problem.cu_documents), row_query, order, first)
-    index = _contiguous(problem.index)
-    dim = queries.size(1)
-    if problem.temperature:
-        block_r, block_d = config.smooth_r, config.block_dd
-    else:
-        block_r, block_d = config.block_r, config.block_d
-    grid = (cdiv(queries.size(0), block_r) if problem.pairing == "all" else problem.n_queries, cdiv(dim, block_d))
-    if problem.temperature:
-        smooth_dqueries_kernel[grid](
-            dscores, saved, queries, documents, *scales, largest, _bytes(problem.document_mask), *offsets, index, out,
-            *sizes, *strides, 1.0 / problem.temperature, BLOCK_Q=block_r, BLOCK_T=config.smooth_t,
-            BLOCK_K=config.smooth_k, BLOCK_D=block_d, HAS_DMASK=problem.document_mask is not None,
-            PRECISION=config.precision, num_warps=config.smooth_warps, num_stages=config.smooth_stages,
-            HAS_LARGEST=largest is not None, **flags,
-        )  # fmt: skip
-    else:
-        dqueries_kernel[grid](
-            dscores, saved, documents, *scales, *offsets, index, out, *sizes, *strides, BLOCK_R=block_r,
-            BLOCK_D=block_d, NO_WINNER=no_winner(saved.dtype), num_warps=config.warps_q, num_stages=config.stages_q,
-            **flags,
-        )  # fmt: skip
-
-
-def _ddocuments(
-    problem: Problem,
-    config: BackwardConfig,
-    queries: Tensor,
-    documents: Tensor,
-    scales: tuple[Tensor | None, Tensor | None],
-    dscores: Tensor,
-    saved: Tensor,
-    row_query: Tensor | None,
-    largest: Tensor | None,
-    out: Tensor,
-) -> None:
-    sizes, strides, flags = _shared_arguments(problem, dscores)
-    order = first = None
-    if problem.index is not None:
-        order, first = _lists(problem.index[:, 1], problem.n_documents)
-    offsets = (_contiguous(problem.cu_queries), _contiguous(problem.cu_documents), row_query, order, first)
-    index = _contiguous(problem.index)
-    block_t = config.smooth_t if problem.temperature else config.block_t
-    tiles = cdiv(problem.document_length, block_t) if problem.cu_documents is None else TILES_OF_PACKED
-    grid = (problem.n_documents, tiles, cdiv(queries.size(1), config.block_dd))
-    if problem.temperature:
-        smooth_ddocuments_kernel[grid](
-            dscores, saved, queries, documents, *scales, largest, _bytes(problem.query_mask),
-            _bytes(problem.document_mask), *offsets, index, out, *sizes, tiles, *strides,
-            1.0 / problem.temperature, BLOCK_Q=config.smooth_r, BLOCK_T=block_t, BLOCK_K=config.smooth_k,
-            BLOCK_D=config.block_dd,
-            HAS_QMASK=problem.query_mask is not None, HAS_DMASK=problem.document_mask is not None,
-            PRECISION=config.precision, num_warps=config.smooth_warps, num_stages=config.smooth_stages,
-            HAS_LARGEST=largest is not None, **flags,
-        )  # fmt: skip
-        return
-    ddocuments_kernel[grid](
-        dscores, saved, queries, scales[0], largest, *offsets, index, out, *sizes, tiles, *strides, BLOCK_T=block_t,
-        BLOCK_E=config.block_e, BLOCK_D=config.block_dd, HAS_LARGEST=largest is not None,
-        NO_WINNER=no_winner(saved.dtype), PRECISION=config.precision, num_warps=config.warps_d,
-        num_stages=config.stages_d, **flags,
-    )  # fmt: skip
