@@ -200,6 +200,18 @@ def nan_is_seen_and_inference_keeps_no_graph(rank: Rank) -> None:
     assert maxsim_contrastive_loss(inputs.queries, inputs.documents, labels, group="world").isnan()
 
 
+def compiled_code_may_call_it(rank: Rank) -> None:
+    inputs = shard(rank.rank, "full").to(rank.device)
+
+    def loss(queries: Tensor) -> Tensor:
+        return 2 * maxsim_contrastive_loss(3 * queries, inputs.documents, group="world")
+
+    eager, compiled = (inputs.queries.clone().requires_grad_() for _ in range(2))
+    loss(eager).backward()
+    torch.compile(loss, backend="eager")(compiled).backward()
+    assert torch.equal(eager.grad, compiled.grad)
+
+
 def gradients_of_one_side(rank: Rank) -> None:
     inputs, labels = shard(rank.rank, "mixed"), labels_of(rank.rank)
     both = ring_results(rank, inputs, labels, 0.3)

@@ -52,6 +52,10 @@ def test_gradients_of_one_side_alone(ranks: Ranks) -> None:
     ranks.run(jobs.gradients_of_one_side)
 
 
+def test_compiled_code_may_call_it(two_ranks: Ranks) -> None:
+    two_ranks.run(jobs.compiled_code_may_call_it)
+
+
 def test_a_group_may_be_some_of_the_ranks_or_one(ranks: Ranks) -> None:
     ranks.run(jobs.a_group_of_some_ranks)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from tilefold.ops._shared.checks import (
     dtype_name,
 )
 from tilefold.ops._shared.impl import IMPLS
-from tilefold.ops._shared.library import is_plain
+from tilefold.ops._shared.library import PLAIN, is_plain
 from tilefold.ops.maxsim._choice import chosen_impl
 from tilefold.ops.maxsim._library import check_values_of
 from tilefold.ops.maxsim._problem import Problem, wide_dtype
@@ -69,8 +69,20 @@ def prepare(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`tilefold.ops.maxsim`.
     """
-    index, mode = _check_options(pairing, reduction, mask_mode, temperature)
+    signature = _signature(
+        (queries, documents, query_mask, document_mask, cu_seqlens_q, cu_seqlens_d),
+        (pairing, reduction, mask_mode, type(temperature), temperature, normalize, impl),
+    )
+    seen = None if signature is None else _SEEN.get(signature)
     scales = None
+    if seen is not None:
+        if isinstance(documents, QuantizedTokens):
+            scales, documents = documents.scales.reshape(-1), documents.values
+        rest = (cu_seqlens_q, cu_seqlens_d, seen.mode, mask_mode, temperature, normalize)
+        problem = _problem(queries, documents, query_mask, document_mask, None, *rest)
+        problem.plans = seen.plans
+        return Request(problem, scales, seen.shape, seen.impl, seen.empty)
+    index, mode = _check_options(pairing, reduction, mask_mode, temperature)
     if isinstance(documents, QuantizedTokens):
         _check_quantized(queries, normalize)
         scales = documents.scales.reshape(-1).contiguous()
@@ -95,7 +107,33 @@ def prepare(
     n_documents = documents.shape[:-2].numel() if cu_seqlens_d is None else cu_seqlens_d.numel() - 1
     _check_counts(mode, n_queries, n_documents, documents, cu_seqlens_d)
     shape = _score_shape(mode, index, n_queries, n_documents)
-    problem = Problem(
+    rest = (cu_seqlens_q, cu_seqlens_d, mode, mask_mode, temperature, normalize)
+    problem = _problem(queries, documents, query_mask, document_mask, index, *rest)
+    empty = queries.numel() == 0 or documents.numel() == 0
+    if empty and queries.device.type == "cpu" and is_plain(queries, documents, cu_seqlens_q, cu_seqlens_d, index):
+        check_values_of(problem, n_queries, n_documents)  # no implementation will
+    if signature is not None:
+        if len(_SEEN) >= MOST_SEEN:
+            _SEEN.clear()
+        problem.plans = {}
+        _SEEN[signature] = _Seen(mode, shape, impl, empty, problem.plans)
+    return Request(problem, scales, shape, impl, empty)
+
+
+def _problem(
+    queries: Tensor,
+    documents: Tensor,
+    query_mask: Tensor | None,
+    document_mask: Tensor | None,
+    index: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_d: Tensor | None,
+    mode: str,
+    mask_mode: str,
+    temperature: float | None,
+    normalize: bool,
+) -> Problem:
+    return Problem(
         queries.reshape(-1, queries.size(-1)),
         documents.reshape(-1, documents.size(-1)),
         None if query_mask is None else query_mask.reshape(-1),
@@ -111,10 +149,46 @@ def prepare(
         normalize,
         _longest_query(queries, documents, cu_seqlens_q, index),
     )
-    empty = queries.numel() == 0 or documents.numel() == 0
-    if empty and queries.device.type == "cpu" and is_plain(queries, documents, cu_seqlens_q, cu_seqlens_d, index):
-        check_values_of(problem, n_queries, n_documents)  # no implementation will
-    return Request(problem, scales, shape, impl, empty)
+
+
+class _Seen(NamedTuple):
+    """What was found about a call that passed the checks."""
+
+    mode: str
+    shape: tuple[int, ...]
+    impl: str
+    empty: bool
+    plans: dict[Any, Any]
+
+
+# Checks take longer than a small kernel. On a GPU they look at nothing but what makes a signature, so a call like one
+# that passed passes.
+_SEEN: dict[tuple[Any, ...], _Seen] = {}
+MOST_SEEN = 4096
+
+
+def _signature(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Shapes, dtypes, devices and options of a call, or ``None`` where the checks depend on more."""
+    if not isinstance(options[0], str) or torch.compiler.is_compiling() or torch.is_autocast_enabled("cuda"):
+        return None
+    facts: list[Any] = []
+    for tensor in tensors:
+        if tensor is None:
+            facts.append(None)
+            continue
+        if isinstance(tensor, QuantizedTokens):
+            if torch.is_grad_enabled() and tensors[0].requires_grad:
+                return None
+            facts.append("quantized")
+            tensor = tensor.values
+        if type(tensor) not in PLAIN or not tensor.is_cuda:
+            return None
+        facts += (tensor.shape, tensor.dtype, tensor.get_device())
+    try:
+        hash(options)
+    except TypeError:
+        return None
+    return *facts, *options
 
 
 def zeros(request: Request) -> Tensor:
@@ -259,3 +333,33 @@ def _longest_query(queries: Tensor, documents: Tensor, cu_seqlens_q: Tensor | No
     if torch.is_grad_enabled() and (queries.requires_grad or documents.requires_grad) and cu_seqlens_q.numel() > 1:
         return int(cu_seqlens_q.diff().max())
     return 0
+
+
+def check_scale(scale: object) -> None:
+    """Raise ``ValueError`` unless ``scale`` is a finite number."""
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not -math.inf < scale < math.inf:
+        raise ValueError(f"scale must be a finite Python number, got {scale!r}; multiply queries to learn one.")
+
+
+def check_labels(labels: Tensor | None, n_queries: int, n_documents: int, device: torch.device) -> Tensor:
+    """The document of each query, checked as far as the host can see."""
+    if labels is None:
+        if n_documents < n_queries:
+            raise ValueError(
+                f"documents must be at least as many as queries ({n_queries}) without labels, got {n_documents}."
+            )
+        return torch.arange(n_queries, device=device)
+    check_tensor("labels", labels)
+    check_dtype("labels", labels, (torch.int64,), "use labels.long().")
+    if labels.shape != (n_queries,):
+        raise ValueError(f"labels must have shape [{n_queries}], got {list(labels.shape)}.")
+    if labels.device != device:
+        raise ValueError(f"labels must be on the device of queries ({device}), got {labels.device}; move it there.")
+    if device.type == "cpu" and n_queries and not torch.compiler.is_compiling():
+        low, high = (int(bound) for bound in labels.aminmax())
+        if low < 0 or high >= n_documents:
+            raise ValueError(
+                f"labels must be at least 0 and below the number of documents ({n_documents}), got "
+                f"{low if low < 0 else high}."
+            )
+    return labels

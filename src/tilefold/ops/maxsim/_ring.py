@@ -21,8 +21,9 @@ from torch.autograd.function import once_differentiable
 from tilefold.ops._shared.checks import FLOAT_DTYPES
 from tilefold.ops._shared.library import run
 from tilefold.ops.maxsim import _library, _reference
-from tilefold.ops.maxsim._arguments import Request
+from tilefold.ops.maxsim._arguments import Request, check_labels, check_scale, prepare
 from tilefold.ops.maxsim._problem import Problem, wide_dtype
+from tilefold.ops.maxsim.api import kept_tokens
 
 
 class Part(NamedTuple):
@@ -192,6 +193,45 @@ def mean_over_ranks(total: Tensor, ring: Ring) -> Tensor:
     share = total / sum(part.queries for part in ring.parts)
     mean: Tensor = _SumOverRanks.apply(share, ring)  # type: ignore[no-untyped-call]
     return mean
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def loss_over_ranks(
+    queries: Tensor,
+    documents: Tensor,
+    labels: Tensor | None,
+    scale: float,
+    group: object,
+    options: dict[str, Any],
+) -> Tensor | None:
+    """:func:`tilefold.ops.maxsim_contrastive_loss` over the ranks of ``group``; ``None`` where this rank is alone.
+
+    Compilers leave it out: what the ranks exchange depends on what they hold.
+    """
+    ranks = ranks_of(group)
+    if ranks is None:
+        return None
+    request = error = None
+    try:  # whatever is wrong here, the other ranks must hear of it
+        check_scale(scale)
+        request = prepare(queries, documents, **options)
+        if request.scales is not None:
+            raise TypeError("documents must be a torch.Tensor, got QuantizedTokens; give documents.dequantize().")
+        if not request.empty:
+            _library.check_values(request.problem, request.impl)
+        labels = check_labels(labels, request.shape[0], request.shape[1], request.problem.queries.device)
+    except (TypeError, ValueError, RuntimeError) as caught:
+        request, error = None, caught
+    same = (scale, *(options[name] for name in ("reduction", "mask_mode", "temperature", "normalize")))
+    ring = meet(ranks, request, same, error)
+    if request is None or labels is None:  # meet has raised
+        raise ValueError("arguments must fit on every rank of group.")
+    scores = ring_scores(request.problem, ring, request.impl)
+    if options["reduction"] == "mean" and request.problem.queries.numel():
+        scores = scores / kept_tokens(request.problem)
+    before = sum(part.documents for part in ring.parts[: ring.rank])
+    total = torch.nn.functional.cross_entropy(scale * scores, labels + before, reduction="sum")
+    return mean_over_ranks(total, ring)
 
 
 class _SumOverRanks(torch.autograd.Function):

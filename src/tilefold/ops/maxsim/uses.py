@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.checks import check_dtype, check_tensor
-from tilefold.ops.maxsim._arguments import prepare
-from tilefold.ops.maxsim._library import check_values
-from tilefold.ops.maxsim.api import kept_tokens, maxsim
+from tilefold.ops._shared.checks import check_tensor
+from tilefold.ops.maxsim._arguments import check_labels, check_scale
+from tilefold.ops.maxsim.api import maxsim
 from tilefold.ops.maxsim.quantized import QuantizedTokens
 
 if TYPE_CHECKING:
@@ -145,75 +143,13 @@ def maxsim_contrastive_loss(
         "impl": impl,
     }
     if group is not None:
-        from tilefold.ops.maxsim._ring import ranks_of  # noqa: PLC0415 (needs torch.distributed)
+        from tilefold.ops.maxsim._ring import loss_over_ranks  # noqa: PLC0415 (needs torch.distributed)
 
-        ranks = ranks_of(group)
-        if ranks is not None:
-            return _loss_over_ranks(queries, documents, labels, scale, ranks, options)
-    _check_scale(scale)
+        loss = loss_over_ranks(queries, documents, labels, scale, group, options)
+        if loss is not None:
+            return loss  # type: ignore[no-any-return]
+    check_scale(scale)
     scores = maxsim(queries, documents, **options)
     return torch.nn.functional.cross_entropy(
-        scale * scores, _labels(labels, scores.size(0), scores.size(1), scores.device)
+        scale * scores, check_labels(labels, scores.size(0), scores.size(1), scores.device)
     )
-
-
-def _loss_over_ranks(
-    queries: Tensor,
-    documents: Tensor,
-    labels: Tensor | None,
-    scale: float,
-    ranks: ProcessGroup,
-    options: dict[str, Any],
-) -> Tensor:
-    from tilefold.ops.maxsim._ring import mean_over_ranks, meet, ring_scores  # noqa: PLC0415
-
-    request = error = None
-    try:  # whatever is wrong here, the other ranks must hear of it
-        _check_scale(scale)
-        request = prepare(queries, documents, **options)
-        if request.scales is not None:
-            raise TypeError("documents must be a torch.Tensor, got QuantizedTokens; give documents.dequantize().")
-        if not request.empty:
-            check_values(request.problem, request.impl)
-        labels = _labels(labels, request.shape[0], request.shape[1], request.problem.queries.device)
-    except (TypeError, ValueError, RuntimeError) as caught:
-        request, error = None, caught
-    same = (scale, *(options[name] for name in ("reduction", "mask_mode", "temperature", "normalize")))
-    ring = meet(ranks, request, same, error)
-    if request is None or labels is None:  # meet has raised
-        raise ValueError("arguments must fit on every rank of group.")
-    scores = ring_scores(request.problem, ring, request.impl)
-    if options["reduction"] == "mean" and request.problem.queries.numel():
-        scores = scores / kept_tokens(request.problem)
-    before = sum(part.documents for part in ring.parts[: ring.rank])
-    total = torch.nn.functional.cross_entropy(scale * scores, labels + before, reduction="sum")
-    return mean_over_ranks(total, ring)
-
-
-def _check_scale(scale: object) -> None:
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not -math.inf < scale < math.inf:
-        raise ValueError(f"scale must be a finite Python number, got {scale!r}; multiply queries to learn one.")
-
-
-def _labels(labels: Tensor | None, n_queries: int, n_documents: int, device: torch.device) -> Tensor:
-    """The document of each query, checked as far as the host can see."""
-    if labels is None:
-        if n_documents < n_queries:
-            raise ValueError(
-                f"documents must be at least as many as queries ({n_queries}) without labels, got {n_documents}."
-            )
-        return torch.arange(n_queries, device=device)
-    check_tensor("labels", labels)
-    check_dtype("labels", labels, (torch.int64,), "use labels.long().")
-    if labels.shape != (n_queries,):
-        raise ValueError(f"labels must have shape [{n_queries}], got {list(labels.shape)}.")
-    if labels.device != device:
-        raise ValueError(f"labels must be on the device of queries ({device}), got {labels.device}; move it there.")
-    if device.type == "cpu" and n_queries and not torch.compiler.is_compiling():
-        low, high = (int(bound) for bound in labels.aminmax())
-        if low < 0 or high >= n_documents:
-            raise ValueError(
-                f"labels must be at least 0 and below the number of documents ({n_documents}), got "
-                f"{low if low < 0 else high}."
-            )
-    return labels
