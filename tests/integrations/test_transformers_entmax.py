@@ -16,9 +16,11 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     ModernBertConfig,
+    ModernBertForSequenceClassification,
     ModernBertModel,
     RobertaConfig,
     RobertaModel,
+    StaticCache,
 )
 
 from tilefold.integrations.transformers import learn_alpha, register, set_alpha, unregister
@@ -91,6 +93,56 @@ def test_padding_is_not_attended_to_and_gradients_flow(name: str) -> None:
     assert grads and all(g.isfinite().all() for g in grads)
 
 
+@pytest.mark.parametrize("name", ["bert", "roberta", "modernbert", "gpt2"])
+def test_what_padding_holds_changes_nothing_wherever_it_is(name: str) -> None:
+    made = model(name, entmax_alpha=2.0)
+    tokens, _ = batch()
+    mask = torch.ones(3, 20, dtype=torch.long)
+    mask[0, :7] = 0  # left
+    mask[1, 4:9] = 0  # a hole
+    outputs = []
+    for filler in (5, 7):
+        changed = tokens.clone()
+        changed[mask == 0] = filler
+        outputs.append(output(made, changed, mask)[mask.bool()])
+    assert torch.equal(*outputs) and bool(outputs[0].isfinite().all())
+
+
+def test_cross_attention_takes_the_mask_of_the_encoder() -> None:
+    decoder: dict[str, Any] = {"is_decoder": True, "add_cross_attention": True}
+    stock, mine = model("bert", "eager", **decoder), model("bert", entmax_alpha=1.0, **decoder)
+    mine.load_state_dict(stock.state_dict())
+    tokens, mask = batch()
+    keep = torch.ones(3, 11)
+    keep[1, 5:] = keep[2, :4] = 0
+    states = torch.randn(3, 11, 32, generator=torch.Generator().manual_seed(2))
+    given = {"attention_mask": mask, "encoder_hidden_states": states, "encoder_attention_mask": keep}
+    found, expected = (m(input_ids=tokens, **given).last_hidden_state[mask.bool()] for m in (mine, stock))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_alpha_reaches_models_with_a_head_and_is_not_replaced_by_a_default() -> None:
+    tokens, mask = batch()
+    logits = {}
+    for alpha in (1.5, 2.0):
+        config = model("modernbert", entmax_alpha=alpha).config
+        torch.manual_seed(1)
+        made = ModernBertForSequenceClassification._from_config(config, attn_implementation="entmax").eval()
+        logits[alpha] = made(input_ids=tokens, attention_mask=mask).logits
+    assert not torch.equal(logits[1.5], logits[2.0])
+    set_alpha(made, 1.5)
+    assert torch.equal(made(input_ids=tokens, attention_mask=mask).logits, logits[1.5])
+
+
+def test_models_compile_whole() -> None:
+    made = model("modernbert")
+    tokens, mask = batch()
+    compiled = torch.compile(made, backend="eager", fullgraph=True)
+    kept = mask.bool()
+    torch.testing.assert_close(output(compiled, tokens, mask)[kept], output(made, tokens, mask)[kept])
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("side", ["left", "none"])
 def test_gpt2_generates_the_same_with_and_without_a_cache(side: str) -> None:
     made = model("gpt2")
@@ -124,6 +176,12 @@ def test_what_is_not_supported_is_said() -> None:
     tokens, _ = batch()
     with pytest.raises(ValueError, match=r"attention_mask must be a padding mask \[B, Nk\]"):
         made(input_ids=tokens, attention_mask=torch.ones(3, 1, 20, 20))
+    decoder = model("gpt2")
+    with pytest.raises(ValueError, match="use a dynamic cache"):
+        decoder(input_ids=tokens[:, :4], past_key_values=StaticCache(config=decoder.config, max_cache_len=16))
+    packs = torch.cat([torch.arange(12), torch.arange(8)])[None].expand(3, -1)
+    with pytest.raises(ValueError, match="pass cu_seq_lens_q and cu_seq_lens_k for packed sequences"):
+        decoder(input_ids=tokens, position_ids=packs, use_cache=False)
     with pytest.raises(ValueError, match="must not contain 'flash'"):
         register("flash_entmax")
     unregister()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
 
 from tilefold.integrations.transformers._alpha import layer_alpha
 from tilefold.integrations.transformers._sparsity import Recorder, recorder_of
@@ -60,21 +60,21 @@ def entmax_mask(
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
-    **_: Any,
+    **how: Any,
 ) -> Tensor | None:
     """The ``[B, kv_length]`` padding mask as it is: causality and windows are arguments of the attention itself.
 
     Raises:
         ValueError: for masks that the attention cannot take by its arguments, and for a static cache.
     """
-    if mask_function is not None and not _is_known(mask_function):
+    if mask_function is not None and not _is_known(mask_function, how):
         raise ValueError(
             f"mask_function must be causal, bidirectional or a sliding window for entmax attention, got "
-            f"{getattr(mask_function, '__qualname__', mask_function)}; pass cu_seq_lens_q and cu_seq_lens_k for packed "
+            f"{getattr(mask_function, '__name__', mask_function)}; pass cu_seq_lens_q and cu_seq_lens_k for packed "
             "sequences, or use attn_implementation='sdpa'."
         )
     # queries stand at the end of the keys; a static cache has empty places behind them
-    bidirectional = getattr(mask_function, "__qualname__", "") == "bidirectional_mask_function"
+    bidirectional = mask_function is bidirectional_mask_function
     static = not isinstance(q_offset, int) or q_offset + q_length != kv_offset + kv_length
     if mask_function is not None and not bidirectional and static:
         raise ValueError(
@@ -92,7 +92,13 @@ def entmax_mask(
     return mask
 
 
-def _is_known(function: Callable[..., Any]) -> bool:
+def _is_known(function: Callable[..., Any], how: dict[str, Any]) -> bool:
+    if function is causal_mask_function or function is bidirectional_mask_function:
+        return True
+    if torch.compiler.is_compiling():  # which cannot look into closures; masks of packs and of callers forbid both
+        skips = how.get("allow_is_causal_skip", False) or how.get("allow_is_bidirectional_skip", False)
+        chunked = "chunked_attention" in (getattr(how.get("config"), "layer_types", None) or ())
+        return bool(skips) and not how.get("use_vmap", False) and not chunked
     name = getattr(function, "__qualname__", "")
     if name in _KNOWN_MASKS:
         return True
@@ -100,7 +106,7 @@ def _is_known(function: Callable[..., Any]) -> bool:
         return False
     parts = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     functions = [f for part in parts for f in (part if isinstance(part, (tuple, list)) else (part,))]
-    return bool(functions) and all(_is_known(f) for f in functions)
+    return bool(functions) and all(_is_known(f, how) for f in functions)
 
 
 def entmax_attention_forward(
