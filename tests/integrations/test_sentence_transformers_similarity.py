@@ -294,7 +294,10 @@ def test_on_a_gpu_scores_equal_those_of_the_cpu_and_come_back(name: str, kind: s
     on_device = getattr(multi_vector, name)(a, b, **masks, device="cuda", chunk_elements=16 * 12)
     assert on_device.device.type == "cpu"
     torch.testing.assert_close(on_device, expected, rtol=1e-4, atol=1e-4)
-    if kind != "arrays":
+    if kind == "arrays":  # they follow the other side, as in the stock function
+        rows = [torch.from_numpy(row).cuda() for row in a]
+        assert getattr(multi_vector, name)(rows, b).device.type == "cuda"
+    else:
         a, b = ([row.cuda() for row in side] if isinstance(side, list) else side.cuda() for side in (a, b))
         torch.testing.assert_close(getattr(multi_vector, name)(a, b, **masks).cpu(), expected, rtol=1e-4, atol=1e-4)
 

@@ -48,11 +48,12 @@ class Side:
         if isinstance(embeddings, (list, tuple)):
             self.rows = [token_vectors(name, item) for item in embeddings]
             longest = max((item.size(0) for item in self.rows), default=0)
-            self.device = self.rows[0].device if self.rows else None
+            first = embeddings[0] if embeddings else None
         else:
             self.rows = as_tokens(name, embeddings[None] if embeddings.ndim == 2 else embeddings, 3)
             longest = self.rows.size(1)
-            self.device = self.rows.device
+            first = embeddings
+        self.device = first.device if isinstance(first, Tensor) else None  # arrays follow the other side
         self.mask = (
             None if mask is None else _mask(f"{name.removesuffix('_embeddings')}_mask", mask, self.count, longest)
         )
