@@ -93,6 +93,11 @@ def test_a_base_model_keeps_its_attention_unless_another_is_asked_for(
     assert {"attn_implementation", "entmax_alpha"} & set(config(tmp_path / "softmax")) == set()
 
 
+def test_the_program_names_a_wrong_attention(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert program("train", "--output", str(tmp_path / "m"), "--attention", "sparse") == 2
+    assert "attention must be 'softmax', 'entmax' or None, got 'sparse'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
