@@ -84,7 +84,8 @@ def train(
     how = "already trained" if result.reused else f"trained {result.steps} steps in {result.seconds:.0f} s"
     loss = "" if result.loss is None else f", loss {result.loss:.3f}"
     typer.echo(f"{how}{loss}: {result.model_dir}")
-    typer.echo(f"next: tilefold encode --model {output} --data {data} --output VECTORS")
+    vectors = "TOKENS, then search or evaluate with --rerank TOKENS" if method == "colbert" else "VECTORS"
+    typer.echo(f"next: tilefold encode --model {output} --data {data} --output {vectors}")
 
 
 def _own_values(method: str, own: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:
