@@ -81,7 +81,7 @@ def test_reranking_a_store_gives_the_maxsim_of_the_stored_vectors(tmp_path: Path
     assert {q: pytest.approx(scores, abs=1e-5) for q, scores in in_memory.items()} == found
 
 
-def test_a_mean_is_the_sum_over_the_querys_tokens(tmp_path: Path) -> None:
+def test_a_mean_is_the_sum_over_the_tokens_of_the_query(tmp_path: Path) -> None:
     documents, queries = make([3, 5]), make([4, 2], prefix="q", seed=9)
     run = {query: {"d0": 1.0, "d1": 2.0} for query in queries.ids}
     total, mean = rerank(run, queries, documents), rerank(run, queries, documents, reduction="mean")
