@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
         print(
             f"{row['variant']:>13} beside {row['beside']:<18} nDCG@10 {row['ndcg10']:.4f} {row['difference']:+.5f} "
             f"(standard error {row['standard_error']:.5f}, {row['queries_that_differ']} queries differ), Spearman "
-            f"{row['spearman']:.6f}, same top 10 {row['same_top10']:.4f}, score error {row['score_error']:.1e} {verdict}"
+            f"{row['spearman']:.6f}, same top 10 {row['same_top10']:.4f}, error {row['score_error']:.1e} {verdict}"
         )
     if options.output is not None:
         provenance = collect(torch.device(options.device))
