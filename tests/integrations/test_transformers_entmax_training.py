@@ -147,7 +147,9 @@ def test_learned_alphas_train_under_sentence_transformers_and_go_on_from_a_check
     data = datasets.Dataset.from_dict({"query": texts, "document": [f"how to {text}" for text in texts]})
 
     def run(folder: Path, resume: str | None) -> torch.Tensor:
-        made = SentenceTransformer(modules=[Transformer(str(start)), Pooling(32)], device="cpu")
+        # before 6.2 a trainer needs the flag to load its own checkpoint
+        modules = [Transformer(str(start)), Pooling(32)]
+        made = SentenceTransformer(modules=modules, device="cpu", trust_remote_code=True)
         use_entmax(made, learn=True)
         args = SentenceTransformerTrainingArguments(
             str(folder), max_steps=4, per_device_train_batch_size=3, learning_rate=1e-2, use_cpu=True, seed=0,

@@ -56,7 +56,7 @@ def entmax_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int | Tensor = 0,
+    q_offset: int | Tensor | None = None,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
@@ -76,7 +76,7 @@ def entmax_mask(
     # queries stand at the end of the keys; a static cache has empty places behind them
     bidirectional = mask_function is bidirectional_mask_function
     static = not isinstance(q_offset, int) or q_offset + q_length != kv_offset + kv_length
-    if mask_function is not None and not bidirectional and static:
+    if mask_function is not None and not bidirectional and q_offset is not None and static:
         raise ValueError(
             f"the keys of the cache must end with the {q_length} queries for entmax attention, got {kv_length} keys "
             f"from {kv_offset} and queries from {q_offset}; use a dynamic cache."
