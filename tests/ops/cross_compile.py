@@ -44,10 +44,12 @@ def compile_kernel(
     num_warps: int,
     num_stages: int,
     divisible: frozenset[str] = frozenset(),
+    registers: int | None = None,
 ) -> Compiled:
     """Compile ``kernel`` for ``sm_<capability>``; ``types`` gives the dtype of each run-time argument by name.
 
-    ``divisible`` names the integers, strides for instance, that are multiples of 16 in the calls that matter.
+    ``divisible`` names the integers, strides for instance, that are multiples of 16 in the calls that matter, and
+    ``registers`` caps what a thread may take, as ``maxnreg`` does in a launch.
     """
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     # torch allocations are aligned: the launcher tells the compiler so, and wide loads depend on it
@@ -58,9 +60,8 @@ def compile_kernel(
     }
     source_type = GluonASTSource if kernel.is_gluon() else ASTSource
     source = source_type(kernel, signature, constants, aligned)
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps, "num_stages": num_stages}
-    )
+    options = {"num_warps": num_warps, "num_stages": num_stages} | ({"maxnreg": registers} if registers else {})
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

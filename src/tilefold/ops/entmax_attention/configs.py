@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,86 +10,118 @@ from torch import Tensor
 
 from tilefold.ops._shared.impl import triton_interpreted
 
-BLOCK_INTERPRETED = 16
-RESIDENT_INTERPRETED = 32
-
 
 @dataclass(frozen=True)
 class AttentionConfig:
     """Tiles of the attention kernels.
 
+    ``rows`` and ``keys`` are the granularity of the map of live blocks, the same in every kernel and in backward: they
+    depend on the dtype, the head dimension and the device, on nothing that may change between the two.
+
     Attributes:
-        block: queries and keys of a tile.
-        num_warps: of every kernel.
-        num_stages: of the kernels that walk blocks.
-        dkv_stages: of the kernel with the most accumulators.
+        rows: queries of a tile.
+        keys: keys of a block.
+        num_warps: of the kernels that walk blocks of keys.
+        num_stages: of that of dq.
         precision: ``input_precision`` of fp32 products.
+        resident: the most keys whose scores stay on chip without spills.
+        resident_rows: queries of a tile of that kernel.
+        resident_warps: its warps.
+        dkv_keys: keys of a tile of the kernel of dk and dv, a multiple of ``keys``.
+        dkv_queries: queries that it takes in a step, a divisor of ``rows``.
+        dkv_warps: its warps.
+        dkv_stages: its stages.
+        forward_stages: of the kernels of forward that walk blocks.
+        programs: of the persistent kernel, for each multiprocessor.
+        registers: the most a thread of the kernels of forward may take that hold no second output: two programs of 8
+            warps then share a multiprocessor; ``None`` leaves it to the assembler.
+        resident_simple: ``resident`` of a closed form without causality, window and dropout, which takes less.
     """
 
-    block: int
+    rows: int
+    keys: int
     num_warps: int
     num_stages: int
     precision: str
+    resident: int
+    resident_rows: int
+    resident_warps: int
+    dkv_keys: int
+    dkv_queries: int
+    dkv_warps: int
     dkv_stages: int
+    forward_stages: int = 2
+    programs: int = 2
+    registers: int | None = None
+    resident_simple: int = 0
 
 
-def tile_sizes(dtype: torch.dtype, head_dim: int) -> tuple[int, int]:
-    """Queries of a row tile and keys of a block; the most keys whose scores stay on chip without spills.
-
-    The first is the granularity of the map of live blocks, the same in every kernel and in backward: it depends on
-    nothing that may change between the two. Every tile fits the 99 KB of compute capabilities 8.6, 8.9 and 12.0.
-    """
-    if triton_interpreted():
-        return BLOCK_INTERPRETED, RESIDENT_INTERPRETED
-    if dtype == torch.float32:  # three TF32 products hold every operand twice
-        return (32, 64) if head_dim <= 64 else (16, 32)
-    return (64, 128) if head_dim <= 128 else (32, 64)
+INTERPRETED = AttentionConfig(32, 16, 4, 1, "ieee", 32, 16, 4, 32, 16, 4, 1)
 
 
-def block_size(q: Tensor) -> int:
-    """Queries of a row tile and keys of a block."""
-    return tile_sizes(q.dtype, q.size(-1))[0]
-
-
-def attention_config(dtype: torch.dtype, head_dim: int, device: torch.device, dropout: bool) -> AttentionConfig:
-    """The configuration for ``dtype`` and a head dimension on ``device``; random words take registers too."""
-    if device.type != "cuda" or triton_interpreted():
-        return AttentionConfig(BLOCK_INTERPRETED, 4, 1, "ieee", 1)
-    tf32 = torch.backends.cuda.matmul.allow_tf32
-    config = config_for(dtype, head_dim, tf32, torch.cuda.get_device_capability(device))
-    return replace(config, num_warps=8) if dropout else config
-
-
+@functools.lru_cache(maxsize=256)
 def config_for(dtype: torch.dtype, head_dim: int, tf32: bool, capability: tuple[int, int]) -> AttentionConfig:
-    """The configuration for a compute capability; ``tf32`` allows TF32 products of fp32 input."""
-    block, _ = tile_sizes(dtype, head_dim)
-    if dtype == torch.float32:
-        return AttentionConfig(block, 8 if block > 16 else 4, 1, "tf32" if tf32 else "tf32x3", 1)
-    warps = 4 if head_dim <= 64 and capability == (9, 0) else 8
-    return AttentionConfig(block, warps, 2, "ieee", 2 if capability in ((9, 0), (10, 0), (10, 3)) else 1)
+    """The configuration for a compute capability; ``tf32`` allows TF32 products of fp32 input.
+
+    Every tile fits the 99 KB of shared memory of 8.6, 8.9 and 12.0.
+    """
+    hopper = capability == (9, 0)
+    if dtype == torch.float32:  # three TF32 products hold every operand twice
+        block, warps, resident = (32, 8, 64) if head_dim <= 64 else (16, 4, 32)
+        precision = "tf32" if tf32 else "tf32x3"
+        return AttentionConfig(block, block, warps, 1, precision, resident, block, warps, block, block, warps, 1, 1)
+    if head_dim > 128:
+        return AttentionConfig(32, 32, 8, 2, "ieee", 64, 32, 8, 32, 32, 8, 1)
+    if hopper and head_dim <= 64:
+        return AttentionConfig(64, 64, 4, 2, "ieee", 128, 64, 4, 64, 64, 4, 2, 3, 4, 128, 256)
+    if hopper:
+        return AttentionConfig(128, 64, 8, 2, "ieee", 128, 64, 4, 64, 128, 8, 1, 2, 1)
+    resident = 128 if head_dim <= 64 else 0
+    return AttentionConfig(64, 64, 8, 2, "ieee", resident, 64, 8, 64, 64, 8, 2 if capability[0] == 10 else 1)
 
 
-def span(q: Tensor, longest_k: int, window: int) -> int:
-    """The most keys that a tile of rows can see."""
-    return longest_k if window < 0 else min(longest_k, block_size(q) + 2 * window)
+def attention_config(q: Tensor, dropout: bool = False) -> AttentionConfig:
+    """The configuration for the dtype, head dimension and device of ``q``; random words take registers too."""
+    if q.device.type != "cuda" or triton_interpreted():
+        return INTERPRETED
+    capability = torch.cuda.get_device_capability(q.device)
+    config = config_for(q.dtype, q.size(-1), torch.backends.cuda.matmul.allow_tf32, capability)
+    return replace(config, resident_warps=8) if dropout else config
 
 
-def is_resident(q: Tensor, longest_k: int, window: int) -> bool:
+def span(rows: int, longest_k: int, window: int) -> int:
+    """The most keys that a tile of ``rows`` queries can see."""
+    return longest_k if window < 0 else min(longest_k, rows + 2 * window)
+
+
+def is_simple(constant: float | None, causal: bool, window: int, dropout: bool) -> bool:
+    """Whether scores need few registers: a closed form of a constant alpha (``None`` for a tensor), nothing hidden."""
+    return constant in (1.5, 2.0) and not (causal or window >= 0 or dropout)
+
+
+def is_resident(q: Tensor, longest_k: int, window: int, simple: bool) -> bool:
     """Whether the scores of a tile of rows stay on chip; else live blocks are listed."""
     if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) >= (10, 0):
         return False  # Triton 3.6 fails to build that kernel there
-    return span(q, longest_k, window) <= tile_sizes(q.dtype, q.size(-1))[1]
+    config = attention_config(q)
+    most = max(config.resident, config.resident_simple) if simple else config.resident
+    return span(config.resident_rows, longest_k, window) <= most
 
 
-def row_tiles(q: Tensor, batch: int, packed: bool) -> int:
+def row_tiles(q: Tensor, rows: int, batch: int, packed: bool) -> int:
     """Row tiles of a batch, for packed ones the most there can be."""
-    block = block_size(q)
-    return q.size(0) // block + batch if packed else batch * -(-q.size(2) // block)
+    return q.size(0) // rows + batch if packed else batch * -(-q.size(2) // rows)
 
 
-def live_shape(q: Tensor, batch: int, longest_k: int, packed: bool, window: int) -> tuple[int, int, int]:
+def live_shape(q: Tensor, batch: int, longest_k: int, packed: bool, window: int, simple: bool) -> tuple[int, int, int]:
     """``[H, row tiles, words]`` of the map of live blocks, one bit a block; empty where nothing reads it."""
-    if is_resident(q, longest_k, window):
+    if is_resident(q, longest_k, window, simple):
         return 0, 0, 0
-    blocks = -(-longest_k // block_size(q))
-    return q.size(1), row_tiles(q, batch, packed), -(-blocks // 32)
+    config = attention_config(q)
+    blocks = -(-longest_k // config.keys)
+    return q.size(1), row_tiles(q, config.rows, batch, packed), -(-blocks // 32)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Of the mass of a row; what is left is divided out. 16 bits round the weights themselves by far more."""
+    return 1e-6 if dtype == torch.float32 else 1e-5

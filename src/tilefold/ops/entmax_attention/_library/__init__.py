@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tilefold.ops._shared.checks import dtype_name
 from tilefold.ops._shared.impl import resolve_impl
-from tilefold.ops._shared.library import define_op, forbid_double_backward
+from tilefold.ops._shared.library import define_op, forbid_double_backward, is_plain, run
 from tilefold.ops.entmax_attention import _tiled
 from tilefold.ops.entmax_attention._geometry import Options, stats_shape
-from tilefold.ops.entmax_attention.configs import live_shape
+from tilefold.ops.entmax_attention.configs import is_simple, live_shape
 
 __all__ = ["attention", "chosen_impl"]
 
@@ -124,7 +124,8 @@ def _(
     out = torch.empty_like(q)
     if q.device.type != "meta" and chosen_impl(q, impl) == "triton":
         batch = q.size(0) if cu_q is None else cu_q.size(0) - 1
-        live = live_shape(q, batch, longest_k, cu_q is not None, window)
+        simple = is_simple(None if alpha is not None else constant, causal, window, seed is not None)
+        live = live_shape(q, batch, longest_k, cu_q is not None, window, simple)
         out2 = torch.empty_like(q) if with_gradient else q.new_empty(0)
         return out, out2, stats, q.new_empty(live, dtype=torch.int32)
     return out, q.new_empty(0), stats, q.new_empty(0, dtype=torch.int32)
@@ -210,31 +211,56 @@ def _(
 forbid_double_backward("entmax_attention_backward", "entmax_attention")
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, constant, causal, window, scale, dropout_p, ctx.with_gradient, ctx.longest_k, ctx.impl = inputs
     _, out2, stats, live = output
-    ctx.mark_non_differentiable(out2, stats, live)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, out2, stats, live)
     ctx.options = (constant, causal, window, scale, dropout_p)
 
 
-def _autograd(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    _save(ctx, inputs, output)
+
+
+def _gradients(ctx: Any, dout: Tensor | None, *, registered: bool) -> tuple[Tensor | None, ...]:
     nothing = (None,) * 12
     if dout is None:
         return (None, None, None, None, *nothing)
-    if not ctx.with_gradient:
-        raise RuntimeError(
-            "entmax_attention needs with_gradient=True where a gradient is asked for; call the public function."
-        )
     needs = tuple(ctx.needs_input_grad[:4])
-    grads = torch.ops.tilefold.entmax_attention_backward(
-        dout, *ctx.saved_tensors, *ctx.options, *needs, ctx.longest_k, ctx.impl
-    )
+    arguments = (dout, *ctx.saved_tensors, *ctx.options, *needs, ctx.longest_k, ctx.impl)
+    if registered or torch.is_grad_enabled():  # the registered operator refuses a second derivative
+        grads = torch.ops.tilefold.entmax_attention_backward(*arguments)
+    else:
+        grads = run(_backward, *arguments)
     return (*(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), *nothing)
 
 
+def _autograd(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dout is not None and not ctx.with_gradient:
+        raise RuntimeError(
+            "entmax_attention needs with_gradient=True where a gradient is asked for; call the public function."
+        )
+    return _gradients(ctx, dout, registered=True)
+
+
 torch.library.register_autograd("tilefold::entmax_attention", _autograd, setup_context=_setup_context)
+
+
+class _Attention(torch.autograd.Function):
+    """The registered operator and its gradient without the dispatcher, for plain tensors; see ``is_plain``."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = run(_forward, *inputs)
+        ctx.mark_non_differentiable(output[2])
+        _save(ctx, inputs, output)
+        return output[0], output[2]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, dout, registered=False)
 
 
 def attention(
@@ -252,22 +278,13 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Output and statistics ``[4, B, H, Nq]``; what backward needs is kept only if a gradient can be asked for."""
     with_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, alpha))
-    out, _, stats, _ = torch.ops.tilefold.entmax_attention(
-        q,
-        k,
-        v,
-        alpha,
-        key_mask,
-        cu_q,
-        cu_k,
-        seed,
-        options.constant,
-        options.causal,
-        options.window,
-        options.scale,
-        options.dropout_p,
-        with_gradient,
-        longest_k,
-        impl,
-    )
+    tensors = (q, k, v, alpha, key_mask, cu_q, cu_k, seed)
+    numbers = (options.constant, options.causal, options.window, options.scale, options.dropout_p)
+    arguments = (*tensors, *numbers, with_gradient, longest_k, impl)
+    if not is_plain(*tensors):
+        out, _, stats, _ = torch.ops.tilefold.entmax_attention(*arguments)
+    elif with_gradient:
+        out, stats = _Attention.apply(*arguments)  # type: ignore[no-untyped-call]
+    else:
+        out, _, stats, _ = run(_forward, *arguments)
     return out, stats

@@ -8,11 +8,12 @@ import triton.language as tl
 
 from tilefold.ops._shared._triton.entmax import alpha_terms, inverse_peak, weight_and_slope
 from tilefold.ops.entmax_attention._triton.tiles import (
-    allowed,
     bounds,
     distances,
     dropout_factor,
     exponent,
+    hide,
+    is_edge,
     kept_keys,
     key_range,
     load_rows,
@@ -41,26 +42,28 @@ def key_lists_kernel(live_ptr, list_ptr, count_ptr, tiles, words, blocks):
 @triton.jit(do_not_specialize=["Nk", "Tk", "Nq", "Tq", "B", "tiles_per", "key_tiles_per", "tiles", "words", "most"])
 def query_lists_kernel(
     live_ptr, list_ptr, count_ptr, cu_q_ptr, cu_k_ptr, start_ptr, key_batch_ptr, key_start_ptr,
-    Nq, Nk, Tq, Tk, B, tiles_per, key_tiles_per, tiles, words, most, BLOCK: tl.constexpr, PACKED: tl.constexpr,
+    Nq, Nk, Tq, Tk, B, tiles_per, key_tiles_per, tiles, words, most,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """For a block of keys, the tiles of its sequence's queries that it is live in."""
+    """For a tile of keys, the tiles of its sequence's queries that one of its blocks is live in."""
     key_tile = tl.program_id(0)
     h = tl.program_id(1)
-    b, n0, _, k_len = locate(key_tile, Nk, Tk, key_tiles_per, cu_k_ptr, key_batch_ptr, key_start_ptr, B, BLOCK, PACKED)
+    b, n0, _, k_len = locate(key_tile, Nk, Tk, key_tiles_per, cu_k_ptr, key_batch_ptr, key_start_ptr, B, KEYS, PACKED)
     if n0 < k_len:
         _, q_len = bounds(cu_q_ptr, b, Nq, Tq, PACKED)
         if PACKED:
             first = tl.load(start_ptr + b)
         else:
             first = b * tiles_per
-        block = n0 // BLOCK
-        n_tiles = (q_len + BLOCK - 1) // BLOCK
+        block = n0 // BLOCK_N  # the tile's blocks share a word: their number divides 32
+        n_tiles = (q_len + BLOCK_M - 1) // BLOCK_M
         row = h.to(tl.int64) * tl.num_programs(0) + key_tile
         count = tl.zeros((), tl.int32)
         for t0 in range(0, n_tiles, 128):
             t = t0 + tl.arange(0, 128)
             offs = (h.to(tl.int64) * tiles + first + t) * words + block // 32
-            flags = (tl.load(live_ptr + offs, mask=t < n_tiles, other=0) >> (block % 32)) & 1
+            bits = tl.load(live_ptr + offs, mask=t < n_tiles, other=0) >> (block % 32)
+            flags = ((bits & ((1 << (KEYS // BLOCK_N)) - 1)) != 0).to(tl.int32)
             place = count + tl.cumsum(flags, axis=0) - flags
             tl.store(list_ptr + row * most + place, t, mask=flags > 0)
             count += tl.sum(flags, axis=0)
@@ -99,13 +102,13 @@ def dq_kernel(
     mask_ptr, cu_q_ptr, cu_k_ptr, batch_ptr, start_ptr, seed_ptr,
     sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, so_b, so_h, so_n, sd_b, sd_h, sd_n, sg_b, sg_h, sg_n,
     Nq, Nk, Tq, Tk, B, tiles_per, window, scale, constant, threshold, grown, stat_size, tiles, blocks,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
-    KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-    PACKED: tl.constexpr, DROPOUT: tl.constexpr, LISTS: tl.constexpr, NEED_Q: tl.constexpr, NEED_ALPHA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr, LISTS: tl.constexpr,
+    NEED_Q: tl.constexpr, NEED_ALPHA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    b, m0, q_base, q_len = locate(tile, Nq, Tq, tiles_per, cu_q_ptr, batch_ptr, start_ptr, B, BLOCK, PACKED)
+    b, m0, q_base, q_len = locate(tile, Nq, Tq, tiles_per, cu_q_ptr, batch_ptr, start_ptr, B, BLOCK_M, PACKED)
     if m0 < q_len:
         h = tl.program_id(1)
         k_base, k_len = bounds(cu_k_ptr, b, Nk, Tk, PACKED)
@@ -119,7 +122,7 @@ def dq_kernel(
         if HAS_MASK:
             mask_ptr += b64 * Nk
         e, _ = exponent(alpha_ptr, h, constant, HAS_ALPHA)
-        i = m0 + tl.arange(0, BLOCK)
+        i = m0 + tl.arange(0, BLOCK_M)
         mask_m = i < q_len
         shift = k_len - q_len
         if PACKED:
@@ -133,15 +136,15 @@ def dq_kernel(
         tl.store(delta_ptr + offs, delta, mask=mask_m)
         peak, y = load_stats(stats_ptr, offs, stat_size, mask_m)
         inverse_c = inverse_peak(y, e, KIND)
-        dq = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-        total = tl.zeros((BLOCK,), tl.float32)
-        sum_a = tl.zeros((BLOCK,), tl.float32)
-        sum_b = tl.zeros((BLOCK,), tl.float32)
-        dot_a = tl.zeros((BLOCK,), tl.float32)
-        dot_b = tl.zeros((BLOCK,), tl.float32)
-        low_key, high_key = key_range(m0, tl.minimum(m0 + BLOCK, q_len), shift, k_len, window, CAUSAL, WINDOW)
-        first = low_key // BLOCK
-        count = tl.maximum((high_key + BLOCK - 1) // BLOCK - first, 0)
+        dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        sum_a = tl.zeros((BLOCK_M,), tl.float32)
+        sum_b = tl.zeros((BLOCK_M,), tl.float32)
+        dot_a = tl.zeros((BLOCK_M,), tl.float32)
+        dot_b = tl.zeros((BLOCK_M,), tl.float32)
+        low_key, high_key = key_range(m0, tl.minimum(m0 + BLOCK_M, q_len), shift, k_len, window, CAUSAL, WINDOW)
+        first = low_key // BLOCK_N
+        count = tl.maximum((high_key + BLOCK_N - 1) // BLOCK_N - first, 0)
         if LISTS:
             row = h.to(tl.int64) * tiles + tile
             count = tl.load(count_ptr + row)
@@ -152,13 +155,14 @@ def dq_kernel(
                     block = tl.load(list_ptr + place)
                 else:
                     block = first + place
-                j = block * BLOCK + tl.arange(0, BLOCK)
+                n0 = block * BLOCK_N
+                j = n0 + tl.arange(0, BLOCK_N)
                 s, k, keep = score_tile(
-                    q, k_ptr, mask_ptr, i, j, shift, sk_n, k_len, scale, window,
-                    D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, PRECISION,
+                    q, k_ptr, mask_ptr, m0, i, n0, j, shift, sk_n, k_len, scale, window,
+                    D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
                 )  # fmt: skip
                 v = load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)
-                d = distances(s, peak[:, None], e, KIND)
+                d = distances(s, peak[:, None], scale, e, KIND, EXACT)
                 p, u = weight_and_slope(d, y[:, None], inverse_c[:, None], e, KIND)
                 dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
                 if DROPOUT:
@@ -205,33 +209,33 @@ def dkv_kernel(
     cu_q_ptr, cu_k_ptr, key_batch_ptr, key_start_ptr, seed_ptr,
     sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, sd_b, sd_h, sd_n, sg_b, sg_h, sg_n, sw_b, sw_h, sw_n,
     Nq, Nk, Tq, Tk, B, tiles_per, key_tiles_per, window, scale, constant, threshold, grown, stat_size, most,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
-    KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-    PACKED: tl.constexpr, DROPOUT: tl.constexpr, LISTS: tl.constexpr, NEED_K: tl.constexpr, NEED_V: tl.constexpr,
-    PRECISION: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    KEYS: tl.constexpr, QUERIES: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr,
+    LISTS: tl.constexpr, NEED_K: tl.constexpr, NEED_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     key_tile = tl.program_id(0)
     b, n0, k_base, k_len = locate(
-        key_tile, Nk, Tk, key_tiles_per, cu_k_ptr, key_batch_ptr, key_start_ptr, B, BLOCK, PACKED
+        key_tile, Nk, Tk, key_tiles_per, cu_k_ptr, key_batch_ptr, key_start_ptr, B, KEYS, PACKED
     )
     if n0 < k_len:
         kv = tl.program_id(1)
         q_base, q_len = bounds(cu_q_ptr, b, Nq, Tq, PACKED)
         b64 = b.to(tl.int64)
         kv64 = kv.to(tl.int64)
-        j = n0 + tl.arange(0, BLOCK)
+        j = n0 + tl.arange(0, KEYS)
         mask_n = j < k_len
         keep = mask_n
         if HAS_MASK:
-            keep = kept_keys(mask_ptr + b64 * Nk, j, k_len, HAS_MASK)
+            keep = kept_keys(mask_ptr + b64 * Nk, n0, k_len, KEYS, HAS_MASK)
         k = load_rows(k_ptr + b64 * sk_b + kv64 * sk_h + tl.cast(k_base, tl.int64) * sk_n, j, sk_n, keep, D, BLOCK_D)
         v = load_rows(v_ptr + b64 * sv_b + kv64 * sv_h + tl.cast(k_base, tl.int64) * sv_n, j, sv_n, keep, D, BLOCK_D)
-        dk = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-        dv = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+        dk = tl.zeros((KEYS, BLOCK_D), tl.float32)
+        dv = tl.zeros((KEYS, BLOCK_D), tl.float32)
         shift = k_len - q_len
-        low_row, high_row = query_range(n0, tl.minimum(n0 + BLOCK, k_len), shift, q_len, window, CAUSAL, WINDOW)
-        first = low_row // BLOCK
-        count = tl.maximum((high_row + BLOCK - 1) // BLOCK - first, 0)
+        low_row, high_row = query_range(n0, tl.minimum(n0 + KEYS, k_len), shift, q_len, window, CAUSAL, WINDOW)
+        first = low_row // QUERIES
+        count = tl.maximum((high_row + QUERIES - 1) // QUERIES - first, 0)
         for g in range(GROUP):
             h = kv * GROUP + g
             plane = b * H + h
@@ -244,35 +248,38 @@ def dkv_kernel(
                 to_row = plane.to(tl.int64) * Nq
             row = h.to(tl.int64) * tl.num_programs(0) + key_tile
             if LISTS:
-                count = tl.load(count_ptr + row)
+                count = tl.load(count_ptr + row) * (BLOCK_M // QUERIES)
             for place in range(count):
                 if LISTS:
-                    tile = tl.load(list_ptr + row * most + place)
+                    tile = tl.load(list_ptr + row * most + place // (BLOCK_M // QUERIES))
+                    m0 = tile * BLOCK_M + (place % (BLOCK_M // QUERIES)) * QUERIES
                 else:
-                    tile = first + place
-                i = tile * BLOCK + tl.arange(0, BLOCK)
+                    m0 = (first + place) * QUERIES
+                i = m0 + tl.arange(0, QUERIES)
                 mask_m = i < q_len
                 q = load_rows(qs, i, sq_n, mask_m, D, BLOCK_D)
                 do = load_rows(dos, i, sd_n, mask_m, D, BLOCK_D)
                 peak, y = load_stats(stats_ptr, to_row + i, stat_size, mask_m)
                 delta = tl.load(delta_ptr + to_row + i, mask=mask_m, other=0.0)
-                s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale  # [keys, queries]
-                pairs = keep[:, None]
-                if CAUSAL or WINDOW:
-                    pairs = pairs & allowed(i[None, :], j[:, None], shift, window, CAUSAL, WINDOW)
-                d = distances(tl.where(pairs, s, float("-inf")), peak[None, :], e, KIND)
-                p, u = weight_and_slope(d, y[None, :], inverse_peak(y, e, KIND)[None, :], e, KIND)
+                s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [QUERIES, KEYS]
+                edge = is_edge(m0, n0, shift, k_len, window, QUERIES, KEYS, CAUSAL, WINDOW)
+                s = hide(
+                    s, i[:, None], j[None, :], keep[None, :], edge, shift, scale, window,
+                    CAUSAL, WINDOW, HAS_MASK, EXACT,
+                )  # fmt: skip
+                d = distances(s, peak[:, None], scale, e, KIND, EXACT)
+                p, u = weight_and_slope(d, y[:, None], inverse_peak(y, e, KIND)[:, None], e, KIND)
                 if DROPOUT:
-                    factor = dropout_factor(seed_ptr, i[None, :], j[:, None], plane, threshold, grown)
+                    factor = dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, grown)
                     p *= factor
                 if NEED_V:
-                    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+                    dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION)
                 if NEED_K:
-                    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+                    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
                     if DROPOUT:
                         dp *= factor
-                    ds = u * (dp - delta[None, :])
-                    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+                    ds = u * (dp - delta[:, None])
+                    dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)
         if NEED_K:
             dk_ptr += b64 * sg_b + kv64 * sg_h + tl.cast(k_base, tl.int64) * sg_n
             store_rows(dk_ptr, j, sg_n, mask_n, dk * scale, D, BLOCK_D)

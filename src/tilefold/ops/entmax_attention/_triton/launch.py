@@ -9,25 +9,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared._triton.launch import launch
 from tilefold.ops._shared.entmax_root import kind_of
 from tilefold.ops._shared.philox import dropout_threshold
 from tilefold.ops.entmax_attention._geometry import Options, stats_shape
 from tilefold.ops.entmax_attention._triton.backward import dkv_kernel, dq_kernel, key_lists_kernel, query_lists_kernel
-from tilefold.ops.entmax_attention._triton.forward import output_kernel, resident_kernel, roots_kernel
+from tilefold.ops.entmax_attention._triton.forward import output_kernel, resident_kernel
+from tilefold.ops.entmax_attention._triton.roots import roots_kernel
 from tilefold.ops.entmax_attention.configs import (
     attention_config,
-    block_size,
     is_resident,
+    is_simple,
     live_shape,
     row_tiles,
     span,
+    tolerance,
 )
 
 
 @functools.cache
-def _programs(device: torch.device) -> int:
-    """Programs of the persistent kernel; few where kernels are interpreted."""
-    return 3 if device.type != "cuda" else 2 * torch.cuda.get_device_properties(device).multi_processor_count
+def _processors(device: torch.device) -> int:
+    """Multiprocessors that a persistent kernel fills; few where kernels are interpreted."""
+    return 2 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _is_exact(scale: float) -> bool:
+    """Whether multiplying by ``scale`` never rounds and keeps the order of scores."""
+    return scale > 0 and math.frexp(scale)[0] == 0.5
 
 
 def _power_of_two(n: int, least: int = 16) -> int:
@@ -46,6 +54,12 @@ def _readable(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.size(-1) == 1 else tensor.contiguous()
 
 
+def _room_for(tensor: Tensor) -> Tensor:
+    """A gradient that the kernels can write, with the strides of ``tensor`` where that is possible."""
+    made = torch.empty_like(tensor)
+    return made if made.stride(-1) == 1 else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
 @dataclass(frozen=True)
 class Tiles:
     """How one side of a batch, queries or keys, is cut into tiles.
@@ -62,12 +76,11 @@ class Tiles:
     start: Tensor | None
 
 
-def _tiles(tensor: Tensor, offsets: Tensor | None, batch: int) -> Tiles:
-    block = block_size(tensor)
+def _tiles(tensor: Tensor, block: int, offsets: Tensor | None, batch: int) -> Tiles:
     if offsets is None:
         per = -(-tensor.size(2) // block)
         return Tiles(batch * per, per, None, None)
-    total = row_tiles(tensor, batch, packed=True)
+    total = row_tiles(tensor, block, batch, packed=True)
     ends = ((offsets.diff() + (block - 1)) // block).clamp_(min=0).cumsum(0)
     every = torch.arange(total, device=tensor.device)
     of_tile = torch.searchsorted(ends, every, right=True)
@@ -100,7 +113,10 @@ def _problem(
     cu_k: Tensor | None,
     seed: Tensor | None,
     options: Options,
+    rows: int,
+    columns: int,
 ) -> Problem:
+    """What the kernels of a call are told, for tiles of ``rows`` queries and of ``columns`` keys."""
     packed = cu_q is not None
     cu_q, cu_k = (None if cu is None else cu.to(torch.int32).contiguous() for cu in (cu_q, cu_k))
     batch = q.size(0) if cu_q is None else cu_q.numel() - 1
@@ -126,11 +142,12 @@ def _problem(
         "HAS_MASK": key_mask is not None,
         "PACKED": packed,
         "DROPOUT": seed is not None,
+        "EXACT": _is_exact(options.scale),
     }
     alpha = None if alpha is None else alpha.contiguous()
     return Problem(
-        _tiles(q, cu_q, batch),
-        _tiles(k, cu_k, batch),
+        _tiles(q, rows, cu_q, batch),
+        _tiles(k, columns, cu_k, batch),
         packed,
         batch,
         key_mask,
@@ -159,9 +176,16 @@ def forward(
     out = torch.empty_like(q)
     out2 = torch.empty_like(q) if with_gradient else q.new_empty(0)
     stats = q.new_empty((4, *stats_shape(q, cu_q is not None)), dtype=torch.float32)
-    problem = _problem(q, k, alpha, key_mask, cu_q, cu_k, seed, options)
-    shape = live_shape(q, problem.batch, longest_k, problem.packed, options.window)
-    live = q.new_empty(shape, dtype=torch.int32)
+    config = attention_config(q, seed is not None)
+    simple = is_simple(
+        None if alpha is not None else options.constant, options.causal, options.window, seed is not None
+    )
+    resident = is_resident(q, longest_k, options.window, simple)
+    rows = config.resident_rows if resident else config.rows
+    problem = _problem(q, k, alpha, key_mask, cu_q, cu_k, seed, options, rows, config.keys)
+    live = q.new_empty(
+        live_shape(q, problem.batch, longest_k, problem.packed, options.window, simple), dtype=torch.int32
+    )
     if q.numel() == 0:
         return out, out2, stats, live
     q, k, v = _readable(q), _readable(k), _readable(v)
@@ -169,32 +193,38 @@ def forward(
     target2 = _readable(out2) if with_gradient else out2
     packed = problem.packed
     strides = [*_strides(q, packed), *_strides(k, packed), *_strides(v, packed), *_strides(target, packed)]
-    config = attention_config(q.dtype, q.size(-1), q.device, seed is not None)
     tables = (problem.alpha, problem.mask, *problem.offsets, problem.queries.batch, problem.queries.start, seed)
     sizes = (*problem.sizes, problem.queries.per, *problem.scalars)
-    flags = {**problem.flags, "GRADIENT": with_gradient, "PRECISION": config.precision}
-    if is_resident(q, longest_k, options.window):
-        keys = _power_of_two(span(q, longest_k, options.window))
-        resident_kernel[(problem.queries.total, q.size(1))](
-            q, k, v, target, target2, stats, *tables, *strides, *sizes, BLOCK_M=config.block, BLOCK_N=keys,
-            num_warps=config.num_warps, num_stages=1, **flags,
-        )  # fmt: skip
+    flags = {**problem.flags, "BLOCK_M": rows, "PRECISION": config.precision}
+    most = span(rows, longest_k, options.window)
+    if resident:
+        own = {"BLOCK_N": _power_of_two(most), "GRADIENT": with_gradient, "TOLERANCE": tolerance(q.dtype)}
+        launch(
+            resident_kernel,
+            (problem.queries.total, q.size(1), 1),
+            (q, k, v, target, target2, stats, *tables, *strides, *sizes),
+            {**flags, **own, "num_warps": config.resident_warps, "num_stages": 1},
+        )
     else:
-        blocks = span(q, longest_k, options.window) // config.block + 2
-        tiles, launch = problem.queries.total, {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        programs = min(tiles * q.size(1), _programs(q.device))
-        maxima = q.new_empty((programs, blocks, config.block), dtype=torch.float32)
-        listed = q.new_empty((programs, blocks), dtype=torch.int32)
-        flags["BLOCK"] = config.block
-        roots_kernel[(programs,)](
-            q, k, stats, live, maxima, listed, *tables[:-1], *strides[:6], *sizes, tiles, blocks, live.size(2),
-            **{name: flag for name, flag in flags.items() if name != "GRADIENT"}, **launch,
-        )  # fmt: skip
-        lists, counts = _key_lists(live, longest_k, config.block)
-        output_kernel[(tiles, q.size(1))](
-            q, k, v, target, target2, stats, lists, counts, *tables, *strides, *sizes, tiles, lists.size(2),
-            **flags, **launch,
-        )  # fmt: skip
+        blocks, tiles = most // config.keys + 2, problem.queries.total
+        programs = min(tiles * q.size(1), config.programs * _processors(q.device))
+        maxima = q.new_empty((programs, blocks, rows), dtype=torch.float32)
+        lists = live.new_empty((q.size(1), tiles, blocks))
+        counts = live.new_empty((q.size(1), tiles))
+        flags |= {"BLOCK_N": config.keys, "num_warps": config.num_warps, "num_stages": config.forward_stages}
+        capped = config.registers if flags["KIND"] != "generic" and seed is None else None
+        launch(
+            roots_kernel,
+            (programs, 1, 1),
+            (q, k, stats, live, maxima, lists, counts, *tables[:-1], *strides[:6], *sizes, tiles, blocks, live.size(2)),
+            {**flags, "WIDTH": 16 if blocks <= 18 else 32, "TOLERANCE": tolerance(q.dtype), "maxnreg": capped},
+        )
+        launch(
+            output_kernel,
+            (tiles, q.size(1), 1),
+            (q, k, v, target, target2, stats, lists, counts, *tables, *strides, *sizes, tiles, blocks),
+            {**flags, "GRADIENT": with_gradient, "maxnreg": None if with_gradient else capped},
+        )
     if target is not out:
         out.copy_(target)
         if with_gradient:
@@ -231,31 +261,34 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of q, k, v (in their dtypes) and alpha ``[H]``; ``None`` where not needed."""
     need_q, need_k, need_v, need_alpha = needs
-    dq, dk, dv = (
-        torch.empty_like(t, memory_format=torch.contiguous_format) if n else None
-        for t, n in zip((q, k, v), needs[:3], strict=True)
-    )
+    dq, dk, dv = (_room_for(t) if n else None for t, n in zip((q, k, v), needs[:3], strict=True))
     if q.numel() == 0 or k.numel() == 0:
         zeros = tuple(None if g is None else g.zero_() for g in (dq, dk, dv))
         return (*zeros, q.new_zeros(q.size(1), dtype=torch.float32) if need_alpha else None)  # type: ignore[return-value]
-    problem = _problem(q, k, alpha, key_mask, cu_q, cu_k, seed, options)
+    config = attention_config(q, seed is not None)
+    problem = _problem(q, k, alpha, key_mask, cu_q, cu_k, seed, options, config.rows, config.dkv_keys)
     packed, heads = problem.packed, q.size(1)
     q, k, v, dout, out2 = (_readable(t) for t in (q, k, v, dout, out2))
-    config = attention_config(q.dtype, q.size(-1), q.device, seed is not None)
     delta = torch.empty_like(stats[0])
     dalpha = torch.zeros_like(delta) if need_alpha else None
     lists = live.numel() > 0
-    key_list, key_count = _key_lists(live, longest_k, config.block) if lists else (None, None)
-    shared = {**problem.flags, "BLOCK": config.block, "LISTS": lists, "PRECISION": config.precision}
-    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    key_list, key_count = _key_lists(live, longest_k, config.keys) if lists else (None, None)
+    shared = {**problem.flags, "BLOCK_M": config.rows, "LISTS": lists, "PRECISION": config.precision}
     operands = [*_strides(q, packed), *_strides(k, packed), *_strides(v, packed)]
     queries, keys = problem.queries, problem.keys
-    dq_kernel[(queries.total, heads)](
-        q, k, v, dout, out2, dq, delta, dalpha, stats, key_list, key_count, problem.alpha, problem.mask,
-        *problem.offsets, queries.batch, queries.start, seed,
-        *operands, *_strides(out2, packed), *_strides(dout, packed), *_strides(q if dq is None else dq, packed),
-        *problem.sizes, queries.per, *problem.scalars, queries.total, 0 if key_list is None else key_list.size(2),
-        NEED_Q=need_q, NEED_ALPHA=need_alpha, **shared, **launch,
+    sizes = (*problem.sizes, queries.per)
+    launch(
+        dq_kernel,
+        (queries.total, heads, 1),
+        (
+            q, k, v, dout, out2, dq, delta, dalpha, stats, key_list, key_count, problem.alpha, problem.mask,
+            *problem.offsets, queries.batch, queries.start, seed,
+            *operands, *_strides(out2, packed), *_strides(dout, packed), *_strides(q if dq is None else dq, packed),
+            *sizes, *problem.scalars, queries.total, 0 if key_list is None else key_list.size(2),
+        ),
+        shared
+        | {"BLOCK_N": config.keys, "NEED_Q": need_q, "NEED_ALPHA": need_alpha}
+        | {"num_warps": config.num_warps, "num_stages": config.num_stages},
     )  # fmt: skip
     if need_k or need_v:
         most = queries.per if not packed else queries.total
@@ -263,18 +296,28 @@ def backward(
         if lists:
             query_list = live.new_empty((heads, keys.total, most))
             query_count = live.new_empty((heads, keys.total))
-            query_lists_kernel[(keys.total, heads)](
-                live, query_list, query_count, *problem.offsets, queries.start, keys.batch, keys.start,
-                *problem.sizes, queries.per, keys.per, queries.total, live.size(2), most,
-                BLOCK=config.block, PACKED=packed,
+            blocks = {"BLOCK_M": config.rows, "BLOCK_N": config.keys, "KEYS": config.dkv_keys, "PACKED": packed}
+            launch(
+                query_lists_kernel,
+                (keys.total, heads, 1),
+                (
+                    live, query_list, query_count, *problem.offsets, queries.start, keys.batch, keys.start,
+                    *sizes, keys.per, queries.total, live.size(2), most,
+                ),
+                blocks | {"num_warps": 4, "num_stages": 1},
             )  # fmt: skip
-        dkv_kernel[(keys.total, k.size(1))](
-            q, k, v, dout, dk, dv, delta, stats, query_list, query_count, problem.alpha, problem.mask,
-            *problem.offsets, keys.batch, keys.start, seed,
-            *operands, *_strides(dout, packed), *_strides(k if dk is None else dk, packed),
-            *_strides(v if dv is None else dv, packed),
-            *problem.sizes, queries.per, keys.per, *problem.scalars, most,
-            NEED_K=need_k, NEED_V=need_v, **shared, num_warps=config.num_warps, num_stages=config.dkv_stages,
+        launch(
+            dkv_kernel,
+            (keys.total, k.size(1), 1),
+            (
+                q, k, v, dout, dk, dv, delta, stats, query_list, query_count, problem.alpha, problem.mask,
+                *problem.offsets, keys.batch, keys.start, seed,
+                *operands, *_strides(dout, packed), *_strides(k if dk is None else dk, packed),
+                *_strides(v if dv is None else dv, packed), *sizes, keys.per, *problem.scalars, most,
+            ),
+            shared
+            | {"KEYS": config.dkv_keys, "QUERIES": config.dkv_queries, "NEED_K": need_k, "NEED_V": need_v}
+            | {"num_warps": config.dkv_warps, "num_stages": config.dkv_stages},
         )  # fmt: skip
     return dq, dk, dv, None if dalpha is None else dalpha.sum(dim=(0, 2))
 
@@ -284,5 +327,6 @@ def _key_lists(live: Tensor, longest_k: int, block: int) -> tuple[Tensor, Tensor
     heads, tiles, words = live.shape
     blocks = -(-longest_k // block)
     listed, count = live.new_empty((heads, tiles, blocks)), live.new_empty((heads, tiles))
-    key_lists_kernel[(tiles, heads)](live, listed, count, tiles, words, blocks, num_warps=1)
+    arguments = (live, listed, count, tiles, words, blocks)
+    launch(key_lists_kernel, (tiles, heads, 1), arguments, {"num_warps": 1, "num_stages": 1})
     return listed, count

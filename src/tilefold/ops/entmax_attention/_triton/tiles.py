@@ -84,10 +84,12 @@ def store_rows(ptr, rows, stride, keep, value, D: tl.constexpr, BLOCK_D: tl.cons
 
 
 @triton.jit
-def kept_keys(mask_ptr, j, k_len, HAS_MASK: tl.constexpr):
-    keep = j < k_len
+def kept_keys(mask_ptr, n0, k_len, KEYS: tl.constexpr, HAS_MASK: tl.constexpr):
+    """Which of the keys ``[n0, n0 + KEYS)`` are there."""
+    lane = tl.arange(0, KEYS)
+    keep = lane < k_len - n0  # compilers make a counter of blocks 64 bits wide: one subtraction spares every comparison
     if HAS_MASK:
-        keep = keep & (tl.load(mask_ptr + j, mask=keep, other=0) != 0)
+        keep = keep & (tl.load(mask_ptr + n0 + lane, mask=keep, other=0) != 0)
     return keep
 
 
@@ -104,24 +106,71 @@ def allowed(i, j, shift, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def score_tile(
-    q, k_ptr, mask_ptr, i, j, shift, stride_k, k_len, scale, window,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr,
+def is_edge(
+    m0, n0, shift, k_len, window, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
 ):  # fmt: skip
-    """Scaled scores of the queries i and keys j, ``-inf`` where they may not meet, and which keys are there."""
-    keep = kept_keys(mask_ptr, j, k_len, HAS_MASK)
-    k = load_rows(k_ptr, j, stride_k, keep, D, BLOCK_D)  # [BLOCK_N, BLOCK_D]
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_N]
-    pairs = keep[None, :]
-    if CAUSAL or WINDOW:
-        pairs = pairs & allowed(i[:, None], j[None, :], shift, window, CAUSAL, WINDOW)
-    return tl.where(pairs, s, float("-inf")), k, keep
+    """Whether one of the queries ``[m0, m0 + ROWS)`` may not see one of the keys ``[n0, n0 + KEYS)``."""
+    edge = k_len - n0 < KEYS
+    if CAUSAL:
+        edge = edge | (n0 + KEYS - 1 > m0 + shift)
+    if WINDOW:
+        edge = edge | (n0 + KEYS - 1 > m0 + shift + window) | (n0 < m0 + ROWS - 1 + shift - window)
+    return edge
 
 
 @triton.jit
-def distances(s, peak, e, KIND: tl.constexpr):
-    d = peak - s
+def hide(s, i, j, keep, edge, shift, scale, window,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Products as the kernels compare them, ``-inf`` where i and j may not meet; ``i``, ``j``, ``keep`` broadcast.
+
+    A positive power of two as scale (``EXACT``) is left to :func:`distances`: multiplying by it never rounds, so that a
+    compiler may join it with a subtraction in one kernel and not in another. Any other is multiplied here, and the
+    selection keeps the product apart. Blocks that hide nothing skip the selection.
+    """
+    if EXACT and not HAS_MASK:
+        if edge:
+            pairs = keep
+            if CAUSAL or WINDOW:
+                pairs = pairs & allowed(i, j, shift, window, CAUSAL, WINDOW)
+            s = tl.where(pairs, s, float("-inf"))
+        return s
+    else:
+        pairs = keep
+        if CAUSAL or WINDOW:
+            pairs = pairs & allowed(i, j, shift, window, CAUSAL, WINDOW)
+        if not EXACT:
+            s *= scale
+        return tl.where(pairs, s, float("-inf"))
+
+
+@triton.jit
+def score_tile(
+    q, k_ptr, mask_ptr, m0, i, n0, j, shift, stride_k, k_len, scale, window,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Products of the queries i and keys j as :func:`hide` leaves them, the keys, and which of them are there."""
+    keep = kept_keys(mask_ptr, n0, k_len, j.shape[0], HAS_MASK)
+    k = load_rows(k_ptr, j, stride_k, keep, D, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    edge = is_edge(m0, n0, shift, k_len, window, i.shape[0], j.shape[0], CAUSAL, WINDOW)
+    s = hide(s, i[:, None], j[None, :], keep[None, :], edge, shift, scale, window, CAUSAL, WINDOW, HAS_MASK, EXACT)
+    return s, k, keep
+
+
+@triton.jit
+def scaled(s, scale, EXACT: tl.constexpr):
+    """Scores, of what :func:`hide` left."""
+    if EXACT:
+        s *= scale
+    return s
+
+
+@triton.jit
+def distances(s, peak, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
+    """How far scores lie below the peak of their row, times e for the closed forms."""
+    d = peak - scaled(s, scale, EXACT)
     if (KIND == "square") | (KIND == "linear"):
         d *= e
     return d

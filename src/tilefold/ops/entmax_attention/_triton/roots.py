@@ -1,0 +1,243 @@
+"""Roots of long rows, by blocks of keys, and the map of the blocks that are live.
+
+A first pass over the keys leaves every row's maximum, and its maximum in every block, in scratch. The root of those
+block maxima alone is, by the subset lemma, no smaller than the row's: a block none of whose rows has a maximum inside
+that bound holds nothing but zeros. The root is then found on the blocks that are left, and the list is cut down once
+more by the root itself, with the same comparison that makes a weight positive.
+"""
+
+import inspect
+
+import triton
+import triton.language as tl
+
+from tilefold.ops._shared._triton.activation import nan_max
+from tilefold.ops._shared._triton.entmax import MOST_EVALUATIONS, inverse_peak, row_peak, row_sums
+from tilefold.ops.entmax_attention._triton.rows import LANES, add_terms, improve, start_row, subset_step, widen
+from tilefold.ops.entmax_attention._triton.tiles import (
+    alive,
+    bounds,
+    distances,
+    exponent,
+    key_range,
+    load_rows,
+    locate,
+    scaled,
+    score_tile,
+)
+
+# What is the same for every item is cheap to make again, and would fill the registers from item to item. Triton 3.5.
+CAN_STOP_HOISTING = tl.constexpr("disable_licm" in inspect.signature(tl.range.__init__).parameters)
+SUBSET_STEPS = tl.constexpr(4)  # of Newton on block maxima: each is a safe bound, the fourth a sharp one
+
+
+@triton.jit
+def block_distances(
+    maxima_ptr, block, low_block, high_block, peak, e, BLOCK_M: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """Of the maxima, scaled already, of every row in some blocks, ``[BLOCK_M, blocks]``."""
+    inside = (block >= low_block) & (block < high_block)
+    offs = (block - low_block).to(tl.int64)[None, :] * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    best = tl.load(maxima_ptr + offs, mask=inside[None, :], other=float("-inf"))
+    return distances(best, peak[:, None], 1.0, e, KIND, False)
+
+
+@triton.jit
+def live_flags(
+    maxima_ptr, word, low_block, high_block, peak, y, inverse_c, e, idle, BLOCK_M: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """Which of the 32 blocks of a word some row's weights may be positive in, ``[32]`` int32."""
+    block = word * 32 + tl.arange(0, 32)
+    d = block_distances(maxima_ptr, block, low_block, high_block, peak, e, BLOCK_M, KIND)
+    live = alive(d, y[:, None], inverse_c[:, None], e, KIND) & ~idle[:, None]
+    return tl.max(live.to(tl.int32), axis=0), block
+
+
+@triton.jit
+def list_live(
+    maxima_ptr, list_ptr, live_ptr, low_block, high_block, words, peak, y, e, idle,
+    BLOCK_M: tl.constexpr, KIND: tl.constexpr, WRITE_MAP: tl.constexpr,
+):  # fmt: skip
+    """List the live blocks and return how many there are; ``WRITE_MAP`` also writes the row of the map."""
+    inverse_c = inverse_peak(y, e, KIND)
+    count = low_block * 0
+    first = low_block // 32
+    last = (high_block + 31) // 32
+    if WRITE_MAP:
+        first = first * 0
+        last = words
+    for word in range(first, last):
+        flags, block = live_flags(maxima_ptr, word, low_block, high_block, peak, y, inverse_c, e, idle, BLOCK_M, KIND)
+        place = count + tl.cumsum(flags, axis=0) - flags
+        tl.store(list_ptr + place, block, mask=flags > 0)
+        count += tl.sum(flags, axis=0)
+        if WRITE_MAP:
+            tl.store(live_ptr + word, tl.sum(flags << tl.arange(0, 32), axis=0))
+    return count
+
+
+@triton.jit
+def subset_bound(
+    maxima_ptr, low_block, high_block, peak, high, e, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """A root that is no smaller than the row's: Newton's, from above, on the block maxima alone."""
+    y = high
+    for _step in range(SUBSET_STEPS):
+        inverse_c = inverse_peak(y, e, KIND)
+        f = tl.zeros_like(y)
+        u = tl.zeros_like(y)
+        for first in range(low_block, high_block, WIDTH):
+            block = first + tl.arange(0, WIDTH)
+            d = block_distances(maxima_ptr, block, low_block, high_block, peak, e, BLOCK_M, KIND)
+            tile_f, tile_u, _tile_q = row_sums(d, y[:, None], inverse_c[:, None], e, KIND)
+            f += tile_f
+            u += tile_u
+        y = subset_step(y, f, u, e, KIND)
+    return widen(y, high, KIND)
+
+
+@triton.jit
+def tile_roots(
+    item, q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr, cu_q_ptr, cu_k_ptr,
+    batch_ptr, start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, Nq, Nk, Tq, Tk, B, tiles_per, window, scale, constant,
+    stat_size, tiles, blocks, words, H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
+    TOLERANCE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Peak and root of the rows of one tile, its list of live blocks and its row of the map."""
+    h = item // tiles
+    tile = tiles - 1 - item % tiles  # under causal attention the last tiles have most to do
+    b, m0, q_base, q_len = locate(tile, Nq, Tq, tiles_per, cu_q_ptr, batch_ptr, start_ptr, B, BLOCK_M, PACKED)
+    if m0 < q_len:
+        k_base, k_len = bounds(cu_k_ptr, b, Nk, Tk, PACKED)
+        plane = b * H + h
+        b64 = b.to(tl.int64)
+        qs = q_ptr + b64 * sq_b + h.to(tl.int64) * sq_h + tl.cast(q_base, tl.int64) * sq_n
+        ks = k_ptr + b64 * sk_b + (h // GROUP).to(tl.int64) * sk_h + tl.cast(k_base, tl.int64) * sk_n
+        keys_kept = mask_ptr
+        if HAS_MASK:
+            keys_kept = mask_ptr + b64 * Nk
+        e, given = exponent(alpha_ptr, h, constant, HAS_ALPHA)
+        i = m0 + tl.arange(0, BLOCK_M)
+        mask_m = i < q_len
+        shift = k_len - q_len
+        low_key, high_key = key_range(m0, tl.minimum(m0 + BLOCK_M, q_len), shift, k_len, window, CAUSAL, WINDOW)
+        low_block = low_key // BLOCK_N
+        high_block = tl.minimum((high_key + BLOCK_N - 1) // BLOCK_N, low_block + blocks)
+        high_block = tl.maximum(high_block, low_block)
+        q = load_rows(qs, i, sq_n, mask_m, D, BLOCK_D)
+
+        best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        for block in range(low_block, high_block):
+            n0 = block * BLOCK_N
+            s, _, _ = score_tile(
+                q, ks, keys_kept, m0, i, n0, n0 + tl.arange(0, BLOCK_N), shift, sk_n, k_len, scale, window,
+                D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
+            )  # fmt: skip
+            tile_best = scaled(row_peak(s), scale, EXACT)
+            tl.store(maxima_ptr + (block - low_block) * BLOCK_M + tl.arange(0, BLOCK_M), tile_best)
+            best = nan_max(best, tile_best)
+        tl.debug_barrier()  # other threads of the program read what was stored
+
+        keys = tl.minimum(high_key, high_block * BLOCK_N) - low_key
+        peak, broken, empty, low, high = start_row(best, e, given, keys, KIND)
+        idle = broken | empty | ~mask_m
+        y = high
+        if KIND != "softmax":
+            y = subset_bound(maxima_ptr, low_block, high_block, peak, high, e, BLOCK_M, WIDTH, KIND)
+            y = tl.where(idle, high, tl.maximum(y, low))
+        high = y
+        row = h.to(tl.int64) * tiles + tile
+        listed = list_ptr + row * blocks
+        count = list_live(
+            maxima_ptr, listed, live_ptr, low_block, high_block, words, peak, y, e, idle, BLOCK_M, KIND, False
+        )
+        tl.debug_barrier()
+
+        before = tl.zeros_like(peak) + float("inf")
+        few = tl.zeros_like(peak)
+        many = few + keys
+        found = idle
+        evaluation = 0
+        while evaluation < MOST_EVALUATIONS:
+            inverse_c = inverse_peak(y, e, KIND)
+            f = tl.zeros((BLOCK_M, LANES), tl.float32)
+            u = tl.zeros((BLOCK_M, LANES), tl.float32)
+            n = tl.zeros((BLOCK_M, LANES), tl.float32)
+            for place in range(count):
+                n0 = tl.load(listed + place) * BLOCK_N
+                s, _, _ = score_tile(
+                    q, ks, keys_kept, m0, i, n0, n0 + tl.arange(0, BLOCK_N), shift, sk_n, k_len, scale, window,
+                    D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
+                )  # fmt: skip
+                d = distances(s, peak[:, None], scale, e, KIND, EXACT)
+                f, u, n = add_terms(d, y, inverse_c, e, f, u, n, KIND)
+            y, low, high, few, many, before, found = improve(
+                y, tl.sum(f, axis=1), tl.sum(u, axis=1), tl.sum(n, axis=1), low, high, few, many, before, found, e,
+                KIND, TOLERANCE,
+            )  # fmt: skip
+            evaluation = tl.where(tl.min(found.to(tl.int32), axis=0) > 0, MOST_EVALUATIONS, evaluation + 1)
+
+        tl.debug_barrier()
+        count = list_live(
+            maxima_ptr, listed, live_ptr + row * words, low_block, high_block, words, peak, y, e, idle,
+            BLOCK_M, KIND, True,
+        )  # fmt: skip
+        tl.store(count_ptr + row, count)
+        if PACKED:
+            offs = h.to(tl.int64) * Tq + q_base + i
+        else:
+            offs = plane.to(tl.int64) * Nq + i
+        tl.store(stats_ptr + offs, tl.where(empty, float("-inf"), peak), mask=mask_m)
+        tl.store(stats_ptr + stat_size + offs, tl.where(broken, float("nan"), y), mask=mask_m)
+        tl.debug_barrier()  # the next item overwrites the scratch
+
+
+@triton.jit(
+    do_not_specialize=[
+        "Nq",
+        "Nk",
+        "Tq",
+        "Tk",
+        "B",
+        "tiles_per",
+        "window",
+        "scale",
+        "constant",
+        "threshold",
+        "grown",
+        "stat_size",
+        "tiles",
+        "blocks",
+        "words",
+    ]
+)
+def roots_kernel(
+    q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr, cu_q_ptr, cu_k_ptr,
+    batch_ptr, start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
+    Nq, Nk, Tq, Tk, B, tiles_per, window, scale, constant, threshold, grown, stat_size, tiles, blocks, words,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr,
+    TOLERANCE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Peak and root of every row, and the map and list of live blocks. A program keeps its scratch of maxima."""
+    program = tl.program_id(0)
+    maxima_ptr += program.to(tl.int64) * blocks * BLOCK_M
+    if CAN_STOP_HOISTING:
+        for item in tl.range(program, tiles * H, tl.num_programs(0), disable_licm=True):
+            tile_roots(
+                item, q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr,
+                cu_q_ptr, cu_k_ptr, batch_ptr, start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, Nq, Nk, Tq, Tk, B,
+                tiles_per, window, scale, constant, stat_size, tiles, blocks, words, H, GROUP, D, BLOCK_D, BLOCK_M,
+                BLOCK_N, WIDTH, KIND, HAS_ALPHA, CAUSAL, WINDOW, HAS_MASK, PACKED, EXACT, TOLERANCE, PRECISION,
+            )  # fmt: skip
+    else:
+        for item in range(program, tiles * H, tl.num_programs(0)):
+            tile_roots(
+                item, q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr,
+                cu_q_ptr, cu_k_ptr, batch_ptr, start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, Nq, Nk, Tq, Tk, B,
+                tiles_per, window, scale, constant, stat_size, tiles, blocks, words, H, GROUP, D, BLOCK_D, BLOCK_M,
+                BLOCK_N, WIDTH, KIND, HAS_ALPHA, CAUSAL, WINDOW, HAS_MASK, PACKED, EXACT, TOLERANCE, PRECISION,
+            )  # fmt: skip

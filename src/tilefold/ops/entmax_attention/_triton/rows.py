@@ -1,0 +1,112 @@
+"""Sums and maxima of rows that one thread keeps to itself, and the step of a row's root that proves itself."""
+
+import triton
+import triton.language as tl
+
+from tilefold.ops._shared._triton.activation import nan_max
+from tilefold.ops._shared._triton.entmax import INTERPRETED, bracket, next_root, row_terms
+
+# In the layout of a product a thread holds pairs of columns, 8 apart: along them nothing is exchanged between threads.
+LANES = tl.constexpr(8)
+
+
+@triton.jit
+def by_lanes(x):
+    return tl.reshape(x, (x.shape[0], x.shape[1] // LANES, LANES))
+
+
+@triton.jit
+def lane_sums(x):
+    """``[rows, columns]`` -> ``[rows, LANES]``."""
+    return tl.sum(by_lanes(x), axis=1)
+
+
+@triton.jit
+def lane_peaks(s):
+    """Maxima, ``[rows, columns]`` -> ``[rows, LANES]``; NaN where there is one."""
+    s = by_lanes(s)
+    if INTERPRETED:
+        broken = s != s
+        return tl.where(
+            tl.sum(broken.to(tl.int32), axis=1) > 0, float("nan"), tl.max(tl.where(broken, float("-inf"), s), axis=1)
+        )
+    else:
+        return tl.reduce(s, 1, nan_max)
+
+
+@triton.jit
+def add_terms(d, y, inverse_c, e, f, u, n, KIND: tl.constexpr):
+    """Add the terms of F, U and Q of a tile of distances to ``[rows, LANES]`` sums."""
+    tile_f, tile_u, tile_n = row_terms(d, y[:, None], inverse_c[:, None], e, KIND)
+    f += lane_sums(tile_f)
+    if KIND == "softmax":
+        return f, f, f
+    else:
+        u += lane_sums(tile_u)
+        if KIND == "linear":
+            return f, u, u
+        else:
+            n += lane_sums(tile_n)
+            return f, u, n
+
+
+@triton.jit
+def start_row(best, e, given, keys, KIND: tl.constexpr):
+    """What rows begin with: ``(peak, broken, empty, low, high)``."""
+    alphas = tl.zeros_like(best) + given
+    broken = (best != best) | (best == float("inf")) | (alphas < 0) | (alphas > 1) | (alphas != alphas)
+    empty = (best == float("-inf")) & ~broken
+    peak = tl.where(broken | empty, 0.0, best)
+    low, high = bracket(tl.zeros_like(peak) + tl.maximum(keys, 1), e, KIND)
+    return peak, broken, empty, low, high
+
+
+@triton.jit
+def subset_step(y, f, u, e, KIND: tl.constexpr):
+    """One of Newton's from above, on a part of the row: what it leads to is no smaller than the row's root."""
+    f = tl.maximum(f, 1.0)  # below only by rounding
+    none = tl.zeros_like(y)
+    new, _low, _high, _residual, _found = next_root(
+        y, f, u, u * u / f, none - float("inf"), y, none + float("inf"), none > 0, e, KIND
+    )
+    return tl.minimum(y, new)
+
+
+@triton.jit
+def widen(y, high, KIND: tl.constexpr):
+    """Rounding must not make a bound unsafe."""
+    if (KIND == "square") | (KIND == "linear"):
+        return tl.minimum(y * (1 + 1e-5), high)
+    else:
+        return tl.minimum(y + 1e-5, high)
+
+
+@triton.jit
+def improve(y, f, u, n, low, high, few, many, before, found, e, KIND: tl.constexpr, TOLERANCE: tl.constexpr):
+    """A safeguarded step of every row's root after an evaluation at ``y``, and whether anything is left to do.
+
+    For alpha = 1.5 the mass on a known support is a quadratic, ``f - 2 u t + n t^2`` a step of ``t`` down: the step
+    solves it. Entries that the step drops, or takes in, lie within ``t`` of the new root, so each changes the mass by
+    ``t^2`` at most, and the supports at both ends of the bracket, ``few`` and ``many``, bound their number. Where that
+    is less than the tolerance, nothing is left to evaluate.
+    """
+    if KIND == "square":
+        residual = tl.abs(f - 1)
+        low = tl.where(f <= 1, y, low)
+        few = tl.where(f <= 1, n, few)
+        high = tl.where(f >= 1, y, high)
+        many = tl.where(f >= 1, n, many)
+        inside = u * u - n * (f - 1)
+        newton = (1 - tl.rsqrt(tl.maximum(f, 1e-30))) * f / tl.maximum(u, 1e-30)
+        exact = (f - 1) / tl.maximum(u + tl.sqrt(tl.maximum(inside, 0.0)), 1e-30)
+        step = y - tl.where(inside > 0, exact, newton)
+        good = (step >= low - 1e-5) & (step <= high + 1e-5) & (residual <= 0.5 * before)
+        new = tl.where(good, tl.minimum(tl.maximum(step, low), high), 0.5 * (low + high))
+        t = y - new
+        left = tl.abs(f - 1 - t * (2 * u - n * t)) + tl.where(t > 0, n - few, many - n) * (t * t)
+        stay = found | (residual <= TOLERANCE)
+        found = stay | (left <= TOLERANCE) | (tl.abs(t) <= 1.2e-7 * y)
+        return tl.where(stay, y, new), low, high, few, many, residual, found
+    else:
+        y, low, high, residual, found = next_root(y, f, u, n, low, high, before, found, e, KIND)
+        return y, low, high, few, many, residual, found
