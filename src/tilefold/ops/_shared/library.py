@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def define_op(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -47,7 +47,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
-        and all(tensor is None or (type(tensor) in _PLAIN and not tensor.is_meta) for tensor in tensors)
+        and all(tensor is None or (type(tensor) in PLAIN and not tensor.is_meta) for tensor in tensors)
     )
 
 

@@ -77,7 +77,7 @@ def prepare(
     scales = None
     if seen is not None:
         if isinstance(documents, QuantizedTokens):
-            scales, documents = documents.scales.reshape(-1), documents.values
+            scales, documents = documents.scales.reshape(-1).contiguous(), documents.values
         rest = (cu_seqlens_q, cu_seqlens_d, seen.mode, mask_mode, temperature, normalize)
         problem = _problem(queries, documents, query_mask, document_mask, None, *rest)
         problem.plans = seen.plans
@@ -176,14 +176,15 @@ def _signature(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any,
         if tensor is None:
             facts.append(None)
             continue
+        rows = tensor
         if isinstance(tensor, QuantizedTokens):
             if torch.is_grad_enabled() and tensors[0].requires_grad:
                 return None
             facts.append("quantized")
-            tensor = tensor.values
-        if type(tensor) not in PLAIN or not tensor.is_cuda:
+            rows = tensor.values
+        if type(rows) not in PLAIN or not rows.is_cuda:
             return None
-        facts += (tensor.shape, tensor.dtype, tensor.get_device())
+        facts += (rows.shape, rows.dtype, rows.get_device())
     try:
         hash(options)
     except TypeError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -71,6 +72,7 @@ def check_values_of(problem: Problem, n_queries: int, n_documents: int) -> None:
             )
 
 
+@functools.cache
 def _implementation(impl: str) -> ModuleType:
     if impl == "tiled":
         from tilefold.ops.maxsim import _tiled  # noqa: PLC0415
@@ -167,20 +169,30 @@ def saved_problem(ctx: Any) -> tuple[list[Tensor], list[Any]]:
 
 
 def gradients(
-    dscores: Tensor, saved: Tensor, arguments: list[Any], needs: tuple[bool, bool], impl: str, *, registered: bool
+    dscores: Tensor,
+    saved: Tensor,
+    arguments: list[Any],
+    needs: tuple[bool, bool],
+    impl: str,
+    *,
+    registered: bool,
+    plans: dict[Any, Any] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of queries and documents, ``None`` where not needed."""
-    if registered or torch.is_grad_enabled():  # the registered operator refuses a second derivative
-        grads = torch.ops.tilefold.maxsim_backward(dscores, saved, *arguments, *needs, impl)
-    else:
-        grads = run(_maxsim_backward, dscores, saved, *arguments, *needs, impl)
+    if not registered and not torch.is_grad_enabled():
+        problem = Problem(*arguments)
+        problem.plans = plans
+        impl = chosen_impl(problem.queries, impl)
+        return run(compute_gradients, dscores, saved, problem, *needs, impl)  # type: ignore[no-any-return]
+    # the registered operator refuses a second derivative
+    grads = torch.ops.tilefold.maxsim_backward(dscores, saved, *arguments, *needs, impl)
     dqueries, ddocuments = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
     return dqueries, ddocuments
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     save_problem(ctx, inputs, output[1])
-    ctx.with_saved, ctx.impl = inputs[PROBLEM_ARGUMENTS:]
+    ctx.with_saved, ctx.impl, *_ = inputs[PROBLEM_ARGUMENTS:]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -193,7 +205,9 @@ def _gradients(ctx: Any, dscores: Tensor | None, *, registered: bool) -> tuple[T
     if dscores is None:
         return (None, None, *nothing)
     (saved,), arguments = saved_problem(ctx)
-    return *gradients(dscores, saved, arguments, ctx.needs_input_grad[:2], ctx.impl, registered=registered), *nothing
+    plans = None if registered else ctx.plans
+    needs = ctx.needs_input_grad[:2]
+    return *gradients(dscores, saved, arguments, needs, ctx.impl, registered=registered, plans=plans), *nothing
 
 
 def _backward(ctx: Any, dscores: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -210,20 +224,26 @@ class _MaxSim(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output = run(_maxsim, *inputs)
+        problem = Problem(*inputs[:PROBLEM_ARGUMENTS])
+        with_saved, impl, problem.plans = inputs[PROBLEM_ARGUMENTS:]
+        output = run(compute, problem.queries, problem, with_saved, impl)
         _save(ctx, inputs, output)
+        ctx.plans = problem.plans
         return output[0]  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, dscores, registered=False)
+        return *_gradients(ctx, dscores, registered=False), None
 
 
 def scores(problem: Problem, impl: str) -> Tensor:
     """Scores of ``problem``; what backward needs is kept only if a gradient can be asked for."""
     p = problem
     with_saved = torch.is_grad_enabled() and (p.queries.requires_grad or p.documents.requires_grad)
-    plain = is_plain(p.queries, p.documents, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.index)
+    if p.plans is not None:  # plain tensors were asked for when they were made
+        plain = torch._C._len_torch_dispatch_stack() == 0
+    else:
+        plain = is_plain(p.queries, p.documents, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.index)
     if plain and not with_saved:
         return run(compute, p.queries, p, False, impl)[0]  # type: ignore[no-any-return]
     inputs = (
@@ -232,7 +252,7 @@ def scores(problem: Problem, impl: str) -> Tensor:
         impl,
     )  # fmt: skip
     if plain:
-        return _MaxSim.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
+        return _MaxSim.apply(*inputs, p.plans)  # type: ignore[no-any-return, no-untyped-call]
     return torch.ops.tilefold.maxsim(*inputs)[0]  # type: ignore[no-any-return]
 
 

@@ -21,6 +21,7 @@ query hold "no winner" too, or infinity where smooth maxima are saved.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-@dataclass(frozen=True)
+@dataclass
 class Problem:
     """What a MaxSim operator is asked to score.
 
@@ -55,6 +56,7 @@ class Problem:
         normalize: whether rows are divided by their Euclidean norm.
         longest_query: for "index", a bound of the tokens of a query.
         query_scale, document_scale: ``[Tq]`` and ``[Td]`` fp32 factors of the rows, or ``None``.
+        plans: what launchers worked out for problems of these shapes, dtypes and options, by their own keys.
     """
 
     queries: Tensor
@@ -73,6 +75,7 @@ class Problem:
     longest_query: int
     query_scale: Tensor | None = None
     document_scale: Tensor | None = None
+    plans: dict[Any, Any] | None = None
 
     @property
     def n_queries(self) -> int:

@@ -11,45 +11,70 @@ import torch
 from torch import Tensor
 from triton import JITFunction
 
-# A kind of call: the kernel, its constants and what Triton would specialise on. Its value is the compiled kernel and
-# the constants that follow the arguments, in the kernel's order.
-_COMPILED: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+Grid = tuple[int, int, int]
 
 
-def launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """``kernel[grid](*arguments, **constants)`` on the current device and stream.
+class Launcher:
+    """A kernel with its constants: every ``constexpr`` parameter, which come last, and its number of warps and stages.
 
-    ``arguments`` are tensors, descriptors, numbers and ``None``; every ``constexpr`` parameter comes after them and is
-    in ``constants``, with ``num_warps`` and ``num_stages``.
+    ``launcher(grid, arguments)`` is ``kernel[grid](*arguments, **constants)`` on the current device and stream;
+    ``arguments`` are tensors, descriptors, numbers and ``None``.
     """
-    if not isinstance(kernel, JITFunction):  # interpreted
-        kernel[grid](*arguments, **constants)
-        return
-    kind = _kind(kernel, arguments, constants)
-    known = _COMPILED.get(kind)
-    if known is not None:
-        compiled, tail = known
-        compiled[grid](*arguments, *tail)
-        return
-    compiled = kernel[grid](*arguments, **constants)
-    if hasattr(compiled, "result"):  # compiled beside the program
-        compiled = compiled.result()
-    _COMPILED[kind] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+
+    def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
+        self._kernel, self._constants = kernel, constants
+        self._specialized: list[bool] = []
+        # by what Triton specialises on: the compiled kernel, and the constants in the kernel's order
+        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+    def __call__(self, grid: Grid, arguments: tuple[Any, ...]) -> None:
+        if not isinstance(self._kernel, JITFunction):  # interpreted
+            self._kernel[grid](*arguments, **self._constants)
+            return
+        kind = self._kind(arguments)
+        known = self._compiled.get(kind)
+        if known is not None:
+            compiled, tail = known
+            compiled[grid](*arguments, *tail)
+            return
+        compiled = self._kernel[grid](*arguments, **self._constants)
+        if hasattr(compiled, "result"):  # compiled beside the program
+            compiled = compiled.result()
+        names = self._kernel.arg_names[len(arguments) :]
+        self._compiled[kind] = compiled, tuple(self._constants[name] for name in names)
+
+    def _kind(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not self._specialized:
+            self._specialized = [not parameter.do_not_specialize for parameter in self._kernel.params]
+        kind: list[Any] = [torch.cuda.current_device()]
+        for position, argument in enumerate(arguments):
+            if argument is None:
+                kind.append(None)
+            elif isinstance(argument, Tensor):
+                kind.append(argument.dtype)
+                kind.append(argument.data_ptr() % 16 == 0)
+            elif isinstance(argument, (bool, float)):
+                kind.append(type(argument))
+            elif isinstance(argument, int):
+                # without its value an integer is 32 or 64 bits wide
+                kind.append(argument if self._specialized[position] else argument.bit_length() > 31)
+            else:
+                kind += (type(argument), argument.base.dtype, tuple(argument.block_shape), argument.padding)
+        return tuple(kind)
 
 
-def _kind(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
-    kind: list[Any] = [kernel, torch.cuda.current_device()]
-    kind += constants.items()
-    for position, argument in enumerate(arguments):
-        if isinstance(argument, Tensor):
-            kind.append(argument.dtype)
-            kind.append(argument.data_ptr() % 16 == 0)
-        elif argument is None or isinstance(argument, (bool, float)):
-            kind.append(type(argument))
-        elif isinstance(argument, int):
-            # without its value an integer is 32 or 64 bits wide
-            plain = kernel.params[position].do_not_specialize
-            kind.append(argument.bit_length() > 31 if plain else argument)
-        else:
-            kind += (type(argument), argument.base.dtype, tuple(argument.block_shape), argument.padding)
-    return tuple(kind)
+_LAUNCHERS: dict[tuple[Any, ...], Launcher] = {}
+
+
+def launcher(kernel: Any, constants: dict[str, Any]) -> Launcher:
+    """The launcher of ``kernel`` with ``constants``, made once."""
+    key = (kernel, *constants.items())
+    found = _LAUNCHERS.get(key)
+    if found is None:
+        found = _LAUNCHERS[key] = Launcher(kernel, constants)
+    return found
+
+
+def launch(kernel: Any, grid: Grid, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """``kernel[grid](*arguments, **constants)``; see :class:`Launcher`."""
+    launcher(kernel, constants)(grid, arguments)

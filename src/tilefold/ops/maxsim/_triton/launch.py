@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilefold.ops._shared._triton.launch import launch
+from tilefold.ops._shared._triton.launch import Grid, Launcher, launch, launcher
 from tilefold.ops.maxsim._problem import Problem, no_winner
 from tilefold.ops.maxsim._triton.forward import all_pairs_kernel, combine_kernel, listed_pairs_kernel
 from tilefold.ops.maxsim._triton.norms import inverse_norm_kernel, quantize_kernel
@@ -94,37 +94,126 @@ def layout_flags(problem: Problem) -> dict[str, Any]:
     }
 
 
+class _Plan(NamedTuple):
+    """How a problem is launched, but for its tensors.
+
+    Attributes:
+        kind: "all", "stream" or "listed".
+        run, grid: the kernel with its constants, and its programs.
+        block: of the documents' TMA descriptor, or ``None`` for pointers.
+        numbers: the arguments after the tensors.
+        parts: rows of partial sums that :data:`combine_kernel` adds up; 0 where the kernel writes scores.
+        tile_rows: query rows of a tile.
+    """
+
+    kind: str
+    run: Launcher
+    grid: Grid
+    block: list[int] | None
+    numbers: tuple[int | float, ...]
+    parts: int = 0
+    tile_rows: int = 0
+
+
 def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
     """Scores in fp32, and what backward needs (empty unless asked for)."""
     queries, documents = problem.queries.contiguous(), problem.documents.contiguous()
-    device, dim = queries.device, queries.size(1)
-    n_queries, n_documents = problem.n_queries, problem.n_documents
+    device = queries.device
     scores = torch.empty(problem.score_shape, dtype=torch.float32, device=device)
-    saved = _room_for_saved(problem, with_saved)
+    saved = _room_for_saved(problem) if with_saved else scores.new_empty(0, 0, dtype=problem.saved_dtype)
     if scores.numel() == 0:
         return scores, saved
+    plan = _planned(problem, queries, documents, scores.shape, with_saved)
+    source: Any = documents
+    if plan.block is not None:
+        source = TensorDescriptor(documents, list(documents.shape), [documents.size(1), 1], plan.block)
+    operands = (
+        queries, source, as_bytes(problem.query_mask), as_bytes(problem.document_mask),
+        *row_scales(problem, queries, documents), contiguous(problem.cu_queries), contiguous(problem.cu_documents),
+    )  # fmt: skip
+    if plan.kind == "stream":
+        plan.run(plan.grid, (*operands, scores, *plan.numbers))
+    elif plan.kind == "listed":
+        plan.run(plan.grid, (*operands, contiguous(problem.index), scores, saved, *plan.numbers))
+    elif not plan.parts:
+        plan.run(plan.grid, (*operands, scores, scores, saved, *plan.numbers))
+    else:
+        parts = torch.empty(plan.parts, problem.n_documents, dtype=torch.float32, device=device)
+        plan.run(plan.grid, (*operands, scores, parts, saved, *plan.numbers))
+        launch(
+            combine_kernel,
+            (problem.n_queries, cdiv(problem.n_documents, 256), 1),
+            (parts, operands[6], scores, queries.size(0), *scores.shape, problem.query_length, plan.tile_rows),
+            {"BLOCK": 256, "UNIFORM_Q": problem.cu_queries is None, "num_warps": 4, "num_stages": 3},
+        )
+    return scores, saved
+
+
+def _room_for_saved(problem: Problem) -> Tensor:
+    saved = torch.empty(problem.saved_shape, dtype=problem.saved_dtype, device=problem.queries.device)
+    if problem.index is not None and problem.cu_queries is not None:
+        # no token writes the places past the end of a query shorter than the longest
+        if problem.temperature:
+            saved.fill_(float("inf"))
+        else:  # every bit set is "no winner" in both dtypes
+            saved.view(torch.int16).fill_(-1)
+    return saved
+
+
+def _planned(problem: Problem, queries: Tensor, documents: Tensor, shape: tuple[int, ...], with_saved: bool) -> _Plan:
+    if problem.plans is None:
+        return _plan(problem, queries, documents, with_saved)
+    tma, longest = can_use_tma(documents), problem.longest_query
+    key = ("forward", with_saved, tma, longest, queries.shape, documents.shape, queries.dtype, shape)
+    plan: _Plan | None = problem.plans.get(key)
+    if plan is None:
+        plan = problem.plans[key] = _plan(problem, queries, documents, with_saved)
+    return plan
+
+
+def _plan(problem: Problem, queries: Tensor, documents: Tensor, with_saved: bool) -> _Plan:
+    device, dim = queries.device, queries.size(1)
     everything = problem.pairing == "all"
-    length = problem.query_length or queries.size(0)
-    rows = queries.size(0) if everything else length
+    rows = queries.size(0) if everything else problem.query_length or queries.size(0)
     stream = None
     if everything and not with_saved and not problem.temperature:
         stream = stream_config(documents.dtype, dim, rows, device)
     winners_in = problem.document_length if with_saved else None
     config = stream or forward_config(queries.dtype, dim, rows, device, winners_in)
     use_tma = config.use_tma and can_use_tma(documents)
-    source: Any = documents
-    if use_tma:
-        block = [config.block_t, config.block_k]
-        source = TensorDescriptor(documents, list(documents.shape), list(documents.stride()), block)
-    operands = (
-        queries, source, as_bytes(problem.query_mask), as_bytes(problem.document_mask),
-        *row_scales(problem, queries, documents), contiguous(problem.cu_queries), contiguous(problem.cu_documents),
-    )  # fmt: skip
+    constants = _constants(problem, config, queries, with_saved, use_tma)
+    block = [config.block_t, config.block_k] if use_tma else None
     sizes = (
-        queries.size(0), documents.size(0), n_queries, n_documents, problem.query_length, problem.document_length
+        queries.size(0), documents.size(0), problem.n_queries, problem.n_documents, problem.query_length,
+        problem.document_length,
     )  # fmt: skip
     temperature = (problem.temperature, 1.0 / problem.temperature if problem.temperature else 0.0)
-    flags = layout_flags(problem) | {
+    slots = sm_count(device) * config.programs
+    if stream is not None:
+        constants = {name: constants[name] for name in constants if name not in ("SMOOTH", "WITH_SAVED", "NO_WINNER")}
+        grid = (plan_splits(1, problem.n_documents, slots), 1, 1)
+        return _Plan("stream", launcher(stream_kernel, constants), grid, block, sizes)
+    if not everything:
+        constants["PAIRING"] = PAIRINGS[problem.pairing]
+        numbers = (*sizes, max(problem.group, 1), problem.longest_query, *temperature)
+        pairs = problem.score_shape[0]
+        return _Plan("listed", launcher(listed_pairs_kernel, constants), (pairs, 1, 1), block, numbers)
+    length = problem.query_length
+    direct = 0 < length <= config.block_q
+    tile_rows = config.block_q // length * length if direct else config.block_q
+    tiles = cdiv(queries.size(0), tile_rows)
+    splits = plan_splits(tiles, problem.n_documents, slots)
+    constants["LQ"] = length if direct and config.block_q % length == 0 else 0
+    constants["DIRECT"] = direct
+    numbers = (*sizes, tile_rows, splits, *temperature)
+    parts = 0 if direct else tiles + problem.n_queries
+    return _Plan("all", launcher(all_pairs_kernel, constants), (tiles, splits, 1), block, numbers, parts, tile_rows)
+
+
+def _constants(
+    problem: Problem, config: ForwardConfig, queries: Tensor, with_saved: bool, use_tma: bool
+) -> dict[str, Any]:
+    return layout_flags(problem) | {
         "BLOCK_Q": config.block_q,
         "BLOCK_T": config.block_t,
         "BLOCK_K": config.block_k,
@@ -140,62 +229,6 @@ def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
-    if stream is not None:
-        splits = plan_splits(1, n_documents, sm_count(device) * config.programs)
-        for name in ("SMOOTH", "WITH_SAVED", "NO_WINNER"):
-            del flags[name]
-        launch(stream_kernel, (splits, 1, 1), (*operands, scores, *sizes), flags)
-    elif everything:
-        _all_pairs(problem, config, operands, sizes, temperature, flags, scores, saved)
-    else:
-        arguments = (
-            *operands, contiguous(problem.index), scores, saved, *sizes, max(problem.group, 1), problem.longest_query,
-            *temperature,
-        )  # fmt: skip
-        flags["PAIRING"] = PAIRINGS[problem.pairing]
-        launch(listed_pairs_kernel, (scores.size(0), 1, 1), arguments, flags)
-    return scores, saved
-
-
-def _room_for_saved(problem: Problem, with_saved: bool) -> Tensor:
-    shape = problem.saved_shape if with_saved else (0, 0)
-    saved = torch.empty(shape, dtype=problem.saved_dtype, device=problem.queries.device)
-    if with_saved and problem.index is not None and problem.cu_queries is not None:
-        # no token writes the places past the end of a query shorter than the longest
-        if problem.temperature:
-            saved.fill_(float("inf"))
-        else:  # every bit set is "no winner" in both dtypes
-            saved.view(torch.int16).fill_(-1)
-    return saved
-
-
-def _all_pairs(
-    problem: Problem,
-    config: ForwardConfig,
-    operands: tuple[Any, ...],
-    sizes: tuple[int, ...],
-    temperature: tuple[float, float],
-    flags: dict[str, Any],
-    scores: Tensor,
-    saved: Tensor,
-) -> None:
-    rows, n_queries, n_documents = sizes[0], sizes[2], sizes[3]
-    length = problem.query_length
-    direct = 0 < length <= config.block_q
-    tile_rows = config.block_q // length * length if direct else config.block_q
-    tiles = cdiv(rows, tile_rows)
-    splits = plan_splits(tiles, n_documents, sm_count(scores.device) * config.programs)
-    parts = scores if direct else torch.empty(tiles + n_queries, n_documents, dtype=torch.float32, device=scores.device)
-    flags["LQ"], flags["DIRECT"] = length if direct and config.block_q % length == 0 else 0, direct
-    arguments = (*operands, scores, parts, saved, *sizes, tile_rows, splits, *temperature)
-    launch(all_pairs_kernel, (tiles, splits, 1), arguments, flags)
-    if not direct:
-        launch(
-            combine_kernel,
-            (n_queries, cdiv(n_documents, 256), 1),
-            (parts, operands[6], scores, rows, n_queries, n_documents, length, tile_rows),
-            {"BLOCK": 256, "UNIFORM_Q": problem.cu_queries is None, "num_warps": 4, "num_stages": 3},
-        )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared._triton.launch import launch
+from tilefold.ops._shared._triton.launch import Grid, Launcher, launch, launcher
 from tilefold.ops.maxsim._problem import Problem, no_winner
 from tilefold.ops.maxsim._triton.backward import ddocuments_kernel, dqueries_kernel
 from tilefold.ops.maxsim._triton.launch import (
@@ -78,6 +79,20 @@ class _Pass:
         return order, first
 
 
+def _planned(
+    run: _Pass, name: str, make: Callable[[_Pass], tuple[Launcher, Grid, tuple[Any, ...]]]
+) -> tuple[Launcher, Grid, tuple[Any, ...]]:
+    """A kernel with its constants, its programs and its numbers, worked out once for problems of these shapes."""
+    plans = run.problem.plans
+    if plans is None:
+        return make(run)
+    key = (name, run.queries.shape, run.documents.shape, run.strides, run.saved.dtype)
+    plan: tuple[Launcher, Grid, tuple[Any, ...]] | None = plans.get(key)
+    if plan is None:
+        plan = plans[key] = make(run)
+    return plan
+
+
 def backward(
     problem: Problem, dscores: Tensor, saved: Tensor, need_queries: bool, need_documents: bool
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -116,44 +131,49 @@ def _gradient(run: _Pass, rows: Tensor, scale: Tensor | None, fill: Any) -> Tens
 def _dqueries(run: _Pass, out: Tensor) -> None:
     p, config = run.problem, run.config
     offsets = (contiguous(p.cu_queries), contiguous(p.cu_documents), run.row_query, *run.lists(0), contiguous(p.index))
-    block_r, block_d = (config.smooth_r, config.block_dd) if p.temperature else (config.block_r, config.block_d)
-    blocks = cdiv(run.queries.size(0), block_r) if p.pairing == "all" else p.n_queries
-    grid = (blocks, cdiv(run.queries.size(1), block_d), 1)
-    if p.temperature:
-        launch(
-            smooth_dqueries_kernel,
-            grid,
-            (
-                run.dscores, run.saved, run.queries, run.documents, *run.scales, run.largest,
-                as_bytes(p.document_mask), *offsets, out, *run.sizes, *run.strides, 1.0 / p.temperature,
-            ),
-            run.constants(
-                config.smooth_warps, config.smooth_stages, PAIRING=PAIRINGS[p.pairing], BLOCK_Q=block_r,
-                BLOCK_T=config.smooth_t, BLOCK_K=config.smooth_k, BLOCK_D=block_d,
-                HAS_DMASK=p.document_mask is not None, PRECISION=config.precision,
-                HAS_LARGEST=run.largest is not None,
-            ),
-        )  # fmt: skip
+    if not p.temperature:
+        kernel, grid, numbers = _planned(run, "dqueries", _plan_dqueries)
+        kernel(grid, (run.dscores, run.saved, run.documents, *run.scales, *offsets, out, *numbers))
         return
     launch(
-        dqueries_kernel,
-        grid,
-        (run.dscores, run.saved, run.documents, *run.scales, *offsets, out, *run.sizes, *run.strides),
+        smooth_dqueries_kernel,
+        _blocks_of_queries(run, config.smooth_r, config.block_dd),
+        (
+            run.dscores, run.saved, run.queries, run.documents, *run.scales, run.largest, as_bytes(p.document_mask),
+            *offsets, out, *run.sizes, *run.strides, 1.0 / p.temperature,
+        ),
         run.constants(
-            config.warps_q, config.stages_q, PAIRING=PAIRINGS[p.pairing], BLOCK_R=block_r, BLOCK_D=block_d,
-            NO_WINNER=no_winner(run.saved.dtype),
+            config.smooth_warps, config.smooth_stages, PAIRING=PAIRINGS[p.pairing], BLOCK_Q=config.smooth_r,
+            BLOCK_T=config.smooth_t, BLOCK_K=config.smooth_k, BLOCK_D=config.block_dd,
+            HAS_DMASK=p.document_mask is not None, PRECISION=config.precision, HAS_LARGEST=run.largest is not None,
         ),
     )  # fmt: skip
 
 
+def _plan_dqueries(run: _Pass) -> tuple[Launcher, Grid, tuple[Any, ...]]:
+    config = run.config
+    constants = run.constants(
+        config.warps_q, config.stages_q, PAIRING=PAIRINGS[run.problem.pairing], BLOCK_R=config.block_r,
+        BLOCK_D=config.block_d, NO_WINNER=no_winner(run.saved.dtype),
+    )  # fmt: skip
+    grid = _blocks_of_queries(run, config.block_r, config.block_d)
+    return launcher(dqueries_kernel, constants), grid, (*run.sizes, *run.strides)
+
+
+def _blocks_of_queries(run: _Pass, block_r: int, block_d: int) -> Grid:
+    p = run.problem
+    blocks = cdiv(run.queries.size(0), block_r) if p.pairing == "all" else p.n_queries
+    return blocks, cdiv(run.queries.size(1), block_d), 1
+
+
 def _ddocuments(run: _Pass, out: Tensor) -> None:
     p, config = run.problem, run.config
-    block_t = config.smooth_t if p.temperature else config.list_t if p.pairing == "all" else config.block_t
+    if p.pairing == "all" and not p.temperature:
+        _ddocuments_listed(run, out)
+        return
+    block_t = config.smooth_t if p.temperature else config.block_t
     slices = cdiv(p.document_length, block_t) if p.cu_documents is None else TILES_OF_PACKED
     blocks_d = cdiv(run.queries.size(1), config.block_dd)
-    if p.pairing == "all" and not p.temperature:
-        _ddocuments_listed(run, slices, blocks_d, out)
-        return
     offsets = (contiguous(p.cu_queries), contiguous(p.cu_documents))
     lists = (*run.lists(1), contiguous(p.index))
     grid = (p.n_documents, slices, blocks_d)
@@ -189,24 +209,29 @@ def _ddocuments(run: _Pass, out: Tensor) -> None:
     )  # fmt: skip
 
 
-def _ddocuments_listed(run: _Pass, slices: int, blocks_d: int, out: Tensor) -> None:
-    p, config = run.problem, run.config
-    programs = min(p.n_documents * slices, MOST_PROGRAMS)
-    n_rows = run.queries.size(0)
-    block_s = config.list_s_many if n_rows >= MANY_ROWS else config.list_s
-    capacity = 2 * block_s
-    lists = torch.empty(programs * blocks_d * capacity, dtype=torch.int32, device=out.device)
-    launch(
-        ddocuments_listed_kernel,
-        (programs, blocks_d, 1),
+def _ddocuments_listed(run: _Pass, out: Tensor) -> None:
+    kernel, grid, numbers = _planned(run, "ddocuments", _plan_listed)
+    capacity, *sizes = numbers
+    lists = torch.empty(grid[0] * grid[1] * capacity, dtype=torch.int32, device=out.device)
+    kernel(
+        grid,
         (
-            run.dscores, run.saved, run.queries, run.scales[0], run.largest, contiguous(p.cu_documents), run.row_query,
-            lists, out, n_rows, run.documents.size(0), p.n_documents, slices, p.query_length, p.document_length,
-            *run.strides,
-        ),
-        run.constants(
-            config.list_warps, config.list_stages, BLOCK_T=config.list_t, BLOCK_S=block_s,
-            BLOCK_E=config.list_e, BLOCK_D=config.block_dd, CAPACITY=capacity, ALIGNED=n_rows % 8 == 0,
-            HAS_LARGEST=run.largest is not None, NO_WINNER=no_winner(run.saved.dtype), PRECISION=config.precision,
+            run.dscores, run.saved, run.queries, run.scales[0], run.largest, contiguous(run.problem.cu_documents),
+            run.row_query, lists, out, *sizes,
         ),
     )  # fmt: skip
+
+
+def _plan_listed(run: _Pass) -> tuple[Launcher, Grid, tuple[Any, ...]]:
+    p, config, n_rows = run.problem, run.config, run.queries.size(0)
+    slices = TILES_OF_PACKED if p.cu_documents is not None else cdiv(p.document_length, config.list_t)
+    block_s = config.list_s_many if n_rows >= MANY_ROWS else config.list_s
+    capacity = 2 * block_s
+    constants = run.constants(
+        config.list_warps, config.list_stages, BLOCK_T=config.list_t, BLOCK_S=block_s, BLOCK_E=config.list_e,
+        BLOCK_D=config.block_dd, CAPACITY=capacity, ALIGNED=n_rows % 8 == 0, HAS_LARGEST=run.largest is not None,
+        NO_WINNER=no_winner(run.saved.dtype), PRECISION=config.precision,
+    )  # fmt: skip
+    grid = (min(p.n_documents * slices, MOST_PROGRAMS), cdiv(run.queries.size(1), config.block_dd), 1)
+    sizes = (n_rows, run.documents.size(0), p.n_documents, slices, p.query_length, p.document_length, *run.strides)
+    return launcher(ddocuments_listed_kernel, constants), grid, (capacity, *sizes)
