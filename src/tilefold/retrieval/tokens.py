@@ -188,15 +188,17 @@ class TokenStore:
         Raises:
             KeyError: a text that is not in the store.
         """
-        parts = []
-        for name in names:
-            number, row = self.ids[name]
-            parts.append(self.shard(number).take([row]))
-        if not parts:
+        wanted = list(names)
+        rows: dict[int, list[int]] = {}
+        for number, row in (self.ids[name] for name in wanted):
+            rows.setdefault(number, []).append(row)
+        if not wanted:
             empty = torch.zeros(0, self.dimension, dtype=_DTYPES[self.manifest.storage])
             scales = torch.zeros(0) if self.manifest.storage == "int8" else None
             return TokenVectors([], torch.zeros(1, dtype=torch.int64), empty, scales)
-        return TokenVectors.concatenate(parts)
+        found = TokenVectors.concatenate([self.shard(number).take(chosen) for number, chosen in rows.items()])
+        place = {name: at for at, name in enumerate(found.ids)}
+        return found.take([place[name] for name in wanted])
 
 
 def open_tokens(path: str | Path, *, verify: bool = True) -> TokenStore:
