@@ -39,6 +39,11 @@ def run(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
+def no_mode() -> bool:
+    """Whether no dispatch mode and no functorch transform is active."""
+    return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None
+
+
 def is_plain(*tensors: Tensor | None) -> bool:
     """Whether no compiler, mode or tensor subclass wants to see the registered operator.
 
@@ -46,7 +51,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
     """
     return (
         not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
+        and no_mode()
         and all(tensor is None or (type(tensor) in PLAIN and not tensor.is_meta) for tensor in tensors)
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +19,10 @@ from tilefold.ops._shared.checks import (
     dtype_name,
 )
 from tilefold.ops._shared.impl import IMPLS
-from tilefold.ops._shared.library import PLAIN, is_plain
+from tilefold.ops._shared.library import PLAIN, is_plain, no_mode
 from tilefold.ops.maxsim._choice import chosen_impl
 from tilefold.ops.maxsim._library import check_values_of
-from tilefold.ops.maxsim._problem import Problem, wide_dtype
+from tilefold.ops.maxsim._problem import REPLAY, Problem, wide_dtype
 from tilefold.ops.maxsim.quantized import QuantizedTokens
 
 PAIRINGS = ("all", "aligned", "grouped")
@@ -63,16 +63,15 @@ def prepare(
     temperature: float | None = None,
     normalize: bool = False,
     impl: str = "auto",
+    signature: tuple[Any, ...] | None = None,
 ) -> Request:
     """Check the arguments of :func:`tilefold.ops.maxsim` and say what they ask for.
+
+    ``signature`` is the call's :func:`call_signature`, if it has one.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`tilefold.ops.maxsim`.
     """
-    signature = _signature(
-        (queries, documents, query_mask, document_mask, cu_seqlens_q, cu_seqlens_d),
-        (pairing, reduction, mask_mode, type(temperature), temperature, normalize, impl),
-    )
     seen = None if signature is None else _SEEN.get(signature)
     scales = None
     if seen is not None:
@@ -167,7 +166,18 @@ _SEEN: dict[tuple[Any, ...], _Seen] = {}
 MOST_SEEN = 4096
 
 
-def _signature(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def replay_of(signature: tuple[Any, ...], queries: Tensor, documents: object) -> Callable[..., Tensor | None] | None:
+    """How to score a call of this signature without a gradient, if one was scored before, and what its scores are."""
+    seen = _SEEN.get(signature)
+    replay = None if seen is None else seen.plans.get(REPLAY)
+    if replay is None or not no_mode():
+        return None
+    if torch.is_grad_enabled() and (queries.requires_grad or getattr(documents, "requires_grad", False)):
+        return None
+    return replay  # type: ignore[no-any-return]
+
+
+def call_signature(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Shapes, dtypes, devices and options of a call, or ``None`` where the checks depend on more."""
     if not isinstance(options[0], str) or torch.compiler.is_compiling() or torch.is_autocast_enabled("cuda"):
         return None
@@ -189,7 +199,8 @@ def _signature(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any,
         hash(options)
     except TypeError:
         return None
-    return *facts, *options
+    tf32 = tensors[0].dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return *facts, *options, tf32
 
 
 def zeros(request: Request) -> Tensor:

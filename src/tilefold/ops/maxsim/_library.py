@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.library import define_op, is_plain, run
+from tilefold.ops._shared.library import define_op, is_plain, no_mode, run
 from tilefold.ops.maxsim._choice import chosen_impl
 from tilefold.ops.maxsim._problem import Problem, wide_dtype
 from tilefold.ops.maxsim.quantized import quantize_rows
@@ -241,7 +241,7 @@ def scores(problem: Problem, impl: str) -> Tensor:
     p = problem
     with_saved = torch.is_grad_enabled() and (p.queries.requires_grad or p.documents.requires_grad)
     if p.plans is not None:  # plain tensors were asked for when they were made
-        plain = torch._C._len_torch_dispatch_stack() == 0
+        plain = no_mode()
     else:
         plain = is_plain(p.queries, p.documents, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.index)
     if plain and not with_saved:
@@ -276,7 +276,18 @@ def quantized_problem(queries: Tensor, values: Tensor, scales: Tensor, *rest: An
     f"(Tensor queries, Tensor values, Tensor scales, {_MASKS_AND_LAYOUT}, str impl) -> Tensor",
 )
 def _maxsim_quantized(queries: Tensor, values: Tensor, scales: Tensor, *rest: Any) -> Tensor:
-    impl = chosen_impl(queries, rest[-1])
+    return compute_quantized(queries, values, scales, rest[:-1], chosen_impl(queries, rest[-1]))
+
+
+def compute_quantized(
+    queries: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    rest: tuple[Any, ...],
+    impl: str,
+    plans: dict[Any, Any] | None = None,
+) -> Tensor:
+    """Scores against quantized documents; ``rest`` are the arguments of a problem from its masks on."""
     if impl == "triton":
         if values.dtype != torch.int8 and values.is_cuda and torch.cuda.get_device_capability(values.device) < (8, 9):
             raise TypeError(
@@ -289,7 +300,8 @@ def _maxsim_quantized(queries: Tensor, values: Tensor, scales: Tensor, *rest: An
         def int8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
             return quantize_rows(rows, torch.int8)
 
-    problem = quantized_problem(queries, values, scales, *rest[:-1], int8_rows=int8_rows)
+    problem = quantized_problem(queries, values, scales, *rest, int8_rows=int8_rows)
+    problem.plans = plans
     check_values(problem, impl)
     return _implementation(impl).forward(problem, False)[0]  # type: ignore[no-any-return]
 
@@ -303,10 +315,11 @@ def _(queries: Tensor, values: Tensor, scales: Tensor, *rest: Any) -> Tensor:
 def quantized_scores(problem: Problem, scales: Tensor, impl: str) -> Tensor:
     """Scores against quantized documents, ``problem.documents`` being their values."""
     p = problem
-    inputs = (
-        p.queries, p.documents, scales, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.query_length,
-        p.document_length, p.index, p.pairing, p.mask_zero, p.temperature, impl,
+    rest = (
+        p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.query_length, p.document_length, p.index,
+        p.pairing, p.mask_zero, p.temperature,
     )  # fmt: skip
     if is_plain(p.queries, p.documents, scales, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.index):
-        return run(_maxsim_quantized, *inputs)  # type: ignore[no-any-return]
-    return torch.ops.tilefold.maxsim_quantized(*inputs)  # type: ignore[no-any-return]
+        impl = chosen_impl(p.queries, impl)
+        return run(compute_quantized, p.queries, p.documents, scales, rest, impl, p.plans)  # type: ignore[no-any-return]
+    return torch.ops.tilefold.maxsim_quantized(p.queries, p.documents, scales, *rest, impl)  # type: ignore[no-any-return]

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# The plan that scores tensors of the same shapes and dtypes anew; see Problem.plans.
+REPLAY = "replay"
 # In uint16 the largest value stands for "no winner"; int32 uses -1.
 NO_WINNER_UINT16 = 65535
 

@@ -43,6 +43,10 @@ class Launcher:
         names = self._kernel.arg_names[len(arguments) :]
         self._compiled[kind] = compiled, tuple(self._constants[name] for name in names)
 
+    def compiled(self, arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
+        """The kernel that a call like this one ran, and the constants to append to its arguments."""
+        return self._compiled.get(self._kind(arguments)) if isinstance(self._kernel, JITFunction) else None
+
     def _kind(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         if not self._specialized:
             self._specialized = [not parameter.do_not_specialize for parameter in self._kernel.params]
