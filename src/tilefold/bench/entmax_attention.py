@@ -75,8 +75,9 @@ def needs_bytes(case: BenchCase, impl: str) -> int:
     return dense + 5 * batch * heads * n * dim * DTYPES[case.dtype].itemsize
 
 
-def _rounded_dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, tau: Tensor, dtype: torch.dtype, causal: bool) -> Tensor:
+def _rounded_dq(head: Sequence[Tensor], dtype: torch.dtype, causal: bool) -> Tensor:
     """``[rows, D]`` dq of one head in fp64, but for what products in ``dtype`` must round: weights, O2 and dS."""
+    q, k, v, dout, tau = head
 
     def rounded(t: Tensor) -> Tensor:
         return t.to(dtype).double()
@@ -88,7 +89,8 @@ def _rounded_dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, tau: Tensor, dtyp
         u = u.masked_fill(places > places[k.size(0) - q.size(0) :, None], 0)
     second = rounded(rounded(u) @ v / u.sum(dim=1, keepdim=True))
     ds = u * (dout @ v.T - (dout * second).sum(dim=1, keepdim=True))
-    return rounded(ds) @ k * scale
+    dq: Tensor = rounded(ds) @ k * scale
+    return dq
 
 
 class EntmaxAttentionGate:
