@@ -18,15 +18,15 @@ QUERIES = 2  # queries that are checked against every document
 DOCUMENTS = 4  # documents that are checked against every query
 CHUNK_BYTES = 2**27  # fp64 similarities held at a time
 AMBIGUOUS = 2e-6  # fp32 evaluation order moves a similarity of unit vectors by less than this
-INT8_BUDGET = Budget(forward=BUDGETS["float32"].forward, gradient=0.0)
+QUANTIZED_BUDGET = Budget(forward=BUDGETS["float32"].forward, gradient=0.0)
 
 
 class MaxSimGate:
     """Compare an implementation with the specification in fp64.
 
     Two slices are exact: a few queries with all documents (scores, gradients of those queries), and a few documents
-    with all queries (scores, gradients of those documents). Everything else must be finite. Scores in int8 are
-    compared with what the rounded numbers stand for.
+    with all queries (scores, gradients of those documents). Everything else must be finite. Scores of int8
+    and fp8 documents are compared with what the rounded numbers stand for.
 
     The gate sets ``inputs.grad_output`` to zero for pairs of the slices in which a query token has two best document
     tokens up to the order of evaluation, so that what is left has one answer.
@@ -90,8 +90,9 @@ class MaxSimGate:
     def check(self, runnable: Runnable, kind: str) -> GateResult:
         """Run both phases once over poisoned memory and compare."""
         inputs = self._inputs
-        if runnable.label == "int8":
-            return GateResult({"out[q, :]": self._int8_error(runnable)}, INT8_BUDGET)
+        stored = runnable.label.partition(",")[0]
+        if stored in ("int8", "fp8"):
+            return GateResult({"out[:, d]": self._quantized_error(runnable, stored)}, QUANTIZED_BUDGET)
         budget = BUDGETS[self._case.dtype]
         if kind == "ours":
             # scores are fp32 whatever the input
@@ -108,7 +109,7 @@ class MaxSimGate:
             errors |= self._gradient_errors(gradients)
         return GateResult(errors, budget)
 
-    def _int8_error(self, runnable: Runnable) -> float:
+    def _quantized_error(self, runnable: Runnable, dtype: str) -> float:
         out = runnable.forward()
         if out is None or not bool(out.isfinite().all()):
             return float("inf")
@@ -116,7 +117,7 @@ class MaxSimGate:
         rows = inputs.documents.detach().flatten(0, -2)
         worst = 0.0
         for document in self._documents.tolist():
-            tokens = quantize_tokens(rows[starts[document] : starts[document + 1]][None])
+            tokens = quantize_tokens(rows[starts[document] : starts[document + 1]][None], dtype=dtype)
             truth = maxsim(inputs.queries.detach(), tokens, impl="reference")
             worst = max(worst, relative_error(out[:, document : document + 1], truth))
         return worst

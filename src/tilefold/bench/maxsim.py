@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,46 +110,49 @@ def _ours(impl: str) -> Callable[[MaxSimBenchInputs], Runnable]:
     return build
 
 
-def _int8(inputs: MaxSimBenchInputs) -> Runnable:
-    from tilefold.ops import maxsim  # noqa: PLC0415
-    from tilefold.ops.maxsim import quantize_tokens  # noqa: PLC0415
+def _quantized(dtype: str) -> Callable[[MaxSimBenchInputs], Runnable]:
+    def build(inputs: MaxSimBenchInputs) -> Runnable:
+        from tilefold.ops import maxsim  # noqa: PLC0415
+        from tilefold.ops.maxsim import quantize_tokens  # noqa: PLC0415
 
-    documents, queries = quantize_tokens(inputs.documents.detach()), inputs.queries.detach()
+        documents, queries = quantize_tokens(inputs.documents.detach(), dtype=dtype), inputs.queries.detach()
 
-    def forward() -> Tensor:
-        return maxsim(queries, documents, cu_seqlens_d=inputs.cu_seqlens_d)
+        def forward() -> Tensor:
+            return maxsim(queries, documents, cu_seqlens_d=inputs.cu_seqlens_d)
 
-    return Runnable(forward, None, "int8")
+        return Runnable(forward, None, dtype)
+
+    return build
+
+
+def _int8_graph(inputs: MaxSimBenchInputs) -> Runnable:
+    return Runnable(_captured(_quantized("int8")(inputs).forward), None, "int8, CUDA graph")
+
+
+def _captured(run: Callable[[], Any]) -> Callable[[], Any]:
+    """``run`` captured once as a CUDA graph: replays it without the host's part."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay
 
 
 def _graph(inputs: MaxSimBenchInputs) -> Runnable:
-    """The same calls, captured once as a CUDA graph and replayed: without the host's part."""
     eager = _ours("triton")(inputs)
     if eager.forward_backward is None:
         raise ValueError("the graph must have a backward to capture, got none.")
-    captured: dict[str, tuple[torch.cuda.CUDAGraph, object]] = {}
-    for name, run in (("forward", eager.forward), ("forward_backward", eager.forward_backward)):
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            result = run()
-        captured[name] = (graph, result)
-
-    def replay(name: str) -> Callable[[], object]:
-        graph, result = captured[name]
-
-        def run() -> object:
-            graph.replay()
-            return result
-
-        return run
-
-    return Runnable(replay("forward"), replay("forward_backward"), "triton, CUDA graph")  # type: ignore[arg-type]
+    return Runnable(_captured(eager.forward), _captured(eager.forward_backward), "triton, CUDA graph")
 
 
 def _case(
@@ -179,7 +183,9 @@ SPEC = BenchSpec(
     implementations=(
         Implementation("tilefold", _ours("auto"), "ours"),
         Implementation("tilefold-graph", _graph, "ours", default_on=("cuda",)),
-        Implementation("tilefold-int8", _int8, "ours", default_on=("cuda",)),
+        Implementation("tilefold-int8", _quantized("int8"), "ours", default_on=("cuda",)),
+        Implementation("tilefold-int8-graph", _int8_graph, "ours", default_on=("cuda",)),
+        Implementation("tilefold-fp8", _quantized("fp8"), "ours", default_on=("cuda",)),
         Implementation("tiled", _ours("tiled"), "ours", default_on=()),
         Implementation("reference", _ours("reference"), "ours", default_on=()),
         *BASELINES,

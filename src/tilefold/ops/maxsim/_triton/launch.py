@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilefold.ops._shared._triton.launch import Grid, Launcher, launch, launcher
+from tilefold.ops._shared._triton.launch import launch, launcher
 from tilefold.ops.maxsim._problem import REPLAY, Problem, no_winner
 from tilefold.ops.maxsim._triton.forward import all_pairs_kernel, combine_kernel, listed_pairs_kernel
-from tilefold.ops.maxsim._triton.norms import inverse_norm_kernel, quantize_kernel
+from tilefold.ops.maxsim._triton.replay import Plan, Replay, aligned
+from tilefold.ops.maxsim._triton.rows import cdiv, inverse_norms
 from tilefold.ops.maxsim._triton.stream import stream_kernel
 from tilefold.ops.maxsim.configs import ForwardConfig, forward_config, stream_config
 
 PAIRINGS = {"all": 0, "grouped": 1, "index": 2}
-BLOCK_ROWS, BLOCK_COLUMNS = 16, 128  # of the kernels that go over rows once
-
-
-def cdiv(a: int, b: int) -> int:
-    """``ceil(a / b)``; Triton's own costs microseconds a call on the host."""
-    return -(-a // b)
 
 
 @functools.cache
@@ -52,32 +46,6 @@ def contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def rows_grid(rows: Tensor) -> tuple[int, int, int]:
-    """The grid of a kernel that goes over rows once."""
-    return cdiv(rows.size(0), BLOCK_ROWS), 1, 1
-
-
-def rows_constants(rows: Tensor) -> dict[str, Any]:
-    """The constants of a kernel that goes over rows once."""
-    return {"D": rows.size(1), "BLOCK_R": BLOCK_ROWS, "BLOCK_D": BLOCK_COLUMNS, "num_warps": 4, "num_stages": 3}
-
-
-def inverse_norms(rows: Tensor) -> Tensor:
-    """``[T]`` fp32, by which rows of norm 1 are made."""
-    scale = torch.empty(rows.size(0), dtype=torch.float32, device=rows.device)
-    launch(inverse_norm_kernel, rows_grid(rows), (rows, scale, rows.size(0)), rows_constants(rows))
-    return scale
-
-
-def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in int8 and their scales ``[T]``."""
-    rows = rows.contiguous()
-    values = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
-    scales = torch.empty(rows.size(0), dtype=torch.float32, device=rows.device)
-    launch(quantize_kernel, rows_grid(rows), (rows, values, scales, rows.size(0)), rows_constants(rows))
-    return values, scales
-
-
 def row_scales(problem: Problem, queries: Tensor, documents: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """By what the rows of either side are multiplied."""
     if problem.normalize:
@@ -93,27 +61,6 @@ def layout_flags(problem: Problem) -> dict[str, Any]:
         "UNIFORM_D": problem.cu_documents is None,
         "HAS_SCALE": problem.normalize or problem.query_scale is not None,
     }
-
-
-class _Plan(NamedTuple):
-    """How a problem is launched, but for its tensors.
-
-    Attributes:
-        kind: "all", "stream" or "listed".
-        run, grid: the kernel with its constants, and its programs.
-        block: of the documents' TMA descriptor, or ``None`` for pointers.
-        numbers: the arguments after the tensors.
-        parts: rows of partial sums that :data:`combine_kernel` adds up; 0 where the kernel writes scores.
-        tile_rows: query rows of a tile.
-    """
-
-    kind: str
-    run: Launcher
-    grid: Grid
-    block: list[int] | None
-    numbers: tuple[int | float, ...]
-    parts: int = 0
-    tile_rows: int = 0
 
 
 def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
@@ -134,12 +81,13 @@ def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
     if plan.kind == "stream":
         plan.run(plan.grid, (*operands, scores, *plan.numbers))
+        _remember(problem, plan, (*operands, scores, *plan.numbers))
     elif plan.kind == "listed":
         plan.run(plan.grid, (*operands, contiguous(problem.index), scores, saved, *plan.numbers))
     elif not plan.parts:
         plan.run(plan.grid, (*operands, scores, scores, saved, *plan.numbers))
-        if problem.plans is not None and not with_saved and operands[4] is None and REPLAY not in problem.plans:
-            problem.plans[REPLAY] = _replay(plan, (*operands, scores, scores, saved, *plan.numbers))
+        if not with_saved and operands[4] is None:
+            _remember(problem, plan, (*operands, scores, scores, saved, *plan.numbers))
     else:
         parts = torch.empty(plan.parts, problem.n_documents, dtype=torch.float32, device=device)
         plan.run(plan.grid, (*operands, scores, parts, saved, *plan.numbers))
@@ -152,45 +100,10 @@ def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
     return scores, saved
 
 
-def _replay(plan: _Plan, arguments: tuple[Any, ...]) -> Callable[..., Tensor | None] | None:
-    """The launch of :func:`forward` with these ``arguments`` for other tensors of the same shapes and dtypes.
-
-    It gives ``None`` for tensors that the compiled kernel cannot take as they are. Without it, half the time of a
-    small call goes into arriving at the same launch.
-    """
-    tensors = [a for a in arguments if isinstance(a, Tensor)]
-    found = plan.run.compiled(arguments) if all(t.data_ptr() % 16 == 0 for t in tensors) else None
-    if found is None:
-        return None
-    compiled, constants = found
-    rows, scores, saved = arguments[0], arguments[8], arguments[10]
-    shape, device, index = scores.shape, scores.device, scores.get_device()
-    launch_it, dim, n_rows = compiled[plan.grid], rows.size(1), plan.numbers[1]
-
-    def replay(
-        queries: Tensor,
-        documents: Tensor,
-        query_mask: Tensor | None,
-        document_mask: Tensor | None,
-        cu_queries: Tensor | None,
-        cu_documents: Tensor | None,
-    ) -> Tensor | None:
-        for tensor in (queries, documents, query_mask, document_mask, cu_queries, cu_documents):
-            if tensor is not None and not (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0):
-                return None
-        if torch.cuda.current_device() != index:
-            return None
-        source: Any = documents
-        if plan.block is not None:
-            source = TensorDescriptor(documents, [n_rows, dim], [dim, 1], plan.block)
-        out = torch.empty(shape, dtype=torch.float32, device=device)
-        launch_it(
-            queries, source, query_mask, document_mask, None, None, cu_queries, cu_documents, out, out, saved,
-            *plan.numbers, *constants,
-        )  # fmt: skip
-        return out
-
-    return replay
+def _remember(problem: Problem, plan: Plan, arguments: tuple[Any, ...]) -> None:
+    if problem.plans is not None and REPLAY not in problem.plans:
+        found = plan.run.compiled(arguments) if all(map(aligned, arguments)) else None
+        problem.plans[REPLAY] = found and Replay(plan, found, arguments)
 
 
 def _room_for_saved(problem: Problem) -> Tensor:
@@ -204,18 +117,18 @@ def _room_for_saved(problem: Problem) -> Tensor:
     return saved
 
 
-def _planned(problem: Problem, queries: Tensor, documents: Tensor, shape: tuple[int, ...], with_saved: bool) -> _Plan:
+def _planned(problem: Problem, queries: Tensor, documents: Tensor, shape: tuple[int, ...], with_saved: bool) -> Plan:
     if problem.plans is None:
         return _plan(problem, queries, documents, with_saved)
     tma, longest = can_use_tma(documents), problem.longest_query
     key = ("forward", with_saved, tma, longest, queries.shape, documents.shape, queries.dtype, shape)
-    plan: _Plan | None = problem.plans.get(key)
+    plan: Plan | None = problem.plans.get(key)
     if plan is None:
         plan = problem.plans[key] = _plan(problem, queries, documents, with_saved)
     return plan
 
 
-def _plan(problem: Problem, queries: Tensor, documents: Tensor, with_saved: bool) -> _Plan:
+def _plan(problem: Problem, queries: Tensor, documents: Tensor, with_saved: bool) -> Plan:
     device, dim = queries.device, queries.size(1)
     everything = problem.pairing == "all"
     rows = queries.size(0) if everything else problem.query_length or queries.size(0)
@@ -236,12 +149,12 @@ def _plan(problem: Problem, queries: Tensor, documents: Tensor, with_saved: bool
     if stream is not None:
         constants = {name: constants[name] for name in constants if name not in ("SMOOTH", "WITH_SAVED", "NO_WINNER")}
         grid = (plan_splits(1, problem.n_documents, slots), 1, 1)
-        return _Plan("stream", launcher(stream_kernel, constants), grid, block, sizes)
+        return Plan("stream", launcher(stream_kernel, constants), grid, block, sizes)
     if not everything:
         constants["PAIRING"] = PAIRINGS[problem.pairing]
         numbers = (*sizes, max(problem.group, 1), problem.longest_query, *temperature)
         pairs = problem.score_shape[0]
-        return _Plan("listed", launcher(listed_pairs_kernel, constants), (pairs, 1, 1), block, numbers)
+        return Plan("listed", launcher(listed_pairs_kernel, constants), (pairs, 1, 1), block, numbers)
     length = problem.query_length
     direct = 0 < length <= config.block_q
     tile_rows = config.block_q // length * length if direct else config.block_q
@@ -251,7 +164,7 @@ def _plan(problem: Problem, queries: Tensor, documents: Tensor, with_saved: bool
     constants["DIRECT"] = direct
     numbers = (*sizes, tile_rows, splits, *temperature)
     parts = 0 if direct else tiles + problem.n_queries
-    return _Plan("all", launcher(all_pairs_kernel, constants), (tiles, splits, 1), block, numbers, parts, tile_rows)
+    return Plan("all", launcher(all_pairs_kernel, constants), (tiles, splits, 1), block, numbers, parts, tile_rows)
 
 
 def _constants(

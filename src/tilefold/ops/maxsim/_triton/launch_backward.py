@@ -15,14 +15,12 @@ from tilefold.ops.maxsim._triton.backward import ddocuments_kernel, dqueries_ker
 from tilefold.ops.maxsim._triton.launch import (
     PAIRINGS,
     as_bytes,
-    cdiv,
     contiguous,
     layout_flags,
     row_scales,
-    rows_constants,
-    rows_grid,
 )
 from tilefold.ops.maxsim._triton.norms import unit_gradient_kernel
+from tilefold.ops.maxsim._triton.rows import cdiv, rows_constants, rows_grid
 from tilefold.ops.maxsim._triton.smooth import smooth_ddocuments_kernel, smooth_dqueries_kernel
 from tilefold.ops.maxsim._triton.winner_lists import ddocuments_listed_kernel
 from tilefold.ops.maxsim.configs import BackwardConfig, backward_config
