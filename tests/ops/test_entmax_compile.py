@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -96,15 +96,15 @@ def attention_kernels(config: configs.AttentionConfig, keys: int, closed: bool) 
     """The kernels by name; ``keys`` are those of the resident kernel, ``closed`` says that alpha's form is."""
     block, launch = {"BLOCK_M": config.rows, "BLOCK_N": config.keys}, (config.num_warps, config.num_stages)
     walk = (config.num_warps, config.forward_stages)
-    root, cap = {"TOLERANCE": 1e-5}, config.registers if closed else None
+    lists, root, cap = {"LISTS": True}, {"TOLERANCE": 1e-5}, config.registers if closed else None
     resident = {"BLOCK_M": config.resident_rows, "BLOCK_N": keys, "GRADIENT": True}
     pairs = {"BLOCK_M": config.rows, "KEYS": config.dkv_keys, "QUERIES": config.dkv_queries, "LISTS": True}
     return {
         "resident": Launch(forward.resident_kernel, resident | root, config.resident_warps, 1),
-        "roots": Launch(roots.roots_kernel, block | root | {"WIDTH": 32}, *walk, cap),
-        "inference": Launch(forward.output_kernel, block | {"GRADIENT": False}, *walk, cap),
-        "output": Launch(forward.output_kernel, block | {"GRADIENT": True}, *walk),
-        "dq": Launch(backward.dq_kernel, block | {"LISTS": True, "NEED_Q": True, "NEED_ALPHA": False}, *launch),
+        "roots": Launch(roots.roots_kernel, block | root | lists | {"WIDTH": 32}, *walk, cap),
+        "inference": Launch(forward.output_kernel, block | lists | {"GRADIENT": False}, *walk, cap),
+        "output": Launch(forward.output_kernel, block | lists | {"GRADIENT": True}, *walk),
+        "dq": Launch(backward.dq_kernel, block | lists | {"NEED_Q": True, "NEED_ALPHA": False}, *launch),
         "dkv": Launch(
             backward.dkv_kernel, pairs | {"NEED_K": True, "NEED_V": True}, config.dkv_warps, config.dkv_stages
         ),
@@ -128,6 +128,8 @@ def build(name: str, dtype: torch.dtype, dim: int, kind: str, capability: int, *
     if name == "resident" and not is_built(dtype, dim, capability):
         pytest.skip("configs.is_resident never takes it there")
     config = configs.config_for(dtype, dim, tf32=False, capability=divmod(capability, 10))
+    if options.get("LISTS") is False and name in ("roots", "inference", "output"):
+        config = replace(config, rows=config.short_rows, num_warps=config.short_warps)
     launch = attention_kernels(config, config.resident, kind != "generic")[name]
     flags = {
         "H": 12, "GROUP": 1, "D": dim, "BLOCK_D": dim, "KIND": kind, "HAS_ALPHA": kind == "generic", "CAUSAL": False,
@@ -152,7 +154,9 @@ def test_attention_kernels_build_without_spills(capability: int, dim: int, kind:
         check(compiled, capability, tensor_cores=True)
 
 
-@pytest.mark.parametrize("options", [{"HAS_MASK": True}, {"CAUSAL": True}, {"PACKED": True, "CAUSAL": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"HAS_MASK": True}, {"CAUSAL": True}, {"PACKED": True, "CAUSAL": True}, {"LISTS": False}], ids=str
+)
 def test_masks_and_layouts_spill_next_to_nothing(options: dict[str, bool]) -> None:
     for name in KERNELS[1:]:
         compiled = build(name, torch.bfloat16, 64, "square", 90, **options)

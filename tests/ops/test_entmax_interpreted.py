@@ -19,7 +19,12 @@ pytestmark = [
     pytest.mark.skipif(numpy_is_too_new(), reason="Triton 3.6 and older interpret loops with what numpy 2.4 removed"),
 ]
 ROOT = Path(__file__).resolve().parents[2]
-FILES = {"test_entmax_rows.py": 40, "test_entmax_attention_implementations.py": 35, "test_entmax_silent_failures.py": 6}
+FILES = {
+    "test_entmax_rows.py": 40,
+    "test_entmax_attention_implementations.py": 35,
+    "test_entmax_silent_failures.py": 6,
+    "test_entmax_attention_triton.py": 12,
+}
 
 
 @pytest.mark.parametrize(("name", "least"), FILES.items(), ids=str)

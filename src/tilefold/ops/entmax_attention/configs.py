@@ -36,6 +36,9 @@ class AttentionConfig:
         registers: the most a thread of the kernels of forward may take that hold no second output: two programs of 8
             warps then share a multiprocessor; ``None`` leaves it to the assembler.
         resident_simple: ``resident`` of a closed form without causality, window and dropout, which takes less.
+        short: the most keys of a row whose blocks are all visited, without a map of live ones.
+        short_rows: queries of a tile of the kernels of forward that do so.
+        short_warps: their warps.
     """
 
     rows: int
@@ -54,9 +57,12 @@ class AttentionConfig:
     programs: int = 2
     registers: int | None = None
     resident_simple: int = 0
+    short: int = 1024
+    short_rows: int = 64
+    short_warps: int = 8
 
 
-INTERPRETED = AttentionConfig(32, 16, 4, 1, "ieee", 32, 16, 4, 32, 16, 4, 1)
+INTERPRETED = AttentionConfig(32, 16, 4, 1, "ieee", 32, 16, 4, 32, 16, 4, 1, short=0, short_rows=32, short_warps=4)
 
 
 @functools.lru_cache(maxsize=256)
@@ -69,13 +75,14 @@ def config_for(dtype: torch.dtype, head_dim: int, tf32: bool, capability: tuple[
     if dtype == torch.float32:  # three TF32 products hold every operand twice
         block, warps, resident = (32, 8, 64) if head_dim <= 64 else (16, 4, 32)
         precision = "tf32" if tf32 else "tf32x3"
-        return AttentionConfig(block, block, warps, 1, precision, resident, block, warps, block, block, warps, 1, 1)
+        config = AttentionConfig(block, block, warps, 1, precision, resident, block, warps, block, block, warps, 1, 1)
+        return replace(config, short_rows=block, short_warps=warps)
     if head_dim > 128:
-        return AttentionConfig(32, 32, 8, 2, "ieee", 64, 32, 8, 32, 32, 8, 1)
+        return AttentionConfig(32, 32, 8, 2, "ieee", 64, 32, 8, 32, 32, 8, 1, short_rows=32)
     if hopper and head_dim <= 64:
-        return AttentionConfig(64, 64, 4, 2, "ieee", 128, 64, 4, 64, 64, 4, 2, 3, 4, 128, 256)
+        return AttentionConfig(64, 64, 4, 2, "ieee", 128, 64, 4, 64, 64, 4, 2, 3, 4, 128, 256, short_rows=128)
     if hopper:
-        return AttentionConfig(128, 64, 8, 2, "ieee", 128, 64, 4, 64, 128, 8, 1, 2, 1)
+        return AttentionConfig(128, 64, 8, 2, "ieee", 128, 64, 4, 64, 128, 8, 1, 2, 1, short_rows=128)
     resident = 128 if head_dim <= 64 else 0
     return AttentionConfig(64, 64, 8, 2, "ieee", resident, 64, 8, 64, 64, 8, 2 if capability[0] == 10 else 1)
 
@@ -85,8 +92,7 @@ def attention_config(q: Tensor, dropout: bool = False) -> AttentionConfig:
     if q.device.type != "cuda" or triton_interpreted():
         return INTERPRETED
     capability = torch.cuda.get_device_capability(q.device)
-    head_dim = int(q.size(-1))  # a tile of the kernels: never symbolic
-    config = config_for(q.dtype, head_dim, torch.backends.cuda.matmul.allow_tf32, capability)
+    config = config_for(q.dtype, q.size(-1), torch.backends.cuda.matmul.allow_tf32, capability)
     return replace(config, resident_warps=8) if dropout else config
 
 
@@ -109,6 +115,12 @@ def is_resident(q: Tensor, longest_k: int, window: int, simple: bool) -> bool:
     return span(config.resident_rows, longest_k, window) <= most
 
 
+def is_short(q: Tensor, longest_k: int, window: int) -> bool:
+    """Whether rows have so few blocks that looking for dead ones costs more than it saves."""
+    config = attention_config(q)
+    return span(config.short_rows, longest_k, window) <= config.short
+
+
 def row_tiles(q: Tensor, rows: int, batch: int, packed: bool) -> int:
     """Row tiles of a batch, for packed ones the most there can be."""
     return q.size(0) // rows + batch if packed else batch * -(-q.size(2) // rows)
@@ -116,7 +128,7 @@ def row_tiles(q: Tensor, rows: int, batch: int, packed: bool) -> int:
 
 def live_shape(q: Tensor, batch: int, longest_k: int, packed: bool, window: int, simple: bool) -> tuple[int, int, int]:
     """``[H, row tiles, words]`` of the map of live blocks, one bit a block; empty where nothing reads it."""
-    if is_resident(q, longest_k, window, simple):
+    if is_resident(q, longest_k, window, simple) or is_short(q, longest_k, window):
         return 0, 0, 0
     config = attention_config(q)
     blocks = -(-longest_k // config.keys)

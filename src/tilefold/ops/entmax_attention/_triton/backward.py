@@ -6,10 +6,9 @@ operands of forward, scaled in fp32 as there.
 import triton
 import triton.language as tl
 
-from tilefold.ops._shared._triton.entmax import alpha_terms, inverse_peak, weight_and_slope
+from tilefold.ops._shared._triton.entmax import alpha_terms, inverse_peak
 from tilefold.ops.entmax_attention._triton.tiles import (
     bounds,
-    distances,
     dropout_factor,
     exponent,
     hide,
@@ -21,6 +20,7 @@ from tilefold.ops.entmax_attention._triton.tiles import (
     query_range,
     score_tile,
     store_rows,
+    weights,
 )
 
 
@@ -162,8 +162,7 @@ def dq_kernel(
                     D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
                 )  # fmt: skip
                 v = load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)
-                d = distances(s, peak[:, None], scale, e, KIND, EXACT)
-                p, u = weight_and_slope(d, y[:, None], inverse_c[:, None], e, KIND)
+                p, u = weights(s, peak[:, None], y[:, None], inverse_c[:, None], scale, e, KIND, EXACT)
                 dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
                 if DROPOUT:
                     dp *= dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, grown)
@@ -267,8 +266,7 @@ def dkv_kernel(
                     s, i[:, None], j[None, :], keep[None, :], edge, shift, scale, window,
                     CAUSAL, WINDOW, HAS_MASK, EXACT,
                 )  # fmt: skip
-                d = distances(s, peak[:, None], scale, e, KIND, EXACT)
-                p, u = weight_and_slope(d, y[:, None], inverse_peak(y, e, KIND)[:, None], e, KIND)
+                p, u = weights(s, peak[:, None], y[:, None], inverse_peak(y, e, KIND)[:, None], scale, e, KIND, EXACT)
                 if DROPOUT:
                     factor = dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, grown)
                     p *= factor

@@ -3,15 +3,15 @@
 import triton
 import triton.language as tl
 
-from tilefold.ops._shared._triton.entmax import MOST_EVALUATIONS, inverse_peak, row_peak, row_sums, weight_and_slope
+from tilefold.ops._shared._triton.entmax import MOST_EVALUATIONS, inverse_peak, row_peak
 from tilefold.ops.entmax_attention._triton.rows import (
     LANES,
     add_terms,
     improve,
     lane_peaks,
     lane_sums,
+    lanes_bound,
     start_row,
-    subset_step,
     widen,
 )
 from tilefold.ops.entmax_attention._triton.tiles import (
@@ -22,9 +22,11 @@ from tilefold.ops.entmax_attention._triton.tiles import (
     key_range,
     load_rows,
     locate,
+    one_if_positive,
     scaled,
     score_tile,
     store_rows,
+    weights,
 )
 
 SUBSET_STEPS = tl.constexpr(2)  # on the maxima of 8 parts of a row whose scores are all there
@@ -102,11 +104,8 @@ def resident_kernel(
         y = high
         if KIND != "softmax":
             nearest = distances(parts, peak[:, None], scale, e, KIND, EXACT)
-            for _step in range(SUBSET_STEPS):
-                f, u, _n = row_sums(nearest, y[:, None], inverse_peak(y, e, KIND)[:, None], e, KIND)
-                y = subset_step(y, f, u, e, KIND)
+            y = lanes_bound(nearest, high, e, SUBSET_STEPS, KIND)
             y = tl.where(broken | empty, high, tl.maximum(widen(y, high, KIND), low))
-        d = distances(s, peak[:, None], scale, e, KIND, EXACT)
         before = tl.zeros_like(peak) + float("inf")
         few = tl.zeros_like(peak)
         many = few + (high_key - low_key)
@@ -114,7 +113,7 @@ def resident_kernel(
         evaluation = 0
         while evaluation < MOST_EVALUATIONS:
             none = tl.zeros((BLOCK_M, LANES), tl.float32)
-            f, u, n = add_terms(d, y, inverse_peak(y, e, KIND), e, none, none, none, KIND)
+            f, u, n = add_terms(s, peak, y, inverse_peak(y, e, KIND), scale, e, none, none, none, KIND, EXACT)
             y, low, high, few, many, before, found = improve(
                 y, tl.sum(f, axis=1), tl.sum(u, axis=1), tl.sum(n, axis=1), low, high, few, many, before, found, e,
                 KIND, TOLERANCE,
@@ -122,9 +121,9 @@ def resident_kernel(
             evaluation = tl.where(tl.min(found.to(tl.int32), axis=0) > 0, MOST_EVALUATIONS, evaluation + 1)
         inverse_c = inverse_peak(y, e, KIND)
         v = load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)
-        p, slope = weight_and_slope(d, y[:, None], inverse_c[:, None], e, KIND)
+        p, slope = weights(s, peak[:, None], y[:, None], inverse_c[:, None], scale, e, KIND, EXACT)
         mass = tl.sum(lane_sums(p), axis=1)
-        support = tl.sum(lane_sums((p > 0).to(tl.float32)), axis=1)
+        support = tl.sum(lane_sums(one_if_positive(slope)), axis=1)
         if GRADIENT:
             total = tl.sum(lane_sums(slope), axis=1)
         if DROPOUT:
@@ -167,10 +166,10 @@ def output_kernel(
     Nq, Nk, Tq, Tk, B, tiles_per, window, scale, constant, threshold, grown, stat_size, tiles, blocks,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr, GRADIENT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr, LISTS: tl.constexpr,
+    GRADIENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Weights and values of the live blocks; mass and support of every row."""
+    """Weights and values of the live blocks, or without lists of all; mass and support of every row."""
     tile = tl.program_id(0)
     b, m0, q_base, q_len = locate(tile, Nq, Tq, tiles_per, cu_q_ptr, batch_ptr, start_ptr, B, BLOCK_M, PACKED)
     if m0 < q_len:
@@ -192,9 +191,13 @@ def output_kernel(
             offs = h.to(tl.int64) * Tq + q_base + i
         else:
             offs = plane.to(tl.int64) * Nq + i
-        row = h.to(tl.int64) * tiles + tile
-        count = tl.load(count_ptr + row)
-        list_ptr += row * blocks
+        low_key, high_key = key_range(m0, tl.minimum(m0 + BLOCK_M, q_len), shift, k_len, window, CAUSAL, WINDOW)
+        first = low_key // BLOCK_N
+        count = tl.maximum((high_key + BLOCK_N - 1) // BLOCK_N - first, 0)
+        if LISTS:
+            row = h.to(tl.int64) * tiles + tile
+            count = tl.load(count_ptr + row)
+            list_ptr += row * blocks
         q = load_rows(q_ptr, i, sq_n, mask_m, D, BLOCK_D)
         peak = tl.load(stats_ptr + offs, mask=mask_m, other=float("-inf"))
         y = tl.load(stats_ptr + stat_size + offs, mask=mask_m, other=0.0)
@@ -208,17 +211,19 @@ def output_kernel(
         total = tl.zeros((BLOCK_M, LANES), tl.float32)
         support = tl.zeros((BLOCK_M, LANES), tl.float32)
         for place in range(count):
-            n0 = tl.load(list_ptr + place) * BLOCK_N
+            if LISTS:
+                n0 = tl.load(list_ptr + place) * BLOCK_N
+            else:
+                n0 = (first + place) * BLOCK_N
             j = n0 + tl.arange(0, BLOCK_N)
             s, _k, keep = score_tile(
                 q, k_ptr, mask_ptr, m0, i, n0, j, shift, sk_n, k_len, scale, window,
                 D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
             )  # fmt: skip
             v = load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)
-            d = distances(s, peak[:, None], scale, e, KIND, EXACT)
-            p, slope = weight_and_slope(d, y[:, None], inverse_c[:, None], e, KIND)
+            p, slope = weights(s, peak[:, None], y[:, None], inverse_c[:, None], scale, e, KIND, EXACT)
             mass += lane_sums(p)
-            support += lane_sums((p > 0).to(tl.float32))
+            support += lane_sums(one_if_positive(slope))
             if GRADIENT:
                 total += lane_sums(slope)
             if DROPOUT:

@@ -19,6 +19,7 @@ from tilefold.ops.entmax_attention._triton.roots import roots_kernel
 from tilefold.ops.entmax_attention.configs import (
     attention_config,
     is_resident,
+    is_short,
     is_simple,
     live_shape,
     row_tiles,
@@ -181,7 +182,8 @@ def forward(
         None if alpha is not None else options.constant, options.causal, options.window, seed is not None
     )
     resident = is_resident(q, longest_k, options.window, simple)
-    rows = config.resident_rows if resident else config.rows
+    short = not resident and is_short(q, longest_k, options.window)
+    rows = config.resident_rows if resident else config.short_rows if short else config.rows
     problem = _problem(q, k, alpha, key_mask, cu_q, cu_k, seed, options, rows, config.keys)
     live = q.new_empty(
         live_shape(q, problem.batch, longest_k, problem.packed, options.window, simple), dtype=torch.int32
@@ -207,11 +209,15 @@ def forward(
         )
     else:
         blocks, tiles = most // config.keys + 2, problem.queries.total
-        programs = min(tiles * q.size(1), config.programs * _processors(q.device))
-        maxima = q.new_empty((programs, blocks, rows), dtype=torch.float32)
-        lists = live.new_empty((q.size(1), tiles, blocks))
-        counts = live.new_empty((q.size(1), tiles))
-        flags |= {"BLOCK_N": config.keys, "num_warps": config.num_warps, "num_stages": config.forward_stages}
+        programs, maxima, lists, counts = tiles * q.size(1), None, None, None
+        if not short:
+            programs = min(programs, config.programs * _processors(q.device))
+            maxima = q.new_empty((programs, blocks, rows), dtype=torch.float32)
+            lists = live.new_empty((q.size(1), tiles, blocks))
+            counts = live.new_empty((q.size(1), tiles))
+        flags["LISTS"] = not short
+        flags |= {"BLOCK_N": config.keys, "num_stages": config.forward_stages}
+        flags["num_warps"] = config.short_warps if short else config.num_warps
         capped = config.registers if flags["KIND"] != "generic" and seed is None else None
         launch(
             roots_kernel,

@@ -1,9 +1,10 @@
 """Roots of long rows, by blocks of keys, and the map of the blocks that are live.
 
-A first pass over the keys leaves every row's maximum, and its maximum in every block, in scratch. The root of those
-block maxima alone is, by the subset lemma, no smaller than the row's: a block none of whose rows has a maximum inside
-that bound holds nothing but zeros. The root is then found on the blocks that are left, and the list is cut down once
-more by the root itself, with the same comparison that makes a weight positive.
+A first pass over the keys leaves the maxima of eight parts of every row, and its maximum in every block, in scratch.
+The root of some maxima alone is, by the subset lemma, no smaller than the row's: a block none of whose rows has a
+maximum inside that bound holds nothing but zeros. The root is then found on the blocks that are left, and the list is
+cut down once more by the root itself, with the same comparison that makes a weight positive. Rows of few blocks, whose
+blocks are rarely all zero, do without scratch, list and map.
 """
 
 import inspect
@@ -13,7 +14,16 @@ import triton.language as tl
 
 from tilefold.ops._shared._triton.activation import nan_max
 from tilefold.ops._shared._triton.entmax import MOST_EVALUATIONS, inverse_peak, row_peak, row_sums
-from tilefold.ops.entmax_attention._triton.rows import LANES, add_terms, improve, start_row, subset_step, widen
+from tilefold.ops.entmax_attention._triton.rows import (
+    LANES,
+    add_terms,
+    improve,
+    lane_peaks,
+    lanes_bound,
+    start_row,
+    subset_step,
+    widen,
+)
 from tilefold.ops.entmax_attention._triton.tiles import (
     alive,
     bounds,
@@ -28,7 +38,8 @@ from tilefold.ops.entmax_attention._triton.tiles import (
 
 # What is the same for every item is cheap to make again, and would fill the registers from item to item. Triton 3.5.
 CAN_STOP_HOISTING = tl.constexpr("disable_licm" in inspect.signature(tl.range.__init__).parameters)
-SUBSET_STEPS = tl.constexpr(4)  # of Newton on block maxima: each is a safe bound, the fourth a sharp one
+LANE_STEPS = tl.constexpr(4)  # of Newton on the maxima of 8 parts of a row: each is a safe bound
+BLOCK_STEPS = tl.constexpr(2)  # and on the maxima of its blocks
 
 
 @triton.jit
@@ -77,12 +88,11 @@ def list_live(
 
 
 @triton.jit
-def subset_bound(
-    maxima_ptr, low_block, high_block, peak, high, e, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr
+def blocks_bound(
+    maxima_ptr, low_block, high_block, peak, y, e, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """A root that is no smaller than the row's: Newton's, from above, on the block maxima alone."""
-    y = high
-    for _step in range(SUBSET_STEPS):
+    """As :func:`lanes_bound`, from the maxima of blocks, beginning at a bound ``y``."""
+    for _step in range(BLOCK_STEPS):
         inverse_c = inverse_peak(y, e, KIND)
         f = tl.zeros_like(y)
         u = tl.zeros_like(y)
@@ -93,7 +103,7 @@ def subset_bound(
             f += tile_f
             u += tile_u
         y = subset_step(y, f, u, e, KIND)
-    return widen(y, high, KIND)
+    return y
 
 
 @triton.jit
@@ -103,7 +113,7 @@ def tile_roots(
     stat_size, tiles, blocks, words, H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
-    TOLERANCE: tl.constexpr, PRECISION: tl.constexpr,
+    LISTS: tl.constexpr, TOLERANCE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Peak and root of the rows of one tile, its list of live blocks and its row of the map."""
     h = item // tiles
@@ -128,32 +138,41 @@ def tile_roots(
         high_block = tl.maximum(high_block, low_block)
         q = load_rows(qs, i, sq_n, mask_m, D, BLOCK_D)
 
-        best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        parts = tl.full((BLOCK_M, LANES), float("-inf"), tl.float32)  # every LANES-th key of the row
         for block in range(low_block, high_block):
             n0 = block * BLOCK_N
             s, _, _ = score_tile(
                 q, ks, keys_kept, m0, i, n0, n0 + tl.arange(0, BLOCK_N), shift, sk_n, k_len, scale, window,
                 D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
             )  # fmt: skip
-            tile_best = scaled(row_peak(s), scale, EXACT)
-            tl.store(maxima_ptr + (block - low_block) * BLOCK_M + tl.arange(0, BLOCK_M), tile_best)
-            best = nan_max(best, tile_best)
-        tl.debug_barrier()  # other threads of the program read what was stored
+            found_parts = lane_peaks(s)
+            parts = nan_max(parts, found_parts)
+            if LISTS:
+                tile_best = scaled(row_peak(found_parts), scale, EXACT)
+                tl.store(maxima_ptr + (block - low_block) * BLOCK_M + tl.arange(0, BLOCK_M), tile_best)
 
         keys = tl.minimum(high_key, high_block * BLOCK_N) - low_key
+        best = scaled(row_peak(parts), scale, EXACT)
         peak, broken, empty, low, high = start_row(best, e, given, keys, KIND)
         idle = broken | empty | ~mask_m
         y = high
         if KIND != "softmax":
-            y = subset_bound(maxima_ptr, low_block, high_block, peak, high, e, BLOCK_M, WIDTH, KIND)
-            y = tl.where(idle, high, tl.maximum(y, low))
+            y = lanes_bound(distances(parts, peak[:, None], scale, e, KIND, EXACT), high, e, LANE_STEPS, KIND)
+        if LISTS:
+            tl.debug_barrier()  # other threads of the program read what was stored
+            if KIND != "softmax":
+                y = blocks_bound(maxima_ptr, low_block, high_block, peak, y, e, BLOCK_M, WIDTH, KIND)
+        if KIND != "softmax":
+            y = tl.where(idle, high, tl.maximum(widen(y, high, KIND), low))
         high = y
+        count = high_block - low_block
         row = h.to(tl.int64) * tiles + tile
-        listed = list_ptr + row * blocks
-        count = list_live(
-            maxima_ptr, listed, live_ptr, low_block, high_block, words, peak, y, e, idle, BLOCK_M, KIND, False
-        )
-        tl.debug_barrier()
+        if LISTS:
+            listed = list_ptr + row * blocks
+            count = list_live(
+                maxima_ptr, listed, live_ptr, low_block, high_block, words, peak, y, e, idle, BLOCK_M, KIND, False
+            )
+            tl.debug_barrier()
 
         before = tl.zeros_like(peak) + float("inf")
         few = tl.zeros_like(peak)
@@ -166,32 +185,36 @@ def tile_roots(
             u = tl.zeros((BLOCK_M, LANES), tl.float32)
             n = tl.zeros((BLOCK_M, LANES), tl.float32)
             for place in range(count):
-                n0 = tl.load(listed + place) * BLOCK_N
+                if LISTS:
+                    n0 = tl.load(listed + place) * BLOCK_N
+                else:
+                    n0 = (low_block + place) * BLOCK_N
                 s, _, _ = score_tile(
                     q, ks, keys_kept, m0, i, n0, n0 + tl.arange(0, BLOCK_N), shift, sk_n, k_len, scale, window,
                     D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
                 )  # fmt: skip
-                d = distances(s, peak[:, None], scale, e, KIND, EXACT)
-                f, u, n = add_terms(d, y, inverse_c, e, f, u, n, KIND)
+                f, u, n = add_terms(s, peak, y, inverse_c, scale, e, f, u, n, KIND, EXACT)
             y, low, high, few, many, before, found = improve(
                 y, tl.sum(f, axis=1), tl.sum(u, axis=1), tl.sum(n, axis=1), low, high, few, many, before, found, e,
                 KIND, TOLERANCE,
             )  # fmt: skip
             evaluation = tl.where(tl.min(found.to(tl.int32), axis=0) > 0, MOST_EVALUATIONS, evaluation + 1)
 
-        tl.debug_barrier()
-        count = list_live(
-            maxima_ptr, listed, live_ptr + row * words, low_block, high_block, words, peak, y, e, idle,
-            BLOCK_M, KIND, True,
-        )  # fmt: skip
-        tl.store(count_ptr + row, count)
+        if LISTS:
+            tl.debug_barrier()
+            count = list_live(
+                maxima_ptr, listed, live_ptr + row * words, low_block, high_block, words, peak, y, e, idle,
+                BLOCK_M, KIND, True,
+            )  # fmt: skip
+            tl.store(count_ptr + row, count)
         if PACKED:
             offs = h.to(tl.int64) * Tq + q_base + i
         else:
             offs = plane.to(tl.int64) * Nq + i
         tl.store(stats_ptr + offs, tl.where(empty, float("-inf"), peak), mask=mask_m)
         tl.store(stats_ptr + stat_size + offs, tl.where(broken, float("nan"), y), mask=mask_m)
-        tl.debug_barrier()  # the next item overwrites the scratch
+        if LISTS:
+            tl.debug_barrier()  # the next item overwrites the scratch
 
 
 @triton.jit(
@@ -220,18 +243,19 @@ def roots_kernel(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr,
-    TOLERANCE: tl.constexpr, PRECISION: tl.constexpr,
+    LISTS: tl.constexpr, TOLERANCE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Peak and root of every row, and the map and list of live blocks. A program keeps its scratch of maxima."""
     program = tl.program_id(0)
-    maxima_ptr += program.to(tl.int64) * blocks * BLOCK_M
+    if LISTS:
+        maxima_ptr += program.to(tl.int64) * blocks * BLOCK_M
     if CAN_STOP_HOISTING:
         for item in tl.range(program, tiles * H, tl.num_programs(0), disable_licm=True):
             tile_roots(
                 item, q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr,
                 cu_q_ptr, cu_k_ptr, batch_ptr, start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, Nq, Nk, Tq, Tk, B,
                 tiles_per, window, scale, constant, stat_size, tiles, blocks, words, H, GROUP, D, BLOCK_D, BLOCK_M,
-                BLOCK_N, WIDTH, KIND, HAS_ALPHA, CAUSAL, WINDOW, HAS_MASK, PACKED, EXACT, TOLERANCE, PRECISION,
+                BLOCK_N, WIDTH, KIND, HAS_ALPHA, CAUSAL, WINDOW, HAS_MASK, PACKED, EXACT, LISTS, TOLERANCE, PRECISION,
             )  # fmt: skip
     else:
         for item in range(program, tiles * H, tl.num_programs(0)):
@@ -239,5 +263,5 @@ def roots_kernel(
                 item, q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr,
                 cu_q_ptr, cu_k_ptr, batch_ptr, start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, Nq, Nk, Tq, Tk, B,
                 tiles_per, window, scale, constant, stat_size, tiles, blocks, words, H, GROUP, D, BLOCK_D, BLOCK_M,
-                BLOCK_N, WIDTH, KIND, HAS_ALPHA, CAUSAL, WINDOW, HAS_MASK, PACKED, EXACT, TOLERANCE, PRECISION,
+                BLOCK_N, WIDTH, KIND, HAS_ALPHA, CAUSAL, WINDOW, HAS_MASK, PACKED, EXACT, LISTS, TOLERANCE, PRECISION,
             )  # fmt: skip

@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 
 from tilefold.ops._shared._triton.activation import nan_max
-from tilefold.ops._shared._triton.entmax import INTERPRETED, bracket, next_root, row_terms
+from tilefold.ops._shared._triton.entmax import INTERPRETED, bracket, inverse_peak, next_root, row_sums, row_terms
+from tilefold.ops.entmax_attention._triton.tiles import distances, excess, one_if_positive
 
 # In the layout of a product a thread holds pairs of columns, 8 apart: along them nothing is exchanged between threads.
 LANES = tl.constexpr(8)
@@ -35,19 +36,25 @@ def lane_peaks(s):
 
 
 @triton.jit
-def add_terms(d, y, inverse_c, e, f, u, n, KIND: tl.constexpr):
-    """Add the terms of F, U and Q of a tile of distances to ``[rows, LANES]`` sums."""
-    tile_f, tile_u, tile_n = row_terms(d, y[:, None], inverse_c[:, None], e, KIND)
-    f += lane_sums(tile_f)
-    if KIND == "softmax":
-        return f, f, f
+def add_terms(
+    s, peak, y, inverse_c, scale, e, f, u, n, KIND: tl.constexpr, EXACT: tl.constexpr
+):  # fmt: skip
+    """Add the terms of F, U and Q of a tile of scores to ``[rows, LANES]`` sums."""
+    peak, y, inverse_c = peak[:, None], y[:, None], inverse_c[:, None]
+    if KIND == "square":
+        x = excess(s, peak, y, scale, e, EXACT)
+        return f + lane_sums(x * x), u + lane_sums(x), n + lane_sums(one_if_positive(x))
+    elif KIND == "linear":
+        x = excess(s, peak, y, scale, e, EXACT)
+        n += lane_sums(one_if_positive(x))
+        return f + lane_sums(x), n, n
     else:
-        u += lane_sums(tile_u)
-        if KIND == "linear":
-            return f, u, u
+        tile_f, tile_u, tile_n = row_terms(distances(s, peak, scale, e, KIND, EXACT), y, inverse_c, e, KIND)
+        f += lane_sums(tile_f)
+        if KIND == "softmax":
+            return f, f, f
         else:
-            n += lane_sums(tile_n)
-            return f, u, n
+            return f, u + lane_sums(tile_u), n + lane_sums(tile_n)
 
 
 @triton.jit
@@ -70,6 +77,19 @@ def subset_step(y, f, u, e, KIND: tl.constexpr):
         y, f, u, u * u / f, none - float("inf"), y, none + float("inf"), none > 0, e, KIND
     )
     return tl.minimum(y, new)
+
+
+@triton.jit
+def lanes_bound(nearest, high, e, STEPS: tl.constexpr, KIND: tl.constexpr):
+    """A root that is no smaller than the row's, from the distances of some parts' maxima, ``[rows, parts]``.
+
+    Parts of a row that lie every so many keys apart make a sharper bound than runs of neighbours, which are alike.
+    """
+    y = high
+    for _step in range(STEPS):
+        f, u, _n = row_sums(nearest, y[:, None], inverse_peak(y, e, KIND)[:, None], e, KIND)
+        y = subset_step(y, f, u, e, KIND)
+    return y
 
 
 @triton.jit

@@ -1,7 +1,13 @@
 """What the attention kernels share: where a tile lies, its scores, its dropout."""
 
+import torch
 import triton
 import triton.language as tl
+
+from tilefold.ops._shared._triton.entmax import weight_and_slope
+from tilefold.ops._shared.impl import triton_interpreted
+
+PLAIN = tl.constexpr(triton_interpreted() or torch.version.hip is not None)  # no PTX
 
 
 @triton.jit
@@ -174,6 +180,42 @@ def distances(s, peak, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
     if (KIND == "square") | (KIND == "linear"):
         d *= e
     return d
+
+
+@triton.jit
+def saturated(a, b, c):
+    """``a b + c``, held between 0 and 1: one instruction of the multipliers, which a maximum is not."""
+    if PLAIN:
+        return tl.minimum(tl.maximum(a * b + c, 0.0), 1.0)
+    else:
+        return tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def excess(s, peak, y, scale, e, EXACT: tl.constexpr):
+    """``[y - e (peak - s)]_+`` of the closed forms, whose y is 1 at most."""
+    d = peak - scaled(s, scale, EXACT)
+    return saturated(d, tl.zeros_like(d) - e, tl.zeros_like(d) + y)
+
+
+@triton.jit
+def one_if_positive(x):
+    return saturated(x, tl.zeros_like(x) + 1e30, tl.zeros_like(x))
+
+
+@triton.jit
+def weights(s, peak, y, inverse_c, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
+    """``p`` and ``u = p^(2 - alpha)`` on the support."""
+    if KIND == "square":
+        u = excess(s, peak, y, scale, e, EXACT)
+        return u * u, u
+    elif KIND == "linear":
+        p = excess(s, peak, y, scale, e, EXACT)
+        return p, one_if_positive(p)
+    else:
+        return weight_and_slope(distances(s, peak, scale, e, KIND, EXACT), y, inverse_c, e, KIND)
 
 
 @triton.jit
