@@ -33,11 +33,12 @@ class AttentionConfig:
         dkv_stages: its stages.
         forward_stages: of the kernels of forward that walk blocks.
         programs: of the persistent kernel, for each multiprocessor.
-        registers: the most a thread of the kernels of forward may take that hold no second output: two programs of 8
-            warps then share a multiprocessor; ``None`` leaves it to the assembler.
+        registers: the most a thread may take in the kernels with one accumulator or none: four programs of 4 warps then
+            share a multiprocessor; ``None`` leaves it to the assembler.
+        wide_registers: the same of the kernels with two accumulators, for three programs.
         resident_simple: ``resident`` of a closed form without causality, window and dropout, which takes less.
         short: the most keys of a row whose blocks are all visited, without a map of live ones.
-        short_rows: queries of a tile of the kernels of forward that do so.
+        short_rows: queries of a tile of the kernels that do so without a gradient.
         short_warps: their warps.
     """
 
@@ -58,6 +59,7 @@ class AttentionConfig:
     registers: int | None = None
     resident_simple: int = 0
     short: int = 1024
+    wide_registers: int | None = None
     short_rows: int = 64
     short_warps: int = 8
 
@@ -80,9 +82,10 @@ def config_for(dtype: torch.dtype, head_dim: int, tf32: bool, capability: tuple[
     if head_dim > 128:
         return AttentionConfig(32, 32, 8, 2, "ieee", 64, 32, 8, 32, 32, 8, 1, short_rows=32)
     if hopper and head_dim <= 64:
-        return AttentionConfig(64, 64, 4, 2, "ieee", 128, 64, 4, 64, 64, 4, 2, 3, 4, 128, 256, short_rows=128)
+        config = AttentionConfig(64, 64, 4, 2, "ieee", 128, 64, 4, 64, 64, 4, 2, forward_stages=3, programs=4)
+        return replace(config, registers=128, wide_registers=168, resident_simple=256, short_rows=128)
     if hopper:
-        return AttentionConfig(128, 64, 8, 2, "ieee", 128, 64, 4, 64, 128, 8, 1, 2, 1, short_rows=128)
+        return AttentionConfig(128, 64, 8, 2, "ieee", 128, 64, 4, 64, 128, 8, 1, programs=1, short_rows=128)
     resident = 128 if head_dim <= 64 else 0
     return AttentionConfig(64, 64, 8, 2, "ieee", resident, 64, 8, 64, 64, 8, 2 if capability[0] == 10 else 1)
 
@@ -119,6 +122,11 @@ def is_short(q: Tensor, longest_k: int, window: int) -> bool:
     """Whether rows have so few blocks that looking for dead ones costs more than it saves."""
     config = attention_config(q)
     return span(config.short_rows, longest_k, window) <= config.short
+
+
+def caps(config: AttentionConfig, kind: str, dropout: bool) -> tuple[int | None, int | None]:
+    """``registers`` and ``wide_registers``, for forms that keep to them without spills."""
+    return (None, None) if kind == "generic" or dropout else (config.registers, config.wide_registers)
 
 
 def row_tiles(q: Tensor, rows: int, batch: int, packed: bool) -> int:

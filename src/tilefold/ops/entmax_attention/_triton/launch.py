@@ -18,6 +18,7 @@ from tilefold.ops.entmax_attention._triton.forward import output_kernel, residen
 from tilefold.ops.entmax_attention._triton.roots import roots_kernel
 from tilefold.ops.entmax_attention.configs import (
     attention_config,
+    caps,
     is_resident,
     is_short,
     is_simple,
@@ -183,7 +184,8 @@ def forward(
     )
     resident = is_resident(q, longest_k, options.window, simple)
     short = not resident and is_short(q, longest_k, options.window)
-    rows = config.resident_rows if resident else config.short_rows if short else config.rows
+    walked = config.short_rows if short and not with_gradient else config.rows
+    rows = config.resident_rows if resident else walked
     problem = _problem(q, k, alpha, key_mask, cu_q, cu_k, seed, options, rows, config.keys)
     live = q.new_empty(
         live_shape(q, problem.batch, longest_k, problem.packed, options.window, simple), dtype=torch.int32
@@ -217,19 +219,19 @@ def forward(
             counts = live.new_empty((q.size(1), tiles))
         flags["LISTS"] = not short
         flags |= {"BLOCK_N": config.keys, "num_stages": config.forward_stages}
-        flags["num_warps"] = config.short_warps if short else config.num_warps
-        capped = config.registers if flags["KIND"] != "generic" and seed is None else None
+        flags["num_warps"] = config.short_warps if rows != config.rows else config.num_warps
+        narrow, wide = caps(config, str(flags["KIND"]), seed is not None)
         launch(
             roots_kernel,
             (programs, 1, 1),
             (q, k, stats, live, maxima, lists, counts, *tables[:-1], *strides[:6], *sizes, tiles, blocks, live.size(2)),
-            {**flags, "WIDTH": 16 if blocks <= 18 else 32, "TOLERANCE": tolerance(q.dtype), "maxnreg": capped},
+            {**flags, "WIDTH": 16 if blocks <= 18 else 32, "TOLERANCE": tolerance(q.dtype), "maxnreg": narrow},
         )
         launch(
             output_kernel,
             (tiles, q.size(1), 1),
             (q, k, v, target, target2, stats, lists, counts, *tables, *strides, *sizes, tiles, blocks),
-            {**flags, "GRADIENT": with_gradient, "maxnreg": None if with_gradient else capped},
+            {**flags, "GRADIENT": with_gradient, "maxnreg": wide if with_gradient else narrow},
         )
     if target is not out:
         out.copy_(target)
@@ -283,6 +285,7 @@ def backward(
     operands = [*_strides(q, packed), *_strides(k, packed), *_strides(v, packed)]
     queries, keys = problem.queries, problem.keys
     sizes = (*problem.sizes, queries.per)
+    narrow, wide = caps(config, str(problem.flags["KIND"]), seed is not None)
     launch(
         dq_kernel,
         (queries.total, heads, 1),
@@ -294,7 +297,7 @@ def backward(
         ),
         shared
         | {"BLOCK_N": config.keys, "NEED_Q": need_q, "NEED_ALPHA": need_alpha}
-        | {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        | {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": narrow},
     )  # fmt: skip
     if need_k or need_v:
         most = queries.per if not packed else queries.total
@@ -323,7 +326,7 @@ def backward(
             ),
             shared
             | {"KEYS": config.dkv_keys, "QUERIES": config.dkv_queries, "NEED_K": need_k, "NEED_V": need_v}
-            | {"num_warps": config.dkv_warps, "num_stages": config.dkv_stages},
+            | {"num_warps": config.dkv_warps, "num_stages": config.dkv_stages, "maxnreg": wide},
         )  # fmt: skip
     return dq, dk, dv, None if dalpha is None else dalpha.sum(dim=(0, 2))
 
