@@ -13,7 +13,7 @@ from tests.ops.cross_compile import Compiled, compile_kernel
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.maxsim import configs
 from tilefold.ops.maxsim._triton import norms, smooth
-from tilefold.ops.maxsim._triton.backward import ddocuments_kernel, dqueries_kernel
+from tilefold.ops.maxsim._triton.backward import ddocuments_kernel, dqueries_kernel, dqueries_row_kernel
 from tilefold.ops.maxsim._triton.forward import all_pairs_kernel, combine_kernel, listed_pairs_kernel
 from tilefold.ops.maxsim._triton.stream import stream_kernel
 from tilefold.ops.maxsim._triton.winner_lists import ddocuments_listed_kernel
@@ -148,7 +148,9 @@ def test_the_stream_of_documents_builds_without_spills(
         check(compiled, capability, tensor_cores=True)
 
 
-@pytest.mark.parametrize(("dtype", "pairing"), [*((torch.bfloat16, p) for p in (0, 1, 2)), (torch.float32, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "pairing"), [*((torch.bfloat16, p) for p in (0, 1, 2)), (torch.float32, 0), (torch.float32, 2)], ids=str
+)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_backward_builds_without_spills(capability: int, dtype: torch.dtype, pairing: int) -> None:
     config = configs.backward_config_for(divmod(capability, 10), dtype, tf32=False)
@@ -165,6 +167,10 @@ def test_backward_builds_without_spills(capability: int, dtype: torch.dtype, pai
         compiled = compile_kernel(ddocuments_kernel, types, own, capability, config.warps_d, config.stages_d)
     else:
         del own["PAIRING"]
+        row = {name: own[name] for name in own if name in dqueries_row_kernel.arg_names}
+        row |= {"BLOCK_N": config.block_n, "BLOCK_D": config.block_d}
+        compiled = compile_kernel(dqueries_row_kernel, types, row, capability, config.warps_few, config.stages_q)
+        check(compiled, capability, tensor_cores=False)
         own |= {"BLOCK_T": config.list_t, "BLOCK_E": config.list_e, "BLOCK_S": config.list_s_many, "ALIGNED": True,
                 "CAPACITY": 2 * config.list_s_many}  # fmt: skip
         compiled = compile_kernel(

@@ -40,6 +40,8 @@ class BackwardConfig:
     Attributes:
         block_r, block_d: query rows and dimensions of a tile of the query gradient.
         warps_q, stages_q: of its kernel.
+        few_rows: query rows of all pairs up to which each has a program of its own, with block_n documents at a time.
+        warps_few: of its kernel.
         block_t, block_e: document tokens, and query rows added at a time, of a tile of the document gradient of
             grouped and listed pairs.
         block_dd: dimensions of a tile of document gradients.
@@ -56,6 +58,9 @@ class BackwardConfig:
     block_d: int = 128
     warps_q: int = 4
     stages_q: int = 3
+    few_rows: int = 1024
+    block_n: int = 64
+    warps_few: int = 8
     block_t: int = 128
     block_e: int = 64
     block_dd: int = 128
@@ -77,12 +82,12 @@ class BackwardConfig:
 
 BACKWARD_16BIT = BackwardConfig()
 BACKWARD_FP32 = BackwardConfig(
-    block_t=32, block_e=32, block_dd=64, warps_d=4, stages_d=2, list_t=32, list_e=32, list_stages=2, smooth_r=32,
-    smooth_t=16, smooth_k=16, smooth_warps=4, smooth_stages=1, precision="tf32x3",
+    block_n=32, block_t=32, block_e=32, block_dd=64, warps_d=4, stages_d=2, list_t=32, list_e=32, list_stages=1,
+    smooth_r=32, smooth_t=16, smooth_k=16, smooth_warps=4, smooth_stages=1, precision="tf32x3",
 )  # fmt: skip
 BACKWARD_INTERPRETED = BackwardConfig(
-    block_r=32, block_d=64, block_t=16, block_e=32, block_dd=64, list_t=16, list_e=16, list_s=32, list_s_many=32,
-    smooth_r=16, smooth_t=16, smooth_k=32,
+    block_r=32, block_d=64, few_rows=16, block_n=16, block_t=16, block_e=32, block_dd=64, list_t=16, list_e=16,
+    list_s=32, list_s_many=32, smooth_r=16, smooth_t=16, smooth_k=32,
 )  # fmt: skip
 INTERPRETED = ForwardConfig(32, 16, 32, num_warps=4, num_stages=1, use_tma=True)
 LARGEST_BLOCK_K = 128

@@ -85,7 +85,8 @@ def quantize_rows(rows: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     rows = rows.float()
     if rows.size(-1) == 0:
         return rows.to(kind), rows.new_zeros(rows.shape[:-1])
-    scales = rows.abs().amax(dim=-1) / _LARGEST[kind]
+    # by a tensor: on a GPU, torch multiplies by the inverse of a number, and a last bit decides ties of the rounding
+    scales = rows.abs().amax(dim=-1) / rows.new_full((), _LARGEST[kind])
     values = rows / torch.where(scales > 0, scales, 1)[..., None]
     if kind == torch.int8:
         values = values.round_().nan_to_num_(0.0).clamp_(-127, 127)

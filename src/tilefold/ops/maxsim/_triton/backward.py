@@ -107,6 +107,37 @@ def dqueries_kernel(
         )
 
 
+@triton.jit(do_not_specialize=["Tq", "Td", "Nd", "length_q", "length_d", "stride_q", "stride_d"])
+def dqueries_row_kernel(
+    dscore_ptr, saved_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, cu_d_ptr, row_query_ptr, dquery_ptr,
+    Tq, Td, Nd, length_q, length_d, stride_q, stride_d,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr,
+    HAS_SCALE: tl.constexpr, NO_WINNER: tl.constexpr,
+):  # fmt: skip
+    """As :func:`dqueries_kernel` for all pairs of few query rows: a program owns a row, and takes many documents."""
+    row = tl.program_id(0)
+    k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    if UNIFORM_Q:
+        owner = row // length_q
+    else:
+        owner = tl.load(row_query_ptr + row).to(tl.int32)
+    acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for d0 in tl.range(0, Nd, BLOCK_N):
+        d = d0 + tl.arange(0, BLOCK_N)
+        there = d < Nd
+        start, end, ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
+        winner = tl.load(saved_ptr + d.to(tl.int64) * Tq + row, mask=there, other=NO_WINNER).to(tl.int32)
+        has = there & (winner != NO_WINNER) & ok & (start + winner < end)
+        offs = tl.cast(owner, tl.int64) * stride_q + d.to(tl.int64) * stride_d
+        grad = tl.load(dscore_ptr + offs, mask=has, other=0.0).to(tl.float32)
+        doc_row = start + winner
+        if HAS_SCALE:
+            grad *= tl.load(doc_scale_ptr + doc_row, mask=has, other=0.0)
+        acc += grad[:, None] * load_rows(doc_ptr, doc_row, has, k, D).to(tl.float32)
+    total = tl.sum(acc, axis=0)
+    tl.store(dquery_ptr + tl.cast(row, tl.int64) * D + k, total.to(dquery_ptr.dtype.element_ty), mask=k < D)
+
+
 @triton.jit(
     do_not_specialize=[
         "Tq",

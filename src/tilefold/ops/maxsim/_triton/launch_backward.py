@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import Grid, Launcher, launch, launcher
 from tilefold.ops.maxsim._problem import Problem, no_winner
-from tilefold.ops.maxsim._triton.backward import ddocuments_kernel, dqueries_kernel
+from tilefold.ops.maxsim._triton.backward import ddocuments_kernel, dqueries_kernel, dqueries_row_kernel
 from tilefold.ops.maxsim._triton.launch import (
     PAIRINGS,
     as_bytes,
@@ -128,6 +128,11 @@ def _gradient(run: _Pass, rows: Tensor, scale: Tensor | None, fill: Any) -> Tens
 
 def _dqueries(run: _Pass, out: Tensor) -> None:
     p, config = run.problem, run.config
+    if p.pairing == "all" and not p.temperature and run.queries.size(0) <= config.few_rows:
+        kernel, grid, numbers = _planned(run, "dqueries of few rows", _plan_dquery_rows)
+        layout = (contiguous(p.cu_documents), run.row_query)
+        kernel(grid, (run.dscores, run.saved, run.documents, *run.scales, *layout, out, *numbers))
+        return
     offsets = (contiguous(p.cu_queries), contiguous(p.cu_documents), run.row_query, *run.lists(0), contiguous(p.index))
     if not p.temperature:
         kernel, grid, numbers = _planned(run, "dqueries", _plan_dqueries)
@@ -146,6 +151,16 @@ def _dqueries(run: _Pass, out: Tensor) -> None:
             HAS_DMASK=p.document_mask is not None, PRECISION=config.precision, HAS_LARGEST=run.largest is not None,
         ),
     )  # fmt: skip
+
+
+def _plan_dquery_rows(run: _Pass) -> tuple[Launcher, Grid, tuple[Any, ...]]:
+    p, config, n_rows = run.problem, run.config, run.queries.size(0)
+    constants = run.constants(
+        config.warps_few, config.stages_q, BLOCK_N=config.block_n, BLOCK_D=config.block_d,
+        NO_WINNER=no_winner(run.saved.dtype),
+    )  # fmt: skip
+    sizes = (n_rows, run.documents.size(0), p.n_documents, p.query_length, p.document_length, *run.strides)
+    return launcher(dqueries_row_kernel, constants), (n_rows, cdiv(run.queries.size(1), config.block_d), 1), sizes
 
 
 def _plan_dqueries(run: _Pass) -> tuple[Launcher, Grid, tuple[Any, ...]]:
