@@ -35,6 +35,11 @@ def _processors(device: torch.device) -> int:
     return 2 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def _turns(blocks: int) -> int:
+    """How many persistent programs follow each other in one place: more balance what tiles cost, and take scratch."""
+    return max(1, min(4, 264 // blocks))
+
+
 def _is_exact(scale: float) -> bool:
     """Whether multiplying by ``scale`` never rounds and keeps the order of scores."""
     return scale > 0 and math.frexp(scale)[0] == 0.5
@@ -213,7 +218,7 @@ def forward(
         blocks, tiles = most // config.keys + 2, problem.queries.total
         programs, maxima, lists, counts = tiles * q.size(1), None, None, None
         if not short:
-            programs = min(programs, config.programs * _processors(q.device))
+            programs = min(programs, config.programs * _turns(blocks) * _processors(q.device))
             maxima = q.new_empty((programs, blocks, rows), dtype=torch.float32)
             lists = live.new_empty((q.size(1), tiles, blocks))
             counts = live.new_empty((q.size(1), tiles))
