@@ -87,8 +87,8 @@ def entmax_attention(
     """Attention whose weights are alpha-entmax of the scores, exact zeros included (AdaSplash, arXiv 2502.12082).
 
     ``out_i = sum_j p_ij v_j`` with ``p_i = entmax_alpha(scale * q_i . k_j)`` over the keys j that query i may see. The
-    scores never lie in memory. The root of every row is found to a residual of 1e-6 of its mass, for any scores, and
-    the output is divided by the mass that is left; where only live blocks are visited, what is skipped is proved to be
+    scores never lie in memory. The root of every row is found to a residual of 1e-6 of its mass (1e-5 of 16-bit input on
+    a GPU), for any scores, and the output is divided by the mass that is left; where only live blocks are visited, what is skipped is proved to be
     zero. Scores are scaled in fp32 (q is never rounded a second time), and backward makes them from the same operands.
     Backward is bitwise deterministic; one derivative, except for ``impl="reference"``.
 
