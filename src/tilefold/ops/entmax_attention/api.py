@@ -87,10 +87,11 @@ def entmax_attention(
     """Attention whose weights are alpha-entmax of the scores, exact zeros included (AdaSplash, arXiv 2502.12082).
 
     ``out_i = sum_j p_ij v_j`` with ``p_i = entmax_alpha(scale * q_i . k_j)`` over the keys j that query i may see. The
-    scores never lie in memory. The root of every row is found to a residual of 1e-6 of its mass (1e-5 of 16-bit input on
-    a GPU), for any scores, and the output is divided by the mass that is left; where only live blocks are visited, what is skipped is proved to be
-    zero. Scores are scaled in fp32 (q is never rounded a second time), and backward makes them from the same operands.
-    Backward is bitwise deterministic; one derivative, except for ``impl="reference"``.
+    scores never lie in memory. The root of every row is found to a residual of 1e-6 of its mass (on a GPU 1e-5 for
+    16-bit input), for any scores, and the output is divided by the mass that is left; where only live blocks are
+    visited, what is skipped is proved to be zero. Scores are scaled in fp32 (q is never rounded a second time), and
+    backward makes them from the same operands. Backward is bitwise deterministic; one derivative, except for
+    ``impl="reference"``.
 
     Query i stands at the place ``i + Nk - Nq`` of the keys: causal attention and windows are aligned to the end, as
     decoding with a cache needs. A row with nothing to attend to is 0 and passes no gradient. NaN in a query, or in a
