@@ -82,7 +82,7 @@ class BackwardConfig:
 
 BACKWARD_16BIT = BackwardConfig()
 BACKWARD_FP32 = BackwardConfig(
-    block_n=32, block_t=32, block_e=32, block_dd=64, warps_d=4, stages_d=2, list_t=32, list_e=32, list_stages=1,
+    block_n=32, block_t=32, block_e=32, block_dd=64, warps_d=4, stages_d=2, list_t=16, list_e=32, list_stages=2,
     smooth_r=32, smooth_t=16, smooth_k=16, smooth_warps=4, smooth_stages=1, precision="tf32x3",
 )  # fmt: skip
 BACKWARD_INTERPRETED = BackwardConfig(
