@@ -18,7 +18,18 @@ if importlib.util.find_spec("hypothesis"):
     settings.load_profile("tilefold")
 
 
+def _spread_over_gpus() -> None:
+    """Where a machine has several GPUs, each worker sees them in another order: their first one is not the same."""
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER"), torch.cuda.device_count()
+    if worker is None or count < 2 or torch.cuda.is_initialized():
+        return
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    first = int(worker.removeprefix("gw")) % count
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[first:] + names[:first])
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    _spread_over_gpus()
     if os.environ.get("TRITON_INTERPRET") == "1":  # the interpreter computes tiles whole, padding included, in numpy
         config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim:DeprecationWarning")
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton")
@@ -42,6 +53,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     import fcntl
 
     alone = item.get_closest_marker("whole_gpu") is not None
-    with (Path(tempfile.gettempdir()) / f"tilefold-gpu-{run}.lock").open("w") as lock:
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    with (Path(tempfile.gettempdir()) / f"tilefold-gpu-{run}-{gpu}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         return (yield)
