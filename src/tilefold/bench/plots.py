@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SHOWN = ("eager", "compile", "compile-max-first", "tilefold")
+_SHOWN_OF = {"entmax_attention": ("adasplash-v1-no-mask", "softmax-fa2", "softmax-cudnn", "tilefold", "tilefold-graph")}
+_SHAPES_OF = {"entmax_attention": "BxN, H=12, D=64"}
 _PANELS = (
     ("forward_backward_p50_ms", "forward + backward, median ms"),
     ("forward_backward_peak_mib", "peak memory above the inputs, MiB"),
 )
+_PANELS_OF = {"entmax_attention": (("forward_p50_ms", "forward, median ms"), _PANELS[0])}
 
 
 def plot_results(results: str | Path, picture: str | Path) -> Path:
@@ -38,17 +41,22 @@ def plot_results(results: str | Path, picture: str | Path) -> Path:
         ImportError: if matplotlib is not installed.
     """
     with Path(results).open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row.get("status") == "ok" and row.get("impl") in _SHOWN]
+        rows = [row for row in csv.DictReader(file) if row.get("status") == "ok" and row.get("impl") in _shown(row)]
     if not rows:
         raise ValueError(f"{results} must hold measured rows of `tilefold bench`, got none.")
     cases = list(dict.fromkeys(row["case"] for row in rows))
+    panels = _PANELS_OF.get(rows[0].get("op", ""), _PANELS)
     figure = new_figure((11, 1.2 + 0.75 * len(cases)))
-    for axes, (column, title) in zip(figure.subplots(1, 2, sharey=True), _PANELS, strict=True):
+    for axes, (column, title) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
         _bars(axes, rows, cases, column, title)
-    names = sum(1 for impl in _SHOWN if any(row["impl"] == impl for row in rows))
+    names = sum(1 for impl in _shown(rows[0]) if any(row["impl"] == impl for row in rows))
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=names, fontsize=8)
     figure.suptitle(_conditions(rows), fontsize=8)
     return save_figure(figure, picture)
+
+
+def _shown(row: Mapping[str, str]) -> tuple[str, ...]:
+    return _SHOWN_OF.get(row.get("op", ""), _SHOWN)
 
 
 def new_figure(size: tuple[float, float]) -> Figure:
@@ -80,9 +88,9 @@ def save_figure(figure: Figure, picture: str | os.PathLike[str]) -> Path:
 
 def _bars(axes: Axes, rows: Sequence[Mapping[str, str]], cases: Sequence[str], column: str, title: str) -> None:
     """Bars relative to each case's largest value, on an axis that starts at zero, with the values at their ends."""
-    shown = [impl for impl in _SHOWN if any(row["impl"] == impl for row in rows)]
+    shown = [impl for impl in _shown(rows[0]) if any(row["impl"] == impl for row in rows)]
     height = 0.8 / len(shown)
-    values = {(row["case"], row["impl"]): float(row[column]) for row in rows if row[column]}
+    values = {(row["case"], row["impl"]): float(row[column]) for row in rows if row[column] and float(row[column]) > 0}
     largest = {case: max((v for (c, _), v in values.items() if c == case), default=1.0) for case in cases}
     for place, impl in enumerate(shown):
         present = [case for case in cases if (case, impl) in values]
@@ -103,9 +111,10 @@ def _conditions(rows: Sequence[Mapping[str, str]]) -> str:
         return "/".join(dict.fromkeys(row[column] for row in rows if row[column]))
 
     gpu = f", driver {values('driver')}, CUDA {values('cuda')}, triton {values('triton')}" if values("cuda") else ""
+    shapes = _SHAPES_OF.get(values("op"), "BxSxDxV")
     return (
-        f"{values('op')} on {values('device')}{gpu}, torch {values('torch')}, {values('dtype')}; "
-        f"shapes BxSxDxV; commit {values('commit')}; bars relative to each shape's largest"
+        f"{values('op')} on {values('device')}{gpu}, torch {values('torch')}, {values('dtype')};\n"
+        f"shapes {shapes}; commit {values('commit')}; bars relative to each shape's largest"
     )
 
 
