@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -130,7 +131,10 @@ def _int8_graph(inputs: MaxSimBenchInputs) -> Runnable:
 
 
 def _captured(run: Callable[[], Any]) -> Callable[[], Any]:
-    """``run`` captured once as a CUDA graph: replays it without the host's part."""
+    """``run`` captured once as a CUDA graph: replays it without the host's part.
+
+    The graph reads the memory of the tensors that ``run`` holds: it holds ``run``.
+    """
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -141,11 +145,11 @@ def _captured(run: Callable[[], Any]) -> Callable[[], Any]:
     with torch.cuda.graph(graph):
         result = run()
 
-    def replay() -> Any:
+    def replay(graph: torch.cuda.CUDAGraph, result: Any, _held: Callable[[], Any]) -> Any:
         graph.replay()
         return result
 
-    return replay
+    return functools.partial(replay, graph, result, run)
 
 
 def _graph(inputs: MaxSimBenchInputs) -> Runnable:
