@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilefold.bench._entmax_attention_peers import PEERS, attention_runnable
+from tilefold.bench.capture import captured
 from tilefold.bench.gate import BASELINE_BUDGETS, Budget, GateResult, relative_error
 from tilefold.bench.registry import DTYPES, BenchCase, BenchSpec, Implementation, Phase, Runnable, Work
 from tilefold.ops.entmax_attention import chosen_impl, entmax_attention
@@ -159,26 +159,8 @@ def _graph(inputs: EntmaxAttentionBenchInputs) -> Runnable:
     eager = _ours("triton")(inputs)
     if eager.forward_backward is None:
         raise ValueError("the graph must have a backward to capture, got none.")
-    forward, both = (_captured(run) for run in (eager.forward, eager.forward_backward))
+    forward, both = (captured(run) for run in (eager.forward, eager.forward_backward))
     return Runnable(forward, both, "triton, CUDA graph")
-
-
-def _captured(run: Callable[[], Any]) -> Callable[[], Any]:
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run()
-
-    def replay() -> Any:
-        graph.replay()
-        return result
-
-    return replay
 
 
 def _case(B: int, N: int, variant: str, device: str = "cuda", *, quick: bool = False) -> BenchCase:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilefold.bench._maxsim_baselines import BASELINES, runnable_scores
 from tilefold.bench._maxsim_gate import MaxSimGate
+from tilefold.bench.capture import captured
 from tilefold.bench.registry import DTYPES, BenchCase, BenchSpec, Implementation, Phase, Runnable, Work
 from tilefold.ops._shared.impl import resolve_impl
 
@@ -127,36 +126,14 @@ def _quantized(dtype: str) -> Callable[[MaxSimBenchInputs], Runnable]:
 
 
 def _int8_graph(inputs: MaxSimBenchInputs) -> Runnable:
-    return Runnable(_captured(_quantized("int8")(inputs).forward), None, "int8, CUDA graph")
-
-
-def _captured(run: Callable[[], Any]) -> Callable[[], Any]:
-    """``run`` captured once as a CUDA graph: replays it without the host's part.
-
-    The graph reads the memory of the tensors that ``run`` holds: it holds ``run``.
-    """
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run()
-
-    def replay(graph: torch.cuda.CUDAGraph, result: Any, _held: Callable[[], Any]) -> Any:
-        graph.replay()
-        return result
-
-    return functools.partial(replay, graph, result, run)
+    return Runnable(captured(_quantized("int8")(inputs).forward), None, "int8, CUDA graph")
 
 
 def _graph(inputs: MaxSimBenchInputs) -> Runnable:
     eager = _ours("triton")(inputs)
     if eager.forward_backward is None:
         raise ValueError("the graph must have a backward to capture, got none.")
-    return Runnable(_captured(eager.forward), _captured(eager.forward_backward), "triton, CUDA graph")
+    return Runnable(captured(eager.forward), captured(eager.forward_backward), "triton, CUDA graph")
 
 
 def _case(
