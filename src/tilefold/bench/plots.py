@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SHOWN = ("eager", "compile", "compile-max-first", "tilefold")
-_SHOWN_OF = {"entmax_attention": ("adasplash-v1-no-mask", "softmax-fa2", "softmax-cudnn", "tilefold", "tilefold-graph")}
-_SHAPES_OF = {"entmax_attention": "BxN, H=12, D=64"}
+_SHOWN_OF = {
+    "entmax_attention": ("adasplash-v1-no-mask", "softmax-fa2", "softmax-cudnn", "tilefold", "tilefold-graph"),
+    "maxsim": ("eager", "compile", "late-interaction-kernels", "flash-maxsim", "tilefold"),
+}
+_SHAPES_OF = {"entmax_attention": "BxN, H=12, D=64", "maxsim": "queries and documents x tokens, D=128"}
 _PANELS = (
     ("forward_backward_p50_ms", "forward + backward, median ms"),
     ("forward_backward_peak_mib", "peak memory above the inputs, MiB"),

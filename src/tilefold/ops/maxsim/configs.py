@@ -181,7 +181,7 @@ def stream_config_for(
     if capability < (9, 0):
         return ForwardConfig(block_q, 64, block_k, num_warps=4, num_stages=3)
     warps = 8 if capability >= (10, 0) else 4  # products lie in a memory of their own: their copies take registers
-    return ForwardConfig(block_q, 64, block_k, num_warps=warps, num_stages=4, programs=4, use_tma=True)
+    return ForwardConfig(block_q, 64, block_k, num_warps=warps, num_stages=3, programs=6, use_tma=True)
 
 
 def stream_config(documents: torch.dtype, dim: int, query_rows: int, device: torch.device) -> ForwardConfig | None:
