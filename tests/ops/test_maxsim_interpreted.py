@@ -21,7 +21,7 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 # files that share a process, since starting one takes seconds, and the least number of tests that must pass in it
 FILES = {
-    ("test_maxsim_implementations.py",): 90,
+    ("test_maxsim_implementations.py",): 98,
     ("test_maxsim_properties.py", "test_maxsim_quantized.py", "test_maxsim_xtr.py"): 28,
 }
 

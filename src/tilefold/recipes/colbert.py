@@ -8,13 +8,14 @@ that the similarities ``[B, B, Lq, Ld]`` never exist. What is saved is a stock `
 from __future__ import annotations
 
 import string
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilefold.recipes import _run
 from tilefold.recipes._attention import AttentionChoice, attention_callbacks
 from tilefold.recipes._checks import check_count, check_number
+from tilefold.recipes._fields import Fields
 from tilefold.recipes._kinds import saved_kind, saved_modules
 from tilefold.recipes._training import Progress, TrainResult, run_training, total_steps
 
@@ -30,7 +31,7 @@ LARGEST_DIMENSION = 4096
 
 
 @dataclass(frozen=True)
-class ColbertRecipe(AttentionChoice):
+class ColbertRecipe(AttentionChoice, Fields):
     """What to train and how; every field is checked on construction.
 
     Attributes:
@@ -98,22 +99,6 @@ class ColbertRecipe(AttentionChoice):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.bf16 not in (None, True, False):
             raise ValueError(f"bf16 must be True, False or None (by hardware), got {self.bf16!r}.")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Field names and values, fit for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> ColbertRecipe:
-        """The inverse of :meth:`to_dict`.
-
-        Raises:
-            ValueError: for a name that is no field, or a value out of range.
-        """
-        known = {field.name for field in fields(cls)}
-        if unknown := sorted(set(values) - known):
-            raise ValueError(f"unknown recipe fields {unknown}; the fields are {sorted(known)}.")
-        return cls(**values)
 
 
 def train(

@@ -8,13 +8,14 @@ head is replaced while training runs, so that the ``[B, S, V]`` logits never exi
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilefold.recipes import _run
 from tilefold.recipes._attention import AttentionChoice, attention_callbacks
 from tilefold.recipes._checks import check_count, check_number
+from tilefold.recipes._fields import Fields
 from tilefold.recipes._training import Progress, TrainResult, run_training, supports_bf16, total_steps
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ __all__ = ["SpladeRecipe", "TrainResult", "load_base_model", "supports_bf16", "t
 
 
 @dataclass(frozen=True)
-class SpladeRecipe(AttentionChoice):
+class SpladeRecipe(AttentionChoice, Fields):
     """What to train and how; every field is checked on construction.
 
     Attributes:
@@ -88,22 +89,6 @@ class SpladeRecipe(AttentionChoice):
             )
         if self.bf16 not in (None, True, False):
             raise ValueError(f"bf16 must be True, False or None (by hardware), got {self.bf16!r}.")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Field names and values, fit for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> SpladeRecipe:
-        """The inverse of :meth:`to_dict`.
-
-        Raises:
-            ValueError: for a name that is no field, or a value out of range.
-        """
-        known = {field.name for field in fields(cls)}
-        if unknown := sorted(set(values) - known):
-            raise ValueError(f"unknown recipe fields {unknown}; the fields are {sorted(known)}.")
-        return cls(**values)
 
 
 def train(

@@ -81,13 +81,35 @@ def encode_collection(
         },
         resume=resume,
     )
+    write_shards(
+        writer,
+        texts,
+        shard_size,
+        lambda chunk: _encode(model, texts, chunk, kind, batch_size, top_k, min_weight),
+        progress,
+    )
+    return writer.finish()
+
+
+def write_shards(
+    writer: Any,
+    texts: Mapping[str, str],
+    shard_size: int,
+    encode: Callable[[list[str]], tuple[Any, dict[str, str]]],
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Write the shards that `writer` does not have; ``encode(ids)`` gives their vectors, and what failed with reasons.
+
+    Raises:
+        DataError: every text of a shard failed, which points at the model and not at the texts.
+    """
     ids = list(texts)
     report = progress or (lambda done, total: None)
     report(0, len(ids))
     for number, start in enumerate(range(0, len(ids), shard_size)):
         chunk = ids[start : start + shard_size]
         if not writer.has_shard(number):
-            vectors, failed = _encode(model, texts, chunk, kind, batch_size, top_k, min_weight)
+            vectors, failed = encode(chunk)
             if failed and not len(vectors):
                 name, reason = next(iter(failed.items()))
                 raise DataError(
@@ -96,7 +118,6 @@ def encode_collection(
                 )
             writer.write_shard(number, vectors, failed)
         report(min(start + shard_size, len(ids)), len(ids))
-    return writer.finish()
 
 
 def encode_queries(

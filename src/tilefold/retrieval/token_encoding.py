@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from tilefold.retrieval._token_vectors import STORAGES, TokenVectors
-from tilefold.retrieval.encoding import Kind, encode_each, model_fingerprint, model_name, texts_digest
+from tilefold.retrieval.encoding import (
+    Kind,
+    encode_each,
+    model_fingerprint,
+    model_name,
+    texts_digest,
+    write_shards,
+)
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.tokens import TokenManifest, TokenVectorWriter
 
@@ -71,21 +78,13 @@ def encode_tokens(
         settings={"texts_sha256": texts_digest(texts), "shard_size": shard_size},
     )
     writer = TokenVectorWriter(output_dir, manifest, resume=resume)
-    ids = list(texts)
-    report = progress or (lambda done, total: None)
-    report(0, len(ids))
-    for number, start in enumerate(range(0, len(ids), shard_size)):
-        chunk = ids[start : start + shard_size]
-        if not writer.has_shard(number):
-            vectors, failed = _encode(model, texts, chunk, kind, batch_size, dimension, storage)
-            if failed and not len(vectors):
-                name, reason = next(iter(failed.items()))
-                raise DataError(
-                    f"texts: all {len(chunk)} of shard {number} failed, {name!r} first ({reason}). "
-                    "Check the model; earlier shards are kept."
-                )
-            writer.write_shard(number, vectors, failed)
-        report(min(start + shard_size, len(ids)), len(ids))
+    write_shards(
+        writer,
+        texts,
+        shard_size,
+        lambda chunk: _encode(model, texts, chunk, kind, batch_size, dimension, storage),
+        progress,
+    )
     return writer.finish()
 
 

@@ -1,0 +1,30 @@
+"""A recipe to a dictionary and back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any, TypeVar
+
+__all__ = ["Fields"]
+
+R = TypeVar("R", bound="Fields")
+
+
+class Fields:
+    """What the dataclass of every recipe inherits."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Field names and values, fit for JSON."""
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    @classmethod
+    def from_dict(cls: type[R], values: dict[str, Any]) -> R:
+        """The inverse of :meth:`to_dict`.
+
+        Raises:
+            ValueError: for a name that is no field, or a value out of range.
+        """
+        known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        if unknown := sorted(set(values) - known):
+            raise ValueError(f"unknown recipe fields {unknown}; the fields are {sorted(known)}.")
+        return cls(**values)
