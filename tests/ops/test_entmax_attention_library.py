@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from tilefold.ops import entmax_attention
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.philox import philox_word
 from tilefold.ops.entmax_attention import chosen_impl
+from tilefold.ops.entmax_attention.configs import live_shape
 from tilefold.testing import assert_within_budget
 from tilefold.testing.entmax_attention import LAYOUTS, EntmaxAttentionInputs, entmax_attention_inputs
 
@@ -44,6 +48,23 @@ def test_operators_pass_opcheck(device: str, n: int) -> None:
         for needs in ((True, True, True, per_head), (False, True, False, False)):
             arguments = (inputs.dout, *plain, alpha, *place, *saved, *options, *needs, n, impl)
             torch.library.opcheck(torch.ops.tilefold.entmax_attention_backward.default, arguments)
+
+
+def test_shapes_of_a_device_may_be_symbolic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    symbols = ShapeEnv()
+
+    def symbol(value: int) -> torch.SymInt:
+        made = symbols.create_symbol(value, ConstantSource(f"n{value}"), DimDynamic.DYNAMIC, constraint_dim=None)
+        return symbols.create_symintnode(made, hint=value)
+
+    with FakeTensorMode(shape_env=symbols):
+        shapes = [
+            live_shape(torch.empty(2, 3, n, d, device="cuda"), 2, n, packed=False, window=-1, simple=False)
+            for n, d in ((2040, 64), (symbol(2040), symbol(64)))
+        ]
+    assert shapes[0] == tuple(int(size) for size in shapes[1])
+    assert min(shapes[0]) > 0
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -192,10 +192,10 @@ def _one_pass(
         for number, start in enumerate(range(0, len(texts), TOKEN_SHARD)):
             ids = list(texts)[start : start + TOKEN_SHARD]
             states = model.encode_document(
-                [texts[name] for name in ids], batch_size=64, output_value=None, show_progress_bar=False
+                [texts[name] for name in ids], batch_size=64, output_value="token_embeddings", show_progress_bar=False
             )
-            dense += [state["sentence_embedding"].float() for state in states]
-            rows = [state["token_embeddings"][state["attention_mask"].bool()].float() for state in states]
+            dense += [_pooled(model, row) for row in states]
+            rows = [row.float() for row in states]
             unit = [torch.nn.functional.normalize(row, dim=-1) for row in rows]
             writer.write_shard(number, TokenVectors.pack(ids, unit, dimension, "int8"))
         found = model.encode_query(list(queries.values()), convert_to_tensor=True, show_progress_bar=False)
@@ -203,6 +203,14 @@ def _one_pass(
     run = rank_by_similarity(model, torch.stack(dense), found, list(texts), list(queries), DEPTH)
     write_trec_run(run, path)
     return run, open_tokens(folder / "tokens")
+
+
+def _pooled(model: Any, states: Any) -> Any:
+    """The vector ``[D]`` that the modules behind the transformer make of one text's token states ``[L, D]``."""
+    features = {"token_embeddings": states[None], "attention_mask": states.new_ones(1, len(states)).long()}
+    for module in list(model)[1:]:
+        features = module(features)
+    return features["sentence_embedding"][0].float()
 
 
 def rerank_candidates(

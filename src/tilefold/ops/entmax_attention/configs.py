@@ -95,7 +95,8 @@ def attention_config(q: Tensor, dropout: bool = False) -> AttentionConfig:
     if q.device.type != "cuda" or triton_interpreted():
         return INTERPRETED
     capability = torch.cuda.get_device_capability(q.device)
-    config = config_for(q.dtype, q.size(-1), torch.backends.cuda.matmul.allow_tf32, capability)
+    head_dim = int(q.size(-1))  # a tile of the kernels: never symbolic
+    config = config_for(q.dtype, head_dim, torch.backends.cuda.matmul.allow_tf32, capability)
     return replace(config, resident_warps=8) if dropout else config
 
 
