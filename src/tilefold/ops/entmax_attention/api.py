@@ -130,7 +130,7 @@ def entmax_attention(
     check_choice("return_stats", return_stats, (False, True, "blocks"))
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     _check_tensors(q, k, v, packed)
-    _check_layout(q, k, cu_seqlens_q, cu_seqlens_k, key_padding_mask)
+    _check_layout(q, k, v, cu_seqlens_q, cu_seqlens_k, key_padding_mask)
     options = _options(q, alpha, causal, window, scale, dropout_p)
     alphas = _check_alpha(alpha, q) if isinstance(alpha, Tensor) else None
     q, k, v = _autocast(q, k, v)
@@ -149,6 +149,8 @@ def entmax_attention(
         out, tau, support = _reference.attention(
             q, k, v, alphas, key_padding_mask, cu_seqlens_q, cu_seqlens_k, seed, options
         )
+        if out.numel() == 0 or k.numel() == 0:  # nothing was computed, which is part of the graph too
+            out = out + q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()
         if not return_stats:
             return out
         found = tau, support, torch.zeros_like(tau)
@@ -203,7 +205,7 @@ def live_blocks(
     """
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     _check_tensors(q, k, k, packed)
-    _check_layout(q, k, cu_seqlens_q, cu_seqlens_k, key_padding_mask)
+    _check_layout(q, k, k, cu_seqlens_q, cu_seqlens_k, key_padding_mask)
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:
         raise ValueError(f"block must be an integer of at least 1, got {block!r}.")
     check_tensor("tau", tau)
@@ -246,9 +248,12 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
 
 
 def _check_layout(
-    q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, key_padding_mask: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, key_padding_mask: Tensor | None
 ) -> None:
-    others = {"k": k, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "key_padding_mask": key_padding_mask}
+    others = {"k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "key_padding_mask": key_padding_mask}
+    for name, value in others.items():
+        if value is not None:
+            check_tensor(name, value)
     check_same_device("q", q, others)
     if (cu_q is None) != (cu_k is None):
         missing = "cu_seqlens_q" if cu_q is None else "cu_seqlens_k"
@@ -263,7 +268,6 @@ def _check_layout(
         if key_padding_mask is not None:
             raise ValueError("key_padding_mask must be None with packed input, got a tensor; cu_seqlens_k says it all.")
     if key_padding_mask is not None:
-        check_tensor("key_padding_mask", key_padding_mask)
         check_shape("key_padding_mask", key_padding_mask, "B Nk", B=q.size(0), Nk=k.size(2))
         if key_padding_mask.is_complex():
             raise TypeError(f"key_padding_mask must be bool, integer or floating, got {key_padding_mask.dtype}.")

@@ -71,5 +71,10 @@ def csr_from_entries(
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
         warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
         return torch.sparse_csr_tensor(
-            row_starts, columns[order], scores[order].to(dtype), size=shape, check_invariants=False
+            row_starts,
+            columns[order],
+            scores[order].to(dtype),
+            size=shape,
+            device=scores.device,  # torch would take its default device
+            check_invariants=False,
         )

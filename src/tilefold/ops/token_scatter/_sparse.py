@@ -44,7 +44,12 @@ def scatter(
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
         warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
         return torch.sparse_csr_tensor(
-            row_starts, columns, scores.to(out_dtype), size=(batch, vocab_size), check_invariants=False
+            row_starts,
+            columns,
+            scores.to(out_dtype),
+            size=(batch, vocab_size),
+            device=scores.device,  # torch would take its default device
+            check_invariants=False,
         )
 
 

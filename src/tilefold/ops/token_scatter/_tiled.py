@@ -72,7 +72,7 @@ def _speakers(entry: Tensor, places: Tensor) -> Tensor:
         lengths = torch.diff(groups.first, append=groups.first.new_tensor([entry.numel()]))
         return torch.empty_like(places).scatter_(0, groups.order, torch.repeat_interleave(lengths))
     # nothing is read from the table that was not written here, so nobody needs to clear it
-    table = torch.empty(int(entry.max()) + 1 if entry.numel() else 0, dtype=torch.int32)
+    table = torch.empty(int(entry.max()) + 1 if entry.numel() else 0, dtype=torch.int32, device=entry.device)
     table[entry] = places.int()
     return table[entry].long()
 

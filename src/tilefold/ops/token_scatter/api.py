@@ -198,6 +198,8 @@ def _check_ignore_ids(ignore_ids: Iterable[int] | None) -> tuple[int, ...]:
         return ()
     if isinstance(ignore_ids, Tensor):
         raise TypeError("ignore_ids must be Python integers, got a Tensor; use ignore_ids.tolist().")
+    if not isinstance(ignore_ids, Iterable):
+        raise TypeError(f"ignore_ids must be integers in a list, got {ignore_ids!r}; write [{ignore_ids!r}].")
     ids = list(ignore_ids)
     for i in ids:
         if isinstance(i, bool) or not isinstance(i, int):
