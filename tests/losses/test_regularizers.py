@@ -144,3 +144,18 @@ def test_wrong_arguments_are_named() -> None:
         DFFlopsLoss(refresh_every=0)
     with pytest.raises(TypeError, match="terms must have compute_loss_from_embeddings, got ReLU"):
         RegularizerSum([(nn.ReLU(), 1.0)])
+
+
+def test_what_cannot_be_a_regulariser_is_refused_where_it_is_made() -> None:
+    with pytest.raises(ValueError, match="alpha must be between 0 and 1"):
+        DFFlopsLoss(alpha=2.0)
+    with pytest.raises(ValueError, match="beta must be positive"):
+        DFFlopsLoss(beta=0.0)
+    with pytest.raises(ValueError, match="refresh_every must be a positive number of steps"):
+        DFFlopsLoss(refresh_every=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="terms must be at least one pair"):
+        RegularizerSum([])
+    with pytest.raises(TypeError, match=r"document_frequency must be a torch.Tensor, got list"):
+        df_weights([0.1, 0.2])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"weights must be a torch.Tensor, got list"):
+        flops(SCORES, weights=[1.0, 1.0, 1.0])  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilefold.losses._collectives import Columns, Group, columns_of, sum_over_columns, sum_over_rows
+from tilefold.ops._shared.checks import check_tensor
 
 
 def flops(
@@ -52,7 +53,7 @@ def flops(
         local = local * (counts > threshold).to(local.dtype)[:, None]
     mean = _mean_over_rows(local.sum(dim=0), columns)
     if weights is not None:
-        if weights.shape != mean.shape:
+        if check_tensor("weights", weights).shape != mean.shape:
             raise ValueError(f"weights must have shape [V] with V={mean.size(0)}, got {list(weights.shape)}.")
         mean = mean * weights.to(mean)
     return sum_over_columns(mean.square().sum(), columns.shards)
@@ -99,16 +100,23 @@ def df_weights(document_frequency: Tensor, *, alpha: float = 0.1, beta: float = 
         beta: how steep the curve is there, positive.
 
     Raises:
+        TypeError: if ``document_frequency`` is no tensor.
         ValueError: for ``alpha`` or ``beta`` out of range.
     """
-    if not 0 < alpha < 1:
-        raise ValueError(f"alpha must be between 0 and 1, exclusive, got {alpha!r}.")
-    if not 0 < beta < math.inf:
-        raise ValueError(f"beta must be positive and finite, got {beta!r}.")
+    check_curve(alpha, beta)
+    check_tensor("document_frequency", document_frequency)
     share = document_frequency.to(torch.promote_types(document_frequency.dtype, torch.float32)).clamp(0, 1)
     exponent = math.log(2) / math.log(alpha)
     base = share.pow(exponent) - 1  # infinite where the share is 0, which makes the weight 0
     return 1 / (1 + base.clamp(min=0).pow(beta))
+
+
+def check_curve(alpha: float, beta: float) -> None:
+    """Raise ``ValueError`` unless :func:`df_weights` takes these."""
+    if not 0 < alpha < 1:
+        raise ValueError(f"alpha must be between 0 and 1, exclusive, got {alpha!r}.")
+    if not 0 < beta < math.inf:
+        raise ValueError(f"beta must be positive and finite, got {beta!r}.")
 
 
 def _mean_over_rows(sums: Tensor, columns: Columns) -> Tensor:

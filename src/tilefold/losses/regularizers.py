@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tilefold.losses._collectives import Group, columns_of
-from tilefold.losses.functional import anti_zero, df_weights, flops, l1
+from tilefold.losses.functional import anti_zero, check_curve, df_weights, flops, l1
 
 
 class Regularizer(nn.Module):
@@ -106,7 +106,7 @@ class DFFlopsLoss(Regularizer):
         group: as in :class:`Regularizer`.
 
     Raises:
-        ValueError: if ``refresh_every`` is not positive.
+        ValueError: if ``refresh_every`` is not positive, or ``alpha`` or ``beta`` out of range.
     """
 
     weights: Tensor | None
@@ -116,8 +116,9 @@ class DFFlopsLoss(Regularizer):
         self, alpha: float = 0.1, beta: float = 10.0, refresh_every: int | None = 100, group: Group = "world"
     ) -> None:
         super().__init__(group)
-        if refresh_every is not None and refresh_every < 1:
+        if refresh_every is not None and (not isinstance(refresh_every, int) or refresh_every < 1):
             raise ValueError(f"refresh_every must be a positive number of steps or None, got {refresh_every!r}.")
+        check_curve(alpha, beta)
         self.alpha, self.beta, self.refresh_every = alpha, beta, refresh_every
         self.register_buffer("weights", None, persistent=False)
         self.register_buffer("_counts", None, persistent=False)
@@ -155,11 +156,14 @@ class RegularizerSum(Regularizer):
 
     Raises:
         TypeError: if a term has no ``compute_loss_from_embeddings``.
+        ValueError: if there is no term.
     """
 
     def __init__(self, terms: Iterable[tuple[nn.Module, float]]) -> None:
         super().__init__(None)
         pairs = list(terms)
+        if not pairs:
+            raise ValueError("terms must be at least one pair of a regulariser and its weight, got none.")
         for term, _ in pairs:
             if not callable(getattr(term, "compute_loss_from_embeddings", None)):
                 raise TypeError(
