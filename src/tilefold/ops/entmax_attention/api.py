@@ -19,6 +19,7 @@ from tilefold.ops._shared.checks import (
 )
 from tilefold.ops._shared.impl import IMPLS
 from tilefold.ops.entmax_attention import _library, _reference
+from tilefold.ops.entmax_attention._calls import Known, call_signature, recall, remember
 from tilefold.ops.entmax_attention._geometry import Options, stats_shape
 from tilefold.ops.entmax_attention._sparsity import count_blocks, visible_keys
 
@@ -128,23 +129,30 @@ def entmax_attention(
     """
     check_choice("impl", impl, IMPLS)
     check_choice("return_stats", return_stats, (False, True, "blocks"))
-    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-    _check_tensors(q, k, v, packed)
-    _check_layout(q, k, v, cu_seqlens_q, cu_seqlens_k, key_padding_mask)
-    options = _options(q, alpha, causal, window, scale, dropout_p)
-    alphas = _check_alpha(alpha, q) if isinstance(alpha, Tensor) else None
-    q, k, v = _autocast(q, k, v)
-    longest_k = k.size(0 if packed else 2)
-    if max_seqlen_k is not None:
-        if isinstance(max_seqlen_k, bool) or not isinstance(max_seqlen_k, int) or max_seqlen_k < 0:
-            raise ValueError(f"max_seqlen_k must be an integer of at least 0 or None, got {max_seqlen_k!r}.")
-        longest_k = min(longest_k, max_seqlen_k) if packed else longest_k
+    learned = alpha if isinstance(alpha, Tensor) else None
+    numbers = (None if learned is not None else alpha, window, scale, dropout_p, max_seqlen_k)
+    signature = call_signature(
+        (q, k, v, learned, key_padding_mask, cu_seqlens_q, cu_seqlens_k), numbers, (causal, impl)
+    )
+    known = recall(signature)
+    if known is None:
+        packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+        _check_tensors(q, k, v, packed)
+        _check_layout(q, k, v, cu_seqlens_q, cu_seqlens_k, key_padding_mask)
+        options = _options(q, alpha, causal, window, scale, dropout_p)
+        if learned is not None:
+            _check_alpha(learned, q)
+        q, k, v = _autocast(q, k, v)
+        known = _known(q, k, packed, options, max_seqlen_k, impl)
+        if signature is not None and known.impl == "triton":
+            known = known._replace(plans={})
+            remember(signature, known)
+    options = known.options
+    alphas = None if learned is None else _one_a_head(learned, q)
     seed = None
     if dropout_p > 0:
         seed = torch.randint(1 << 62, (1,), dtype=torch.int64, device=q.device, generator=generator)
-    if not torch.compiler.is_compiling():
-        impl = _library.chosen_impl(q, impl)
-    if impl == "reference":
+    if known.impl == "reference":
         _library.check_values(alphas, cu_seqlens_q, cu_seqlens_k, q, k)
         out, tau, support = _reference.attention(
             q, k, v, alphas, key_padding_mask, cu_seqlens_q, cu_seqlens_k, seed, options
@@ -155,9 +163,7 @@ def entmax_attention(
             return out
         found = tau, support, torch.zeros_like(tau)
     else:
-        out, stats = _library.attention(
-            q, k, v, alphas, key_padding_mask, cu_seqlens_q, cu_seqlens_k, seed, options, longest_k, impl
-        )
+        out, stats = _library.attention(q, k, v, alphas, key_padding_mask, cu_seqlens_q, cu_seqlens_k, seed, known)
         if not return_stats:
             return out
         found = _describe(stats, alphas, options)
@@ -217,7 +223,10 @@ def live_blocks(
         check_shape("query_padding_mask", query_padding_mask, " ".join(sizes), **sizes)
     check_same_device("q", q, {"tau": tau, "query_padding_mask": query_padding_mask})
     options = _options(q, alpha, causal, window, scale, 0.0)
-    alphas = _check_alpha(alpha, q) if isinstance(alpha, Tensor) else None
+    alphas = None
+    if isinstance(alpha, Tensor):
+        _check_alpha(alpha, q)
+        alphas = _one_a_head(alpha, q)
     place = key_padding_mask, query_padding_mask, cu_seqlens_q, cu_seqlens_k
     return count_blocks(q, k, tau, alphas, *place, options, block)
 
@@ -297,13 +306,28 @@ def _options(
     )
 
 
-def _check_alpha(alpha: Tensor, q: Tensor) -> Tensor:
-    """One alpha a head, ``[H]``."""
+def _check_alpha(alpha: Tensor, q: Tensor) -> None:
     check_dtype("alpha", alpha, FLOAT_DTYPES, "cast it with .float().")
     check_same_device("q", q, {"alpha": alpha})
     if alpha.numel() not in (1, q.size(1)):
         raise ValueError(f"alpha must hold one number or one a head ({q.size(1)}), got shape {list(alpha.shape)}.")
-    return alpha.reshape(-1).expand(q.size(1))
+
+
+def _one_a_head(alpha: Tensor, q: Tensor) -> Tensor:
+    """One alpha a head, ``[H]``."""
+    heads = q.size(1)
+    return alpha if alpha.shape == (heads,) else alpha.reshape(-1).expand(heads)
+
+
+def _known(q: Tensor, k: Tensor, packed: bool, options: Options, max_seqlen_k: int | None, impl: str) -> Known:
+    longest_k = k.size(0 if packed else 2)
+    if max_seqlen_k is not None:
+        if isinstance(max_seqlen_k, bool) or not isinstance(max_seqlen_k, int) or max_seqlen_k < 0:
+            raise ValueError(f"max_seqlen_k must be an integer of at least 0 or None, got {max_seqlen_k!r}.")
+        longest_k = min(longest_k, max_seqlen_k) if packed else longest_k
+    if not torch.compiler.is_compiling():  # the operators choose when they run: a trace cannot ask a device
+        impl = _library.chosen_impl(q, impl)
+    return Known(options, longest_k, impl)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

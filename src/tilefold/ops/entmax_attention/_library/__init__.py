@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +14,7 @@ from tilefold.ops._shared.checks import dtype_name
 from tilefold.ops._shared.impl import resolve_impl
 from tilefold.ops._shared.library import define_op, forbid_double_backward, is_plain, run
 from tilefold.ops.entmax_attention import _tiled
+from tilefold.ops.entmax_attention._calls import Known, plans_of
 from tilefold.ops.entmax_attention._geometry import Options, stats_shape
 from tilefold.ops.entmax_attention.configs import is_simple, live_shape
 
@@ -42,12 +45,48 @@ def chosen_impl(q: Tensor, impl: str = "auto") -> str:
     return resolved
 
 
-def _implementation(impl: str, q: Tensor) -> ModuleType:
-    if chosen_impl(q, impl) == "tiled":
-        return _tiled
+@functools.cache
+def _kernels() -> ModuleType:
     from tilefold.ops.entmax_attention import _triton
 
     return _triton
+
+
+Tensors = tuple[
+    Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None
+]  # q, k, v, alpha, key_mask, cu_q, cu_k, seed
+
+
+def _run_forward(
+    q: Tensor, tensors: Tensors, known: Known, with_gradient: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Output, what else backward needs and statistics, by the implementation of ``known``; ``q`` tells the device."""
+    _, k, _, alpha, _, cu_q, cu_k, _ = tensors
+    if alpha is not None or cu_q is not None:
+        check_values(alpha, cu_q, cu_k, q, k)
+    options, longest_k, impl, plans = known
+    if impl == "tiled":
+        return _tiled.forward(*tensors, options, with_gradient, longest_k)
+    plans = plans_of(tensors, options, longest_k) if plans is None else plans
+    return _kernels().forward(*tensors, options, with_gradient, longest_k, plans)  # type: ignore[no-any-return]
+
+
+def _run_backward(
+    dout: Tensor, saved: tuple[Any, ...], known: Known, needs: tuple[bool, bool, bool, bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v and alpha, each laid out like its tensor; ``None`` where not needed."""
+    options, longest_k, impl, plans = known
+    arguments: tuple[Any, ...] = (dout, *saved, options, needs, longest_k)
+    if impl == "tiled":
+        *grads, dalpha = _tiled.backward(*arguments)
+        grads = [
+            torch.empty_like(like).copy_(g) if g is not None and g.stride() != like.stride() else g
+            for g, like in zip(grads, saved, strict=False)
+        ]
+    else:
+        plans = plans_of(saved[:8], options, longest_k) if plans is None else plans
+        *grads, dalpha = _kernels().backward(*arguments, plans)
+    return *grads, None if dalpha is None else dalpha.to(saved[3].dtype)
 
 
 def check_values(alpha: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, q: Tensor, k: Tensor) -> None:
@@ -93,11 +132,12 @@ def _forward(
     longest_k: int,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_values(alpha, cu_q, cu_k, q, k)
-    options = Options(constant, causal, window, scale, dropout_p)
-    return _implementation(impl, q).forward(  # type: ignore[no-any-return]
-        q, k, v, alpha, key_mask, cu_q, cu_k, seed, options, with_gradient, longest_k
-    )
+    known = Known(Options(constant, causal, window, scale, dropout_p), longest_k, chosen_impl(q, impl))
+    tensors = (q, k, v, alpha, key_mask, cu_q, cu_k, seed)
+    out, out2, stats, live = _run_forward(q, tensors, known, with_gradient)
+    # operators return tensors only: an empty one stands for what there is not
+    out2 = q.new_empty(0) if out2 is None else out2
+    return out, out2, stats, q.new_empty(0, 0, 0, dtype=torch.int32) if live is None else live
 
 
 @torch.library.register_fake("tilefold::entmax_attention")
@@ -161,18 +201,13 @@ def _backward(
     longest_k: int,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    options = Options(constant, causal, window, scale, dropout_p)
-    needs = (need_q, need_k, need_v, need_alpha)
-    *grads, dalpha = _implementation(impl, q).backward(
-        dout, q, k, v, alpha, key_mask, cu_q, cu_k, seed, out2, stats, live, options, needs, longest_k
-    )
-    dq, dk, dv = (
-        q.new_empty(0) if g is None else torch.empty_like(like).copy_(g) if g.stride() != like.stride() else g
-        for g, like in zip(grads, (q, k, v), strict=True)
-    )
-    if dalpha is None or alpha is None:
-        return dq, dk, dv, q.new_empty(0, dtype=stats.dtype if alpha is None else alpha.dtype)
-    return dq, dk, dv, dalpha.to(alpha.dtype)
+    known = Known(Options(constant, causal, window, scale, dropout_p), longest_k, chosen_impl(q, impl))
+    saved = (q, k, v, alpha, key_mask, cu_q, cu_k, seed, out2, stats, live)
+    *grads, dalpha = _run_backward(dout, saved, known, (need_q, need_k, need_v, need_alpha))
+    dq, dk, dv = (q.new_empty(0) if grad is None else grad for grad in grads)
+    if dalpha is None:
+        dalpha = q.new_empty(0, dtype=stats.dtype if alpha is None else alpha.dtype)
+    return dq, dk, dv, dalpha
 
 
 @torch.library.register_fake("tilefold::entmax_attention_backward")
@@ -211,7 +246,8 @@ def _(
 forbid_double_backward("entmax_attention_backward", "entmax_attention")
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
     *tensors, constant, causal, window, scale, dropout_p, ctx.with_gradient, ctx.longest_k, ctx.impl = inputs
     _, out2, stats, live = output
     ctx.set_materialize_grads(False)
@@ -219,48 +255,68 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.options = (constant, causal, window, scale, dropout_p)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    _save(ctx, inputs, output)
-
-
-def _gradients(ctx: Any, dout: Tensor | None, *, registered: bool) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * 12
-    if dout is None:
-        return (None, None, None, None, *nothing)
-    needs = tuple(ctx.needs_input_grad[:4])
-    arguments = (dout, *ctx.saved_tensors, *ctx.options, *needs, ctx.longest_k, ctx.impl)
-    if registered or torch.is_grad_enabled():  # the registered operator refuses a second derivative
-        grads = torch.ops.tilefold.entmax_attention_backward(*arguments)
-    else:
-        grads = run(_backward, *arguments)
-    return (*(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), *nothing)
+def _registered_gradients(
+    dout: Tensor, saved: tuple[Any, ...], rest: tuple[Any, ...], needs: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    grads = torch.ops.tilefold.entmax_attention_backward(dout, *saved, *rest[:-2], *needs, *rest[-2:])
+    return tuple(grad if needed else None for grad, needed in zip(grads, needs, strict=True))
 
 
 def _autograd(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dout is not None and not ctx.with_gradient:
+    nothing = (None,) * 12  # the masks and whatever follows
+    if dout is None:
+        return (None,) * 4 + nothing
+    if not ctx.with_gradient:
         raise RuntimeError(
             "entmax_attention needs with_gradient=True where a gradient is asked for; call the public function."
         )
-    return _gradients(ctx, dout, registered=True)
+    rest, needs = (*ctx.options, ctx.longest_k, ctx.impl), tuple(ctx.needs_input_grad[:4])
+    return _registered_gradients(dout, ctx.saved_tensors, rest, needs) + nothing
 
 
 torch.library.register_autograd("tilefold::entmax_attention", _autograd, setup_context=_setup_context)
+
+
+def _numbers(options: Options) -> tuple[float, bool, int, float, float]:
+    return options.constant, options.causal, options.window, options.scale, options.dropout_p
+
+
+@dataclass
+class _Call:
+    """What a call holds besides the tensors that may have a gradient, and the statistics that it leaves.
+
+    ``torch.autograd`` looks at every argument and every output on its own: few are fast.
+    """
+
+    others: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+    known: Known
+    stats: Tensor | None = None
 
 
 class _Attention(torch.autograd.Function):
     """The registered operator and its gradient without the dispatcher, for plain tensors; see ``is_plain``."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = run(_forward, *inputs)
-        ctx.mark_non_differentiable(output[2])
-        _save(ctx, inputs, output)
-        return output[0], output[2]
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, call: _Call) -> Tensor:
+        tensors = (q, k, v, alpha, *call.others)
+        out, out2, call.stats, live = run(_run_forward, q, tensors, call.known, True)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, out2, call.stats, live)
+        ctx.known = call.known
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, dout, registered=False)
+    def backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return (None,) * 5
+        needs, saved, known = ctx.needs_input_grad[:4], ctx.saved_tensors, ctx.known
+        if not torch.is_grad_enabled():
+            return *run(_run_backward, dout, saved, known, needs), None
+        # the registered operator refuses a second derivative
+        nothing = dout.new_empty(0)
+        saved = (*saved[:8], *(nothing if tensor is None else tensor for tensor in saved[8:]))
+        rest = (*_numbers(known.options), known.longest_k, known.impl)
+        return *_registered_gradients(dout, saved, rest, needs), None
 
 
 def attention(
@@ -272,19 +328,23 @@ def attention(
     cu_q: Tensor | None,
     cu_k: Tensor | None,
     seed: Tensor | None,
-    options: Options,
-    longest_k: int,
-    impl: str,
+    known: Known,
 ) -> tuple[Tensor, Tensor]:
-    """Output and statistics ``[4, B, H, Nq]``; what backward needs is kept only if a gradient can be asked for."""
-    with_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, alpha))
+    """Output and statistics ``[4, B, H, Nq]``; what backward needs is kept only if a gradient can be asked for.
+
+    ``known`` has plans for tensors that are plain only.
+    """
+    with_gradient = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (alpha is not None and alpha.requires_grad)
+    )
     tensors = (q, k, v, alpha, key_mask, cu_q, cu_k, seed)
-    numbers = (options.constant, options.causal, options.window, options.scale, options.dropout_p)
-    arguments = (*tensors, *numbers, with_gradient, longest_k, impl)
-    if not is_plain(*tensors):
+    if known.plans is None and not is_plain(*tensors):
+        arguments = (*tensors, *_numbers(known.options), with_gradient, known.longest_k, known.impl)
         out, _, stats, _ = torch.ops.tilefold.entmax_attention(*arguments)
     elif with_gradient:
-        out, stats = _Attention.apply(*arguments)  # type: ignore[no-untyped-call]
+        call = _Call((key_mask, cu_q, cu_k, seed), known)
+        out = _Attention.apply(q, k, v, alpha, call)  # type: ignore[no-untyped-call]
+        stats = call.stats
     else:
-        out, _, stats, _ = run(_forward, *arguments)
+        out, _, stats, _ = run(_run_forward, q, tensors, known, False)
     return out, stats

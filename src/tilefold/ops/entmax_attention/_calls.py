@@ -1,0 +1,118 @@
+"""What is worked out once for calls of one kind, and found again by what makes the kind.
+
+Checks, and whatever leads from shapes and options to a launch, take longer than a small kernel. They depend on nothing
+but shapes, strides, dtypes, devices and options, so a call like one that passed passes. No value of a tensor, no
+address and no buffer is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops._shared.library import PLAIN, no_mode
+from tilefold.ops.entmax_attention import configs
+from tilefold.ops.entmax_attention._geometry import Options
+
+MOST = 2048  # of either table; what is forgotten is worked out again
+
+Plans = dict[Any, Any]
+Signature = tuple[Any, ...]
+
+
+class Known(NamedTuple):
+    """What a call asks for, checked.
+
+    Attributes:
+        options: but for the tensors.
+        longest_k: a bound of the keys of a sequence.
+        impl: the implementation that runs, or while a compiler traces the one that was asked for.
+        plans: how its kernels are launched, by the launchers' own keys, where the tensors are plain.
+    """
+
+    options: Options
+    longest_k: int
+    impl: str
+    plans: Plans | None = None
+
+
+_KNOWN: dict[Signature, Known] = {}
+_PLANS: dict[Signature, Plans] = {}
+
+
+def call_signature(
+    tensors: tuple[object, ...], numbers: tuple[object, ...], flags: tuple[object, str]
+) -> Signature | None:
+    """What the checks of a call look at, or ``None`` for a call that must be looked at whole.
+
+    Args:
+        tensors: q, k, v and others, or ``None`` for these.
+        numbers: options whose type counts: True equals 1 and 1.0, but is not taken for a number.
+        flags: whether attention is causal, and the implementation.
+    """
+    if torch.compiler.is_compiling() or not no_mode() or type(flags[0]) is not bool:
+        return None
+    q, k, v = tensors[:3]
+    if not isinstance(q, Tensor):
+        return None
+    if not (q.is_cuda or (q.is_cpu and triton_interpreted())):
+        return None  # elsewhere the work is not worth it, and dispatch keys are many
+    facts: list[Any] = []
+    for tensor in tensors:
+        if type(tensor) in PLAIN:
+            facts += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)  # type: ignore[attr-defined]
+        elif tensor is None:
+            facts.append(None)
+        else:
+            return None
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind):
+        wanted = torch.get_autocast_dtype(kind)
+        if any(t.dtype != wanted for t in (q, k, v)):  # type: ignore[attr-defined]
+            return None  # to be cast
+    return *facts, *numbers, *map(type, numbers), *flags, *_settings(q)
+
+
+def recall(signature: Signature | None) -> Known | None:
+    """What was found about calls of this signature."""
+    if signature is None:
+        return None
+    try:
+        return _KNOWN.get(signature)
+    except TypeError:  # an option that cannot be hashed: the checks have a better word for it
+        return None
+
+
+def remember(signature: Signature, known: Known) -> None:
+    """Keep what was found about a call that passed all checks."""
+    if len(_KNOWN) >= MOST:
+        _KNOWN.clear()
+    _KNOWN[signature] = known
+
+
+def plans_of(tensors: tuple[Tensor | None, ...], options: Options, longest_k: int) -> Plans:
+    """The launchers' plans for tensors like these, which begin with q; the last is the seed of dropout."""
+    *operands, seed = tensors
+    facts: list[Any] = [seed is not None, options, longest_k]
+    for tensor in operands:
+        if tensor is None:
+            facts.append(None)
+        else:
+            facts += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    q = tensors[0]
+    key = (*facts, *(() if q is None else _settings(q)))
+    plans = _PLANS.get(key)
+    if plans is None:
+        if len(_PLANS) >= MOST:
+            _PLANS.clear()
+        plans = _PLANS[key] = {}
+    return plans
+
+
+def _settings(q: Tensor) -> tuple[object, ...]:
+    """What else the choice of a configuration looks at."""
+    tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return tf32, configs.config_for if q.is_cuda else configs.INTERPRETED

@@ -1,0 +1,101 @@
+"""Packed batches: which sequence a tile of rows belongs to, and offsets that describe no rows, all on the device.
+
+The host sees neither lengths nor whether they are right, and a dozen small torch operations a side would take longer
+than the attention of a small batch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilefold.ops._shared._triton.launch import launch
+
+
+@triton.jit
+def write_table(cu_ptr, batch_ptr, start_ptr, B, tiles, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """For every tile its sequence, the number of those that end before it; for every sequence its first tile."""
+    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    sequence = tl.zeros((BLOCK,), tl.int32)
+    before = tl.zeros((), tl.int64)
+    for first in range(0, B, BLOCK):
+        b = first + tl.arange(0, BLOCK)
+        length = tl.load(cu_ptr + b + 1, mask=b < B, other=0) - tl.load(cu_ptr + b, mask=b < B, other=0)
+        count = tl.maximum((length + (ROWS - 1)) // ROWS, 0).to(tl.int64)  # offsets may fall: they are not checked
+        ends = before + tl.cumsum(count, axis=0)
+        over = (ends[None, :] <= tile[:, None]) & (b < B)[None, :]
+        sequence += tl.sum(over.to(tl.int32), axis=1)
+        before += tl.sum(count, axis=0)
+        tl.store(start_ptr + b + 1, ends.to(tl.int32), mask=(b < B) & (tl.program_id(0) == 0))
+    tl.store(batch_ptr + tile, sequence, mask=tile < tiles)
+    if tl.program_id(0) == 0:
+        tl.store(start_ptr, 0)
+
+
+@triton.jit(do_not_specialize=["B", "q_tiles", "k_tiles"])
+def tables_kernel(
+    cu_q_ptr, cu_k_ptr, q_batch_ptr, q_start_ptr, k_batch_ptr, k_start_ptr, B, q_tiles, k_tiles,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The tables of the queries, and in a second row of programs those of the keys."""
+    if tl.program_id(1) == 0:
+        write_table(cu_q_ptr, q_batch_ptr, q_start_ptr, B, q_tiles, ROWS, BLOCK)
+    else:
+        write_table(cu_k_ptr, k_batch_ptr, k_start_ptr, B, k_tiles, KEYS, BLOCK)
+
+
+@triton.jit
+def is_broken(cu_ptr, B, rows, BLOCK: tl.constexpr):
+    """How many ways the offsets fail to begin with 0, never to fall and to end with the number of rows."""
+    wrong = (tl.load(cu_ptr) != 0).to(tl.int32) + (tl.load(cu_ptr + B) != rows).to(tl.int32)
+    for first in range(0, B, BLOCK):
+        b = first + tl.arange(0, BLOCK)
+        falls = tl.load(cu_ptr + b + 1, mask=b < B, other=0) < tl.load(cu_ptr + b, mask=b < B, other=0)
+        wrong += tl.sum(falls.to(tl.int32), axis=0)
+    return wrong
+
+
+@triton.jit(do_not_specialize=["B", "q_rows", "k_rows", "size"])
+def poison_kernel(cu_q_ptr, cu_k_ptr, out_ptr, B, q_rows, k_rows, size, BLOCK: tl.constexpr):
+    """NaN in all ``size`` elements of a dense tensor, if the offsets do not describe the rows."""
+    if is_broken(cu_q_ptr, B, q_rows, BLOCK) + is_broken(cu_k_ptr, B, k_rows, BLOCK) > 0:
+        nothing = tl.full((BLOCK,), float("nan"), tl.float32).to(out_ptr.dtype.element_ty)
+        for first in range(tl.program_id(0).to(tl.int64) * BLOCK, size, tl.num_programs(0) * BLOCK):
+            offs = first + tl.arange(0, BLOCK)
+            tl.store(out_ptr + offs, nothing, mask=offs < size)
+
+
+def tile_tables(
+    cu_q: Tensor, cu_k: Tensor, q_tiles: int, rows: int, k_tiles: int = 0, keys: int = 0
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Tables for tiles of ``rows`` queries and, if there are ``keys``, of keys: sequence of every tile, first tile of
+    every sequence. A tile past the last one belongs to sequence B.
+    """
+    batch = cu_q.numel() - 1
+    made = [torch.empty(size, dtype=torch.int32, device=cu_q.device) for size in (q_tiles, batch + 1)]
+    found: list[Tensor | None] = [None, None]
+    if keys:
+        found = [torch.empty(size, dtype=torch.int32, device=cu_q.device) for size in (k_tiles, batch + 1)]
+    most = max(q_tiles, k_tiles)
+    launch(
+        tables_kernel,
+        (max(-(-most // _TILES), 1), 2 if keys else 1, 1),
+        (cu_q, cu_k, *made, *found, batch, q_tiles, k_tiles),
+        {"ROWS": rows, "KEYS": keys, "BLOCK": _TILES, "num_warps": 4, "num_stages": 1},
+    )
+    return made[0], made[1], found[0], found[1]
+
+
+def mark_broken(out: Tensor, cu_q: Tensor, cu_k: Tensor, q_rows: int, k_rows: int) -> None:
+    """NaN everywhere in a dense ``out`` if offsets do not describe the rows: the host cannot look without waiting."""
+    launch(
+        poison_kernel,
+        (_POISONERS, 1, 1),
+        (cu_q, cu_k, out, cu_q.numel() - 1, q_rows, k_rows, out.numel()),
+        {"BLOCK": _OFFSETS, "num_warps": 4, "num_stages": 1},
+    )
+
+
+_TILES = 64  # of a program, and sequences that it looks at together
+_OFFSETS = 512
+_POISONERS = 128
