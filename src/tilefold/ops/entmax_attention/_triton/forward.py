@@ -10,7 +10,8 @@ from tilefold.ops.entmax_attention._triton.rows import (
     improve,
     lane_peaks,
     lane_sums,
-    lanes_bound,
+    last_step,
+    parts_bound,
     start_row,
     widen,
 )
@@ -71,7 +72,7 @@ def resident_kernel(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr, GRADIENT: tl.constexpr,
-    TOLERANCE: tl.constexpr, PRECISION: tl.constexpr,
+    TOLERANCE: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     b, m0, q_base, q_len = locate(
         tl.program_id(0), Nq, Tq, tiles_per, cu_q_ptr, batch_ptr, start_ptr, B, BLOCK_M, PACKED
@@ -98,25 +99,25 @@ def resident_kernel(
             q, k_ptr, mask_ptr, m0, i, low_key, j, shift, sk_n, k_len, scale, window,
             D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
         )  # fmt: skip
-        parts = lane_peaks(s)
+        parts = lane_peaks(s, LANES)
         best = scaled(row_peak(parts), scale, EXACT)
         peak, broken, empty, low, high = start_row(best, e, given, high_key - low_key, KIND)
         y = high
         if KIND != "softmax":
-            nearest = distances(parts, peak[:, None], scale, e, KIND, EXACT)
-            y = lanes_bound(nearest, high, e, SUBSET_STEPS, KIND)
+            y = parts_bound(parts, parts, peak, scale, high, e, SUBSET_STEPS, False, KIND, EXACT)
             y = tl.where(broken | empty, high, tl.maximum(widen(y, high, KIND), low))
         before = tl.zeros_like(peak) + float("inf")
         few = tl.zeros_like(peak)
         many = few + (high_key - low_key)
         found = broken | empty | ~mask_m
+        reach = y
         evaluation = 0
         while evaluation < MOST_EVALUATIONS:
             none = tl.zeros((BLOCK_M, LANES), tl.float32)
             f, u, n = add_terms(s, peak, y, inverse_peak(y, e, KIND), scale, e, none, none, none, KIND, EXACT)
-            y, low, high, few, many, before, found = improve(
-                y, tl.sum(f, axis=1), tl.sum(u, axis=1), tl.sum(n, axis=1), low, high, few, many, before, found, e,
-                KIND, TOLERANCE,
+            y, low, high, few, many, before, found, reach = improve(
+                y, tl.sum(f, axis=1), tl.sum(u, axis=1), tl.sum(n, axis=1), low, high, few, many, before, found, reach,
+                e, KIND, TOLERANCE, NEAR,
             )  # fmt: skip
             evaluation = tl.where(tl.min(found.to(tl.int32), axis=0) > 0, MOST_EVALUATIONS, evaluation + 1)
         inverse_c = inverse_peak(y, e, KIND)
@@ -124,8 +125,8 @@ def resident_kernel(
         p, slope = weights(s, peak[:, None], y[:, None], inverse_c[:, None], scale, e, KIND, EXACT)
         mass = tl.sum(lane_sums(p), axis=1)
         support = tl.sum(lane_sums(one_if_positive(slope)), axis=1)
-        if GRADIENT:
-            total = tl.sum(lane_sums(slope), axis=1)
+        total = tl.sum(lane_sums(slope), axis=1)
+        root, mass_there = last_step(y, mass, total, support, reach, KIND)
         if DROPOUT:
             factor = dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, grown)
             p *= factor
@@ -136,7 +137,7 @@ def resident_kernel(
             offs = h.to(tl.int64) * Tq + q_base + i
         else:
             offs = plane.to(tl.int64) * Nq + i
-        store_stats(stats_ptr, offs, stat_size, mask_m, peak, y, mass, support, empty, broken)
+        store_stats(stats_ptr, offs, stat_size, mask_m, peak, root, mass_there, support, empty, broken)
         if GRADIENT:
             acc2 = tl.dot(slope.to(v.dtype), v, input_precision=PRECISION)
             store_rows(out2_ptr + to_out, i, so_n, mask_m, finish(acc2, total, empty, broken), D, BLOCK_D)
@@ -224,7 +225,7 @@ def output_kernel(
             p, slope = weights(s, peak[:, None], y[:, None], inverse_c[:, None], scale, e, KIND, EXACT)
             mass += lane_sums(p)
             support += lane_sums(one_if_positive(slope))
-            if GRADIENT:
+            if GRADIENT or (KIND == "square"):
                 total += lane_sums(slope)
             if DROPOUT:
                 factor = dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, grown)
@@ -238,5 +239,9 @@ def output_kernel(
         store_rows(out_ptr + to_out, i, so_n, mask_m, finish(acc, mass, empty, broken), D, BLOCK_D)
         if GRADIENT:
             store_rows(out2_ptr + to_out, i, so_n, mask_m, finish(acc2, total, empty, broken), D, BLOCK_D)
+        support = tl.sum(support, axis=1)
+        reach = tl.load(stats_ptr + 2 * stat_size + offs, mask=mask_m, other=0.0)
+        root, mass = last_step(y, mass, total, support, reach, KIND)
+        tl.store(stats_ptr + stat_size + offs, root, mask=mask_m)
         tl.store(stats_ptr + 2 * stat_size + offs, mass, mask=mask_m)
-        tl.store(stats_ptr + 3 * stat_size + offs, tl.sum(support, axis=1), mask=mask_m)
+        tl.store(stats_ptr + 3 * stat_size + offs, support, mask=mask_m)

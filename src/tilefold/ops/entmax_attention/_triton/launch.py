@@ -32,6 +32,7 @@ from tilefold.ops.entmax_attention.configs import (
     is_short,
     is_simple,
     live_shape,
+    nearness,
     row_tiles,
     span,
     tolerance,
@@ -174,7 +175,7 @@ def _plan(
     strides = [stride for tensor in (q, k, v, out) for stride in read_strides(tensor, packed)]
     numbers = (*layout.sizes, 0 if packed else tiles // layout.batch, *layout.scalars)
     flags = {**layout.flags, "BLOCK_M": rows, "PRECISION": config.precision}
-    root = {"TOLERANCE": tolerance(q.dtype)}
+    root = {"TOLERANCE": tolerance(q.dtype), "NEAR": nearness(q.dtype)}
     if resident:
         own = {"BLOCK_N": power_of_two(most), "GRADIENT": with_gradient, **root}
         launched = {"num_warps": config.resident_warps, "num_stages": 1}

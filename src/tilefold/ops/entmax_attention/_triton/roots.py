@@ -1,6 +1,6 @@
 """Roots of long rows, by blocks of keys, and the map of the blocks that are live.
 
-A first pass over the keys leaves the maxima of eight parts of every row, and its maximum in every block, in scratch.
+A first pass over the keys leaves the maxima of some parts of every row, and its maximum in every block, in scratch.
 The root of some maxima alone is, by the subset lemma, no smaller than the row's: a block none of whose rows has a
 maximum inside that bound holds nothing but zeros. The root is then found on the blocks that are left, and the list is
 cut down once more by the root itself, with the same comparison that makes a weight positive. Rows of few blocks, whose
@@ -19,7 +19,7 @@ from tilefold.ops.entmax_attention._triton.rows import (
     add_terms,
     improve,
     lane_peaks,
-    lanes_bound,
+    parts_bound,
     start_row,
     subset_step,
     widen,
@@ -38,8 +38,9 @@ from tilefold.ops.entmax_attention._triton.tiles import (
 
 # What is the same for every item is cheap to make again, and would fill the registers from item to item. Triton 3.5.
 CAN_STOP_HOISTING = tl.constexpr("disable_licm" in inspect.signature(tl.range.__init__).parameters)
-LANE_STEPS = tl.constexpr(4)  # of Newton on the maxima of 8 parts of a row: each is a safe bound
-BLOCK_STEPS = tl.constexpr(2)  # and on the maxima of its blocks
+PARTS = tl.constexpr(16)  # of a long row, whose maxima are kept; of a short one every column of a block is a part
+PART_STEPS = tl.constexpr(3)  # of Newton on these maxima: each is a safe bound
+BLOCK_STEPS = tl.constexpr(2)  # and on the maxima of the row's blocks
 
 
 @triton.jit
@@ -113,7 +114,7 @@ def tile_roots(
     stat_size, tiles, blocks, words, H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
-    LISTS: tl.constexpr, TOLERANCE: tl.constexpr, PRECISION: tl.constexpr,
+    LISTS: tl.constexpr, TOLERANCE: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Peak and root of the rows of one tile, its list of live blocks and its row of the map."""
     h = item // tiles
@@ -138,26 +139,31 @@ def tile_roots(
         high_block = tl.maximum(high_block, low_block)
         q = load_rows(qs, i, sq_n, mask_m, D, BLOCK_D)
 
-        parts = tl.full((BLOCK_M, LANES), float("-inf"), tl.float32)  # every LANES-th key of the row
+        COUNT: tl.constexpr = PARTS if LISTS else BLOCK_N
+        first = tl.full((BLOCK_M, COUNT), float("-inf"), tl.float32)  # the largest score of every COUNT-th key
+        second = first  # and the second largest, which only short rows keep
         for block in range(low_block, high_block):
             n0 = block * BLOCK_N
             s, _, _ = score_tile(
                 q, ks, keys_kept, m0, i, n0, n0 + tl.arange(0, BLOCK_N), shift, sk_n, k_len, scale, window,
                 D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
             )  # fmt: skip
-            found_parts = lane_peaks(s)
-            parts = nan_max(parts, found_parts)
             if LISTS:
-                tile_best = scaled(row_peak(found_parts), scale, EXACT)
+                largest = lane_peaks(s, COUNT)
+                tile_best = scaled(row_peak(largest), scale, EXACT)
                 tl.store(maxima_ptr + (block - low_block) * BLOCK_M + tl.arange(0, BLOCK_M), tile_best)
+                first = nan_max(first, largest)
+            else:
+                second = tl.maximum(second, tl.minimum(first, s))
+                first = nan_max(first, s)
 
         keys = tl.minimum(high_key, high_block * BLOCK_N) - low_key
-        best = scaled(row_peak(parts), scale, EXACT)
+        best = scaled(row_peak(first), scale, EXACT)
         peak, broken, empty, low, high = start_row(best, e, given, keys, KIND)
         idle = broken | empty | ~mask_m
         y = high
         if KIND != "softmax":
-            y = lanes_bound(distances(parts, peak[:, None], scale, e, KIND, EXACT), high, e, LANE_STEPS, KIND)
+            y = parts_bound(first, second, peak, scale, high, e, PART_STEPS, not LISTS, KIND, EXACT)
         if LISTS:
             tl.debug_barrier()  # other threads of the program read what was stored
             if KIND != "softmax":
@@ -178,6 +184,7 @@ def tile_roots(
         few = tl.zeros_like(peak)
         many = few + keys
         found = idle
+        reach = y
         evaluation = 0
         while evaluation < MOST_EVALUATIONS:
             inverse_c = inverse_peak(y, e, KIND)
@@ -194,16 +201,16 @@ def tile_roots(
                     D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
                 )  # fmt: skip
                 f, u, n = add_terms(s, peak, y, inverse_c, scale, e, f, u, n, KIND, EXACT)
-            y, low, high, few, many, before, found = improve(
-                y, tl.sum(f, axis=1), tl.sum(u, axis=1), tl.sum(n, axis=1), low, high, few, many, before, found, e,
-                KIND, TOLERANCE,
+            y, low, high, few, many, before, found, reach = improve(
+                y, tl.sum(f, axis=1), tl.sum(u, axis=1), tl.sum(n, axis=1), low, high, few, many, before, found, reach,
+                e, KIND, TOLERANCE, NEAR,
             )  # fmt: skip
             evaluation = tl.where(tl.min(found.to(tl.int32), axis=0) > 0, MOST_EVALUATIONS, evaluation + 1)
 
         if LISTS:
             tl.debug_barrier()
             count = list_live(
-                maxima_ptr, listed, live_ptr + row * words, low_block, high_block, words, peak, y, e, idle,
+                maxima_ptr, listed, live_ptr + row * words, low_block, high_block, words, peak, reach, e, idle,
                 BLOCK_M, KIND, True,
             )  # fmt: skip
             tl.store(count_ptr + row, count)
@@ -213,6 +220,7 @@ def tile_roots(
             offs = plane.to(tl.int64) * Nq + i
         tl.store(stats_ptr + offs, tl.where(empty, float("-inf"), peak), mask=mask_m)
         tl.store(stats_ptr + stat_size + offs, tl.where(broken, float("nan"), y), mask=mask_m)
+        tl.store(stats_ptr + 2 * stat_size + offs, reach, mask=mask_m)
         if LISTS:
             tl.debug_barrier()  # the next item overwrites the scratch
 
@@ -243,7 +251,7 @@ def roots_kernel(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr,
-    LISTS: tl.constexpr, TOLERANCE: tl.constexpr, PRECISION: tl.constexpr,
+    LISTS: tl.constexpr, TOLERANCE: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Peak and root of every row, and the map and list of live blocks. A program keeps its scratch of maxima."""
     program = tl.program_id(0)
@@ -255,7 +263,8 @@ def roots_kernel(
                 item, q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr,
                 cu_q_ptr, cu_k_ptr, batch_ptr, start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, Nq, Nk, Tq, Tk, B,
                 tiles_per, window, scale, constant, stat_size, tiles, blocks, words, H, GROUP, D, BLOCK_D, BLOCK_M,
-                BLOCK_N, WIDTH, KIND, HAS_ALPHA, CAUSAL, WINDOW, HAS_MASK, PACKED, EXACT, LISTS, TOLERANCE, PRECISION,
+                BLOCK_N, WIDTH, KIND, HAS_ALPHA, CAUSAL, WINDOW, HAS_MASK, PACKED, EXACT, LISTS, TOLERANCE, NEAR,
+                PRECISION,
             )  # fmt: skip
     else:
         for item in range(program, tiles * H, tl.num_programs(0)):
@@ -263,5 +272,6 @@ def roots_kernel(
                 item, q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr,
                 cu_q_ptr, cu_k_ptr, batch_ptr, start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, Nq, Nk, Tq, Tk, B,
                 tiles_per, window, scale, constant, stat_size, tiles, blocks, words, H, GROUP, D, BLOCK_D, BLOCK_M,
-                BLOCK_N, WIDTH, KIND, HAS_ALPHA, CAUSAL, WINDOW, HAS_MASK, PACKED, EXACT, LISTS, TOLERANCE, PRECISION,
+                BLOCK_N, WIDTH, KIND, HAS_ALPHA, CAUSAL, WINDOW, HAS_MASK, PACKED, EXACT, LISTS, TOLERANCE, NEAR,
+                PRECISION,
             )  # fmt: skip

@@ -12,20 +12,22 @@ LANES = tl.constexpr(8)
 
 
 @triton.jit
-def by_lanes(x):
-    return tl.reshape(x, (x.shape[0], x.shape[1] // LANES, LANES))
+def by_lanes(x, COUNT: tl.constexpr):
+    return tl.reshape(x, (x.shape[0], x.shape[1] // COUNT, COUNT))
 
 
 @triton.jit
 def lane_sums(x):
     """``[rows, columns]`` -> ``[rows, LANES]``."""
-    return tl.sum(by_lanes(x), axis=1)
+    return tl.sum(by_lanes(x, LANES), axis=1)
 
 
 @triton.jit
-def lane_peaks(s):
-    """Maxima, ``[rows, columns]`` -> ``[rows, LANES]``; NaN where there is one."""
-    s = by_lanes(s)
+def lane_peaks(s, COUNT: tl.constexpr):
+    """Maxima of every ``COUNT``-th column, ``[rows, columns]`` -> ``[rows, COUNT]``; NaN where there is one."""
+    if s.shape[1] == COUNT:
+        return s
+    s = by_lanes(s, COUNT)
     if INTERPRETED:
         broken = s != s
         return tl.where(
@@ -80,14 +82,35 @@ def subset_step(y, f, u, e, KIND: tl.constexpr):
 
 
 @triton.jit
-def lanes_bound(nearest, high, e, STEPS: tl.constexpr, KIND: tl.constexpr):
-    """A root that is no smaller than the row's, from the distances of some parts' maxima, ``[rows, parts]``.
+def part_sums(s, peak, y, inverse_c, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
+    """F and U of rows of scores."""
+    if KIND == "square":
+        x = excess(s, peak[:, None], y[:, None], scale, e, EXACT)
+        return tl.sum(x * x, axis=1), tl.sum(x, axis=1)
+    else:
+        d = distances(s, peak[:, None], scale, e, KIND, EXACT)
+        f, u, _n = row_sums(d, y[:, None], inverse_c[:, None], e, KIND)
+        return f, u
 
-    Parts of a row that lie every so many keys apart make a sharper bound than runs of neighbours, which are alike.
+
+@triton.jit
+def parts_bound(
+    first, second, peak, scale, high, e, STEPS: tl.constexpr, PAIRS: tl.constexpr, KIND: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """A root that is no smaller than the row's, from the largest and, in ``PAIRS``, second largest scores of its parts.
+
+    Parts of a row that lie every so many keys apart, ``[rows, parts]``, make a sharper bound than runs of neighbours,
+    which are alike.
     """
     y = high
     for _step in range(STEPS):
-        f, u, _n = row_sums(nearest, y[:, None], inverse_peak(y, e, KIND)[:, None], e, KIND)
+        inverse_c = inverse_peak(y, e, KIND)
+        f, u = part_sums(first, peak, y, inverse_c, scale, e, KIND, EXACT)
+        if PAIRS:
+            second_f, second_u = part_sums(second, peak, y, inverse_c, scale, e, KIND, EXACT)
+            f += second_f
+            u += second_u
         y = subset_step(y, f, u, e, KIND)
     return y
 
@@ -102,13 +125,21 @@ def widen(y, high, KIND: tl.constexpr):
 
 
 @triton.jit
-def improve(y, f, u, n, low, high, few, many, before, found, e, KIND: tl.constexpr, TOLERANCE: tl.constexpr):
+def improve(
+    y, f, u, n, low, high, few, many, before, found, reach, e,
+    KIND: tl.constexpr, TOLERANCE: tl.constexpr, NEAR: tl.constexpr,
+):  # fmt: skip
     """A safeguarded step of every row's root after an evaluation at ``y``, and whether anything is left to do.
 
     For alpha = 1.5 the mass on a known support is a quadratic, ``f - 2 u t + n t^2`` a step of ``t`` down: the step
     solves it. Entries that the step drops, or takes in, lie within ``t`` of the new root, so each changes the mass by
-    ``t^2`` at most, and the supports at both ends of the bracket, ``few`` and ``many``, bound their number. Where that
-    is less than the tolerance, nothing is left to evaluate.
+    ``t^2`` at most, and the supports at both ends of the bracket, ``few`` and ``many``, bound their number. Where what
+    is ``left`` by that bound is less than the tolerance, nothing is left to evaluate.
+
+    With ``NEAR``, of 16-bit input, it is also enough that :func:`last_step`, which the pass over the values makes from
+    sums that it takes anyway, will end within the tolerance. The mass has a slope of ``2 u`` at least, and ``u`` is no
+    less than the mass, so that step is ``left / 2 u`` at most. ``NEAR`` bounds what it changes in the weights of the
+    values, which stay those of ``y``, relative to their sum; ``reach`` is as far up as the last step may go.
     """
     if KIND == "square":
         residual = tl.abs(f - 1)
@@ -125,8 +156,29 @@ def improve(y, f, u, n, low, high, few, many, before, found, e, KIND: tl.constex
         t = y - new
         left = tl.abs(f - 1 - t * (2 * u - n * t)) + tl.where(t > 0, n - few, many - n) * (t * t)
         stay = found | (residual <= TOLERANCE)
-        found = stay | (left <= TOLERANCE) | (tl.abs(t) <= 1.2e-7 * y)
-        return tl.where(stay, y, new), low, high, few, many, residual, found
+        ends = (left <= TOLERANCE) | (tl.abs(t) <= 1.2e-7 * y)
+        rest = tl.zeros_like(y)
+        if NEAR > 0:
+            slope = tl.maximum(1 - left, u - n * tl.abs(t) - 0.5 * many * left)
+            rest = 0.51 * left / tl.maximum(slope, 0.5)
+            near = (left < 0.5) & ((many - few) * rest * rest <= TOLERANCE) & (n * rest <= NEAR * slope)
+            rest = tl.where(near, rest, 0.0)
+            ends = ends | near
+        reach = tl.where(stay, reach, new + rest)
+        return tl.where(stay, y, new), low, high, few, many, residual, stay | ends, reach
     else:
         y, low, high, residual, found = next_root(y, f, u, n, low, high, before, found, e, KIND)
-        return y, low, high, few, many, residual, found
+        return y, low, high, few, many, residual, found, y
+
+
+@triton.jit
+def last_step(y, f, u, n, reach, KIND: tl.constexpr):
+    """The root and its mass by the sums of F, U and Q at ``y``, no farther up than ``reach``; see :func:`improve`."""
+    if KIND == "square":
+        inside = u * u - n * (f - 1)
+        exact = (f - 1) / tl.maximum(u + tl.sqrt(tl.maximum(inside, 0.0)), 1e-30)
+        new = tl.minimum(y - tl.where((inside > 0) & (tl.abs(f - 1) < 0.5), exact, 0.0), reach)
+        t = y - new
+        return new, f - t * (2 * u - n * t)
+    else:
+        return y, f
