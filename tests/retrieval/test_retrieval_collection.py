@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tilefold.retrieval import Collection, load_beir, load_collection
+from tilefold.retrieval import Collection, Document, load_beir, load_collection
 from tilefold.retrieval.errors import DataError
 
 
@@ -74,6 +74,12 @@ def test_blank_lines_a_byte_order_mark_and_integer_ids_are_tolerated(beir: Path)
     [
         ("corpus.jsonl", '{"_id": "d1", "text": "x"}\n{"_id": "d', r"corpus.jsonl:2: .*malformed JSON"),
         ("corpus.jsonl", "[1]\n", r"corpus.jsonl:1: .*got list"),
+        ("corpus.jsonl", "[" * 100_000, r"corpus.jsonl:1: .*malformed JSON"),
+        (
+            "corpus.jsonl",
+            '{"_id": "\\ud800", "text": "x"}\n',
+            r"corpus.jsonl:1: '_id' must be text that UTF-8 can hold",
+        ),
         ("corpus.jsonl", '{"text": "x"}\n', r"corpus.jsonl:1: '_id' must be a non-empty string, got None"),
         ("corpus.jsonl", '{"_id": "a", "text": "x"}\n' * 2, r"corpus.jsonl:2: '_id' 'a' was given before"),
         ("corpus.jsonl", '{"_id": "a", "text": 3}\n', r"corpus.jsonl:1: 'text' must be a string, got 3"),
@@ -97,10 +103,26 @@ def test_a_bad_line_is_reported_by_file_and_number(beir: Path, name: str, conten
         load_beir(beir)
 
 
-def test_bytes_that_are_not_utf8_are_reported(beir: Path) -> None:
-    (beir / "corpus.jsonl").write_bytes(b'{"_id": "d1", "text": "\xff\xfe"}\n')
-    with pytest.raises(DataError, match="expected UTF-8"):
+@pytest.mark.parametrize("name", ["corpus.jsonl", "qrels/test.tsv"])
+def test_bytes_that_are_not_utf8_are_reported(beir: Path, name: str) -> None:
+    (beir / name).write_bytes(b'{"_id": "d1", "text": "\xff\xfe"}\n')
+    with pytest.raises(DataError, match=f"{name}: expected UTF-8"):
         load_beir(beir)
+
+
+def test_half_a_surrogate_pair_in_a_text_survives_saving(beir: Path, tmp_path: Path) -> None:
+    (beir / "queries.jsonl").write_text('{"_id": "q1", "text": "\\ud800 cat"}\n{"_id": "q2", "text": "b"}\n')
+    collection = load_beir(beir)
+    collection.save_beir(tmp_path / "saved")
+    assert load_beir(tmp_path / "saved").queries == collection.queries == {"q1": "\ud800 cat", "q2": "b"}
+
+
+@pytest.mark.parametrize("name", ["a\tb", "a\nb", "a\rb", ""])
+def test_ids_that_the_layout_cannot_hold_are_refused_and_nothing_is_written(name: str, tmp_path: Path) -> None:
+    collection = Collection("x", {name: Document(name, "", "text")}, {"q": "text"}, {"test": {"q": {name: 1}}})
+    with pytest.raises(DataError, match="the BEIR layout holds no empty id"):
+        collection.save_beir(tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
 
 
 def test_judgements_of_absent_documents_can_be_dropped(beir: Path) -> None:

@@ -143,6 +143,13 @@ def test_one_bad_text_loses_no_other(splade: Any, tmp_path: Path, monkeypatch: p
     assert read_vectors(tmp_path).ids == list(TEXTS)
 
 
+def test_a_bad_text_that_is_alone_in_its_shard_loses_no_other(splade: Any, tmp_path: Path) -> None:
+    texts: dict[str, Any] = {"first": 3, "d0": "cats sleep", "d1": "dogs", "last": None}
+    manifest = encode_collection(splade, texts, tmp_path, shard_size=1, top_k=20)
+    assert list(manifest.failed) == ["first", "last"] and [shard["rows"] for shard in manifest.shards] == [0, 1, 1, 0]
+    assert read_vectors(tmp_path).ids == ["d0", "d1"]
+
+
 def test_a_text_for_which_the_model_gives_nan_is_listed_as_failed(
     splade: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

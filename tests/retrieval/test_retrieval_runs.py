@@ -117,10 +117,15 @@ def test_bad_lines_of_a_trec_run_are_named(tmp_path: Path, line: str, message: s
         read_trec_run(tmp_path / "x.run")
 
 
-def test_a_trec_run_refuses_ids_with_white_space(tmp_path: Path) -> None:
+def test_a_trec_run_refuses_ids_with_white_space_scores_that_are_not_finite_and_other_bytes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"document id: .*got 'a b'"):
         write_trec_run({"q": {"a b": 1.0}}, tmp_path / "x.run")
+    with pytest.raises(ValueError, match=r"expected finite scores, got nan for 'a'"):
+        write_trec_run({"q": {"a": math.nan}}, tmp_path / "x.run")
     assert not list(tmp_path.iterdir())
+    (tmp_path / "x.run").write_bytes(b"q Q0 d\xe9 1 1 tag\n")
+    with pytest.raises(DataError, match=r"x.run: expected UTF-8 text"):
+        read_trec_run(tmp_path / "x.run")
 
 
 def test_sparsity_figures_follow_the_hand_computation() -> None:

@@ -314,6 +314,8 @@ def test_one_bad_text_loses_no_other(late: Any, tmp_path: Path, monkeypatch: pyt
     assert manifest.failed["poison"] == "RuntimeError: tokenizer gave up"
     assert "got others for 'nan'" in manifest.failed["nan"]
     assert list(open_tokens(tmp_path / "t").ids) == list(TEXTS)
+    alone = encode_tokens(late, {"a": "boom", "b": "cats"}, tmp_path / "v", shard_size=1)
+    assert list(alone.failed) == ["a"] and list(open_tokens(tmp_path / "v").ids) == ["b"]
     with pytest.raises(DataError, match="all 1 of shard 0 failed, 'a' first"):
         encode_tokens(late, {"a": "boom"}, tmp_path / "u")
     with pytest.raises(DataError, match="texts: 1 of 1 failed, 'a' first"):

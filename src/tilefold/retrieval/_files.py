@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tilefold.retrieval.errors import DataError, MissingPackageError
 
@@ -113,6 +113,29 @@ def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{path}: expected a JSON object, got {type(value).__name__}. {remedy}")
     return value
+
+
+def json_line(value: Any) -> str:
+    """`value` as a line of JSON that UTF-8 can hold: readable, escaped only where a text has half a surrogate pair."""
+    line = json.dumps(value, ensure_ascii=False)
+    return (line if is_unicode(line) else json.dumps(value)) + "\n"
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can hold `text`, which half a surrogate pair cannot be in."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def numbered_lines(stream: TextIO, path: Path) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers, from 1; ``DataError`` that names `path` for bytes that are no UTF-8."""
+    try:
+        yield from enumerate(stream, start=1)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: expected UTF-8 text, got other bytes ({error}). Re-encode it.") from error
 
 
 def sha256_file(path: Path) -> str:

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from tilefold.retrieval._files import atomic_directory
+from tilefold.retrieval._files import atomic_directory, is_unicode, json_line, numbered_lines
 from tilefold.retrieval.errors import DataError
 
 __all__ = ["Collection", "Document", "default_cache_dir", "load_beir", "load_collection"]
@@ -79,21 +79,36 @@ class Collection:
         ]
 
     def save_beir(self, path: str | Path) -> None:
-        """Write a BEIR folder. It appears whole or not at all; only an earlier BEIR folder is replaced."""
+        """Write a BEIR folder. It appears whole or not at all; only an earlier BEIR folder is replaced.
+
+        Raises:
+            FileExistsError: `path` holds other files.
+            DataError: an empty id, or a judged one with a tab or a line break, which the layout cannot hold.
+        """
+        self._check_savable()
         with atomic_directory(Path(path), own_names=_BEIR_NAMES) as folder:
             with (folder / "corpus.jsonl").open("w", encoding="utf-8") as stream:
                 for document in self.documents.values():
                     row = {"_id": document.id, "title": document.title, "text": document.text}
-                    stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    stream.write(json_line(row))
             with (folder / "queries.jsonl").open("w", encoding="utf-8") as stream:
                 for query_id, text in self.queries.items():
-                    stream.write(json.dumps({"_id": query_id, "text": text}, ensure_ascii=False) + "\n")
+                    stream.write(json_line({"_id": query_id, "text": text}))
             (folder / "qrels").mkdir()
             for split, qrels in self.qrels.items():
                 with (folder / "qrels" / f"{split}.tsv").open("w", encoding="utf-8") as stream:
                     stream.write("query-id\tcorpus-id\tscore\n")
                     for query_id, judged in qrels.items():
                         stream.writelines(f"{query_id}\t{doc}\t{grade}\n" for doc, grade in judged.items())
+
+    def _check_savable(self) -> None:
+        judged = {name for qrels in self.qrels.values() for q, found in qrels.items() for name in (q, *found)}
+        for name in (*self.documents, *self.queries, *judged):
+            if not name or not is_unicode(name) or (name in judged and any(mark in name for mark in "\t\r\n")):
+                raise DataError(
+                    f"ids: the BEIR layout holds no empty id, and in judgements none with a tab or a line break, "
+                    f"got {name!r}. Rename it."
+                )
 
 
 def load_beir(path: str | Path, unknown: Literal["error", "drop"] = "error") -> Collection:
@@ -137,18 +152,15 @@ def _read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file. {_LAYOUT}")
     with path.open(encoding="utf-8-sig") as stream:
-        try:
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield number, _json_object(line, path, number)
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}: expected UTF-8 text, got other bytes ({error}). Re-encode it.") from error
+        for number, line in numbered_lines(stream, path):
+            if line.strip():
+                yield number, _json_object(line, path, number)
 
 
 def _json_object(line: str, path: Path, number: int) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # malformed, a number of thousands of digits, nested too deeply
         raise DataError(
             f"{path}:{number}: expected one JSON object a line, got malformed JSON ({error}). Fix that line."
         ) from error
@@ -163,6 +175,8 @@ def _text_id(row: dict[str, Any], path: Path, number: int, seen: dict[str, Any])
         value = str(value)
     if not isinstance(value, str) or not value:
         raise DataError(f"{path}:{number}: '_id' must be a non-empty string, got {value!r}. Give the line an '_id'.")
+    if not is_unicode(value):
+        raise DataError(f"{path}:{number}: '_id' must be text that UTF-8 can hold, got {value!r}. Fix that line.")
     if value in seen:
         raise DataError(f"{path}:{number}: '_id' {value!r} was given before. Ids must be unique.")
     return value
@@ -183,7 +197,7 @@ def _read_qrels(
     qrels: Qrels = {}
     strays: list[str] = []
     with path.open(encoding="utf-8-sig") as stream:
-        for number, line in enumerate(stream, start=1):
+        for number, line in numbered_lines(stream, path):
             fields = line.rstrip("\r\n").split("\t")
             if not line.strip() or (number == 1 and fields[0] in ("query-id", "query_id", "qid")):
                 continue

@@ -17,6 +17,7 @@ __all__ = ["encode_collection", "encode_queries", "model_fingerprint"]
 Kind = Literal["document", "query"]
 T = TypeVar("T")
 _SAMPLES_A_TENSOR = 1024
+_TOO_MANY = 16  # texts that fail one after the other, a whole shard of them: the model is at fault, not they
 
 
 def encode_collection(
@@ -57,8 +58,8 @@ def encode_collection(
 
     Raises:
         ValueError: a wrong argument, or no text.
-        DataError: ``resume=True`` and the folder holds vectors made in another way; or every text of a shard
-            failed, which points at the model and not at the texts.
+        DataError: ``resume=True`` and the folder holds vectors made in another way; or every text failed, or every one
+            of a shard of at least 16, which points at the model and not at the texts.
         FileExistsError: the folder holds other files.
     """
     _check_settings(kind, batch_size, top_k, min_weight)
@@ -101,7 +102,8 @@ def write_shards(
     """Write the shards that `writer` does not have; ``encode(ids)`` gives their vectors, and what failed with reasons.
 
     Raises:
-        DataError: every text of a shard failed, which points at the model and not at the texts.
+        DataError: every text failed, or every one of a shard of at least 16, which points at the model and not at the
+            texts.
     """
     ids = list(texts)
     report = progress or (lambda done, total: None)
@@ -110,7 +112,8 @@ def write_shards(
         chunk = ids[start : start + shard_size]
         if not writer.has_shard(number):
             vectors, failed = encode(chunk)
-            if failed and not len(vectors):
+            nothing_yet = writer.manifest.n_documents == 0 and start + shard_size >= len(ids)
+            if failed and not len(vectors) and (len(chunk) >= _TOO_MANY or nothing_yet):
                 name, reason = next(iter(failed.items()))
                 raise DataError(
                     f"texts: all {len(chunk)} of shard {number} failed, {name!r} first ({reason}). "

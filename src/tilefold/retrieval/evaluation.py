@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tilefold.retrieval._files import atomic_file, require
+from tilefold.retrieval._files import atomic_file, numbered_lines, require
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
 from tilefold.retrieval.vectors import SparseVectors, check_same_vocabulary
@@ -85,7 +85,7 @@ def write_trec_run(run: _RunLike, path: str | Path, tag: str = "tilefold") -> No
     """Write ``query Q0 document rank score tag`` lines, best first, ranks from 1; atomically.
 
     Raises:
-        ValueError: an id or the tag is empty or has white space, which the format cannot carry.
+        ValueError: an id or the tag is empty or has white space, which the format cannot carry; a score is not finite.
     """
     _check_word("tag", tag)
     with atomic_file(Path(path)) as temporary, temporary.open("w", encoding="utf-8") as stream:
@@ -94,6 +94,8 @@ def write_trec_run(run: _RunLike, path: str | Path, tag: str = "tilefold") -> No
             ranked = sorted(scores.items(), key=lambda item: -item[1])
             for rank, (document_id, score) in enumerate(ranked, start=1):
                 _check_word("document id", document_id)
+                if not math.isfinite(score):
+                    raise ValueError(f"run: expected finite scores, got {score} for {document_id!r} and {query_id!r}.")
                 stream.write(f"{query_id} Q0 {document_id} {rank} {float(score)!r} {tag}\n")
 
 
@@ -112,7 +114,7 @@ def read_trec_run(path: str | Path) -> Run:
     """
     run: Run = {}
     with Path(path).open(encoding="utf-8") as stream:
-        for number, line in enumerate(stream, start=1):
+        for number, line in numbered_lines(stream, Path(path)):
             fields = line.split()
             if not fields:
                 continue

@@ -9,7 +9,6 @@ interrupted writer can go on where it stopped.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tilefold.retrieval._files import atomic_file, require
+from tilefold.retrieval._files import atomic_file, json_line, require
 from tilefold.retrieval._shards import MANIFEST_NAME, ShardWriter, check_whole, read_layout, shard_file
 from tilefold.retrieval._shards import REMEDY as _REMEDY
 from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary, vocabulary_fingerprint
@@ -266,4 +265,4 @@ def export_jsonl(
             if scale is not None:
                 vector = {name: q for name, w in vector.items() if (q := round(w * scale)) > 0}
             line = {"id": row_id, "contents": (contents or {}).get(row_id, ""), "vector": vector}
-            stream.write(json.dumps(line, ensure_ascii=False) + "\n")
+            stream.write(json_line(line))
