@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +19,10 @@ from tilefold.ops._shared.checks import (
     dtype_name,
 )
 from tilefold.ops._shared.impl import IMPLS
-from tilefold.ops._shared.library import PLAIN, is_plain, no_mode
+from tilefold.ops._shared.library import PLAIN, is_plain
 from tilefold.ops.maxsim._choice import chosen_impl
 from tilefold.ops.maxsim._library import check_values_of
-from tilefold.ops.maxsim._problem import REPLAY, Problem, wide_dtype
+from tilefold.ops.maxsim._problem import Problem, wide_dtype
 from tilefold.ops.maxsim.quantized import QuantizedTokens
 
 PAIRINGS = ("all", "aligned", "grouped")
@@ -73,13 +73,13 @@ def prepare(
         TypeError, ValueError, RuntimeError: as :func:`tilefold.ops.maxsim`.
     """
     seen = None if signature is None else _SEEN.get(signature)
-    scales = None
+    scales: Tensor | None = None
     if seen is not None:
         if isinstance(documents, QuantizedTokens):
             scales, documents = documents.scales.reshape(-1).contiguous(), documents.values
         rest = (cu_seqlens_q, cu_seqlens_d, seen.mode, mask_mode, temperature, normalize)
         problem = _problem(queries, documents, query_mask, document_mask, None, *rest)
-        problem.plans = seen.plans
+        problem.plans, problem.final_shape = seen.plans, seen.shape
         return Request(problem, scales, seen.shape, seen.impl, seen.empty)
     index, mode = _check_options(pairing, reduction, mask_mode, temperature)
     if isinstance(documents, QuantizedTokens):
@@ -114,7 +114,7 @@ def prepare(
     if signature is not None:
         if len(_SEEN) >= MOST_SEEN:
             _SEEN.clear()
-        problem.plans = {}
+        problem.plans, problem.final_shape = {}, shape
         _SEEN[signature] = _Seen(mode, shape, impl, empty, problem.plans)
     return Request(problem, scales, shape, impl, empty)
 
@@ -166,41 +166,57 @@ _SEEN: dict[tuple[Any, ...], _Seen] = {}
 MOST_SEEN = 4096
 
 
-def replay_of(signature: tuple[Any, ...], queries: Tensor, documents: object) -> Callable[..., Tensor | None] | None:
-    """How to score a call of this signature without a gradient, if one was scored before, and what its scores are."""
+def plans_of(signature: tuple[Any, ...]) -> dict[Any, Any] | None:
+    """What calls of this signature worked out, if there were any."""
     seen = _SEEN.get(signature)
-    replay = None if seen is None else seen.plans.get(REPLAY)
-    if replay is None or not no_mode():
-        return None
-    if torch.is_grad_enabled() and (queries.requires_grad or getattr(documents, "requires_grad", False)):
-        return None
-    return replay  # type: ignore[no-any-return]
+    return None if seen is None else seen.plans
 
 
-def call_signature(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Shapes, dtypes, devices and options of a call, or ``None`` where the checks depend on more."""
-    if not isinstance(options[0], str) or torch.compiler.is_compiling() or torch.is_autocast_enabled("cuda"):
+def call_signature(
+    queries: Tensor,
+    documents: Tensor | QuantizedTokens,
+    query_mask: Tensor | None,
+    document_mask: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_d: Tensor | None,
+    options: tuple[Any, ...],
+) -> tuple[Any, ...] | None:
+    """Shapes, dtypes, device and options of a call, or ``None`` where the checks depend on more.
+
+    ``options`` begin with the pairing. Written out, without loops: a third of a small call was spent here.
+    """
+    if torch.compiler.is_compiling() or type(queries) not in PLAIN or not queries.is_cuda:
         return None
-    facts: list[Any] = []
-    for tensor in tensors:
-        if tensor is None:
-            facts.append(None)
-            continue
-        rows = tensor
-        if isinstance(tensor, QuantizedTokens):
-            if torch.is_grad_enabled() and tensors[0].requires_grad:
-                return None
-            facts.append("quantized")
-            rows = tensor.values
-        if type(rows) not in PLAIN or not rows.is_cuda:
-            return None
-        facts += (rows.shape, rows.dtype, rows.get_device())
-    try:
-        hash(options)
-    except TypeError:
+    quantized = type(documents) is QuantizedTokens
+    rows: Any = documents.values if quantized else documents
+    if type(rows) not in PLAIN or not rows.is_cuda or type(options[0]) is not str:
         return None
-    tf32 = tensors[0].dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    return *facts, *options, tf32
+    device, dtype = queries.get_device(), queries.dtype
+    masks = offsets = None
+    if query_mask is not None or document_mask is not None:
+        masks = _facts(query_mask, device), _facts(document_mask, device)
+    if cu_seqlens_q is not None or cu_seqlens_d is not None:
+        offsets = _facts(cu_seqlens_q, device), _facts(cu_seqlens_d, device)
+    if (
+        rows.get_device() != device
+        or (quantized and queries.requires_grad and torch.is_grad_enabled())
+        or (masks is not None and False in masks)
+        or (offsets is not None and False in offsets)
+        # autocast must have nothing to cast
+        or (torch.is_autocast_enabled("cuda") and not dtype == rows.dtype == torch.get_autocast_dtype("cuda"))
+    ):
+        return None
+    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return queries.shape, dtype, rows.shape, rows.dtype, device, quantized, masks, offsets, tf32, options
+
+
+def _facts(tensor: Tensor | None, device: int) -> tuple[Any, ...] | bool | None:
+    """Shape and dtype of a mask or offsets on the ``device``, and ``False`` for anything else but ``None``."""
+    if tensor is None:
+        return None
+    if type(tensor) not in PLAIN or not tensor.is_cuda or tensor.get_device() != device:
+        return False
+    return tensor.shape, tensor.dtype
 
 
 def zeros(request: Request) -> Tensor:

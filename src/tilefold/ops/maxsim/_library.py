@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tilefold.ops._shared.library import define_op, is_plain, no_mode, run
 from tilefold.ops.maxsim._choice import chosen_impl
-from tilefold.ops.maxsim._problem import Problem, wide_dtype
-from tilefold.ops.maxsim.quantized import quantize_rows
+from tilefold.ops.maxsim._problem import GRADIENTS, REPLAY, TRAINING, Problem, wide_dtype
+from tilefold.ops.maxsim.quantized import QuantizedTokens, quantize_rows
 
 PROBLEM_SCHEMA = (
     "Tensor queries, Tensor documents, Tensor? query_mask, Tensor? document_mask, Tensor? cu_queries,"
@@ -225,7 +225,7 @@ class _MaxSim(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         problem = Problem(*inputs[:PROBLEM_ARGUMENTS])
-        with_saved, impl, problem.plans = inputs[PROBLEM_ARGUMENTS:]
+        with_saved, impl, problem.plans, problem.final_shape = inputs[PROBLEM_ARGUMENTS:]
         output = run(compute, problem.queries, problem, with_saved, impl)
         _save(ctx, inputs, output)
         ctx.plans = problem.plans
@@ -233,7 +233,7 @@ class _MaxSim(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *_gradients(ctx, dscores, registered=False), None
+        return *_gradients(ctx, dscores, registered=False), None, None
 
 
 def scores(problem: Problem, impl: str) -> Tensor:
@@ -252,8 +252,84 @@ def scores(problem: Problem, impl: str) -> Tensor:
         impl,
     )  # fmt: skip
     if plain:
-        return _MaxSim.apply(*inputs, p.plans)  # type: ignore[no-any-return, no-untyped-call]
+        return _MaxSim.apply(*inputs, p.plans, p.final_shape)  # type: ignore[no-any-return, no-untyped-call]
     return torch.ops.tilefold.maxsim(*inputs)[0]  # type: ignore[no-any-return]
+
+
+class _Replayed(torch.autograd.Function):
+    """Scores and gradients by launches that a call of the same signature made before; see ``_triton/replay.py``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, queries: Tensor, documents: Tensor, plans: dict[Any, Any], addresses: Any, *others: Tensor | None
+    ) -> Tensor:
+        scores, saved = plans[TRAINING](addresses, documents)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(saved, queries, documents, *others)
+        ctx.plans = plans
+        return scores  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dscores: Tensor | None) -> tuple[Any, ...]:
+        nothing = (None,) * 6
+        if dscores is None:
+            return (None, None, *nothing)
+        saved, queries, documents, *others = ctx.saved_tensors
+        need_queries, need_documents, *_ = ctx.needs_input_grad
+        plans = ctx.plans
+        gradients_again = plans.get(GRADIENTS)
+        if gradients_again is not None and not torch.is_grad_enabled() and no_mode():
+            grads = gradients_again(dscores, saved, queries, documents, *others, need_queries, need_documents)
+            if grads is not None:
+                return (*grads, *nothing)
+        query_mask, document_mask, *offsets = others
+        fixed = plans[TRAINING].fixed
+        arguments = [
+            queries.reshape(-1, queries.size(-1)), documents.reshape(-1, documents.size(-1)),
+            None if query_mask is None else query_mask.reshape(-1),
+            None if document_mask is None else document_mask.reshape(-1), *offsets, *fixed,
+        ]  # fmt: skip
+        dqueries, ddocuments = gradients(
+            dscores.reshape(plans[TRAINING].score_shape), saved, arguments, (need_queries, need_documents), "triton",
+            registered=torch.compiler.is_compiling(), plans=plans,
+        )  # fmt: skip
+        return (
+            None if dqueries is None else dqueries.reshape(queries.shape),
+            None if ddocuments is None else ddocuments.reshape(documents.shape),
+            *nothing,
+        )
+
+
+def scores_again(
+    plans: dict[Any, Any],
+    queries: Tensor,
+    documents: Tensor | QuantizedTokens,
+    query_mask: Tensor | None,
+    document_mask: Tensor | None,
+    cu_queries: Tensor | None,
+    cu_documents: Tensor | None,
+) -> Tensor | None:
+    """Scores, in their final shape, of a call like the one that ``plans`` come from, or ``None`` if it must be planned.
+
+    All that can differ from that call is where the tensors lie, and who wants a gradient.
+    """
+    scale = None
+    if isinstance(documents, QuantizedTokens):
+        scale, documents = documents.scales, documents.values
+        if scale.data_ptr() % 16 or not scale.is_contiguous():
+            return None
+    training = (queries.requires_grad or documents.requires_grad) and torch.is_grad_enabled()
+    replay = plans.get(TRAINING if training else REPLAY)
+    if replay is None or not no_mode():
+        return None
+    addresses = replay.addresses(queries, documents, query_mask, document_mask, cu_queries, cu_documents)
+    if addresses is None:
+        return None
+    if not training:
+        return replay(addresses, documents, scale)[0]  # type: ignore[no-any-return]
+    return _Replayed.apply(  # type: ignore[no-any-return, no-untyped-call]
+        queries, documents, plans, addresses, query_mask, document_mask, cu_queries, cu_documents
+    )
 
 
 _MASKS_AND_LAYOUT = (
@@ -286,6 +362,7 @@ def compute_quantized(
     rest: tuple[Any, ...],
     impl: str,
     plans: dict[Any, Any] | None = None,
+    final_shape: tuple[int, ...] | None = None,
 ) -> Tensor:
     """Scores against quantized documents; ``rest`` are the arguments of a problem from its masks on."""
     if impl == "triton":
@@ -301,7 +378,7 @@ def compute_quantized(
             return quantize_rows(rows, torch.int8)
 
     problem = quantized_problem(queries, values, scales, *rest, int8_rows=int8_rows)
-    problem.plans = plans
+    problem.query_source, problem.plans, problem.final_shape = queries, plans, final_shape
     check_values(problem, impl)
     return _implementation(impl).forward(problem, False)[0]  # type: ignore[no-any-return]
 
@@ -321,5 +398,5 @@ def quantized_scores(problem: Problem, scales: Tensor, impl: str) -> Tensor:
     )  # fmt: skip
     if is_plain(p.queries, p.documents, scales, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.index):
         impl = chosen_impl(p.queries, impl)
-        return run(compute_quantized, p.queries, p.documents, scales, rest, impl, p.plans)  # type: ignore[no-any-return]
+        return run(compute_quantized, p.queries, p.documents, scales, rest, impl, p.plans, p.final_shape)  # type: ignore[no-any-return]
     return torch.ops.tilefold.maxsim_quantized(p.queries, p.documents, scales, *rest, impl)  # type: ignore[no-any-return]

@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The plan that scores tensors of the same shapes and dtypes anew; see Problem.plans.
-REPLAY = "replay"
+# Names in Problem.plans: what scores tensors of the same shapes and dtypes anew, without and with what backward needs,
+# and what computes their gradients.
+REPLAY, TRAINING, GRADIENTS = "replay", "training", "gradients"
 # In uint16 the largest value stands for "no winner"; int32 uses -1.
 NO_WINNER_UINT16 = 65535
 
@@ -58,6 +59,8 @@ class Problem:
         normalize: whether rows are divided by their Euclidean norm.
         longest_query: for "index", a bound of the tokens of a query.
         query_scale, document_scale: ``[Tq]`` and ``[Td]`` fp32 factors of the rows, or ``None``.
+        query_source: the queries that int8 rows were made of.
+        final_shape: of the scores that the caller gets, where it differs from ``score_shape``.
         plans: what launchers worked out for problems of these shapes, dtypes and options, by their own keys.
     """
 
@@ -77,6 +80,8 @@ class Problem:
     longest_query: int
     query_scale: Tensor | None = None
     document_scale: Tensor | None = None
+    query_source: Tensor | None = None
+    final_shape: tuple[int, ...] | None = None
     plans: dict[Any, Any] | None = None
 
     @property

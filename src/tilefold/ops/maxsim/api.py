@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops.maxsim import _library, _reference
-from tilefold.ops.maxsim._arguments import call_signature, prepare, replay_of, zeros
+from tilefold.ops.maxsim._arguments import call_signature, plans_of, prepare, zeros
 from tilefold.ops.maxsim._problem import Problem, wide_dtype
 from tilefold.ops.maxsim.quantized import QuantizedTokens, quantize_rows
 
@@ -70,13 +70,15 @@ def maxsim(
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
     tensors = (queries, documents, query_mask, document_mask, cu_seqlens_q, cu_seqlens_d)
-    signature = call_signature(
-        tensors, (pairing, reduction, mask_mode, type(temperature), temperature, normalize, impl)
-    )
-    if signature is not None and reduction == "sum":
-        replay = replay_of(signature, queries, documents)
-        if replay is not None and (known := replay(*tensors)) is not None:
-            return known
+    options = (pairing, reduction, mask_mode, type(temperature), temperature, normalize, impl)
+    signature = call_signature(*tensors, options)
+    if signature is not None:
+        try:
+            plans = plans_of(signature)
+        except TypeError:  # an option that no option can be
+            signature = plans = None
+        if plans is not None and (known := _library.scores_again(plans, *tensors)) is not None:
+            return known if reduction == "sum" else known / _kept_by(known, queries, query_mask, cu_seqlens_q)
     request = prepare(
         queries,
         documents,
@@ -132,16 +134,9 @@ def _dequantized(problem: Problem, scales: Tensor) -> Problem:
 
 def kept_tokens(problem: Problem) -> Tensor | float:
     """Kept tokens of each score's query, at least 1."""
-    if problem.query_mask is None and problem.cu_queries is None:
-        return float(problem.query_length)
-    if problem.cu_queries is None:
-        kept = (problem.query_mask != 0).view(-1, problem.query_length).sum(dim=1)  # type: ignore[union-attr]
-    elif problem.query_mask is None:
-        kept = problem.cu_queries.diff()
-    else:
-        before = torch.nn.functional.pad((problem.query_mask != 0).cumsum(0), (1, 0))
-        kept = before[problem.cu_queries.long().clamp(0, problem.queries.size(0))].diff()
-    kept = kept.clamp(min=1).to(torch.float32)
+    kept = _kept(problem.query_mask, problem.cu_queries, problem.query_length, problem.queries.size(0))
+    if isinstance(kept, float):
+        return kept
     if problem.pairing == "all":
         return kept[:, None]
     return (
@@ -149,3 +144,24 @@ def kept_tokens(problem: Problem) -> Tensor | float:
         if problem.index is None
         else kept[problem.index[:, 0].clamp(0, kept.numel() - 1)]
     )
+
+
+def _kept_by(scores: Tensor, queries: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor | float:
+    """Kept tokens of the query of each of these ``scores``, whose first dimension is that of the queries."""
+    length = 0 if offsets is not None else queries.size(-2)
+    kept = _kept(mask if mask is None else mask.view(-1), offsets, length, queries.size(0))
+    return kept if isinstance(kept, float) or scores.dim() == 1 else kept[:, None]
+
+
+def _kept(mask: Tensor | None, offsets: Tensor | None, length: int, rows: int) -> Tensor | float:
+    """Kept tokens ``[Nq]`` of each query, or of all of them alike, at least 1."""
+    if mask is None and offsets is None:
+        return float(length)
+    if offsets is None:
+        kept = (mask != 0).view(-1, length).sum(dim=1)  # type: ignore[union-attr]
+    elif mask is None:
+        kept = offsets.diff()
+    else:
+        before = torch.nn.functional.pad((mask != 0).cumsum(0), (1, 0))
+        kept = before[offsets.long().clamp(0, rows)].diff()
+    return kept.clamp(min=1).to(torch.float32)

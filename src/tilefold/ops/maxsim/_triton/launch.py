@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilefold.ops._shared._triton.launch import launch, launcher
-from tilefold.ops.maxsim._problem import REPLAY, Problem, no_winner
+from tilefold.ops._shared._triton.launch import launcher
+from tilefold.ops.maxsim._problem import REPLAY, TRAINING, Problem, no_winner
+from tilefold.ops.maxsim._triton.direct import can_remember
 from tilefold.ops.maxsim._triton.forward import all_pairs_kernel, combine_kernel, listed_pairs_kernel
-from tilefold.ops.maxsim._triton.replay import Plan, Replay, aligned
+from tilefold.ops.maxsim._triton.replay import Combine, Plan, Replay
 from tilefold.ops.maxsim._triton.rows import cdiv, inverse_norms
 from tilefold.ops.maxsim._triton.stream import stream_kernel
 from tilefold.ops.maxsim.configs import ForwardConfig, forward_config, stream_config
@@ -80,30 +81,42 @@ def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
         *row_scales(problem, queries, documents), contiguous(problem.cu_queries), contiguous(problem.cu_documents),
     )  # fmt: skip
     if plan.kind == "stream":
-        plan.run(plan.grid, (*operands, scores, *plan.numbers))
-        _remember(problem, plan, (*operands, scores, *plan.numbers))
+        arguments: tuple[Any, ...] = (*operands, scores, *plan.numbers)
     elif plan.kind == "listed":
-        plan.run(plan.grid, (*operands, contiguous(problem.index), scores, saved, *plan.numbers))
+        arguments = (*operands, contiguous(problem.index), scores, saved, *plan.numbers)
     elif not plan.parts:
-        plan.run(plan.grid, (*operands, scores, scores, saved, *plan.numbers))
-        if not with_saved and operands[4] is None:
-            _remember(problem, plan, (*operands, scores, scores, saved, *plan.numbers))
+        arguments = (*operands, scores, scores, saved, *plan.numbers)
     else:
         parts = torch.empty(plan.parts, problem.n_documents, dtype=torch.float32, device=device)
-        plan.run(plan.grid, (*operands, scores, parts, saved, *plan.numbers))
-        launch(
-            combine_kernel,
-            (problem.n_queries, cdiv(problem.n_documents, 256), 1),
-            (parts, operands[6], scores, queries.size(0), *scores.shape, problem.query_length, plan.tile_rows),
-            {"BLOCK": 256, "UNIFORM_Q": problem.cu_queries is None, "num_warps": 4, "num_stages": 3},
-        )
+        arguments = (*operands, scores, parts, saved, *plan.numbers)
+    plan.run(plan.grid, arguments)
+    combine = None
+    if plan.parts:
+        combine = _combine(problem, plan, queries.size(0)), (arguments[9], operands[6], scores)
+        combine[0].run(combine[0].grid, (*combine[1], *combine[0].numbers))
+    if problem.plans is not None:
+        _remember(problem, plan, arguments, saved if with_saved else None, combine)
     return scores, saved
 
 
-def _remember(problem: Problem, plan: Plan, arguments: tuple[Any, ...]) -> None:
-    if problem.plans is not None and REPLAY not in problem.plans:
-        found = plan.run.compiled(arguments) if all(map(aligned, arguments)) else None
-        problem.plans[REPLAY] = found and Replay(plan, found, arguments)
+def _combine(problem: Problem, plan: Plan, rows: int) -> Combine:
+    constants = {"BLOCK": 256, "UNIFORM_Q": problem.cu_queries is None, "num_warps": 4, "num_stages": 3}
+    grid = (problem.n_queries, cdiv(problem.n_documents, 256), 1)
+    numbers = (rows, *problem.score_shape, problem.query_length, plan.tile_rows)
+    return Combine(launcher(combine_kernel, constants), grid, numbers)
+
+
+def _remember(
+    problem: Problem,
+    plan: Plan,
+    arguments: tuple[Any, ...],
+    saved: Tensor | None,
+    combine: tuple[Combine, tuple[Any, ...]] | None,
+) -> None:
+    name = REPLAY if saved is None else TRAINING
+    if problem.plans is None or name in problem.plans or not can_remember(*arguments, problem.query_source):
+        return
+    problem.plans[name] = Replay(problem, plan, arguments, saved, combine)
 
 
 def _room_for_saved(problem: Problem) -> Tensor:
