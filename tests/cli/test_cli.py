@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,7 +144,11 @@ def test_training_again_returns_the_finished_model(call: Any, work: Path, masked
         (["train"], 2, "Missing option '--output'"),
         (["train", "--output", "m", "--batch-size", "0"], 2, "batch_size must be a whole number"),
         (["train", "--output", "m", "--data", "no-such-folder"], 1, "no-such-folder"),
+        (["train", "--output", "m", "--seed", "-1"], 2, "seed must be a whole number of at least 0"),
         (["encode", "--model", "m", "--output", "v", "--split", "test"], 2, "together with --queries"),
+        (["encode", "--model", "m", "--output", "v", "--batch-size", "0"], 2, "--batch-size: expected at least 1"),
+        (["encode", "--model", "m", "--output", "v", "--shard-size", "-1"], 2, "--shard-size: expected at least 1"),
+        (["encode", "--model", "m", "--output", "v", "--top-k", "0"], 2, "--top-k: expected at least 1"),
         (["encode", "--model", "./nothing", "--output", "v", "--data", "{work}/data"], 2, "no folder ./nothing"),
         (["index", "--vectors", "nothing", "--output", "i"], 1, "nothing"),
         (["index", "--vectors", "{work}/vectors", "--output", "i", "--backend", "faiss"], 2, "expected one of exact"),
@@ -152,6 +157,7 @@ def test_training_again_returns_the_finished_model(call: Any, work: Path, masked
         (["search", "x", "--k", "0"], 2, "--k: expected at least 1"),
         (["search", "x"], 1, "run tilefold demo first"),
         (["evaluate"], 2, "either --run FILE, or --model and --index"),
+        (["evaluate", "--model", "m", "--index", "i", "--k", "0"], 2, "--k: expected at least 1"),
         (["evaluate", "--data", "{work}/data", "--run", "r", "--split", "dev"], 2, "'dev' is no split of"),
         (["evaluate", "--data", "{work}/data", "--run", "missing.trec"], 1, "missing.trec"),
     ],
@@ -169,6 +175,15 @@ def test_an_error_is_one_line_on_stderr_with_its_exit_code(
     assert first.startswith("Error: ")
     assert len(rest) <= 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_damaged_weights_are_named_and_nothing_is_written(call: Any, work: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(work / "model", broken)
+    (broken / "model.safetensors").write_bytes(b"not weights")
+    outcome = call("encode", "--model", broken, "--data", work / "data", "--output", tmp_path / "v")
+    assert outcome.code == 1 and f"the weights in {broken} are damaged" in outcome.err
+    assert not (tmp_path / "v").exists()
 
 
 def test_debug_shows_the_traceback_of_an_error(tmp_path: Path, monkeypatch: Any) -> None:

@@ -93,6 +93,13 @@ def load_data(name_or_path: str, cache_dir: Path | None = None) -> Collection:
     return load_collection(name_or_path, cache_dir=cache_dir)
 
 
+def check_at_least_one(**options: int | None) -> None:
+    """Refuse a count below 1; the option is the name with dashes."""
+    for name, value in options.items():
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')}: expected at least 1, got {value}.")
+
+
 def check_split(collection: Collection, split: str) -> None:
     """Refuse a split that the collection does not have."""
     if split not in collection.qrels:
@@ -133,6 +140,8 @@ def load_model(name_or_path: str, option: str = "--model", only: str | None = No
     from tilefold.recipes._quiet import quiet_libraries
 
     sentence_transformers = _sentence_transformers()
+    from safetensors import SafetensorError
+
     from tilefold.recipes._kinds import saved_kind
 
     local = Path(name_or_path).is_dir()
@@ -156,6 +165,10 @@ def load_model(name_or_path: str, option: str = "--model", only: str | None = No
             raise CommandError(
                 f"{option}: {name_or_path} is no folder with a model, and could not be fetched by that name "
                 f"({first_line(error)})"
+            ) from error
+        except SafetensorError as error:
+            raise CommandError(
+                f"{option}: the weights in {name_or_path} are damaged ({first_line(error)}); fetch or train it again."
             ) from error
         check_attention(model)
         model.model_card_data.local_files_only = True

@@ -25,8 +25,7 @@ def check(rerank: str | None, model: str | None, depth: int | None) -> None:
     for name, value in (("--rerank-model", model), ("--rerank-depth", depth)):
         if value is not None and rerank is None:
             raise _common.UsageError(f"{name} goes together with --rerank.")
-    if depth is not None and depth < 1:
-        raise _common.UsageError(f"--rerank-depth: expected at least 1, got {depth}.")
+    _common.check_at_least_one(rerank_depth=depth)
 
 
 @dataclass(frozen=True)

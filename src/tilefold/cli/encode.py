@@ -38,6 +38,7 @@ def encode(
         raise _common.UsageError("--split chooses queries: give it together with --queries.")
     if storage is not None and storage not in STORAGES:
         raise _common.UsageError(f"--storage: expected one of {', '.join(STORAGES)}, got {storage!r}.")
+    _common.check_at_least_one(top_k=top_k, batch_size=batch_size, shard_size=shard_size)
     collection = _common.load_data(data)
     if split is not None:
         _common.check_split(collection, split)

@@ -37,6 +37,7 @@ def evaluate(
         raise _common.UsageError("give either --run FILE, or --model and --index.")
     if run is None and (model is None or index is None):
         raise _common.UsageError("--model and --index go together.")
+    _common.check_at_least_one(k=k)
     _rerank.check(rerank, rerank_model, rerank_depth)
     from tilefold.retrieval import evaluation
 

@@ -57,8 +57,7 @@ def search(
     """
     if not query.strip():
         raise _common.UsageError("query: expected some words, got an empty text.")
-    if k < 1:
-        raise _common.UsageError(f"--k: expected at least 1, got {k}.")
+    _common.check_at_least_one(k=k)
     _rerank.check(rerank, rerank_model, rerank_depth)
     if rerank_depth is not None and rerank_depth < k:
         raise _common.UsageError(f"--rerank-depth: expected at least --k ({k}), got {rerank_depth}.")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["check_count", "check_number"]
+__all__ = ["check_count", "check_number", "check_seed"]
 
 
 def check_count(name: str, value: Any, optional: bool) -> None:
@@ -22,3 +22,9 @@ def check_number(name: str, value: Any, accept: Callable[[float], bool], expecte
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not accept(value):
         raise ValueError(f"{name} must be a number {expected}, got {value!r}.")
+
+
+def check_seed(value: Any) -> None:
+    """Refuse what no random generator takes as a seed."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
+        raise ValueError(f"seed must be a whole number of at least 0 and below 2^32, got {value!r}.")

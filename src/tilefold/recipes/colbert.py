@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilefold.recipes import _run
 from tilefold.recipes._attention import AttentionChoice, attention_callbacks
-from tilefold.recipes._checks import check_count, check_number
+from tilefold.recipes._checks import check_count, check_number, check_seed
 from tilefold.recipes._fields import Fields
 from tilefold.recipes._kinds import saved_kind, saved_modules
 from tilefold.recipes._training import Progress, TrainResult, run_training, total_steps
@@ -84,6 +84,7 @@ class ColbertRecipe(AttentionChoice, Fields):
             check_count(name, getattr(self, name), optional=name in optional)
         for name in ("epochs", "learning_rate", "similarity_scale"):
             check_number(name, getattr(self, name), lambda value: value > 0, "greater than 0")
+        check_seed(self.seed)
         check_number("warmup_ratio", self.warmup_ratio, lambda value: 0 <= value < 1, "in [0, 1)")
         if self.dimension is not None and (self.dimension % DIMENSIONS_PER_STEP or self.dimension > LARGEST_DIMENSION):
             raise ValueError(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilefold.recipes import _run
 from tilefold.recipes._attention import AttentionChoice, attention_callbacks
-from tilefold.recipes._checks import check_count, check_number
+from tilefold.recipes._checks import check_count, check_number, check_seed
 from tilefold.recipes._fields import Fields
 from tilefold.recipes._training import Progress, TrainResult, run_training, supports_bf16, total_steps
 
@@ -78,6 +78,7 @@ class SpladeRecipe(AttentionChoice, Fields):
             check_number(name, getattr(self, name), lambda value: value > 0, "greater than 0")
         for name in ("query_regularizer", "document_regularizer"):
             check_number(name, getattr(self, name), lambda value: value >= 0, "0 or more")
+        check_seed(self.seed)
         check_number("warmup_ratio", self.warmup_ratio, lambda value: 0 <= value < 1, "in [0, 1)")
         check_number(
             "regularizer_warmup_ratio", self.regularizer_warmup_ratio, lambda value: 0 < value <= 1, "in (0, 1]"
