@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilefold.ops import entmax_attention, lsr_head_sparse, token_scatter, token_scatter_sparse
+from tilefold.ops import (
+    entmax,
+    entmax_attention,
+    lsr_head,
+    lsr_head_sparse,
+    maxsim,
+    token_scatter,
+    token_scatter_sparse,
+)
 
 D = 8
 
@@ -76,3 +84,31 @@ def test_results_lie_where_the_arguments_do_whatever_torchs_default_device(
     assert scores.device.type == "cpu"
     if scores.requires_grad:
         scores.sum().backward()
+
+
+X = torch.rand(2, 3, D, generator=torch.Generator().manual_seed(0))
+IDS = torch.tensor([[1, 2, 1, 0, 0, 3, 3, 3]] * 3)
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda x, impl: lsr_head(x, X[0], impl=impl),
+        lambda x, impl: maxsim(x, X.flip(0), impl=impl),
+        lambda x, impl: token_scatter(x[0], IDS, 9, impl=impl),
+        lambda x, impl: entmax(x, impl=impl),
+        lambda x, impl: entmax_attention(x[None], X[None], X[None], impl=impl),
+    ],
+    ids=["lsr_head", "maxsim", "token_scatter", "entmax", "entmax_attention"],
+)
+def test_forward_mode_derivatives_are_those_of_the_reference_or_an_error_and_never_zeros(
+    operator: Callable[[Tensor, str], Tensor],
+) -> None:
+    direction = torch.arange(X.numel()).view_as(X) / X.numel()
+    x = X.clone().requires_grad_()
+    weights = operator(X, "reference").detach()
+    (gradient,) = torch.autograd.grad((operator(x, "auto") * weights).sum(), x)
+    _, tangent = torch.func.jvp(lambda t: (operator(t, "reference") * weights).sum(), (X,), (direction,))
+    torch.testing.assert_close(tangent, (gradient * direction).sum(), rtol=1e-4, atol=1e-6)
+    with pytest.raises(RuntimeError, match="impl must be 'reference' in forward-mode differentiation"):
+        torch.func.jvp(lambda t: operator(t, "auto"), (X,), (direction,))

@@ -7,6 +7,7 @@ import importlib.util
 import os
 
 import torch
+from torch.autograd import forward_ad
 
 IMPLS = ("auto", "reference", "tiled", "triton")
 
@@ -48,11 +49,17 @@ def resolve_impl(impl: str, device: torch.device) -> str:
 
     Raises:
         ValueError: for an unknown name.
-        RuntimeError: for ``"triton"`` where it cannot run; there is no silent fallback.
+        RuntimeError: for ``"triton"`` where it cannot run; there is no silent fallback. And for any but ``"reference"``
+            in forward-mode differentiation, where a registered operator would have a tangent of zeros without a word.
     """
     if impl not in IMPLS:
         listed = ", ".join(repr(name) for name in IMPLS)
         raise ValueError(f"impl must be one of {listed}, got {impl!r}.")
+    if impl != "reference" and forward_ad._current_level >= 0:
+        raise RuntimeError(
+            f"impl must be 'reference' in forward-mode differentiation (torch.func.jvp, forward_ad), got {impl!r}; the "
+            "other implementations have gradients only."
+        )
     if impl == "auto":
         return "triton" if device.type == "cuda" and why_not_triton(device) is None else "tiled"
     if impl == "triton" and (reason := why_not_triton(device)) is not None:
