@@ -62,6 +62,13 @@ def test_attention_over_nothing_has_a_gradient_of_zeros(impl: str, sizes: tuple[
         assert not leaf.grad.any()
 
 
+def test_groups_of_no_query_keep_the_number_of_their_documents() -> None:
+    queries, documents = torch.randn(0, 3, D, requires_grad=True), torch.randn(0, 4, 5, D)
+    scores = maxsim(queries, documents, pairing="grouped")
+    assert scores.shape == (0, 4)
+    scores.sum().backward()
+
+
 def sparse_head() -> Tensor:
     return lsr_head_sparse(torch.randn(2, 3, D, device="cpu"), torch.randn(9, D, device="cpu"), top_k=3)
 

@@ -105,7 +105,8 @@ def prepare(
     n_queries = queries.size(0) if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
     n_documents = documents.shape[:-2].numel() if cu_seqlens_d is None else cu_seqlens_d.numel() - 1
     _check_counts(mode, n_queries, n_documents, documents, cu_seqlens_d)
-    shape = _score_shape(mode, index, n_queries, n_documents)
+    group = documents.size(1) if documents.dim() == 4 else n_documents // max(n_queries, 1)
+    shape = _score_shape(mode, index, n_queries, n_documents, group)
     rest = (cu_seqlens_q, cu_seqlens_d, mode, mask_mode, temperature, normalize)
     problem = _problem(queries, documents, query_mask, document_mask, index, *rest)
     empty = queries.numel() == 0 or documents.numel() == 0
@@ -345,12 +346,12 @@ def _check_counts(mode: str, n_queries: int, n_documents: int, documents: Tensor
             )
 
 
-def _score_shape(mode: str, index: Tensor | None, n_queries: int, n_documents: int) -> tuple[int, ...]:
+def _score_shape(mode: str, index: Tensor | None, n_queries: int, n_documents: int, group: int) -> tuple[int, ...]:
     if index is not None:
         return (index.size(0),)
     if mode == "all":
         return (n_queries, n_documents)
-    return (n_queries,) if mode == "aligned" else (n_queries, n_documents // max(n_queries, 1))
+    return (n_queries,) if mode == "aligned" else (n_queries, group)
 
 
 def _longest_query(queries: Tensor, documents: Tensor, cu_seqlens_q: Tensor | None, index: Tensor | None) -> int:
