@@ -96,7 +96,7 @@ def remember(signature: Signature, known: Known) -> None:
 def plans_of(tensors: tuple[Tensor | None, ...], options: Options, longest_k: int) -> Plans:
     """The launchers' plans for tensors like these, which begin with q; the last is the seed of dropout."""
     *operands, seed = tensors
-    facts: list[Any] = [seed is not None, options, longest_k]
+    facts: list[Any] = [None if seed is None else seed.device, options, longest_k]
     for tensor in operands:
         if tensor is None:
             facts.append(None)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from tilefold.ops.entmax_attention._geometry import Options, stats_shape
 from tilefold.ops.entmax_attention._triton.forward import output_kernel, resident_kernel
-from tilefold.ops.entmax_attention._triton.packing import mark_broken, tile_tables
+from tilefold.ops.entmax_attention._triton.packing import Tables, poison
 from tilefold.ops.entmax_attention._triton.roots import roots_kernel
 from tilefold.ops.entmax_attention._triton.steps import (
     Step,
-    are_aligned,
+    are_settled,
     as_bytes,
     as_offsets,
     is_readable,
@@ -57,19 +57,20 @@ class ForwardPlan:
     """How calls of one kind run, but for their tensors.
 
     Attributes:
-        rows, tiles: queries of a tile, and how many tiles there are.
         stats: shape of the statistics.
         scratch: shapes of the map of live blocks, the maxima, the lists and their lengths; ``None`` without a map.
         copies: whether q, k, v or the output must be copied for the kernels.
+        tables: of a packed batch, and
+        poison: what becomes of its output if the offsets are broken.
         resident: the one kernel of short rows, or
         roots, output: the two of others. All ``None`` where there is no query.
     """
 
-    rows: int
-    tiles: int
     stats: Shape
     scratch: tuple[Shape, Shape, Shape, Shape] | None
     copies: bool
+    tables: Tables | None = None
+    poison: Step | None = None
     resident: Step | None = None
     roots: Step | None = None
     output: Step | None = None
@@ -116,22 +117,22 @@ def forward(
         q, k, v = readable(q), readable(k), readable(v)
         if not is_readable(out):  # like q, so only a strange q needs a copy back
             target, target2 = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (out, target2))
+    settled = are_settled(q, k, v, alpha, mask, cu_q, cu_k, seed)
     batch = start = None
-    if cu_q is not None and cu_k is not None:
-        batch, start, _, _ = tile_tables(cu_q, cu_k, plan.tiles, plan.rows)
-    aligned = are_aligned(q, k, v, alpha, mask, cu_q, cu_k, seed)
+    if plan.tables is not None:
+        batch, start, _, _ = plan.tables(settled, cu_q, cu_k)
     tables = (alpha, mask, cu_q, cu_k, batch, start)
     if plan.resident is not None:
-        plan.resident(aligned, q, k, v, target, target2, stats, *tables, seed)
+        plan.resident(settled, q, k, v, target, target2, stats, *tables, seed)
     if plan.roots is not None and plan.output is not None:
-        plan.roots(aligned, q, k, stats, live, maxima, lists, counts, *tables)
-        plan.output(aligned, q, k, v, target, target2, stats, lists, counts, *tables, seed)
+        plan.roots(settled, q, k, stats, live, maxima, lists, counts, *tables)
+        plan.output(settled, q, k, v, target, target2, stats, lists, counts, *tables, seed)
     if target is not out:
         out.copy_(target)
         if out2 is not None:
             out2.copy_(target2)
-    if cu_q is not None and cu_k is not None and out.is_cuda:
-        mark_broken(out, cu_q, cu_k, q.size(0), k.size(0))
+    if plan.poison is not None:
+        plan.poison(settled, cu_q, cu_k, out)
     return out, out2, stats, live
 
 
@@ -169,9 +170,13 @@ def _plan(
         scratch = live, (programs, blocks, rows), (heads, tiles, blocks), (heads, tiles)
     out = outline(q)
     copies = not all(is_readable(tensor) for tensor in (q, k, v, out))
-    place = rows, tiles, (4, *stats_shape(q, packed)), scratch, copies
+    stats = (4, *stats_shape(q, packed))
     if q.numel() == 0:
-        return ForwardPlan(*place)
+        return ForwardPlan(stats, scratch, copies)
+    tables = Tables(layout.batch, tiles, rows) if packed else None
+    # elsewhere the host has looked
+    checked = poison(layout.batch, q.size(0), k.size(0), q.numel()) if packed and q.is_cuda else None
+    place = (stats, scratch, copies, tables, checked)
     strides = [stride for tensor in (q, k, v, out) for stride in read_strides(tensor, packed)]
     numbers = (*layout.sizes, 0 if packed else tiles // layout.batch, *layout.scalars)
     flags = {**layout.flags, "BLOCK_M": rows, "PRECISION": config.precision}
@@ -180,19 +185,20 @@ def _plan(
         own = {"BLOCK_N": power_of_two(most), "GRADIENT": with_gradient, **root}
         launched = {"num_warps": config.resident_warps, "num_stages": 1}
         step = Step(resident_kernel, (tiles, heads, 1), (*strides, *numbers), {**flags, **own, **launched})
-        return ForwardPlan(*place, resident=step)
+        return ForwardPlan(*place, step)
     flags |= {"LISTS": not short, "BLOCK_N": config.keys, "num_stages": config.forward_stages}
     flags["num_warps"] = config.short_warps if rows != config.rows else config.num_warps
     narrow, wide = caps(config, layout.flags["KIND"], seed is not None)
     return ForwardPlan(
         *place,
-        roots=Step(
+        None,
+        Step(
             roots_kernel,
             (programs, 1, 1),
             (*strides[:6], *numbers, tiles, blocks, live[2]),
             {**flags, "WIDTH": 16 if blocks <= 18 else 32, "maxnreg": narrow, **root},
         ),
-        output=Step(
+        Step(
             output_kernel,
             (tiles, heads, 1),
             (*strides, *numbers, tiles, blocks),

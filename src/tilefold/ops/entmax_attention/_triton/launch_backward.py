@@ -10,11 +10,11 @@ from torch import Tensor
 
 from tilefold.ops.entmax_attention._geometry import Options
 from tilefold.ops.entmax_attention._triton.backward import dkv_kernel, dq_kernel, key_lists_kernel, query_lists_kernel
-from tilefold.ops.entmax_attention._triton.packing import tile_tables
+from tilefold.ops.entmax_attention._triton.packing import Tables
 from tilefold.ops.entmax_attention._triton.steps import (
     Layout,
     Step,
-    are_aligned,
+    are_settled,
     as_bytes,
     as_offsets,
     is_readable,
@@ -36,9 +36,8 @@ class BackwardPlan:
     """How gradients of one kind are made, but for their tensors.
 
     Attributes:
-        rows, keys: queries and keys of a tile.
-        q_tiles, k_tiles: how many tiles there are.
         copies: whether an operand must be copied for the kernels, or a gradient for its layout.
+        tables: of a packed batch.
         key_lists: shape of the lists of live blocks of keys for each tile of queries, and the kernel that fills them,
             where there is a map.
         dq: the kernel of dq, dalpha and what dk needs of every row.
@@ -46,11 +45,8 @@ class BackwardPlan:
         dkv: the kernel of dk and dv.
     """
 
-    rows: int
-    keys: int
-    q_tiles: int
-    k_tiles: int
     copies: bool
+    tables: Tables | None
     key_lists: tuple[tuple[int, ...], Step] | None
     dq: Step
     query_lists: tuple[tuple[int, ...], Step] | None
@@ -85,7 +81,10 @@ def backward(
         dq, dk, dv = (torch.zeros_like(t) if n else None for t, n in zip((q, k, v), needs[:3], strict=True))
         return dq, dk, dv, q.new_zeros(q.size(1), dtype=torch.float32) if need_alpha else None
     listed = live is not None and live.numel() > 0
-    key = (needs, listed, dout.dtype, dout.stride(), q.stride(), k.stride(), v.stride(), out2.stride())
+    key = (
+        needs, listed, dout.dtype, dout.device, stats.device, dout.stride(), q.stride(), k.stride(), v.stride(),
+        out2.stride(),
+    )  # fmt: skip
     plan: BackwardPlan | None = plans.get(key)
     if plan is None:
         given = (dout, q, k, v, alpha, key_mask, cu_q, seed, out2, live if listed else None, options)
@@ -104,25 +103,25 @@ def backward(
     delta = torch.empty_like(stats[0])
     if need_alpha:  # a packed batch may have rows of no sequence, should its offsets be broken
         dalpha = torch.empty_like(delta) if cu_q is None else torch.zeros_like(delta)
+    settled = are_settled(dout, q, k, v, alpha, mask, cu_q, cu_k, seed, out2, stats, live)
     q_batch = q_start = k_batch = k_start = None
-    if cu_q is not None and cu_k is not None:
-        q_batch, q_start, k_batch, k_start = tile_tables(cu_q, cu_k, plan.q_tiles, plan.rows, plan.k_tiles, plan.keys)
-    aligned = are_aligned(dout, q, k, v, alpha, mask, cu_q, cu_k, seed, out2, stats, live)
+    if plan.tables is not None:
+        q_batch, q_start, k_batch, k_start = plan.tables(settled, cu_q, cu_k)
     tables = (alpha, mask, cu_q, cu_k)
-    key_list, key_count = _filled(plan.key_lists, aligned, live)
+    key_list, key_count = _filled(plan.key_lists, settled, live)
     plan.dq(
-        aligned, q, k, v, dout, out2, dq, delta, dalpha, stats, key_list, key_count, *tables, q_batch, q_start, seed
+        settled, q, k, v, dout, out2, dq, delta, dalpha, stats, key_list, key_count, *tables, q_batch, q_start, seed
     )
     if plan.dkv is not None:
-        query_list, query_count = _filled(plan.query_lists, aligned, live, cu_q, cu_k, q_start, k_batch, k_start)
-        plan.dkv(aligned, q, k, v, dout, dk, dv, delta, stats, query_list, query_count, *tables, k_batch, k_start, seed)
+        query_list, query_count = _filled(plan.query_lists, settled, live, cu_q, cu_k, q_start, k_batch, k_start)
+        plan.dkv(settled, q, k, v, dout, dk, dv, delta, stats, query_list, query_count, *tables, k_batch, k_start, seed)
     if plan.copies:
         dq, dk, dv = (None if g is None else _laid_out(g, t) for g, t in zip((dq, dk, dv), like, strict=True))
     return dq, dk, dv, None if dalpha is None else dalpha.sum(dim=(0, 2))
 
 
 def _filled(
-    lists: tuple[tuple[int, ...], Step] | None, aligned: bool, live: Tensor | None, *tables: Tensor | None
+    lists: tuple[tuple[int, ...], Step] | None, settled: bool, live: Tensor | None, *tables: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Lists of live blocks or tiles, and their lengths, if there is a map."""
     if lists is None or live is None:
@@ -130,7 +129,7 @@ def _filled(
     shape, step = lists
     listed = torch.empty(shape, dtype=torch.int32, device=live.device)
     count = torch.empty(shape[:2], dtype=torch.int32, device=live.device)
-    step(aligned, live, listed, count, *tables)
+    step(settled, live, listed, count, *tables)
     return listed, count
 
 
@@ -199,9 +198,8 @@ def _plan(
             query_lists = (heads, k_tiles, most), _query_lists(live, config, layout, sizes, k_tiles, k_per, most)
     grads = (t for t, needed in zip((q, k, v), needs[:3], strict=True) if needed)
     copies = not all(is_readable(t) for t in (q, k, v, dout, out2)) or any(outline(t).stride(-1) != 1 for t in grads)
-    return BackwardPlan(
-        config.rows, config.dkv_keys, q_tiles, k_tiles, copies, key_lists, dq, query_lists, dkv
-    )  # fmt: skip
+    tables = Tables(layout.batch, q_tiles, config.rows, k_tiles, config.dkv_keys) if packed else None
+    return BackwardPlan(copies, tables, key_lists, dq, query_lists, dkv)
 
 
 def _key_lists(live: Tensor, blocks: int) -> Step:

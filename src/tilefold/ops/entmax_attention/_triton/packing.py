@@ -4,12 +4,14 @@ The host sees neither lengths nor whether they are right, and a dozen small torc
 than the attention of a small batch.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilefold.ops._shared._triton.launch import launch
+from tilefold.ops.entmax_attention._triton.steps import Step
 
 
 @triton.jit
@@ -65,37 +67,42 @@ def poison_kernel(cu_q_ptr, cu_k_ptr, out_ptr, B, q_rows, k_rows, size, BLOCK: t
             tl.store(out_ptr + offs, nothing, mask=offs < size)
 
 
-def tile_tables(
-    cu_q: Tensor, cu_k: Tensor, q_tiles: int, rows: int, k_tiles: int = 0, keys: int = 0
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Tables for tiles of ``rows`` queries and, if there are ``keys``, of keys: sequence of every tile, first tile of
-    every sequence. A tile past the last one belongs to sequence B.
-    """
-    batch = cu_q.numel() - 1
-    made = [torch.empty(size, dtype=torch.int32, device=cu_q.device) for size in (q_tiles, batch + 1)]
-    found: list[Tensor | None] = [None, None]
-    if keys:
-        found = [torch.empty(size, dtype=torch.int32, device=cu_q.device) for size in (k_tiles, batch + 1)]
-    most = max(q_tiles, k_tiles)
-    launch(
-        tables_kernel,
-        (max(-(-most // _TILES), 1), 2 if keys else 1, 1),
-        (cu_q, cu_k, *made, *found, batch, q_tiles, k_tiles),
-        {"ROWS": rows, "KEYS": keys, "BLOCK": _TILES, "num_warps": 4, "num_stages": 1},
-    )
-    return made[0], made[1], found[0], found[1]
-
-
-def mark_broken(out: Tensor, cu_q: Tensor, cu_k: Tensor, q_rows: int, k_rows: int) -> None:
-    """NaN everywhere in a dense ``out`` if offsets do not describe the rows: the host cannot look without waiting."""
-    launch(
-        poison_kernel,
-        (_POISONERS, 1, 1),
-        (cu_q, cu_k, out, cu_q.numel() - 1, q_rows, k_rows, out.numel()),
-        {"BLOCK": _OFFSETS, "num_warps": 4, "num_stages": 1},
-    )
-
-
 _TILES = 64  # of a program, and sequences that it looks at together
 _OFFSETS = 512
 _POISONERS = 128
+
+
+class Tables:
+    """How tables are made for a packed batch of ``batch`` sequences, in tiles of ``rows`` queries and of ``keys`` keys.
+
+    Without ``keys``, of queries alone.
+    """
+
+    def __init__(self, batch: int, q_tiles: int, rows: int, k_tiles: int = 0, keys: int = 0) -> None:
+        self._sizes = (q_tiles, batch + 1, k_tiles, batch + 1)[: 4 if keys else 2]
+        self._step = Step(
+            tables_kernel,
+            (max(-(-max(q_tiles, k_tiles) // _TILES), 1), 2 if keys else 1, 1),
+            (batch, q_tiles, k_tiles),
+            {"ROWS": rows, "KEYS": keys, "BLOCK": _TILES, "num_warps": 4, "num_stages": 1},
+        )
+
+    def __call__(self, settled: bool, cu_q: Tensor | None, cu_k: Tensor | None) -> list[Tensor | None]:
+        """Sequence of every tile and first tile of every sequence, of queries and of keys.
+
+        A tile past the last one belongs to sequence ``batch``.
+        """
+        made: list[Tensor | None] = [None] * 4
+        if cu_q is not None and cu_k is not None:
+            for place, size in enumerate(self._sizes):
+                made[place] = torch.empty(size, dtype=torch.int32, device=cu_q.device)
+            self._step(settled, cu_q, cu_k, *made)
+        return made
+
+
+def poison(batch: int, q_rows: int, k_rows: int, size: int) -> Step:
+    """NaN in all ``size`` elements of a dense output if offsets do not describe the rows: the host cannot look without
+    waiting.
+    """
+    constants = {"BLOCK": _OFFSETS, "num_warps": 4, "num_stages": 1}
+    return Step(poison_kernel, (_POISONERS, 1, 1), (batch, q_rows, k_rows, size), constants)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared._triton.direct import direct, hooked
 from tilefold.ops._shared._triton.launch import Grid, launcher
 from tilefold.ops._shared.entmax_root import kind_of
 from tilefold.ops._shared.philox import dropout_threshold
@@ -18,35 +20,38 @@ from tilefold.ops.entmax_attention._geometry import Options, stats_shape
 class Step:
     """A launch but for its tensors, which come first among a kernel's arguments; then numbers, then constants.
 
-    ``step(aligned, *tensors)`` launches. Calls of one kind differ in nothing that Triton builds another kernel for but
-    in where tensors begin: ``aligned`` says that all of them do at multiples of 16 bytes.
+    ``step(settled, *tensors)`` launches. Calls of one kind differ in nothing that Triton builds another kernel for but
+    in where tensors begin; see :func:`are_settled`.
     """
 
     __slots__ = ("_bound", "_grid", "_launcher", "_numbers")
 
     def __init__(self, kernel: Any, grid: Grid, numbers: tuple[int | float, ...], constants: dict[str, Any]) -> None:
         self._launcher, self._grid, self._numbers = launcher(kernel, constants), grid, numbers
-        self._bound: tuple[Any, tuple[Any, ...]] | None = None
+        self._bound: Callable[[tuple[Tensor | None, ...]], None] | None = None
 
-    def __call__(self, aligned: bool, *tensors: Tensor | None) -> None:
+    def __call__(self, settled: bool, *tensors: Tensor | None) -> None:
         bound = self._bound
-        if aligned and bound is not None:
-            bound[0](*tensors, *bound[1])
+        if settled and bound is not None:
+            bound(tensors)
             return
         arguments = (*tensors, *self._numbers)
         self._launcher(self._grid, arguments)
-        if aligned and (found := self._launcher.compiled(arguments)) is not None:
+        if settled and (found := self._launcher.compiled(arguments)) is not None:
             kernel, constants = found
-            self._bound = kernel[self._grid], (*self._numbers, *constants)
+            self._bound = direct(kernel, self._grid, (*self._numbers, *constants))
 
 
-def are_aligned(*tensors: Tensor | None) -> bool:
-    """Whether all begin at multiples of 16 bytes; what a call allocates itself does."""
+def are_settled(*tensors: Tensor | None) -> bool:
+    """Whether all begin at multiples of 16 bytes, as what a call allocates itself does, and nobody listens to launches.
+
+    A launch may then be repeated as it was.
+    """
     together = 0
     for tensor in tensors:
         if tensor is not None:
             together |= tensor.data_ptr()
-    return together & 15 == 0
+    return together & 15 == 0 and not hooked()
 
 
 @dataclass(frozen=True)

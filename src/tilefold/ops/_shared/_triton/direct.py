@@ -1,0 +1,64 @@
+"""Launching a compiled kernel without Triton's Python: for launches whose every argument but addresses is settled.
+
+Triton's own call of a compiled kernel asks for the device, collects metadata for hooks and has the driver look at every
+pointer, which takes the host as long as a small kernel takes the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+
+from tilefold.ops._shared._triton.launch import Grid
+
+# The releases whose launchers take (grid, stream, function, flags, scratch, metadata, hooks, arguments).
+_KNOWN = triton.__version__.split(".")[:2] == ["3", "6"]
+
+
+def hooked() -> bool:
+    """Whether a profiler wants to hear of every launch, which Triton's own call tells it."""
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def direct(compiled: Any, grid: Grid, rest: tuple[Any, ...]) -> Callable[[tuple[Tensor | None, ...]], None]:
+    """``launch(tensors)`` runs a kernel that ran before on the current device, with arguments that end with ``rest``.
+
+    Tensors must lie where the kernel runs, and be aligned as they were when it was compiled; nobody looks.
+    """
+    function = _c_function(compiled.run)
+    if function is None:
+        run = compiled[grid]
+
+        def by_triton(tensors: tuple[Tensor | None, ...]) -> None:
+            run(*tensors, *rest)
+
+        return by_triton
+    stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+    index, (x, y, z) = torch.cuda.current_device(), grid
+    handle, packed = compiled.function, compiled.packed_metadata
+    cooperative, overlapped = compiled.run.launch_cooperative_grid, compiled.run.launch_pdl
+
+    def launch(tensors: tuple[Tensor | None, ...]) -> None:
+        function(
+            x, y, z, stream(index), handle, cooperative, overlapped, None, None, packed, None, None, None,
+            *[None if tensor is None else tensor.data_ptr() for tensor in tensors], *rest,
+        )  # fmt: skip
+
+    return launch
+
+
+def _c_function(launcher: Any) -> Callable[..., None] | None:
+    """The function of a compiled kernel that launches it, or ``None`` where its arguments are not known for sure."""
+    if not _KNOWN or type(launcher).__name__ != "CudaLauncher":
+        return None
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        return None
+    function: Callable[..., None] = launcher.launch
+    return None if hasattr(function, "__code__") else function  # a Python function takes descriptors apart
