@@ -1,4 +1,4 @@
-"""Skips tests that need a GPU where there is none, shares one among workers, and makes property tests repeatable."""
+"""Skips tests that need a GPU where there is none, shares a machine among workers, makes property tests repeatable."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,11 +29,36 @@ def _spread_over_gpus() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[first:] + names[:first])
 
 
+def _share_cores() -> None:
+    """Workers divide the cores: were each to take all, their threads would wait for one another more than compute."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, torch.get_num_threads() // workers)
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes that tests start
+
+
 def pytest_configure(config: pytest.Config) -> None:
     _spread_over_gpus()
+    _share_cores()
     if os.environ.get("TRITON_INTERPRET") == "1":  # the interpreter computes tiles whole, padding included, in numpy
         config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim:DeprecationWarning")
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files go to workers whole, but long ones whose tests share nothing come last, one test at a time."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return nodeid if file.endswith(("_interpreted.py", "_compile.py")) else file
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
