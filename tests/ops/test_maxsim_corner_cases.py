@@ -206,3 +206,22 @@ def test_more_than_two_to_the_31_elements_in_every_function() -> None:
     assert maxsim(queries, documents, pairing=pairs).item() == 512
     assert maxsim(queries[:1], documents[None], pairing="grouped")[0, last].item() == 512
     assert maxsim(queries, documents, temperature=0.1)[0, last].item() == pytest.approx(512, rel=1e-3)
+
+
+@pytest.mark.parametrize("mask_mode", ["exclude", "zero"])
+@pytest.mark.parametrize("temperature", [0.3, 1e-4, 1e-30, 1e-300])
+@pytest.mark.parametrize("impl", ["tiled", "reference"])
+def test_a_smooth_maximum_of_any_temperature_is_exact_forward_and_backward(
+    impl: str, temperature: float, mask_mode: str
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    leaves = [30 * torch.randn(n, 9, 16, generator=generator) for n in (2, 3)]
+    mask = torch.rand(3, 9, generator=generator) > 0.3
+
+    def run(dtype: torch.dtype, impl: str) -> list[torch.Tensor]:
+        q, d = (leaf.to(dtype).requires_grad_() for leaf in leaves)
+        scores = maxsim(q, d, document_mask=mask, temperature=temperature, mask_mode=mask_mode, impl=impl)
+        return [scores.detach(), *torch.autograd.grad(scores.sum(), (q, d))]
+
+    for found, exact in zip(run(torch.float32, impl), run(torch.float64, "reference"), strict=True):
+        assert (found.double() - exact).norm() <= 1e-4 * exact.norm()

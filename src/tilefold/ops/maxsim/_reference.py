@@ -63,8 +63,12 @@ def maxsim(problem: Problem) -> Tensor:
     sims = torch.where(d_kept.unsqueeze(-2), sims, 0)
     some = allowed.any(dim=-1)  # [.., 1]
     if problem.temperature:
-        scaled = (sims / problem.temperature).masked_fill(~allowed & some[..., None], float("-inf"))
-        best = problem.temperature * scaled.logsumexp(dim=-1)
+        inside = sims.masked_fill(~allowed & some[..., None], float("-inf"))
+        peak = inside.detach().amax(dim=-1)
+        peak = torch.where(peak.isfinite(), peak, 0)
+        # the difference first: a similarity divided by a small temperature may be no number of the dtype any more
+        temperature = max(problem.temperature, torch.finfo(sims.dtype).tiny)
+        best = peak + temperature * ((inside - peak.unsqueeze(-1)) / temperature).logsumexp(dim=-1)
     else:
         winner = first_largest(sims, allowed.expand(sims.shape))
         best = sims.gather(-1, winner.unsqueeze(-1)).squeeze(-1)  # [.., Lq]

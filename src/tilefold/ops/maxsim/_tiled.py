@@ -93,9 +93,7 @@ def _reduce(problem: Problem, side: Side, block: Block, sims: Tensor, with_saved
     """The maximum over document tokens of ``[n, L, C]``, and its winner or, of a smooth one, itself."""
     if block.exists is not None:
         sims.masked_fill_(~block.exists[:, :, None], float("-inf"))
-    masked = None
-    if problem.mask_zero and side.index is not None:
-        masked = (side.sizes - side.counts)[block.documents][:, None]  # [n, 1]
+    masked = _masked_tokens(problem, side, block)
     if problem.temperature:
         best = _smooth(sims, problem.temperature, masked)
         return best, best
@@ -114,16 +112,33 @@ def _reduce(problem: Problem, side: Side, block: Block, sims: Tensor, with_saved
     return best, position.int()
 
 
+def _masked_tokens(problem: Problem, side: Side, block: Block) -> Tensor | None:
+    """``[n, 1]``: how many tokens of each document take part with a similarity of 0."""
+    if not problem.mask_zero or side.index is None:
+        return None
+    return (side.sizes - side.counts)[block.documents][:, None]
+
+
 def _smooth(sims: Tensor, temperature: float, masked: Tensor | None) -> Tensor:
-    scaled = sims.div_(temperature)
-    top = scaled.amax(dim=1)
+    _, peak, total = _smooth_weights(sims, temperature, masked)
+    return peak + temperature * total.log()
+
+
+def _smooth_weights(sims: Tensor, temperature: float, masked: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """``exp((s - peak) / temperature)`` of ``[n, L, C]`` in place, the peaks and the sums over tokens ``[n, C]``.
+
+    Differences to the peak are taken before anything is divided, so that no temperature is too small.
+    """
+    temperature = max(temperature, torch.finfo(sims.dtype).tiny)
+    top = sims.amax(dim=1)
     if masked is not None:
         top = torch.where(masked > 0, top.clamp_min(0), top)
-    shift = torch.where(top.isfinite(), top, 0)
-    total = scaled.sub_(shift[:, None]).exp_().sum(dim=1)
+    peak = torch.where(top.isfinite(), top, 0)
+    weights = sims.sub_(peak[:, None]).div_(temperature).exp_()
+    total = weights.sum(dim=1)
     if masked is not None:
-        total = total + masked * torch.exp(-shift)
-    return temperature * (shift + total.log())
+        total = total + masked * torch.exp(-peak / temperature)
+    return weights, peak, total
 
 
 def _max_over_tokens(sims: Tensor, with_winners: bool) -> tuple[Tensor, Tensor]:
@@ -157,7 +172,7 @@ def backward(
     ddocuments = torch.zeros(problem.documents.shape, dtype=dtype, device=dscores.device) if need_documents else None
     grad = dscores.to(dtype)
     if problem.temperature:
-        _smooth_backward(problem, grad, saved, dqueries, ddocuments)
+        _smooth_backward(problem, grad, dqueries, ddocuments)
     else:
         _max_backward(problem, grad, saved, dqueries, ddocuments)
     return _finish(problem, problem.queries, dqueries), _finish(problem, problem.documents, ddocuments)
@@ -237,10 +252,11 @@ def _add_rows(out: Tensor, table: Tensor, owner: Tensor, row: Tensor, weight: Te
     out[unique] += embedding_bag(row, table, starts, mode="sum", per_sample_weights=weight)
 
 
-def _smooth_backward(
-    problem: Problem, grad: Tensor, saved: Tensor, dqueries: Tensor | None, ddocuments: Tensor | None
-) -> None:
-    """Softmax weights of each tile, computed again from the saved smooth maxima."""
+def _smooth_backward(problem: Problem, grad: Tensor, dqueries: Tensor | None, ddocuments: Tensor | None) -> None:
+    """Softmax weights of each tile, made again with their own sum.
+
+    The saved maxima are rounded, and their rounding, divided by a small temperature, would be an exponent.
+    """
     queries, documents = sides(problem)
     whole = problem.pairing == "all"
     longest = int(queries.counts.max()) if queries.counts.numel() else 0
@@ -255,6 +271,7 @@ def _smooth_backward(
     columns = min(BLOCK_COLUMNS, queries.rows.size(0)) if whole else longest
     for block in blocks(documents, document_of, columns, problem.mask_zero):
         query = query_of[block.items]
+        masked = _masked_tokens(problem, documents, block)
         exists = torch.empty(0, dtype=torch.bool, device=grad.device)
         if not whole:
             part, exists = queries.kept_rows(query, longest)
@@ -263,15 +280,13 @@ def _smooth_backward(
             tokens = queries.take(part)  # [C, D] or [n, Lq, D]
             sims = block.tokens @ tokens.mT  # [n, L, C]
             if whole:
-                top = saved[block.items[:, None], part]
                 weight = grad.T[block.items[:, None], query_of_row[part]]
             else:
-                place = _places(problem, block.items[:, None], part, queries.starts[query][:, None])
-                top = saved.view(-1)[torch.where(exists, place, 0)]
                 weight = grad[block.items][:, None].masked_fill(~exists, 0)
-            share = sims.sub_(top[:, None]).div_(problem.temperature).exp_().mul_(weight[:, None])
             if block.exists is not None:
-                share.masked_fill_(~block.exists[:, :, None], 0)
+                sims.masked_fill_(~block.exists[:, :, None], float("-inf"))
+            share, _, total = _smooth_weights(sims, problem.temperature, masked)
+            share.mul_((weight / torch.where(total == 0, 1, total))[:, None])
             if dqueries is not None:
                 if whole:
                     dqueries[part] += share.flatten(0, 1).T @ block.tokens.flatten(0, 1)
