@@ -322,14 +322,21 @@ def scores_again(
     replay = plans.get(TRAINING if training else REPLAY)
     if replay is None or not no_mode():
         return None
-    addresses = replay.addresses(queries, documents, query_mask, document_mask, cu_queries, cu_documents)
+    try:
+        addresses = replay.addresses(queries, documents, query_mask, document_mask, cu_queries, cu_documents)
+    except RuntimeError:  # a tensor without memory of its own, that a transform left behind
+        return None
     if addresses is None:
         return None
     if not training:
         return replay(addresses, documents, scale)[0]  # type: ignore[no-any-return]
-    return _Replayed.apply(  # type: ignore[no-any-return, no-untyped-call]
+    return _apply_replayed(  # type: ignore[no-any-return]
         queries, documents, plans, addresses, query_mask, document_mask, cu_queries, cu_documents
     )
+
+
+# Function.apply without its look at functorch, which no_mode has had
+_apply_replayed: Any = super(torch.autograd.Function, _Replayed).apply
 
 
 _MASKS_AND_LAYOUT = (

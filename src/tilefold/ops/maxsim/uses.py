@@ -151,5 +151,5 @@ def maxsim_contrastive_loss(
     check_scale(scale)
     scores = maxsim(queries, documents, **options)
     return torch.nn.functional.cross_entropy(
-        scale * scores, check_labels(labels, scores.size(0), scores.size(1), scores.device)
+        scores if scale == 1 else scale * scores, check_labels(labels, scores.size(0), scores.size(1), scores.device)
     )
