@@ -14,38 +14,59 @@ from tilefold._version import __version__
 if TYPE_CHECKING:
     from tilefold import nn
     from tilefold.ops import (
+        QuantizedTokens,
+        QuantizedWeight,
         entmax,
         entmax_attention,
         lsr_head,
         lsr_head_sparse,
         maxsim,
+        maxsim_contrastive_loss,
+        maxsim_topk,
+        quantize_tokens,
+        quantize_weight,
         sparsemax,
         token_scatter,
         token_scatter_sparse,
+        xtr_scores,
     )
 
 __all__ = [
+    "QuantizedTokens",
+    "QuantizedWeight",
     "__version__",
     "entmax",
     "entmax_attention",
     "lsr_head",
     "lsr_head_sparse",
     "maxsim",
+    "maxsim_contrastive_loss",
+    "maxsim_topk",
     "nn",
+    "quantize_tokens",
+    "quantize_weight",
     "sparsemax",
     "token_scatter",
     "token_scatter_sparse",
+    "xtr_scores",
 ]
 
 _OPERATORS = (
+    "QuantizedTokens",
+    "QuantizedWeight",
     "entmax",
     "entmax_attention",
     "lsr_head",
     "lsr_head_sparse",
     "maxsim",
+    "maxsim_contrastive_loss",
+    "maxsim_topk",
+    "quantize_tokens",
+    "quantize_weight",
     "sparsemax",
     "token_scatter",
     "token_scatter_sparse",
+    "xtr_scores",
 )
 
 
