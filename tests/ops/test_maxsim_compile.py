@@ -15,6 +15,7 @@ from tilefold.ops.maxsim import configs
 from tilefold.ops.maxsim._triton import norms, smooth
 from tilefold.ops.maxsim._triton.backward import ddocuments_kernel, dqueries_kernel, dqueries_row_kernel
 from tilefold.ops.maxsim._triton.forward import all_pairs_kernel, combine_kernel, listed_pairs_kernel
+from tilefold.ops.maxsim._triton.row_queries import row_query_kernel
 from tilefold.ops.maxsim._triton.stream import stream_kernel
 from tilefold.ops.maxsim._triton.winner_lists import ddocuments_listed_kernel
 
@@ -199,12 +200,13 @@ def test_smooth_backward_builds_without_spills(capability: int, dtype: torch.dty
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_small_kernels_build_without_spills(capability: int) -> None:
-    types = types_of(torch.bfloat16)
+    types = types_of(torch.bfloat16) | {"steps": "i32"}
     rows = {"D": 128, "BLOCK_R": 16, "BLOCK_D": 128}
     for kernel, constants in (
         (norms.quantize_kernel, rows),
         (norms.inverse_norm_kernel, rows),
         (norms.unit_gradient_kernel, rows),
         (combine_kernel, {"BLOCK": 256, "UNIFORM_Q": False}),
+        (row_query_kernel, {"BLOCK": 256}),
     ):
         check(compile_kernel(kernel, types, constants, capability, 4, 3), capability, tensor_cores=False)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # files that share a process, since starting one takes seconds, and the least number of tests that must pass in it
 FILES = {
     ("test_maxsim_implementations.py",): 98,
-    ("test_maxsim_properties.py", "test_maxsim_quantized.py", "test_maxsim_xtr.py"): 28,
+    ("test_maxsim_properties.py", "test_maxsim_quantized.py", "test_maxsim_xtr.py", "test_maxsim_replay.py"): 33,
 }
 
 

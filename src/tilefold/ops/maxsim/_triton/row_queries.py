@@ -13,20 +13,20 @@ from tilefold.ops.maxsim._triton.rows import cdiv
 BLOCK = 256
 
 
-@triton.jit(do_not_specialize=["rows", "count", "steps"])
-def row_query_kernel(cu_ptr, out_ptr, rows, count, steps, BLOCK: tl.constexpr):
-    """``out[row]``: the first sequence that ends behind ``row``, or the last sequence, by ``steps`` bisections."""
+@triton.jit(do_not_specialize=["Tq", "Nq", "steps"])
+def row_query_kernel(cu_q_ptr, row_query_ptr, Tq, Nq, steps, BLOCK: tl.constexpr):
+    """``row_query[row]``: the first sequence that ends behind ``row``, or the last one, by ``steps`` bisections."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros((BLOCK,), tl.int32)
-    high = low + count
+    high = low + Nq
     for _ in range(steps):
         searching = low < high
         middle = (low + high) // 2
-        end = tl.load(cu_ptr + 1 + middle, mask=searching, other=0)
+        end = tl.load(cu_q_ptr + 1 + middle, mask=searching, other=0)
         ended = end <= row
         low = tl.where(searching & ended, middle + 1, low)
         high = tl.where(searching & (end > row), middle, high)
-    tl.store(out_ptr + row, tl.minimum(low, count - 1), mask=row < rows)
+    tl.store(row_query_ptr + row, tl.minimum(low, Nq - 1), mask=row < Tq)
 
 
 def row_queries_launch(rows: int, count: int) -> tuple[Launcher, Grid, tuple[int, int, int]]:
