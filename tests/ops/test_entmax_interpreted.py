@@ -24,6 +24,7 @@ FILES = {
     "test_entmax_attention_implementations.py": 38,
     "test_entmax_silent_failures.py": 6,
     "test_entmax_attention_triton.py": 12,
+    "test_entmax_attention_replay.py": 32,
 }
 
 

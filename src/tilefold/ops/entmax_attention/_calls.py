@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.library import PLAIN, no_mode
@@ -44,26 +45,24 @@ _PLANS: dict[Signature, Plans] = {}
 
 
 def call_signature(
-    tensors: tuple[object, ...], numbers: tuple[object, ...], flags: tuple[object, str]
+    tensors: tuple[Any, ...], numbers: tuple[object, ...], flags: tuple[object, str]
 ) -> Signature | None:
     """What the checks of a call look at, or ``None`` for a call that must be looked at whole.
 
     Args:
-        tensors: q, k, v and others, or ``None`` for these.
+        tensors: q, k, v and others, whatever was given for them; ``None`` for nothing.
         numbers: options whose type counts: True equals 1 and 1.0, but is not taken for a number.
         flags: whether attention is causal, and the implementation.
     """
-    if torch.compiler.is_compiling() or not no_mode() or type(flags[0]) is not bool:
+    q = tensors[0]
+    if torch.compiler.is_compiling() or not no_mode() or forward_ad._current_level >= 0:
+        return None  # what wants to see the registered operator, or must be refused
+    if type(flags[0]) is not bool or type(q) not in PLAIN or not _has_kernels(q):
         return None
-    q, k, v = tensors[:3]
-    if not isinstance(q, Tensor):
-        return None
-    if not (q.is_cuda or (q.is_cpu and triton_interpreted())):
-        return None  # elsewhere the work is not worth it, and dispatch keys are many
     facts: list[Any] = []
     for tensor in tensors:
         if type(tensor) in PLAIN:
-            facts += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)  # type: ignore[attr-defined]
+            facts += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         elif tensor is None:
             facts.append(None)
         else:
@@ -71,9 +70,14 @@ def call_signature(
     kind = q.device.type
     if torch.is_autocast_enabled(kind):
         wanted = torch.get_autocast_dtype(kind)
-        if any(t.dtype != wanted for t in (q, k, v)):  # type: ignore[attr-defined]
+        if any(getattr(tensor, "dtype", None) != wanted for tensor in tensors[:3]):
             return None  # to be cast
     return *facts, *numbers, *map(type, numbers), *flags, *_settings(q)
+
+
+def _has_kernels(q: object) -> bool:
+    """Whether anything is gained: elsewhere the work takes longer than the checks."""
+    return isinstance(q, Tensor) and (q.is_cuda or (q.is_cpu and triton_interpreted()))
 
 
 def recall(signature: Signature | None) -> Known | None:
