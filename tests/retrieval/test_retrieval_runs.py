@@ -66,6 +66,9 @@ def test_fusion_refuses_wrong_arguments() -> None:
         interpolate([A], normalization="softmax")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="k: expected at least 1"):
         reciprocal_rank_fusion([A], k=0)
+    for fuse in (interpolate, reciprocal_rank_fusion):
+        with pytest.raises(ValueError, match="runs: expected finite scores, got others for query 'q'"):
+            fuse([A, {"q": {"a": math.nan, "b": 1.0}}])
 
 
 def test_evaluation_follows_the_hand_computation() -> None:

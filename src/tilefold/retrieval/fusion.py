@@ -80,6 +80,10 @@ def _check(runs: Sequence[Run], weights: Sequence[float] | None, k: int) -> Sequ
         raise ValueError("runs: expected at least one run, got none.")
     if k < 1:
         raise ValueError(f"k: expected at least 1, got {k}.")
+    for run in runs:
+        for query_id, scores in run.items():
+            if not all(map(math.isfinite, scores.values())):
+                raise ValueError(f"runs: expected finite scores, got others for query {query_id!r}.")
     if weights is None:
         return [1.0 / len(runs)] * len(runs)
     if len(weights) != len(runs):
