@@ -41,6 +41,14 @@ def can_remember(*arguments: object) -> bool:
     return all(not isinstance(argument, Tensor) or argument.data_ptr() % 16 == 0 for argument in arguments)
 
 
+def second_time(plans: dict[Any, Any], name: Any) -> bool:
+    """Whether this was asked before: what batches of ever other sizes call once is not worth remembering."""
+    if ("once", name) in plans:
+        return True
+    plans["once", name] = True
+    return False
+
+
 class Direct:
     """A kernel that ran with ``arguments``, on the same grid of the same device.
 

@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilefold.ops._shared._triton.launch import launcher
 from tilefold.ops.maxsim._problem import REPLAY, TRAINING, Problem, no_winner
-from tilefold.ops.maxsim._triton.direct import can_remember
+from tilefold.ops.maxsim._triton.direct import can_remember, second_time
 from tilefold.ops.maxsim._triton.forward import all_pairs_kernel, combine_kernel, listed_pairs_kernel
 from tilefold.ops.maxsim._triton.replay import Combine, Plan, Replay
 from tilefold.ops.maxsim._triton.rows import cdiv, inverse_norms
@@ -114,9 +114,10 @@ def _remember(
     combine: tuple[Combine, tuple[Any, ...]] | None,
 ) -> None:
     name = REPLAY if saved is None else TRAINING
-    if problem.plans is None or name in problem.plans or not can_remember(*arguments, problem.query_source):
+    if problem.plans is None or name in problem.plans or not second_time(problem.plans, name):
         return
-    problem.plans[name] = Replay(problem, plan, arguments, saved, combine)
+    if can_remember(*arguments, problem.query_source):
+        problem.plans[name] = Replay(problem, plan, arguments, saved, combine)
 
 
 def _room_for_saved(problem: Problem) -> Tensor:

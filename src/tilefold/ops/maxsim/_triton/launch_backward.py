@@ -17,7 +17,7 @@ from torch import Tensor
 from tilefold.ops._shared._triton.launch import Grid, launch, launcher
 from tilefold.ops.maxsim._problem import GRADIENTS, Problem, no_winner
 from tilefold.ops.maxsim._triton.backward import ddocuments_kernel, dqueries_kernel, dqueries_row_kernel
-from tilefold.ops.maxsim._triton.direct import can_remember
+from tilefold.ops.maxsim._triton.direct import can_remember, second_time
 from tilefold.ops.maxsim._triton.launch import PAIRINGS, as_bytes, contiguous, layout_flags, row_scales
 from tilefold.ops.maxsim._triton.norms import unit_gradient_kernel
 from tilefold.ops.maxsim._triton.replay_gradients import (
@@ -157,7 +157,9 @@ def _gradient(run: _Pass, side: int) -> Tensor:
 
 def _remember(run: _Pass, side: int, step: Step, arguments: tuple[Any, ...], projected: tuple[Any, ...] | None) -> None:
     plans = run.problem.plans
-    if plans is None or not can_remember(*arguments, run.places[CU_QUERIES], run.queries, run.documents):
+    if plans is None or not second_time(plans, (GRADIENTS, side)):
+        return
+    if not can_remember(*arguments, run.places[CU_QUERIES], run.queries, run.documents):
         return
     gradients = plans.get(GRADIENTS)
     if gradients is None:
