@@ -150,5 +150,5 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def nearness(dtype: torch.dtype) -> float:
-    """How much of a row's weights, relative to their sum, a last step of its root may leave out; a quarter of an ulp."""
+    """What a last step of a row's root may leave out of its weights, relative to their sum: a quarter of an ulp."""
     return 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps / 4

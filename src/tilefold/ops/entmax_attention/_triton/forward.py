@@ -17,7 +17,6 @@ from tilefold.ops.entmax_attention._triton.rows import (
 )
 from tilefold.ops.entmax_attention._triton.tiles import (
     bounds,
-    distances,
     dropout_factor,
     exponent,
     key_range,
@@ -110,13 +109,13 @@ def resident_kernel(
         few = tl.zeros_like(peak)
         many = few + (high_key - low_key)
         found = broken | empty | ~mask_m
-        reach = y
+        rest = tl.zeros_like(peak)
         evaluation = 0
         while evaluation < MOST_EVALUATIONS:
             none = tl.zeros((BLOCK_M, LANES), tl.float32)
             f, u, n = add_terms(s, peak, y, inverse_peak(y, e, KIND), scale, e, none, none, none, KIND, EXACT)
-            y, low, high, few, many, before, found, reach = improve(
-                y, tl.sum(f, axis=1), tl.sum(u, axis=1), tl.sum(n, axis=1), low, high, few, many, before, found, reach,
+            y, low, high, few, many, before, found, rest = improve(
+                y, tl.sum(f, axis=1), tl.sum(u, axis=1), tl.sum(n, axis=1), low, high, few, many, before, found, rest,
                 e, KIND, TOLERANCE, NEAR,
             )  # fmt: skip
             evaluation = tl.where(tl.min(found.to(tl.int32), axis=0) > 0, MOST_EVALUATIONS, evaluation + 1)
@@ -126,7 +125,6 @@ def resident_kernel(
         mass = tl.sum(lane_sums(p), axis=1)
         support = tl.sum(lane_sums(one_if_positive(slope)), axis=1)
         total = tl.sum(lane_sums(slope), axis=1)
-        root, mass_there = last_step(y, mass, total, support, reach, KIND)
         if DROPOUT:
             factor = dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, grown)
             p *= factor
@@ -137,7 +135,8 @@ def resident_kernel(
             offs = h.to(tl.int64) * Tq + q_base + i
         else:
             offs = plane.to(tl.int64) * Nq + i
-        store_stats(stats_ptr, offs, stat_size, mask_m, peak, root, mass_there, support, empty, broken)
+        root, mass = last_step(y, mass, total, support, y + rest, KIND)
+        store_stats(stats_ptr, offs, stat_size, mask_m, peak, root, mass, support, empty, broken)
         if GRADIENT:
             acc2 = tl.dot(slope.to(v.dtype), v, input_precision=PRECISION)
             store_rows(out2_ptr + to_out, i, so_n, mask_m, finish(acc2, total, empty, broken), D, BLOCK_D)

@@ -184,7 +184,7 @@ def tile_roots(
         few = tl.zeros_like(peak)
         many = few + keys
         found = idle
-        reach = y
+        rest = tl.zeros_like(peak)
         evaluation = 0
         while evaluation < MOST_EVALUATIONS:
             inverse_c = inverse_peak(y, e, KIND)
@@ -201,12 +201,13 @@ def tile_roots(
                     D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
                 )  # fmt: skip
                 f, u, n = add_terms(s, peak, y, inverse_c, scale, e, f, u, n, KIND, EXACT)
-            y, low, high, few, many, before, found, reach = improve(
-                y, tl.sum(f, axis=1), tl.sum(u, axis=1), tl.sum(n, axis=1), low, high, few, many, before, found, reach,
+            y, low, high, few, many, before, found, rest = improve(
+                y, tl.sum(f, axis=1), tl.sum(u, axis=1), tl.sum(n, axis=1), low, high, few, many, before, found, rest,
                 e, KIND, TOLERANCE, NEAR,
             )  # fmt: skip
             evaluation = tl.where(tl.min(found.to(tl.int32), axis=0) > 0, MOST_EVALUATIONS, evaluation + 1)
 
+        reach = y + rest
         if LISTS:
             tl.debug_barrier()
             count = list_live(

@@ -126,7 +126,7 @@ def widen(y, high, KIND: tl.constexpr):
 
 @triton.jit
 def improve(
-    y, f, u, n, low, high, few, many, before, found, reach, e,
+    y, f, u, n, low, high, few, many, before, found, rest, e,
     KIND: tl.constexpr, TOLERANCE: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     """A safeguarded step of every row's root after an evaluation at ``y``, and whether anything is left to do.
@@ -139,7 +139,7 @@ def improve(
     With ``NEAR``, of 16-bit input, it is also enough that :func:`last_step`, which the pass over the values makes from
     sums that it takes anyway, will end within the tolerance. The mass has a slope of ``2 u`` at least, and ``u`` is no
     less than the mass, so that step is ``left / 2 u`` at most. ``NEAR`` bounds what it changes in the weights of the
-    values, which stay those of ``y``, relative to their sum; ``reach`` is as far up as the last step may go.
+    values, which stay those of ``y``, relative to their sum; ``rest`` is as far up as the last step may go.
     """
     if KIND == "square":
         residual = tl.abs(f - 1)
@@ -157,18 +157,16 @@ def improve(
         left = tl.abs(f - 1 - t * (2 * u - n * t)) + tl.where(t > 0, n - few, many - n) * (t * t)
         stay = found | (residual <= TOLERANCE)
         ends = (left <= TOLERANCE) | (tl.abs(t) <= 1.2e-7 * y)
-        rest = tl.zeros_like(y)
         if NEAR > 0:
             slope = tl.maximum(1 - left, u - n * tl.abs(t) - 0.5 * many * left)
-            rest = 0.51 * left / tl.maximum(slope, 0.5)
-            near = (left < 0.5) & ((many - few) * rest * rest <= TOLERANCE) & (n * rest <= NEAR * slope)
-            rest = tl.where(near, rest, 0.0)
+            longest = 0.51 * left / tl.maximum(slope, 0.5)
+            near = (left < 0.5) & ((many - few) * longest * longest <= TOLERANCE) & (n * longest <= NEAR * slope)
+            rest = tl.where(stay, rest, tl.where(near, longest, 0.0))
             ends = ends | near
-        reach = tl.where(stay, reach, new + rest)
-        return tl.where(stay, y, new), low, high, few, many, residual, stay | ends, reach
+        return tl.where(stay, y, new), low, high, few, many, residual, stay | ends, rest
     else:
         y, low, high, residual, found = next_root(y, f, u, n, low, high, before, found, e, KIND)
-        return y, low, high, few, many, residual, found, y
+        return y, low, high, few, many, residual, found, rest
 
 
 @triton.jit
