@@ -20,7 +20,6 @@ from tilefold.ops.entmax_attention._triton.steps import (
     as_offsets,
     is_readable,
     layout_of,
-    outline,
     power_of_two,
     read_strides,
     readable,
@@ -94,12 +93,11 @@ def forward(
 
     ``plans`` belong to calls of this kind; see :mod:`tilefold.ops.entmax_attention._calls`.
     """
+    device, out = q.device, torch.empty_like(q)
     plan: ForwardPlan | None = plans.get(with_gradient)
     if plan is None:
-        given = (q, k, v, alpha, key_mask, cu_q, seed, options)
+        given = (q, k, v, out, alpha, key_mask, cu_q, seed, options)
         plan = plans[with_gradient] = _plan(*given, with_gradient, longest_k)
-    device = q.device
-    out = torch.empty_like(q)
     out2 = torch.empty_like(q) if with_gradient else None
     stats = torch.empty(plan.stats, dtype=torch.float32, device=device)
     live = maxima = lists = counts = None
@@ -140,6 +138,7 @@ def _plan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    out: Tensor,
     alpha: Tensor | None,
     key_mask: Tensor | None,
     cu_q: Tensor | None,
@@ -168,7 +167,6 @@ def _plan(
     if not (resident or short):
         programs = min(programs, config.programs * _turns(blocks) * _processors(q.device))
         scratch = live, (programs, blocks, rows), (heads, tiles, blocks), (heads, tiles)
-    out = outline(q)
     copies = not all(is_readable(tensor) for tensor in (q, k, v, out))
     stats = (4, *stats_shape(q, packed))
     if q.numel() == 0:

@@ -24,11 +24,12 @@ class Step:
     in where tensors begin; see :func:`are_settled`.
     """
 
-    __slots__ = ("_bound", "_grid", "_launcher", "_numbers")
+    __slots__ = ("_bound", "_grid", "_launcher", "_numbers", "_ran")
 
     def __init__(self, kernel: Any, grid: Grid, numbers: tuple[int | float, ...], constants: dict[str, Any]) -> None:
         self._launcher, self._grid, self._numbers = launcher(kernel, constants), grid, numbers
         self._bound: Callable[[tuple[Tensor | None, ...]], None] | None = None
+        self._ran = False
 
     def __call__(self, settled: bool, *tensors: Tensor | None) -> None:
         bound = self._bound
@@ -37,9 +38,10 @@ class Step:
             return
         arguments = (*tensors, *self._numbers)
         self._launcher(self._grid, arguments)
-        if settled and (found := self._launcher.compiled(arguments)) is not None:
+        if self._ran and settled and (found := self._launcher.compiled(arguments)) is not None:
             kernel, constants = found
             self._bound = direct(kernel, self._grid, (*self._numbers, *constants))
+        self._ran = True  # batches of ever other sizes need not pay for what is not repeated
 
 
 def are_settled(*tensors: Tensor | None) -> bool:
@@ -158,8 +160,8 @@ def strides_of(tensor: Tensor, packed: bool) -> tuple[int, int, int]:
 
 
 def outline(tensor: Tensor) -> Tensor:
-    """``torch.empty_like(tensor)`` without memory."""
-    return torch.empty_like(tensor, device="meta")
+    """What is laid out as ``torch.empty_like(tensor)``, without memory."""
+    return tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
 
 
 def _contiguous_outline(tensor: Tensor) -> Tensor:
