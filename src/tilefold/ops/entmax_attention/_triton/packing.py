@@ -42,7 +42,7 @@ def tables_kernel(
     """The tables of the queries, and in a second row of programs those of the keys."""
     if tl.program_id(1) == 0:
         write_table(cu_q_ptr, q_batch_ptr, q_start_ptr, B, q_tiles, ROWS, BLOCK)
-    else:
+    elif KEYS > 0:  # else nothing to write to
         write_table(cu_k_ptr, k_batch_ptr, k_start_ptr, B, k_tiles, KEYS, BLOCK)
 
 
