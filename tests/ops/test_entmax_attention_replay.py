@@ -349,8 +349,9 @@ def torch_table(offsets: Tensor, block: int, tiles: int) -> tuple[Tensor, Tensor
     return of_tile.to(torch.int32), torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
 
 
+@pytest.mark.parametrize("keys", [32, 0])
 @pytest.mark.parametrize("lengths", [[5], [0, 70, 0, 16, 15, 0], [33] * 70, [20, -7, 40], []], ids=str)
-def test_tables_of_packed_batches(target: Target, lengths: list[int]) -> None:
+def test_tables_of_packed_batches(target: Target, lengths: list[int], keys: int) -> None:
     if target.impl != "triton":
         pytest.skip("only the kernels need tables")
     from tilefold.ops.entmax_attention._triton.packing import Tables
@@ -360,10 +361,13 @@ def test_tables_of_packed_batches(target: Target, lengths: list[int]) -> None:
     batch = len(lengths)
     sizes = (int(cu_q.max()) // 16 + batch + 2, int(cu_k.max()) // 32 + batch + 3)
     for _ in range(2):
-        made = Tables(batch, sizes[0], 16, sizes[1], 32)(True, cu_q, cu_k)
-        wanted = (*torch_table(cu_q, 16, sizes[0]), *torch_table(cu_k, 32, sizes[1]))
-        for found, table in zip(made, wanted, strict=True):
+        made = Tables(batch, sizes[0], 16, sizes[1] if keys else 0, keys)(True, cu_q, cu_k)
+        wanted: tuple[Tensor, ...] = torch_table(cu_q, 16, sizes[0])
+        if keys:
+            wanted += torch_table(cu_k, keys, sizes[1])
+        for found, table in zip(made, wanted, strict=False):
             assert found is not None and torch.equal(found, table)
+        assert keys or made[2:] == [None, None]
 
 
 @no_interpreter
@@ -378,6 +382,7 @@ def test_kernels_of_packed_batches_build_without_spills(capability: int) -> None
     types["size"] = "i64"
     for kernel, constants in (
         (tables_kernel, {"ROWS": 64, "KEYS": 64, "BLOCK": _TILES}),
+        (tables_kernel, {"ROWS": 64, "KEYS": 0, "BLOCK": _TILES, "k_batch_ptr": None, "k_start_ptr": None}),
         (poison_kernel, {"BLOCK": _OFFSETS}),
     ):
         compiled = compile_kernel(kernel, types, constants, capability, 4, 1)
