@@ -41,9 +41,9 @@ def test_operators_pass_opcheck(device: str, n: int) -> None:
         q, k, v = leaves(inputs)
         leaf = None if alpha is None else alpha.clone().requires_grad_()
         forward = torch.ops.tilefold.entmax_attention.default
-        torch.library.opcheck(forward, (q, k, v, leaf, *place, *options, True, n, impl))
+        torch.library.opcheck(forward, (q, k, v, leaf, *place, *options, True, True, n, impl))
         with torch.no_grad():
-            saved = forward(q, k, v, alpha, *place, *options, True, n, impl)[1:]
+            saved = forward(q, k, v, alpha, *place, *options, True, True, n, impl)[1:]
         plain = (inputs.q, inputs.k, inputs.v)
         for needs in ((True, True, True, per_head), (False, True, False, False)):
             arguments = (inputs.dout, *plain, alpha, *place, *saved, *options, *needs, n, impl)
@@ -188,3 +188,24 @@ def test_broken_offsets_raise_on_the_cpu() -> None:
             entmax_attention(q, q, q, cu_seqlens_q=good, cu_seqlens_k=torch.tensor(bad))
     with pytest.raises(ValueError, match="cu_seqlens_k must be given"):
         entmax_attention(q, q, q, cu_seqlens_q=good)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_a_bound_that_is_too_small_for_the_keys_is_an_error(impl: str) -> None:
+    q, offsets = torch.randn(30, 2, 16), torch.tensor([0, 10, 30])
+    with pytest.raises(ValueError, match="max_seqlen_k must be at least 20, the longest sequence of keys, got 19"):
+        entmax_attention(q, q, q, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_k=19, impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_defaults_for_new_tensors_do_not_matter(impl: str) -> None:
+    q = torch.randn(1, 2, 5, 16)
+    expected = entmax_attention(q, q, q, impl=impl)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            found = entmax_attention(q, q, q, impl=impl)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert isinstance(found, Tensor) and found.dtype == torch.float32 and found.device.type == "cpu"
+    torch.testing.assert_close(found, expected)

@@ -230,8 +230,9 @@ def test_broken_offsets_of_a_gpu_make_everything_nan_at_every_call(target: Targe
             for pair in ((wrong, good), (good, wrong)):
                 out = entmax_attention(rows, rows, rows, cu_seqlens_q=pair[0], cu_seqlens_k=pair[1])
                 assert isinstance(out, Tensor) and bool(out.isnan().all())
-        out = entmax_attention(rows, rows, rows, cu_seqlens_q=good, cu_seqlens_k=good)
-        assert isinstance(out, Tensor) and not bool(out.isnan().any())
+        for bound, broken in ((59, True), (60, False), (None, False)):  # the longest has 60 keys
+            out = entmax_attention(rows, rows, rows, cu_seqlens_q=good, cu_seqlens_k=good, max_seqlen_k=bound)
+            assert isinstance(out, Tensor) and bool(out.isnan().all()) == broken == bool(out.isnan().any())
 
 
 def test_a_second_derivative_is_an_error_after_any_number_of_calls(target: Target) -> None:
@@ -378,7 +379,11 @@ def test_kernels_of_packed_batches_build_without_spills(capability: int) -> None
     from tilefold.ops.entmax_attention._triton.packing import _OFFSETS, _TILES, poison_kernel, tables_kernel
 
     tables = dict.fromkeys(["cu_q_ptr", "cu_k_ptr", "q_batch_ptr", "q_start_ptr", "k_batch_ptr", "k_start_ptr"], "*i32")
-    types = {**tables, "out_ptr": "*bf16", **dict.fromkeys(["B", "q_tiles", "k_tiles", "q_rows", "k_rows"], "i32")}
+    types = {
+        **tables,
+        "out_ptr": "*bf16",
+        **dict.fromkeys(["B", "q_tiles", "k_tiles", "q_rows", "k_rows", "longest"], "i32"),
+    }
     types["size"] = "i64"
     for kernel, constants in (
         (tables_kernel, {"ROWS": 64, "KEYS": 64, "BLOCK": _TILES}),

@@ -98,13 +98,13 @@ def attention_kernels(config: configs.AttentionConfig, keys: int, closed: bool) 
     walk = (config.num_warps, config.forward_stages)
     lists, root, cap = {"LISTS": True}, {"TOLERANCE": 1e-5, "NEAR": 2e-3}, config.registers if closed else None
     wide = config.wide_registers if closed else None
-    resident = {"BLOCK_M": config.resident_rows, "BLOCK_N": keys, "GRADIENT": True}
+    resident = {"BLOCK_M": config.resident_rows, "BLOCK_N": keys, "GRADIENT": True, "SUPPORT": False}
     pairs = {"BLOCK_M": config.rows, "KEYS": config.dkv_keys, "QUERIES": config.dkv_queries, "LISTS": True}
     return {
         "resident": Launch(forward.resident_kernel, resident | root, config.resident_warps, 1),
         "roots": Launch(roots.roots_kernel, block | root | lists | {"WIDTH": 32}, *walk, cap),
-        "inference": Launch(forward.output_kernel, block | lists | {"GRADIENT": False}, *walk, cap),
-        "output": Launch(forward.output_kernel, block | lists | {"GRADIENT": True}, *walk, wide),
+        "inference": Launch(forward.output_kernel, block | lists | {"GRADIENT": False, "SUPPORT": False}, *walk, cap),
+        "output": Launch(forward.output_kernel, block | lists | {"GRADIENT": True, "SUPPORT": False}, *walk, wide),
         "dq": Launch(backward.dq_kernel, block | lists | {"NEED_Q": True, "NEED_ALPHA": False}, *launch, cap),
         "dkv": Launch(
             backward.dkv_kernel, pairs | {"NEED_K": True, "NEED_V": True}, config.dkv_warps, config.dkv_stages, wide
@@ -117,7 +117,8 @@ KERNELS = ["resident", "roots", "inference", "output", "dq", "dkv"]
 # queries stay in registers. On 8.0 the output kernel spills 56 bytes at head dimension 128 in 16 bits.
 KNOWN_SPILLS = {("fp32", 64): 96, ("fp32", 128): 48, ("fp32", 256): 960}
 KNOWN_SPILLS |= {("bf16", 64, 80): 8, ("bf16", 128, 80): 56, ("bf16", 256): 48}
-END_SPILLS = 88  # on 9.0, where programs share a multiprocessor: put away outside the loops
+END_SPILLS = 24  # of two accumulators on 9.0, where programs share a multiprocessor: put away outside the loops
+MASK_SPILLS = 72  # and with a mask, or a count of the support, in any kernel
 
 
 def is_built(dtype: torch.dtype, dim: int, capability: int) -> bool:
@@ -149,7 +150,7 @@ def build(name: str, dtype: torch.dtype, dim: int, kind: str, capability: int, *
                                                          (90, 128, "square"), (100, 64, "square")])  # fmt: skip
 def test_attention_kernels_build_without_spills(capability: int, dim: int, kind: str, name: str) -> None:
     compiled = build(name, torch.bfloat16, dim, kind, capability)
-    if (capability, kind) == (90, "square") and dim == 64 and name in ("inference", "output"):
+    if (capability, kind, dim, name) == (90, "square", 64, "output"):
         assert compiled.stack <= END_SPILLS, f"registers are spilled: {compiled}"
     elif (capability, name) in ((80, "dq"), (80, "output")):
         assert compiled.stack <= KNOWN_SPILLS["bf16", dim, capability], f"registers are spilled: {compiled}"
@@ -163,14 +164,19 @@ def test_attention_kernels_build_without_spills(capability: int, dim: int, kind:
 def test_masks_and_layouts_spill_next_to_nothing(options: dict[str, bool]) -> None:
     for name in KERNELS[1:]:
         compiled = build(name, torch.bfloat16, 64, "square", 90, **options)
-        assert compiled.stack <= END_SPILLS, f"{name} spills registers: {compiled}"
+        assert compiled.stack <= MASK_SPILLS, f"{name} spills registers: {compiled}"
+
+
+def test_counting_the_support_spills_next_to_nothing() -> None:
+    for name in ("resident", "inference", "output"):
+        compiled = build(name, torch.bfloat16, 64, "square", 90, SUPPORT=True)
+        assert compiled.stack <= MASK_SPILLS, f"{name} spills registers: {compiled}"
 
 
 def test_256_keys_stay_in_registers_where_nothing_is_hidden() -> None:
     config = configs.config_for(torch.bfloat16, 64, tf32=False, capability=(9, 0))
     assert config.resident_simple == 256
-    compiled = build("resident", torch.bfloat16, 64, "square", 90, BLOCK_N=256)
-    assert compiled.wgmma > 0 and compiled.stack <= END_SPILLS, f"registers are spilled: {compiled}"
+    check(build("resident", torch.bfloat16, 64, "square", 90, BLOCK_N=256), 90, tensor_cores=True)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

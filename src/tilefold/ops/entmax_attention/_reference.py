@@ -57,8 +57,9 @@ def attention(
 
 def _places(sequence: object, q: Tensor) -> tuple[Tensor, ...]:
     at = sequence.q_at[0]  # type: ignore[attr-defined]
-    index = torch.arange(at.start, at.stop, device=q.device) if isinstance(at, slice) else torch.tensor(at)
-    return (index.to(q.device),)
+    if isinstance(at, slice):
+        return (torch.arange(at.start, at.stop, device=q.device),)
+    return (torch.tensor(at, device=q.device),)
 
 
 def _kept(seed: Tensor, index: int, heads: int, nq: int, nk: int, p: float) -> Tensor:

@@ -207,7 +207,7 @@ def _rows(scores: Tensor, alpha: Tensor | None, options: Options, kind: str) -> 
         root, mass, _ = solve(d, e, kind)
     p = probabilities(d, root, e, form) / mass
     nothing = peak == -math.inf
-    p = torch.where(proper, p, torch.where(nothing, 0.0, math.nan))
+    p = torch.where(proper, p, torch.where(nothing, 0.0, math.nan).to(p.dtype))
     root = torch.where(proper | nothing, root, math.nan)
     return p.view(scores.shape), root.view(shape), mass.view(shape), peak.view(shape)
 

@@ -96,7 +96,8 @@ def entmax_attention(
 
     Query i stands at the place ``i + Nk - Nq`` of the keys: causal attention and windows are aligned to the end, as
     decoding with a cache needs. A row with nothing to attend to is 0 and passes no gradient. NaN in a query, or in a
-    key that a row may see, makes the row NaN; what a key masked by ``key_padding_mask`` holds is never read.
+    key that a row may see, makes the row NaN; what a key masked by ``key_padding_mask`` holds is never read. Values
+    hidden by causality or a window must be finite: their weight is 0, and 0 times NaN is NaN.
 
     Args:
         q: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]`` with ``cu_seqlens_q``; any strides; fp16, bf16, fp32 or fp64.
@@ -108,7 +109,8 @@ def entmax_attention(
         cu_seqlens_q: ``[B + 1]`` int32 offsets of packed queries. On the CPU offsets that do not describe the rows
             raise; on a GPU, where looking costs a synchronisation, they make every output NaN.
         cu_seqlens_k: the same of packed keys; both or neither.
-        max_seqlen_k: a bound of the length of packed key sequences, which spares work; by default all of k.
+        max_seqlen_k: a bound of the length of packed key sequences, which spares work; by default all of k. A longer
+            sequence is an error on the CPU, and NaN everywhere on a GPU, where looking would wait for the device.
         key_padding_mask: ``[B, Nk]``, nonzero = keep, in any pattern; not for packed input.
         scale: multiplies the products; by default ``D ** -0.5``.
         dropout_p: probability in [0, 1) that a weight is dropped; the others grow by ``1 / (1 - dropout_p)``.
@@ -153,7 +155,7 @@ def entmax_attention(
     if dropout_p > 0:
         seed = torch.randint(1 << 62, (1,), dtype=torch.int64, device=q.device, generator=generator)
     if known.impl == "reference":
-        _library.check_values(alphas, cu_seqlens_q, cu_seqlens_k, q, k)
+        _library.check_values(alphas, cu_seqlens_q, cu_seqlens_k, q, k, known.longest_k)
         out, tau, support = _reference.attention(
             q, k, v, alphas, key_padding_mask, cu_seqlens_q, cu_seqlens_k, seed, options
         )
@@ -163,7 +165,8 @@ def entmax_attention(
             return out
         found = tau, support, torch.zeros_like(tau)
     else:
-        out, stats = _library.attention(q, k, v, alphas, key_padding_mask, cu_seqlens_q, cu_seqlens_k, seed, known)
+        tensors = (q, k, v, alphas, key_padding_mask, cu_seqlens_q, cu_seqlens_k, seed)
+        out, stats = _library.attention(*tensors, known, bool(return_stats))
         if not return_stats:
             return out
         found = _describe(stats, alphas, options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -58,17 +59,17 @@ Tensors = tuple[
 
 
 def _run_forward(
-    q: Tensor, tensors: Tensors, known: Known, with_gradient: bool
+    q: Tensor, tensors: Tensors, known: Known, with_gradient: bool, with_support: bool
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Output, what else backward needs and statistics, by the implementation of ``known``; ``q`` tells the device."""
     _, k, _, alpha, _, cu_q, cu_k, _ = tensors
     if alpha is not None or cu_q is not None:
-        check_values(alpha, cu_q, cu_k, q, k)
+        check_values(alpha, cu_q, cu_k, q, k, known.longest_k)
     options, longest_k, impl, plans = known
     if impl == "tiled":
         return _tiled.forward(*tensors, options, with_gradient, longest_k)
     plans = plans_of(tensors, options, longest_k) if plans is None else plans
-    return _kernels().forward(*tensors, options, with_gradient, longest_k, plans)  # type: ignore[no-any-return]
+    return _kernels().forward(*tensors, options, with_gradient, with_support, longest_k, plans)  # type: ignore[no-any-return]
 
 
 def _run_backward(
@@ -89,7 +90,9 @@ def _run_backward(
     return *grads, None if dalpha is None else dalpha.to(saved[3].dtype)
 
 
-def check_values(alpha: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, q: Tensor, k: Tensor) -> None:
+def check_values(
+    alpha: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, q: Tensor, k: Tensor, longest_k: int
+) -> None:
     """Check what can be read without a synchronisation.
 
     Raises:
@@ -107,11 +110,14 @@ def check_values(alpha: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None,
                 f"{name} must start with 0, never fall and end at the number of rows {rows}, got {values}; build it as "
                 "the cumulative sum of the sequence lengths with a 0 in front."
             )
+        longest = max((after - before for before, after in itertools.pairwise(values)), default=0)
+        if name == "cu_seqlens_k" and longest > longest_k:
+            raise ValueError(f"max_seqlen_k must be at least {longest}, the longest sequence of keys, got {longest_k}.")
 
 
 @define_op(
     "entmax_attention",
-    f"({_TENSORS}, {_OPTIONS}, bool with_gradient, SymInt longest_k, str impl)"
+    f"({_TENSORS}, {_OPTIONS}, bool with_gradient, bool with_support, SymInt longest_k, str impl)"
     " -> (Tensor out, Tensor out2, Tensor stats, Tensor live)",
 )
 def _forward(
@@ -129,12 +135,13 @@ def _forward(
     scale: float,
     dropout_p: float,
     with_gradient: bool,
+    with_support: bool,
     longest_k: int,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     known = Known(Options(constant, causal, window, scale, dropout_p), longest_k, chosen_impl(q, impl))
     tensors = (q, k, v, alpha, key_mask, cu_q, cu_k, seed)
-    out, out2, stats, live = _run_forward(q, tensors, known, with_gradient)
+    out, out2, stats, live = _run_forward(q, tensors, known, with_gradient, with_support)
     # operators return tensors only: an empty one stands for what there is not
     out2 = q.new_empty(0) if out2 is None else out2
     return out, out2, stats, q.new_empty(0, 0, 0, dtype=torch.int32) if live is None else live
@@ -156,6 +163,7 @@ def _(
     scale: float,
     dropout_p: float,
     with_gradient: bool,
+    with_support: bool,
     longest_k: int,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -248,7 +256,7 @@ forbid_double_backward("entmax_attention_backward", "entmax_attention")
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(*output[1:])
-    *tensors, constant, causal, window, scale, dropout_p, ctx.with_gradient, ctx.longest_k, ctx.impl = inputs
+    *tensors, constant, causal, window, scale, dropout_p, ctx.with_gradient, _, ctx.longest_k, ctx.impl = inputs
     _, out2, stats, live = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, out2, stats, live)
@@ -263,7 +271,7 @@ def _registered_gradients(
 
 
 def _autograd(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * 12  # the masks and whatever follows
+    nothing = (None,) * 13  # the masks and whatever follows
     if dout is None:
         return (None,) * 4 + nothing
     if not ctx.with_gradient:
@@ -290,6 +298,7 @@ class _Call:
 
     others: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
     known: Known
+    with_support: bool
     stats: Tensor | None = None
 
 
@@ -299,7 +308,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, call: _Call) -> Tensor:
         tensors = (q, k, v, alpha, *call.others)
-        out, out2, call.stats, live = run(_run_forward, q, tensors, call.known, True)
+        out, out2, call.stats, live = run(_run_forward, q, tensors, call.known, True, call.with_support)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, out2, call.stats, live)
         ctx.known = call.known
@@ -329,22 +338,23 @@ def attention(
     cu_k: Tensor | None,
     seed: Tensor | None,
     known: Known,
+    with_support: bool,
 ) -> tuple[Tensor, Tensor]:
     """Output and statistics ``[4, B, H, Nq]``; what backward needs is kept only if a gradient can be asked for.
 
-    ``known`` has plans for tensors that are plain only.
+    The kernels count the support only ``with_support``. ``known`` has plans for tensors that are plain only.
     """
     with_gradient = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (alpha is not None and alpha.requires_grad)
     )
     tensors = (q, k, v, alpha, key_mask, cu_q, cu_k, seed)
     if known.plans is None and not is_plain(*tensors):
-        arguments = (*tensors, *_numbers(known.options), with_gradient, known.longest_k, known.impl)
+        arguments = (*tensors, *_numbers(known.options), with_gradient, with_support, known.longest_k, known.impl)
         out, _, stats, _ = torch.ops.tilefold.entmax_attention(*arguments)
     elif with_gradient:
-        call = _Call((key_mask, cu_q, cu_k, seed), known)
+        call = _Call((key_mask, cu_q, cu_k, seed), known, with_support)
         out = _Attention.apply(q, k, v, alpha, call)  # type: ignore[no-untyped-call]
         stats = call.stats
     else:
-        out, _, stats, _ = run(_run_forward, q, tensors, known, False)
+        out, _, stats, _ = run(_run_forward, q, tensors, known, False, with_support)
     return out, stats

@@ -71,7 +71,7 @@ def resident_kernel(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr, GRADIENT: tl.constexpr,
-    TOLERANCE: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
+    SUPPORT: tl.constexpr, TOLERANCE: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     b, m0, q_base, q_len = locate(
         tl.program_id(0), Nq, Tq, tiles_per, cu_q_ptr, batch_ptr, start_ptr, B, BLOCK_M, PACKED
@@ -123,7 +123,9 @@ def resident_kernel(
         v = load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)
         p, slope = weights(s, peak[:, None], y[:, None], inverse_c[:, None], scale, e, KIND, EXACT)
         mass = tl.sum(lane_sums(p), axis=1)
-        support = tl.sum(lane_sums(one_if_positive(slope)), axis=1)
+        support = tl.zeros_like(mass)
+        if SUPPORT:
+            support = tl.sum(lane_sums(one_if_positive(slope)), axis=1)
         total = tl.sum(lane_sums(slope), axis=1)
         if DROPOUT:
             factor = dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, grown)
@@ -167,7 +169,7 @@ def output_kernel(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr, LISTS: tl.constexpr,
-    GRADIENT: tl.constexpr, PRECISION: tl.constexpr,
+    GRADIENT: tl.constexpr, SUPPORT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Weights and values of the live blocks, or without lists of all; mass and support of every row."""
     tile = tl.program_id(0)
@@ -223,7 +225,8 @@ def output_kernel(
             v = load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)
             p, slope = weights(s, peak[:, None], y[:, None], inverse_c[:, None], scale, e, KIND, EXACT)
             mass += lane_sums(p)
-            support += lane_sums(one_if_positive(slope))
+            if SUPPORT:
+                support += lane_sums(one_if_positive(slope))
             if GRADIENT or (KIND == "square"):
                 total += lane_sums(slope)
             if DROPOUT:

@@ -86,6 +86,7 @@ def forward(
     seed: Tensor | None,
     options: Options,
     with_gradient: bool,
+    with_support: bool,
     longest_k: int,
     plans: dict[Any, Any],
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
@@ -94,10 +95,10 @@ def forward(
     ``plans`` belong to calls of this kind; see :mod:`tilefold.ops.entmax_attention._calls`.
     """
     device, out = q.device, torch.empty_like(q)
-    plan: ForwardPlan | None = plans.get(with_gradient)
+    plan: ForwardPlan | None = plans.get((with_gradient, with_support))
     if plan is None:
         given = (q, k, v, out, alpha, key_mask, cu_q, seed, options)
-        plan = plans[with_gradient] = _plan(*given, with_gradient, longest_k)
+        plan = plans[with_gradient, with_support] = _plan(*given, with_gradient, with_support, longest_k)
     out2 = torch.empty_like(q) if with_gradient else None
     stats = torch.empty(plan.stats, dtype=torch.float32, device=device)
     live = maxima = lists = counts = None
@@ -145,6 +146,7 @@ def _plan(
     seed: Tensor | None,
     options: Options,
     with_gradient: bool,
+    with_support: bool,
     longest_k: int,
 ) -> ForwardPlan:
     """What the kernels are told besides tensors, in the order of their parameters, and their constants."""
@@ -173,14 +175,15 @@ def _plan(
         return ForwardPlan(stats, scratch, copies)
     tables = Tables(layout.batch, tiles, rows) if packed else None
     # elsewhere the host has looked
-    checked = poison(layout.batch, q.size(0), k.size(0), q.numel()) if packed and q.is_cuda else None
+    checked = poison(layout.batch, q.size(0), k.size(0), longest_k, q.numel()) if packed and q.is_cuda else None
     place = (stats, scratch, copies, tables, checked)
     strides = [stride for tensor in (q, k, v, out) for stride in read_strides(tensor, packed)]
     numbers = (*layout.sizes, 0 if packed else tiles // layout.batch, *layout.scalars)
     flags = {**layout.flags, "BLOCK_M": rows, "PRECISION": config.precision}
+    made = {"GRADIENT": with_gradient, "SUPPORT": with_support}
     root = {"TOLERANCE": tolerance(q.dtype), "NEAR": nearness(q.dtype)}
     if resident:
-        own = {"BLOCK_N": power_of_two(most), "GRADIENT": with_gradient, **root}
+        own = {"BLOCK_N": power_of_two(most), **made, **root}
         launched = {"num_warps": config.resident_warps, "num_stages": 1}
         step = Step(resident_kernel, (tiles, heads, 1), (*strides, *numbers), {**flags, **own, **launched})
         return ForwardPlan(*place, step)
@@ -200,6 +203,6 @@ def _plan(
             output_kernel,
             (tiles, heads, 1),
             (*strides, *numbers, tiles, blocks),
-            {**flags, "GRADIENT": with_gradient, "maxnreg": wide if with_gradient else narrow},
+            {**flags, **made, "maxnreg": wide if with_gradient else narrow},
         ),
     )

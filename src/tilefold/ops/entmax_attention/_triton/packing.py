@@ -47,20 +47,22 @@ def tables_kernel(
 
 
 @triton.jit
-def is_broken(cu_ptr, B, rows, BLOCK: tl.constexpr):
-    """How many ways the offsets fail to begin with 0, never to fall and to end with the number of rows."""
+def is_broken(cu_ptr, B, rows, longest, BLOCK: tl.constexpr):
+    """How many ways the offsets fail to begin with 0, to end with the number of rows, and never to fall or to rise by
+    more than ``longest``.
+    """
     wrong = (tl.load(cu_ptr) != 0).to(tl.int32) + (tl.load(cu_ptr + B) != rows).to(tl.int32)
     for first in range(0, B, BLOCK):
         b = first + tl.arange(0, BLOCK)
-        falls = tl.load(cu_ptr + b + 1, mask=b < B, other=0) < tl.load(cu_ptr + b, mask=b < B, other=0)
-        wrong += tl.sum(falls.to(tl.int32), axis=0)
+        rise = tl.load(cu_ptr + b + 1, mask=b < B, other=0) - tl.load(cu_ptr + b, mask=b < B, other=0)
+        wrong += tl.sum(((rise < 0) | (rise > longest)).to(tl.int32), axis=0)
     return wrong
 
 
-@triton.jit(do_not_specialize=["B", "q_rows", "k_rows", "size"])
-def poison_kernel(cu_q_ptr, cu_k_ptr, out_ptr, B, q_rows, k_rows, size, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["B", "q_rows", "k_rows", "longest", "size"])
+def poison_kernel(cu_q_ptr, cu_k_ptr, out_ptr, B, q_rows, k_rows, longest, size, BLOCK: tl.constexpr):
     """NaN in all ``size`` elements of a dense tensor, if the offsets do not describe the rows."""
-    if is_broken(cu_q_ptr, B, q_rows, BLOCK) + is_broken(cu_k_ptr, B, k_rows, BLOCK) > 0:
+    if is_broken(cu_q_ptr, B, q_rows, q_rows, BLOCK) + is_broken(cu_k_ptr, B, k_rows, longest, BLOCK) > 0:
         nothing = tl.full((BLOCK,), float("nan"), tl.float32).to(out_ptr.dtype.element_ty)
         for first in range(tl.program_id(0).to(tl.int64) * BLOCK, size, tl.num_programs(0) * BLOCK):
             offs = first + tl.arange(0, BLOCK)
@@ -100,9 +102,9 @@ class Tables:
         return made
 
 
-def poison(batch: int, q_rows: int, k_rows: int, size: int) -> Step:
-    """NaN in all ``size`` elements of a dense output if offsets do not describe the rows: the host cannot look without
-    waiting.
+def poison(batch: int, q_rows: int, k_rows: int, longest: int, size: int) -> Step:
+    """NaN in all ``size`` elements of a dense output if offsets do not describe the rows, or a sequence has more than
+    ``longest`` keys: the host cannot look without waiting.
     """
     constants = {"BLOCK": _OFFSETS, "num_warps": 4, "num_stages": 1}
-    return Step(poison_kernel, (_POISONERS, 1, 1), (batch, q_rows, k_rows, size), constants)
+    return Step(poison_kernel, (_POISONERS, 1, 1), (batch, q_rows, k_rows, longest, size), constants)

@@ -160,7 +160,7 @@ def improve(
         if NEAR > 0:
             slope = tl.maximum(1 - left, u - n * tl.abs(t) - 0.5 * many * left)
             longest = 0.51 * left / tl.maximum(slope, 0.5)
-            near = (left < 0.5) & ((many - few) * longest * longest <= TOLERANCE) & (n * longest <= NEAR * slope)
+            near = (left < 0.5) & (many * longest * longest <= TOLERANCE) & (n * longest <= NEAR * slope)
             rest = tl.where(stay, rest, tl.where(near, longest, 0.0))
             ends = ends | near
         return tl.where(stay, y, new), low, high, few, many, residual, stay | ends, rest
@@ -171,11 +171,10 @@ def improve(
 
 @triton.jit
 def last_step(y, f, u, n, reach, KIND: tl.constexpr):
-    """The root and its mass by the sums of F, U and Q at ``y``, no farther up than ``reach``; see :func:`improve`."""
+    """The root by F and U at ``y``, no farther up than ``reach``, and its mass by the support ``n``; see `improve`."""
     if KIND == "square":
-        inside = u * u - n * (f - 1)
-        exact = (f - 1) / tl.maximum(u + tl.sqrt(tl.maximum(inside, 0.0)), 1e-30)
-        new = tl.minimum(y - tl.where((inside > 0) & (tl.abs(f - 1) < 0.5), exact, 0.0), reach)
+        newton = 0.5 * (f - 1) / tl.maximum(u, 1e-30)
+        new = tl.minimum(y - tl.where(tl.abs(f - 1) < 0.5, newton, 0.0), reach)
         t = y - new
         return new, f - t * (2 * u - n * t)
     else:
