@@ -15,7 +15,14 @@ from tests.ops.cross_compile import Compiled, compile_kernel
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.lsr_head import configs
 from tilefold.ops.lsr_head._triton import pack, quantize, sum_pooling
-from tilefold.ops.lsr_head._triton.max_backward import _count_kernel, _dhidden_kernel, _dweight_kernel, _list_kernel
+from tilefold.ops.lsr_head._triton.launch_backward import SCAN_BLOCK
+from tilefold.ops.lsr_head._triton.max_backward import (
+    _count_kernel,
+    _dhidden_kernel,
+    _dweight_kernel,
+    _list_kernel,
+    _scan_kernel,
+)
 from tilefold.ops.lsr_head._triton.max_forward import _combine_kernel, _max_forward_kernel
 from tilefold.ops.lsr_head._triton.max_forward_hopper import ELEMENTS, max_forward_hopper_kernel
 
@@ -168,6 +175,12 @@ def test_max_backward_builds_without_spills(capability, dtype, config):
             check(compiled, capability, tensor_cores=False)
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_adding_up_counts_builds_without_spills(capability):
+    compiled = compile_kernel(_scan_kernel, common_types(torch.bfloat16), {"BLOCK": SCAN_BLOCK}, capability, 8, 3)
+    check(compiled, capability, tensor_cores=False)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_sum_pooling_builds_without_spills(capability, dtype):
@@ -191,8 +204,8 @@ def test_packing_builds_without_spills(capability):
     types = common_types(torch.bfloat16)
     rows = {"D": DIM, "BLOCK_ROWS": pack.BLOCK_ROWS, "BLOCK_D": pack.BLOCK_D, "GROUP": configs.HOPPER_16BIT.group}
     for kernel, constants in (
-        (pack._count_kernel, {"SCAN": pack.SCAN}),
-        (pack._copy_padded_kernel, {"SCAN": pack.SCAN, **rows}),
+        (pack._count_kernel, {"SCAN": pack.SCAN, "HAS_MASK": True}),
+        (pack._copy_padded_kernel, {"SCAN": pack.SCAN, "HAS_MASK": True, **rows}),
         (pack._copy_packed_kernel, {"SCAN_B": 64, **rows}),
     ):
         check(compile_kernel(kernel, types, constants, capability, 4, 3), capability, tensor_cores=False)

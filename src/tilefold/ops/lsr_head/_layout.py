@@ -8,9 +8,12 @@ of a padded input, the distance to ``cu_seqlens[b]`` of a packed one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+Plans = dict[Any, Any]  # what calls of one signature worked out, by the launchers' own keys
 
 # In uint16 the largest value stands for "no valid token"; int32 uses -1.
 NO_WINNER_UINT16 = 65535

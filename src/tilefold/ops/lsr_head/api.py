@@ -11,6 +11,7 @@ from tilefold.ops._shared.checks import check_choice
 from tilefold.ops._shared.impl import IMPLS
 from tilefold.ops.lsr_head import _library, _parallel, _reference
 from tilefold.ops.lsr_head._arguments import check_head, check_main_grad, check_out_dtype, check_quantized_head
+from tilefold.ops.lsr_head._calls import Signature, call_signature, new_plans, plans_of
 from tilefold.ops.lsr_head._choice import chosen_impl
 from tilefold.ops.lsr_head._layout import batch_size, sequence_mask
 from tilefold.ops.lsr_head._quantized import QuantizedWeight
@@ -77,6 +78,12 @@ def lsr_head(
         ValueError: for shapes, devices, masks, ``cu_seqlens`` or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
+    given = (pooling, activation, type(logit_scale), logit_scale, out_dtype, impl)
+    tensors = (hidden, weight, bias, attention_mask, cu_seqlens, weight_main_grad)
+    signature = call_signature(*tensors, given)
+    plans = plans_of(signature)
+    if plans is not None and (known := _library.scores_again(plans, *tensors)) is not None:
+        return known
     if isinstance(weight, QuantizedWeight):
         out_dtype, impl = check_quantized_head(
             hidden, weight, bias, attention_mask, cu_seqlens, pooling, activation, logit_scale, out_dtype, impl
@@ -85,14 +92,15 @@ def lsr_head(
             raise ValueError(
                 "weight_main_grad must be None with a QuantizedWeight, which has no gradient; leave it out."
             )
+        plans = new_plans(signature)
         return _library.quantized_max_head(
-            hidden, weight, bias, attention_mask, cu_seqlens, activation, float(logit_scale), out_dtype, impl
+            hidden, weight, bias, attention_mask, cu_seqlens, activation, float(logit_scale), out_dtype, impl, plans
         )
     if _parallel.is_distributed(hidden, weight, bias):
         layout = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
-        options = {"pooling": pooling, "activation": activation, "logit_scale": logit_scale, "out_dtype": out_dtype}
-        options |= {"weight_main_grad": weight_main_grad, "impl": impl}
-        return _parallel.parallel_head(lsr_head, hidden, weight, bias, layout, options)
+        named = {"pooling": pooling, "activation": activation, "logit_scale": logit_scale, "out_dtype": out_dtype}
+        named |= {"weight_main_grad": weight_main_grad, "impl": impl}
+        return _parallel.parallel_head(lsr_head, hidden, weight, bias, layout, named)
     compute_dtype = check_head(hidden, weight, bias, attention_mask, cu_seqlens, pooling, activation, logit_scale)
     out_dtype = check_out_dtype(out_dtype, compute_dtype)
     if weight_main_grad is not None:
@@ -105,37 +113,29 @@ def lsr_head(
         return _run_reference(
             hidden, weight, bias, attention_mask, cu_seqlens, pooling, activation, logit_scale, out_dtype
         )
-    if pooling in ("cls", "last"):
-        token, valid = _pooled_token(hidden, attention_mask, cu_seqlens, last=pooling == "last")
-        scores = _library.token_head(token, weight, bias, activation, float(logit_scale), out_dtype, compute_dtype)
-        return scores.masked_fill(~valid[:, None], 0)
+    inputs = (hidden, weight, bias, attention_mask, cu_seqlens)
+    options = (activation, float(logit_scale), out_dtype, compute_dtype)
+    return _pooled(pooling, inputs, options, impl, weight_main_grad, signature)
+
+
+def _pooled(
+    pooling: str,
+    inputs: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
+    options: tuple[str, float, torch.dtype, torch.dtype],
+    impl: str,
+    weight_main_grad: Tensor | None,
+    signature: Signature | None,
+) -> Tensor:
+    """The scores of a checked call, by its pooling."""
+    plans = new_plans(signature)
     if pooling == "max":
-        return _library.max_head(
-            hidden,
-            weight,
-            bias,
-            attention_mask,
-            cu_seqlens,
-            activation,
-            float(logit_scale),
-            out_dtype,
-            compute_dtype,
-            impl,
-            weight_main_grad,
-        )
-    return _library.sum_head(
-        hidden,
-        weight,
-        bias,
-        attention_mask,
-        cu_seqlens,
-        activation,
-        float(logit_scale),
-        out_dtype,
-        compute_dtype,
-        pooling == "mean",
-        impl,
-    )
+        return _library.max_head(*inputs, *options, impl, weight_main_grad, plans)
+    if pooling in ("cls", "last"):
+        hidden, weight, bias, attention_mask, cu_seqlens = inputs
+        token, valid = _pooled_token(hidden, attention_mask, cu_seqlens, last=pooling == "last")
+        scores = _library.token_head(token, weight, bias, *options)
+        return scores.masked_fill(~valid[:, None], 0)
+    return _library.sum_head(*inputs, *options, pooling == "mean", impl)
 
 
 def lsr_head_sparse(

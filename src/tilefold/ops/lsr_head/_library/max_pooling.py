@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.library import define_op, forbid_double_backward, is_plain, run
-from tilefold.ops.lsr_head._layout import batch_size, length_bound, winner_dtype
+from tilefold.ops._shared.library import define_op, forbid_double_backward, is_plain, no_mode, run
+from tilefold.ops.lsr_head import _tiled
+from tilefold.ops.lsr_head._layout import Plans, batch_size, length_bound, winner_dtype
 from tilefold.ops.lsr_head._library.common import HEAD, LAYOUT, OPTIONS, asked_for, fake_grads, implementation, present
 from tilefold.ops.lsr_head._library.cu_seqlens import check_cu_seqlens, looks_are_free
+from tilefold.ops.lsr_head._quantized import QuantizedWeight
 
 
 @define_op(
@@ -30,10 +32,13 @@ def _max_forward(
     compute_dtype: torch.dtype,
     with_winners: bool,
     impl: str,
+    plans: Plans | None = None,
 ) -> tuple[Tensor, Tensor]:
     if cu_seqlens is not None and looks_are_free(hidden, impl):
         check_cu_seqlens(cu_seqlens, hidden.size(0))
-    return implementation(impl, hidden).max_forward(  # type: ignore[no-any-return]
+    module = implementation(impl, hidden)
+    kept = {} if plans is None or module is _tiled else {"plans": plans}
+    return module.max_forward(  # type: ignore[no-any-return]
         hidden,
         weight,
         bias,
@@ -45,6 +50,7 @@ def _max_forward(
         compute_dtype,
         with_winners,
         length_bound(hidden),
+        **kept,
     )
 
 
@@ -91,8 +97,11 @@ def _max_backward(
     bias_dtype: torch.dtype | None,
     impl: str,
     main_grad: Tensor | None = None,
+    plans: Plans | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = implementation(impl, hidden).max_backward(
+    module = implementation(impl, hidden)
+    more = {} if module is _tiled else {"bias_dtype": bias_dtype, "plans": plans}
+    grads = module.max_backward(
         dscores,
         scores,
         winners,
@@ -104,6 +113,7 @@ def _max_backward(
         compute_dtype,
         (need_hidden, need_weight, bias_dtype is not None),
         main_grad,
+        **more,
     )
     return present(grads, hidden, bias_dtype)
 
@@ -146,24 +156,35 @@ def _max_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _gradients(
-    ctx: Any, dscores: Tensor | None, n_inputs: int, *, registered: bool, main_grad: Tensor | None = None
+    ctx: Any,
+    dscores: Tensor | None,
+    n_inputs: int,
+    *,
+    registered: bool,
+    main_grad: Tensor | None = None,
+    plans: Plans | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of hidden, weight and bias, then ``None`` for the other inputs."""
+    nothing = (None,) * (n_inputs - 3)
     if dscores is None:
-        return (None,) * n_inputs
-    need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-    scores, winners, hidden, weight, cu_seqlens = ctx.saved_tensors
-    inputs = (dscores, scores, winners, hidden, weight, cu_seqlens, *ctx.options)
+        return (None, None, None, *nothing)
+    needed = need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+    saved = ctx.saved_tensors
+    if plans is not None and not torch.is_grad_enabled() and no_mode():
+        again = plans.get(("gradients", dscores.stride(), needed))
+        if again is not None and (known := again(dscores, *saved, main_grad)) is not None:
+            return (*known, *nothing)
+    inputs = (dscores, *saved, *ctx.options)
     needs = (need_hidden, need_weight, ctx.bias_dtype if need_bias else None)
     if registered or torch.is_grad_enabled():  # the registered operator refuses a second derivative
         if main_grad is not None:
             raise RuntimeError("weight_main_grad cannot be used with create_graph=True; leave one of them out.")
         grads = torch.ops.tilefold.lsr_head_max_backward(*inputs, *needs, ctx.impl)
     else:
-        grads = run(_max_backward, *inputs, *needs, ctx.impl, main_grad)
+        grads = run(_max_backward, *inputs, *needs, ctx.impl, main_grad, plans)
     if main_grad is not None:
         need_weight = False
-    return (*asked_for(grads, (need_hidden, need_weight, need_bias)), *(None,) * (n_inputs - 3))
+    return (*asked_for(grads, (need_hidden, need_weight, need_bias)), *nothing)
 
 
 def _max_autograd(ctx: Any, dscores: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -180,18 +201,90 @@ class _MaxHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None, *rest: Any
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        main_grad: Tensor | None,
+        plans: Plans | None,
+        *rest: Any,
     ) -> Tensor:
-        attention_mask, cu_seqlens, *options = rest
-        inputs = (hidden, weight, bias, attention_mask, cu_seqlens, *options)
-        output = run(_max_forward, *inputs)
+        inputs = (hidden, weight, bias, *rest)
+        output = run(_max_forward, *inputs, plans)
         _save(ctx, inputs, output)
-        ctx.main_grad = main_grad
+        ctx.main_grad, ctx.plans = main_grad, plans
         return output[0]  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, dscores, 12, registered=False, main_grad=ctx.main_grad)
+        return _gradients(ctx, dscores, 13, registered=False, main_grad=ctx.main_grad, plans=ctx.plans)
+
+
+class _MaxHeadAgain(torch.autograd.Function):
+    """Scores and gradients by launches that a call of the same signature made before."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, plans: Plans, others: tuple[Tensor | None, ...]
+    ) -> Tensor | None:
+        attention_mask, cu_seqlens, main_grad = others
+        found = plans[FORWARD, True](hidden, weight, None, bias, attention_mask, cu_seqlens)
+        if found is None:
+            raise _NotAgainError
+        scores, winners = found
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(scores, winners, hidden, weight, cu_seqlens)
+        ctx.options, ctx.impl = plans[OPTIONS_OF], "triton"
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.main_grad, ctx.plans = main_grad, plans
+        return scores  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, dscores, 5, registered=False, main_grad=ctx.main_grad, plans=ctx.plans)
+
+
+class _NotAgainError(Exception):
+    """Tensors that lie where the compiled kernels cannot take them: the call goes the long way."""
+
+
+# Function.apply without its look at functorch, which the call's signature has had
+_apply_again: Any = super(torch.autograd.Function, _MaxHeadAgain).apply
+
+FORWARD, OPTIONS_OF = "forward", "options"
+
+
+def scores_again(
+    plans: Plans,
+    hidden: Tensor,
+    weight: Tensor | QuantizedWeight,
+    bias: Tensor | None,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    main_grad: Tensor | None,
+) -> Tensor | None:
+    """Scores of a call like the one that ``plans`` come from, or ``None`` if it must be planned.
+
+    All that can differ from that call is where the tensors lie, and who wants a gradient.
+    """
+    scale = None
+    if isinstance(weight, QuantizedWeight):
+        scale, weight = weight.scale, weight.values
+        training = False
+    else:
+        training = torch.is_grad_enabled() and (
+            hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+        )
+    replay = plans.get((FORWARD, training))
+    if replay is None:
+        return None
+    if not training:
+        found = replay(hidden, weight, scale, bias, attention_mask, cu_seqlens)
+        return None if found is None else found[0]
+    try:
+        return _apply_again(hidden, weight, bias, plans, (attention_mask, cu_seqlens, main_grad))  # type: ignore[no-any-return]
+    except _NotAgainError:
+        return None
 
 
 def max_head(
@@ -206,6 +299,7 @@ def max_head(
     compute_dtype: torch.dtype,
     impl: str,
     weight_main_grad: Tensor | None = None,
+    plans: Plans | None = None,
 ) -> Tensor:
     """Max-pooled scores ``[B, V]``; winners are kept only if a gradient can be asked for."""
     with_winners = torch.is_grad_enabled() and (
@@ -214,9 +308,11 @@ def max_head(
     place = (attention_mask, cu_seqlens)
     options = (activation, logit_scale, out_dtype, compute_dtype, with_winners, impl)
     if is_plain(hidden, weight, bias, *place):
+        if plans is not None:
+            plans[OPTIONS_OF] = (activation, logit_scale, compute_dtype)
         if with_winners:
-            return _MaxHead.apply(hidden, weight, bias, weight_main_grad, *place, *options)  # type: ignore[no-any-return, no-untyped-call]
-        return run(_max_forward, hidden, weight, bias, *place, *options)[0]  # type: ignore[no-any-return]
+            return _MaxHead.apply(hidden, weight, bias, weight_main_grad, plans, *place, *options)  # type: ignore[no-any-return, no-untyped-call]
+        return run(_max_forward, hidden, weight, bias, *place, *options, plans)[0]  # type: ignore[no-any-return]
     if weight_main_grad is not None:
         raise RuntimeError(
             "weight_main_grad cannot be used under torch.compile or with tensor subclasses; leave it out there, "

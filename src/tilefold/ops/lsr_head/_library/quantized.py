@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilefold.ops._shared.library import define_op, is_plain, run
 from tilefold.ops.lsr_head import _quantized
-from tilefold.ops.lsr_head._layout import batch_size, length_bound
+from tilefold.ops.lsr_head._layout import Plans, batch_size, length_bound
 from tilefold.ops.lsr_head._library.common import LAYOUT, OPTIONS
 from tilefold.ops.lsr_head._library.cu_seqlens import check_cu_seqlens, looks_are_free
 from tilefold.ops.lsr_head._quantized import QuantizedWeight, chosen_quantized_impl
@@ -29,6 +29,7 @@ def _forward(
     logit_scale: float,
     out_dtype: torch.dtype,
     impl: str,
+    plans: Plans | None = None,
 ) -> Tensor:
     impl = chosen_quantized_impl(hidden, impl)
     if cu_seqlens is not None and looks_are_free(hidden, impl):
@@ -52,6 +53,7 @@ def _forward(
         with_winners=False,
         length_bound=length_bound(hidden),
         weight_scale=scale,
+        plans=plans,
     )
     return scores
 
@@ -82,10 +84,11 @@ def quantized_max_head(
     logit_scale: float,
     out_dtype: torch.dtype,
     impl: str,
+    plans: Plans | None = None,
 ) -> Tensor:
     """Max-pooled scores ``[B, V]`` of a quantised weight; no gradient."""
     place = (attention_mask, cu_seqlens)
     arguments = (hidden, weight.values, weight.scale, bias, *place, activation, logit_scale, out_dtype, impl)
     if is_plain(hidden, weight.values, weight.scale, bias, *place):
-        return run(_forward, *arguments)  # type: ignore[no-any-return]
+        return run(_forward, *arguments, plans)  # type: ignore[no-any-return]
     return torch.ops.tilefold.lsr_head_max_fp8(*arguments)  # type: ignore[no-any-return]

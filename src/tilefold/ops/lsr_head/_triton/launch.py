@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
-
-
-class TileConfig(Protocol):
-    """The part of a launch configuration that says how operands are loaded."""
-
-    @property
-    def block_v(self) -> int: ...
-    @property
-    def block_t(self) -> int: ...
-    @property
-    def block_k(self) -> int: ...
 
 
 def cdiv(a: int, b: int) -> int:
@@ -39,14 +28,16 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def can_use_tma(tensor: Tensor) -> bool:
-    """Whether a ``[rows, D]`` tensor can be read through a TMA descriptor: 16-byte aligned base and rows."""
-    return tensor.data_ptr() % 16 == 0 and tensor.stride(0) * tensor.element_size() % 16 == 0 and tensor.stride(1) == 1
+def as_bytes(mask: Tensor | None) -> Tensor | None:
+    """A mask that the kernels can read: contiguous, and no bool."""
+    if mask is None:
+        return None
+    mask = mask.contiguous()
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
 
-def tma_descriptors(weight: Tensor, rows: Tensor, config: TileConfig) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """TMA descriptors of vocabulary tiles and of token tiles."""
-    return (
-        TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [config.block_v, config.block_k]),
-        TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [config.block_t, config.block_k]),
-    )
+@functools.cache
+def tma_descriptor(rows: int, columns: int, dtype: torch.dtype) -> Callable[[Tensor], TensorDescriptor]:
+    """What makes TMA descriptors of tiles of this size, of tensors of this dtype."""
+    block = [rows, columns]
+    return lambda tensor: TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)

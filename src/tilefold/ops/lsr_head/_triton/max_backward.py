@@ -9,17 +9,10 @@ gathered weight rows, on the tensor cores.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from tilefold.ops.lsr_head._layout import no_winner
 from tilefold.ops.lsr_head._triton.activation import slope_from_score
-from tilefold.ops.lsr_head._triton.launch import as_int32, cdiv, sm_count
-from tilefold.ops.lsr_head.configs import MaxBackwardConfig, max_backward_config
 
 LAST = tl.constexpr(2147483647)
 # An entry of a list packs the vocabulary index above the row inside its tile.
@@ -85,6 +78,17 @@ def _count_kernel(
         b += 1
         start = _start(cu_ptr, b, B, uniform_length, UNIFORM)
     tl.store(count_ptr + tile.to(tl.int64) * SPLITS + split, tl.sum(count))
+
+
+@triton.jit(do_not_specialize=["N"])
+def _scan_kernel(count_ptr, place_ptr, N, BLOCK: tl.constexpr):
+    """Inclusive prefix sums of ``N`` counts, by one program."""
+    before = tl.program_id(0).to(tl.int64)  # 0
+    for i0 in range(0, N, BLOCK):
+        i = i0 + tl.arange(0, BLOCK)
+        count = tl.load(count_ptr + i, mask=i < N, other=0).to(tl.int64)  # [BLOCK]
+        tl.store(place_ptr + i, before + tl.cumsum(count), mask=i < N)
+        before += tl.sum(count)
 
 
 @triton.jit(do_not_specialize=["B", "N", "uniform_length"])
@@ -232,112 +236,4 @@ def _dweight_kernel(
             elif total > 0:
                 tl.store(dweight_ptr + offs_w, tl.load(dweight_ptr + offs_w, mask=mask, other=0.0) + acc, mask=mask)
         if NEED_BIAS and item % D_BLOCKS == 0:
-            tl.store(dbias_ptr + v, dbias, mask=v < V)
-
-
-def max_backward(
-    dscores: Tensor,
-    scores: Tensor,
-    winners: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    cu_seqlens: Tensor | None,
-    activation: str,
-    logit_scale: float,
-    compute_dtype: torch.dtype,
-    needs: tuple[bool, bool, bool],
-    main_grad: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden, weight (each in its parameter's dtype) and bias (fp32); ``None`` where not needed.
-
-    With ``main_grad``, fp32 ``[V, D]``, the weight's gradient is added to it, in fp32, and not returned.
-    """
-    need_hidden, need_weight, need_bias = needs
-    device, dim = hidden.device, hidden.size(-1)
-    batch, vocab = scores.shape
-    if vocab > MAX_VOCAB:
-        raise ValueError(f"weight must have at most {MAX_VOCAB} rows for the Triton backward, got {vocab}.")
-    config = max_backward_config(compute_dtype, device, batch)
-    cu_seqlens = None if cu_seqlens is None else as_int32(cu_seqlens)
-    rows = hidden.reshape(-1, dim)
-    dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=device) if need_hidden else None
-    if batch == 0 or rows.size(0) == 0:
-        return (
-            None if dhidden is None else dhidden.zero_(),
-            torch.zeros_like(weight) if need_weight and main_grad is None else None,
-            torch.zeros(vocab, device=device) if need_bias else None,
-        )
-    sizes = (batch, vocab, rows.size(0), hidden.size(1) if cu_seqlens is None else 0)
-    flags = {
-        "ALWAYS_ACTIVE": activation in {"softplus", "none"},
-        "NO_WINNER": no_winner(winners.dtype),
-        "UNIFORM": cu_seqlens is None,
-    }
-    if dhidden is not None:
-        _hidden_gradient(
-            dhidden,
-            dscores,
-            scores,
-            winners,
-            weight.to(compute_dtype).contiguous(),
-            cu_seqlens,
-            activation,
-            logit_scale,
-            sizes,
-            config,
-            flags,
-        )
-    # The lists of the hidden gradient are gone by now: the peak is that of the results.
-    dweight = main_grad
-    if need_weight and dweight is None:
-        dweight = torch.empty(weight.shape, dtype=weight.dtype, device=device)
-    dbias = torch.empty(vocab, dtype=torch.float32, device=device) if need_bias else None
-    if need_weight or need_bias:
-        items = cdiv(vocab, config.dweight_block_v) * (cdiv(dim, config.dweight_block_d) if need_weight else 1)
-        programs = min(items, sm_count(device) * config.dweight_programs)
-        entries = programs * config.dweight_block_b * config.dweight_block_v
-        codes = torch.empty(entries, dtype=torch.int64, device=device)
-        grads = torch.empty(entries, dtype=compute_dtype, device=device)
-        _dweight_kernel[(programs,)](
-            dscores, scores, winners, rows.to(compute_dtype).contiguous(), cu_seqlens, codes, grads, dweight, dbias,
-            *sizes, logit_scale, *dscores.stride(),
-            D=dim, BLOCK_B=config.dweight_block_b, BLOCK_V=config.dweight_block_v, BLOCK_D=config.dweight_block_d,
-            BLOCK_E=config.dweight_block_e, ACTIVATION=activation, NEED_WEIGHT=need_weight, NEED_BIAS=need_bias,
-            ACCUMULATE=main_grad is not None, PRECISION=config.precision,
-            num_warps=config.dweight_warps, num_stages=config.dweight_stages, **flags,
-        )  # fmt: skip
-    return dhidden, dweight if main_grad is None else None, dbias
-
-
-def _hidden_gradient(
-    dhidden: Tensor,
-    dscores: Tensor,
-    scores: Tensor,
-    winners: Tensor,
-    weight: Tensor,
-    cu_seqlens: Tensor | None,
-    activation: str,
-    logit_scale: float,
-    sizes: tuple[int, int, int, int],
-    config: MaxBackwardConfig,
-    flags: dict[str, Any],
-) -> None:
-    """Fill ``dhidden``; ``sizes`` are B, V, rows of hidden, and the length of every sequence (0 if they differ)."""
-    (batch, vocab, n_rows, _), dim, device = sizes, weight.size(1), weight.device
-    splits = cdiv(vocab, config.split_v)
-    tiles = cdiv(n_rows, config.block_r)
-    counts = torch.empty(tiles, splits, dtype=torch.int32, device=device)
-    scan = {"BLOCK_R": config.block_r, "BLOCK": config.scan_block, "num_warps": config.scan_warps, **flags}
-    _count_kernel[(tiles, splits)](scores, winners, cu_seqlens, counts, *sizes, splits, config.split_v, **scan)
-    places = counts.view(-1).cumsum(0)
-    codes = torch.empty(batch * vocab, dtype=torch.int32, device=device)
-    grads = torch.empty(batch * vocab, dtype=weight.dtype, device=device)
-    _list_kernel[(tiles, splits)](
-        dscores, scores, winners, cu_seqlens, places, counts, codes, grads, *sizes, splits, config.split_v,
-        *dscores.stride(), ACTIVATION=activation, **scan,
-    )  # fmt: skip
-    _dhidden_kernel[(tiles, cdiv(dim, config.dhidden_block_d))](
-        weight, places, codes, grads, dhidden, n_rows, splits, logit_scale,
-        D=dim, BLOCK_R=config.block_r, BLOCK_D=config.dhidden_block_d, BLOCK_E=config.block_e,
-        PRECISION=config.precision, num_warps=config.dhidden_warps, num_stages=config.dhidden_stages,
-    )  # fmt: skip
+            tl.store(dbias_ptr + v, dbias.to(dbias_ptr.dtype.element_ty), mask=v < V)

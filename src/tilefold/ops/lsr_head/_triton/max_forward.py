@@ -10,18 +10,10 @@ All steps of all items form one flat loop, so that loads of the next tile are in
 
 from __future__ import annotations
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from tilefold.ops.lsr_head._layout import batch_size, no_winner, winner_dtype
 from tilefold.ops.lsr_head._triton.activation import nan_max
-from tilefold.ops.lsr_head._triton.launch import can_use_tma, cdiv, sm_count, tma_descriptors
-from tilefold.ops.lsr_head._triton.pack import AlignedRows, align_rows
-from tilefold.ops.lsr_head._triton.quantize import quantize_rows
 from tilefold.ops.lsr_head._triton.sequences import (
     LAST,
     column_terms,
@@ -31,12 +23,6 @@ from tilefold.ops.lsr_head._triton.sequences import (
     store_scores,
     unit_tiles_of,
 )
-from tilefold.ops.lsr_head.configs import MaxForwardConfig, max_forward_config, without_tma
-
-MAX_UNITS = 32
-MAX_RAGGED_UNITS = 8  # where sequences differ, each unit looks for its first one
-RAGGED_SHARES = (0.25, 0.33, 0.5, 0.75, 1.0)  # of valid rows, that a split of ragged rows is chosen for
-LONG_SEQUENCE_TILES = 16  # longer sequences are rather cut than kept in one unit
 
 
 @triton.jit
@@ -245,106 +231,3 @@ def _combine_kernel(
             best, winner, seq, start, offs_v, mask_v, scale, bias, position_ptr, out_ptr,
             winner_ptr, V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS, QUANTIZED,
         )  # fmt: skip
-
-
-def max_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    attention_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    activation: str,
-    logit_scale: float,
-    out_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    with_winners: bool,
-    length_bound: int,
-    weight_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Scores ``[B, V]`` in ``out_dtype``, and winners ``[B, V]`` (uint16 or int32; empty unless asked for).
-
-    With ``weight_scale``, fp32 ``[V]``, ``weight`` is fp8, and the token states are rounded to fp8 too.
-    """
-    batch, (vocab, dim) = batch_size(hidden, cu_seqlens), weight.shape
-    dtype = winner_dtype(length_bound)
-    scores = torch.empty(batch, vocab, dtype=out_dtype, device=hidden.device)
-    winners = torch.empty(batch if with_winners else 0, vocab, dtype=dtype, device=hidden.device)
-    if batch == 0 or (hidden.dim() == 3 and hidden.size(1) == 0):
-        return scores.zero_(), winners.fill_(no_winner(dtype))
-    quantized = weight_scale is not None
-    config = max_forward_config(weight.dtype if quantized else compute_dtype, hidden.device)
-    weight = (weight if quantized else weight.to(compute_dtype)).contiguous()
-    aligned = align_rows(hidden.to(compute_dtype), attention_mask, cu_seqlens, config.group)
-    rows, row_scale = quantize_rows(aligned.rows, config.block_t) if quantized else (aligned.rows, None)
-    if config.use_tma and not (can_use_tma(weight) and can_use_tma(rows)):
-        config = without_tma(config)
-    programs = sm_count(hidden.device)
-    total = rows.size(0)
-    units, round_to = plan_units(total, vocab, aligned.uniform_length, config.block_v, config.block_t, programs)
-    part = torch.empty(2 * units, vocab, dtype=torch.float32, device=hidden.device)
-    part_winner = torch.empty_like(part if with_winners else part[:0], dtype=torch.int32)
-    sizes = (batch, vocab, total, aligned.uniform_length, units, round_to)
-    flags = {
-        "ACTIVATION": activation,
-        "HAS_BIAS": bias is not None,
-        "HAS_POSITIONS": aligned.positions is not None,
-        "WITH_WINNERS": with_winners,
-        "UNIFORM": aligned.offsets is None,
-        "QUANTIZED": quantized,
-        "BLOCK_T": config.block_t,
-    }
-    pointers = (row_scale, weight_scale, bias, aligned.offsets, aligned.positions, scores, winners, part, part_winner)
-    tiles = {"D": dim, "BLOCK_K": config.block_k, "GROUP": config.group, "HAS_SCALE": logit_scale != 1.0, **flags}
-    if config.warp_roles:
-        from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper  # noqa: PLC0415 (needs Gluon)
-
-        sources = hopper.hopper_descriptors(weight, rows, config.block_t, config.block_k)
-        hopper.max_forward_hopper_kernel[(programs,)](
-            *sources, *pointers, *sizes, logit_scale, STAGES=config.num_stages, num_warps=config.num_warps, **tiles
-        )
-    else:
-        sources = tma_descriptors(weight, rows, config) if config.use_tma else (weight, rows)
-        _max_forward_kernel[(programs,)](
-            *sources, *pointers, *sizes, logit_scale, BLOCK_V=config.block_v, USE_TMA=config.use_tma,
-            PRECISION=config.precision, num_warps=config.num_warps, num_stages=config.num_stages, **tiles,
-        )  # fmt: skip
-    if aligned.offsets is not None or units_cut_sequences(aligned, round_to, config):
-        block = 1024
-        _combine_kernel[(batch, cdiv(vocab, block))](
-            weight_scale, bias, aligned.offsets, aligned.positions, aligned.ok, scores, winners, part, part_winner,
-            *sizes, BLOCK=block, NO_WINNER=no_winner(dtype), CHECKED=aligned.ok is not None, **flags,
-        )  # fmt: skip
-    return scores, winners
-
-
-@functools.lru_cache(maxsize=4096)
-def plan_units(
-    rows: int, vocab: int, uniform_length: int, block_v: int, block_t: int, programs: int
-) -> tuple[int, int]:
-    """Into how many units the token tiles are split, and the number of tiles that a unit's size is a multiple of.
-
-    The split that leaves the fewest tiles to the busiest program, at a price an item: 0.1 tile where all sequences have
-    one length (``uniform_length``, else 0), 0.15 where the first one has to be looked for. Units end with sequences if
-    that length is a multiple of ``block_t``. How many of ragged ``rows`` are valid only the device knows: the split is
-    then the best on average over several shares.
-    """
-    tiles_per_sequence = uniform_length // block_t if uniform_length % block_t == 0 else 0
-    round_to = tiles_per_sequence if 1 <= tiles_per_sequence <= LONG_SEQUENCE_TILES else 1
-    shares, price = ((1.0,), 0.1) if uniform_length else (RAGGED_SHARES, 0.15)
-    counts = [max(1, cdiv(int(rows * share), block_t)) for share in shares]
-    n_vocab = cdiv(vocab, block_v)
-
-    def busiest(units: int) -> float:
-        total = 0.0
-        for n_tiles in counts:
-            tiles = cdiv(cdiv(n_tiles, units), round_to) * round_to
-            total += cdiv(n_vocab * cdiv(n_tiles, tiles), programs) * (tiles + price) / n_tiles
-        return total
-
-    most = MAX_UNITS if uniform_length else MAX_RAGGED_UNITS
-    return min(range(1, min(counts[-1], most) + 1), key=busiest), round_to
-
-
-def units_cut_sequences(aligned: AlignedRows, round_to: int, config: MaxForwardConfig) -> bool:
-    """Whether the border of two units can lie inside a sequence of uniform input."""
-    return (round_to * config.block_t) % max(aligned.uniform_length, 1) != 0

@@ -10,7 +10,7 @@ The walk over items, units and sequences, and what is stored, is that of ``max_f
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -274,14 +274,7 @@ def max_forward_hopper_kernel(
 
 
 @functools.cache
-def _shared_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], ELEMENTS[dtype])
-
-
-def hopper_descriptors(weight: Tensor, rows: Tensor, block_t: int, block_k: int) -> tuple[Any, Any]:
-    """TMA descriptors of half vocabulary tiles and of token tiles."""
-    half = HALF_V.value
-    return (
-        TensorDescriptor.from_tensor(weight, [half, block_k], _shared_layout(half, block_k, weight.dtype)),
-        TensorDescriptor.from_tensor(rows, [block_t, block_k], _shared_layout(block_t, block_k, rows.dtype)),
-    )
+def hopper_descriptor(rows: int, columns: int, dtype: torch.dtype) -> Callable[[Tensor], TensorDescriptor]:
+    """What makes TMA descriptors of tiles of this size, of tensors of this dtype."""
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], ELEMENTS[dtype])
+    return lambda tensor: TensorDescriptor.from_tensor(tensor, [rows, columns], layout)

@@ -6,14 +6,15 @@ a maximum (equal logits go to the lower row), so the forward kernel needs no mas
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from tilefold.ops.lsr_head._triton.launch import as_int32, cdiv
+from tilefold.ops._shared._triton.launch import launcher
+from tilefold.ops.lsr_head._triton.launch import cdiv
+from tilefold.ops.lsr_head._triton.steps import Piece, Step
 
 BLOCK_ROWS = 32  # rows that one program copies
 BLOCK_D = 128
@@ -25,15 +26,24 @@ def _rounded(length, GROUP: tl.constexpr):
     return (length + GROUP - 1) // GROUP * GROUP
 
 
+@triton.jit
+def _valid(mask_ptr, b, s, S, end, HAS_MASK: tl.constexpr):
+    """Whether places ``s`` of sequence ``b`` that lie before ``end`` hold a token."""
+    if HAS_MASK:
+        return tl.load(mask_ptr + b * S + s, mask=s < end, other=0) != 0
+    else:
+        return s < end
+
+
 @triton.jit(do_not_specialize=["S"])
-def _count_kernel(mask_ptr, count_ptr, last_ptr, S, SCAN: tl.constexpr):
+def _count_kernel(mask_ptr, count_ptr, last_ptr, S, SCAN: tl.constexpr, HAS_MASK: tl.constexpr):
     """Valid tokens of sequence b, and the place of the last one (-1 if none)."""
     b = tl.program_id(0).to(tl.int64)
     count = 0
     last = -1
     for s0 in range(0, S, SCAN):
         s = s0 + tl.arange(0, SCAN)
-        valid = tl.load(mask_ptr + b * S + s, mask=s < S, other=0) != 0  # [SCAN]
+        valid = _valid(mask_ptr, b, s, S, S, HAS_MASK)  # [SCAN]
         count += tl.sum(valid.to(tl.int32))
         last = tl.maximum(last, tl.max(tl.where(valid, s, -1)))
     tl.store(count_ptr + b, count)
@@ -44,6 +54,7 @@ def _count_kernel(mask_ptr, count_ptr, last_ptr, S, SCAN: tl.constexpr):
 def _copy_padded_kernel(
     hidden_ptr, mask_ptr, count_ptr, last_ptr, offset_ptr, rows_ptr, position_ptr, B, S,
     D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SCAN: tl.constexpr, GROUP: tl.constexpr,
+    HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     s0 = tl.program_id(1) * BLOCK_ROWS
@@ -54,9 +65,9 @@ def _copy_padded_kernel(
     before = 0
     for start in range(0, s0, SCAN):
         s = start + tl.arange(0, SCAN)
-        before += tl.sum((tl.load(mask_ptr + b * S + s, mask=s < s0, other=0) != 0).to(tl.int32))
+        before += tl.sum(_valid(mask_ptr, b, s, S, s0, HAS_MASK).to(tl.int32))
     s = s0 + tl.arange(0, BLOCK_ROWS)
-    valid = tl.load(mask_ptr + b * S + s, mask=s < S, other=0) != 0  # [BLOCK_ROWS]
+    valid = _valid(mask_ptr, b, s, S, S, HAS_MASK)  # [BLOCK_ROWS]
     row = (offset + before + tl.cumsum(valid.to(tl.int32)) - 1).to(tl.int64)
     tl.store(position_ptr + row, s, mask=valid)
     for d0 in range(0, D, BLOCK_D):
@@ -126,61 +137,75 @@ def _copy_packed_kernel(
             total += tl.sum(length)
 
 
-@dataclass(frozen=True)
-class AlignedRows:
-    """Rows the forward kernel reads.
+class Alignment(NamedTuple):
+    """How rows are made that the forward kernel reads.
 
     Attributes:
-        rows: ``[T_bound, D]``; only the first ``offsets[B]`` are meant.
-        offsets: ``[B + 1]`` int32, multiples of GROUP, or ``None`` for ``b * uniform_length``.
-        positions: ``[T_bound]`` int32, each row's position in its sequence, or ``None`` for ``row - offsets[b]``.
-        ok: ``[1]`` int32, 0 where ``cu_seqlens`` was broken; ``None`` if there was none.
-        uniform_length: length of every sequence where ``offsets`` is ``None``.
+        steps, pieces: launches that write them, and the scratch that they write: ``rows`` ``[total, D]``, of which the
+            first ``offsets[B]`` are meant; ``offsets`` ``[B + 1]`` int32, multiples of the group; ``positions``
+            ``[total]`` int32, each row's position in its sequence; ``ok`` ``[1]`` int32, 0 for a broken ``cu_seqlens``.
+        total: rows, at most.
+        uniform_length: length of every sequence where hidden is read in place; else 0.
     """
 
-    rows: Tensor
-    offsets: Tensor | None
-    positions: Tensor | None
-    ok: Tensor | None
+    steps: tuple[Step, ...]
+    pieces: tuple[Piece, ...]
+    total: int
     uniform_length: int
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the rows are those of hidden."""
+        return not self.pieces
 
-def align_rows(hidden: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, group: int) -> AlignedRows:
-    """Align the valid tokens of ``hidden``; no copy for unmasked input whose length is a multiple of ``group``."""
-    hidden = hidden.contiguous()
-    device, dim = hidden.device, hidden.size(-1)
-    if cu_seqlens is not None:
-        return _align_packed(hidden, as_int32(cu_seqlens), group)
-    batch, length = hidden.size(0), hidden.size(1)
-    if attention_mask is None:
-        if length % group == 0:
-            return AlignedRows(hidden.view(batch * length, dim), None, None, None, length)
-        attention_mask = torch.ones(batch, length, dtype=torch.uint8, device=device)
-    mask = attention_mask.view(torch.uint8) if attention_mask.dtype == torch.bool else attention_mask
-    mask = mask.contiguous()
+
+def alignment(shape: torch.Size, dtype: torch.dtype, has_mask: bool, batch: int | None, group: int) -> Alignment:
+    """How the valid tokens of hidden are aligned; no copy for unmasked input whose length is a multiple of ``group``.
+
+    Args:
+        shape, dtype: of the contiguous ``"hidden"`` that the steps read.
+        has_mask: whether there is a ``"mask"``, contiguous and no bool.
+        batch: number of sequences of packed input with ``"cu_seqlens"``, int32; ``None`` for padded input.
+        group: rows that sequences are aligned to.
+    """
+    dim = shape[-1]
+    constants = {"D": dim, "BLOCK_ROWS": BLOCK_ROWS, "BLOCK_D": BLOCK_D, "GROUP": group}
+    if batch is not None:
+        return _packed_alignment(shape[0], dim, dtype, batch, group, constants)
+    batch, length = shape[0], shape[1]
+    if not has_mask and length % group == 0:
+        return Alignment((), (), batch * length, length)
     bound = batch * cdiv(length, group) * group
-    rows = torch.empty(bound, dim, dtype=hidden.dtype, device=device)
-    offsets, count, last, positions = torch.empty(3 * batch + 1 + bound, dtype=torch.int32, device=device).split(
-        [batch + 1, batch, batch, bound]
+    scan: dict[str, Any] = {"SCAN": SCAN, "HAS_MASK": has_mask}
+    count = Step(launcher(_count_kernel, scan), (batch, 1, 1), ("mask", "count", "last", length))
+    copy = Step(
+        launcher(_copy_padded_kernel, constants | scan),
+        (batch, cdiv(length, BLOCK_ROWS), 1),
+        ("hidden", "mask", "count", "last", "offsets", "rows", "positions", batch, length),
     )
-    _count_kernel[(batch,)](mask, count, last, length, SCAN=SCAN)
-    _copy_padded_kernel[(batch, cdiv(length, BLOCK_ROWS))](
-        hidden, mask, count, last, offsets, rows, positions, batch, length,
-        D=dim, BLOCK_ROWS=BLOCK_ROWS, BLOCK_D=BLOCK_D, SCAN=SCAN, GROUP=group,
-    )  # fmt: skip
-    return AlignedRows(rows, offsets, positions, None, 0)
+    pieces = (
+        Piece("rows", (bound, dim), dtype),
+        Piece("offsets", (batch + 1,), torch.int32),
+        Piece("count", (batch,), torch.int32),
+        Piece("last", (batch,), torch.int32),
+        Piece("positions", (bound,), torch.int32),
+    )
+    return Alignment((count, copy), pieces, bound, 0)
 
 
-def _align_packed(hidden: Tensor, cu_seqlens: Tensor, group: int) -> AlignedRows:
-    total, dim = hidden.shape
-    batch = cu_seqlens.numel() - 1
+def _packed_alignment(
+    total: int, dim: int, dtype: torch.dtype, batch: int, group: int, constants: dict[str, Any]
+) -> Alignment:
     bound = max(1, total + batch * (group - 1))
-    rows = torch.empty(bound, dim, dtype=hidden.dtype, device=hidden.device)
-    offsets, ok, positions = torch.empty(batch + 2 + bound, dtype=torch.int32, device=hidden.device).split(
-        [batch + 1, 1, bound]
+    copy = Step(
+        launcher(_copy_packed_kernel, constants | {"SCAN_B": 64}),
+        (max(1, cdiv(total, BLOCK_ROWS)), 1, 1),
+        ("hidden", "cu_seqlens", "offsets", "ok", "rows", "positions", batch, total),
     )
-    _copy_packed_kernel[(max(1, cdiv(total, BLOCK_ROWS)),)](
-        hidden, cu_seqlens, offsets, ok, rows, positions, batch, total,
-        D=dim, BLOCK_ROWS=BLOCK_ROWS, BLOCK_D=BLOCK_D, GROUP=group, SCAN_B=64,
-    )  # fmt: skip
-    return AlignedRows(rows, offsets, positions, ok, 0)
+    pieces = (
+        Piece("rows", (bound, dim), dtype),
+        Piece("offsets", (batch + 1,), torch.int32),
+        Piece("ok", (1,), torch.int32),
+        Piece("positions", (bound,), torch.int32),
+    )
+    return Alignment((copy,), pieces, bound, 0)

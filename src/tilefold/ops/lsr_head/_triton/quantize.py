@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from tilefold.ops._shared._triton.launch import launcher
 from tilefold.ops.lsr_head._triton.launch import cdiv
+from tilefold.ops.lsr_head._triton.steps import Piece, Step
 
 FP8_MAX = tl.constexpr(448.0)
 TINY = tl.constexpr(2.0**-126)
@@ -37,13 +38,12 @@ def _quantize_rows_kernel(
         tl.store(values_ptr + offs, x.to(values_ptr.dtype.element_ty), mask=inside)
 
 
-def quantize_rows(rows: Tensor, round_to: int) -> tuple[Tensor, Tensor]:
-    """``[N, D]`` fp8 values, and fp32 scales whose buffer is a multiple of ``round_to`` long."""
-    n, dim = rows.shape
-    values = torch.empty(n, dim, dtype=torch.float8_e4m3fn, device=rows.device)
-    scale = torch.empty(cdiv(n, round_to) * round_to, dtype=torch.float32, device=rows.device)
+def quantization(source: str, n: int, dim: int, round_to: int) -> tuple[Step, tuple[Piece, ...]]:
+    """How ``[n, dim]`` rows become ``"values"`` in fp8 and ``"row_scale"`` in fp32, a multiple of ``round_to`` long."""
     block_d = min(1024, triton.next_power_of_2(dim))
-    _quantize_rows_kernel[(cdiv(n, BLOCK_ROWS),)](
-        rows, values, scale, n, D=dim, BLOCK_ROWS=BLOCK_ROWS, BLOCK_D=block_d, num_warps=8
+    run = launcher(_quantize_rows_kernel, {"D": dim, "BLOCK_ROWS": BLOCK_ROWS, "BLOCK_D": block_d, "num_warps": 8})
+    pieces = (
+        Piece("values", (n, dim), torch.float8_e4m3fn),
+        Piece("row_scale", (cdiv(n, round_to) * round_to,), torch.float32),
     )
-    return values, scale
+    return Step(run, (cdiv(n, BLOCK_ROWS), 1, 1), (source, "values", "row_scale", n)), pieces
