@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tests.ops.conftest import Target
 from tilefold.ops import maxsim, quantize_tokens
@@ -264,6 +265,17 @@ def step(leaves: list[Tensor], inputs: MaxSimInputs) -> Callable[[], list[Tensor
         return [scores.detach(), *torch.autograd.grad(scores, leaves, inputs.dscores)]
 
     return run
+
+
+@gpu
+def test_forward_mode_is_refused_after_calls_without_it() -> None:
+    queries, documents = torch.randn(2, 4, 16, device="cuda"), torch.randn(3, 5, 16, device="cuda")
+    for _ in range(3):
+        maxsim(queries, documents)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="impl must be 'reference' in forward-mode"):
+        maxsim(forward_ad.make_dual(queries, torch.ones_like(queries)), documents)
+    with pytest.raises(RuntimeError, match="impl must be 'reference' in forward-mode"):
+        torch.func.jvp(lambda q: maxsim(q, documents), (queries,), (queries,))
 
 
 @gpu

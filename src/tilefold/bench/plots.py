@@ -115,9 +115,10 @@ def _conditions(rows: Sequence[Mapping[str, str]]) -> str:
 
     gpu = f", driver {values('driver')}, CUDA {values('cuda')}, triton {values('triton')}" if values("cuda") else ""
     shapes = _SHAPES_OF.get(values("op"), "BxSxDxV")
+    commits = "/".join(commit[:7] for commit in values("commit").split("/"))
     return (
         f"{values('op')} on {values('device')}{gpu}, torch {values('torch')}, {values('dtype')};\n"
-        f"shapes {shapes}; commit {values('commit')}; bars relative to each shape's largest"
+        f"shapes {shapes}; commit {commits}; bars relative to each shape's largest"
     )
 
 

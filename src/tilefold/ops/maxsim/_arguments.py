@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tilefold.ops._shared.checks import (
     FLOAT_DTYPES,
@@ -187,6 +188,8 @@ def call_signature(
     ``options`` begin with the pairing. Written out, without loops: a third of a small call was spent here.
     """
     if torch.compiler.is_compiling() or type(queries) not in PLAIN or not queries.is_cuda:
+        return None
+    if forward_ad._current_level >= 0:  # to be refused
         return None
     quantized = type(documents) is QuantizedTokens
     rows: Any = documents.values if quantized else documents

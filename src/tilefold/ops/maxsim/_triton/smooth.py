@@ -31,7 +31,9 @@ def _weights(
     if HAS_DMASK:
         kept = inside_d & (tl.load(doc_mask_ptr + doc_row, mask=inside_d, other=0) != 0)
     counts = kept[None, :] & (inside_q & (top != float("inf")))[:, None]
-    return tl.where(counts, grad[:, None] * tl.exp((acc - top[:, None]) * inverse_temperature), 0.0)
+    # no weight is over 1, but a product that was rounded otherwise may lie above the logarithm of their sum
+    below = tl.minimum(acc - top[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(counts, grad[:, None] * tl.exp(below * inverse_temperature), 0.0)
 
 
 @triton.jit(
