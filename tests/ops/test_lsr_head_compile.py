@@ -202,6 +202,10 @@ def test_sum_pooling_builds_without_spills(capability, dtype):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_packing_builds_without_spills(capability):
     types = common_types(torch.bfloat16)
+    checking = compile_kernel(
+        sum_pooling._check_offsets_kernel, types, {"BLOCK": sum_pooling.CHECK_BLOCK}, capability, 4, 3
+    )
+    check(checking, capability, tensor_cores=False)
     rows = {"D": DIM, "BLOCK_ROWS": pack.BLOCK_ROWS, "BLOCK_D": pack.BLOCK_D, "GROUP": configs.HOPPER_16BIT.group}
     for kernel, constants in (
         (pack._count_kernel, {"SCAN": pack.SCAN, "HAS_MASK": True}),

@@ -103,6 +103,9 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
     "packed, long": ((5, 700, 64, 40), {"layout": "packed"}, {"activation": "softplus"}),
     "scaled, in fp32": ((3, 16, 64, 200), {}, {"logit_scale": 2, "out_dtype": torch.float32, "activation": "none"}),
     "rows that TMA cannot read": ((3, 16, 41, 200), {}, {}),
+    "sum": ((3, 21, 64, 200), {}, {"pooling": "sum", "activation": "softplus", "logit_scale": 0.5}),
+    "mean, holes, no bias": ((5, 37, 64, 200), {"layout": "holes", "bias": False}, {"pooling": "mean"}),
+    "mean, packed": ((5, 37, 64, 200), {"layout": "packed"}, {"pooling": "mean"}),
 }
 
 
@@ -118,10 +121,28 @@ def test_repeated_launches_give_the_bits_of_the_first(case: str, dtype: torch.dt
         first = lsr_head_results(rounds[0], needs=needs, **options)
         assert not remembered(), "what is called once needs no plan"
         assert_same(lsr_head_results(rounds[0], needs=needs, **options), first)
-        assert remembered() == ({"forward", "gradients"} if needs else {"forward"})
+        launched = {"forward", "gradients"} if needs and "pooling" not in options else {"forward"}
+        assert remembered() == launched
         with nan_poisoned_empty():
             for inputs in rounds[1:]:
                 assert_same(lsr_head_results(inputs, needs=needs, **options), first)
+
+
+@gpu
+@pytest.mark.parametrize("pooling", ["max", "mean"])
+def test_offsets_of_the_same_shape_are_looked_at_in_every_call(pooling: str) -> None:
+    hidden, weight = on_gpu(1, 60, 64, 200).hidden[0], on_gpu(1, 60, 64, 200).weight
+    expected, offsets = [], []
+    for values in ([0, 10, 10, 60], [0, 1, 59, 60], [0, 10, 9, 60], [0, 5, 10, 59], [1, 5, 10, 60], [0, 0, 0, 60]):
+        _calls._SEEN.clear()
+        offsets.append(torch.tensor(values, device="cuda"))
+        expected.append(lsr_head(hidden, weight, cu_seqlens=offsets[-1], pooling=pooling))
+    assert [bool(scores.isnan().all()) for scores in expected] == [False, False, True, True, True, False]
+    for _ in range(3):
+        for cu, scores in zip(offsets, expected, strict=True):
+            found = lsr_head(hidden, weight, cu_seqlens=cu, pooling=pooling)
+            assert torch.equal(found.nan_to_num(7), scores.nan_to_num(7))
+    assert remembered() == {"forward"}
 
 
 @gpu
@@ -135,13 +156,6 @@ def test_other_values_and_lengths_of_the_same_shapes_are_not_those_of_the_first_
         for inputs, results in zip(rounds, expected, strict=True):
             assert_same(lsr_head_results(inputs), results)
     assert remembered() == {"forward", "gradients"}
-    hidden, weight = on_gpu(1, 60, 64, 200).hidden[0], rounds[0].weight
-    for offsets in ([0, 10, 10, 60], [0, 1, 59, 60], [0, 10, 9, 60], [0, 5, 10, 59], [0, 0, 0, 60]):
-        cu = torch.tensor(offsets, dtype=torch.int64, device="cuda")
-        _calls._SEEN.clear()
-        first = lsr_head(hidden, weight, cu_seqlens=cu)
-        for _ in range(3):
-            assert torch.equal(lsr_head(hidden, weight, cu_seqlens=cu).nan_to_num(7), first.nan_to_num(7))
 
 
 @gpu
@@ -231,6 +245,19 @@ def test_a_second_derivative_is_refused_from_plans_too() -> None:
     assert gradients_equal(grads, results)
     with pytest.raises(RuntimeError, match="lsr_head can be differentiated once"):
         grads[0].sum().backward()
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean", "cls", "last"])
+def test_a_second_derivative_of_the_other_poolings_is_refused(pooling: str, target: Target) -> None:
+    inputs = lsr_head_inputs(2, 5, 16, 20, device=target.device)
+    hidden = inputs.hidden.requires_grad_()
+    for _ in range(3):
+        scores = lsr_head(hidden, inputs.weight, inputs.bias, pooling=pooling, impl=target.impl)
+        (dhidden,) = torch.autograd.grad(scores, [hidden], inputs.dscores, create_graph=True)
+        if target.impl == "reference":
+            continue
+        with pytest.raises(RuntimeError, match="lsr_head can be differentiated once"):
+            dhidden.sum().backward()
 
 
 @gpu

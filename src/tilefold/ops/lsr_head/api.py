@@ -135,7 +135,7 @@ def _pooled(
         token, valid = _pooled_token(hidden, attention_mask, cu_seqlens, last=pooling == "last")
         scores = _library.token_head(token, weight, bias, *options)
         return scores.masked_fill(~valid[:, None], 0)
-    return _library.sum_head(*inputs, *options, pooling == "mean", impl)
+    return _library.sum_head(*inputs, *options, pooling == "mean", impl, plans)
 
 
 def lsr_head_sparse(

@@ -15,6 +15,10 @@ LAYOUT = "Tensor? attention_mask, Tensor? cu_seqlens"
 OPTIONS = "str activation, float logit_scale"
 
 
+class NotAgainError(Exception):
+    """Tensors that lie where the compiled kernels cannot take them: the call goes the long way."""
+
+
 def implementation(impl: str, hidden: Tensor) -> ModuleType:
     """The module that computes with ``impl`` on ``hidden``."""
     impl = chosen_impl(hidden, impl)

@@ -10,7 +10,16 @@ from torch import Tensor
 from tilefold.ops._shared.library import define_op, forbid_double_backward, is_plain, no_mode, run
 from tilefold.ops.lsr_head import _tiled
 from tilefold.ops.lsr_head._layout import Plans, batch_size, length_bound, winner_dtype
-from tilefold.ops.lsr_head._library.common import HEAD, LAYOUT, OPTIONS, asked_for, fake_grads, implementation, present
+from tilefold.ops.lsr_head._library.common import (
+    HEAD,
+    LAYOUT,
+    OPTIONS,
+    NotAgainError,
+    asked_for,
+    fake_grads,
+    implementation,
+    present,
+)
 from tilefold.ops.lsr_head._library.cu_seqlens import check_cu_seqlens, looks_are_free
 from tilefold.ops.lsr_head._quantized import QuantizedWeight
 
@@ -228,13 +237,13 @@ class _MaxHeadAgain(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, plans: Plans, others: tuple[Tensor | None, ...]
     ) -> Tensor | None:
         attention_mask, cu_seqlens, main_grad = others
-        found = plans[FORWARD, True](hidden, weight, None, bias, attention_mask, cu_seqlens)
+        found = plans["forward", True](hidden, weight, None, bias, attention_mask, cu_seqlens)
         if found is None:
-            raise _NotAgainError
+            raise NotAgainError
         scores, winners = found
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(scores, winners, hidden, weight, cu_seqlens)
-        ctx.options, ctx.impl = plans[OPTIONS_OF], "triton"
+        ctx.options, ctx.impl = plans["options"], "triton"
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.main_grad, ctx.plans = main_grad, plans
         return scores  # type: ignore[no-any-return]
@@ -244,14 +253,8 @@ class _MaxHeadAgain(torch.autograd.Function):
         return _gradients(ctx, dscores, 5, registered=False, main_grad=ctx.main_grad, plans=ctx.plans)
 
 
-class _NotAgainError(Exception):
-    """Tensors that lie where the compiled kernels cannot take them: the call goes the long way."""
-
-
 # Function.apply without its look at functorch, which the call's signature has had
 _apply_again: Any = super(torch.autograd.Function, _MaxHeadAgain).apply
-
-FORWARD, OPTIONS_OF = "forward", "options"
 
 
 def scores_again(
@@ -275,15 +278,15 @@ def scores_again(
         training = torch.is_grad_enabled() and (
             hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         )
-    replay = plans.get((FORWARD, training))
+    replay = plans.get(("forward", training))
     if replay is None:
         return None
     if not training:
         found = replay(hidden, weight, scale, bias, attention_mask, cu_seqlens)
         return None if found is None else found[0]
     try:
-        return _apply_again(hidden, weight, bias, plans, (attention_mask, cu_seqlens, main_grad))  # type: ignore[no-any-return]
-    except _NotAgainError:
+        return plans["apply"](hidden, weight, bias, plans, (attention_mask, cu_seqlens, main_grad))  # type: ignore[no-any-return]
+    except NotAgainError:
         return None
 
 
@@ -309,7 +312,7 @@ def max_head(
     options = (activation, logit_scale, out_dtype, compute_dtype, with_winners, impl)
     if is_plain(hidden, weight, bias, *place):
         if plans is not None:
-            plans[OPTIONS_OF] = (activation, logit_scale, compute_dtype)
+            plans["apply"], plans["options"] = _apply_again, (activation, logit_scale, compute_dtype)
         if with_winners:
             return _MaxHead.apply(hidden, weight, bias, weight_main_grad, plans, *place, *options)  # type: ignore[no-any-return, no-untyped-call]
         return run(_max_forward, hidden, weight, bias, *place, *options, plans)[0]  # type: ignore[no-any-return]

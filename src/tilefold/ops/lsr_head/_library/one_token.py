@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.library import define_op, forbid_double_backward
+from tilefold.ops._shared.library import define_op, forbid_double_backward, is_plain, run
 from tilefold.ops.lsr_head._activation import activate, slope_from_score
 from tilefold.ops.lsr_head._library.common import asked_for, fake_grads, present, product
 
@@ -93,7 +93,7 @@ def _(
 forbid_double_backward("lsr_head_token_backward", "lsr_head")
 
 
-def _token_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     token, weight, bias, activation, logit_scale, _, compute_dtype = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output, token, weight)
@@ -101,18 +101,38 @@ def _token_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> N
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def _token_autograd(ctx: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, dscores: Tensor | None, *, registered: bool) -> tuple[Tensor | None, ...]:
     nothing = (None,) * 4
     if dscores is None:
         return (None, None, None, *nothing)
     needs = ctx.needs_input_grad[:3]
-    grads = torch.ops.tilefold.lsr_head_token_backward(
-        dscores, *ctx.saved_tensors, *ctx.options, *needs[:2], ctx.bias_dtype if needs[2] else None
-    )
+    inputs = (dscores, *ctx.saved_tensors, *ctx.options, *needs[:2], ctx.bias_dtype if needs[2] else None)
+    if registered or torch.is_grad_enabled():  # the registered operator refuses a second derivative
+        grads = torch.ops.tilefold.lsr_head_token_backward(*inputs)
+    else:
+        grads = run(_token_backward, *inputs)
     return (*asked_for(grads, needs), *nothing)
 
 
-torch.library.register_autograd("tilefold::lsr_head_token", _token_autograd, setup_context=_token_setup_context)
+def _token_autograd(ctx: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
+    return _gradients(ctx, dscores, registered=True)
+
+
+torch.library.register_autograd("tilefold::lsr_head_token", _token_autograd, setup_context=_save)
+
+
+class _TokenHead(torch.autograd.Function):
+    """The registered operator and its gradient without the dispatcher, for plain tensors; see ``is_plain``."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        scores: Tensor = run(_token_forward, *inputs)
+        _save(ctx, inputs, scores)
+        return scores
+
+    @staticmethod
+    def backward(ctx: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, dscores, registered=False)
 
 
 def token_head(
@@ -125,6 +145,9 @@ def token_head(
     compute_dtype: torch.dtype,
 ) -> Tensor:
     """Scores ``[B, V]`` of one token a sequence, ``token`` ``[B, D]``."""
-    return torch.ops.tilefold.lsr_head_token(  # type: ignore[no-any-return]
-        token, weight, bias, activation, logit_scale, out_dtype, compute_dtype
-    )
+    inputs = (token, weight, bias, activation, logit_scale, out_dtype, compute_dtype)
+    if not is_plain(token, weight, bias):
+        return torch.ops.tilefold.lsr_head_token(*inputs)  # type: ignore[no-any-return]
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (token, weight, bias)):
+        return _TokenHead.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
+    return run(_token_forward, *inputs)  # type: ignore[no-any-return]

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.library import define_op, forbid_double_backward
-from tilefold.ops.lsr_head._layout import batch_size
-from tilefold.ops.lsr_head._library.common import HEAD, LAYOUT, OPTIONS, asked_for, fake_grads, implementation, present
-from tilefold.ops.lsr_head._library.cu_seqlens import broken_cu_seqlens, check_cu_seqlens, looks_are_free
+from tilefold.ops._shared.library import define_op, forbid_double_backward, is_plain, run
+from tilefold.ops.lsr_head import _tiled
+from tilefold.ops.lsr_head._layout import Plans, batch_size
+from tilefold.ops.lsr_head._library.common import (
+    HEAD,
+    LAYOUT,
+    OPTIONS,
+    NotAgainError,
+    asked_for,
+    fake_grads,
+    implementation,
+    present,
+)
+from tilefold.ops.lsr_head._library.cu_seqlens import check_cu_seqlens, looks_are_free
 
 
 @define_op(
@@ -30,10 +39,13 @@ def _sum_forward(
     compute_dtype: torch.dtype,
     mean: bool,
     impl: str,
+    plans: Plans | None = None,
 ) -> Tensor:
     if cu_seqlens is not None and looks_are_free(hidden, impl):
         check_cu_seqlens(cu_seqlens, hidden.size(0))
-    scores: Tensor = implementation(impl, hidden).sum_forward(
+    module = implementation(impl, hidden)
+    kept = {} if plans is None or module is _tiled else {"plans": plans}
+    return module.sum_forward(  # type: ignore[no-any-return]
         hidden,
         weight,
         bias,
@@ -44,10 +56,8 @@ def _sum_forward(
         out_dtype,
         compute_dtype,
         mean,
+        **kept,
     )
-    if cu_seqlens is not None and not looks_are_free(hidden, impl):
-        scores.masked_fill_(broken_cu_seqlens(cu_seqlens, hidden.size(0)), math.nan)
-    return scores
 
 
 @torch.library.register_fake("tilefold::lsr_head_sum")
@@ -128,23 +138,75 @@ forbid_double_backward("lsr_head_sum_backward", "lsr_head")
 
 
 def _sum_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    hidden, weight, bias, mask, cu_seqlens, activation, logit_scale, _, compute_dtype, mean, impl = inputs
+    activation, logit_scale, _, compute_dtype, mean, impl = inputs[5:]
+    _save(ctx, inputs[:5], (activation, logit_scale, compute_dtype, mean), impl)
+
+
+def _save(ctx: Any, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], impl: str) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(hidden, weight, bias, mask, cu_seqlens)
-    ctx.options = (activation, logit_scale, compute_dtype, mean)
-    ctx.impl = impl
+    ctx.save_for_backward(*tensors)
+    ctx.options, ctx.impl = options, impl
 
 
-def _sum_autograd(ctx: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * 8
+def _gradients(ctx: Any, dscores: Tensor | None, n_inputs: int, *, registered: bool) -> tuple[Tensor | None, ...]:
+    """Gradients of hidden, weight and bias, then ``None`` for the other inputs."""
+    nothing = (None,) * (n_inputs - 3)
     if dscores is None:
         return (None, None, None, *nothing)
     needs = ctx.needs_input_grad[:3]
-    grads = torch.ops.tilefold.lsr_head_sum_backward(dscores, *ctx.saved_tensors, *ctx.options, *needs, ctx.impl)
+    inputs = (dscores, *ctx.saved_tensors, *ctx.options, *needs, ctx.impl)
+    if registered or torch.is_grad_enabled():  # the registered operator refuses a second derivative
+        grads = torch.ops.tilefold.lsr_head_sum_backward(*inputs)
+    else:
+        grads = run(_sum_backward, *inputs)
     return (*asked_for(grads, needs), *nothing)
 
 
+def _sum_autograd(ctx: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
+    return _gradients(ctx, dscores, 11, registered=True)
+
+
 torch.library.register_autograd("tilefold::lsr_head_sum", _sum_autograd, setup_context=_sum_setup_context)
+
+
+class _SumHead(torch.autograd.Function):
+    """The registered operator and its gradient without the dispatcher, for plain tensors; see ``is_plain``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, plans: Plans | None, *rest: Any
+    ) -> Tensor:
+        inputs = (hidden, weight, bias, *rest)
+        scores: Tensor = run(_sum_forward, *inputs, plans)
+        _sum_setup_context(ctx, inputs, scores)
+        return scores
+
+    @staticmethod
+    def backward(ctx: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, dscores, 12, registered=False)
+
+
+class _SumHeadAgain(torch.autograd.Function):
+    """Scores by launches that a call of the same signature made before."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, plans: Plans, others: tuple[Tensor | None, ...]
+    ) -> Tensor | None:
+        attention_mask, cu_seqlens, _ = others
+        found = plans["forward", True](hidden, weight, None, bias, attention_mask, cu_seqlens)
+        if found is None:
+            raise NotAgainError
+        _save(ctx, (hidden, weight, bias, attention_mask, cu_seqlens), plans["options"], "triton")
+        return found[0]  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, dscores, 5, registered=False)
+
+
+# Function.apply without its look at functorch, which the call's signature has had
+_apply_again: Any = super(torch.autograd.Function, _SumHeadAgain).apply
 
 
 def sum_head(
@@ -159,8 +221,17 @@ def sum_head(
     compute_dtype: torch.dtype,
     mean: bool,
     impl: str,
+    plans: Plans | None = None,
 ) -> Tensor:
     """Sum- or mean-pooled scores ``[B, V]``."""
+    if is_plain(hidden, weight, bias, attention_mask, cu_seqlens):
+        inputs = (hidden, weight, bias, attention_mask, cu_seqlens)
+        options = (activation, logit_scale, out_dtype, compute_dtype, mean, impl)
+        if plans is not None:
+            plans["apply"], plans["options"] = _apply_again, (activation, logit_scale, compute_dtype, mean)
+        if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs[:3]):
+            return _SumHead.apply(*inputs[:3], plans, *inputs[3:], *options)  # type: ignore[no-any-return, no-untyped-call]
+        return run(_sum_forward, *inputs, *options, plans)  # type: ignore[no-any-return]
     return torch.ops.tilefold.lsr_head_sum(  # type: ignore[no-any-return]
         hidden,
         weight,

@@ -6,15 +6,22 @@ Forward never stores logits. Backward walks the vocabulary in slabs: one kernel 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilefold.ops.lsr_head._layout import batch_size
+from tilefold.ops._shared._triton.launch import launcher
+from tilefold.ops.lsr_head._layout import Plans, batch_size
 from tilefold.ops.lsr_head._triton.activation import activate, slope_from_logit
-from tilefold.ops.lsr_head._triton.launch import as_int32, cdiv
+from tilefold.ops.lsr_head._triton.launch import as_bytes, as_int32, cdiv
+from tilefold.ops.lsr_head._triton.launch_forward import ORDER, Forward
+from tilefold.ops.lsr_head._triton.steps import Piece, Plan, Step, remembered, run_plan, second_time
 from tilefold.ops.lsr_head.configs import SumConfig, sum_config
+
+CHECK_BLOCK = 256  # sequences whose offsets are looked at a time
 
 
 @triton.jit
@@ -47,9 +54,21 @@ def _logits_tile(
     return acc
 
 
+@triton.jit(do_not_specialize=["B", "N"])
+def _check_offsets_kernel(cu_ptr, ok_ptr, B, N, BLOCK: tl.constexpr):
+    """Whether ``cu_seqlens`` starts with 0, never falls and ends with N: ``ok`` is 1, else 0."""
+    ok = (tl.load(cu_ptr) == 0) & (tl.load(cu_ptr + B) == N)
+    for b0 in range(0, B, BLOCK):
+        b = b0 + tl.arange(0, BLOCK)
+        start = tl.load(cu_ptr + b, mask=b < B, other=0)
+        end = tl.load(cu_ptr + 1 + b, mask=b < B, other=0)
+        ok = ok & (tl.min((end >= start).to(tl.int32)) > 0)
+    tl.store(ok_ptr, ok.to(tl.int32))
+
+
 @triton.jit(do_not_specialize=["uniform_length", "N", "logit_scale"])
 def _sum_forward_kernel(
-    weight_ptr, rows_ptr, bias_ptr, mask_ptr, cu_ptr, out_ptr, V, N, uniform_length, logit_scale,
+    weight_ptr, rows_ptr, bias_ptr, mask_ptr, cu_ptr, ok_ptr, out_ptr, V, N, uniform_length, logit_scale,
     D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, UNIFORM: tl.constexpr, MEAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -74,12 +93,7 @@ def _sum_forward_kernel(
     if MEAN:
         total = total / tl.maximum(count, 1).to(tl.float32)
     if not UNIFORM:  # a broken cu_seqlens must not give a plausible number
-        broken = (length < 0) | (start < 0) | (start + length > N)
-        if b == 0:
-            broken = broken | (start != 0)
-        if b == tl.num_programs(0) - 1:
-            broken = broken | (start + length != N)
-        total = tl.where(broken, float("nan"), total)
+        total = tl.where(tl.load(ok_ptr) != 0, total, float("nan"))
     tl.store(out_ptr + b.to(tl.int64) * V + offs_v, total.to(out_ptr.dtype.element_ty), mask=offs_v < V)
 
 
@@ -132,7 +146,7 @@ def _launch_options(
     activation: str,
     mean: bool,
     config: SumConfig,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     return {
         "D": hidden.size(-1),
         "BLOCK_V": config.block_v,
@@ -149,10 +163,6 @@ def _launch_options(
     }
 
 
-def _as_bytes(attention_mask: Tensor | None) -> Tensor | None:
-    return None if attention_mask is None else (attention_mask != 0).contiguous().view(torch.uint8)
-
-
 def sum_forward(
     hidden: Tensor,
     weight: Tensor,
@@ -164,21 +174,43 @@ def sum_forward(
     out_dtype: torch.dtype,
     compute_dtype: torch.dtype,
     mean: bool,
+    plans: Plans | None = None,
 ) -> Tensor:
-    """``[B, V]`` sum or mean over valid tokens of the activated logits."""
+    """``[B, V]`` sum or mean over valid tokens of the activated logits; NaN where ``cu_seqlens`` is broken.
+
+    ``plans`` receive how calls of this signature are repeated.
+    """
     batch, vocab = batch_size(hidden, cu_seqlens), weight.size(0)
     scores = torch.empty(batch, vocab, dtype=out_dtype, device=hidden.device)
     if batch == 0:
         return scores
     config = sum_config(compute_dtype, hidden.device)
-    cu_seqlens = None if cu_seqlens is None else as_int32(cu_seqlens)
-    mask = _as_bytes(attention_mask)
-    rows = hidden.to(compute_dtype).contiguous().view(-1, hidden.size(-1))
-    length = hidden.size(1) if cu_seqlens is None else 0
-    _sum_forward_kernel[(batch, cdiv(vocab, config.block_v))](
-        weight.to(compute_dtype).contiguous(), rows, bias, mask, cu_seqlens, scores, vocab, rows.size(0), length,
-        logit_scale, **_launch_options(hidden, bias, mask, activation, mean, config),
-    )  # fmt: skip
+    tensors: dict[str, Tensor | None] = {
+        "hidden": hidden.to(compute_dtype).contiguous(),
+        "weight": weight.to(compute_dtype).contiguous(),
+        "weight_scale": None,
+        "bias": None if bias is None else bias.contiguous(),
+        "mask": as_bytes(attention_mask),
+        "cu_seqlens": None if cu_seqlens is None else as_int32(cu_seqlens),
+        "scores": scores,
+        "winners": None,
+    }
+    dim = hidden.size(-1)
+    rows, length = hidden.numel() // dim, hidden.size(1) if cu_seqlens is None else 0
+    ok = None if cu_seqlens is None else "ok"
+    run = launcher(_sum_forward_kernel, _launch_options(hidden, bias, attention_mask, activation, mean, config))
+    arguments = ("weight", "hidden", "bias", "mask", "cu_seqlens", ok, "scores", vocab, rows, length, logit_scale)
+    steps = [Step(run, (batch, cdiv(vocab, config.block_v), 1), arguments)]
+    if ok is not None:
+        checking = launcher(_check_offsets_kernel, {"BLOCK": CHECK_BLOCK})
+        steps.insert(0, Step(checking, (1, 1, 1), ("cu_seqlens", "ok", batch, rows)))
+    plan = Plan(tuple(steps), () if ok is None else (Piece("ok", (1,), torch.int32),))
+    used = run_plan(plan, tensors, hidden.device)
+    if plans is not None and ("forward", True) not in plans and second_time(plans, "forward"):
+        replay = remembered(plan, used, ORDER, hidden.device)
+        if replay is not None:
+            again = Forward(replay, scores, None, (compute_dtype, compute_dtype))
+            plans["forward", True] = plans["forward", False] = again
     return scores
 
 
@@ -200,7 +232,9 @@ def sum_backward(
     batch, vocab = dscores.shape
     config = sum_config(compute_dtype, hidden.device)
     cu_seqlens = None if cu_seqlens is None else as_int32(cu_seqlens)
-    mask = _as_bytes(attention_mask)
+    mask = as_bytes(attention_mask)
+    if bias is not None:
+        bias = bias.contiguous()
     rows = hidden.to(compute_dtype).contiguous().view(-1, hidden.size(-1))
     compute_weight = weight.to(compute_dtype).contiguous()
     clean_rows = rows if mask is None else rows.masked_fill(mask.view(-1, 1) == 0, 0)  # 0 * NaN would be NaN
@@ -211,14 +245,13 @@ def sum_backward(
     slab = min(slab, cdiv(vocab, 8) * 8)
     dlogits = torch.zeros(rows.size(0), slab, dtype=compute_dtype, device=hidden.device)
     length = hidden.size(1) if cu_seqlens is None else 0
-    options = _launch_options(hidden, bias, mask, activation, mean, config)
+    run = launcher(_dlogits_kernel, _launch_options(hidden, bias, mask, activation, mean, config))
     for v0 in range(0, vocab, slab):
         v1 = min(v0 + slab, vocab)
         if batch:
-            _dlogits_kernel[(batch, cdiv(v1 - v0, config.block_v))](
-                dscores, compute_weight, rows, bias, mask, cu_seqlens, dlogits, v0, v1, vocab, rows.size(0), length,
-                logit_scale, *dscores.stride(), slab, **options,
-            )  # fmt: skip
+            tensors = (dscores, compute_weight, rows, bias, mask, cu_seqlens, dlogits)
+            numbers = (v0, v1, vocab, rows.size(0), length, logit_scale, *dscores.stride(), slab)
+            run((batch, cdiv(v1 - v0, config.block_v), 1), (*tensors, *numbers))
         part = dlogits[:, : v1 - v0]
         if drows is not None:
             drows += _wide_product(part, compute_weight[v0:v1])
