@@ -24,6 +24,7 @@ FILES = {
     "test_lsr_head_inputs.py": 140,
     "test_lsr_head_properties.py": 5,
     "test_lsr_head_quantized.py": 12,
+    "test_lsr_head_replay.py": 10,
 }
 
 
