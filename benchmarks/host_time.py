@@ -109,7 +109,8 @@ def cases() -> Iterator[tuple[str, Callable[[], Call]]]:
     for training in (False, True):
         mode = "f+b" if training else "inference"
         yield f"entmax_attention N=128, {mode}", partial(_entmax_attention, training)
-        yield f"lsr_head, {mode}", partial(_lsr_head, training)
+        for name, options in LSR_HEAD.items():
+            yield f"lsr_head{name}, {mode}", partial(_lsr_head, options, training)
     for package, peer in (("flash_maxsim", _flash_maxsim), ("late_interaction_kernels", _late_interaction_kernels)):
         for training in (False, True):
             yield f"{package}, {'f+b' if training else 'inference'}", partial(peer, training)
@@ -130,6 +131,16 @@ MAXSIM: dict[str, tuple[tuple[tuple[int, ...], tuple[int, ...]], dict[str, Any]]
     "packed": (((64, 128), (256, 128)), {"cu_seqlens_q": (2, 32), "cu_seqlens_d": (4, 64)}),
     "aligned": (((4, 32, 128), (4, 64, 128)), {"pairing": "aligned"}),
     "grouped": (((2, 32, 128), (2, 2, 64, 128)), {"pairing": "grouped"}),
+}
+
+
+# what follows the name: what to pass besides hidden, weight and bias
+LSR_HEAD: dict[str, dict[str, Any]] = {
+    "": {},
+    " masked": {"attention_mask": (2, 16)},
+    " packed": {"cu_seqlens": (2, 16)},
+    " sum": {"pooling": "sum"},
+    " cls": {"pooling": "cls"},
 }
 
 
@@ -194,9 +205,15 @@ def _entmax_attention(training: bool) -> Call:
     return _either(training, entmax_attention, *(_normal((1, 2, 128, 64), training) for _ in range(3)))
 
 
-def _lsr_head(training: bool) -> Call:
-    leaves = (_normal((2, 16, 64), training), _normal((512, 64), training), _normal((512,), training))
-    return _either(training, lsr_head, *leaves)
+def _lsr_head(options: dict[str, Any], training: bool) -> Call:
+    options = dict(options)
+    shape: tuple[int, ...] = (2, 16, 64)
+    if "attention_mask" in options:
+        options["attention_mask"] = torch.ones(options["attention_mask"], dtype=torch.int64, device="cuda")
+    if "cu_seqlens" in options:
+        shape, options["cu_seqlens"] = (32, 64), _offsets(*options["cu_seqlens"])
+    leaves = (_normal(shape, training), _normal((512, 64), training), _normal((512,), training))
+    return _either(training, partial(lsr_head, **options), *leaves)
 
 
 def _flash_maxsim(training: bool) -> Call:
