@@ -12,10 +12,9 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from tilefold.ops._shared._triton.direct import hooked
+from tilefold.ops._shared._triton.direct import c_function, descriptor_arguments, hooked
 from tilefold.ops._shared._triton.launch import Grid, Launcher
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.lsr_head._layout import Plans
@@ -23,8 +22,6 @@ from tilefold.ops.lsr_head._layout import Plans
 ALIGNMENT = 16  # bytes, of every tensor that a remembered kernel reads
 UNFIT = 1  # no such address, of what would have to be copied first
 MOST_DESCRIPTORS = 64  # of one operand of one launch; blocks of a vocabulary lie at addresses of their own
-# The releases whose launchers take (grid, stream, function, flags, scratch, metadata, hooks, arguments).
-_KNOWN = triton.__version__.split(".")[:2] == ["3", "6"]
 
 
 class Descriptor(NamedTuple):
@@ -138,7 +135,12 @@ class Replay:
             raise LookupError("the kernel must have run with arguments like these, got others.")
         compiled, tail = found
         sources = [argument for argument in step.arguments if isinstance(argument, Descriptor)]
-        function, metadata = c_function(compiled.run, len(sources))
+        known = c_function(compiled.run, len(sources))
+        if known is None:
+            raise NotImplementedError(
+                "launches can be repeated by address with the launchers of Triton 3.6, got another."
+            )
+        function, metadata = known
         pick = itemgetter(*[self._place(a, tensors, places) for a in step.arguments if not isinstance(a, Descriptor)])
         (x, y, z), handle, packed = step.grid, compiled.function, compiled.packed_metadata
         cooperative, overlapped = compiled.run.launch_cooperative_grid, compiled.run.launch_pdl
@@ -185,59 +187,11 @@ class _Described:
         return self._made(address) if found is None else found
 
     def _made(self, address: int) -> list[Any]:
-        from triton.backends.nvidia.driver import make_tensordesc_arg  # noqa: PLC0415 (there on NVIDIA only)
-
-        made: list[Any] = make_tensordesc_arg(_Rows(address, self._shape, self._strides), self._facts)
+        made = descriptor_arguments(address, self._shape, self._strides, self._facts)
         if len(self._known) >= MOST_DESCRIPTORS:
             self._known = {}
         self._known[address] = made  # a descriptor says where, not what
         return made
-
-
-class _Rows:
-    """What Triton reads of a ``TensorDescriptor``, whose checks the first call passed."""
-
-    __slots__ = ("base", "padding", "shape", "strides")
-
-    def __init__(self, address: int, shape: list[int], strides: list[int]) -> None:
-        self.base, self.shape, self.strides, self.padding = _Base(address), shape, strides, "zero"
-
-
-class _Base:
-    __slots__ = ("_address",)
-
-    def __init__(self, address: int) -> None:
-        self._address = address
-
-    def data_ptr(self) -> int:
-        return self._address
-
-
-def c_function(launcher: Any, described: int) -> tuple[Callable[..., None], Sequence[Any]]:
-    """The function that launches a compiled kernel, and what it wants to know of each of its descriptors.
-
-    Raises:
-        NotImplementedError: where the function's arguments are not known for sure.
-    """
-    unknown = NotImplementedError("launches can be repeated by address with the launchers of Triton 3.6, got another.")
-    if not _KNOWN or type(launcher).__name__ != "CudaLauncher":
-        raise unknown
-    if launcher.global_scratch_size or launcher.profile_scratch_size:
-        raise unknown
-    function: Callable[..., None] = launcher.launch
-    if not described:
-        if hasattr(function, "__code__"):
-            raise unknown
-        return function, ()
-    # with descriptors, the function that takes them apart holds the one that launches
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    if "launcher" not in names or "tensordesc_meta" not in names:
-        raise unknown
-    cells = dict(zip(names, function.__closure__ or (), strict=True))
-    metadata = cells["tensordesc_meta"].cell_contents
-    if len(metadata) != described or not all(metadata):
-        raise unknown
-    return cells["launcher"].cell_contents, metadata
 
 
 def remembered(

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared._triton.direct import hooked
 from tilefold.ops._shared._triton.launch import Grid, Launcher, launcher
 from tilefold.ops.maxsim._problem import Problem
-from tilefold.ops.maxsim._triton.direct import Direct, hooked
+from tilefold.ops.maxsim._triton.direct import Direct
 from tilefold.ops.maxsim._triton.norms import inverse_norm_kernel, quantize_kernel
 from tilefold.ops.maxsim._triton.rows import rows_constants, rows_grid
 

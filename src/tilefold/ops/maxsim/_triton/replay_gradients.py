@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared._triton.direct import hooked
 from tilefold.ops._shared._triton.launch import Grid, Launcher, launcher
 from tilefold.ops.maxsim._problem import Problem
-from tilefold.ops.maxsim._triton.direct import Direct, hooked
+from tilefold.ops.maxsim._triton.direct import Direct
 from tilefold.ops.maxsim._triton.norms import unit_gradient_kernel
 from tilefold.ops.maxsim._triton.replay import ALIGNMENT, Norms, address_of
 from tilefold.ops.maxsim._triton.row_queries import row_queries_launch
