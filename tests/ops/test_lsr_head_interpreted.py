@@ -25,6 +25,7 @@ FILES = {
     "test_lsr_head_properties.py": 5,
     "test_lsr_head_quantized.py": 12,
     "test_lsr_head_replay.py": 10,
+    "test_lsr_head_rows.py": 25,
 }
 
 

@@ -1,7 +1,8 @@
 """Packs the valid tokens of a batch, each sequence from a multiple of GROUP rows on, without a look from the host.
 
-The rows that round a sequence up to a multiple of GROUP repeat its last valid token. A repeated token can never win
-a maximum (equal logits go to the lower row), so the forward kernel needs no masks: a sequence is whole groups.
+The rows that round a sequence up to a multiple of GROUP repeat its first valid token, position and all, so the forward
+kernel needs no masks: a sequence is whole groups. A product need not give two equal rows the same bits. Where a
+repeated row wins by an ulp, the winner is the token that it repeats, which is the lowest of any that tie with it.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ def _valid(mask_ptr, b, s, S, end, HAS_MASK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["S"])
-def _count_kernel(mask_ptr, count_ptr, last_ptr, S, SCAN: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Valid tokens of sequence b, and the place of the last one (-1 if none)."""
+def _count_kernel(mask_ptr, count_ptr, first_ptr, S, SCAN: tl.constexpr, HAS_MASK: tl.constexpr):
+    """Valid tokens of sequence b, and the place of the first one (S if none)."""
     b = tl.program_id(0).to(tl.int64)
     count = 0
-    last = -1
+    first = S
     for s0 in range(0, S, SCAN):
         s = s0 + tl.arange(0, SCAN)
         valid = _valid(mask_ptr, b, s, S, S, HAS_MASK)  # [SCAN]
         count += tl.sum(valid.to(tl.int32))
-        last = tl.maximum(last, tl.max(tl.where(valid, s, -1)))
+        first = tl.minimum(first, tl.min(tl.where(valid, s, S)))
     tl.store(count_ptr + b, count)
-    tl.store(last_ptr + b, last)
+    tl.store(first_ptr + b, first)
 
 
 @triton.jit(do_not_specialize=["B", "S"])
 def _copy_padded_kernel(
-    hidden_ptr, mask_ptr, count_ptr, last_ptr, offset_ptr, rows_ptr, position_ptr, B, S,
+    hidden_ptr, mask_ptr, count_ptr, first_ptr, offset_ptr, rows_ptr, position_ptr, B, S,
     D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SCAN: tl.constexpr, GROUP: tl.constexpr,
     HAS_MASK: tl.constexpr,
 ):  # fmt: skip
@@ -77,16 +78,16 @@ def _copy_padded_kernel(
         tl.store(rows_ptr + row[:, None] * D + d[None, :], x, mask=inside)
     if s0 == 0:
         count = tl.load(count_ptr + b)
-        last = tl.load(last_ptr + b)
+        first = tl.load(first_ptr + b)
         end = offset + _rounded(count, GROUP)
         tl.store(offset_ptr + b, offset)
         if b == B - 1:
             tl.store(offset_ptr + B, end)
         fill = offset + count + tl.arange(0, GROUP)
-        tl.store(position_ptr + fill, last + tl.zeros((GROUP,), tl.int32), mask=fill < end)
+        tl.store(position_ptr + fill, first + tl.zeros((GROUP,), tl.int32), mask=fill < end)
         for d0 in range(0, D, BLOCK_D):
             d = d0 + tl.arange(0, BLOCK_D)
-            x = tl.load(hidden_ptr + (b * S + last) * D + d, mask=(d < D) & (last >= 0), other=0.0)
+            x = tl.load(hidden_ptr + (b * S + first) * D + d, mask=(d < D) & (count > 0), other=0.0)
             inside = (fill < end)[:, None] & (d < D)[None, :]
             tl.store(rows_ptr + fill.to(tl.int64)[:, None] * D + d[None, :], x[None, :], mask=inside)
 
@@ -110,20 +111,24 @@ def _copy_packed_kernel(
         seq += tl.sum(passed.to(tl.int32), axis=1)
         offset += tl.sum(tl.where(passed, _rounded(end - start, GROUP)[None, :], 0), axis=1)
     valid = (r < T) & ok
-    place = r - tl.load(cu_ptr + seq, mask=valid, other=0)
-    is_last = valid & (r + 1 == tl.load(cu_ptr + seq + 1, mask=valid, other=0))
+    first = tl.load(cu_ptr + seq, mask=valid, other=0)
+    count = tl.load(cu_ptr + seq + 1, mask=valid, other=0) - first
+    place = r - first
     row = (offset + place).to(tl.int64)
     tl.store(position_ptr + row, place, mask=valid)
+    repeats = tl.where(valid & (place == 0), _rounded(count, GROUP) - count, 0)
+    again = row + count  # where a first token is repeated from
+    for i in range(GROUP - 1):
+        tl.store(position_ptr + again + i, place, mask=repeats > i)
     for d0 in range(0, D, BLOCK_D):
         d = d0 + tl.arange(0, BLOCK_D)
         inside = valid[:, None] & (d < D)[None, :]
         x = tl.load(hidden_ptr + r.to(tl.int64)[:, None] * D + d[None, :], mask=inside)  # [BLOCK_ROWS, BLOCK_D]
         tl.store(rows_ptr + row[:, None] * D + d[None, :], x, mask=inside)
-        if tl.max(is_last.to(tl.int32)) > 0:
-            fills = tl.where(is_last, _rounded(place + 1, GROUP) - (place + 1), 0)
-            for i in range(1, GROUP):
-                again = (fills >= i)[:, None] & (d < D)[None, :]
-                tl.store(rows_ptr + (row + i)[:, None] * D + d[None, :], x, mask=again)
+        if tl.max(repeats) > 0:
+            for i in range(GROUP - 1):
+                mask = (repeats > i)[:, None] & (d < D)[None, :]
+                tl.store(rows_ptr + (again + i)[:, None] * D + d[None, :], x, mask=mask)
     if tl.program_id(0) == 0:
         tl.store(ok_ptr, ok.to(tl.int32))
         tl.store(offset_ptr, 0)
@@ -177,17 +182,17 @@ def alignment(shape: torch.Size, dtype: torch.dtype, has_mask: bool, batch: int 
         return Alignment((), (), batch * length, length)
     bound = batch * cdiv(length, group) * group
     scan: dict[str, Any] = {"SCAN": SCAN, "HAS_MASK": has_mask}
-    count = Step(launcher(_count_kernel, scan), (batch, 1, 1), ("mask", "count", "last", length))
+    count = Step(launcher(_count_kernel, scan), (batch, 1, 1), ("mask", "count", "first", length))
     copy = Step(
         launcher(_copy_padded_kernel, constants | scan),
         (batch, cdiv(length, BLOCK_ROWS), 1),
-        ("hidden", "mask", "count", "last", "offsets", "rows", "positions", batch, length),
+        ("hidden", "mask", "count", "first", "offsets", "rows", "positions", batch, length),
     )
     pieces = (
         Piece("rows", (bound, dim), dtype),
         Piece("offsets", (batch + 1,), torch.int32),
         Piece("count", (batch,), torch.int32),
-        Piece("last", (batch,), torch.int32),
+        Piece("first", (batch,), torch.int32),
         Piece("positions", (bound,), torch.int32),
     )
     return Alignment((count, copy), pieces, bound, 0)

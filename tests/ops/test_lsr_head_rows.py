@@ -1,0 +1,129 @@
+"""The rows that round sequences up to whole groups: what they hold, and that no winner lies outside its sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.conftest import Target
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops.lsr_head._layout import length_bound
+from tilefold.testing import nan_poisoned_empty
+from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results, with_one_answer
+
+RAGGED = ("right", "left", "holes", "packed")
+SHAPES = [(5, 19, 16, 21), (3, 40, 8, 33), (4, 1, 8, 17)]
+
+
+@pytest.fixture
+def kernels(target: Target) -> Target:
+    if target.impl != "triton":
+        pytest.skip("a kernel's test")
+    return target
+
+
+def valid_places(inputs: LSRHeadInputs) -> list[Tensor]:
+    """Of each sequence, the places within it that hold a token."""
+    if inputs.cu_seqlens is not None:
+        return [torch.arange(int(n)) for n in inputs.cu_seqlens.diff()]
+    batch, length, _ = inputs.hidden.shape
+    mask = inputs.attention_mask
+    valid = torch.ones(batch, length) if mask is None else mask.cpu()
+    return [row.nonzero().squeeze(1) for row in valid]
+
+
+def sequence(inputs: LSRHeadInputs, b: int) -> Tensor:
+    if inputs.cu_seqlens is None:
+        return inputs.hidden[b]
+    return inputs.hidden[int(inputs.cu_seqlens[b]) : int(inputs.cu_seqlens[b + 1])]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("layout", RAGGED)
+def test_every_row_of_a_group_is_a_token_with_its_place_and_the_first_one_is_repeated(
+    kernels: Target, layout: str, shape: tuple[int, ...]
+) -> None:
+    from tilefold.ops.lsr_head._triton.launch import as_bytes
+    from tilefold.ops.lsr_head._triton.pack import alignment
+    from tilefold.ops.lsr_head._triton.steps import Plan, run_plan
+
+    group = 16
+    inputs = lsr_head_inputs(*shape, layout=layout, device=kernels.device)
+    hidden, mask, cu_seqlens = inputs.hidden, inputs.attention_mask, inputs.cu_seqlens
+    batch = None if cu_seqlens is None else cu_seqlens.numel() - 1
+    aligned = alignment(hidden.shape, hidden.dtype, mask is not None, batch, group)
+    tensors = {"hidden": hidden, "mask": as_bytes(mask), "cu_seqlens": cu_seqlens}
+    with nan_poisoned_empty():
+        used = run_plan(Plan(aligned.steps, aligned.pieces), tensors, hidden.device)
+    offsets, rows, positions = (used[name] for name in ("offsets", "rows", "positions"))
+    assert offsets is not None and rows is not None and positions is not None and int(offsets[0]) == 0
+    for b, places in enumerate(valid_places(inputs)):
+        start, end = int(offsets[b]), int(offsets[b + 1])
+        assert end - start == -(-len(places) // group) * group
+        expected = torch.cat([places, places[:1].expand(end - start - len(places))])
+        assert positions[start:end].tolist() == expected.tolist()
+        assert torch.equal(rows[start:end], sequence(inputs, b)[expected.to(hidden.device)])
+
+
+@pytest.fixture
+def later_columns_win() -> Iterator[None]:
+    """Products that grow by some ulps from one column to the next, as a BLAS may round equal columns apart."""
+    if not triton_interpreted():
+        pytest.skip("a fault of interpreted products")
+    import numpy
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    honest = InterpreterBuilder.create_dot
+
+    def rising(self: Any, *args: Any) -> Any:
+        product = honest(self, *args)
+        ulps = 2.0**-20 * numpy.arange(product.data.shape[-1], dtype=product.data.dtype)
+        return TensorHandle(product.data + ulps, product.dtype)
+
+    InterpreterBuilder.create_dot = rising
+    yield
+    InterpreterBuilder.create_dot = honest
+
+
+@pytest.mark.usefixtures("later_columns_win")
+@pytest.mark.parametrize("largest", [0, -1], ids=["the first is largest", "the last is largest"])
+@pytest.mark.parametrize("layout", ["full", *RAGGED])
+def test_a_repeated_row_that_wins_by_an_ulp_is_the_token_that_it_repeats(
+    kernels: Target, layout: str, largest: int
+) -> None:
+    from tilefold.ops.lsr_head._triton import max_forward
+
+    inputs = lsr_head_inputs(5, 19, 16, 21, layout=layout, device=kernels.device)
+    inputs = dataclasses.replace(inputs, hidden=inputs.hidden.clone(), weight=inputs.weight.clone())
+    hidden, weight, places = inputs.hidden, inputs.weight, valid_places(inputs)
+    weight[::2] = 0
+    weight[::2, 0] = 4
+    for b, valid in enumerate(places):  # one token of a sequence wins the even half of the vocabulary
+        if len(valid):
+            sequence(inputs, b)[..., 0] = -sequence(inputs, b)[..., 0].abs() - 1
+            sequence(inputs, b)[int(valid[largest]), 0] = 2
+    with nan_poisoned_empty():
+        _, winners = max_forward(
+            hidden, weight, None, inputs.attention_mask, inputs.cu_seqlens, "relu", 1.0, torch.float32, torch.float32,
+            True, length_bound(hidden),
+        )  # fmt: skip
+    for b, valid in enumerate(places):
+        if len(valid):
+            logits = sequence(inputs, b)[valid] @ weight.T
+            assert winners[b].int().tolist() == valid[logits.argmax(dim=0)].tolist()
+
+
+@pytest.mark.usefixtures("later_columns_win")
+@pytest.mark.parametrize("layout", RAGGED)
+def test_scratch_never_shows_where_a_repeated_row_wins_by_an_ulp(kernels: Target, layout: str) -> None:
+    inputs = with_one_answer(lsr_head_inputs(5, 19, 16, 21, layout=layout, device=kernels.device))
+    expected = lsr_head_results(inputs, impl="tiled")
+    with nan_poisoned_empty():
+        found = lsr_head_results(inputs, impl="triton")
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-3)
