@@ -42,7 +42,7 @@ def common_types(dtype: torch.dtype) -> dict[str, str]:
          "hidden_ptr", "grad_ptr", "dlogits_ptr"],
         element,
     )  # fmt: skip
-    types |= dict.fromkeys(["offset_ptr", "position_ptr", "cu_ptr", "ok_ptr", "count_ptr", "code_ptr", "last_ptr",
+    types |= dict.fromkeys(["offset_ptr", "position_ptr", "cu_ptr", "ok_ptr", "count_ptr", "code_ptr", "first_ptr",
                             "length_ptr", "part_winner_ptr"], "*i32")  # fmt: skip
     types |= {"code64_ptr": "*i64", "values_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
     types |= dict.fromkeys(["B", "V", "T", "N", "S", "D", "uniform_length", "units", "round_to", "SPLITS", "split_v",
