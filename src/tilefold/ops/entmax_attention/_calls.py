@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.library import PLAIN, no_mode
+from tilefold.ops._shared.tf32 import tf32_allowed
 from tilefold.ops.entmax_attention import configs
 from tilefold.ops.entmax_attention._geometry import Options
 
@@ -118,5 +119,4 @@ def plans_of(tensors: tuple[Tensor | None, ...], options: Options, longest_k: in
 
 def _settings(q: Tensor) -> tuple[object, ...]:
     """What else the choice of a configuration looks at."""
-    tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    return tf32, configs.config_for if q.is_cuda else configs.INTERPRETED
+    return tf32_allowed(q.dtype), configs.config_for if q.is_cuda else configs.INTERPRETED

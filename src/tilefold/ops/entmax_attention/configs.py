@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops._shared.tf32 import tf32_allowed
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def attention_config(q: Tensor, dropout: bool = False) -> AttentionConfig:
         return INTERPRETED
     capability = torch.cuda.get_device_capability(q.device)
     head_dim = int(q.size(-1))  # a tile of the kernels: never symbolic
-    config = config_for(q.dtype, head_dim, torch.backends.cuda.matmul.allow_tf32, capability)
+    config = config_for(q.dtype, head_dim, tf32_allowed(q.dtype), capability)
     return replace(config, resident_warps=8) if dropout else config
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilefold.ops._shared.library import PLAIN, no_mode
+from tilefold.ops._shared.tf32 import tf32_allowed
 from tilefold.ops.lsr_head._layout import Plans
 from tilefold.ops.lsr_head._quantized import QuantizedWeight
 
@@ -60,10 +61,9 @@ def call_signature(
         return None
     dtype = hidden.dtype
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
     return (
-        hidden.shape, dtype, values.shape, values.dtype, device, scales, more, main_grad is not None, autocast, tf32,
-        options,
+        hidden.shape, dtype, values.shape, values.dtype, device, scales, more, main_grad is not None, autocast,
+        tf32_allowed(dtype), options,
     )  # fmt: skip
 
 

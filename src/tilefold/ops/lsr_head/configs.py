@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops._shared.tf32 import tf32_allowed
 
 
 @functools.cache
@@ -77,8 +78,7 @@ def max_forward_config(dtype: torch.dtype, device: torch.device) -> MaxForwardCo
     """The forward configuration for ``dtype`` on ``device``."""
     if device.type != "cuda" or triton_interpreted():
         return INTERPRETED
-    tf32 = torch.backends.cuda.matmul.allow_tf32
-    return max_forward_config_for(torch.cuda.get_device_capability(device), dtype, tf32)
+    return max_forward_config_for(torch.cuda.get_device_capability(device), dtype, tf32_allowed(dtype))
 
 
 def describe(device: torch.device) -> dict[str, dict[str, object]]:
@@ -173,6 +173,5 @@ def sum_config(dtype: torch.dtype, device: torch.device) -> SumConfig:
     if device.type != "cuda" or triton_interpreted():
         return SUM_INTERPRETED
     if dtype == torch.float32:
-        tf32 = torch.backends.cuda.matmul.allow_tf32
-        return replace(SUM_FP32, precision="tf32") if tf32 else SUM_FP32
+        return replace(SUM_FP32, precision="tf32") if tf32_allowed(dtype) else SUM_FP32
     return SumConfig() if torch.cuda.get_device_capability(device) >= (9, 0) else SUM_AMPERE

@@ -21,6 +21,7 @@ from tilefold.ops._shared.checks import (
 )
 from tilefold.ops._shared.impl import IMPLS
 from tilefold.ops._shared.library import PLAIN, is_plain
+from tilefold.ops._shared.tf32 import tf32_allowed
 from tilefold.ops.maxsim._choice import chosen_impl
 from tilefold.ops.maxsim._library import check_values_of
 from tilefold.ops.maxsim._problem import Problem, wide_dtype
@@ -210,7 +211,7 @@ def call_signature(
         or (torch.is_autocast_enabled("cuda") and not dtype == rows.dtype == torch.get_autocast_dtype("cuda"))
     ):
         return None
-    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    tf32 = tf32_allowed(dtype)
     return queries.shape, dtype, rows.shape, rows.dtype, device, quantized, masks, offsets, tf32, options
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops._shared.tf32 import tf32_allowed
 
 
 @dataclass(frozen=True)
@@ -155,8 +156,7 @@ def forward_config(
     """The forward configuration for ``dtype`` on ``device``."""
     if device.type != "cuda" or triton_interpreted():
         return replace(INTERPRETED, use_tma=query_rows > 16)
-    tf32 = torch.backends.cuda.matmul.allow_tf32
-    return _forward_config_on(device, dtype, dim, min(query_rows, 65), tf32, winners_in)
+    return _forward_config_on(device, dtype, dim, min(query_rows, 65), tf32_allowed(dtype), winners_in)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -208,7 +208,7 @@ def backward_config(dtype: torch.dtype, device: torch.device) -> BackwardConfig:
     """The backward configuration for ``dtype`` on ``device``."""
     if device.type != "cuda" or triton_interpreted():
         return BACKWARD_INTERPRETED
-    return _backward_config_on(device, dtype, torch.backends.cuda.matmul.allow_tf32)
+    return _backward_config_on(device, dtype, tf32_allowed(dtype))
 
 
 @functools.lru_cache(maxsize=64)

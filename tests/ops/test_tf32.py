@@ -1,0 +1,130 @@
+"""fp32 products run in TF32 where PyTorch's own would, whichever of its switches said so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.conftest import Target
+from tilefold.ops import entmax_attention, lsr_head, maxsim, token_scatter
+from tilefold.ops._shared.tf32 import tf32_allowed
+
+MATMUL = torch.backends.cuda.matmul
+NEW = hasattr(MATMUL, "fp32_precision")
+new = pytest.mark.skipif(not NEW, reason="torch 2.8 has the old switches only")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def generic(precision: str) -> None:
+    torch.backends.fp32_precision = precision
+
+
+def matmul(precision: str) -> None:
+    MATMUL.fp32_precision = precision
+
+
+def legacy(allowed: bool) -> None:
+    MATMUL.allow_tf32 = allowed
+
+
+@pytest.fixture(autouse=True)
+def switches_as_they_were() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")
+    if NEW:
+        generic("none")
+        matmul("none")
+    else:
+        legacy(False)
+
+
+SWITCHED: list[tuple[str, bool, list[tuple[Callable[..., None], object]]]] = [
+    ("untouched", False, []),
+    ("allow_tf32", True, [(legacy, True)]),
+    ("allow_tf32 and not", False, [(legacy, True), (legacy, False)]),
+    ("high", True, [(torch.set_float32_matmul_precision, "high")]),
+    ("medium", True, [(torch.set_float32_matmul_precision, "medium")]),
+    ("high and highest", False, [(torch.set_float32_matmul_precision, p) for p in ("high", "highest")]),
+]
+SWITCHED_NEW: list[tuple[str, bool, list[tuple[Callable[..., None], object]]]] = [
+    ("matmul tf32", True, [(matmul, "tf32")]),
+    ("matmul ieee", False, [(matmul, "ieee")]),
+    ("all tf32", True, [(generic, "tf32")]),
+    ("all tf32, matmul ieee", False, [(generic, "tf32"), (matmul, "ieee")]),
+    ("all ieee, matmul tf32", True, [(generic, "ieee"), (matmul, "tf32")]),
+    ("all tf32, matmul none", True, [(generic, "tf32"), (matmul, "none")]),
+    ("old, then new", False, [(legacy, True), (matmul, "ieee")]),
+    ("new, then old", False, [(matmul, "tf32"), (legacy, False)]),
+]
+every_switch = pytest.mark.parametrize(
+    ("allowed", "settings"),
+    [pytest.param(allowed, settings, id=name) for name, allowed, settings in SWITCHED]
+    + [pytest.param(allowed, settings, id=name, marks=new) for name, allowed, settings in SWITCHED_NEW],
+)
+
+
+@every_switch
+def test_every_switch_is_heeded(allowed: bool, settings: list[tuple[Callable[..., None], object]]) -> None:
+    for switch, value in settings:
+        switch(value)
+    assert tf32_allowed(torch.float32) is allowed
+    assert not any(map(tf32_allowed, (torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int8)))
+
+
+def head(x: Tensor, **options: str) -> Tensor:
+    return lsr_head(x, x[0], **options)
+
+
+def sums(x: Tensor, **options: str) -> Tensor:
+    return lsr_head(x, x[0], pooling="sum", **options)
+
+
+def late(x: Tensor, **options: str) -> Tensor:
+    return maxsim(x, x, **options)
+
+
+def attend(x: Tensor, **options: str) -> Tensor:
+    return entmax_attention(x[None], x[None], x[None], **options)
+
+
+def scatter(x: Tensor, **options: str) -> Tensor:
+    tokens = torch.arange(x.size(1), device=x.device).expand(x.shape[:2])
+    return token_scatter(x[..., 0], tokens, x.size(1), **options)
+
+
+@new
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+@pytest.mark.parametrize("operator", [head, sums, late, attend, scatter], ids=lambda operator: operator.__name__)
+def test_the_new_switch_breaks_no_operator(target: Target, operator: Callable[..., Tensor], precision: str) -> None:
+    x = torch.randn(2, 17, 16, device=target.device, requires_grad=True)
+    matmul(precision)
+    for _ in range(3):  # the third repeats launches
+        operator(x, impl=target.impl).sum().backward()
+
+
+@pytest.mark.gpu
+@every_switch
+@pytest.mark.parametrize("operator", [head, late, attend], ids=lambda operator: operator.__name__)
+def test_products_are_rounded_to_tf32_where_a_switch_allows_it(
+    operator: Callable[..., Tensor], allowed: bool, settings: list[tuple[Callable[..., None], object]]
+) -> None:
+    x = torch.full((2, 64, 64), 1 + 2.0**-12, device="cuda")  # TF32 makes 1 of it, which no sum averages out
+    exact = operator(x.double().cpu(), impl="tiled")
+    for _ in range(2):  # calls of these shapes are remembered as they are without a switch
+        operator(x, impl="triton")
+    for switch, value in settings:
+        switch(value)
+    for _ in range(3):
+        error = float((operator(x, impl="triton").cpu() - exact).abs().max() / exact.abs().max())
+        assert (error > 1e-5) is allowed, error
+
+
+def test_nobody_else_reads_the_switches() -> None:
+    sources = sorted((ROOT / "src").rglob("*.py"))
+    readers = [path.name for path in sources if re.search(r"(allow_tf32|fp32_precision)\b", path.read_text())]
+    assert readers == ["tf32.py"]
