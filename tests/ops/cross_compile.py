@@ -15,6 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from tilefold.ops._shared._triton.releases import BUILD_OPTIONS
+
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 LOCAL_ACCESSES = (0x983, 0x387)  # LDL and STL: the lowest 12 bits of an instruction, on 8.0, 9.0 and 10.0 alike
 
@@ -64,7 +66,11 @@ def compile_kernel(
     }
     source_type = GluonASTSource if kernel.is_gluon() else ASTSource
     source = source_type(kernel, signature, constants, aligned)
-    options = {"num_warps": num_warps, "num_stages": num_stages} | ({"maxnreg": registers} if registers else {})
+    options = (
+        BUILD_OPTIONS
+        | {"num_warps": num_warps, "num_stages": num_stages}
+        | ({"maxnreg": registers} if registers else {})
+    )
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     cubin = compiled.asm["cubin"]
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", dump(cubin, "--dump-resource-usage")).groups()

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from tilefold.ops._shared._triton.releases import why_no_warp_roles
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.tf32 import tf32_allowed
-
-
-@functools.cache
-def has_gluon() -> bool:
-    """Whether this Triton has the Gluon that the Hopper kernel is written in (3.6 and newer)."""
-    version = importlib.metadata.version("triton").split("+")[0].split(".")
-    return (int(version[0]), int(version[1])) >= (3, 6)
 
 
 @dataclass(frozen=True)
@@ -59,10 +51,10 @@ def max_forward_config_for(capability: tuple[int, int], dtype: torch.dtype, tf32
     if dtype == torch.float32:
         return replace(FP32, precision="tf32") if tf32 else FP32
     if dtype == torch.float8_e4m3fn:
-        if capability == (9, 0) and has_gluon():
+        if capability == (9, 0) and why_no_warp_roles() is None:
             return HOPPER_8BIT
         return TMA_8BIT if capability >= (9, 0) else ADA_8BIT
-    if capability == (9, 0) and has_gluon():
+    if capability == (9, 0) and why_no_warp_roles() is None:
         return HOPPER_16BIT
     return TMA_16BIT if capability >= (9, 0) else AMPERE_16BIT
 

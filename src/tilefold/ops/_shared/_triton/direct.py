@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton import knobs
 
 from tilefold.ops._shared._triton.launch import Grid
+from tilefold.ops._shared._triton.releases import launches_by_address
 
-# The releases whose launchers take (grid, stream, function, flags, scratch, metadata, hooks, arguments).
-_KNOWN = triton.__version__.split(".")[:2] == ["3", "6"]
+_KNOWN = launches_by_address()
 
 
 def hooked() -> bool:

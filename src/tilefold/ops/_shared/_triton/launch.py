@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from triton import JITFunction
 
+from tilefold.ops._shared._triton.releases import BUILD_OPTIONS
+
 Grid = tuple[int, int, int]
 
 
@@ -37,7 +39,7 @@ class Launcher:
             compiled, tail = known
             compiled[grid](*arguments, *tail)
             return
-        compiled = self._kernel[grid](*arguments, **self._constants)
+        compiled = self._kernel[grid](*arguments, **self._constants, **BUILD_OPTIONS)
         if hasattr(compiled, "result"):  # compiled beside the program
             compiled = compiled.result()
         names = self._kernel.arg_names[len(arguments) :]

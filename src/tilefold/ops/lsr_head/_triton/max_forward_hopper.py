@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tilefold.ops._shared._triton.releases import gluon_tma_load
 from tilefold.ops.lsr_head._triton.activation import nan_max
 from tilefold.ops.lsr_head._triton.sequences import (
     column_terms,
@@ -31,6 +32,7 @@ from tilefold.ops.lsr_head._triton.sequences import (
 
 HALF_V = gl.constexpr(64)
 LANES = gl.constexpr(4)  # lanes that share a row of an accumulator, two columns of every eight each
+_tma_load = gluon_tma_load()
 ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 
 
@@ -99,11 +101,9 @@ def _load_tiles(
                 mbarrier.wait(empty.index(slot), phase ^ 1)
                 bar = full.index(slot)
                 mbarrier.expect(bar, weight_desc.block_type.nbytes * 2 + rows_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(weight_desc, [v0, k * BLOCK_K], bar, w_ring.index(2 * slot))
-                tma.async_copy_global_to_shared(
-                    weight_desc, [v0 + HALF_V, k * BLOCK_K], bar, w_ring.index(2 * slot + 1)
-                )
-                tma.async_copy_global_to_shared(rows_desc, [t * BLOCK_T, k * BLOCK_K], bar, h_ring.index(slot))
+                _tma_load(weight_desc, [v0, k * BLOCK_K], bar, w_ring.index(2 * slot))
+                _tma_load(weight_desc, [v0 + HALF_V, k * BLOCK_K], bar, w_ring.index(2 * slot + 1))
+                _tma_load(rows_desc, [t * BLOCK_T, k * BLOCK_K], bar, h_ring.index(slot))
                 step += 1
 
 

@@ -1,0 +1,84 @@
+"""What differs between the releases of Triton; no other file asks which one is installed.
+
+=====================================  =====  =====  =====  =====  =====  =====
+                                       3.4    3.5    3.6    3.7    3.8    3.9
+=====================================  =====  =====  =====  =====  =====  =====
+Gluon has the warp roles of ``wgmma``  no     no (1) yes    yes    yes    yes
+Gluon's TMA load                       copy   copy   copy   copy   load   load
+a launcher that is known (2)           no     no     yes    no     no     no
+interpreted loops with numpy 2.4       no     no     no     yes    yes    yes
+interpreted bf16, fp8 (3)              wrong  wrong  wrong  wrong  wrong  wrong
+fused multiply-add by default (4)      yes    yes    yes    yes    yes    warns
+=====================================  =====  =====  =====  =====  =====  =====
+
+1. There, all roles take the same arguments.
+2. Kernels are launched by address, without Triton's Python, where the launcher's arguments are known.
+3. Products take the bits of bf16 for integers; conversions truncate to bf16, and some to fp8 are far off.
+4. 3.10 will change the default, so it is asked for.
+
+This file imports without Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from typing import Any
+
+import torch
+
+Release = tuple[int, int]
+
+TESTED: tuple[Release, ...] = ((3, 4), (3, 5), (3, 6), (3, 7), (3, 8), (3, 9))
+# of every build: budgets of the numerics are those of fused multiply-adds
+BUILD_OPTIONS = {"enable_fp_fusion": True}
+INTERPRETER_FAULTS: dict[torch.dtype, str] = {
+    torch.bfloat16: "it multiplies the bits of bf16 as integers",
+    torch.float8_e4m3fn: "it rounds some numbers to fp8 wrongly, by up to half",
+}
+
+
+@functools.cache
+def release() -> Release:
+    """Major and minor version of the Triton that is installed; ``(0, 0)`` where none is."""
+    for name in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
+        try:
+            major, minor = importlib.metadata.version(name).split("+")[0].split(".")[:2]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return int(major), int(minor)
+    return 0, 0
+
+
+def why_no_warp_roles() -> str | None:
+    """Why kernels whose warps load or compute cannot be built with this release, or ``None`` if they can."""
+    if release() >= (3, 6):
+        return None
+    return f"Triton {release_name()} cannot give warps roles of their own, 3.6 and newer can"
+
+
+def release_name() -> str:
+    """The release, as people write it."""
+    return ".".join(map(str, release()))
+
+
+def launches_by_address() -> bool:
+    """Whether the compiled launcher takes (grid, stream, function, flags, scratch, metadata, hooks, arguments)."""
+    return release() == (3, 6)
+
+
+def interpreter_breaks_with(numpy: str) -> bool:
+    """Whether interpreted loops fail beside this version of numpy: 2.4 converts no array of one element to a number."""
+    return tuple(map(int, numpy.split(".")[:2])) >= (2, 4) and (0, 0) < release() <= (3, 6)
+
+
+def interpreter_fault(dtype: torch.dtype) -> str | None:
+    """What the interpreter of this release does wrongly with ``dtype``, or ``None`` if nothing is known."""
+    return INTERPRETER_FAULTS.get(dtype)
+
+
+def gluon_tma_load() -> Any:
+    """Gluon's copy of a tile by TMA: ``(descriptor, place, barrier, destination)``."""
+    from triton.experimental.gluon.language.nvidia.hopper import tma  # noqa: PLC0415
+
+    return tma.async_load if release() >= (3, 8) else tma.async_copy_global_to_shared

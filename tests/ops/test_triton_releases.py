@@ -1,0 +1,40 @@
+"""What is known of Triton's releases stands in one file, and holds for the one that is installed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tilefold.ops._shared._triton import releases
+
+SOURCES = Path(releases.__file__).parents[4]
+
+
+def test_no_other_file_asks_for_the_release_of_triton() -> None:
+    asks = re.compile(r"triton\.__version__|version\(\"triton\"\)")
+    asking = [path.name for path in SOURCES.rglob("*.py") if asks.search(path.read_text()) and "ops" in path.parts]
+    assert asking in ([], ["releases.py"])
+
+
+@pytest.mark.parametrize(
+    ("installed", "warp_roles", "by_address", "new_numpy"),
+    [((3, 4), False, False, False), ((3, 5), False, False, False), ((3, 6), True, True, False),
+     ((3, 7), True, False, True), ((3, 8), True, False, True), ((3, 9), True, False, True)],
+)  # fmt: skip
+def test_the_table_of_releases(
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[int, int], warp_roles: bool, by_address: bool, new_numpy: bool
+) -> None:
+    monkeypatch.setattr(releases, "release", lambda: installed)
+    assert installed in releases.TESTED
+    assert (releases.why_no_warp_roles() is None) == warp_roles
+    assert releases.launches_by_address() == by_address
+    assert releases.interpreter_breaks_with("2.4.1") != new_numpy
+    assert not releases.interpreter_breaks_with("2.3.5")
+
+
+def test_without_triton_nothing_is_known_and_nothing_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(releases, "release", lambda: (0, 0))
+    assert releases.why_no_warp_roles() and not releases.launches_by_address()
+    assert not releases.interpreter_breaks_with("2.4.1")
