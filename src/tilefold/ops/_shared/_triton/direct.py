@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from tilefold.ops._shared._triton.context import enter_context
 from tilefold.ops._shared._triton.launch import Grid
 from tilefold.ops._shared._triton.releases import launches_by_address
 
@@ -84,6 +85,7 @@ def descriptor_arguments(address: int, shape: list[int], strides: list[int], fac
     """
     from triton.backends.nvidia.driver import make_tensordesc_arg  # noqa: PLC0415 (there on NVIDIA only)
 
+    enter_context(torch.cuda.current_device())
     made: list[Any] = make_tensordesc_arg(_Rows(address, shape, strides), facts)
     return made
 

@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 from triton import JITFunction
 
+<<<<<<< Updated upstream
 from tilefold.ops._shared._triton.releases import BUILD_OPTIONS
+=======
+from tilefold.ops._shared._triton.context import enter_context
+>>>>>>> Stashed changes
 
 Grid = tuple[int, int, int]
 
@@ -34,6 +38,7 @@ class Launcher:
             self._kernel[grid](*arguments, **self._constants)
             return
         kind = self._kind(arguments)
+        enter_context(kind[0])
         known = self._compiled.get(kind)
         if known is not None:
             compiled, tail = known
@@ -52,7 +57,7 @@ class Launcher:
     def _kind(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         if not self._specialized:
             self._specialized = [not parameter.do_not_specialize for parameter in self._kernel.params]
-        kind: list[Any] = [torch.cuda.current_device()]
+        kind: list[Any] = [torch.cuda.current_device()]  # must come first
         for position, argument in enumerate(arguments):
             if argument is None:
                 kind.append(None)

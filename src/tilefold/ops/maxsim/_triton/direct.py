@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tilefold.ops._shared._triton.context import enter_context
 from tilefold.ops._shared._triton.direct import c_function, descriptor_arguments
 from tilefold.ops._shared._triton.launch import Grid, Launcher
 from tilefold.ops._shared.impl import triton_interpreted
@@ -82,6 +83,7 @@ class Direct:
         if seen == address:
             return arguments  # a descriptor says where, not what
         if self._facts is None:
+            enter_context(rows.get_device())
             return [TensorDescriptor(rows, shape, [shape[1], 1], self._block)]
         arguments = descriptor_arguments(address, shape, [shape[1], 1], self._facts)
         self._seen = address, arguments
