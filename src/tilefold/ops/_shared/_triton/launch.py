@@ -11,11 +11,8 @@ import torch
 from torch import Tensor
 from triton import JITFunction
 
-<<<<<<< Updated upstream
-from tilefold.ops._shared._triton.releases import BUILD_OPTIONS
-=======
 from tilefold.ops._shared._triton.context import enter_context
->>>>>>> Stashed changes
+from tilefold.ops._shared._triton.releases import BUILD_OPTIONS
 
 Grid = tuple[int, int, int]
 
