@@ -46,6 +46,14 @@ def test_every_option(target: Target, options: dict[str, Any], n: int) -> None:
     assert_entmax_attention_matches(inputs, impl=target.impl, **options)
 
 
+@pytest.mark.parametrize("window", [2**31 - 1] if INTERPRETED else [2**30, 2**31 - 1, 2**31, 2**70])
+def test_a_window_wider_than_any_sequence_hides_nothing(target: Target, window: int) -> None:
+    inputs = entmax_attention_inputs(1, 1, LENGTHS[1], 16, device=target.device)
+    wide = entmax_attention_results(inputs, impl=target.impl, window=window)
+    for name, value in entmax_attention_results(inputs, impl=target.impl).items():
+        assert torch.equal(wide[name], value), name
+
+
 @pytest.mark.parametrize("n", BLOCKWISE)
 @pytest.mark.parametrize("layout", ("left", "holes", "packed") if INTERPRETED else LAYOUTS)
 def test_every_layout_with_groups_of_heads_and_more_keys_than_queries(target: Target, layout: str, n: int) -> None:

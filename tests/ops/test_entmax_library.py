@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilefold.ops import entmax
+from tilefold.ops import entmax, entmax_attention
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.entmax import chosen_impl
 from tilefold.testing.entmax import entmax_scores
@@ -45,6 +45,25 @@ def test_the_public_function_compiles_whole_with_gradients(device: str, per_row:
         function(leaf, a).backward()
         grads.append((leaf.grad, a.grad if isinstance(a, Tensor) else None))
     torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_symbolic_sizes_take_an_alpha_of_a_known_size() -> None:
+    def rows(x: Tensor, gates: Tensor) -> Tensor:
+        p = entmax(x, 1 + torch.sigmoid(gates[:6, :1]), dim=-1)
+        assert isinstance(p, Tensor)
+        return p
+
+    def attention(x: Tensor, gates: Tensor) -> Tensor:
+        x = x.transpose(0, 1)[None]
+        out = entmax_attention(x, x, x, alpha=1 + torch.sigmoid(gates[:6, 0]))
+        assert isinstance(out, Tensor)
+        return out
+
+    x, gates = torch.randn(3, 6, 16), torch.randn(40, 16)
+    for function in (rows, attention):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x, gates), function(x, gates))
 
 
 def test_autocast_and_inference_mode_change_nothing() -> None:

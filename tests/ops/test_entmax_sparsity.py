@@ -106,6 +106,19 @@ def test_one_alpha_a_head_and_the_reference_count_alike(target: Target) -> None:
     assert one is not None and torch.equal(one[:, 1], mine.live_blocks[:, 1])
 
 
+def test_shares_are_fp32_whatever_torchs_default_dtype() -> None:
+    inputs = entmax_attention_inputs(1, 2, 70, 16, correlated=True)
+    stats = statistics(inputs, "tiled")
+    expected = [share() for share in (stats.nonzero_share, stats.mean_support, stats.live_share)]
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = [share() for share in (stats.nonzero_share, stats.mean_support, stats.live_share)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for share, wanted in zip(found, expected, strict=True):
+        assert share.dtype == torch.float32 and torch.equal(share, wanted)
+
+
 def test_autocast_and_gradients_do_not_change_what_is_counted() -> None:
     inputs = entmax_attention_inputs(1, 2, 200, 16, correlated=True, sharpness=8.0, dtype=torch.bfloat16)
     plain = statistics(inputs, "tiled")

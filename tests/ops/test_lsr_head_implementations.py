@@ -21,6 +21,7 @@ from tilefold.testing.lsr_head import (
     LAYOUTS,
     assert_lsr_head_matches,
     lsr_head_inputs,
+    lsr_head_results,
     lsr_head_truth,
     with_one_answer,
 )
@@ -96,6 +97,24 @@ def test_gradients_are_exact_to_rounding_at_every_density(
     active = (results["scores"] > 0).float().mean().item()
     low, high = {"mixed": (0.5, 1.0), "dense": (0.8, 1.0), "sparse": (0.0005, 0.06)}[density]
     assert low < active <= high
+
+
+@pytest.mark.parametrize("activation", ["none"] if INTERPRETED else ACTIVATIONS)
+@pytest.mark.parametrize("pooling", ["max", "sum"] if INTERPRETED else POOLINGS)
+def test_nan_in_a_valid_token_gives_nan_gradients_whatever_the_activation(
+    target: Target, pooling: str, activation: str
+) -> None:
+    inputs = lsr_head_inputs(3, 9, 16, 20, device=target.device)
+    token = {"cls": 0, "last": 8}.get(pooling, 4)
+    inputs.hidden[1, token, 5] = torch.nan
+    for impl in (target.impl, "reference"):
+        found = lsr_head_results(inputs, pooling=pooling, activation=activation, impl=impl)
+        assert found["scores"].isnan().all(dim=1).tolist() == [False, True, False], impl
+        poisoned = found["dhidden"].isnan()
+        assert not poisoned[[0, 2]].any() and poisoned[1].any(), impl
+        if pooling != "max":  # among NaN there is no maximum: some token of the sequence takes the gradient
+            assert poisoned[1].all(dim=1).nonzero().tolist() == poisoned[1].any(dim=1).nonzero().tolist() == [[token]]
+        assert found["dbias"].isnan().all() and found["dweight"].isnan().all(), impl
 
 
 @pytest.mark.parametrize("pooling", ["max", "mean"])

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 ACTIVATIONS = ("log1p_relu", "log1p_log1p_relu", "relu", "softplus", "none")
+LINEAR_FROM = 40.0  # beyond it softplus(x) and x differ by e^-40 / 40 of x, less than fp64 can tell; torch takes 20
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
@@ -18,12 +19,18 @@ def activate(x: Tensor, activation: str) -> Tensor:
     if activation == "relu":
         return x.relu()
     if activation == "softplus":
-        return softplus(x)
+        return softplus(x, threshold=LINEAR_FROM)
     return x
 
 
+def differentiable_activate(x: Tensor, activation: str) -> Tensor:
+    """:func:`activate` for autograd, with the slope NaN at NaN, where torch has 1 for ``relu`` and for no activation."""
+    y = activate(x, activation)
+    return y * _one_but_nan(x).detach() if activation in ("relu", "none") else y
+
+
 def slope_from_score(score: Tensor, activation: str) -> Tensor:
-    """``act'(x)`` written in terms of ``score = act(x)``, so that backward needs no logits.
+    """``act'(x)`` written in terms of ``score = act(x)``, so that backward needs no logits; NaN stays NaN.
 
     Args:
         score: any shape, fp32 or fp64.
@@ -39,16 +46,20 @@ def slope_from_score(score: Tensor, activation: str) -> Tensor:
     elif activation == "softplus":  # y = log(1 + e^x), y' = 1 - e^-y
         return -torch.expm1(-score)
     else:
-        return torch.ones_like(score)
+        return _one_but_nan(score)
     # NaN is kept: where() alone would turn a NaN score into a silent zero gradient
     return torch.where(positive, slope, torch.where(score.isnan(), score, torch.zeros_like(slope)))
 
 
 def slope_from_logit(logit: Tensor, activation: str) -> Tensor:
-    """``act'(logit)``, elementwise."""
+    """``act'(logit)``, elementwise; NaN stays NaN."""
     if activation == "softplus":
         return torch.sigmoid(logit)
     if activation == "none":
-        return torch.ones_like(logit)
+        return _one_but_nan(logit)
     score = activate(logit, activation)
     return slope_from_score(score, activation)
+
+
+def _one_but_nan(x: Tensor) -> Tensor:
+    return torch.where(x.isnan(), x, 1)

@@ -102,7 +102,8 @@ def _check_alpha(alpha: float | Tensor, x: Tensor, dim: int) -> Tensor | None:
     padded = (1,) * (x.dim() - alpha.dim()) + tuple(alpha.shape)
     sizes = list(x.shape)
     sizes[dim] = 1
-    if len(padded) != x.dim() or any(a not in (1, b) for a, b in zip(padded, sizes, strict=True)):
+    # not `a not in (1, b)`: torch.compile answers that without a look at symbolic sizes
+    if len(padded) != x.dim() or any(a != 1 and a != b for a, b in zip(padded, sizes, strict=True)):  # noqa: PLR1714
         raise ValueError(
             f"alpha must broadcast to {sizes} (x with size 1 in dim {dim}), got shape {list(alpha.shape)}; "
             "reshape it, for instance to [heads, 1, 1]."

@@ -24,6 +24,8 @@ from tilefold.ops.entmax_attention._geometry import Options, stats_shape
 from tilefold.ops.entmax_attention._sparsity import count_blocks, visible_keys
 
 SPARSITY_BLOCK = 64
+# A window of this size or more hides nothing: positions are int32, and so are their sums with a smaller one.
+WIDEST_WINDOW = 1 << 30
 
 
 class EntmaxStats(NamedTuple):
@@ -50,11 +52,11 @@ class EntmaxStats(NamedTuple):
 
     def nonzero_share(self) -> Tensor:
         """``[H]`` fp32: positive probabilities among those that may be, over all rows; NaN where there are none."""
-        return self.support.sum(dim=(0, 2)) / self.visible.expand_as(self.support).sum(dim=(0, 2))
+        return _ratio(self.support.sum(dim=(0, 2)), self.visible.expand_as(self.support).sum(dim=(0, 2)))
 
     def mean_support(self) -> Tensor:
         """``[H]`` fp32: positive probabilities of a row, over the rows that see a key."""
-        return self.support.sum(dim=(0, 2)) / (self.visible.expand_as(self.support) > 0).sum(dim=(0, 2))
+        return _ratio(self.support.sum(dim=(0, 2)), (self.visible.expand_as(self.support) > 0).sum(dim=(0, 2)))
 
     def live_share(self) -> Tensor:
         """``[H]`` fp32: live blocks among the visible ones.
@@ -64,7 +66,11 @@ class EntmaxStats(NamedTuple):
         """
         if self.live_blocks is None or self.visible_blocks is None:
             raise ValueError("live_blocks must have been counted, got None; call with return_stats='blocks'.")
-        return self.live_blocks.sum(dim=0) / self.visible_blocks.sum(dim=0)
+        return _ratio(self.live_blocks.sum(dim=0), self.visible_blocks.sum(dim=0))
+
+
+def _ratio(part: Tensor, whole: Tensor) -> Tensor:
+    return part.float() / whole.float()  # a quotient of integers would have torch's default dtype
 
 
 def entmax_attention(
@@ -105,7 +111,7 @@ def entmax_attention(
         alpha: a number in [1, 2] (1 softmax, 2 sparsemax), or a tensor of one or ``[H]``, differentiable. On a GPU a
             tensor's value outside [1, 2] makes its head NaN instead of raising.
         causal: a query sees no key behind its own place.
-        window: a query sees keys at most this far from its place.
+        window: a query sees keys at most this far from its place; 2^30 and more is no window.
         cu_seqlens_q: ``[B + 1]`` int32 offsets of packed queries. On the CPU offsets that do not describe the rows
             raise; on a GPU, where looking costs a synchronisation, they make every output NaN.
         cu_seqlens_k: the same of packed keys; both or neither.
@@ -303,7 +309,7 @@ def _options(
     return Options(
         0.0 if isinstance(alpha, Tensor) else float(alpha),
         bool(causal),
-        -1 if window is None else window,
+        -1 if window is None or window >= WIDEST_WINDOW else window,
         q.size(-1) ** -0.5 if scale is None else float(scale),
         float(dropout_p),
     )
@@ -312,7 +318,8 @@ def _options(
 def _check_alpha(alpha: Tensor, q: Tensor) -> None:
     check_dtype("alpha", alpha, FLOAT_DTYPES, "cast it with .float().")
     check_same_device("q", q, {"alpha": alpha})
-    if alpha.numel() not in (1, q.size(1)):
+    count, heads = alpha.numel(), q.size(1)
+    if count != 1 and count != heads:  # noqa: PLR1714 (torch.compile answers `in` without a look at symbolic sizes)
         raise ValueError(f"alpha must hold one number or one a head ({q.size(1)}), got shape {list(alpha.shape)}.")
 
 

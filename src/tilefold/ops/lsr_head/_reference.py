@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.activation import activate
+from tilefold.ops._shared.activation import differentiable_activate
 
 
 def max_first_winner(logits: Tensor, valid: Tensor) -> Tensor:
@@ -46,9 +46,9 @@ def lsr_head(
         logits = logits + bias.to(compute_dtype)
     if pooling in ("max", "cls", "last"):
         winner = pooled_position(logits, valid, pooling)
-        pooled = activate(logits.gather(1, winner[:, None, :]).squeeze(1), activation)
+        pooled = differentiable_activate(logits.gather(1, winner[:, None, :]).squeeze(1), activation)
     else:
-        pooled = activate(logits, activation).masked_fill(~valid[:, :, None], 0).sum(dim=1)
+        pooled = differentiable_activate(logits, activation).masked_fill(~valid[:, :, None], 0).sum(dim=1)
         if pooling == "mean":
             pooled = pooled / valid.sum(dim=1, keepdim=True).clamp(min=1)
     return pooled.masked_fill(~valid.any(dim=1, keepdim=True), 0).to(out_dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.activation import activate
+from tilefold.ops._shared.activation import differentiable_activate
 
 
 def first_winner(weights: Tensor, holds: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def token_scatter(
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32)).masked_fill(~valid, 0)
     entries = torch.arange(vocab_size, device=weights.device)
     holds = (input_ids[:, :, None] == entries) & valid[:, :, None]  # [B, S, V]
-    values = activate(weights, activation)  # [B, S]
+    values = differentiable_activate(weights, activation)  # [B, S]
     if reduce == "sum":
         return torch.where(holds, values[:, :, None], 0).sum(dim=1).to(out_dtype)
     scores = values.gather(1, first_winner(weights.detach(), holds))  # [B, V]

@@ -1,0 +1,36 @@
+"""The activations that the heads share, and their slopes, against fp64 formulas of their own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tilefold.ops._shared.activation import (
+    ACTIVATIONS,
+    activate,
+    differentiable_activate,
+    slope_from_logit,
+    slope_from_score,
+)
+
+FP64 = 4 * torch.finfo(torch.float64).eps  # a few roundings of exp and log1p
+
+
+def test_softplus_is_exact_to_rounding_in_fp64_on_both_sides_of_every_threshold() -> None:
+    x = torch.cat([torch.linspace(-60, 60, 2401, dtype=torch.float64), torch.tensor([-800.0, 800.0])])
+    exact = [max(v, 0.0) + math.log1p(math.exp(-abs(v))) for v in x.tolist()]
+    found = activate(x, "softplus")
+    torch.testing.assert_close(found, torch.tensor(exact, dtype=torch.float64), rtol=FP64, atol=0)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_slopes_are_the_derivatives_and_nan_stays_nan(activation: str) -> None:
+    x = torch.tensor([-30.0, -1.0, 0.5, 19.0, 25.0, math.inf, math.nan], dtype=torch.float64, requires_grad=True)
+    scores = differentiable_activate(x, activation)
+    (slope,) = torch.autograd.grad(scores.sum(), x)
+    assert slope.isnan().tolist() == [False] * 6 + [True]
+    scores, x = scores.detach(), x.detach()
+    torch.testing.assert_close(slope_from_logit(x, activation), slope, rtol=1e-12, atol=0, equal_nan=True)
+    torch.testing.assert_close(slope_from_score(scores, activation), slope, rtol=1e-12, atol=0, equal_nan=True)
