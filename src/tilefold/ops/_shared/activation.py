@@ -23,8 +23,19 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return x
 
 
+def activate_in_place(x: Tensor, activation: str) -> Tensor:
+    """:func:`activate`, in the memory of ``x`` where torch can: a tile then costs one tile."""
+    if activation == "softplus":
+        return activate(x, activation)
+    if activation != "none":
+        x.relu_()
+    for _ in range(activation.count("log1p")):
+        x.log1p_()
+    return x
+
+
 def differentiable_activate(x: Tensor, activation: str) -> Tensor:
-    """:func:`activate` for autograd, with the slope NaN at NaN, where torch has 1 for ``relu`` and for no activation."""
+    """:func:`activate` for autograd, its slope NaN at NaN, where torch has 1 for ``relu`` and for no activation."""
     y = activate(x, activation)
     return y * _one_but_nan(x).detach() if activation in ("relu", "none") else y
 
@@ -53,12 +64,25 @@ def slope_from_score(score: Tensor, activation: str) -> Tensor:
 
 def slope_from_logit(logit: Tensor, activation: str) -> Tensor:
     """``act'(logit)``, elementwise; NaN stays NaN."""
+    return slope_in_place(logit.clone(), activation)
+
+
+def slope_in_place(x: Tensor, activation: str) -> Tensor:
+    """``act'(x)`` in the memory of ``x``; NaN stays NaN."""
     if activation == "softplus":
-        return torch.sigmoid(logit)
+        return x.sigmoid_()
     if activation == "none":
-        return _one_but_nan(logit)
-    score = activate(logit, activation)
-    return slope_from_score(score, activation)
+        return x.masked_fill_(~x.isnan(), 1)
+    flat = x <= 0
+    if activation == "relu":
+        x.masked_fill_(x > 0, 1)
+    else:
+        inner = x.log1p().add_(1) if activation == "log1p_log1p_relu" else None
+        x.add_(1)
+        if inner is not None:  # y = log1p(u), u = log1p(x): y' = 1 / ((1 + u) (1 + x))
+            x.mul_(inner)
+        x.reciprocal_()
+    return x.masked_fill_(flat, 0)
 
 
 def _one_but_nan(x: Tensor) -> Tensor:

@@ -1,5 +1,11 @@
 """The activations of the LSR head, which commute with its maximum."""
 
-from tilefold.ops._shared.activation import ACTIVATIONS, activate, slope_from_logit, slope_from_score
+from tilefold.ops._shared.activation import (
+    ACTIVATIONS,
+    activate,
+    activate_in_place,
+    slope_from_score,
+    slope_in_place,
+)
 
-__all__ = ["ACTIVATIONS", "activate", "slope_from_logit", "slope_from_score"]
+__all__ = ["ACTIVATIONS", "activate", "activate_in_place", "slope_from_score", "slope_in_place"]

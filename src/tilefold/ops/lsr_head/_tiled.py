@@ -1,23 +1,21 @@
 """The LSR head in torch operations on tiles: the CPU path, and the fallback on any device.
 
 Forward folds one ``[tokens, BLOCK_V]`` tile of logits at a time; backward of max pooling touches winners only.
-Products are taken in at least fp32, whatever the input's dtype: ``compute_dtype``, for tensor cores, is not used.
+A sequence whose logits fill more than a tile is cut along its tokens, so no layout makes memory grow with tokens times
+vocabulary; the bound stands in ``README.md``. Products are taken in at least fp32, whatever the input's dtype:
+``compute_dtype``, for tensor cores, is not used.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from tilefold.ops.lsr_head._activation import activate, slope_from_logit, slope_from_score
+from tilefold.ops.lsr_head._activation import activate, activate_in_place, slope_from_score, slope_in_place
 from tilefold.ops.lsr_head._layout import PackedRows, no_winner, pack_rows, winner_dtype
+from tilefold.ops.lsr_head._tiles import keep_maximum, max_tiles, sequence_tiles, vocabulary_tiles
 
-TILE_ELEMENTS = 1 << 22  # logits of one tile: 16 MiB in fp32, so that it stays in the last-level cache
-BLOCK_V = 4096  # vocabulary entries of a tile
-BLOCK_WINNER = 16  # tokens among which the winner is looked for, once their block is known
 SLAB_ENTRIES = 1 << 22  # (sequence, vocabulary) pairs whose gradients are sorted at a time
 SLAB_V = 16384  # vocabulary entries of a slab at most: its weight gradient exists twice for a moment
 
@@ -45,22 +43,8 @@ def max_forward(
     batch, vocab = len(packed.offsets) - 1, weight.size(0)
     scores = torch.zeros(batch, vocab, dtype=packed.rows.dtype, device=hidden.device)
     winners = torch.zeros(batch if with_winners else 0, vocab, dtype=torch.int32, device=hidden.device)
-    groups = _groups_of_sequences(packed.offsets)
-    most = max((packed.offsets[last] - packed.offsets[first] for first, last in groups), default=0)
-    # one buffer for all tiles: fresh pages for each would cost a sixth of the products' time
-    tile = torch.empty(most * min(BLOCK_V, vocab), dtype=packed.rows.dtype, device=hidden.device)
-    for v0, v1, tile_weight, _ in _vocabulary_tiles(weight, None, packed.rows.dtype):
-        for first, last in groups:
-            rows = packed.rows[packed.offsets[first] : packed.offsets[last]]
-            logits = tile[: rows.size(0) * (v1 - v0)].view(rows.size(0), v1 - v0)
-            torch.mm(rows, tile_weight.T, out=logits)
-            if logit_scale != 1.0:
-                logits *= logit_scale
-            for i, j, tokens in _runs_of_one_length(logits, packed.offsets, first, last):
-                best, winner = _max_over_tokens(tokens, with_winners)
-                scores[i:j, v0:v1] = best
-                if with_winners:
-                    winners[i:j, v0:v1] = winner
+    for v0, v1, i, j, before, tokens in max_tiles(packed, weight, logit_scale):
+        keep_maximum(scores[i:j, v0:v1], winners[i:j, v0:v1] if with_winners else None, tokens, before)
     # the activation and the bias commute with the maximum, so they wait for all of it
     scores = activate(scores if bias is None else scores + bias.to(scores.dtype), activation)
     empty = [b for b, (i, j) in enumerate(zip(packed.offsets[:-1], packed.offsets[1:], strict=True)) if i == j]
@@ -157,11 +141,11 @@ def sum_forward(
     packed = _packed_in_compute_dtype(hidden, attention_mask, cu_seqlens)
     batch, vocab = len(packed.offsets) - 1, weight.size(0)
     scores = torch.zeros(batch, vocab, dtype=packed.rows.dtype, device=hidden.device)
-    for v0, v1, tile_weight, tile_bias in _vocabulary_tiles(weight, bias, packed.rows.dtype):
-        for first, last, logits in _sequence_tiles(packed, tile_weight, logit_scale):
+    for v0, v1, tile_weight, tile_bias in vocabulary_tiles(weight, bias, packed.rows.dtype):
+        for piece, logits in sequence_tiles(packed, tile_weight, logit_scale):
             if tile_bias is not None:
                 logits.add_(tile_bias)
-            scores[first:last, v0:v1] = activate(logits, activation).sum(dim=1)
+            scores[piece.first : piece.last, v0:v1] += activate_in_place(logits, activation).sum(dim=1)
     if mean:
         scores /= _lengths(packed, scores)[:, None]
     return scores.to(out_dtype)
@@ -190,18 +174,18 @@ def sum_backward(
     drows = torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device) if need_hidden else None
     dweight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device) if need_weight else None
     dbias = torch.zeros(weight.size(0), dtype=rows.dtype, device=rows.device) if need_bias else None
-    for v0, v1, tile_weight, tile_bias in _vocabulary_tiles(weight, bias, rows.dtype):
+    for v0, v1, tile_weight, tile_bias in vocabulary_tiles(weight, bias, rows.dtype):
         tile_dweight = torch.zeros_like(tile_weight)
-        for first, last, logits in _sequence_tiles(packed, tile_weight, logit_scale):
-            start, end = packed.offsets[first], packed.offsets[last]
+        for piece, logits in sequence_tiles(packed, tile_weight, logit_scale):
             if tile_bias is not None:
                 logits.add_(tile_bias)
-            dlogits = slope_from_logit(logits, activation).mul_(grad[first:last, None, v0:v1]).flatten(0, 1)
+            tile_grad = grad[piece.first : piece.last, None, v0:v1]
+            dlogits = slope_in_place(logits, activation).mul_(tile_grad).flatten(0, 1)
             if dbias is not None:
                 dbias[v0:v1] += dlogits.sum(dim=0)
             if drows is not None:
-                drows[start:end].addmm_(dlogits, tile_weight, alpha=logit_scale)
-            tile_dweight.addmm_(dlogits.T, rows[start:end], alpha=logit_scale)
+                drows[piece.start : piece.end].addmm_(dlogits, tile_weight, alpha=logit_scale)
+            tile_dweight.addmm_(dlogits.T, rows[piece.start : piece.end], alpha=logit_scale)
         if dweight is not None:
             dweight[v0:v1] = tile_dweight
     dhidden = None
@@ -217,83 +201,6 @@ def sum_backward(
 def _packed_in_compute_dtype(hidden: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> PackedRows:
     packed = pack_rows(hidden, mask, cu_seqlens)
     return PackedRows(packed.rows.to(wide_dtype(hidden.dtype)), packed.offsets, packed.index)
-
-
-def _vocabulary_tiles(
-    weight: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Iterator[tuple[int, int, Tensor, Tensor | None]]:
-    """Yield ``(v0, v1, weight[v0:v1], bias[v0:v1])`` in the compute dtype."""
-    for v0 in range(0, weight.size(0), BLOCK_V):
-        v1 = min(v0 + BLOCK_V, weight.size(0))
-        yield v0, v1, weight[v0:v1].to(dtype), None if bias is None else bias[v0:v1].to(dtype)
-
-
-def _groups_of_sequences(offsets: list[int]) -> list[tuple[int, int]]:
-    """Cut the batch into runs ``(first, last)`` of sequences whose logits fit a tile; at least one sequence each."""
-    most_rows = TILE_ELEMENTS // BLOCK_V
-    groups, first = [], 0
-    for b in range(1, len(offsets)):
-        if b == len(offsets) - 1 or offsets[b + 1] - offsets[first] > most_rows:
-            groups.append((first, b))
-            first = b
-    return [(i, j) for i, j in groups if offsets[j] > offsets[i]]
-
-
-def _runs_of_one_length(logits: Tensor, offsets: list[int], first: int, last: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield ``(i, j, tokens)``: the rows of ``logits`` that belong to sequences i to j - 1, ``[j - i, L, BLOCK_V]``."""
-    i = first
-    while i < last:
-        length = offsets[i + 1] - offsets[i]
-        j = i + 1
-        while j < last and offsets[j + 1] - offsets[j] == length:
-            j += 1
-        if length:
-            rows = logits[offsets[i] - offsets[first] : offsets[j] - offsets[first]]
-            yield i, j, rows.view(j - i, length, -1)
-        i = j
-
-
-def _sequence_tiles(packed: PackedRows, tile_weight: Tensor, logit_scale: float) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield ``(first, last, logits)``: scaled logits ``[last - first, L, BLOCK_V]`` of sequences of one length.
-
-    Sequences of equal lengths share a product; empty ones are left out. The tile is overwritten by the next.
-    """
-    offsets = packed.offsets
-    batch, width = len(offsets) - 1, tile_weight.size(0)
-    most_rows = max(1, TILE_ELEMENTS // max(width, 1))
-    length = packed.uniform_length
-    group = max(1, most_rows // max(length, 1)) if length is not None else 1
-    for first in range(0, batch, group):
-        last = min(first + group, batch)
-        start, end = offsets[first], offsets[last]
-        if end > start:
-            logits = packed.rows[start:end] @ tile_weight.T
-            if logit_scale != 1.0:
-                logits *= logit_scale
-            yield first, last, logits.view(last - first, -1, width)
-
-
-def _max_over_tokens(logits: Tensor, with_winners: bool) -> tuple[Tensor, Tensor]:
-    """Maximum over dim 1 of ``[n, L, C]`` and the lowest index that holds it; the maximum of a row with NaN is NaN.
-
-    The index is looked for in two steps, first the block of tokens, then the token: a maximum with indices over all
-    tokens costs several times the maximum alone.
-    """
-    length = logits.size(1)
-    if not with_winners:
-        return logits.amax(dim=1), logits.new_empty(0)
-    if length <= BLOCK_WINNER:
-        best, winner = logits.max(dim=1)
-        return best, winner
-    whole = length // BLOCK_WINNER
-    maxima = logits[:, : whole * BLOCK_WINNER].reshape(-1, whole, BLOCK_WINNER, logits.size(2)).amax(dim=2)
-    if whole * BLOCK_WINNER < length:
-        maxima = torch.cat([maxima, logits[:, whole * BLOCK_WINNER :].amax(dim=1, keepdim=True)], dim=1)
-    block = maxima.max(dim=1).indices  # [n, C]
-    places = torch.arange(BLOCK_WINNER, device=logits.device)[None, :, None]
-    tokens = (block[:, None] * BLOCK_WINNER + places).clamp_(max=length - 1)  # [n, 16, C]
-    best, place = logits.gather(1, tokens).max(dim=1)
-    return best, block * BLOCK_WINNER + place
 
 
 def _positions_in_sequence(

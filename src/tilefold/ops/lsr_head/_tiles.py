@@ -1,0 +1,150 @@
+"""Tiles of logits: how the tiled path cuts a batch and the vocabulary, and folds what it cut."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilefold.ops.lsr_head._layout import PackedRows
+
+TILE_ELEMENTS = 1 << 22  # logits of one tile: 16 MiB in fp32, so that it stays in the last-level cache
+BLOCK_V = 4096  # vocabulary entries of a tile
+BLOCK_WINNER = 16  # tokens among which the winner is looked for, once their block is known
+
+
+def vocabulary_tiles(
+    weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Iterator[tuple[int, int, Tensor, Tensor | None]]:
+    """Yield ``(v0, v1, weight[v0:v1], bias[v0:v1])`` in the compute dtype."""
+    for v0 in range(0, weight.size(0), BLOCK_V):
+        v1 = min(v0 + BLOCK_V, weight.size(0))
+        yield v0, v1, weight[v0:v1].to(dtype), None if bias is None else bias[v0:v1].to(dtype)
+
+
+class Piece(NamedTuple):
+    """Rows ``start`` to ``end`` whose logits share a tile: the sequences ``first`` to ``last``, or a part of one."""
+
+    first: int
+    last: int
+    start: int
+    end: int
+
+
+def _pieces(offsets: list[int], most_rows: int, most_sequences: int | None = None) -> list[Piece]:
+    """Cut a batch into pieces of at most ``most_rows`` rows: runs of whole sequences, and parts of longer ones."""
+    pieces, first = [], 0
+    batch = len(offsets) - 1
+    while first < batch:
+        last, start = first + 1, offsets[first]
+        if offsets[last] - start > most_rows:
+            cuts = [*range(start, offsets[last], most_rows), offsets[last]]
+            pieces += [Piece(first, last, *cut) for cut in itertools.pairwise(cuts)]
+        else:
+            most = batch if most_sequences is None else min(batch, first + most_sequences)
+            while last < most and offsets[last + 1] - start <= most_rows:
+                last += 1
+            if offsets[last] > start:
+                pieces.append(Piece(first, last, start, offsets[last]))
+        first = last
+    return pieces
+
+
+def max_tiles(
+    packed: PackedRows, weight: Tensor, logit_scale: float
+) -> Iterator[tuple[int, int, int, int, int, Tensor]]:
+    """Yield ``(v0, v1, i, j, before, tokens)``: scaled logits ``[j - i, L, v1 - v0]`` of the sequences i to j - 1.
+
+    They have one length, or are the part of one long sequence that begins at its token ``before``. The tile is
+    overwritten by the next.
+    """
+    pieces = _pieces(packed.offsets, TILE_ELEMENTS // BLOCK_V)
+    most = max((piece.end - piece.start for piece in pieces), default=0)
+    # one buffer for all tiles: fresh pages for each would cost a sixth of the products' time
+    tile = packed.rows.new_empty(most * min(BLOCK_V, weight.size(0)))
+    for v0, v1, tile_weight, _ in vocabulary_tiles(weight, None, packed.rows.dtype):
+        for piece in pieces:
+            rows = packed.rows[piece.start : piece.end]
+            logits = tile[: rows.size(0) * (v1 - v0)].view(rows.size(0), v1 - v0)
+            torch.mm(rows, tile_weight.T, out=logits)
+            if logit_scale != 1.0:
+                logits *= logit_scale
+            for i, j, tokens in _runs_of_one_length(logits, packed.offsets, piece):
+                yield v0, v1, i, j, max(0, piece.start - packed.offsets[i]), tokens
+
+
+def _runs_of_one_length(logits: Tensor, offsets: list[int], piece: Piece) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield ``(i, j, tokens)``: rows of ``logits`` that belong to the sequences i to j - 1, ``[j - i, L, BLOCK_V]``."""
+    i = piece.first
+    while i < piece.last:
+        length = offsets[i + 1] - offsets[i]
+        j = i + 1
+        while j < piece.last and offsets[j + 1] - offsets[j] == length:
+            j += 1
+        if length:
+            rows = logits[max(0, offsets[i] - piece.start) : offsets[j] - piece.start]
+            yield i, j, rows.view(j - i, -1, rows.size(1))
+        i = j
+
+
+def sequence_tiles(packed: PackedRows, tile_weight: Tensor, logit_scale: float) -> Iterator[tuple[Piece, Tensor]]:
+    """Yield pieces and their scaled logits ``[last - first, L, BLOCK_V]``, of sequences of one length, or of a part.
+
+    Sequences of equal lengths share a product; empty ones are left out. The tile is overwritten by the next.
+    """
+    width = tile_weight.size(0)
+    together = None if packed.uniform_length is not None else 1
+    pieces = _pieces(packed.offsets, TILE_ELEMENTS // max(width, 1), together)
+    most = max((piece.end - piece.start for piece in pieces), default=0)
+    tile = tile_weight.new_empty(most, width)
+    for piece in pieces:
+        logits = tile[: piece.end - piece.start]
+        torch.mm(packed.rows[piece.start : piece.end], tile_weight.T, out=logits)
+        if logit_scale != 1.0:
+            logits *= logit_scale
+        yield piece, logits.view(piece.last - piece.first, -1, width)
+
+
+def keep_maximum(scores: Tensor, winners: Tensor | None, tokens: Tensor, before: int) -> None:
+    """Put the maximum over ``tokens`` ``[n, L, C]`` into ``scores`` ``[n, C]``, and where it is into ``winners``.
+
+    Args:
+        before: tokens of the one sequence that were folded already, which win ties; 0 for the first part, or wholes.
+    """
+    best, winner = _max_over_tokens(tokens, winners is not None)
+    if before == 0:
+        scores.copy_(best)
+        if winners is not None:
+            winners.copy_(winner)
+    elif winners is None:
+        torch.maximum(scores, best, out=scores)
+    else:
+        rises = (best > scores) | (best.isnan() & ~scores.isnan())
+        scores.copy_(torch.where(rises, best, scores))
+        winners.copy_(torch.where(rises, winner + before, winners))
+
+
+def _max_over_tokens(logits: Tensor, with_winners: bool) -> tuple[Tensor, Tensor]:
+    """Maximum over dim 1 of ``[n, L, C]`` and the lowest index that holds it; the maximum of a row with NaN is NaN.
+
+    The index is looked for in two steps, first the block of tokens, then the token: a maximum with indices over all
+    tokens costs several times the maximum alone.
+    """
+    length = logits.size(1)
+    if not with_winners:
+        return logits.amax(dim=1), logits.new_empty(0)
+    if length <= BLOCK_WINNER:
+        best, winner = logits.max(dim=1)
+        return best, winner
+    whole = length // BLOCK_WINNER
+    maxima = logits[:, : whole * BLOCK_WINNER].reshape(-1, whole, BLOCK_WINNER, logits.size(2)).amax(dim=2)
+    if whole * BLOCK_WINNER < length:
+        maxima = torch.cat([maxima, logits[:, whole * BLOCK_WINNER :].amax(dim=1, keepdim=True)], dim=1)
+    block = maxima.max(dim=1).indices  # [n, C]
+    places = torch.arange(BLOCK_WINNER, device=logits.device)[None, :, None]
+    tokens = (block[:, None] * BLOCK_WINNER + places).clamp_(max=length - 1)  # [n, 16, C]
+    best, place = logits.gather(1, tokens).max(dim=1)
+    return best, block * BLOCK_WINNER + place
