@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from splade_models import (
     scores_and_gradients,
     without_dropout,
 )
+from torch import Tensor
 
 from tilefold.integrations.sentence_transformers import accelerate
 
@@ -61,6 +63,35 @@ def test_masked_language_models_of_every_kind_train_as_stock(kind: str, pooling:
     accelerate(fused)
     assert_same_training(without_dropout(stock), without_dropout(fused))
     assert "token_embeddings" not in fused(fused.preprocess(TEXTS))
+
+
+def one_percent_more(hidden: Tensor) -> Tensor:
+    hidden.register_hook(lambda gradient: 1.01 * gradient)
+    return hidden
+
+
+def without_a_token(hidden: Tensor) -> Tensor:
+    hidden.register_hook(lambda gradient: gradient.index_fill(1, torch.tensor([2]), 0.0))
+    return hidden
+
+
+def rounded(hidden: Tensor) -> Tensor:
+    return hidden.bfloat16().to(hidden.dtype)
+
+
+@pytest.mark.parametrize("fault", [one_percent_more, without_a_token, rounded])
+@pytest.mark.parametrize("pooling", ["max", "sum"])
+def test_the_comparison_with_stock_tells_a_fault_from_rounding(
+    pooling: str, fault: Callable[[Tensor], Tensor], tokenizer_folder: Path
+) -> None:
+    stock = build_tiny_splade("bert", tokenizer_folder, SpladePooling(pooling))
+    fused = copy.deepcopy(stock)
+    accelerate(fused)
+    fused[0].register_forward_hook(
+        lambda module, given, features: features | {"token_embeddings": fault(features["token_embeddings"])}
+    )
+    with pytest.raises(AssertionError, match=r"error .* allowed"):
+        assert_same_training(without_dropout(stock), without_dropout(fused))
 
 
 @needs_all_causal_logits

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tilefold.testing import assert_within_budget, budget, nan_poisoned_empty, relative_error
+from tilefold.testing import assert_within_budget, budget, nan_poisoned_empty, product_bound, relative_error
 from tilefold.testing.lsr_head import (
     DENSITIES,
     LAYOUTS,
@@ -59,6 +59,55 @@ def test_budgets_have_the_size_that_their_derivation_gives() -> None:
     assert budget(torch.float32, tf32=True) == pytest.approx(1e-3, rel=0.05)
     with pytest.raises(ValueError, match="kind must be one of 'forward', 'gradient', 'gradient_bound', got 'loss'"):
         budget(torch.float32, "loss")
+
+
+def in_an_order(terms: torch.Tensor, order: str) -> torch.Tensor:
+    """The sum of fp64 ``terms`` over dimension 0 in fp32: one after the other, backwards, by halves, or fused."""
+    if order == "halves":
+        terms = terms.float()
+        while len(terms) > 1:
+            odd, terms = terms[len(terms) // 2 * 2 :], terms[: len(terms) // 2 * 2]
+            terms = torch.cat([terms[0::2] + terms[1::2], odd])
+        return terms[0]
+    total = torch.zeros_like(terms[0], dtype=torch.float32)
+    for term in terms.flip(0) if order == "backwards" else terms:
+        # a fused multiply-add rounds once: the product of two fp32 numbers is exact in fp64
+        total = (total.double() + term).float() if order == "fused" else total + term.float()
+    return total
+
+
+ORDERS = ["forwards", "backwards", "halves", "fused"]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("values", ["signed", "positive"])
+@pytest.mark.parametrize("dim", [3, 64, 4096])
+def test_products_added_up_in_any_order_are_within_the_bound_and_the_budget(dim: int, values: str, order: str) -> None:
+    generator = torch.Generator().manual_seed(dim)
+    a, b = (torch.randn(shape, generator=generator) for shape in ((40, dim), (dim, 30)))
+    if values == "positive":
+        a, b = a.abs(), b.abs()
+    exact = a.double() @ b.double()
+    found = in_an_order((a.double().T[:, :, None] * b.double()[:, None, :]), order)
+    bound = product_bound(a, b)
+    assert ((found - exact).abs() <= bound).all()
+    assert_within_budget(found, exact)
+    wrong = found - a[:, :1] * b[:1]  # without one of the terms
+    assert relative_error(wrong, exact) > budget(torch.float32)
+    assert ((wrong - exact).abs() > bound).float().mean() > 0.5
+    assert ((1.01 * found - exact).abs() > bound).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_gradients_that_sum_over_a_vocabulary_in_any_order_are_within_budget(order: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    dlogits, weight = torch.randn(2, 30_522, generator=generator), torch.randn(30_522, 64, generator=generator)
+    exact = dlogits.double() @ weight.double()
+    found = in_an_order(dlogits.double().T[:, :, None] * weight.double()[:, None, :], order)
+    assert_within_budget(found, exact, kind="gradient")
+    for wrong in (1.01 * found, found - dlogits[:, :1] * weight[:1]):
+        with pytest.raises(AssertionError, match="over the gradient budget"):
+            assert_within_budget(wrong, exact, kind="gradient")
 
 
 def test_a_failure_names_the_tensor_the_error_the_budget_and_the_place() -> None:
