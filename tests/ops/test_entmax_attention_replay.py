@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from tests.ops.conftest import Target
 from tilefold.ops import entmax_attention
 from tilefold.ops._shared.impl import triton_installed, triton_interpreted
-from tilefold.ops.entmax_attention import _calls
+from tilefold.ops.entmax_attention import _calls, _library
 from tilefold.testing.entmax_attention import (
     EntmaxAttentionInputs,
     assert_entmax_attention_matches,
@@ -231,6 +231,32 @@ def test_broken_offsets_of_a_gpu_make_everything_nan_at_every_call(target: Targe
             assert isinstance(out, Tensor) and bool(out.isnan().all()) == broken == bool(out.isnan().any())
 
 
+@pytest.mark.parametrize(
+    "bad",
+    [
+        torch.tensor([0, 2**32 + 20]),  # cut to 32 bits these two describe the rows
+        torch.tensor([0, 7 - 2**32, 20]),
+        torch.tensor([0, 2**31 - 1, -2, 20], dtype=torch.int32),  # in 32 bits no difference is negative
+    ],
+    ids=["too large", "too small", "wraps"],
+)
+@pytest.mark.parametrize("side", ["q", "k", "both"])
+def test_offsets_beyond_32_bits_give_nan_and_no_plausible_number(
+    target: Target, monkeypatch: pytest.MonkeyPatch, bad: Tensor, side: str
+) -> None:
+    if target.impl != "triton":
+        pytest.skip("the host looks")
+    # on the CPU too it must not look, as it does not on a GPU
+    monkeypatch.setattr(_library, "check_values", lambda *arguments: None)
+    rows = torch.randn(20, 1, 16, device=target.device, requires_grad=True)
+    good = torch.arange(bad.numel()).clamp(max=1) * 20
+    cu_q, cu_k = (bad if side in (name, "both") else good for name in "qk")
+    offsets = {"cu_seqlens_q": cu_q.to(target.device), "cu_seqlens_k": cu_k.to(target.device)}
+    out = entmax_attention(rows, rows, rows, impl=target.impl, **offsets)
+    assert isinstance(out, Tensor) and bool(out.isnan().all())
+    out.sum().backward()  # reads nothing elsewhere
+
+
 def test_a_second_derivative_is_an_error_after_any_number_of_calls(target: Target) -> None:
     q = torch.randn(1, 1, 4, 16, device=target.device, requires_grad=True)
     for _ in range(2):
@@ -369,8 +395,9 @@ def test_tables_of_packed_batches(target: Target, lengths: list[int], keys: int)
 
 @no_interpreter
 @pytest.mark.skipif(not triton_installed(), reason="the kernels need triton")
+@pytest.mark.parametrize("offsets", ["*i32", "*i64"])
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_kernels_of_packed_batches_build_without_spills(capability: int) -> None:
+def test_kernels_of_packed_batches_build_without_spills(capability: int, offsets: str) -> None:
     from tests.ops.cross_compile import compile_kernel
     from tilefold.ops.entmax_attention._triton.packing import _OFFSETS, _TILES, poison_kernel, tables_kernel
 
@@ -380,7 +407,7 @@ def test_kernels_of_packed_batches_build_without_spills(capability: int) -> None
         "out_ptr": "*bf16",
         **dict.fromkeys(["B", "q_tiles", "k_tiles", "q_rows", "k_rows", "longest"], "i32"),
     }
-    types["size"] = "i64"
+    types |= {"size": "i64", "cu_q_ptr": offsets, "cu_k_ptr": offsets}
     for kernel, constants in (
         (tables_kernel, {"ROWS": 64, "KEYS": 64, "BLOCK": _TILES}),
         (tables_kernel, {"ROWS": 64, "KEYS": 0, "BLOCK": _TILES, "k_batch_ptr": None, "k_start_ptr": None}),

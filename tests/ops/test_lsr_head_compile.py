@@ -155,9 +155,10 @@ BACKWARDS += [(90, torch.bfloat16, configs.BACKWARD_HOPPER)]
 BACKWARDS += [(90, torch.bfloat16, configs.BACKWARD_HOPPER_LARGE_BATCH)]
 
 
+@pytest.mark.parametrize("offsets", ["*i32", "*i64"])
 @pytest.mark.parametrize(("capability", "dtype", "config"), BACKWARDS)
-def test_max_backward_builds_without_spills(capability, dtype, config):
-    types = common_types(dtype)
+def test_max_backward_builds_without_spills(capability, dtype, config, offsets):
+    types = common_types(dtype) | {"cu_ptr": offsets}
     flags = {"ALWAYS_ACTIVE": False, "NO_WINNER": 65535}
     scan = {"BLOCK_R": config.block_r, "BLOCK": config.scan_block, **flags}
     dhidden = {"D": DIM, "BLOCK_R": config.block_r, "BLOCK_D": config.dhidden_block_d, "BLOCK_E": config.block_e,
@@ -168,7 +169,7 @@ def test_max_backward_builds_without_spills(capability, dtype, config):
                **flags}  # fmt: skip
     check(compile_kernel(_dhidden_kernel, types, dhidden, capability, config.dhidden_warps,
                          config.dhidden_stages), capability, tensor_cores=False)  # fmt: skip
-    for uniform in (True, False):
+    for uniform in (True, False) if offsets == "*i32" else (False,):
         layout = {"UNIFORM": uniform}
         for kernel, constants, warps, stages in (
             (_count_kernel, scan, config.scan_warps, 3),
@@ -185,27 +186,31 @@ def test_adding_up_counts_builds_without_spills(capability):
     check(compiled, capability, tensor_cores=False)
 
 
+@pytest.mark.parametrize("offsets", [None, "*i32", "*i64"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_sum_pooling_builds_without_spills(capability, dtype):
+def test_sum_pooling_builds_without_spills(capability, dtype, offsets):
     if dtype == torch.float32:
         config = configs.SUM_FP32
     else:
         config = configs.SumConfig() if capability >= 90 else configs.SUM_AMPERE
     constants = {
         "D": DIM, "BLOCK_V": config.block_v, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k,
-        "ACTIVATION": "log1p_relu", "HAS_BIAS": True, "HAS_MASK": True, "UNIFORM": True, "MEAN": True,
+        "ACTIVATION": "log1p_relu", "HAS_BIAS": True, "HAS_MASK": offsets is None, "UNIFORM": offsets is None,
+        "MEAN": True,
         "PRECISION": config.precision,
     }  # fmt: skip
-    for kernel in (sum_pooling._sum_forward_kernel, sum_pooling._dlogits_kernel):
-        compiled = compile_kernel(kernel, common_types(dtype), constants, capability, config.num_warps,
-                                  config.num_stages)  # fmt: skip
+    kernels = [sum_pooling._sum_forward_kernel] + [sum_pooling._dlogits_kernel] * (offsets is None)
+    for kernel in kernels:
+        compiled = compile_kernel(kernel, common_types(dtype) | {"cu_ptr": offsets or "*i32"}, constants, capability,
+                                  config.num_warps, config.num_stages)  # fmt: skip
         check(compiled, capability, tensor_cores=dtype != torch.float32)
 
 
+@pytest.mark.parametrize("offsets", ["*i32", "*i64"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_packing_builds_without_spills(capability):
-    types = common_types(torch.bfloat16)
+def test_packing_builds_without_spills(capability, offsets):
+    types = common_types(torch.bfloat16) | {"cu_ptr": offsets}
     checking = compile_kernel(
         sum_pooling._check_offsets_kernel, types, {"BLOCK": sum_pooling.CHECK_BLOCK}, capability, 4, 3
     )

@@ -312,14 +312,28 @@ def test_a_forward_pass_without_gradients_keeps_no_winners(target: Target) -> No
 
 
 BROKEN_OFFSETS = [[1, 5, 11], [-1, 5, 11], [0, 7, 5, 11], [0, 5, 9], [0, 5, 12], [0, 30, 11], [0]]
+BROKEN_OFFSETS += [[0, 2**31 - 1, -2, 11], [0, 2**31 - 1]]  # no difference is negative in 32 bits; a very long sequence
+# their lower halves are those of sound offsets
+BROKEN_LONG_OFFSETS = [
+    [0, 2**32 + 11],
+    [2**32, 11],
+    [0, 5 - 2**32, 11],
+    [0, 2**32 + 5, 11],
+    [-(2**63), 11],
+    [0, 2**63 - 1],
+]
+
+
+def offsets_of(values: list[int], device: str = "cpu") -> Tensor:
+    return torch.tensor(values, dtype=torch.int64 if values in BROKEN_LONG_OFFSETS else torch.int32, device=device)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pooling", POOLINGS)
-@pytest.mark.parametrize("offsets", BROKEN_OFFSETS, ids=str)
+@pytest.mark.parametrize("offsets", BROKEN_OFFSETS + BROKEN_LONG_OFFSETS, ids=str)
 def test_broken_offsets_on_a_gpu_give_nan_and_no_plausible_number(offsets: list[int], pooling: str) -> None:
     hidden, weight = torch.randn(11, 24, device="cuda"), torch.randn(21, 24, device="cuda")
-    cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device="cuda")
+    cu_seqlens = offsets_of(offsets, "cuda")
     scores = lsr_head(hidden, weight, cu_seqlens=cu_seqlens, pooling=pooling, impl="triton")
     assert scores.isnan().all()
 
@@ -335,7 +349,9 @@ def test_broken_offsets_are_an_error_where_the_host_reads_them_anyway(pooling: s
 
 @pytest.mark.parametrize("pooling", ["max", "sum", "mean"] if triton_interpreted() else ["cls", "last"])
 @pytest.mark.parametrize(
-    ("rows", "offsets"), [(11, offsets) for offsets in BROKEN_OFFSETS] + [(0, [0, 3]), (0, [1, 0])], ids=str
+    ("rows", "offsets"),
+    [(11, offsets) for offsets in BROKEN_OFFSETS + BROKEN_LONG_OFFSETS] + [(0, [0, 3]), (0, [1, 0])],
+    ids=str,
 )
 def test_broken_offsets_that_nobody_looked_at_read_no_row_outside_and_give_nan(
     monkeypatch: pytest.MonkeyPatch, rows: int, offsets: list[int], pooling: str
@@ -343,7 +359,7 @@ def test_broken_offsets_that_nobody_looked_at_read_no_row_outside_and_give_nan(
     # what happens on a GPU, where looking at the values would cost a synchronisation
     for module in (cu_seqlens_rules, max_pooling, sum_pooling):
         monkeypatch.setattr(module, "looks_are_free", lambda tensor, impl: False)
-    cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
+    cu_seqlens = offsets_of(offsets)
     impl = "triton" if triton_interpreted() else "tiled"
     scores = lsr_head(torch.randn(rows, 8), torch.randn(5, 8), cu_seqlens=cu_seqlens, pooling=pooling, impl=impl)
     assert scores.shape == (len(offsets) - 1, 5) and scores.isnan().all()

@@ -105,12 +105,13 @@ def check_values(
         if offsets is None or offsets.device.type != "cpu":
             continue
         values = offsets.tolist()
-        if values[0] != 0 or values[-1] != rows or bool((offsets.diff() < 0).any()):
+        lengths = [after - before for before, after in itertools.pairwise(values)]
+        if values[0] != 0 or values[-1] != rows or min(lengths, default=0) < 0:
             raise ValueError(
                 f"{name} must start with 0, never fall and end at the number of rows {rows}, got {values}; build it as "
                 "the cumulative sum of the sequence lengths with a 0 in front."
             )
-        longest = max((after - before for before, after in itertools.pairwise(values)), default=0)
+        longest = max(lengths, default=0)
         if name == "cu_seqlens_k" and longest > longest_k:
             raise ValueError(f"max_seqlen_k must be at least {longest}, the longest sequence of keys, got {longest_k}.")
 

@@ -62,7 +62,8 @@ def query_lists_kernel(
         for t0 in range(0, n_tiles, 128):
             t = t0 + tl.arange(0, 128)
             offs = (h.to(tl.int64) * tiles + first + t) * words + block // 32
-            bits = tl.load(live_ptr + offs, mask=t < n_tiles, other=0) >> (block % 32)
+            inside = (t < n_tiles) & (first + t < tiles)  # broken offsets must not read elsewhere
+            bits = tl.load(live_ptr + offs, mask=inside, other=0) >> (block % 32)
             flags = ((bits & ((1 << (KEYS // BLOCK_N)) - 1)) != 0).to(tl.int32)
             place = count + tl.cumsum(flags, axis=0) - flags
             tl.store(list_ptr + row * most + place, t, mask=flags > 0)

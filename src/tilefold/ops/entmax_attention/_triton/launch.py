@@ -175,7 +175,7 @@ def _plan(
         return ForwardPlan(stats, scratch, copies)
     tables = Tables(layout.batch, tiles, rows) if packed else None
     # elsewhere the host has looked
-    checked = poison(layout.batch, q.size(0), k.size(0), longest_k, q.numel()) if packed and q.is_cuda else None
+    checked = poison(layout.batch, q.size(0), k.size(0), longest_k, q.numel()) if packed else None
     place = (stats, scratch, copies, tables, checked)
     strides = [stride for tensor in (q, k, v, out) for stride in read_strides(tensor, packed)]
     numbers = (*layout.sizes, 0 if packed else tiles // layout.batch, *layout.scalars)

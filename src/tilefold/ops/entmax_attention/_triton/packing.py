@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilefold.ops._shared._triton.offsets import narrowed
+from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.entmax_attention._triton.steps import Step
 
 
@@ -22,13 +24,14 @@ def write_table(cu_ptr, batch_ptr, start_ptr, B, tiles, ROWS: tl.constexpr, BLOC
     before = tl.zeros((), tl.int64)
     for first in range(0, B, BLOCK):
         b = first + tl.arange(0, BLOCK)
-        length = tl.load(cu_ptr + b + 1, mask=b < B, other=0) - tl.load(cu_ptr + b, mask=b < B, other=0)
-        count = tl.maximum((length + (ROWS - 1)) // ROWS, 0).to(tl.int64)  # offsets may fall: they are not checked
+        start = narrowed(tl.load(cu_ptr + b, mask=b < B, other=0)).to(tl.int64)
+        end = narrowed(tl.load(cu_ptr + b + 1, mask=b < B, other=0)).to(tl.int64)
+        count = tl.maximum((end - start + (ROWS - 1)) // ROWS, 0)  # offsets may fall: they are not checked
         ends = before + tl.cumsum(count, axis=0)
         over = (ends[None, :] <= tile[:, None]) & (b < B)[None, :]
         sequence += tl.sum(over.to(tl.int32), axis=1)
         before += tl.sum(count, axis=0)
-        tl.store(start_ptr + b + 1, ends.to(tl.int32), mask=(b < B) & (tl.program_id(0) == 0))
+        tl.store(start_ptr + b + 1, tl.minimum(ends, tiles).to(tl.int32), mask=(b < B) & (tl.program_id(0) == 0))
     tl.store(batch_ptr + tile, sequence, mask=tile < tiles)
     if tl.program_id(0) == 0:
         tl.store(start_ptr, 0)
@@ -51,10 +54,11 @@ def is_broken(cu_ptr, B, rows, longest, BLOCK: tl.constexpr):
     """How many ways the offsets fail to begin with 0, to end with the number of rows, and never to fall or to rise by
     more than ``longest``.
     """
-    wrong = (tl.load(cu_ptr) != 0).to(tl.int32) + (tl.load(cu_ptr + B) != rows).to(tl.int32)
+    wrong = (narrowed(tl.load(cu_ptr)) != 0).to(tl.int32) + (narrowed(tl.load(cu_ptr + B)) != rows).to(tl.int32)
     for first in range(0, B, BLOCK):
         b = first + tl.arange(0, BLOCK)
-        rise = tl.load(cu_ptr + b + 1, mask=b < B, other=0) - tl.load(cu_ptr + b, mask=b < B, other=0)
+        start = narrowed(tl.load(cu_ptr + b, mask=b < B, other=0)).to(tl.int64)
+        rise = narrowed(tl.load(cu_ptr + b + 1, mask=b < B, other=0)) - start
         wrong += tl.sum(((rise < 0) | (rise > longest)).to(tl.int32), axis=0)
     return wrong
 
@@ -107,4 +111,5 @@ def poison(batch: int, q_rows: int, k_rows: int, longest: int, size: int) -> Ste
     ``longest`` keys: the host cannot look without waiting.
     """
     constants = {"BLOCK": _OFFSETS, "num_warps": 4, "num_stages": 1}
-    return Step(poison_kernel, (_POISONERS, 1, 1), (batch, q_rows, k_rows, longest, size), constants)
+    programs = 1 if triton_interpreted() else _POISONERS  # programs that are interpreted run one after the other
+    return Step(poison_kernel, (programs, 1, 1), (batch, q_rows, k_rows, longest, size), constants)

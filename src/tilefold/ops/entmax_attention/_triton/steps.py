@@ -121,8 +121,8 @@ def as_bytes(mask: Tensor | None) -> Tensor | None:
 
 
 def as_offsets(offsets: Tensor | None) -> Tensor | None:
-    """Offsets that the kernels can read: contiguous int32."""
-    return None if offsets is None else offsets.to(torch.int32).contiguous()
+    """Offsets that the kernels can read: contiguous."""
+    return None if offsets is None else offsets.contiguous()
 
 
 def is_readable(tensor: Tensor) -> bool:

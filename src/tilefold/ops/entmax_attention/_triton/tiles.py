@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from tilefold.ops._shared._triton.entmax import weight_and_slope
+from tilefold.ops._shared._triton.offsets import narrowed
 from tilefold.ops._shared.impl import triton_interpreted
 
 PLAIN = tl.constexpr(triton_interpreted() or torch.version.hip is not None)  # no PTX
@@ -20,8 +21,8 @@ def locate(
         inside = b < B
         b = tl.minimum(b, B - 1)
         # broken offsets must not read elsewhere
-        base = tl.minimum(tl.maximum(tl.load(cu_ptr + b), 0), rows)
-        end = tl.minimum(tl.maximum(tl.load(cu_ptr + b + 1), base), rows)
+        base = tl.minimum(tl.maximum(narrowed(tl.load(cu_ptr + b)), 0), rows)
+        end = tl.minimum(tl.maximum(narrowed(tl.load(cu_ptr + b + 1)), base), rows)
         first = (tile - tl.load(start_ptr + b)) * BLOCK
         n = tl.where(inside, end - base, 0)
     else:
@@ -36,8 +37,8 @@ def locate(
 def bounds(cu_ptr, b, length, rows, PACKED: tl.constexpr):
     """First row and length of sequence ``b``."""
     if PACKED:
-        base = tl.minimum(tl.maximum(tl.load(cu_ptr + b), 0), rows)
-        n = tl.minimum(tl.maximum(tl.load(cu_ptr + b + 1), base), rows) - base
+        base = tl.minimum(tl.maximum(narrowed(tl.load(cu_ptr + b)), 0), rows)
+        n = tl.minimum(tl.maximum(narrowed(tl.load(cu_ptr + b + 1)), base), rows) - base
     else:
         base = 0
         n = length

@@ -32,7 +32,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, rows: int) -> None:
 
 def broken_cu_seqlens(cu_seqlens: Tensor, rows: int) -> Tensor:
     """Whether ``cu_seqlens`` does not describe ``rows`` rows, as a bool on its device that nobody waits for."""
-    return (cu_seqlens[0] != 0) | (cu_seqlens[-1] != rows) | (cu_seqlens.diff() < 0).any()
+    return (cu_seqlens[0] != 0) | (cu_seqlens[-1] != rows) | (cu_seqlens[1:] < cu_seqlens[:-1]).any()
 
 
 def looks_are_free(tensor: Tensor, impl: str) -> bool:
@@ -44,14 +44,14 @@ def looks_are_free(tensor: Tensor, impl: str) -> bool:
 def _checked_copy(cu_seqlens: Tensor, rows: int) -> Tensor:
     if looks_are_free(cu_seqlens, impl="auto"):
         check_cu_seqlens(cu_seqlens, rows)
-    return cu_seqlens.to(torch.int32, copy=True)
+    return cu_seqlens.clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.register_fake("tilefold::check_cu_seqlens")
 def _(cu_seqlens: Tensor, rows: int) -> Tensor:
-    return torch.empty_like(cu_seqlens, dtype=torch.int32)
+    return torch.empty_like(cu_seqlens, memory_format=torch.contiguous_format)
 
 
 def checked_cu_seqlens(cu_seqlens: Tensor, rows: int) -> Tensor:
-    """``cu_seqlens`` as int32; its values are checked where that needs no synchronisation."""
+    """A copy of ``cu_seqlens``, whose values are checked where that needs no synchronisation."""
     return torch.ops.tilefold.check_cu_seqlens(cu_seqlens, rows)  # type: ignore[no-any-return]

@@ -15,11 +15,6 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def as_int32(cu_seqlens: Tensor) -> Tensor:
-    """Offsets as the kernels read them."""
-    return cu_seqlens.to(torch.int32).contiguous()
-
-
 @functools.cache
 def sm_count(device: torch.device) -> int:
     """Multiprocessors of ``device``; 3 programs where kernels are interpreted."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from tilefold.ops._shared._triton.launch import launcher
 from tilefold.ops._shared.library import PLAIN
 from tilefold.ops.lsr_head._layout import Plans, no_winner
-from tilefold.ops.lsr_head._triton.launch import as_int32, cdiv, sm_count
+from tilefold.ops.lsr_head._triton.launch import cdiv, sm_count
 from tilefold.ops.lsr_head._triton.max_backward import (
     MAX_VOCAB,
     _count_kernel,
@@ -106,7 +106,7 @@ def max_backward(
         sizes, dim, dscores.stride(), activation, float(logit_scale), device, compute_dtype, flags, config
     )
     tensors: dict[str, Tensor | None] = {"dscores": dscores, "scores": scores, "winners": winners}
-    tensors["cu_seqlens"] = None if cu_seqlens is None else as_int32(cu_seqlens)
+    tensors["cu_seqlens"] = None if cu_seqlens is None else cu_seqlens.contiguous()
     name = ("gradients", dscores.stride(), needs)
     remember = plans is not None and name not in plans and second_time(plans, name)
     parts: list[Replay | None] = []
@@ -242,8 +242,6 @@ class Gradients:
             hidden = hidden.to(self._dtype)
         if weight.dtype != self._dtype and self._of_hidden is not None:
             weight = weight.to(self._dtype)
-        if cu_seqlens is not None and cu_seqlens.dtype != torch.int32:
-            cu_seqlens = cu_seqlens.to(torch.int32)
         g, s, n = dscores.data_ptr(), address_of(scores), address_of(winners)
         h, w = address_of(hidden), address_of(weight)
         c = None if cu_seqlens is None else address_of(cu_seqlens)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import launcher
 from tilefold.ops.lsr_head._layout import Plans, batch_size, no_winner, winner_dtype
-from tilefold.ops.lsr_head._triton.launch import as_bytes, as_int32, cdiv, sm_count, tma_descriptor
+from tilefold.ops.lsr_head._triton.launch import as_bytes, cdiv, sm_count, tma_descriptor
 from tilefold.ops.lsr_head._triton.max_forward import _combine_kernel, _max_forward_kernel
 from tilefold.ops.lsr_head._triton.pack import Alignment, alignment
 from tilefold.ops.lsr_head._triton.quantize import quantization
@@ -72,7 +72,7 @@ def max_forward(
         "weight_scale": weight_scale,
         "bias": None if bias is None else bias.contiguous(),
         "mask": as_bytes(attention_mask),
-        "cu_seqlens": None if cu_seqlens is None else as_int32(cu_seqlens),
+        "cu_seqlens": None if cu_seqlens is None else cu_seqlens.contiguous(),
         "scores": scores,
         "winners": winners,
     }
@@ -211,8 +211,6 @@ class Forward:
             hidden = hidden.to(self._hidden_dtype)
         if weight.dtype != self._weight_dtype:
             weight = weight.to(self._weight_dtype)
-        if cu_seqlens is not None and cu_seqlens.dtype != torch.int32:
-            cu_seqlens = cu_seqlens.to(torch.int32)
         h = hidden.data_ptr() if hidden.is_contiguous() else 1
         w = weight.data_ptr() if weight.is_contiguous() else 1
         s = None if weight_scale is None else address_of(weight_scale)

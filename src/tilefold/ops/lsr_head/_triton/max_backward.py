@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilefold.ops._shared._triton.offsets import narrowed
 from tilefold.ops.lsr_head._triton.activation import slope_from_score
 
 LAST = tl.constexpr(2147483647)
@@ -26,7 +27,7 @@ def _start(cu_ptr, b, B, uniform_length, UNIFORM: tl.constexpr):
     if UNIFORM:
         return b * uniform_length
     else:
-        return tl.load(cu_ptr + b, mask=b <= B, other=LAST)
+        return narrowed(tl.load(cu_ptr + b, mask=b <= B, other=LAST))
 
 
 @triton.jit
@@ -38,7 +39,7 @@ def _sequence_of(cu_ptr, row, B, uniform_length, UNIFORM: tl.constexpr):
         seq = row * 0
         for b0 in range(0, B, 256):
             b = b0 + tl.arange(0, 256)
-            end = tl.load(cu_ptr + 1 + b, mask=b < B, other=LAST)
+            end = narrowed(tl.load(cu_ptr + 1 + b, mask=b < B, other=LAST))
             seq += tl.sum((end <= row).to(tl.int32))
         return seq
 
@@ -202,7 +203,7 @@ def _dweight_kernel(
                 if UNIFORM:
                     start = b * uniform_length
                 else:
-                    start = tl.load(cu_ptr + b, mask=b < B, other=0)  # [BLOCK_B]
+                    start = narrowed(tl.load(cu_ptr + b, mask=b < B, other=0))  # [BLOCK_B]
                 row = winner + start[:, None]
                 active = active & (row >= 0) & (row < N)  # a broken cu_seqlens must not read elsewhere
                 flag = tl.reshape(active.to(tl.int32), (BLOCK_B * BLOCK_V,))

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from tilefold.ops._shared._triton.launch import launcher
+from tilefold.ops._shared._triton.offsets import narrowed
 from tilefold.ops.lsr_head._triton.launch import cdiv
 from tilefold.ops.lsr_head._triton.steps import Piece, Step
 
@@ -101,18 +102,18 @@ def _copy_packed_kernel(
     r = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     seq = tl.zeros((BLOCK_ROWS,), tl.int32)
     offset = tl.zeros((BLOCK_ROWS,), tl.int32)
-    ok = (tl.load(cu_ptr) == 0) & (tl.load(cu_ptr + B) == T)
+    ok = (narrowed(tl.load(cu_ptr)) == 0) & (narrowed(tl.load(cu_ptr + B)) == T)
     for b0 in range(0, B, SCAN_B):
         b = b0 + tl.arange(0, SCAN_B)
-        start = tl.load(cu_ptr + b, mask=b < B, other=0)
-        end = tl.load(cu_ptr + 1 + b, mask=b < B, other=0)
-        ok = ok & (tl.min(end - start) >= 0)
+        start = narrowed(tl.load(cu_ptr + b, mask=b < B, other=0))
+        end = narrowed(tl.load(cu_ptr + 1 + b, mask=b < B, other=0))
+        ok = ok & (tl.min((end >= start).to(tl.int32)) > 0)
         passed = (end[None, :] <= r[:, None]) & (b < B)[None, :]  # [BLOCK_ROWS, SCAN_B]
         seq += tl.sum(passed.to(tl.int32), axis=1)
         offset += tl.sum(tl.where(passed, _rounded(end - start, GROUP)[None, :], 0), axis=1)
     valid = (r < T) & ok
-    first = tl.load(cu_ptr + seq, mask=valid, other=0)
-    count = tl.load(cu_ptr + seq + 1, mask=valid, other=0) - first
+    first = narrowed(tl.load(cu_ptr + seq, mask=valid, other=0))
+    count = narrowed(tl.load(cu_ptr + seq + 1, mask=valid, other=0)) - first
     place = r - first
     row = (offset + place).to(tl.int64)
     tl.store(position_ptr + row, place, mask=valid)
@@ -135,8 +136,8 @@ def _copy_packed_kernel(
         total = 0
         for b0 in range(0, B, SCAN_B):
             b = b0 + tl.arange(0, SCAN_B)
-            start = tl.load(cu_ptr + b, mask=b < B, other=0)
-            end = tl.load(cu_ptr + 1 + b, mask=b < B, other=0)
+            start = narrowed(tl.load(cu_ptr + b, mask=b < B, other=0))
+            end = narrowed(tl.load(cu_ptr + 1 + b, mask=b < B, other=0))
             length = tl.where(ok, _rounded(end - start, GROUP), 0)
             tl.store(offset_ptr + 1 + b, total + tl.cumsum(length), mask=b < B)
             total += tl.sum(length)
@@ -170,7 +171,7 @@ def alignment(shape: torch.Size, dtype: torch.dtype, has_mask: bool, batch: int 
     Args:
         shape, dtype: of the contiguous ``"hidden"`` that the steps read.
         has_mask: whether there is a ``"mask"``, contiguous and no bool.
-        batch: number of sequences of packed input with ``"cu_seqlens"``, int32; ``None`` for padded input.
+        batch: number of sequences of packed input with ``"cu_seqlens"``; ``None`` for padded input.
         group: rows that sequences are aligned to.
     """
     dim = shape[-1]

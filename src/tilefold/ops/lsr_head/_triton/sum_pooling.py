@@ -14,9 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import launcher
+from tilefold.ops._shared._triton.offsets import narrowed
 from tilefold.ops.lsr_head._layout import Plans, batch_size
 from tilefold.ops.lsr_head._triton.activation import activate, slope_from_logit
-from tilefold.ops.lsr_head._triton.launch import as_bytes, as_int32, cdiv
+from tilefold.ops.lsr_head._triton.launch import as_bytes, cdiv
 from tilefold.ops.lsr_head._triton.launch_forward import ORDER, Forward
 from tilefold.ops.lsr_head._triton.steps import Piece, Plan, Step, remembered, run_plan, second_time
 from tilefold.ops.lsr_head.configs import SumConfig, sum_config
@@ -25,12 +26,14 @@ CHECK_BLOCK = 256  # sequences whose offsets are looked at a time
 
 
 @triton.jit
-def _row_range(cu_ptr, b, uniform_length, UNIFORM: tl.constexpr):
+def _row_range(cu_ptr, b, N, uniform_length, UNIFORM: tl.constexpr):
+    """First row of sequence ``b`` and its length, both within the ``N`` rows whatever the offsets say."""
     if UNIFORM:
         return b.to(tl.int64) * uniform_length, uniform_length
     else:
-        start = tl.load(cu_ptr + b)
-        return start.to(tl.int64), tl.load(cu_ptr + b + 1) - start
+        start = tl.minimum(tl.maximum(narrowed(tl.load(cu_ptr + b)), 0), N)
+        end = tl.minimum(tl.maximum(narrowed(tl.load(cu_ptr + b + 1)), start), N)
+        return start.to(tl.int64), end - start
 
 
 @triton.jit
@@ -57,11 +60,11 @@ def _logits_tile(
 @triton.jit(do_not_specialize=["B", "N"])
 def _check_offsets_kernel(cu_ptr, ok_ptr, B, N, BLOCK: tl.constexpr):
     """Whether ``cu_seqlens`` starts with 0, never falls and ends with N: ``ok`` is 1, else 0."""
-    ok = (tl.load(cu_ptr) == 0) & (tl.load(cu_ptr + B) == N)
+    ok = (narrowed(tl.load(cu_ptr)) == 0) & (narrowed(tl.load(cu_ptr + B)) == N)
     for b0 in range(0, B, BLOCK):
         b = b0 + tl.arange(0, BLOCK)
-        start = tl.load(cu_ptr + b, mask=b < B, other=0)
-        end = tl.load(cu_ptr + 1 + b, mask=b < B, other=0)
+        start = narrowed(tl.load(cu_ptr + b, mask=b < B, other=0))
+        end = narrowed(tl.load(cu_ptr + 1 + b, mask=b < B, other=0))
         ok = ok & (tl.min((end >= start).to(tl.int32)) > 0)
     tl.store(ok_ptr, ok.to(tl.int32))
 
@@ -74,7 +77,7 @@ def _sum_forward_kernel(
 ):  # fmt: skip
     b = tl.program_id(0)
     offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    start, length = _row_range(cu_ptr, b, uniform_length, UNIFORM)
+    start, length = _row_range(cu_ptr, b, N, uniform_length, UNIFORM)
     bias = tl.zeros((BLOCK_V,), tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)
@@ -108,7 +111,7 @@ def _dlogits_kernel(
     b = tl.program_id(0)
     offs_v = v_start + tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_v = offs_v < v_end
-    start, length = _row_range(cu_ptr, b, uniform_length, UNIFORM)
+    start, length = _row_range(cu_ptr, b, N, uniform_length, UNIFORM)
     bias = tl.zeros((BLOCK_V,), tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
@@ -191,7 +194,7 @@ def sum_forward(
         "weight_scale": None,
         "bias": None if bias is None else bias.contiguous(),
         "mask": as_bytes(attention_mask),
-        "cu_seqlens": None if cu_seqlens is None else as_int32(cu_seqlens),
+        "cu_seqlens": None if cu_seqlens is None else cu_seqlens.contiguous(),
         "scores": scores,
         "winners": None,
     }
@@ -231,7 +234,7 @@ def sum_backward(
     need_hidden, need_weight, need_bias = needs
     batch, vocab = dscores.shape
     config = sum_config(compute_dtype, hidden.device)
-    cu_seqlens = None if cu_seqlens is None else as_int32(cu_seqlens)
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     mask = as_bytes(attention_mask)
     if bias is not None:
         bias = bias.contiguous()
