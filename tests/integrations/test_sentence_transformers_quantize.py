@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,16 +48,41 @@ def test_sparse_rows_are_those_of_the_rounded_head(model: SparseEncoder) -> None
     torch.testing.assert_close(encode_sparse(model, TEXTS).to_dense(), encode(model))
 
 
-def test_a_changed_weight_is_rounded_anew(model: SparseEncoder) -> None:
+def assigned(weight: torch.nn.Parameter) -> None:
+    weight.data = weight.detach() * 2
+
+
+CHANGES: dict[str, Callable[[torch.nn.Parameter], object]] = {
+    "in place": lambda weight: weight.mul_(2),
+    "data in place": lambda weight: weight.data.mul_(2),
+    "data copied": lambda weight: weight.data.copy_(weight.data * 2),
+    "data assigned": assigned,
+    "numpy": lambda weight: weight.detach().numpy().__imul__(2),
+    "optimiser": lambda weight: torch.optim.SGD([weight], lr=1.0).step(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_weight_is_seen_whatever_changed_it(model: SparseEncoder, change: str) -> None:
     accelerate(model, quantize="fp8")
     before = encode(model)
+    weight = model[0].model.get_output_embeddings().weight
+    weight.grad = torch.randn_like(weight)
     with torch.no_grad():
-        model[0].model.get_output_embeddings().weight.mul_(2)
+        CHANGES[change](weight)
     after = encode(model)
     fresh = copy.deepcopy(model)
     accelerate(fresh, quantize="fp8")
     assert not torch.equal(after, before)
     assert torch.equal(after, encode(fresh))
+
+
+@pytest.mark.gpu
+def test_a_model_that_moved_encodes_with_the_weight_it_has_there(model: SparseEncoder) -> None:
+    accelerate(model, quantize="fp8")
+    here = encode(model)
+    there = encode(model.to("cuda"))
+    assert relative_error(there.cpu(), here) < FP8_SCORES
 
 
 def test_copies_and_pickles_carry_no_rounded_weight(model: SparseEncoder) -> None:

@@ -108,10 +108,13 @@ def test_the_scores_stay_close_to_those_of_the_plain_weight() -> None:
     assert relative_error(lsr_head(inputs.hidden, quantize_weight(inputs.weight)), plain) < 0.02
 
 
-def test_every_entry_is_within_the_stated_rounding() -> None:
-    weight = torch.randn(70, 33) * torch.logspace(-3, 3, 70)[:, None]
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float16, BF16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dim", [33, 1500])
+def test_every_entry_is_within_the_stated_rounding(dim: int, dtype: torch.dtype, device: str) -> None:
+    weight = (torch.randn(dim, 70) * torch.logspace(-3, 3, 70)).T.to(device, dtype)  # strided rows
     quantized = quantize_weight(weight)
-    assert quantized.values.dtype == torch.float8_e4m3fn and quantized.shape == (70, 33)
+    assert quantized.values.dtype == torch.float8_e4m3fn and quantized.shape == (70, dim)
     distance = (quantized.dequantize(torch.float64) - weight.double()).abs()
     assert (distance <= weight.double().abs() / 16 + quantized.scale.double()[:, None] * 2**-10).all()
 
@@ -166,3 +169,28 @@ def test_what_a_quantized_weight_cannot_do_is_said(
 def test_what_cannot_be_quantized_is_said(weight: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="weight must"):
         quantize_weight(weight)
+
+
+def test_a_weight_without_a_dimension_is_refused_and_one_without_entries_is_empty() -> None:
+    with pytest.raises(ValueError, match=r"D must be at least 1, got D=0 in shape \[5, 0\]"):
+        quantize_weight(torch.zeros(5, 0))
+    assert quantize_weight(torch.zeros(0, 5)).shape == (0, 5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, BF16, torch.float32, torch.float64], ids=str)
+def test_the_kernel_rounds_a_weight_as_torch_does(dtype: torch.dtype) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no fp8 products")
+    weight = torch.randn(131, 77, dtype=torch.float64).to(dtype) * torch.logspace(-3, 3, 131)[:, None].to(dtype)
+    weight[3] = 0
+    weight[5, 7] = torch.nan
+    weight[6, 1] = torch.inf
+    plain, quantized = quantize_weight(weight), quantize_weight(weight.cuda())
+    assert plain.dequantize().isfinite().all(dim=1).tolist() == quantized.dequantize().isfinite().all(dim=1).tolist()
+    finite = plain.dequantize().isfinite()
+    torch.testing.assert_close(quantized.scale.cpu()[finite.all(dim=1)], plain.scale[finite.all(dim=1)])
+    # a last bit of the scale may round an entry to its other neighbour
+    distance = (quantized.dequantize().cpu() - plain.dequantize())[finite].abs()
+    assert (distance <= plain.dequantize()[finite].abs() / 8 + 1e-6).all()
+    assert (distance == 0).float().mean() > 0.9

@@ -39,30 +39,6 @@ def sparse_scores(options: SparseOptions) -> Iterator[None]:
         _sparse_options.reset(token)
 
 
-class _QuantizedHead:
-    """The fp8 copy of a head's weight, made once for each version of the parameter; it is not pickled or copied."""
-
-    def __init__(self) -> None:
-        self._source: tuple[Tensor, int] | None = None
-        self._copy: QuantizedWeight | None = None
-
-    def of(self, weight: Tensor) -> QuantizedWeight:
-        """The copy of ``weight``; a weight put together for the call (LoRA) is rounded anew each time."""
-        if not isinstance(weight, nn.Parameter) or weight.is_inference():
-            return quantize_weight(weight)
-        if (
-            self._copy is None
-            or self._source is None
-            or self._source[0] is not weight
-            or self._source[1] != weight._version
-        ):
-            self._copy, self._source = quantize_weight(weight), (weight, weight._version)
-        return self._copy
-
-    def __reduce__(self) -> tuple[type[_QuantizedHead], tuple[()]]:
-        return (_QuantizedHead, ())
-
-
 def pass_hidden_states(hidden: Tensor) -> Tensor:
     """Stands in for the forward of an LM head: its input goes on, the pooling applies the weight."""
     return hidden
@@ -75,7 +51,8 @@ class FusedSpladePooling:
         pooling: the stock module, whose options are read at every call.
         head: the LM head in front of it, whose weights are read at every call.
         impl: implementation of :func:`tilefold.ops.lsr_head`.
-        quantize: ``"fp8"`` to multiply in fp8 where no gradient is asked for, or ``None``.
+        quantize: ``"fp8"`` to multiply in fp8 where no gradient is asked for, or ``None``. The weight is rounded at
+            every call, so a changed one is never missed.
     """
 
     def __init__(self, pooling: Any, head: nn.Module, impl: str, quantize: str | None = None) -> None:
@@ -83,7 +60,6 @@ class FusedSpladePooling:
         self.head = head
         self.impl = impl
         self.quantize = quantize
-        self._quantized = _QuantizedHead()
 
     def __call__(self, features: dict[str, Any]) -> dict[str, Any]:
         """Put ``sentence_embedding`` ``[B, V]`` into ``features``, and take the hidden states out of them."""
@@ -113,7 +89,8 @@ class FusedSpladePooling:
         }
         matrix: Tensor | QuantizedWeight = weight
         if self.quantize is not None and not torch.is_grad_enabled():
-            matrix = self._quantized.of(weight)
+            # anew at every call: a weight may change in ways that nothing can see (``weight.data``, numpy, a move)
+            matrix = quantize_weight(weight)
         options = None if torch.compiler.is_compiling() else _sparse_options.get()
         if options is None:
             return lsr_head(hidden, matrix, bias, **arguments)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tilefold.ops._shared.checks import check_dtype, check_shape, check_tensor
 from tilefold.ops._shared.impl import resolve_impl
+from tilefold.ops._shared.library import is_plain, run
 from tilefold.ops.lsr_head import _tiled
 from tilefold.ops.lsr_head._layout import length_bound
 
@@ -64,6 +65,8 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
     Rows of zeros keep the scale 1; a NaN or an infinity makes NaN scores of its vocabulary entry, as in the plain head.
     The rounding error of an entry is at most 1/16 of it, or 2^-10 of the scale near zero.
 
+    On a GPU with fp8 products it is one pass of a kernel: about 0.03 ms for 30,522 x 768 entries in bf16 at 3 TB/s.
+
     Args:
         weight: ``[V, D]``, fp16, bf16, fp32 or fp64, on any device. It is not kept, and later changes of it are not
             seen: quantise again after an optimiser step.
@@ -78,6 +81,12 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
         (torch.float16, torch.bfloat16, torch.float32, torch.float64),
         "cast it with .to(torch.bfloat16).",
     )
+    if weight.size(1) == 0:
+        raise ValueError(f"D must be at least 1, got D=0 in shape {list(weight.shape)}.")
+    if is_plain(weight) and weight.is_cuda and chosen_quantized_impl(weight) == "triton":
+        from tilefold.ops.lsr_head._triton.quantize_weight import quantize_rows as in_one_pass  # noqa: PLC0415
+
+        return QuantizedWeight(*run(in_one_pass, weight.detach()))
     values = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     scale = torch.empty(weight.size(0), dtype=torch.float32, device=weight.device)
     with torch.no_grad():

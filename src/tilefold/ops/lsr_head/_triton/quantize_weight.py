@@ -1,0 +1,28 @@
+"""A decoder weight to fp8 in one pass: what it costs to read it and to write half of it, or less."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from tilefold.ops._shared._triton.launch import launch
+from tilefold.ops.lsr_head._triton.launch import cdiv
+from tilefold.ops.lsr_head._triton.quantize import BLOCK_ROWS, _quantize_rows_kernel
+
+
+def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """``[N, D]`` to values in fp8 and ``[N]`` fp32 scales, on the current device."""
+    count, dim = rows.shape
+    values = torch.empty(count, dim, dtype=torch.float8_e4m3fn, device=rows.device)
+    scale = torch.empty(count, dtype=torch.float32, device=rows.device)
+    if count:
+        constants = {
+            "D": dim,
+            "BLOCK_ROWS": BLOCK_ROWS,
+            "BLOCK_D": min(1024, triton.next_power_of_2(dim)),
+            "num_warps": 8,
+        }
+        grid = (cdiv(count, BLOCK_ROWS), 1, 1)
+        launch(_quantize_rows_kernel, grid, (rows.contiguous(), values, scale, count), constants)
+    return values, scale
