@@ -162,3 +162,19 @@ def test_the_embedding_dimension_is_known_after_the_first_batch(tiny_folder: Pat
     assert model[1].embedding_dimension is None
     encode(model)
     assert model.get_embedding_dimension() == 30522
+
+
+def test_a_wrong_call_is_refused_in_the_words_of_the_stock_model(model: SparseEncoder) -> None:
+    def refusals() -> list[str]:
+        texts = []
+        for call in (lambda: model[1]({}, unknown=1), lambda: model[1]({}, 1), lambda: model[1].forward()):
+            with pytest.raises(TypeError) as caught:
+                call()
+            texts.append(str(caught.value))
+        with pytest.raises((TypeError, ValueError)) as caught:
+            model.encode(TEXTS, unknown=1)
+        return [*texts, str(caught.value)]
+
+    stock = refusals()
+    accelerate(model)
+    assert refusals() == stock

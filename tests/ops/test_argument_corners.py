@@ -97,17 +97,76 @@ X = torch.rand(2, 3, D, generator=torch.Generator().manual_seed(0))
 IDS = torch.tensor([[1, 2, 1, 0, 0, 3, 3, 3]] * 3)
 
 
-@pytest.mark.parametrize(
-    "operator",
-    [
-        lambda x, impl: lsr_head(x, X[0], impl=impl),
-        lambda x, impl: maxsim(x, X.flip(0), impl=impl),
-        lambda x, impl: token_scatter(x[0], IDS, 9, impl=impl),
-        lambda x, impl: entmax(x, impl=impl),
-        lambda x, impl: entmax_attention(x[None], X[None], X[None], impl=impl),
-    ],
-    ids=["lsr_head", "maxsim", "token_scatter", "entmax", "entmax_attention"],
-)
+OPERATORS: dict[str, Callable[[Tensor, str], Tensor]] = {
+    "lsr_head": lambda x, impl: lsr_head(x, X[0], impl=impl),
+    "lsr_head sum": lambda x, impl: lsr_head(x, X[0], pooling="sum", impl=impl),
+    "lsr_head cls": lambda x, impl: lsr_head(x, X[0], pooling="cls", impl=impl),
+    "maxsim": lambda x, impl: maxsim(x, X.flip(0), impl=impl),
+    "token_scatter": lambda x, impl: token_scatter(x[0], IDS, 9, impl=impl),
+    "entmax": lambda x, impl: entmax(x, impl=impl),
+    "entmax_attention": lambda x, impl: entmax_attention(x[None], X[None], X[None], impl=impl),
+}
+
+
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+def test_sparse_and_nested_tensors_are_refused_by_name(operator: Callable[[Tensor, str], Tensor]) -> None:
+    for other, said in (
+        (X.to_sparse(), r"\w+ must be a dense tensor, got layout torch\.sparse_coo; use \w+\.to_dense\(\)"),
+        (
+            torch.nested.nested_tensor([X[0], X[1]], layout=torch.jagged),
+            r"\w+ must be a dense tensor, got a nested one",
+        ),
+    ):
+        with pytest.raises(TypeError, match=said):
+            as_it_is(operator, other)
+
+
+def as_it_is(operator: Callable[[Tensor, str], Tensor], x: Tensor) -> Tensor:
+    """The operator on ``x`` itself, which may have no slices and no further dimensions."""
+    if operator is OPERATORS["token_scatter"]:
+        return token_scatter(x, IDS, 9)
+    if operator is OPERATORS["entmax_attention"]:
+        return entmax_attention(x, x, x)
+    return operator(x, "auto")
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.vjp])
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+def test_function_transforms_are_those_of_the_reference_or_an_error_that_says_so(
+    operator: Callable[[Tensor, str], Tensor], transform: Callable[..., object]
+) -> None:
+    def run(impl: str) -> object:
+        function = (lambda x: operator(x, impl).sum()) if transform is torch.func.grad else lambda x: operator(x, impl)
+        return transform(function, X) if transform is torch.func.vjp else transform(function)(X)  # type: ignore[operator]
+
+    run("reference")
+    with pytest.raises(
+        RuntimeError, match=r"impl must be 'reference' under torch\.func\.grad, vjp and jacrev, got 'auto'"
+    ):
+        run("auto")
+
+
+BATCHED = {name: operator for name, operator in OPERATORS.items() if name != "maxsim"}
+
+
+@pytest.mark.parametrize("operator", BATCHED.values(), ids=BATCHED)
+def test_several_gradients_at_once_are_those_one_after_the_other(operator: Callable[[Tensor, str], Tensor]) -> None:
+    x = X.clone().requires_grad_()
+    scores = operator(x, "auto")
+    several = torch.randn(4, *scores.shape, generator=torch.Generator().manual_seed(1))
+    (together,) = torch.autograd.grad(scores, x, several, is_grads_batched=True, retain_graph=True)
+    for one, found in zip(several, together, strict=True):
+        torch.testing.assert_close(found, torch.autograd.grad(scores, x, one, retain_graph=True)[0])
+
+
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+def test_vmap_is_one_call_after_the_other(operator: Callable[[Tensor, str], Tensor]) -> None:
+    several = torch.stack([X, 2 * X, X.flip(0)])
+    expected = torch.stack([operator(x, "auto") for x in several])
+    torch.testing.assert_close(torch.func.vmap(lambda x: operator(x, "auto"))(several), expected)
+
+
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 def test_forward_mode_derivatives_are_those_of_the_reference_or_an_error_and_never_zeros(
     operator: Callable[[Tensor, str], Tensor],
 ) -> None:

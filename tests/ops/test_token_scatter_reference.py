@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from tilefold.ops import token_scatter
+from tilefold.ops import token_scatter, token_scatter_sparse
 from tilefold.testing.token_scatter import token_scatter_inputs
 
 REDUCTIONS = ("max", "sum")
@@ -75,6 +75,15 @@ def test_masked_and_ignored_tokens_count_for_nothing_whatever_they_hold(reduce: 
 
 def test_an_ignored_id_may_lie_outside_of_the_vocabulary() -> None:
     assert scatter([[1.0, 2.0]], [[-100, 1]], ignore_ids=(-100, 99)).tolist() == [[0, 2, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("impl", ["reference", "tiled"])
+@pytest.mark.parametrize("beyond", [2**63, -(2**63), -(2**63) - 1, 2**200])
+def test_an_ignored_id_that_no_integer_tensor_can_hold_ignores_nothing(beyond: int, impl: str) -> None:
+    weights, ids = torch.tensor([[1.0, 2.0]]), torch.tensor([[0, 1]])
+    scores = token_scatter(weights, ids, 3, ignore_ids=(beyond, 0), impl=impl)
+    assert scores.tolist() == [[0, 2, 0]]
+    assert token_scatter_sparse(weights, ids, 3, ignore_ids=(beyond, 0)).to_dense().tolist() == [[0, 2, 0]]
 
 
 def test_ties_go_to_the_lowest_token_which_takes_the_whole_gradient() -> None:

@@ -16,9 +16,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_tensor(name: str, value: object) -> Tensor:
-    """Return ``value`` if it is a tensor, else raise ``TypeError``."""
+    """Return ``value`` if it is a dense tensor, else raise ``TypeError``."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}; convert it first.")
+    if value.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got a nested one; pad it, or pack it with cu_seqlens.")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {value.layout}; use {name}.to_dense().")
     return value
 
 

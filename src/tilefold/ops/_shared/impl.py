@@ -9,6 +9,8 @@ import os
 import torch
 from torch.autograd import forward_ad
 
+from tilefold.ops._shared.library import in_function_transform
+
 IMPLS = ("auto", "reference", "tiled", "triton")
 
 
@@ -50,7 +52,8 @@ def resolve_impl(impl: str, device: torch.device) -> str:
     Raises:
         ValueError: for an unknown name.
         RuntimeError: for ``"triton"`` where it cannot run; there is no silent fallback. And for any but ``"reference"``
-            in forward-mode differentiation, where a registered operator would have a tangent of zeros without a word.
+            in forward-mode differentiation, where a registered operator would have a tangent of zeros without a word,
+            and in ``torch.func.grad``, ``vjp`` and ``jacrev``.
     """
     if impl not in IMPLS:
         listed = ", ".join(repr(name) for name in IMPLS)
@@ -59,6 +62,11 @@ def resolve_impl(impl: str, device: torch.device) -> str:
         raise RuntimeError(
             f"impl must be 'reference' in forward-mode differentiation (torch.func.jvp, forward_ad), got {impl!r}; the "
             "other implementations have gradients only."
+        )
+    if impl != "reference" and in_function_transform():
+        raise RuntimeError(
+            f"impl must be 'reference' under torch.func.grad, vjp and jacrev, got {impl!r}; torch.autograd.grad and "
+            "backward() serve every implementation."
         )
     if impl == "auto":
         return "triton" if device.type == "cuda" and why_not_triton(device) is None else "tiled"

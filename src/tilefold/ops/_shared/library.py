@@ -44,6 +44,22 @@ def no_mode() -> bool:
     return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None
 
 
+def in_function_transform() -> bool:
+    """Whether ``torch.func`` differentiates what runs (``grad``, ``vjp``, ``jacrev``; not ``vmap`` alone)."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return False
+    differentiating = torch._C._functorch.TransformType.Grad
+    return any(level.key() == differentiating for level in torch._C._functorch.get_interpreter_stack() or ())
+
+
+def gradient_needs_dispatcher(grad: Tensor) -> bool:
+    """Whether backward must call the registered operator with the incoming ``grad``.
+
+    It refuses a second derivative, and takes several gradients at once (``is_grads_batched``) one after the other.
+    """
+    return torch.is_grad_enabled() or not no_mode() or torch._C._functorch.is_legacy_batchedtensor(grad)
+
+
 def is_plain(*tensors: Tensor | None) -> bool:
     """Whether no compiler, mode or tensor subclass wants to see the registered operator.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.bytes import as_bytes, from_bytes
 from tilefold.ops._shared.checks import check_dtype, check_shape, check_tensor
 from tilefold.ops._shared.impl import resolve_impl
 from tilefold.ops._shared.library import is_plain, run
@@ -54,9 +56,19 @@ class QuantizedWeight:
             raise TypeError(f"rows must be a slice, got {type(rows).__name__}; weight[v:v + 1] is one row.")
         return QuantizedWeight(self.values[rows], self.scale[rows])
 
+    def __copy__(self) -> QuantizedWeight:
+        return QuantizedWeight(self.values, self.scale)
+
+    def __reduce__(self) -> tuple[Callable[..., QuantizedWeight], tuple[object, ...]]:
+        return _unpickled, (*as_bytes(self.values), self.scale.clone())
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """``[V, D]`` in ``dtype``: the weight that the quantised head stands for."""
         return (self.values.float() * self.scale[:, None]).to(dtype)
+
+
+def _unpickled(stored: Tensor, dtype: torch.dtype, scale: Tensor) -> QuantizedWeight:
+    return QuantizedWeight(from_bytes(stored, dtype), scale)
 
 
 def quantize_weight(weight: Tensor) -> QuantizedWeight:

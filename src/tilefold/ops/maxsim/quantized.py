@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.bytes import as_bytes, from_bytes
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_choice, check_dtype, check_tensor
 
 # the largest number of each format that a token's largest entry is mapped to
@@ -47,9 +49,19 @@ class QuantizedTokens:
         """The same tokens on ``device``."""
         return QuantizedTokens(self.values.to(device), self.scales.to(device))
 
+    def __copy__(self) -> QuantizedTokens:
+        return QuantizedTokens(self.values, self.scales)
+
+    def __reduce__(self) -> tuple[Callable[..., QuantizedTokens], tuple[object, ...]]:
+        return _unpickled, (*as_bytes(self.values), self.scales.clone())
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The vectors ``[.., D]`` that the numbers stand for, rounded to ``dtype``."""
         return (self.values.float() * self.scales[..., None]).to(dtype)
+
+
+def _unpickled(stored: Tensor, dtype: torch.dtype, scales: Tensor) -> QuantizedTokens:
+    return QuantizedTokens(from_bytes(stored, dtype), scales)
 
 
 def quantize_tokens(documents: Tensor, dtype: str = "int8") -> QuantizedTokens:

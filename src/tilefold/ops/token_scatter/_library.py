@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.library import define_op, forbid_double_backward, is_plain
+from tilefold.ops._shared.library import define_op, forbid_double_backward, gradient_needs_dispatcher, is_plain
 from tilefold.ops.token_scatter import _tiled
 from tilefold.ops.token_scatter._choice import chosen_impl
 from tilefold.ops.token_scatter._layout import batch_size, check_cu_seqlens, check_ids, valid_tokens
@@ -160,7 +160,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dscores is None or torch.is_grad_enabled():  # the registered operator refuses a second derivative
+        if dscores is None or gradient_needs_dispatcher(dscores):
             return _autograd(ctx, dscores, None)
         inputs = (dscores, *ctx.saved_tensors, ctx.activation, ctx.impl)
         return (_on_device(_backward, *inputs), *(None,) * 10)

@@ -210,7 +210,7 @@ def _check_ignore_ids(ignore_ids: Iterable[int] | None) -> tuple[int, ...]:
             f"ignore_ids must be at most {MAX_IGNORED} ids, got {len(unique)}; "
             "mask more of them: attention_mask = mask * ~torch.isin(input_ids, ids)."
         )
-    return tuple(unique)
+    return tuple(i for i in unique if -(1 << 63) <= i < 1 << 63)  # no token can hold the others
 
 
 def _check_out_dtype(out_dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:

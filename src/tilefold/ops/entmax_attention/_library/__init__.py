@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilefold.ops._shared.checks import dtype_name
 from tilefold.ops._shared.impl import resolve_impl
-from tilefold.ops._shared.library import define_op, forbid_double_backward, is_plain, run
+from tilefold.ops._shared.library import define_op, forbid_double_backward, gradient_needs_dispatcher, is_plain, run
 from tilefold.ops.entmax_attention import _tiled
 from tilefold.ops.entmax_attention._calls import Known, plans_of
 from tilefold.ops.entmax_attention._geometry import Options, stats_shape
@@ -320,7 +320,7 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             return (None,) * 5
         needs, saved, known = ctx.needs_input_grad[:4], ctx.saved_tensors, ctx.known
-        if not torch.is_grad_enabled():
+        if not gradient_needs_dispatcher(dout):
             return *run(_run_backward, dout, saved, known, needs), None
         # the registered operator refuses a second derivative
         nothing = dout.new_empty(0)

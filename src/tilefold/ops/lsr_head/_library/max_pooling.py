@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.library import define_op, forbid_double_backward, is_plain, no_mode, run
+from tilefold.ops._shared.library import (
+    define_op,
+    forbid_double_backward,
+    gradient_needs_dispatcher,
+    is_plain,
+    run,
+)
 from tilefold.ops.lsr_head import _tiled
 from tilefold.ops.lsr_head._layout import Plans, batch_size, length_bound, winner_dtype
 from tilefold.ops.lsr_head._library.common import (
@@ -179,15 +185,19 @@ def _gradients(
         return (None, None, None, *nothing)
     needed = need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
     saved = ctx.saved_tensors
-    if plans is not None and not torch.is_grad_enabled() and no_mode():
+    registered = registered or gradient_needs_dispatcher(dscores)
+    if plans is not None and not registered:
         again = plans.get(("gradients", dscores.stride(), needed))
         if again is not None and (known := again(dscores, *saved, main_grad)) is not None:
             return (*known, *nothing)
     inputs = (dscores, *saved, *ctx.options)
     needs = (need_hidden, need_weight, ctx.bias_dtype if need_bias else None)
-    if registered or torch.is_grad_enabled():  # the registered operator refuses a second derivative
+    if registered:
         if main_grad is not None:
-            raise RuntimeError("weight_main_grad cannot be used with create_graph=True; leave one of them out.")
+            raise RuntimeError(
+                "weight_main_grad cannot be used with create_graph=True or is_grads_batched=True; leave one of them "
+                "out."
+            )
         grads = torch.ops.tilefold.lsr_head_max_backward(*inputs, *needs, ctx.impl)
     else:
         grads = run(_max_backward, *inputs, *needs, ctx.impl, main_grad, plans)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.library import define_op, forbid_double_backward, is_plain, run
+from tilefold.ops._shared.library import define_op, forbid_double_backward, gradient_needs_dispatcher, is_plain, run
 from tilefold.ops.lsr_head._activation import activate, slope_from_score
 from tilefold.ops.lsr_head._library.common import asked_for, fake_grads, present, product
 
@@ -107,7 +107,7 @@ def _gradients(ctx: Any, dscores: Tensor | None, *, registered: bool) -> tuple[T
         return (None, None, None, *nothing)
     needs = ctx.needs_input_grad[:3]
     inputs = (dscores, *ctx.saved_tensors, *ctx.options, *needs[:2], ctx.bias_dtype if needs[2] else None)
-    if registered or torch.is_grad_enabled():  # the registered operator refuses a second derivative
+    if registered or gradient_needs_dispatcher(dscores):
         grads = torch.ops.tilefold.lsr_head_token_backward(*inputs)
     else:
         grads = run(_token_backward, *inputs)

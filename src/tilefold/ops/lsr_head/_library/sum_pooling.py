@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.library import define_op, forbid_double_backward, is_plain, run
+from tilefold.ops._shared.library import define_op, forbid_double_backward, gradient_needs_dispatcher, is_plain, run
 from tilefold.ops.lsr_head import _tiled
 from tilefold.ops.lsr_head._layout import Plans, batch_size
 from tilefold.ops.lsr_head._library.common import (
@@ -155,7 +155,7 @@ def _gradients(ctx: Any, dscores: Tensor | None, n_inputs: int, *, registered: b
         return (None, None, None, *nothing)
     needs = ctx.needs_input_grad[:3]
     inputs = (dscores, *ctx.saved_tensors, *ctx.options, *needs, ctx.impl)
-    if registered or torch.is_grad_enabled():  # the registered operator refuses a second derivative
+    if registered or gradient_needs_dispatcher(dscores):
         grads = torch.ops.tilefold.lsr_head_sum_backward(*inputs)
     else:
         grads = run(_sum_backward, *inputs)
