@@ -11,7 +11,7 @@ PEERS := .venv-pylate
 PEERS_STAMP := $(PEERS)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pylate lint format test-gpu bench docs clean
+.PHONY: help setup demo test test-portable test-pylate lint format test-gpu bench docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -28,7 +28,10 @@ demo: $(STAMP) ## Train, index, search and evaluate a sparse retriever on this m
 	$(BIN)/tilefold demo
 
 test: $(STAMP) ## Run the tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu" -n auto --dist loadfile
+	$(BIN)/python -m pytest -m "not gpu and not every_build" -n auto --dist loadfile
+
+test-portable: $(STAMP) ## Run the tests as other CPUs add up: AVX-512, AVX2, AMD, neither (5 minutes each)
+	$(BIN)/python tests/portable.py
 
 $(PEERS_STAMP): Makefile
 	$(PYTHON) -m venv $(PEERS)

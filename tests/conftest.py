@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import tempfile
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests import machine
 
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings
@@ -31,9 +34,10 @@ def _spread_over_gpus() -> None:
 
 def _share_cores() -> None:
     """Workers divide the cores: were each to take all, their threads would wait for one another more than compute."""
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, torch.get_num_threads() // workers)
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    threads = max(1, machine.cores() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    if threads < torch.get_num_threads():
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes that tests start
 
@@ -47,6 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """What ``-n auto`` means; xdist counts the cores of the machine, whatever a container may use of them."""
+    return machine.workers()
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Files go to workers whole, but long ones whose tests share nothing come last, one test at a time."""
     if config.getoption("dist") != "loadfile":
@@ -56,6 +66,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
+            if file.startswith("tests/distributed/"):
+                return "tests/distributed"  # they share processes, which take longer to start than to use
             return nodeid if file.endswith(("_interpreted.py", "_compile.py")) else file
 
     return Scheduling(config, log)
@@ -68,6 +80,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Collecting garbage, which benchmarks do at every turn, need not look at what was imported: half a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

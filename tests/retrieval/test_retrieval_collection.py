@@ -174,16 +174,25 @@ def test_pydocs_covers_sources_and_c_modules_but_no_tests(pydocs: Collection) ->
     assert "Serialize ``obj`` to" not in pydocs.documents["json.dumps"].text
 
 
-def test_pydocs_is_cached_and_a_damaged_cache_is_built_again(pydocs: Collection, tmp_path: Path) -> None:
+def test_pydocs_is_cached_and_a_damaged_cache_is_built_again(
+    pydocs: Collection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = load_collection("pydocs", cache_dir=tmp_path)
     assert first == pydocs  # built twice, the same both times
+    builds: list[int] = []
+    monkeypatch.setattr("tilefold.retrieval.pydocs.build_pydocs", lambda: builds.append(1) or pydocs)
     (folder,) = (tmp_path / "pydocs").iterdir()
     assert load_collection("pydocs", cache_dir=tmp_path) == pydocs
+    assert not builds
     (folder / "queries.jsonl").write_text("{broken")
     assert load_collection("pydocs", cache_dir=tmp_path) == pydocs
+    assert builds == [1]
     assert load_beir(folder).queries == pydocs.queries
 
 
-def test_pydocs_works_without_a_writable_cache(pydocs: Collection, tmp_path: Path) -> None:
+def test_pydocs_works_without_a_writable_cache(
+    pydocs: Collection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tilefold.retrieval.pydocs.build_pydocs", lambda: pydocs)
     (tmp_path / "file").write_text("")
     assert load_collection("pydocs", cache_dir=tmp_path / "file").queries == pydocs.queries
