@@ -110,6 +110,17 @@ def test_scores_equal_those_of_the_stock_function_in_every_form(name: str, kind:
     assert (expected < -1e7).any()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_masks_that_are_none_are_named(name: str) -> None:
+    a, b = torch.ones(2, 3, 4), torch.ones(2, 5, 4)
+    for mask, kind in (("not a mask", "str"), (["x", "y"], "str"), (object(), "object")):
+        for side in ("a_mask", "b_mask"):
+            with pytest.raises(TypeError, match=f"{side} must be a tensor or an array of numbers .* got {kind}"):
+                getattr(multi_vector, name)(a, b, **{side: mask})
+    with pytest.raises(TypeError, match="documents_mask must be a tensor or an array of numbers .* got str"):
+        multi_vector.colbert_kd_scores(a, b[:, None], None, "not a mask")
+
+
 @needs_stock
 @pytest.mark.parametrize("name", NAMES)
 def test_small_chunks_change_nothing(name: str) -> None:

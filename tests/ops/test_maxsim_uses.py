@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.ops.conftest import Target
 from tilefold.ops import maxsim
@@ -53,6 +54,31 @@ def test_the_contrastive_loss_is_the_cross_entropy_of_the_scores(target: Target,
         torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
         (found,), (truth,) = (torch.autograd.grad(x, inputs.queries) for x in (loss, expected))
         torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [-100, -1, 4])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_label_out_of_range_that_nobody_may_look_at_gives_nan_and_the_device_lives_on(device: str, bad: int) -> None:
+    queries = torch.randn(2, 3, 8, device=device, requires_grad=True)
+    documents = torch.randn(4, 5, 8, device=device)
+
+    def compiled(labels: Tensor) -> Tensor:
+        return maxsim_contrastive_loss(2 * queries, documents, labels)
+
+    for loss in (torch.compile(compiled, backend="eager", fullgraph=True), *[compiled] * (device == "cuda")):
+        found = loss(torch.tensor([1, bad], device=device))
+        (gradient,) = torch.autograd.grad(found, queries)
+        assert found.isnan() and bool(gradient.isnan().all())
+        fine = torch.tensor([1, 3], device=device)
+        scores = maxsim(2 * queries, documents)
+        torch.testing.assert_close(loss(fine), torch.nn.functional.cross_entropy(scores, fine))
+
+
+def test_labels_without_a_document_are_refused_on_every_device() -> None:
+    for device in ("cpu", "meta"):
+        queries, documents = torch.empty(2, 3, 8, device=device), torch.empty(0, 5, 8, device=device)
+        with pytest.raises(ValueError, match="documents must be at least one with labels, got none"):
+            maxsim_contrastive_loss(queries, documents, torch.zeros(2, dtype=torch.int64, device=device))
 
 
 def test_arguments_that_do_not_fit_are_named() -> None:

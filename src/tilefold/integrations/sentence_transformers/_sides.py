@@ -168,7 +168,7 @@ def groups(embeddings: Any, mask: Any) -> Part:
     rows = as_tokens("documents_embeddings", embeddings, 4)
     if mask is None:
         return Part(rows, rows.any(dim=-1), None)
-    mask = torch.as_tensor(mask)
+    mask = _as_mask("documents_mask", mask, list(rows.shape[:-1]))
     if mask.shape != rows.shape[:-1]:
         raise ValueError(
             f"documents_mask must have shape {list(rows.shape[:-1])}, one entry a token, got {list(mask.shape)}."
@@ -183,10 +183,21 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
 def _mask(name: str, mask: Any, count: int, longest: int) -> Tensor:
     """``[count, longest]``."""
     if isinstance(mask, (list, tuple)):
-        mask = torch.nn.utils.rnn.pad_sequence([torch.as_tensor(item) for item in mask], batch_first=True)
-    mask = torch.as_tensor(mask)
+        rows = [_as_mask(name, item, ["L"]) for item in mask]
+        mask = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, longest)
+    mask = _as_mask(name, mask, [count, longest])
     mask = mask[None] if mask.dim() == 1 else mask
     if mask.dim() != 2 or mask.size(0) not in (1, count) or mask.size(1) != longest:
         raise ValueError(f"{name} must have shape {[count, longest]}, one entry a token, got {list(mask.shape)}.")
     expanded: Tensor = mask.expand(count, -1)
     return expanded
+
+
+def _as_mask(name: str, mask: Any, shape: list[Any]) -> Tensor:
+    try:
+        found = torch.as_tensor(mask)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{name} must be a tensor or an array of numbers of shape {shape}, got {type(mask).__name__}."
+        ) from error
+    return found

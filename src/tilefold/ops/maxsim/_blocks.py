@@ -1,7 +1,13 @@
-"""How the tiled path walks a problem: blocks of documents padded to one length, with the queries they meet."""
+"""How the tiled path walks a problem: blocks of documents, tiles of their tokens, parts of the query tokens.
+
+Whatever the lengths, a tile has ``TILE_ELEMENTS`` similarities at most, and no more than ``ROW_ELEMENTS`` numbers of
+either side are copied at a time: long sequences are cut. Rows that are gathered are kept tokens of the sequences
+concerned, and no others: a place past a sequence's end repeats its last kept token, and its similarity is left out.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,8 +17,19 @@ from torch import Tensor
 from tilefold.ops.maxsim._problem import Problem, wide_dtype
 
 TILE_ELEMENTS = 1 << 21  # similarities of one tile: 8 MiB in fp32, so that it stays in the last-level cache
-BLOCK_ROWS = 16384  # document tokens of a block at most (one document at least): they are copied to fp32
-BLOCK_COLUMNS = 4096  # query tokens of a tile
+ROW_ELEMENTS = 1 << 21  # numbers of either side that are copied to fp32 at a time (one row at least)
+BLOCK_ROWS = 16384  # document tokens of a tile at most
+BLOCK_COLUMNS = 4096  # query tokens of a tile at most
+
+
+def row_limit(dim: int) -> int:
+    """Rows of ``dim`` numbers that may be copied at a time."""
+    return max(1, min(BLOCK_ROWS, ROW_ELEMENTS // max(dim, 1)))
+
+
+def column_limit(dim: int) -> int:
+    """Query tokens of a tile at most."""
+    return min(BLOCK_COLUMNS, row_limit(dim))
 
 
 @dataclass(frozen=True)
@@ -36,21 +53,34 @@ class Side:
     index: Tensor | None
     scale: Tensor | None
 
-    def kept_rows(self, which: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """``[n, longest]`` row numbers of the kept tokens of some sequences (0 past the last), and which exist."""
-        places = torch.arange(longest, device=which.device)
-        exists = places < self.counts[which][:, None]
-        place = torch.where(exists, self.offsets[which][:, None] + places, 0)
-        if self.index is None or self.index.numel() == 0:
-            return place, exists
-        return torch.where(exists, self.index[place], 0), exists
+    def kept_rows(self, which: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        """``[n, stop - start]`` row numbers of kept tokens of sequences that have one, the last again past the end.
 
-    def first_masked(self, which: Tensor, kept: Tensor, exists: Tensor) -> Tensor:
-        """``[n]`` position of the first masked token of each sequence, or a huge number where there is none."""
-        position = torch.where(exists, kept - self.starts[which][:, None], -1)
-        in_place = position == torch.arange(kept.size(1), device=kept.device)
-        prefix = in_place.long().cumprod(dim=1).sum(dim=1)
-        return torch.where(self.counts[which] < self.sizes[which], prefix, torch.iinfo(torch.int64).max)
+        And which of them exist, ``None`` for all.
+        """
+        counts = self.counts[which][:, None]
+        places = torch.arange(start, stop, device=which.device)
+        whole = int(counts.min()) >= stop
+        place = self.offsets[which][:, None] + (places if whole else torch.minimum(places, counts - 1))
+        return place if self.index is None else self.index[place], None if whole else places < counts
+
+    def kept(self, start: int, stop: int) -> Tensor:
+        """Kept tokens number ``start`` to ``stop`` of the side, ``[.., D]`` in fp32 (fp64), scaled."""
+        if self.index is not None:
+            return self.take(self.index[start:stop])
+        rows = self.rows[start:stop].to(wide_dtype(self.rows.dtype))  # no copy of what is wide already
+        return rows if self.scale is None else rows * self.scale[start:stop]
+
+    def first_masked(self) -> Tensor:
+        """``[N]`` position of the first masked token of each sequence, or a huge number where there is none."""
+        if self.index is None:
+            return torch.full_like(self.counts, torch.iinfo(torch.int64).max)
+        # kept tokens before the first masked one lie where they would lie if nothing were masked
+        shift = (self.starts - self.offsets).repeat_interleave(self.counts)
+        in_place = self.index == shift + torch.arange(self.index.numel(), device=shift.device)
+        before = torch.nn.functional.pad(in_place.cumsum(0), (1, 0))
+        prefix = before[self.offsets + self.counts] - before[self.offsets]
+        return torch.where(self.counts < self.sizes, prefix, torch.iinfo(torch.int64).max)
 
     def take(self, rows: Tensor) -> Tensor:
         """Tokens ``[.., D]`` in fp32 (fp64), scaled."""
@@ -69,12 +99,17 @@ def _side(
         sizes = torch.full_like(starts, length)
     else:
         starts, sizes = cu[:-1].long(), cu.diff().long()
-    scale = inverse_norms(rows) if normalize else None if scale is None else scale[:, None]
+    scale = _scales(rows) if normalize else None if scale is None else scale[:, None]
     if mask is None or bool((kept := mask != 0).all()):
         return Side(rows, starts, sizes, starts, sizes, None, scale)
     before = torch.nn.functional.pad(kept.cumsum(0), (1, 0))
     offsets = before[starts]
     return Side(rows, starts, sizes, offsets, before[starts + sizes] - offsets, kept.nonzero().squeeze(1), scale)
+
+
+def _scales(rows: Tensor) -> Tensor:
+    parts = [inverse_norms(part) for part in torch.split(rows, row_limit(rows.size(1)))]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def inverse_norms(rows: Tensor) -> Tensor:
@@ -102,60 +137,127 @@ def pairs(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Block:
-    """Some pairs, or some documents for "all", and the tokens of their documents.
+class Tile:
+    """Tokens of a block's documents that are multiplied at once.
 
     Attributes:
-        items: ``[n]`` numbers of the pairs (of the documents).
-        rows: ``[n, L]`` row numbers of the documents' kept tokens.
-        exists: ``[n, L]``, or ``None`` where every place holds a token.
+        rows: ``[n, L]`` row numbers, kept tokens all of them.
+        exists: ``[n, L]``, or ``None`` where every place holds a token of its own.
+        span: the rows, where they lie one after the other.
         tokens: ``[n, L, D]`` in fp32 (fp64), scaled.
-        documents: ``[n]``.
     """
 
-    items: Tensor
     rows: Tensor
     exists: Tensor | None
+    span: slice | None
     tokens: Tensor
-    documents: Tensor
 
 
-def blocks(
-    side: Side, document_of: Tensor, columns: int, with_masked: bool, elements: int = TILE_ELEMENTS
-) -> Iterator[Block]:
+class Block:
+    """Some pairs, or some documents for "all", whose documents have kept tokens.
+
+    Args:
+        side: the documents.
+        items: ``[n]`` numbers of the pairs (of the documents).
+        documents: ``[n]``.
+        longest: kept tokens of the longest of them.
+        step: places of each document in a tile.
+    """
+
+    def __init__(self, side: Side, items: Tensor, documents: Tensor, longest: int, step: int) -> None:
+        self.side, self.items, self.documents = side, items, documents
+        self.longest, self.step = longest, step
+        self._tiles = [self._tile(0)] if step >= longest else None
+
+    def tiles(self) -> Iterator[Tile]:
+        """The tokens of the documents, in one tile unless a document is longer than a tile may be."""
+        if self._tiles is not None:
+            yield from self._tiles
+            return
+        for start in range(0, self.longest, self.step):
+            yield self._tile(start)
+
+    def _tile(self, start: int) -> Tile:
+        rows, exists = self.side.kept_rows(self.documents, start, min(start + self.step, self.longest))
+        span = _span(self.side, rows) if exists is None else None
+        tokens = self.side.take(rows) if span is None else self.side.kept(span.start, span.stop).view(*rows.shape, -1)
+        return Tile(rows, exists, span, tokens)
+
+
+def blocks(side: Side, document_of: Tensor, columns: int | Tensor, elements: int | None = None) -> Iterator[Block]:
     """Blocks of items whose documents have a kept token, by rising length, each block padded to its longest.
 
-    A block times ``columns`` query tokens has ``elements`` similarities at most, one document at least.
+    A tile of a block times the query tokens that it meets has ``elements`` similarities at most.
 
-    With ``with_masked``, documents that have masked tokens only come too, with one place that holds no token.
+    Args:
+        side: the documents.
+        document_of: the document of each item.
+        columns: query tokens that all documents meet; or those of each item's own query, where items without any are
+            left out, and the items of a block have queries of nearly one length (by powers of two).
+        elements: ``TILE_ELEMENTS`` unless given.
     """
+    elements = TILE_ELEMENTS if elements is None else elements
     counts = side.counts[document_of]
-    if with_masked:
-        counts = torch.maximum(counts, side.sizes[document_of].clamp(max=1))
-    order = counts.argsort(stable=True)
-    lengths = counts[order].tolist()
-    budget = min(BLOCK_ROWS, elements // max(columns, 1))
-    first = next((i for i, length in enumerate(lengths) if length), len(lengths))
-    while first < len(lengths):
-        last = first + 1
-        while last < len(lengths) and (last + 1 - first) * lengths[last] <= budget:
-            last += 1
-        items = order[first:last]
-        documents = document_of[items]
-        longest = lengths[last - 1]
-        rows, exists = side.kept_rows(documents, longest)
-        whole = lengths[first] == longest and int(side.counts[documents].min()) == longest
-        yield Block(items, rows, None if whole else exists, _tokens(side, rows, whole), documents)
-        first = last
+    own = columns if isinstance(columns, Tensor) else None
+    items = (counts > 0 if own is None else (counts > 0) & (own > 0)).nonzero().squeeze(1)
+    key = counts[items]
+    if own is not None:
+        classes = torch.frexp(own[items].double()).exponent.long()
+        key = key + classes * (1 << 48)
+    order = key.argsort(stable=True)
+    items = items[order]
+    lengths = counts[items].tolist()
+    limit = row_limit(side.rows.size(1))
+    for begin, end, width in _classes(len(lengths), columns, None if own is None else classes[order], items):
+        own_rows = 0 if own is None else width
+        first = begin
+        while first < end:
+            most = _fitting(lengths, first, end, limit, elements // width, own_rows)
+            chosen = items[first : first + most]
+            longest = lengths[first + most - 1]
+            step = longest if most > 1 else max(1, min(limit, elements // min(width, column_limit(side.rows.size(1)))))
+            yield Block(side, chosen, document_of[chosen], longest, step)
+            first += most
 
 
-def _tokens(side: Side, rows: Tensor, whole: bool) -> Tensor:
+def _classes(count: int, columns: int | Tensor, classes: Tensor | None, items: Tensor) -> list[tuple[int, int, int]]:
+    """First and last (excluded) of the items of each class, and the most query tokens that one of them meets."""
+    if not isinstance(columns, Tensor) or classes is None:
+        return [(0, count, max(columns, 1) if isinstance(columns, int) else 1)]
+    found, start = [], 0
+    for size in torch.unique_consecutive(classes, return_counts=True)[1].tolist():
+        found.append((start, start + size, int(columns[items[start : start + size]].max())))
+        start += size
+    return found
+
+
+def _fitting(lengths: list[int], first: int, end: int, rows: int, places: int, own_rows: int) -> int:
+    """How many items from ``first`` on, by rising length, fit in a block: one at least."""
+
+    def too_many(n: int) -> bool:
+        padded = n * lengths[first + n - 1]
+        return padded > rows or padded > places or n * own_rows > rows
+
+    return max(1, bisect_left(range(1, end - first + 1), True, key=too_many))
+
+
+def own_queries(queries: Side, which: Tensor) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
+    """Kept tokens of each item's own query: ``[n, C]`` rows, which exist, and the tokens ``[n, C, D]``.
+
+    ``[C, D]`` where all items have the same query. Long queries come in several turns.
+    """
+    longest, limit = int(queries.counts[which].max()), column_limit(queries.rows.size(1))
+    shared = which.numel() > 1 and bool((which == which[0]).all())
+    for start in range(0, longest, limit):
+        rows, exists = queries.kept_rows(which, start, min(start + limit, longest))
+        yield rows, exists, queries.take(rows[0] if shared else rows)
+
+
+def _span(side: Side, rows: Tensor) -> slice | None:
+    """The rows ``[n, L]`` as a slice, if they are one and nothing is masked."""
     start, size = int(rows[0, 0]), rows.numel()
-    dtype = wide_dtype(side.rows.dtype)
-    contiguous = whole and side.index is None and start + size <= side.rows.size(0)
-    if contiguous and bool((rows[:, 0] == start + torch.arange(0, size, rows.size(1), device=rows.device)).all()):
-        tokens = side.rows[start : start + size].to(dtype)  # no copy of what is fp32 already
-        if side.scale is not None:
-            tokens = tokens * side.scale[start : start + size]
-        return tokens.view(*rows.shape, -1)
-    return side.take(rows)
+    if side.index is None and start + size <= side.rows.size(0):
+        ahead = torch.arange(start, start + size, rows.size(1), device=rows.device)
+        if bool((rows[:, 0] == ahead).all()):
+            return slice(start, start + size)
+    return None

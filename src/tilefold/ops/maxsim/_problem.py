@@ -38,6 +38,11 @@ def no_winner(dtype: torch.dtype) -> int:
     return NO_WINNER_UINT16 if dtype == torch.uint16 else -1
 
 
+def winner_bits(position: Tensor, dtype: torch.dtype) -> Tensor:
+    """Positions as they are stored; uint16, which few operations know, in the bits of int16, where no winner is -1."""
+    return position.to(dtype).view(torch.int16) if dtype == torch.uint16 else position.to(dtype)
+
+
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of scores and sums: fp32, or fp64 for fp64 input."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -120,6 +125,13 @@ class Problem:
             return wide_dtype(self.queries.dtype)
         bound = self.documents.size(0) if self.cu_documents is not None else self.document_length
         return torch.uint16 if bound <= NO_WINNER_UINT16 else torch.int32
+
+
+def saved_place(problem: Problem, item: Tensor, row: Tensor, start: Tensor) -> Tensor:
+    """Where the flattened saved tensor of "grouped" or "index" holds (pair, row of its query that begins at start)."""
+    if problem.index is not None:
+        return item * problem.longest_query + row - start
+    return item % problem.group * problem.queries.size(0) + row
 
 
 def _count(rows: Tensor, cu: Tensor | None, length: int) -> int:

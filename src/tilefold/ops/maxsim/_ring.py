@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from tilefold.ops._shared.checks import FLOAT_DTYPES
 from tilefold.ops._shared.library import run
 from tilefold.ops.maxsim import _library, _reference
-from tilefold.ops.maxsim._arguments import Request, check_labels, check_scale, prepare
+from tilefold.ops.maxsim._arguments import Request, check_labels, check_scale, labelled_loss, prepare
 from tilefold.ops.maxsim._problem import Problem, wide_dtype
 from tilefold.ops.maxsim.api import kept_tokens
 
@@ -211,7 +211,7 @@ def loss_over_ranks(
     ranks = ranks_of(group)
     if ranks is None:
         return None
-    request = error = None
+    request = error = checked = None
     try:  # whatever is wrong here, the other ranks must hear of it
         check_scale(scale)
         request = prepare(queries, documents, **options)
@@ -219,18 +219,18 @@ def loss_over_ranks(
             raise TypeError("documents must be a torch.Tensor, got QuantizedTokens; give documents.dequantize().")
         if not request.empty:
             _library.check_values(request.problem, request.impl)
-        labels = check_labels(labels, request.shape[0], request.shape[1], request.problem.queries.device)
+        checked = check_labels(labels, request.shape[0], request.shape[1], request.problem.queries.device)
     except (TypeError, ValueError, RuntimeError) as caught:
         request, error = None, caught
     same = (scale, *(options[name] for name in ("reduction", "mask_mode", "temperature", "normalize")))
     ring = meet(ranks, request, same, error)
-    if request is None or labels is None:  # meet has raised
+    if request is None or checked is None:  # meet has raised
         raise ValueError("arguments must fit on every rank of group.")
     scores = ring_scores(request.problem, ring, request.impl)
     if options["reduction"] == "mean" and request.problem.queries.numel():
         scores = scores / kept_tokens(request.problem)
     before = sum(part.documents for part in ring.parts[: ring.rank])
-    total = torch.nn.functional.cross_entropy(scale * scores, labels + before, reduction="sum")
+    total = labelled_loss(scale * scores, labels, checked, request.shape[1], before, "sum")
     return mean_over_ranks(total, ring)
 
 

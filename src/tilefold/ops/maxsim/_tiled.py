@@ -1,144 +1,181 @@
 """MaxSim in torch operations on tiles: the CPU path, and the fallback on any device.
 
 Forward multiplies a block of documents with the query tokens and reduces each tile of similarities at once; backward
-of the maximum touches winners only, backward of the smooth maximum computes each tile again. Products are taken in
-at least fp32.
+of the maximum (:mod:`._tiled_winners`) touches winners only, backward of the smooth maximum (:mod:`._tiled_smooth`)
+computes each tile again. Products are taken in at least fp32.
+
+**Scratch.** Whatever the lengths, the layout and the pairing, a call holds at most SCRATCH_BYTES (twice that in fp64)
+beyond its inputs and outputs and what backward saves, and BOOKKEEPING_BYTES a token, sequence and pair; gradients of
+16-bit inputs also in fp32 before they are rounded, and queries in int8 where the documents are. Tiles and the rows that
+are copied for them are bounded in :mod:`._blocks`; a row of more than two million numbers is not cut.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding_bag
 
-from tilefold.ops.maxsim import _tiled_maxima
-from tilefold.ops.maxsim._blocks import BLOCK_COLUMNS, Block, Side, blocks, inverse_norms, pairs, sides
-from tilefold.ops.maxsim._problem import Problem, no_winner, wide_dtype
+from tilefold.ops.maxsim import _tiled_maxima, _tiled_smooth, _tiled_winners
+from tilefold.ops.maxsim._blocks import Block, Side, blocks, column_limit, inverse_norms, own_queries, row_limit, sides
+from tilefold.ops.maxsim._blocks import pairs as pairs_of
+from tilefold.ops.maxsim._parts import Part, parts, widest
+from tilefold.ops.maxsim._problem import Problem, saved_place, wide_dtype, winner_bits
 
+SCRATCH_BYTES = 96 << 20
+BOOKKEEPING_BYTES = 200
 BLOCK_WINNER = 16  # tokens among which the winner is looked for, once their block is known
-SLAB_ENTRIES = 1 << 22  # (pair, query token) winners whose gradients are sorted at a time
 
 
 def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
     """Scores, and what backward needs (empty unless asked for)."""
     queries, documents = sides(problem)
-    dtype = wide_dtype(problem.queries.dtype)
-    device = problem.queries.device
-    if problem.pairing == "all" and not with_saved and not problem.temperature:
-        nothing_saved = torch.empty((0, 0), dtype=problem.saved_dtype, device=device)
-        return _tiled_maxima.scores(problem, queries, documents), nothing_saved
+    dtype, device = wide_dtype(problem.queries.dtype), problem.queries.device
     shape = problem.saved_shape if with_saved else (0, 0)
-    nothing = float("inf") if problem.temperature else no_winner(problem.saved_dtype)
-    # few operations know uint16: winners are kept wide until the end
-    kind = dtype if problem.temperature else torch.int32
-    saved = torch.full(shape, nothing, dtype=kind, device=device)
-    if problem.pairing == "all":
-        scores = _all_pairs(problem, queries, documents, saved if with_saved else None)
-    else:
-        scores = _some_pairs(problem, queries, documents, saved if with_saved else None)
-    return scores, saved.to(problem.saved_dtype)
-
-
-def _all_pairs(problem: Problem, queries: Side, documents: Side, saved: Tensor | None) -> Tensor:
-    dtype = wide_dtype(problem.queries.dtype)
-    device = problem.queries.device
-    columns = torch.arange(queries.rows.size(0), device=device) if queries.index is None else queries.index
-    every = torch.arange(problem.n_queries, device=device)
-    longest = int(queries.counts.max()) if every.numel() else 0
-    member, exists = queries.kept_rows(every, longest)  # [Nq, longest]
-    scores = torch.zeros(problem.n_documents, problem.n_queries, dtype=dtype, device=device)
-    table = queries.take(columns) if queries.index is not None else None
-    every_document = torch.arange(problem.n_documents, device=device)
-    for block in blocks(documents, every_document, min(columns.numel(), BLOCK_COLUMNS), problem.mask_zero):
-        best = torch.zeros(block.items.numel(), queries.rows.size(0), dtype=dtype, device=device)
-        flat = block.tokens.flatten(0, 1)
-        for c0 in range(0, columns.numel(), BLOCK_COLUMNS):
-            chosen = columns[c0 : c0 + BLOCK_COLUMNS]
-            part = queries.take(chosen) if table is None else table[c0 : c0 + BLOCK_COLUMNS]
-            sims = (flat @ part.T).view(*block.rows.shape, -1)  # [n, L, C]
-            value, state = _reduce(problem, documents, block, sims, saved is not None)
-            best[:, chosen] = value
-            if saved is not None:
-                saved[block.items[:, None], chosen] = state
-        scores[block.items] = torch.where(exists, best[:, member], 0).sum(dim=2)
-    return scores.T.contiguous()
-
-
-def _some_pairs(problem: Problem, queries: Side, documents: Side, saved: Tensor | None) -> Tensor:
-    dtype = wide_dtype(problem.queries.dtype)
-    device = problem.queries.device
-    query_of, document_of = pairs(problem)
-    scores = torch.zeros(document_of.numel(), dtype=dtype, device=device)
-    longest = int(queries.counts.max()) if queries.counts.numel() else 0
-    for block in blocks(documents, document_of, longest, problem.mask_zero):
-        query = query_of[block.items]
-        rows, exists = queries.kept_rows(query, longest)  # [n, Lq]
-        sims = block.tokens @ queries.take(rows).mT  # [n, L, Lq]
-        value, state = _reduce(problem, documents, block, sims, saved is not None)
-        scores[block.items] = torch.where(exists, value, 0).sum(dim=1)
-        if saved is not None:
-            place = _places(problem, block.items[:, None], rows, queries.starts[query][:, None])
-            saved.view(-1)[place[exists]] = state[exists]
-    return scores
-
-
-def _places(problem: Problem, item: Tensor, row: Tensor, start: Tensor) -> Tensor:
-    """Where the flattened ``saved`` holds (pair, query row)."""
-    if problem.index is not None:
-        return item * problem.longest_query + row - start
-    return item % problem.group * problem.queries.size(0) + row
-
-
-def _reduce(problem: Problem, side: Side, block: Block, sims: Tensor, with_saved: bool) -> tuple[Tensor, Tensor]:
-    """The maximum over document tokens of ``[n, L, C]``, and its winner or, of a smooth one, itself."""
-    if block.exists is not None:
-        sims.masked_fill_(~block.exists[:, :, None], float("-inf"))
-    masked = _masked_tokens(problem, side, block)
     if problem.temperature:
-        best = _smooth(sims, problem.temperature, masked)
-        return best, best
-    best, place = _max_over_tokens(sims, with_saved)
-    first_masked = None
-    if masked is not None:
-        exists = torch.ones_like(block.rows, dtype=torch.bool) if block.exists is None else block.exists
-        first_masked = side.first_masked(block.documents, block.rows, exists)[:, None]
-    if not with_saved:
-        return (best if masked is None else torch.where((masked > 0) & (best < 0), 0, best)), place
-    position = block.rows.gather(1, place) - side.starts[block.documents][:, None]
-    if masked is not None and first_masked is not None:
-        zero_wins = (masked > 0) & ((best < 0) | ((best == 0) & (first_masked < position)))
-        best = best.masked_fill(zero_wins, 0)
-        position = position.masked_fill(zero_wins, no_winner(problem.saved_dtype))
-    return best, position.int()
+        saved = torch.full(shape, float("inf"), dtype=dtype, device=device)
+    else:  # few operations know uint16: its bits are written as int16, and -1 stands for "no winner" in any width
+        bits = torch.int16 if problem.saved_dtype == torch.uint16 else problem.saved_dtype
+        saved = torch.full(shape, -1, dtype=bits, device=device)
+    scores = torch.zeros(problem.score_shape, dtype=dtype, device=device)
+    reduce = _Reduction(problem, documents, with_saved)
+    if problem.pairing == "all":
+        every = parts(queries, column_limit(queries.rows.size(1)))
+        if with_saved or problem.temperature:
+            _all_pairs(problem, reduce, scores, saved, every)
+        else:
+            _tiled_maxima.scores(problem, documents, every, scores)
+    else:
+        _some_pairs(problem, queries, reduce, scores, saved)
+    if problem.temperature and problem.mask_zero:
+        _add_zeros_alone(problem, queries, documents, scores)
+    return scores, saved.view(problem.saved_dtype)
 
 
-def _masked_tokens(problem: Problem, side: Side, block: Block) -> Tensor | None:
-    """``[n, 1]``: how many tokens of each document take part with a similarity of 0."""
-    if not problem.mask_zero or side.index is None:
-        return None
-    return (side.sizes - side.counts)[block.documents][:, None]
+def backward(
+    problem: Problem, dscores: Tensor, saved: Tensor, need_queries: bool, need_documents: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of queries and documents, in their dtypes."""
+    dtype = wide_dtype(problem.queries.dtype)
+    queries, documents = sides(problem)
+    dqueries = torch.zeros(problem.queries.shape, dtype=dtype, device=dscores.device) if need_queries else None
+    ddocuments = torch.zeros(problem.documents.shape, dtype=dtype, device=dscores.device) if need_documents else None
+    grad = dscores.to(dtype)
+    if problem.temperature:
+        _tiled_smooth.backward(problem, queries, documents, grad, dqueries, ddocuments)
+    else:
+        _tiled_winners.backward(problem, queries, documents, grad, saved, dqueries, ddocuments)
+    return _finish(problem, queries, dqueries), _finish(problem, documents, ddocuments)
 
 
-def _smooth(sims: Tensor, temperature: float, masked: Tensor | None) -> Tensor:
-    _, peak, total = _smooth_weights(sims, temperature, masked)
-    return peak + temperature * total.log()
+def _finish(problem: Problem, side: Side, grad: Tensor | None) -> Tensor | None:
+    """The gradient of a row from that of its unit vector, in the row's dtype. Masked rows have none."""
+    if grad is not None and problem.normalize:
+        step = row_limit(grad.size(1))
+        for start in range(0, grad.size(0) if side.index is None else side.index.numel(), step):
+            here = slice(start, start + step) if side.index is None else side.index[start : start + step]
+            rows, found = side.rows[here], grad[here]
+            scale = inverse_norms(rows)
+            unit = rows.to(grad.dtype) * scale
+            grad[here] = scale * (found - unit * (unit * found).sum(dim=1, keepdim=True))
+    return None if grad is None else grad.to(side.rows.dtype)
 
 
-def _smooth_weights(sims: Tensor, temperature: float, masked: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """``exp((s - peak) / temperature)`` of ``[n, L, C]`` in place, the peaks and the sums over tokens ``[n, C]``.
+def _all_pairs(problem: Problem, reduce: _Reduction, scores: Tensor, saved: Tensor, queries: list[Part]) -> None:
+    every = torch.arange(problem.n_documents, device=scores.device)
+    for block in blocks(reduce.documents, every, widest(queries)):
+        for part in queries:
+            value, state = reduce(block, part.tokens())
+            part.add_sums(value, scores, block.items)
+            if state is not None:
+                rows = block.items if isinstance(part.columns, slice) else block.items[:, None]
+                saved[rows, part.columns] = state
 
-    Differences to the peak are taken before anything is divided, so that no temperature is too small.
+
+def _some_pairs(problem: Problem, queries: Side, reduce: _Reduction, scores: Tensor, saved: Tensor) -> None:
+    query_of, document_of = pairs_of(problem)
+    for block in blocks(reduce.documents, document_of, queries.counts[query_of]):
+        query = query_of[block.items]
+        for rows, exists, tokens in own_queries(queries, query):
+            value, state = reduce(block, tokens)
+            scores[block.items] += (value if exists is None else value.masked_fill_(~exists, 0)).sum(dim=1)
+            if state is not None:
+                place = saved_place(problem, block.items[:, None], rows, queries.starts[query][:, None])
+                if exists is None:
+                    saved.view(-1)[place] = state
+                else:
+                    saved.view(-1)[place[exists]] = state[exists]
+
+
+def _add_zeros_alone(problem: Problem, queries: Side, documents: Side, scores: Tensor) -> None:
+    """The smooth maxima of documents with masked tokens only, each of which takes part with a similarity of 0."""
+    value = problem.temperature * documents.sizes.clamp(min=1).to(scores.dtype).log()
+    value = torch.where(documents.counts == 0, value, 0)
+    count = queries.counts.to(scores.dtype)
+    if problem.pairing == "all":
+        scores.addr_(count, value)
+    else:
+        query_of, document_of = pairs_of(problem)
+        scores += count[query_of] * value[document_of]
+
+
+class _Reduction:
+    """Reduces the similarities of a block over its documents' tokens.
+
+    Args:
+        problem: which maximum, and what masked tokens count.
+        documents: the side whose tokens are reduced.
+        with_saved: whether what backward needs is asked for.
     """
-    temperature = max(temperature, torch.finfo(sims.dtype).tiny)
-    top = sims.amax(dim=1)
-    if masked is not None:
-        top = torch.where(masked > 0, top.clamp_min(0), top)
-    peak = torch.where(top.isfinite(), top, 0)
-    weights = sims.sub_(peak[:, None]).div_(temperature).exp_()
-    total = weights.sum(dim=1)
-    if masked is not None:
-        total = total + masked * torch.exp(-peak / temperature)
-    return weights, peak, total
+
+    def __init__(self, problem: Problem, documents: Side, with_saved: bool) -> None:
+        self.documents, self.with_saved = documents, with_saved
+        self.temperature = problem.temperature
+        self.saved_dtype = problem.saved_dtype
+        masked = problem.mask_zero and documents.index is not None
+        self.masked = (documents.sizes - documents.counts)[:, None] if masked else None  # [N, 1]
+        self.first_masked = (
+            documents.first_masked()[:, None] if masked and with_saved and not self.temperature else None
+        )
+
+    def __call__(self, block: Block, queries: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``[n, C]`` maxima for ``[C, D]`` or ``[n, C, D]`` query tokens, and what backward needs of each."""
+        masked = None if self.masked is None else self.masked[block.documents]
+        if self.temperature:
+            sums = _tiled_smooth.smooth_sums(block, queries, self.temperature, masked)
+            best = sums.peak + self.temperature * sums.total.log()
+            return best, best if self.with_saved else None
+        best, winner = _maxima(block, queries, self.with_saved)
+        if winner is None:
+            return (best if masked is None else torch.where((masked > 0) & (best < 0), 0, best)), None
+        position = winner - self.documents.starts[block.documents][:, None]
+        lost = None
+        if masked is not None and self.first_masked is not None:
+            earlier = self.first_masked[block.documents] < position
+            lost = (masked > 0) & ((best < 0) | ((best == 0) & earlier))
+            best = best.masked_fill(lost, 0)
+        state = winner_bits(position, self.saved_dtype)
+        return best, state if lost is None else state.masked_fill_(lost, -1)
+
+
+def _maxima(block: Block, queries: Tensor, with_winners: bool) -> tuple[Tensor, Tensor | None]:
+    """``[n, C]`` maxima over the tokens of each document, and the row of the first that holds them; NaN is the largest.
+
+    A place past a document's end is its last token again: neither the maximum nor the winner's row can differ.
+    """
+    best = winner = None
+    for tile in block.tiles():
+        value, place = _max_over_tokens(tile.tokens @ queries.mT, with_winners)
+        row = tile.rows.gather(1, place) if with_winners else None
+        if best is None:
+            best, winner = value, row
+        elif winner is None or row is None:
+            best = torch.maximum(best, value)
+        else:
+            better = (value > best) | (value.isnan() & ~best.isnan())
+            best, winner = torch.where(better, value, best), torch.where(better, row, winner)
+    if best is None:
+        raise RuntimeError("a block must hold a token, got none.")
+    return best, winner
 
 
 def _max_over_tokens(sims: Tensor, with_winners: bool) -> tuple[Tensor, Tensor]:
@@ -152,145 +189,12 @@ def _max_over_tokens(sims: Tensor, with_winners: bool) -> tuple[Tensor, Tensor]:
     if length <= BLOCK_WINNER:
         best, winner = sims.max(dim=1)
         return best, winner
-    whole = length // BLOCK_WINNER * BLOCK_WINNER
-    maxima = sims[:, :whole].view(sims.size(0), -1, BLOCK_WINNER, sims.size(2)).amax(dim=2)
-    if whole < length:
-        maxima = torch.cat([maxima, sims[:, whole:].amax(dim=1, keepdim=True)], dim=1)
+    whole = length // BLOCK_WINNER
+    maxima = sims[:, : whole * BLOCK_WINNER].view(sims.size(0), whole, BLOCK_WINNER, sims.size(2)).amax(dim=2)
+    if whole * BLOCK_WINNER < length:
+        maxima = torch.cat([maxima, sims[:, whole * BLOCK_WINNER :].amax(dim=1, keepdim=True)], dim=1)
     block = maxima.max(dim=1).indices  # [n, C]
     places = torch.arange(BLOCK_WINNER, device=sims.device)[None, :, None]
     tokens = (block[:, None] * BLOCK_WINNER + places).clamp_(max=length - 1)  # [n, 16, C]
     best, place = sims.gather(1, tokens).max(dim=1)
     return best, (block * BLOCK_WINNER + place).clamp_(max=length - 1)
-
-
-def backward(
-    problem: Problem, dscores: Tensor, saved: Tensor, need_queries: bool, need_documents: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of queries and documents, in their dtypes."""
-    dtype = wide_dtype(problem.queries.dtype)
-    dqueries = torch.zeros(problem.queries.shape, dtype=dtype, device=dscores.device) if need_queries else None
-    ddocuments = torch.zeros(problem.documents.shape, dtype=dtype, device=dscores.device) if need_documents else None
-    grad = dscores.to(dtype)
-    if problem.temperature:
-        _smooth_backward(problem, grad, dqueries, ddocuments)
-    else:
-        _max_backward(problem, grad, saved, dqueries, ddocuments)
-    return _finish(problem, problem.queries, dqueries), _finish(problem, problem.documents, ddocuments)
-
-
-def _finish(problem: Problem, rows: Tensor, grad: Tensor | None) -> Tensor | None:
-    """The gradient of a row from that of its unit vector, in the row's dtype."""
-    if grad is not None and problem.normalize:
-        scale = inverse_norms(rows)
-        unit = rows.to(grad.dtype) * scale
-        grad = scale * (grad - unit * (unit * grad).sum(dim=1, keepdim=True))
-    return None if grad is None else grad.to(rows.dtype)
-
-
-def _max_backward(
-    problem: Problem, grad: Tensor, saved: Tensor, dqueries: Tensor | None, ddocuments: Tensor | None
-) -> None:
-    """Each gradient row is a weighted sum of rows of the other side, over the pairs in rising order."""
-    queries, documents = sides(problem)
-    every = torch.arange(problem.n_queries, device=grad.device)
-    longest = int(queries.sizes.max()) if every.numel() else 0
-    offset = torch.arange(longest, device=grad.device)
-    if problem.pairing == "all":
-        document_of = torch.arange(problem.n_documents, device=grad.device)
-        query_of_row = every.repeat_interleave(queries.sizes)
-        width = queries.rows.size(0)
-    else:
-        query_of, document_of = pairs(problem)
-        width = longest
-    step = max(1, SLAB_ENTRIES // max(width, 1))
-    all_documents = None
-    for i in range(0, document_of.numel(), step):
-        chosen = document_of[i : i + step]
-        items = torch.arange(i, i + chosen.numel(), device=grad.device)[:, None]
-        if problem.pairing == "all":
-            row = torch.arange(width, device=grad.device).expand(chosen.numel(), -1)
-            winner = _positions(saved, slice(i, i + step))
-            weight = grad.T[i : i + step, query_of_row]
-        else:
-            query = query_of[i : i + step]
-            inside = offset < queries.sizes[query][:, None]
-            row = torch.where(inside, queries.starts[query][:, None] + offset, 0)
-            place = torch.where(inside, _places(problem, items, row, queries.starts[query][:, None]), 0)
-            winner = _positions(saved.view(-1), place).masked_fill(~inside, no_winner(saved.dtype))
-            weight = grad[i : i + step, None].expand(winner.shape)
-        has = winner != no_winner(saved.dtype)
-        target = torch.where(has, documents.starts[chosen][:, None] + winner, 0)
-        weight = torch.where(has, weight, 0)
-        if dqueries is not None:
-            if all_documents is None:
-                all_documents = documents.take(torch.arange(documents.rows.size(0), device=grad.device))
-            if problem.pairing == "all":  # [width, n]: every row has n entries
-                bags = embedding_bag(target.T.contiguous(), all_documents, mode="sum", per_sample_weights=weight.T)
-                dqueries += bags
-            else:
-                _add_rows(dqueries, all_documents, row, target, weight, has)
-        if ddocuments is not None:
-            table = queries.take(torch.arange(queries.rows.size(0), device=grad.device))
-            _add_rows(ddocuments, table, target, row, weight, has)
-
-
-def _positions(saved: Tensor, where: Tensor | slice) -> Tensor:
-    """Saved winners in int64. CUDA has no gather of uint16, so their bits are gathered as int16."""
-    if saved.dtype != torch.uint16:
-        return saved[where].to(torch.int64)
-    return saved.view(torch.int16)[where].to(torch.int64).bitwise_and_(0xFFFF)
-
-
-def _add_rows(out: Tensor, table: Tensor, owner: Tensor, row: Tensor, weight: Tensor, has: Tensor) -> None:
-    """``out[owner] += weight * table[row]`` over the entries that exist, one owner after the other."""
-    owner, order = owner[has].sort(stable=True)
-    if owner.numel() == 0:
-        return
-    unique, counts = torch.unique_consecutive(owner, return_counts=True)
-    starts = counts.cumsum(0) - counts
-    row, weight = row[has][order], weight[has][order]
-    out[unique] += embedding_bag(row, table, starts, mode="sum", per_sample_weights=weight)
-
-
-def _smooth_backward(problem: Problem, grad: Tensor, dqueries: Tensor | None, ddocuments: Tensor | None) -> None:
-    """Softmax weights of each tile, made again with their own sum.
-
-    The saved maxima are rounded, and their rounding, divided by a small temperature, would be an exponent.
-    """
-    queries, documents = sides(problem)
-    whole = problem.pairing == "all"
-    longest = int(queries.counts.max()) if queries.counts.numel() else 0
-    if whole:
-        query_of = document_of = torch.arange(problem.n_documents, device=grad.device)
-        every = torch.arange(problem.n_queries, device=grad.device)
-        query_of_row = every.repeat_interleave(queries.sizes)
-        rows = torch.arange(queries.rows.size(0), device=grad.device) if queries.index is None else queries.index
-        parts = [rows[c0 : c0 + BLOCK_COLUMNS] for c0 in range(0, rows.numel(), BLOCK_COLUMNS)]
-    else:
-        query_of, document_of = pairs(problem)
-    columns = min(BLOCK_COLUMNS, queries.rows.size(0)) if whole else longest
-    for block in blocks(documents, document_of, columns, problem.mask_zero):
-        query = query_of[block.items]
-        masked = _masked_tokens(problem, documents, block)
-        exists = torch.empty(0, dtype=torch.bool, device=grad.device)
-        if not whole:
-            part, exists = queries.kept_rows(query, longest)
-            parts = [part]
-        for part in parts:
-            tokens = queries.take(part)  # [C, D] or [n, Lq, D]
-            sims = block.tokens @ tokens.mT  # [n, L, C]
-            if whole:
-                weight = grad.T[block.items[:, None], query_of_row[part]]
-            else:
-                weight = grad[block.items][:, None].masked_fill(~exists, 0)
-            if block.exists is not None:
-                sims.masked_fill_(~block.exists[:, :, None], float("-inf"))
-            share, _, total = _smooth_weights(sims, problem.temperature, masked)
-            share.mul_((weight / torch.where(total == 0, 1, total))[:, None])
-            if dqueries is not None:
-                if whole:
-                    dqueries[part] += share.flatten(0, 1).T @ block.tokens.flatten(0, 1)
-                else:  # rows repeat: this sum is deterministic on every device
-                    dqueries.index_put_((part,), share.mT @ block.tokens, accumulate=True)
-            if ddocuments is not None:
-                ddocuments.index_put_((block.rows,), share @ tokens, accumulate=True)

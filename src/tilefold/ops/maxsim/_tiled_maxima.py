@@ -14,8 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilefold.ops.maxsim._blocks import BLOCK_COLUMNS, BLOCK_ROWS, TILE_ELEMENTS, Side
-from tilefold.ops.maxsim._problem import Problem, wide_dtype
+from tilefold.ops.maxsim import _blocks
+from tilefold.ops.maxsim._blocks import Side
+from tilefold.ops.maxsim._parts import Part, widest
+from tilefold.ops.maxsim._problem import Problem
 
 GROUP_ELEMENTS = 1 << 18  # similarities of a group: 1 MiB in fp32, for the second-level cache
 
@@ -34,56 +36,57 @@ class Group(NamedTuple):
     size: int
 
 
-def scores(problem: Problem, queries: Side, documents: Side) -> Tensor:
-    """``[Nq, Nd]`` sums of maxima."""
-    dtype, device = wide_dtype(problem.queries.dtype), problem.queries.device
-    every = torch.arange(queries.rows.size(0), device=device) if queries.index is None else queries.index
-    table = queries.take(every)  # [kept, D]
-    member = exists = None
-    if queries.index is not None or problem.cu_queries is not None:
-        place = torch.arange(int(queries.counts.max()) if problem.n_queries else 0, device=device)
-        exists = place < queries.counts[:, None]  # [Nq, longest]
-        member = torch.where(exists, queries.offsets[:, None] + place, 0)
-    out = torch.zeros(problem.n_documents, problem.n_queries, dtype=dtype, device=device)
+def scores(problem: Problem, documents: Side, queries: list[Part], out: Tensor) -> None:
+    """Add the sums of maxima to ``out`` ``[Nq, Nd]``."""
+    if not queries:
+        return
+    dtype, device = out.dtype, out.device
     offsets = [*documents.offsets.tolist(), int(documents.counts.sum())]
     copied = documents.rows.dtype != dtype or documents.index is not None or documents.scale is not None
-    columns = min(max(table.size(0), 1), BLOCK_COLUMNS)
-    budget = TILE_ELEMENTS // columns
-    for first, last in _chunks(offsets, min(budget, BLOCK_ROWS) if copied else budget):
-        tokens = _rows(documents, offsets[first], offsets[last])
-        best = torch.zeros(last - first, table.size(0), dtype=dtype, device=device)
-        groups = list(_groups(documents.counts[first:last], offsets[first : last + 1], columns))
-        for c0 in range(0, table.size(0), BLOCK_COLUMNS):
-            part = slice(c0, c0 + BLOCK_COLUMNS)
-            sims = tokens @ table[part].T  # [rows of the chunk, C]
-            for group in groups:
-                found = sims[group.rows] if isinstance(group.rows, slice) else sims.index_select(0, group.rows)
-                best[group.items, part] = found.view(group.size, -1, sims.size(1)).amax(dim=1)
-        if problem.mask_zero and documents.index is not None:
-            masked = (documents.counts < documents.sizes)[first:last, None]
-            best = torch.where(masked & (best < 0), 0, best)
-        if member is None or exists is None:
-            out[first:last] = best.view(last - first, problem.n_queries, -1).sum(dim=2)
-        elif table.size(0):
-            out[first:last] = torch.where(exists, best[:, member], 0).sum(dim=2)
-    return out.T.contiguous()
+    columns = widest(queries)
+    budget = max(1, _blocks.TILE_ELEMENTS // columns)
+    if copied:
+        budget = min(budget, _blocks.row_limit(documents.rows.size(1)))
+    masked = documents.counts < documents.sizes if problem.mask_zero and documents.index is not None else None
+    for first, last in _chunks(offsets, budget):
+        start, stop = offsets[first], offsets[last]
+        if start == stop:
+            continue  # nothing but documents without a token
+        tokens = documents.kept(start, stop) if stop - start <= budget else None
+        groups = (
+            [] if tokens is None else list(_groups(documents.counts[first:last], offsets[first : last + 1], columns))
+        )
+        for part in queries:
+            if tokens is None:  # one long document
+                best = _longest(documents, range(start, stop, budget), stop, part)
+            else:
+                sims = tokens @ part.tokens().T  # [rows of the chunk, C]
+                best = torch.zeros(last - first, part.width, dtype=dtype, device=device)
+                for group in groups:
+                    found = sims[group.rows] if isinstance(group.rows, slice) else sims.index_select(0, group.rows)
+                    best[group.items] = found.view(group.size, -1, part.width).amax(dim=1)
+            if masked is not None:
+                best = torch.where(masked[first:last, None] & (best < 0), 0, best)
+            part.add_sums(best, out, slice(first, last))
+
+
+def _longest(documents: Side, starts: range, stop: int, part: Part) -> Tensor:
+    """``[1, C]`` maxima of one document, some of its tokens after the other."""
+    queries = part.tokens().T
+    best: Tensor | None = None
+    for start in starts:
+        value = (documents.kept(start, min(start + starts.step, stop)) @ queries).amax(dim=0, keepdim=True)
+        best = value if best is None else torch.maximum(best, value)
+    return queries.new_zeros(1, part.width) if best is None else best
 
 
 def _chunks(offsets: list[int], budget: int) -> Iterator[tuple[int, int]]:
-    """First and last (excluded) of consecutive documents with ``budget`` kept rows together, or one document."""
+    """First and last (excluded) of up to ``budget`` consecutive documents with as many kept rows, or one document."""
     first = 0
     while first < len(offsets) - 1:
-        last = max(first + 1, bisect_right(offsets, offsets[first] + budget) - 1)
+        last = max(first + 1, min(bisect_right(offsets, offsets[first] + budget) - 1, first + budget))
         yield first, last
         first = last
-
-
-def _rows(side: Side, start: int, stop: int) -> Tensor:
-    """Kept tokens ``start`` to ``stop``, in fp32 (fp64)."""
-    if side.index is not None:
-        return side.take(side.index[start:stop])
-    rows = side.rows[start:stop].to(wide_dtype(side.rows.dtype))  # no copy of what is wide already
-    return rows if side.scale is None else rows * side.scale[start:stop]
 
 
 def _groups(counts: Tensor, offsets: list[int], columns: int) -> Iterator[Group]:

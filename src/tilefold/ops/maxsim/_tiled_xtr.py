@@ -12,38 +12,41 @@ import math
 import torch
 from torch import Tensor
 
-from tilefold.ops.maxsim._blocks import Side, blocks, sides
-from tilefold.ops.maxsim._problem import Problem, no_winner, wide_dtype
+from tilefold.ops.maxsim._blocks import Side, blocks, column_limit, sides
+from tilefold.ops.maxsim._parts import parts
+from tilefold.ops.maxsim._problem import Problem, wide_dtype, winner_bits
 
 # query tokens of a tile, and its similarities, on the CPU and elsewhere: long rows keep the searches of the largest few
-CPU_TILE = (1024, 1 << 23)
+CPU_TILE = (1024, 1 << 22)
 DEVICE_TILE = (4096, 1 << 26)
+MAXIMA = 1 << 21  # (query token, document) maxima held at a time on the CPU
 
 
 def forward(problem: Problem, top_k: int, impute: bool, with_saved: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Scores ``[Nq, Nd]``; winners that count (empty unless asked for), and what the sums were divided by."""
     queries, documents = sides(problem)
     device, dtype = problem.queries.device, wide_dtype(problem.queries.dtype)
-    n_queries, n_documents, rows = problem.n_queries, problem.n_documents, queries.rows.size(0)
-    columns = torch.arange(rows, device=device) if queries.index is None else queries.index
-    value = torch.zeros(n_documents, rows, dtype=dtype, device=device)
-    found = torch.zeros(n_documents, rows, dtype=torch.bool, device=device)
-    nothing = no_winner(problem.saved_dtype)
-    saved = torch.full(problem.saved_shape if with_saved else (0, 0), nothing, dtype=torch.int32, device=device)
-    width, elements = CPU_TILE if device.type == "cpu" else DEVICE_TILE
-    for c0 in range(0, columns.numel(), width):
-        chosen = columns[c0 : c0 + width]
-        best, winner, threshold = _maxima(queries.take(chosen), documents, top_k, elements)
-        retrieved = ((best >= threshold) | best.isnan()) & (documents.counts > 0)
-        imputed = torch.where(documents.counts > 0, threshold, 0) if impute else threshold.new_zeros(())
-        value[:, chosen] = torch.where(retrieved, best, imputed).T
-        found[:, chosen] = retrieved.T
+    scores, counts = (torch.zeros(problem.score_shape, dtype=dtype, device=device) for _ in range(2))
+    bits = torch.int16 if problem.saved_dtype == torch.uint16 else problem.saved_dtype
+    saved = torch.full(problem.saved_shape if with_saved else (0, 0), -1, dtype=bits, device=device)
+    has_tokens = documents.counts > 0
+    width, elements = DEVICE_TILE
+    if device.type == "cpu":
+        width, elements = CPU_TILE
+        width = min(width, column_limit(queries.rows.size(1)), max(1, MAXIMA // max(problem.n_documents, 1)))
+    for part in parts(queries, width):
+        best, winner, threshold = _maxima(part.tokens(), documents, top_k, elements)
+        retrieved = ((best >= threshold) | best.isnan()) & has_tokens
+        imputed = torch.where(has_tokens, threshold, 0) if impute else threshold.new_zeros(())
+        part.add_sums(torch.where(retrieved, best, imputed).T, scores, slice(None))
+        if not impute:
+            part.add_sums(retrieved.T.to(dtype), counts, slice(None))
         if with_saved:
-            saved[:, chosen] = winner.masked_fill_(~retrieved, nothing).T
-    scores, counts = _sums(queries, value, found, n_queries)
-    divisor = queries.counts.to(dtype)[:, None].expand_as(counts) if impute else counts
-    divisor = divisor.clamp(min=1)
-    return scores / divisor, saved.to(problem.saved_dtype), divisor.contiguous()
+            saved[:, part.columns] = winner_bits(winner, problem.saved_dtype).masked_fill_(~retrieved, -1).T
+    if impute:
+        counts += queries.counts[:, None]
+    divisor = counts.clamp_(min=1)
+    return scores / divisor, saved.view(problem.saved_dtype), divisor
 
 
 def _maxima(tokens: Tensor, documents: Side, top_k: int, elements: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,31 +56,25 @@ def _maxima(tokens: Tensor, documents: Side, top_k: int, elements: int) -> tuple
     winner = torch.zeros(best.shape, dtype=torch.int32, device=device)
     largest = tokens.new_empty(count, 0)
     every = torch.arange(documents.starts.numel(), device=device)
-    for block in blocks(documents, every, count, False, elements):
-        sims = tokens @ block.tokens.flatten(0, 1).T  # [C, n * L]
-        if block.exists is not None:
-            sims.masked_fill_(~block.exists.view(1, -1), -math.inf)
-        top = sims.topk(min(top_k, sims.size(1)), dim=1).values  # NaN is the largest
-        largest = top if largest.size(1) == 0 else torch.cat([largest, top], dim=1)
-        if largest.size(1) > top_k:
-            largest = largest.topk(top_k, dim=1).values
-        value, place = sims.view(count, *block.rows.shape).max(dim=2)
-        best[:, block.items] = value
-        position = block.rows.gather(1, place.T) - documents.starts[block.documents][:, None]
-        winner[:, block.items] = position.T.int()
+    for block in blocks(documents, every, count, elements):
+        for turn, tile in enumerate(block.tiles()):
+            sims = tokens @ tile.tokens.flatten(0, 1).T  # [C, n * L]
+            if tile.exists is not None:
+                sims.masked_fill_(~tile.exists.view(1, -1), -math.inf)
+            top = sims.topk(min(top_k, sims.size(1)), dim=1).values  # NaN is the largest
+            largest = top if largest.size(1) == 0 else torch.cat([largest, top], dim=1)
+            if largest.size(1) > top_k:
+                largest = largest.topk(top_k, dim=1).values
+            value, place = sims.view(count, *tile.rows.shape).max(dim=2)
+            position = tile.rows.gather(1, place.T) - documents.starts[block.documents][:, None]
+            position = position.T.int()
+            if turn:  # of one long document
+                before = best[:, block.items]
+                better = (value > before) | (value.isnan() & ~before.isnan())
+                value = torch.where(better, value, before)
+                position = torch.where(better, position, winner[:, block.items])
+            best[:, block.items] = value
+            winner[:, block.items] = position
     enough = largest.size(1) >= top_k
     threshold = largest[:, top_k - 1 : top_k] if enough else tokens.new_full((count, 1), -math.inf)
     return best, winner, threshold
-
-
-def _sums(queries: Side, value: Tensor, found: Tensor, n_queries: int) -> tuple[Tensor, Tensor]:
-    """``[Nq, Nd]`` sums over each query's kept tokens of ``[Nd, Tq]`` values, and how many were found."""
-    every = torch.arange(n_queries, device=value.device)
-    member, exists = queries.kept_rows(every, int(queries.counts.max()) if n_queries else 0)  # [Nq, longest]
-    step = max(1, (1 << 24) // max(member.numel(), 1))
-    sums, counts = [], []
-    for start in range(0, value.size(0), step):
-        part = slice(start, start + step)
-        sums.append(torch.where(exists, value[part, member], 0).sum(dim=2).T)
-        counts.append((found[part, member] & exists).sum(dim=2).T)
-    return torch.cat(sums, dim=1), torch.cat(counts, dim=1).to(value.dtype)

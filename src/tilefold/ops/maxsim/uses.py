@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.checks import check_tensor
-from tilefold.ops.maxsim._arguments import check_labels, check_scale
+from tilefold.ops.maxsim._arguments import check_labels, check_scale, labelled_loss
 from tilefold.ops.maxsim.api import maxsim
 from tilefold.ops.maxsim.quantized import QuantizedTokens
 
@@ -118,7 +118,8 @@ def maxsim_contrastive_loss(
         queries, documents: as in :func:`maxsim` for ``pairing="all"``; at least as many documents as queries, negatives
             anywhere among them.
         labels: ``[Nq]`` int64 document of each query; by default query q's is document q. With a group they are numbers
-            of this rank's documents.
+            of this rank's documents. On the CPU a label out of range raises; on a GPU, where looking costs a
+            synchronisation, the loss and its gradients are NaN (of the rank concerned, and the loss of every rank).
         scale: a number that multiplies the scores.
         query_mask, document_mask, cu_seqlens_q, cu_seqlens_d, reduction, mask_mode, temperature, normalize, impl: as in
             :func:`maxsim`; ``temperature`` is that of the smooth maximum, not of the loss.
@@ -150,6 +151,5 @@ def maxsim_contrastive_loss(
             return loss  # type: ignore[no-any-return]
     check_scale(scale)
     scores = maxsim(queries, documents, **options)
-    return torch.nn.functional.cross_entropy(
-        scores if scale == 1 else scale * scores, check_labels(labels, scores.size(0), scores.size(1), scores.device)
-    )
+    checked = check_labels(labels, scores.size(0), scores.size(1), scores.device)
+    return labelled_loss(scores if scale == 1 else scale * scores, labels, checked, scores.size(1))

@@ -1,0 +1,195 @@
+"""What masked tokens of MaxSim hold reaches nothing, and sequences longer than a tile are scored like short ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.conftest import Target
+from tilefold.ops import maxsim, xtr_scores
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops.maxsim import (
+    _blocks,
+    _tiled_maxima,
+    _tiled_winners,
+    _tiled_xtr,
+    maxsim_contrastive_loss,
+    quantize_tokens,
+)
+from tilefold.testing import assert_within_budget
+from tilefold.testing.maxsim import PAIRINGS, MaxSimInputs, maxsim_inputs, maxsim_results, with_one_answer
+
+pytest.importorskip("hypothesis")
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.skipif(triton_interpreted(), reason="this part needs no interpreter")
+POISONS = st.sampled_from([math.nan, math.inf, -math.inf, 3e38])
+SIDES = (("queries", "query_mask", "q"), ("documents", "document_mask", "d"))
+SMALL = {
+    _blocks: {"TILE_ELEMENTS": 60, "ROW_ELEMENTS": 112, "BLOCK_COLUMNS": 5},
+    _tiled_maxima: {"GROUP_ELEMENTS": 40},
+    _tiled_winners: {"SLAB_ENTRIES": 50},
+    _tiled_xtr: {"CPU_TILE": (3, 40), "DEVICE_TILE": (3, 40)},
+}
+
+
+@contextmanager
+def tiles(small: bool) -> Iterator[None]:
+    """Tiles of the tiled path so small that every sequence is cut, or as they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, sizes in SMALL.items():
+            for name, size in sizes.items():
+                if small:
+                    patch.setattr(module, name, size)
+        yield
+
+
+@st.composite
+def masked(draw: st.DrawFn) -> MaxSimInputs:
+    """Small problems of every pairing, padded or packed on either side, with any masks."""
+    sizes = [draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 12)), draw(st.integers(1, 40))]
+    seed = draw(st.integers(0, 2**20))
+    generator = torch.Generator().manual_seed(seed)
+    inputs = maxsim_inputs(*sizes, 16, pairing=draw(st.sampled_from(PAIRINGS)), seed=seed)
+    ragged = {  # to be packed: right padding
+        mask: torch.arange(rows.size(-2)) < torch.randint(rows.size(-2) + 1, (*rows.shape[:-2], 1), generator=generator)
+        for rows, mask in ((inputs.queries, "query_mask"), (inputs.documents, "document_mask"))
+        if draw(st.booleans())
+    }
+    packed = "".join(letter for _, mask, letter in SIDES if mask in ragged)
+    inputs = dataclasses.replace(inputs, **ragged).packed(packed)
+    for name, mask, _ in SIDES:
+        kept = draw(st.sampled_from([0.0, 0.3, 0.8, 1.0]))
+        shape = getattr(inputs, name).shape[:-1]
+        inputs = dataclasses.replace(inputs, **{mask: torch.rand(shape, generator=generator) < kept})
+    return inputs
+
+
+def poisoned(inputs: MaxSimInputs, value: float) -> MaxSimInputs:
+    rows = {n: getattr(inputs, n).masked_fill(~getattr(inputs, mask)[..., None], value) for n, mask, _ in SIDES}
+    return dataclasses.replace(inputs, **rows)
+
+
+def assert_same(found: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
+    for name, truth in exact.items():
+        assert bool(found[name].isfinite().all()), f"{name} is not finite"
+        assert_within_budget(found[name], truth, kind="forward" if name == "scores" else "gradient", name=name)
+
+
+@settings(max_examples=100)
+@given(
+    inputs=masked(),
+    mode=st.sampled_from(["exclude", "zero"]),
+    temperature=st.sampled_from([None, 0.3]),
+    normalize=st.booleans(),
+    small=st.booleans(),
+    poison=POISONS,
+)
+def test_what_a_masked_token_holds_reaches_neither_scores_nor_gradients(
+    target: Target,
+    inputs: MaxSimInputs,
+    mode: str,
+    temperature: float | None,
+    normalize: bool,
+    small: bool,
+    poison: float,
+) -> None:
+    options: dict[str, Any] = {"mask_mode": mode, "temperature": temperature, "normalize": normalize}
+    inputs = with_one_answer(inputs, **options)
+    exact = maxsim_results(inputs.cast(torch.float64), impl="reference", **options)
+    dirty = poisoned(inputs, poison)
+    specified = maxsim_results(dirty.cast(torch.float64), impl="reference", **options)
+    assert all(torch.equal(specified[name], value) for name, value in exact.items())
+    with tiles(small):
+        for needs in ("qd", "q", "d", ""):
+            found = maxsim_results(dirty.to(target.device), impl=target.impl, needs=needs, **options)
+            assert_same(found, {name: exact[name].to(target.device) for name in found})
+
+
+def both(function: Callable[..., Tensor], inputs: MaxSimInputs, **options: Any) -> list[Tensor]:
+    leaves = [inputs.queries.clone().requires_grad_(), inputs.documents.clone().requires_grad_()]
+    layout = {name: value for name, value in inputs.layout.items() if name != "pairing"}
+    result = function(*leaves, **layout, **options)
+    return [result.detach(), *torch.autograd.grad(result.sum(), leaves)]
+
+
+@settings(max_examples=40)
+@given(inputs=masked(), normalize=st.booleans(), small=st.booleans(), poison=POISONS)
+def test_what_a_masked_token_holds_reaches_neither_xtr_scores_nor_losses(
+    target: Target, inputs: MaxSimInputs, normalize: bool, small: bool, poison: float
+) -> None:
+    if inputs.pairing != "all" or 0 in (inputs.queries.numel(), inputs.documents.numel()):
+        return
+    clean, dirty = inputs.to(target.device), poisoned(inputs, poison).to(target.device)
+    options = {"normalize": normalize, "impl": target.impl}
+    labels = torch.zeros(clean.dscores.size(0), dtype=torch.int64, device=target.device)
+    with tiles(small):
+        for function, more in ((xtr_scores, {"top_k": 4}), (maxsim_contrastive_loss, {"labels": labels})):
+            for found, expected in zip(
+                both(function, dirty, **options, **more), both(function, clean, **options, **more), strict=True
+            ):
+                assert torch.equal(found, expected)
+        layout = {name: value for name, value in clean.layout.items() if name != "pairing"}
+        with torch.no_grad():
+            scores = [
+                maxsim(i.queries, quantize_tokens(i.documents), **layout, impl=target.impl) for i in (clean, dirty)
+            ]
+        assert torch.equal(*scores) and bool(scores[1].isfinite().all())
+
+
+@pytest.mark.parametrize("temperature", [None, 0.5])
+def test_a_nan_in_a_kept_token_reaches_the_scores_and_the_gradient_of_the_other_side(temperature: float | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for impl in ("tiled", "reference"):
+        for side in (0, 1):
+            leaves = [torch.randn(2, 20, 8, generator=generator) for _ in range(2)]
+            leaves[side][1, 17, 3] = math.nan
+            queries, documents = (leaf.requires_grad_() for leaf in leaves)
+            scores = maxsim(queries, documents, temperature=temperature, impl=impl)
+            meets = torch.tensor([[False, True]] * 2)
+            assert torch.equal(scores.isnan(), meets if side else meets.T)
+            gradients = torch.autograd.grad(scores.sum(), (queries, documents))
+            other = gradients[1 - side].isnan().any(dim=-1)
+            assert bool(
+                other.all() if side else other.any(dim=1).all()
+            )  # every token that has met it; one of each document
+
+
+def test_a_smooth_maximum_of_documents_without_a_masked_token_stays_finite_beside_others() -> None:
+    queries, documents = -torch.ones(1, 1, 8), torch.ones(2, 2, 8)
+    mask = torch.tensor([[1, 1], [1, 0]])
+    options: dict[str, Any] = {"mask_mode": "zero", "temperature": 0.05}
+    both_scores = maxsim(queries.requires_grad_(), documents, document_mask=mask, **options)
+    alone = maxsim(queries, documents[:1], **options)
+    assert both_scores[0, 0].item() == alone.item() and bool(both_scores.isfinite().all())
+    (gradient,) = torch.autograd.grad(both_scores.sum(), queries)
+    assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("pairing", ["all", "aligned", "grouped", "index"])
+def test_queries_that_are_masked_altogether_score_zero_and_can_be_trained(pairing: str) -> None:
+    queries, documents = torch.randn(1, 2, 8), torch.randn(1, 17, 8, requires_grad=True)
+    scores = maxsim(
+        queries,
+        documents[None] if pairing == "grouped" else documents,
+        query_mask=torch.zeros(1, 2),
+        pairing=torch.tensor([[0, 0]]) if pairing == "index" else pairing,
+    )
+    scores.sum().backward()
+    assert not scores.any() and not documents.grad.any()
+
+
+def test_winners_beyond_the_32767th_token_are_remembered() -> None:
+    queries, documents = torch.ones(1, 2, 4), torch.zeros(1, 65535, 4)
+    documents[0, 50000] = 1
+    documents.requires_grad_()
+    maxsim(queries, documents).sum().backward()
+    assert documents.grad[0].any(dim=1).nonzero().tolist() == [[50000]]
