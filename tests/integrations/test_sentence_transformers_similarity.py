@@ -115,9 +115,9 @@ def test_masks_that_are_none_are_named(name: str) -> None:
     a, b = torch.ones(2, 3, 4), torch.ones(2, 5, 4)
     for mask, kind in (("not a mask", "str"), (["x", "y"], "str"), (object(), "object")):
         for side in ("a_mask", "b_mask"):
-            with pytest.raises(TypeError, match=f"{side} must be a tensor or an array of numbers .* got {kind}"):
+            with pytest.raises(TypeError, match=rf"{side} must be a tensor or an array of numbers .* got {kind}"):
                 getattr(multi_vector, name)(a, b, **{side: mask})
-    with pytest.raises(TypeError, match="documents_mask must be a tensor or an array of numbers .* got str"):
+    with pytest.raises(TypeError, match=r"documents_mask must be a tensor or an array of numbers .* got str"):
         multi_vector.colbert_kd_scores(a, b[:, None], None, "not a mask")
 
 
