@@ -153,21 +153,25 @@ BACKWARDS = [(capability, torch.bfloat16, configs.BACKWARD_16BIT) for capability
 BACKWARDS += [(capability, torch.float32, configs.BACKWARD_FP32) for capability in CAPABILITIES]
 BACKWARDS += [(90, torch.bfloat16, configs.BACKWARD_HOPPER)]
 BACKWARDS += [(90, torch.bfloat16, configs.BACKWARD_HOPPER_LARGE_BATCH)]
+BACKWARDS += [(capability, torch.float16, configs.BACKWARD_16BIT) for capability in (80, 100)]
+BACKWARDS += [(90, torch.float16, configs.BACKWARD_HOPPER), (90, torch.float16, configs.BACKWARD_HOPPER_LARGE_BATCH)]
 
 
 @pytest.mark.parametrize("offsets", ["*i32", "*i64"])
 @pytest.mark.parametrize(("capability", "dtype", "config"), BACKWARDS)
 def test_max_backward_builds_without_spills(capability, dtype, config, offsets):
     types = common_types(dtype) | {"cu_ptr": offsets}
+    lists = types | ({"grad_ptr": "*fp32"} if dtype == torch.float16 else {})
+    scaled = {"SCALED": dtype == torch.float16}
     flags = {"ALWAYS_ACTIVE": False, "NO_WINNER": 65535}
     scan = {"BLOCK_R": config.block_r, "BLOCK": config.scan_block, **flags}
     dhidden = {"D": DIM, "BLOCK_R": config.block_r, "BLOCK_D": config.dhidden_block_d, "BLOCK_E": config.block_e,
-               "PRECISION": config.precision}  # fmt: skip
+               "PRECISION": config.precision, **scaled}  # fmt: skip
     dweight = {"D": DIM, "BLOCK_B": config.dweight_block_b, "BLOCK_V": config.dweight_block_v,
                "BLOCK_D": config.dweight_block_d, "BLOCK_E": config.dweight_block_e, "ACTIVATION": "log1p_relu",
                "NEED_WEIGHT": True, "NEED_BIAS": True, "ACCUMULATE": False, "PRECISION": config.precision,
-               **flags}  # fmt: skip
-    check(compile_kernel(_dhidden_kernel, types, dhidden, capability, config.dhidden_warps,
+               **scaled, **flags}  # fmt: skip
+    check(compile_kernel(_dhidden_kernel, lists, dhidden, capability, config.dhidden_warps,
                          config.dhidden_stages), capability, tensor_cores=False)  # fmt: skip
     for uniform in (True, False) if offsets == "*i32" else (False,):
         layout = {"UNIFORM": uniform}

@@ -60,6 +60,11 @@ class Problem(NamedTuple):
     flags: dict[str, Any]
     config: MaxBackwardConfig
 
+    @property
+    def scaled(self) -> bool:
+        """Whether products need powers of two, for entries that the dtype's range does not hold."""
+        return self.dtype == torch.float16
+
 
 def max_backward(
     dscores: Tensor,
@@ -165,7 +170,8 @@ def _hidden_steps(problem: Problem) -> tuple[Step, Step | None, tuple[Step, ...]
     )
     constants = {
         "D": p.dim, "BLOCK_R": config.block_r, "BLOCK_D": config.dhidden_block_d, "BLOCK_E": config.block_e,
-        "PRECISION": config.precision, "num_warps": config.dhidden_warps, "num_stages": config.dhidden_stages,
+        "SCALED": p.scaled, "PRECISION": config.precision, "num_warps": config.dhidden_warps,
+        "num_stages": config.dhidden_stages,
     }  # fmt: skip
     product = Step(
         launcher(_dhidden_kernel, constants),
@@ -176,7 +182,7 @@ def _hidden_steps(problem: Problem) -> tuple[Step, Step | None, tuple[Step, ...]
         Piece("counts", (slots,), torch.int32),
         Piece("places", (slots if scan is not None else 0,), torch.int64),
         Piece("codes", (batch * vocab,), torch.int32),
-        Piece("grads", (batch * vocab,), p.dtype),
+        Piece("grads", (batch * vocab,), torch.float32 if p.scaled else p.dtype),
     )
     return count, scan, (listing, product), pieces
 
@@ -189,7 +195,8 @@ def _weight_plan(problem: Problem, need_weight: bool, need_bias: bool, accumulat
     constants = {
         "D": p.dim, "BLOCK_B": config.dweight_block_b, "BLOCK_V": config.dweight_block_v,
         "BLOCK_D": config.dweight_block_d, "BLOCK_E": config.dweight_block_e, "ACTIVATION": p.activation,
-        "NEED_WEIGHT": need_weight, "NEED_BIAS": need_bias, "ACCUMULATE": accumulate, "PRECISION": config.precision,
+        "NEED_WEIGHT": need_weight, "NEED_BIAS": need_bias, "ACCUMULATE": accumulate, "SCALED": p.scaled,
+        "PRECISION": config.precision,
         "num_warps": config.dweight_warps, "num_stages": config.dweight_stages, **p.flags,
     }  # fmt: skip
     given = ("dscores", "scores", "winners", "rows", "cu_seqlens", "own_codes", "own_grads", "dweight", "dbias")

@@ -5,6 +5,9 @@
 for each tile and vocabulary split, the entries that its rows won; a prefix sum gives each its place in one list; a
 second pass writes the list, in rising (split, v); then each tile's gradient is a one-hot matrix of g times the
 gathered weight rows, on the tensor cores.
+
+fp16 has too small a range for g. There one-hot matrices are SCALED by powers of two, that of the largest g so far of a
+tile of hidden rows or of a row of the weight, and so are the sums of their products until they are stored.
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ LAST = tl.constexpr(2147483647)
 ROW_BITS = tl.constexpr(5)
 ROW_MASK = tl.constexpr(31)
 MAX_VOCAB = 1 << (31 - 5)
+LEAST_POWER = tl.constexpr(2.0**-100)
+MOST_POWER = tl.constexpr(2.0**100)
+HEADROOM = tl.constexpr(2.0**14)  # the largest g of a row becomes less than twice that, below fp16's 65504
 
 
 @triton.jit
@@ -53,6 +59,19 @@ def _won_rows(scores_ptr, winner_ptr, offs, mask, ALWAYS_ACTIVE: tl.constexpr, N
         score = tl.load(scores_ptr + offs, mask=mask, other=0.0).to(tl.float32)
         active = active & ~(score <= 0.0)
     return winner, active
+
+
+@triton.jit
+def _power_of_two(largest, before):
+    """The power of two in ``largest``, or the one of ``before`` if that is larger."""
+    exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.maximum(before, tl.minimum(exponent.to(tl.float32, bitcast=True), MOST_POWER))
+
+
+@triton.jit
+def _inverse(power):
+    """``1 / power`` of a power of two, exactly."""
+    return (0x7F000000 - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["B", "N", "uniform_length"])
@@ -134,7 +153,8 @@ def _list_kernel(
 @triton.jit(do_not_specialize=["N", "logit_scale"])
 def _dhidden_kernel(
     weight_ptr, place_ptr, code_ptr, grad_ptr, dhidden_ptr, N, SPLITS, logit_scale,
-    D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``dhidden[tile] = onehot(row) * g @ weight[v]``, over the tile's entries in their order."""
     tile = tl.program_id(0)
@@ -144,6 +164,7 @@ def _dhidden_kernel(
     last = tl.load(place_ptr + (tile + 1).to(tl.int64) * SPLITS - 1)
     rows = tl.arange(0, BLOCK_R)
     acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    power = tl.full((), LEAST_POWER, tl.float32)
     for e0 in range(first, last, BLOCK_E):
         e = e0 + tl.arange(0, BLOCK_E)
         code = tl.load(code_ptr + e, mask=e < last, other=0)  # [BLOCK_E]
@@ -154,8 +175,16 @@ def _dhidden_kernel(
             other=0.0,
         )  # [BLOCK_E, BLOCK_D]
         row = code & ROW_MASK
+        if SCALED:
+            before = power
+            power = _power_of_two(tl.max(tl.abs(grad), axis=0), before)
+            grad *= _inverse(power) * HEADROOM
+            if power > before:
+                acc *= before * _inverse(power)
         onehot = tl.where(rows[:, None] == row[None, :], grad[None, :], 0.0).to(w.dtype)  # [BLOCK_R, BLOCK_E]
         acc = tl.dot(onehot, w, acc, input_precision=PRECISION)
+    if SCALED:
+        acc *= power / HEADROOM
     r = tile * BLOCK_R + rows
     tl.store(
         dhidden_ptr + r.to(tl.int64)[:, None] * D + d[None, :],
@@ -170,7 +199,8 @@ def _dweight_kernel(
     B, V, N, uniform_length, logit_scale, stride_db, stride_dv,
     D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     ACTIVATION: tl.constexpr, ALWAYS_ACTIVE: tl.constexpr, NO_WINNER: tl.constexpr, UNIFORM: tl.constexpr,
-    NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+    NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``dweight[v] = sum_b g[b, v] * hidden[winner[b, v]]`` and ``dbias[v] = sum_b g[b, v]``.
 
@@ -186,6 +216,7 @@ def _dweight_kernel(
         mask_d = d < D
         acc = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
         dbias = tl.zeros((BLOCK_V,), tl.float32)
+        power = tl.full((BLOCK_V,), LEAST_POWER, tl.float32)
         total = 0
         for b0 in range(0, B, BLOCK_B):
             b = b0 + tl.arange(0, BLOCK_B)
@@ -209,6 +240,12 @@ def _dweight_kernel(
                 flag = tl.reshape(active.to(tl.int32), (BLOCK_B * BLOCK_V,))
                 count = tl.sum(flag)
                 if count > 0:
+                    if SCALED:
+                        before = power
+                        power = _power_of_two(tl.max(tl.abs(grad), axis=0), before)
+                        grad *= (_inverse(power) * HEADROOM)[None, :]
+                        if tl.max((power > before).to(tl.int32), axis=0) > 0:
+                            acc *= (before * _inverse(power))[:, None]
                     at = own + tl.reshape(tl.cumsum(flag), (BLOCK_B, BLOCK_V)) - 1
                     code = (row.to(tl.int64) * BLOCK_V) + v_in_tile[None, :]
                     tl.debug_barrier()  # the list before this one has been read
@@ -231,6 +268,8 @@ def _dweight_kernel(
         if NEED_WEIGHT:
             mask = (v < V)[:, None] & mask_d[None, :]
             offs_w = v.to(tl.int64)[:, None] * D + d[None, :]
+            if SCALED:
+                acc *= (power / HEADROOM)[:, None]
             acc *= logit_scale
             if not ACCUMULATE:
                 tl.store(dweight_ptr + offs_w, acc.to(dweight_ptr.dtype.element_ty), mask=mask)
