@@ -9,10 +9,8 @@ from tests.ops.interpreter import NEEDS_INTERPRETER, assert_pass_interpreted
 pytestmark = NEEDS_INTERPRETER
 # files that share a process, and the least number of tests that must pass in it
 FILES = {
-<<<<<<< HEAD
     ("test_lsr_head_inputs.py", "test_lsr_head_replay.py", "test_lsr_head_rows.py"): 175,
     ("test_lsr_head_implementations.py", "test_lsr_head_properties.py", "test_lsr_head_quantized.py"): 67,
-=======
     "test_lsr_head_implementations.py": 50,
     "test_lsr_head_inputs.py": 140,
     "test_lsr_head_properties.py": 5,
@@ -20,7 +18,6 @@ FILES = {
     "test_lsr_head_range.py": 20,
     "test_lsr_head_replay.py": 10,
     "test_lsr_head_rows.py": 25,
->>>>>>> afae2e0 (lsr_head in fp16: gradients of max pooling are scaled by powers of two, and keep fp32's range)
 }
 
 
