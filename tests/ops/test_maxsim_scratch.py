@@ -104,11 +104,13 @@ def test_scratch_stays_below_its_bound_in_other_dtypes(dtype: torch.dtype) -> No
 
 
 def test_scratch_of_quantized_and_xtr_scores_stays_below_the_bound() -> None:
-    queries, documents = torch.randn(1, 6000, 4), torch.randn(1, 7000, 4)
+    queries, documents = torch.randn(100, 1000, 128), torch.randn(8, 1, 128)
     stored = quantize_tokens(documents)
-    assert peak_bytes(lambda: maxsim(queries, stored)) <= allowed(queries, documents, queries.numel())
+    held = 2 * queries.numel()  # int8, put together from parts
+    assert peak_bytes(lambda: maxsim(queries, stored)) <= allowed(queries, documents, held)
+    queries, documents = torch.randn(1, 6000, 4), torch.randn(1, 7000, 4)
     short, cu = skewed(700, 700, 8)
     for q, d, layout in ((queries, documents, {}), (short, torch.randn(64, 1, 8), {"cu_seqlens_q": cu})):
         scores = xtr_scores(q, d, top_k=5, **layout)
         peak = peak_bytes(lambda: xtr_scores(q, d, top_k=5, **layout))  # noqa: B023
-        assert peak <= allowed(q, d, 3 * scores.nbytes)
+        assert peak <= allowed(q, d, 2 * scores.nbytes)

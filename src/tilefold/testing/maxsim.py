@@ -257,7 +257,7 @@ def clear_retrievals(inputs: MaxSimInputs, top_k: int, *, normalize: bool = Fals
         kept.append((_ones(tokens) if mask is None else mask).reshape(-1) != 0)
     sims = rows[0] @ rows[1][kept[1]].T  # [Tq, kept]
     clear = torch.ones(sims.size(0), dtype=torch.bool, device=sims.device)
-    if sims.size(1) > top_k:
+    if sims.size(1) > top_k and sims.numel():
         best = sims.topk(top_k + 1, dim=1).values
         gap = best[:, top_k - 1] - best[:, top_k]
         clear = (gap == 0) | (gap > 4e-6 * max(1.0, float(sims.abs().max()))) | ~kept[0]

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilefold.ops._shared.library import define_op, is_plain, no_mode, run
 from tilefold.ops.maxsim._choice import chosen_impl
 from tilefold.ops.maxsim._problem import GRADIENTS, REPLAY, TRAINING, Problem, wide_dtype
-from tilefold.ops.maxsim.quantized import QuantizedTokens, quantize_rows
+from tilefold.ops.maxsim.quantized import QuantizedTokens
 
 PROBLEM_SCHEMA = (
     "Tensor queries, Tensor documents, Tensor? query_mask, Tensor? document_mask, Tensor? cu_queries,"
@@ -380,9 +380,7 @@ def compute_quantized(
             )
         from tilefold.ops.maxsim._triton import quantize_rows as int8_rows  # noqa: PLC0415 (needs triton)
     else:
-
-        def int8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-            return quantize_rows(rows, torch.int8)
+        from tilefold.ops.maxsim._tiled import quantized_rows as int8_rows  # noqa: PLC0415 (the other needs no tiles)
 
     problem = quantized_problem(queries, values, scales, *rest, int8_rows=int8_rows)
     problem.query_source, problem.plans, problem.final_shape = queries, plans, final_shape

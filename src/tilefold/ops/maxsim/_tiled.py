@@ -20,6 +20,7 @@ from tilefold.ops.maxsim._blocks import Block, Side, blocks, column_limit, inver
 from tilefold.ops.maxsim._blocks import pairs as pairs_of
 from tilefold.ops.maxsim._parts import Part, parts, widest
 from tilefold.ops.maxsim._problem import Problem, saved_place, wide_dtype, winner_bits
+from tilefold.ops.maxsim.quantized import quantize_rows
 
 SCRATCH_BYTES = 96 << 20
 BOOKKEEPING_BYTES = 200
@@ -49,6 +50,13 @@ def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
     if problem.temperature and problem.mask_zero:
         _add_zeros_alone(problem, queries, documents, scores)
     return scores, saved.view(problem.saved_dtype)
+
+
+def quantized_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and scales of rows ``[T, D]`` in int8, some rows at a time."""
+    found = [quantize_rows(part, torch.int8) for part in torch.split(rows, row_limit(rows.size(1)))]
+    values, scales = zip(*found, strict=True)
+    return (values[0], scales[0]) if len(found) == 1 else (torch.cat(values), torch.cat(scales))
 
 
 def backward(

@@ -46,7 +46,7 @@ def forward(problem: Problem, top_k: int, impute: bool, with_saved: bool) -> tup
     if impute:
         counts += queries.counts[:, None]
     divisor = counts.clamp_(min=1)
-    return scores / divisor, saved.view(problem.saved_dtype), divisor
+    return scores.div_(divisor), saved.view(problem.saved_dtype), divisor
 
 
 def _maxima(tokens: Tensor, documents: Side, top_k: int, elements: int) -> tuple[Tensor, Tensor, Tensor]:
