@@ -14,9 +14,11 @@ from tilefold.ops import (
     lsr_head,
     lsr_head_sparse,
     maxsim,
+    quantize_weight,
     token_scatter,
     token_scatter_sparse,
 )
+from tilefold.ops._shared.impl import triton_installed
 
 D = 8
 
@@ -128,6 +130,34 @@ def as_it_is(operator: Callable[[Tensor, str], Tensor], x: Tensor) -> Tensor:
     if operator is OPERATORS["entmax_attention"]:
         return entmax_attention(x, x, x)
     return operator(x, "auto")
+
+
+BF16 = torch.bfloat16
+INTERPRETED_BF16: dict[str, Callable[[Tensor], object]] = {
+    "lsr_head": lambda x: lsr_head(x.to(BF16), X[0].to(BF16), impl="triton"),
+    "lsr_head cls": lambda x: lsr_head(x.to(BF16), X[0].to(BF16), pooling="cls", impl="triton"),
+    "scores of lsr_head": lambda x: lsr_head(x, X[0], out_dtype=BF16, impl="triton"),
+    "fp8 lsr_head": lambda x: lsr_head(x.to(BF16), quantize_weight(X[0]), impl="triton"),
+    "entmax": lambda x: entmax(x.to(BF16), impl="triton"),
+    "entmax_attention": lambda x: entmax_attention(*[x[None].to(BF16)] * 3, impl="triton"),
+}
+
+
+@pytest.mark.skipif(not triton_installed(), reason="triton is not installed")
+@pytest.mark.parametrize("call", INTERPRETED_BF16.values(), ids=INTERPRETED_BF16)
+def test_interpreted_kernels_refuse_bf16_which_the_interpreter_takes_for_integers(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[Tensor], object]
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(
+        RuntimeError, match=r"dtypes must be float16 or float32 for impl='triton'.*got bfloat16: it mult"
+    ):
+        call(X)
+    with (
+        torch.autocast("cpu", dtype=BF16),
+        pytest.raises(RuntimeError, match=r"dtypes must be float16 or float32 for impl='triton'"),
+    ):
+        lsr_head(X, X[0], impl="triton")
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.vjp])

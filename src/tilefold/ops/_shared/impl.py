@@ -9,6 +9,7 @@ import os
 import torch
 from torch.autograd import forward_ad
 
+from tilefold.ops._shared._triton.releases import interpreter_fault, release_name
 from tilefold.ops._shared.library import in_function_transform
 
 IMPLS = ("auto", "reference", "tiled", "triton")
@@ -73,3 +74,24 @@ def resolve_impl(impl: str, device: torch.device) -> str:
     if impl == "triton" and (reason := why_not_triton(device)) is not None:
         raise RuntimeError(f"impl='triton' cannot run here: {reason}. Use impl='auto' or impl='tiled'.")
     return impl
+
+
+def check_interpreted(impl: str, device: torch.device, *dtypes: torch.dtype) -> None:
+    """Refuse what Triton's interpreter computes wrongly without a word: bf16, in every release so far.
+
+    Args:
+        impl: as :func:`resolve_impl` gave it.
+        device: of the tensors.
+        dtypes: of operands and results.
+
+    Raises:
+        RuntimeError: for kernels on the CPU with such a dtype.
+    """
+    if impl != "triton" or device.type == "cuda":
+        return
+    for dtype in dtypes:
+        if (fault := interpreter_fault(dtype)) is not None:
+            raise RuntimeError(
+                f"dtypes must be float16 or float32 for impl='triton' under TRITON_INTERPRET=1, got "
+                f"{str(dtype).removeprefix('torch.')}: {fault} (Triton {release_name()}). Use those, or impl='tiled'."
+            )

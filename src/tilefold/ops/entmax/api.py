@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_choice, check_dtype, check_same_device, check_tensor
-from tilefold.ops._shared.impl import IMPLS
+from tilefold.ops._shared.impl import IMPLS, check_interpreted
 from tilefold.ops.entmax import _library, _reference
 
 
@@ -58,6 +58,7 @@ def entmax(
     shape = rows.shape
     if not torch.compiler.is_compiling():
         impl = _library.chosen_impl(x, impl)
+        check_interpreted(impl, x.device, x.dtype)
     if x.numel() == 0 or shape[-1] == 0:
         p, support = x.clone(), x.new_zeros(shape[:-1], dtype=torch.int32)
         return (p, support) if return_support_size else p

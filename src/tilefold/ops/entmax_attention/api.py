@@ -17,7 +17,7 @@ from tilefold.ops._shared.checks import (
     check_tensor,
     dtype_name,
 )
-from tilefold.ops._shared.impl import IMPLS
+from tilefold.ops._shared.impl import IMPLS, check_interpreted
 from tilefold.ops.entmax_attention import _library, _reference
 from tilefold.ops.entmax_attention._calls import Known, call_signature, recall, remember
 from tilefold.ops.entmax_attention._geometry import Options, stats_shape
@@ -337,6 +337,7 @@ def _known(q: Tensor, k: Tensor, packed: bool, options: Options, max_seqlen_k: i
         longest_k = min(longest_k, max_seqlen_k) if packed else longest_k
     if not torch.compiler.is_compiling():  # the operators choose when they run: a trace cannot ask a device
         impl = _library.chosen_impl(q, impl)
+        check_interpreted(impl, q.device, q.dtype)
     return Known(options, longest_k, impl)
 
 

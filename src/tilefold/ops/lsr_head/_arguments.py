@@ -16,7 +16,7 @@ from tilefold.ops._shared.checks import (
     check_tensor,
     dtype_name,
 )
-from tilefold.ops._shared.impl import IMPLS
+from tilefold.ops._shared.impl import IMPLS, check_interpreted
 from tilefold.ops.lsr_head._activation import ACTIVATIONS
 from tilefold.ops.lsr_head._quantized import QuantizedWeight, chosen_quantized_impl
 
@@ -119,11 +119,13 @@ def check_quantized_head(
             "hidden and bias must not require a gradient with a QuantizedWeight, which is for inference; use "
             "torch.no_grad(), or train with the weight in 16 bits."
         )
+    out_dtype = check_out_dtype(out_dtype, compute_dtype)
     if torch.compiler.is_compiling():
         check_choice("impl", impl, IMPLS)
     else:
         impl = chosen_quantized_impl(hidden, impl)
-    return check_out_dtype(out_dtype, compute_dtype), impl
+        check_interpreted(impl, hidden.device, hidden.dtype, out_dtype)
+    return out_dtype, impl
 
 
 def check_main_grad(main_grad: Tensor, weight: Tensor, pooling: str, impl: str) -> None:
