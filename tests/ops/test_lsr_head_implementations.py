@@ -99,6 +99,17 @@ def test_gradients_are_exact_to_rounding_at_every_density(
     assert low < active <= high
 
 
+@pytest.mark.skipif(INTERPRETED, reason="too large to interpret")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [10.0, 100.0])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_of_large_scores_are_exact_to_the_rounding_of_the_score(
+    target: Target, activation: str, scale: float, dtype: torch.dtype
+) -> None:
+    inputs = lsr_head_inputs(16, 64, 64, 1000, dtype=dtype, device=target.device)
+    assert_lsr_head_matches(inputs, activation=activation, logit_scale=scale, large_scores=True, impl=target.impl)
+
+
 @pytest.mark.parametrize("activation", ["none"] if INTERPRETED else ACTIVATIONS)
 @pytest.mark.parametrize("pooling", ["max", "sum"] if INTERPRETED else POOLINGS)
 def test_nan_in_a_valid_token_gives_nan_gradients_whatever_the_activation(

@@ -57,6 +57,9 @@ def test_budgets_have_the_size_that_their_derivation_gives() -> None:
     assert budget(torch.bfloat16, "gradient") == pytest.approx(5e-3, rel=0.05)
     assert budget(torch.float32) == pytest.approx(1e-5, rel=0.05)
     assert budget(torch.float32, tf32=True) == pytest.approx(1e-3, rel=0.05)
+    assert budget(torch.bfloat16, "gradient", sensitivity=0.1) == budget(torch.bfloat16, "gradient")
+    assert budget(torch.bfloat16, "gradient", sensitivity=6.0) == pytest.approx(1.3 * (38 / 6) ** 0.5 * 2**-8, rel=0.01)
+    assert budget(torch.bfloat16, "gradient_bound", sensitivity=6.0) == pytest.approx(8 * 2**-8, rel=0.01)
     with pytest.raises(ValueError, match="kind must be one of 'forward', 'gradient', 'gradient_bound', got 'loss'"):
         budget(torch.float32, "loss")
 

@@ -204,6 +204,22 @@ def test_infinite_weights_score_as_in_the_reference(target: Target, reduce: str,
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("length", [2, 100])
+def test_sums_lose_only_what_lies_below_the_stated_part_of_the_largest_value(target: Target, length: int) -> None:
+    stated = 2.0 ** (length.bit_length() - 61)  # of the largest value of the sequence
+    weights = torch.full((2, length), 1e-38)
+    weights[:, 0] = 1.5e10
+    weights[:, 1] = torch.tensor([64.0, 1.0]) * 1.5e10 * stated
+    ids = torch.arange(length).repeat(2, 1)
+    inputs = TokenScatterInputs(weights, ids, length, None, None, torch.ones(2, length)).to(target.device)
+    scores = token_scatter_results(inputs, reduce="sum", activation="none", impl=target.impl)["scores"].cpu()
+    torch.testing.assert_close(scores[:, 0], weights[:, 0])
+    assert ((scores[:, 1] - weights[:, 1]).abs() <= 1.5e10 * stated).all()
+    assert scores[0, 1] > 0
+    if target.impl == "tiled":
+        assert torch.equal(scores, weights)
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_sums_keep_their_relative_error_at_every_scale(target: Target, scale: float) -> None:
     inputs = token_scatter_inputs(*SHAPE, layout="right", device=target.device)

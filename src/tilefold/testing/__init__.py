@@ -12,6 +12,11 @@ rounded inputs. What a dtype allows follows from its unit roundoff ``u`` (half t
 * ``"gradient_bound"``: the same chain where a tensor is too small to average (fewer than some hundred entries): the
   worst cases add up, ``4 u``.
 
+A slope taken from a rounded score y is off by ``c u`` with ``c = |y s'(y) / s(y)|``, s(y) the slope: ``y`` for
+log1p_relu, ``y (1 + e^y)`` for log1p_log1p_relu, below 1 for softplus, 0 for relu and for none. The two gradient
+budgets are those of ``c = 2``; for larger ones they are ``1.3 sqrt((c^2 + 2) / 6) u`` with the root mean square of c
+over the entries, weighted by their gradients, and ``(c + 2) u`` with the largest.
+
 TF32 products round their operands to 11 bits: 1e-3 is added to all kinds.
 
 **Sums in any order.** Whatever the order of its additions, and with fused multiply-adds or without, a sum of ``n``
@@ -41,16 +46,20 @@ from torch import Tensor
 SENTINEL = 113  # what poisoned integers hold: a valid index of nothing small
 _ACCUMULATION = 1e-5  # fp32 products and sums, before any rounding to the output
 CONFIDENCE = 8.0  # standard deviations of rounding that a comparison allows
+USUAL_SENSITIVITY = 2.0  # of a slope to the rounding of the score that it is taken from
 _FACTORS = {"forward": 1.0, "gradient": 1.3, "gradient_bound": 4.0}
 
 
-def budget(dtype: torch.dtype, kind: str = "forward", *, tf32: bool = False) -> float:
+def budget(
+    dtype: torch.dtype, kind: str = "forward", *, tf32: bool = False, sensitivity: float = USUAL_SENSITIVITY
+) -> float:
     """The relative error that results of ``dtype`` may have; the derivation heads this module.
 
     Args:
         dtype: dtype of the scores, or of the gradient.
         kind: ``"forward"``, ``"gradient"`` or ``"gradient_bound"``.
         tf32: whether fp32 products may run in TF32.
+        sensitivity: c above, of slopes that are taken from rounded scores; less than 2 counts as 2.
 
     Raises:
         ValueError: for an unknown kind.
@@ -61,7 +70,12 @@ def budget(dtype: torch.dtype, kind: str = "forward", *, tf32: bool = False) -> 
     accumulation = 1e-13 if dtype == torch.float64 else _ACCUMULATION
     if kind != "forward":
         accumulation *= 2  # a product, and a sum over what it selects
-    return _FACTORS[kind] * roundoff + accumulation + (1e-3 if tf32 else 0.0)
+    factor, c = _FACTORS[kind], max(sensitivity, USUAL_SENSITIVITY)
+    if kind == "gradient":
+        factor *= math.sqrt((c * c + 2) / (USUAL_SENSITIVITY**2 + 2))
+    elif kind == "gradient_bound":
+        factor += c - USUAL_SENSITIVITY
+    return factor * roundoff + accumulation + (1e-3 if tf32 else 0.0)
 
 
 def rounding_scale(total: Tensor, squares: Tensor | float, terms: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -115,20 +129,21 @@ def assert_within_budget(
     *,
     name: str = "result",
     tf32: bool = False,
+    sensitivity: float = USUAL_SENSITIVITY,
 ) -> float:
     """Raise ``AssertionError`` if ``out`` is further from ``reference`` than :func:`budget` allows.
 
     Args:
         out, reference: tensors of one shape.
         dtype: whose budget applies; by default that of ``out``.
-        kind, tf32: as in :func:`budget`.
+        kind, tf32, sensitivity: as in :func:`budget`.
         name: what the error text calls ``out``.
 
     Returns:
         The relative error.
     """
     dtype = out.dtype if dtype is None else dtype
-    allowed = budget(dtype, kind, tf32=tf32)
+    allowed = budget(dtype, kind, tf32=tf32, sensitivity=sensitivity)
     error = relative_error(out, reference)
     if error <= allowed:
         return error
