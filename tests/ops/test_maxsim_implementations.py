@@ -171,6 +171,25 @@ def test_nan_is_seen_where_it_is_kept_and_nowhere_else(target: Target, pairing: 
     assert expected.isnan().any() and torch.equal(found.isnan(), expected.isnan())
 
 
+@pytest.mark.parametrize("temperature", [None, 0.5])
+@pytest.mark.parametrize("side", ["queries", "documents"])
+def test_a_loss_of_nan_scores_gives_nan_gradients_to_the_tokens_that_made_them(
+    side: str, temperature: float | None, target: Target
+) -> None:
+    inputs = maxsim_inputs(2, 3, 4, 5, 16, device=target.device)
+    leaves = {"queries": inputs.queries.clone(), "documents": inputs.documents.clone()}
+    leaves[side][1, 2, 3] = math.nan
+    scores = maxsim(*(leaf.requires_grad_() for leaf in leaves.values()), temperature=temperature, impl=target.impl)
+    broken = scores.isnan().movedim(0 if side == "queries" else 1, 0)
+    assert broken[1].all() and not broken[0].any()
+    dqueries, ddocuments = torch.autograd.grad((scores**2).sum(), list(leaves.values()))
+    assert dqueries[1, 2].isnan().all() and ddocuments[1].isnan().any()
+    if side == "queries":
+        assert dqueries[0].isfinite().all()
+    else:
+        assert ddocuments[0].isfinite().all() and ddocuments[2].isfinite().all()
+
+
 def test_infinite_similarities_are_not_taken_for_masked_ones(target: Target) -> None:
     queries = torch.tensor([[[1.0] * 8]], device=target.device)
     documents = torch.full((2, 3, 8), -math.inf, device=target.device)

@@ -113,9 +113,13 @@ def _scales(rows: Tensor) -> Tensor:
 
 
 def inverse_norms(rows: Tensor) -> Tensor:
-    """``[T, 1]`` inverse norms in fp32 (fp64); 0 for a zero row."""
-    square = rows.to(wide_dtype(rows.dtype)).square().sum(dim=1, keepdim=True)
-    return torch.where(square == 0, square, square.rsqrt())
+    """``[T, 1]`` inverse norms in fp32 (fp64); 0 for a zero row, and where the inverse is no number of that dtype."""
+    wide = rows.to(wide_dtype(rows.dtype))
+    # divided by the largest entry first: the squares neither overflow nor vanish
+    largest = wide.abs().amax(dim=1, keepdim=True)
+    square = (wide / largest).square_().sum(dim=1, keepdim=True)
+    scale = largest.reciprocal() * square.rsqrt()
+    return torch.where((largest == 0) | scale.isinf(), 0, scale)
 
 
 def sides(problem: Problem) -> tuple[Side, Side]:

@@ -28,8 +28,12 @@ def padded(rows: Tensor, mask: Tensor | None, cu: Tensor | None, length: int) ->
 
 def unit(x: Tensor) -> Tensor:
     """Rows divided by their norm; a zero row stays zero and has no gradient."""
+    # divided by the largest entry first, a constant: squares then neither overflow nor vanish
+    largest = x.detach().abs().amax(dim=-1, keepdim=True)
+    zero = largest == 0
+    x = x / torch.where(zero, 1, largest)
     square = x.square().sum(dim=-1, keepdim=True)
-    return torch.where(square > 0, x * torch.where(square > 0, square, 1).rsqrt(), 0)
+    return torch.where(zero, 0, x * torch.where(zero, 1, square).rsqrt())
 
 
 def first_largest(x: Tensor, allowed: Tensor) -> Tensor:

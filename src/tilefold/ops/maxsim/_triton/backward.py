@@ -8,7 +8,17 @@ row, and the query rows, on the tensor cores; :mod:`winner_lists` does so where 
 import triton
 import triton.language as tl
 
-from tilefold.ops.maxsim._triton.device import ALL, GROUPED, INDEX, bounds, item_of, load_block, load_rows
+from tilefold.ops.maxsim._triton.device import (
+    ALL,
+    GROUPED,
+    INDEX,
+    bounds,
+    item_of,
+    load_block,
+    load_rows,
+    split_scale,
+    times_power,
+)
 
 
 @triton.jit
@@ -96,10 +106,10 @@ def dqueries_kernel(
                 grad = tl.load(dscore_ptr + tl.cast(pair, tl.int64) * stride_d).to(tl.float32)
                 grad = tl.where(has, grad, 0.0)
             doc_row = start + winner
+            x = load_rows(doc_ptr, doc_row, has, k, D).to(tl.float32)
             if HAS_SCALE:
-                grad *= tl.load(doc_scale_ptr + doc_row, mask=has, other=0.0)
-            x = load_rows(doc_ptr, doc_row, has, k, D)
-            acc += grad[:, None] * x.to(tl.float32)
+                x *= tl.load(doc_scale_ptr + doc_row, mask=has, other=0.0)[:, None]
+            acc += grad[:, None] * x
         tl.store(
             dquery_ptr + row.to(tl.int64)[:, None] * D + k[None, :],
             acc.to(dquery_ptr.dtype.element_ty),
@@ -131,9 +141,10 @@ def dqueries_row_kernel(
         offs = tl.cast(owner, tl.int64) * stride_q + d.to(tl.int64) * stride_d
         grad = tl.load(dscore_ptr + offs, mask=has, other=0.0).to(tl.float32)
         doc_row = start + winner
+        x = load_rows(doc_ptr, doc_row, has, k, D).to(tl.float32)
         if HAS_SCALE:
-            grad *= tl.load(doc_scale_ptr + doc_row, mask=has, other=0.0)
-        acc += grad[:, None] * load_rows(doc_ptr, doc_row, has, k, D).to(tl.float32)
+            x *= tl.load(doc_scale_ptr + doc_row, mask=has, other=0.0)[:, None]
+        acc += grad[:, None] * x
     total = tl.sum(acc, axis=0)
     tl.store(dquery_ptr + tl.cast(row, tl.int64) * D + k, total.to(dquery_ptr.dtype.element_ty), mask=k < D)
 
@@ -194,10 +205,12 @@ def ddocuments_kernel(
                 mine = inside & (winner != NO_WINNER) & (winner >= t0) & (winner < t0 + BLOCK_T)
                 grad = tl.load(dscore_ptr + offs_pair).to(tl.float32) / unit
                 grad = tl.where(mine, grad, 0.0)
-                if HAS_SCALE:
-                    grad *= tl.load(query_scale_ptr + row, mask=mine, other=0.0)
                 x = load_block(query_ptr, r0, r_end - r0, k, D, BLOCK_E)  # [BLOCK_E, BLOCK_D]
                 x = tl.where(mine[:, None], x, 0.0).to(x.dtype)  # a zero coefficient must not meet a NaN
+                if HAS_SCALE:
+                    power, rest = split_scale(tl.load(query_scale_ptr + row, mask=mine, other=0.0))
+                    grad *= rest
+                    x = times_power(x, power)
                 onehot = tl.where(winner[None, :] == t[:, None], grad[None, :], 0.0).to(x.dtype)
                 acc = tl.dot(onehot, x, acc, input_precision=PRECISION)
         row_d = start + t

@@ -64,6 +64,19 @@ def load_block(ptr, row0, count, k, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def split_scale(scale):
+    """A scale as a power of two, by which rows are multiplied exactly, and what is left of it, 1 to 2."""
+    power = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return power, tl.where(power > 0.0, scale / power, 1.0)
+
+
+@triton.jit
+def times_power(x, power):
+    """Rows times powers of two that bring them to the order of 1: exact, in whatever range their dtype has."""
+    return (x.to(tl.float32) * power[:, None]).to(x.dtype)
+
+
+@triton.jit
 def mask_tile(
     acc, start, length, t0, row_scale, mask_ptr, scale_ptr,
     BLOCK_T: tl.constexpr, HAS_MASK: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr,

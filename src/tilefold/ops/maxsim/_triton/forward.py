@@ -18,14 +18,16 @@ from tilefold.ops.maxsim._triton.device import (
     load_block,
     mask_tile,
     sequence_at,
+    split_scale,
+    times_power,
 )
 
 
 @triton.jit
 def _products(
-    q, query_ptr, row0, rows, doc_src, start, t0, n_rows,
+    q, query_ptr, row0, rows, power, doc_src, start, t0, n_rows,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, USE_TMA: tl.constexpr,
-    PRECISION: tl.constexpr, INTEGER: tl.constexpr,
+    PRECISION: tl.constexpr, INTEGER: tl.constexpr, HAS_SCALE: tl.constexpr,
 ):  # fmt: skip
     """``[BLOCK_Q, BLOCK_T]`` products of a query tile (``q`` where the dimension fits, else loaded) and a tile."""
     kind: tl.constexpr = tl.int32 if INTEGER else tl.float32
@@ -41,6 +43,8 @@ def _products(
         for k0 in range(0, D, BLOCK_K):
             k = k0 + tl.arange(0, BLOCK_K)
             part = load_block(query_ptr, row0, rows, k, D, BLOCK_Q)
+            if HAS_SCALE and not INTEGER:
+                part = times_power(part, power)
             if USE_TMA:
                 d = doc_src.load([first, k0])
             else:
@@ -53,16 +57,25 @@ def _products(
 def _query_rows(
     query_ptr, mask_ptr, scale_ptr, row0, rows, row, inside,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SCALE: tl.constexpr,
+    INTEGER: tl.constexpr,
 ):  # fmt: skip
-    """The first block of a query tile, which of its rows are kept, and their scales."""
+    """The first block of a query tile, which of its rows are kept, and their scales.
+
+    A scale is in two parts: the power of two that the rows are multiplied by, so that their products are numbers of
+    fp32, and what is left for their maxima.
+    """
     q = load_block(query_ptr, row0, rows, tl.arange(0, BLOCK_K), D, BLOCK_Q)
     kept = inside
     if HAS_MASK:
         kept = inside & (tl.load(mask_ptr + row, mask=inside, other=0) != 0)
     scale = tl.zeros(row.shape, tl.float32)
+    power = scale
     if HAS_SCALE:
         scale = tl.load(scale_ptr + row, mask=inside, other=0.0)
-    return q, kept, scale
+        if not INTEGER:
+            power, scale = split_scale(scale)
+            q = times_power(q, power)
+    return q, kept, scale, power
 
 
 @triton.jit(
@@ -95,9 +108,10 @@ def all_pairs_kernel(
     rows = tl.minimum(tile_rows, Tq - row0)
     row = row0 + tl.arange(0, BLOCK_Q)
     inside = tl.arange(0, BLOCK_Q) < rows
-    q, kept_q, row_scale = _query_rows(
-        query_ptr, query_mask_ptr, query_scale_ptr, row0, rows, row, inside, D, BLOCK_Q, BLOCK_K, HAS_QMASK, HAS_SCALE
-    )
+    q, kept_q, row_scale, power = _query_rows(
+        query_ptr, query_mask_ptr, query_scale_ptr, row0, rows, row, inside, D, BLOCK_Q, BLOCK_K, HAS_QMASK, HAS_SCALE,
+        INTEGER,
+    )  # fmt: skip
     first_q = sequence_at(cu_q_ptr, row0, Nq, length_q, UNIFORM_Q)
     last_q = sequence_at(cu_q_ptr, row0 + rows - 1, Nq, length_q, UNIFORM_Q)
 
@@ -121,8 +135,9 @@ def all_pairs_kernel(
     for _ in tl.range(0, n_tiles):
         length = end - start
         acc = _products(
-            q, query_ptr, row0, rows, doc_src, start, t0, Td, D, BLOCK_Q, BLOCK_T, BLOCK_K, USE_TMA, PRECISION, INTEGER
-        )
+            q, query_ptr, row0, rows, power, doc_src, start, t0, Td, D, BLOCK_Q, BLOCK_T, BLOCK_K, USE_TMA, PRECISION,
+            INTEGER, HAS_SCALE,
+        )  # fmt: skip
         acc, part = mask_tile(
             acc, start, length, t0, row_scale, doc_mask_ptr, doc_scale_ptr, BLOCK_T, HAS_DMASK, MASK_ZERO, HAS_SCALE,
             SMOOTH,
@@ -173,8 +188,9 @@ def combine_kernel(
     part_ptr, cu_q_ptr, score_ptr, Tq, Nq, Nd, length_q, tile_rows, BLOCK: tl.constexpr, UNIFORM_Q: tl.constexpr
 ):
     """Add up the parts of each query, tile by tile."""
-    query = tl.program_id(0)
-    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    blocks = (Nd + BLOCK - 1) // BLOCK  # on the grid's first axis, the only one that holds more than 65,535
+    query = tl.program_id(0) // blocks
+    d = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     start, end, ok = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
     total = tl.zeros((BLOCK,), tl.float32)
     if end > start:
@@ -225,26 +241,16 @@ def listed_pairs_kernel(
     for r0 in range(q_start, q_end, BLOCK_Q):
         row = r0 + tl.arange(0, BLOCK_Q)
         inside = row < q_end
-        q, kept_q, row_scale = _query_rows(
-            query_ptr,
-            query_mask_ptr,
-            query_scale_ptr,
-            r0,
-            q_end - r0,
-            row,
-            inside,
-            D,
-            BLOCK_Q,
-            BLOCK_K,
-            HAS_QMASK,
-            HAS_SCALE,
-        )
+        q, kept_q, row_scale, power = _query_rows(
+            query_ptr, query_mask_ptr, query_scale_ptr, r0, q_end - r0, row, inside, D, BLOCK_Q, BLOCK_K, HAS_QMASK,
+            HAS_SCALE, INTEGER,
+        )  # fmt: skip
         best, state = fresh(BLOCK_Q, SMOOTH)
         parts = 0
         for t0 in tl.range(0, length, BLOCK_T):
             acc = _products(
-                q, query_ptr, r0, q_end - r0, doc_src, start, t0, Td, D, BLOCK_Q, BLOCK_T, BLOCK_K, USE_TMA, PRECISION,
-                INTEGER,
+                q, query_ptr, r0, q_end - r0, power, doc_src, start, t0, Td, D, BLOCK_Q, BLOCK_T, BLOCK_K, USE_TMA,
+                PRECISION, INTEGER, HAS_SCALE,
             )  # fmt: skip
             acc, part = mask_tile(
                 acc, start, length, t0, row_scale, doc_mask_ptr, doc_scale_ptr, BLOCK_T, HAS_DMASK, MASK_ZERO,

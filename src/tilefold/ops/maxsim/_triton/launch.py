@@ -101,7 +101,7 @@ def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
 
 def _combine(problem: Problem, plan: Plan, rows: int) -> Combine:
     constants = {"BLOCK": 256, "UNIFORM_Q": problem.cu_queries is None, "num_warps": 4, "num_stages": 3}
-    grid = (problem.n_queries, cdiv(problem.n_documents, 256), 1)
+    grid = (problem.n_queries * cdiv(problem.n_documents, 256), 1, 1)
     numbers = (rows, *problem.score_shape, problem.query_length, plan.tile_rows)
     return Combine(launcher(combine_kernel, constants), grid, numbers)
 

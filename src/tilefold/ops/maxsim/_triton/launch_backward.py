@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from tilefold.ops.maxsim._triton.backward import ddocuments_kernel, dqueries_ker
 from tilefold.ops.maxsim._triton.direct import can_remember, second_time
 from tilefold.ops.maxsim._triton.launch import PAIRINGS, as_bytes, contiguous, layout_flags, row_scales
 from tilefold.ops.maxsim._triton.norms import unit_gradient_kernel
+from tilefold.ops.maxsim._triton.replay import ALIGNMENT
 from tilefold.ops.maxsim._triton.replay_gradients import (
     CU_DOCUMENTS,
     CU_QUERIES,
@@ -50,9 +51,19 @@ from tilefold.ops.maxsim._triton.smooth import smooth_ddocuments_kernel, smooth_
 from tilefold.ops.maxsim._triton.winner_lists import ddocuments_listed_kernel
 from tilefold.ops.maxsim.configs import BackwardConfig, backward_config
 
+MOST_SLICES = 65535  # of a grid's second axis; programs go on to further tiles
 TILES_OF_PACKED = 4  # programs that share the tiles of a packed document, where lengths are not known
 MANY_ROWS = 16384
 MOST_PROGRAMS = 4096  # that keep a list of winners each; the rest of the work is dealt to them
+
+
+@overload
+def aligned(tensor: Tensor) -> Tensor: ...
+@overload
+def aligned(tensor: Tensor | None) -> Tensor | None: ...
+def aligned(tensor: Tensor | None) -> Tensor | None:
+    """The tensor at an address that a replay could take, copied if need be."""
+    return tensor if tensor is None or tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
 @dataclass
@@ -97,7 +108,9 @@ def backward(
     problem: Problem, dscores: Tensor, saved: Tensor, need_queries: bool, need_documents: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of queries and documents, in their dtypes."""
-    queries, documents = problem.queries.contiguous(), problem.documents.contiguous()
+    # what was saved may have been moved: kernels for other alignments may add up in another order
+    queries, documents = aligned(problem.queries.contiguous()), aligned(problem.documents.contiguous())
+    dscores, saved = aligned(dscores), aligned(saved.contiguous())
     config = backward_config(queries.dtype, queries.device)
     places = _places(problem, queries, documents, dscores, saved, need_documents)
     run = _Pass(problem, config, queries, documents, saved, places)
@@ -116,9 +129,13 @@ def _places(
     places[DSCORES], places[SAVED] = dscores, saved
     places[QUERIES], places[DOCUMENTS] = queries, documents
     places[QUERY_SCALE], places[DOCUMENT_SCALE] = row_scales(problem, queries, documents)
-    places[QUERY_MASK], places[DOCUMENT_MASK] = as_bytes(problem.query_mask), as_bytes(problem.document_mask)
-    places[CU_QUERIES], places[CU_DOCUMENTS] = contiguous(problem.cu_queries), contiguous(problem.cu_documents)
-    places[INDEX] = contiguous(problem.index)
+    places[QUERY_MASK], places[DOCUMENT_MASK] = (
+        aligned(as_bytes(problem.query_mask)),
+        aligned(as_bytes(problem.document_mask)),
+    )
+    places[CU_QUERIES] = aligned(contiguous(problem.cu_queries))
+    places[CU_DOCUMENTS] = aligned(contiguous(problem.cu_documents))
+    places[INDEX] = aligned(contiguous(problem.index))
     # of the scores' gradient, over queries and documents (or pairs)
     places[STRIDE_Q], places[STRIDE_D] = strides if problem.pairing == "all" else (0, strides[0])
     if problem.pairing == "all" and problem.cu_queries is not None and queries.numel():
@@ -243,7 +260,7 @@ def _blocks_of_queries(run: _Pass, block_r: int, block_d: int) -> Grid:
 def _slices(run: _Pass, block_t: int) -> int:
     """Programs that share a document's tiles."""
     p = run.problem
-    return cdiv(p.document_length, block_t) if p.cu_documents is None else TILES_OF_PACKED
+    return min(cdiv(p.document_length, block_t), MOST_SLICES) if p.cu_documents is None else TILES_OF_PACKED
 
 
 def _documents(run: _Pass) -> Step:

@@ -3,17 +3,43 @@
 import triton
 import triton.language as tl
 
+SMALLEST, LARGEST = (
+    tl.constexpr(2.0**-126),
+    tl.constexpr(2.0**126),
+)  # a power of two is a normal number, and so is its inverse
+
+
+@triton.jit
+def inverse_power_of_two(x):
+    """The power of two that brings ``x >= 0`` to between 1 and 2, as far as there is one; the largest for 0."""
+    exponent = x.to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.maximum(0x7F000000 - exponent, 0x00800000).to(tl.float32, bitcast=True)
+
 
 @triton.jit(do_not_specialize=["T"])
 def inverse_norm_kernel(rows_ptr, scale_ptr, T, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
+    """``scale = 1 / norm``: of rows brought to the order of 1 first, whose squares neither overflow nor vanish.
+
+    0 for a row whose inverse is no number of fp32 (a norm below ``2**-126``), NaN where it is no normal one.
+    """
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    largest = tl.zeros((BLOCK_R,), tl.float32)
+    power = inverse_power_of_two(largest)
     square = tl.zeros((BLOCK_R,), tl.float32)
     for k0 in range(0, D, BLOCK_D):
         k = k0 + tl.arange(0, BLOCK_D)
         inside = (row < T)[:, None] & (k < D)[None, :]
         x = tl.load(rows_ptr + row.to(tl.int64)[:, None] * D + k[None, :], mask=inside, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(tl.abs(x), axis=1))
+        before = power
+        power = inverse_power_of_two(largest)
+        square *= (power / before) * (power / before)  # what was added up in the measure before
+        x *= power[:, None]
         square += tl.sum(x * x, axis=1)
-    tl.store(scale_ptr + row, tl.where(square == 0.0, 0.0, 1.0 / tl.sqrt_rn(square)), mask=row < T)
+    scale = tl.div_rn(power, tl.sqrt_rn(square))
+    scale = tl.where(scale < SMALLEST, float("nan"), scale)
+    scale = tl.where(square == float("inf"), 0.0, scale)  # an infinite entry times 0 is NaN where it is used
+    tl.store(scale_ptr + row, tl.where((square == 0.0) | (scale > LARGEST), 0.0, scale), mask=row < T)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -30,8 +56,7 @@ def unit_gradient_kernel(
         offs = row.to(tl.int64)[:, None] * D + k[None, :]
         x = tl.load(rows_ptr + offs, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(grad_ptr + offs, mask=inside, other=0.0)
-        along += tl.sum(tl.where(g == 0.0, 0.0, x * g), axis=1)
-    along *= scale
+        along += tl.sum(tl.where(g == 0.0, 0.0, x * scale[:, None] * g), axis=1)
     for k0 in range(0, D, BLOCK_D):
         k = k0 + tl.arange(0, BLOCK_D)
         inside = (row < T)[:, None] & (k < D)[None, :]

@@ -7,7 +7,17 @@ import triton
 import triton.language as tl
 
 from tilefold.ops.maxsim._triton.backward import grad_unit, query_list, saved_at
-from tilefold.ops.maxsim._triton.device import ALL, GROUPED, INDEX, bounds, item_of, load_block, load_rows
+from tilefold.ops.maxsim._triton.device import (
+    ALL,
+    GROUPED,
+    INDEX,
+    bounds,
+    item_of,
+    load_block,
+    load_rows,
+    split_scale,
+    times_power,
+)
 
 
 @triton.jit
@@ -19,13 +29,17 @@ def _weights(
 ):  # fmt: skip
     """``grad * softmax`` of a tile ``[BLOCK_Q, BLOCK_T]``; masked tokens have none."""
     acc = tl.zeros((BLOCK_Q, BLOCK_T), tl.float32)
+    if HAS_SCALE:
+        power, rest = split_scale(tl.load(query_scale_ptr + row, mask=inside_q, other=0.0))
     for k0 in range(0, D, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         q = load_block(query_ptr, row0, rows, k, D, BLOCK_Q)
+        if HAS_SCALE:  # or its products might not be numbers of fp32
+            q = times_power(q, power)
         d = load_block(doc_ptr, doc_row0, doc_rows, k, D, BLOCK_T)
         acc = tl.dot(q, d.T, acc, input_precision=PRECISION)
     if HAS_SCALE:
-        acc *= tl.load(query_scale_ptr + row, mask=inside_q, other=0.0)[:, None]
+        acc *= rest[:, None]
         acc *= tl.load(doc_scale_ptr + doc_row, mask=inside_d, other=0.0)[None, :]
     kept = inside_d
     if HAS_DMASK:
@@ -100,12 +114,14 @@ def smooth_dqueries_kernel(
                     start + t0, end - start - t0, doc_row, inside_d, top, grad, inverse_temperature, D, BLOCK_Q,
                     BLOCK_T, BLOCK_K, HAS_DMASK, HAS_SCALE, PRECISION,
                 )  # fmt: skip
-                if HAS_SCALE:
-                    share *= tl.load(doc_scale_ptr + doc_row, mask=inside_d, other=0.0)[None, :]
                 kept = inside_d
                 if HAS_DMASK:
                     kept = inside_d & (tl.load(doc_mask_ptr + doc_row, mask=inside_d, other=0) != 0)
                 x = load_rows(doc_ptr, doc_row, kept, k, D)
+                if HAS_SCALE:  # of kept tokens only: what a masked one holds may be NaN
+                    power, rest = split_scale(tl.load(doc_scale_ptr + doc_row, mask=kept, other=0.0))
+                    share *= rest[None, :]
+                    x = times_power(x, power)
                 acc = tl.dot(share.to(x.dtype), x, acc, input_precision=PRECISION)
         tl.store(
             dquery_ptr + row.to(tl.int64)[:, None] * D + k[None, :],
@@ -190,9 +206,11 @@ def smooth_ddocuments_kernel(
                     start + t0, end - start - t0, doc_row, inside_d, top, grad, inverse_temperature, D, BLOCK_Q,
                     BLOCK_T, BLOCK_K, HAS_DMASK, HAS_SCALE, PRECISION,
                 )  # fmt: skip
-                if HAS_SCALE:
-                    share *= tl.load(query_scale_ptr + row, mask=kept_q, other=0.0)[:, None]
                 x = load_rows(query_ptr, row, kept_q, k, D)
+                if HAS_SCALE:
+                    power, rest = split_scale(tl.load(query_scale_ptr + row, mask=kept_q, other=0.0))
+                    share *= rest[:, None]
+                    x = times_power(x, power)
                 acc = tl.dot(tl.trans(share).to(x.dtype), x, acc, input_precision=PRECISION)
         tl.store(
             ddoc_ptr + doc_row.to(tl.int64)[:, None] * D + k[None, :],

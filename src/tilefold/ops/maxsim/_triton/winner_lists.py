@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tilefold.ops.maxsim._triton.backward import grad_unit
-from tilefold.ops.maxsim._triton.device import bounds, load_rows
+from tilefold.ops.maxsim._triton.device import bounds, load_rows, split_scale, times_power
 
 
 @triton.jit
@@ -32,9 +32,11 @@ def _add_listed(
         else:
             owner = tl.load(row_query_ptr + row, mask=listed, other=0).to(tl.int32)
         grad = tl.load(dscore_ptr + owner.to(tl.int64) * stride_q, mask=listed, other=0.0).to(tl.float32) / unit
-        if HAS_SCALE:
-            grad *= tl.load(query_scale_ptr + row, mask=listed, other=0.0)
         x = load_rows(query_ptr, row, listed, k, D)  # [BLOCK_E, BLOCK_D]
+        if HAS_SCALE:
+            power, rest = split_scale(tl.load(query_scale_ptr + row, mask=listed, other=0.0))
+            grad *= rest
+            x = times_power(x, power)
         onehot = tl.where(place[None, :] == t[:, None], grad[None, :], 0.0).to(x.dtype)
         acc = tl.dot(onehot, x, acc, input_precision=PRECISION)
     return acc
