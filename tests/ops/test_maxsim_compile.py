@@ -80,6 +80,8 @@ def test_forward_builds_without_spills(capability: int, dtype: torch.dtype, vari
     winners_in = None if variant == "inference" else 300 if variant == "masked" else 1024
     config = configs.forward_config_for(divmod(capability, 10), dtype, 128, rows, False, winners_in)
     types = types_of(dtype, "*fp32" if variant == "smooth" else "*u16")
+    if variant == "everything":  # offsets in 64 bits, which are checked in 64
+        types |= {"cu_q_ptr": "*i64", "cu_d_ptr": "*i64"}
     if config.use_tma:
         types["doc_src"] = f"tensordesc<{NAMES[dtype]}[{config.block_t},{config.block_k}]>"
     constants = forward_constants(config, 128, **changes)
@@ -157,6 +159,8 @@ def test_backward_builds_without_spills(capability: int, dtype: torch.dtype, pai
     config = configs.backward_config_for(divmod(capability, 10), dtype, tf32=False)
     types = types_of(dtype)
     uniform = pairing != 2
+    if not uniform:
+        types |= {"cu_q_ptr": "*i64", "cu_d_ptr": "*i64"}
     common = {"D": 128, "PAIRING": pairing, "UNIFORM_Q": uniform, "UNIFORM_D": uniform, "NO_WINNER": 65535,
               "HAS_SCALE": not uniform}  # fmt: skip
     own = common | {"BLOCK_R": config.block_r, "BLOCK_D": config.block_d}

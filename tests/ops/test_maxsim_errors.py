@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ops.conftest import Target
 from tilefold.ops import maxsim
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.maxsim import chosen_impl
+from tilefold.ops.maxsim import _library, chosen_impl
 
 QUERIES, DOCUMENTS, PACKED = torch.zeros(2, 3, 4), torch.zeros(2, 5, 4), torch.zeros(6, 4)
 OFFSETS = torch.tensor([0, 2, 6], dtype=torch.int32)
@@ -131,6 +133,45 @@ def test_the_kernels_refuse_fp64_and_auto_does_not_take_them() -> None:
     assert chosen_impl(queries) == "tiled"
     with pytest.raises(TypeError, match="queries must have dtype float16, bfloat16, float32 for impl='triton'"):
         maxsim(queries, queries, impl="triton")
+
+
+LONG = 2**32  # what is added to an offset or index so that its lower 32 bits stay as they are
+
+
+@pytest.mark.parametrize("temperature", [None, 0.5])
+@pytest.mark.parametrize("side", ["q", "d"])
+@pytest.mark.parametrize("bad", [[0, 3, LONG + 6], [0, 3 - LONG, 6], [LONG, 3, 6]], ids=str)
+def test_offsets_beyond_32_bits_score_nan_and_no_plausible_number(
+    bad: list[int], side: str, temperature: float | None, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if target.impl != "triton":
+        pytest.skip("the host looks")
+    # on the CPU too it must not look, as it does not on a GPU
+    monkeypatch.setattr(_library, "check_values", lambda *arguments: None)
+    good = torch.tensor([0, 3, 6], device=target.device)
+    offsets = {f"cu_seqlens_{name}": good if name != side else good.new_tensor(bad) for name in "qd"}
+    leaves = [torch.ones(6, 16, device=target.device, requires_grad=True) for _ in range(2)]
+    for pairing in ("all", "aligned"):
+        scores = maxsim(*leaves, **offsets, pairing=pairing, temperature=temperature, impl="triton")
+        fits = [0 <= a <= b <= 6 for a, b in itertools.pairwise(bad)]
+        ok = torch.tensor(fits, device=scores.device)
+        ok = ok.expand(2, 2) if side == "d" or pairing == "aligned" else ok[:, None].expand(2, 2)
+        assert torch.equal(scores.isnan(), ~(ok if pairing == "all" else ok.diagonal()))
+        scores.nan_to_num().sum().backward()  # reads nothing elsewhere
+
+
+def test_pair_indices_beyond_32_bits_score_nan_and_no_plausible_number(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if target.impl != "triton":
+        pytest.skip("the host looks")
+    monkeypatch.setattr(_library, "check_values", lambda *arguments: None)
+    pairs = torch.tensor([[0, 1], [LONG, 1], [0, LONG + 1], [-LONG, 0], [1, 0]], device=target.device)
+    leaves = [torch.ones(2, 3, 16, device=target.device, requires_grad=True) for _ in range(2)]
+    scores = maxsim(*leaves, pairing=pairs, impl="triton")
+    assert scores.isnan().tolist() == [False, True, True, True, False]
+    scores.nan_to_num().sum().backward()
+    assert all(torch.equal(leaf.grad, torch.ones_like(leaf)) for leaf in leaves[:1])
 
 
 @pytest.mark.gpu

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from tilefold.ops._shared._triton.offsets import narrowed
+
 ALL = tl.constexpr(0)
 GROUPED = tl.constexpr(1)
 INDEX = tl.constexpr(2)
@@ -21,8 +23,8 @@ def bounds(cu_ptr, i, count, rows, length, UNIFORM: tl.constexpr):
         return start, start + length, start >= 0
     else:
         inside = (i >= 0) & (i < count)
-        start = tl.load(cu_ptr + i, mask=inside, other=0).to(tl.int32)
-        end = tl.load(cu_ptr + i + 1, mask=inside, other=0).to(tl.int32)
+        start = narrowed(tl.load(cu_ptr + i, mask=inside, other=0))
+        end = narrowed(tl.load(cu_ptr + i + 1, mask=inside, other=0))
         ok = (
             (start >= 0) & (end >= start) & (end <= rows) & ((i > 0) | (start == 0)) & ((i < count - 1) | (end == rows))
         )
@@ -161,6 +163,6 @@ def item_of(e, first_item, order_ptr, index_ptr, PAIRING: tl.constexpr):
     """Pair, query (for an index) and document of entry ``e`` of a list of pairs."""
     if PAIRING == INDEX:
         pair = tl.load(order_ptr + e).to(tl.int32)
-        return pair, tl.load(index_ptr + 2 * pair).to(tl.int32), tl.load(index_ptr + 2 * pair + 1).to(tl.int32)
+        return pair, narrowed(tl.load(index_ptr + 2 * pair)), narrowed(tl.load(index_ptr + 2 * pair + 1))
     else:
         return e, e - first_item, e
