@@ -225,3 +225,14 @@ def test_a_smooth_maximum_of_any_temperature_is_exact_forward_and_backward(
 
     for found, exact in zip(run(torch.float32, impl), run(torch.float64, "reference"), strict=True):
         assert (found.double() - exact).norm() <= 1e-4 * exact.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.whole_gpu
+def test_long_queries_take_more_documents_than_65535_blocks_of_256() -> None:
+    count = 65535 * 256 + 300
+    documents = torch.zeros(count, 1, 16, dtype=torch.bfloat16, device="cuda")
+    documents[-1] = 1
+    queries = torch.ones(1, 200, 16, dtype=torch.bfloat16, device="cuda")
+    scores = maxsim(queries, documents, impl="triton")
+    assert scores[0, -1].item() == 200 * 16 and not scores[0, :-1].any()
