@@ -7,6 +7,7 @@ concerned, and no others: a place past a sequence's end repeats its last kept to
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ def inverse_norms(rows: Tensor) -> Tensor:
     """``[T, 1]`` inverse norms in fp32 (fp64); 0 for a zero row, and where the inverse is no number of that dtype."""
     wide = rows.to(wide_dtype(rows.dtype))
     # divided by the largest entry first: the squares neither overflow nor vanish
-    largest = wide.abs().amax(dim=1, keepdim=True)
+    largest = torch.linalg.vector_norm(wide, math.inf, dim=1, keepdim=True)
     square = (wide / largest).square_().sum(dim=1, keepdim=True)
     scale = largest.reciprocal() * square.rsqrt()
     return torch.where((largest == 0) | scale.isinf(), 0, scale)
