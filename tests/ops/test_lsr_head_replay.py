@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,6 +92,49 @@ def test_counts_are_added_up_as_by_torch(count: int, target: Target) -> None:
     places = torch.full((count,), -1, dtype=torch.int64, device=target.device)
     launch(_scan_kernel, (1, 1, 1), (counts, places, count), {"BLOCK": SCAN_BLOCK, "num_warps": 8})
     assert torch.equal(places, counts.cumsum(0))
+
+
+@not_interpreted
+def test_a_launcher_that_is_not_known_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from tilefold.ops.lsr_head._triton import steps
+
+    class Strange:
+        tried = 0
+
+        def compiled(self, arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+            self.tried += 1
+            return SimpleNamespace(run=object()), ()  # no CudaLauncher
+
+    run, found = Strange(), {}
+    plan = steps.Plan((steps.Step(run, (1, 1, 1), (7,)),), ())
+    monkeypatch.setattr(steps, "can_remember", lambda *arguments: True)
+    for _ in range(5):
+        if steps.second_time(found, "forward"):
+            assert steps.remembered(plan, {}, (), torch.device("cuda", 0), found, "forward") is None
+    assert run.tried == 1
+
+
+@not_interpreted
+def test_what_is_known_of_a_kernel_does_not_grow_with_the_lengths_it_is_called_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    from tilefold.ops._shared._triton.launch import Launcher
+    from tilefold.ops.lsr_head._triton.max_backward import _count_kernel, _scan_kernel
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    specialized = Launcher(_count_kernel, {})._kind
+
+    def kinds(values: Iterable[int]) -> set[Any]:
+        place = list(_count_kernel.arg_names).index("V")
+        return {specialized((None,) * place + (value,)) for value in values}
+
+    # Triton builds another kernel for 1, for multiples of 16 and for 64 bits, and for no other value
+    assert len(kinds(range(2, 2000))) == 2
+    assert not kinds([1]) & kinds([3, 16]) and not kinds([3]) & kinds([16]) and not kinds([3]) & kinds([2**31 + 3])
+    assert kinds([0, 16]) == kinds([1600]) and kinds([2**31]) == kinds([2**33])
+    assert len({Launcher(_scan_kernel, {})._kind((None, None, value)) for value in range(2000)}) == 1
 
 
 CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {

@@ -64,8 +64,9 @@ class Launcher:
             elif isinstance(argument, (bool, float)):
                 kind.append(type(argument))
             elif isinstance(argument, int):
-                # without its value an integer is 32 or 64 bits wide
-                kind.append(argument if self._specialized[position] else argument.bit_length() > 31)
+                # 32 or 64 bits wide, and what Triton builds in: that it is 1, or a multiple of 16, and no other value
+                wide = argument.bit_length() > 31
+                kind.append((wide, argument == 1, argument % 16 == 0) if self._specialized[position] else wide)
             else:
                 kind += (type(argument), argument.base.dtype, tuple(argument.block_shape), argument.padding)
         return tuple(kind)

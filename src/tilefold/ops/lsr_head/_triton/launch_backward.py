@@ -27,6 +27,7 @@ from tilefold.ops.lsr_head._triton.steps import (
     Replay,
     Step,
     address_of,
+    never,
     not_here,
     remembered,
     run_plan,
@@ -113,11 +114,11 @@ def max_backward(
     tensors: dict[str, Tensor | None] = {"dscores": dscores, "scores": scores, "winners": winners}
     tensors["cu_seqlens"] = None if cu_seqlens is None else cu_seqlens.contiguous()
     name = ("gradients", dscores.stride(), needs)
-    remember = plans is not None and name not in plans and second_time(plans, name)
+    keep = (plans, name) if plans is not None and name not in plans and second_time(plans, name) else None
     parts: list[Replay | None] = []
     if dhidden is not None:
         tensors |= {"weight": weight.to(compute_dtype).contiguous(), "dhidden": dhidden}
-        parts.append(_hidden_gradient(problem, tensors, remember))
+        parts.append(_hidden_gradient(problem, tensors, keep))
     # The lists of the hidden gradient are gone by now: the peak is that of the results.
     dweight = main_grad
     if need_weight and dweight is None:
@@ -127,19 +128,23 @@ def max_backward(
         tensors |= {"rows": rows.to(compute_dtype).contiguous(), "dweight": dweight, "dbias": dbias}
         plan = _weight_plan(problem, need_weight, need_bias, main_grad is not None)
         used = run_plan(plan, tensors, device)
-        parts.append(remembered(plan, used, WEIGHT_ORDER, device) if remember else None)
-    if plans is not None and remember and None not in parts:
+        parts.append(None if keep is None else remembered(plan, used, WEIGHT_ORDER, device, *keep))
+    if plans is not None and keep is not None and None not in parts:
         plans[name] = Gradients(parts, needs, hidden, weight, main_grad is not None, compute_dtype, bias_dtype)
     return dhidden, dweight if main_grad is None else None, dbias
 
 
-def _hidden_gradient(problem: Problem, tensors: Mapping[str, Tensor | None], remember: bool) -> Replay | None:
-    """Fill ``"dhidden"``; returns how that is repeated, if it was asked for and can be."""
+def _hidden_gradient(
+    problem: Problem, tensors: Mapping[str, Tensor | None], keep: tuple[Plans, object] | None
+) -> Replay | None:
+    """Fill ``"dhidden"``; returns how that is repeated, if it can be and there is where to ``keep`` it, by its name."""
     count, scan, fill, pieces = _hidden_steps(problem)
     if scan is not None:
         plan = Plan((count, scan, *fill), pieces)
         used = run_plan(plan, tensors, problem.device)
-        return remembered(plan, used, HIDDEN_ORDER, problem.device) if remember else None
+        return None if keep is None else remembered(plan, used, HIDDEN_ORDER, problem.device, *keep)
+    if keep is not None:
+        never(*keep)  # the library's sum is no launch of ours
     used = run_plan(Plan((count,), pieces), tensors, problem.device)
     counts = used["counts"]
     used["places"] = None if counts is None else counts.cumsum(0)

@@ -81,7 +81,7 @@ def max_forward(
     tensors = run_plan(plan, tensors, hidden.device)
     name = ("forward", with_winners)
     if plans is not None and name not in plans and second_time(plans, name):
-        replay = remembered(plan, tensors, ORDER, hidden.device)
+        replay = remembered(plan, tensors, ORDER, hidden.device, plans, name)
         if replay is not None:
             given = weight.dtype if weight_scale is not None else compute_dtype
             plans[name] = Forward(replay, scores, winners if with_winners else None, (compute_dtype, given))

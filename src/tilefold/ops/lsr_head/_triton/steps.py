@@ -80,11 +80,14 @@ def resolved(step: Step, tensors: Mapping[str, Tensor | None]) -> tuple[Any, ...
 
 
 def second_time(plans: Plans, name: object) -> bool:
-    """Whether this was asked before: what batches of ever other sizes call once is not worth remembering."""
-    if ("once", name) in plans:
-        return True
-    plans["once", name] = True
-    return False
+    """Whether this was asked before: what batches of ever other sizes call once is not worth remembering.
+
+    Nor is what :func:`remembered` found that nobody can repeat.
+    """
+    asked: bool | None = plans.get(("once", name))
+    if asked is None:
+        plans["once", name] = True
+    return asked is True
 
 
 def address_of(tensor: Tensor) -> int:
@@ -194,18 +197,30 @@ class _Described:
         return made
 
 
+def never(plans: Plans, name: object) -> None:
+    """No further call is a :func:`second_time`: looking for a replay again would cost every call more than it saves."""
+    plans["once", name] = False
+
+
 def remembered(
-    plan: Plan, tensors: Mapping[str, Tensor | None], order: Sequence[str], device: torch.device
+    plan: Plan,
+    tensors: Mapping[str, Tensor | None],
+    order: Sequence[str],
+    device: torch.device,
+    plans: Plans,
+    name: object,
 ) -> Replay | None:
     """A replay of launches that just ran with these ``tensors``, or ``None`` where they cannot be repeated by address.
 
-    Kernels are compiled for the alignment of their tensors; under capture nothing ran.
+    Kernels are compiled for the alignment of their tensors; under capture nothing ran. With a launcher that is not
+    known, ``name`` is not asked for again.
     """
     if not can_remember(device, *tensors.values()):
         return None
     try:
         return Replay(plan, tensors, order, device.index)
     except NotImplementedError:
+        never(plans, name)
         return None
 
 

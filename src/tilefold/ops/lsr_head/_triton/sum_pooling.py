@@ -210,7 +210,7 @@ def sum_forward(
     plan = Plan(tuple(steps), () if ok is None else (Piece("ok", (1,), torch.int32),))
     used = run_plan(plan, tensors, hidden.device)
     if plans is not None and ("forward", True) not in plans and second_time(plans, "forward"):
-        replay = remembered(plan, used, ORDER, hidden.device)
+        replay = remembered(plan, used, ORDER, hidden.device, plans, "forward")
         if replay is not None:
             again = Forward(replay, scores, None, (compute_dtype, compute_dtype))
             plans["forward", True] = plans["forward", False] = again
