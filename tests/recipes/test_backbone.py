@@ -63,6 +63,15 @@ def test_the_bias_leaves_a_small_share_of_the_vocabulary_active(encoder) -> None
     assert 1e-4 < active.min() < active.max() < 0.05
 
 
+def test_a_bias_by_term_leaves_every_term_active_in_few_texts() -> None:
+    deviations = 1.0
+    model = backbone.minilm_splade(TEXTS, deviations=deviations, max_length=64, device="cpu")
+    active = (model.encode_document(TEXTS, convert_to_sparse_tensor=False) > 0).float().mean(dim=0)
+    # Cantelli's inequality holds for any sample: no more than 1 / (1 + k^2) of it lies k deviations above its mean.
+    assert 0 < active.max() <= 1 / (1 + deviations**2)
+    assert len(model[0].model.cls.predictions.bias.unique()) > 10_000
+
+
 def test_equal_seeds_give_equal_models_and_leave_the_global_random_state_alone() -> None:
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
@@ -77,6 +86,7 @@ def test_equal_seeds_give_equal_models_and_leave_the_global_random_state_alone()
     [
         ({"sample_texts": []}, "at least one text"),
         ({"sample_texts": TEXTS, "percentile": 100}, "percentile must lie"),
+        ({"sample_texts": TEXTS, "deviations": float("nan")}, "deviations must be"),
         ({"sample_texts": TEXTS, "max_length": 2}, "max_length must be"),
         ({"sample_texts": TEXTS, "max_length": 1024}, "max_length must be"),
     ],

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
 
 from tilefold.recipes import SpladeRecipe, train
+from tilefold.recipes._cheaper import length_grouped_batches
 from tilefold.recipes.splade import total_steps
 from tilefold.retrieval.collection import Collection
 
@@ -81,6 +83,42 @@ def test_a_killed_run_goes_on_and_ends_with_the_weights_of_an_uninterrupted_one(
     assert_equal(tmp_path / "killed", tmp_path / "whole")
 
 
+def test_frozen_layers_and_embeddings_keep_their_weights_and_the_rest_learns(
+    recipe, collection, tmp_path: Path
+) -> None:
+    train(replace(recipe, frozen_layers=1), collection, tmp_path / "m")
+    before, after = weights(Path(recipe.base_model)), weights(tmp_path / "m")
+    kept = {name for name in before if torch.equal(before[name], after[name])}
+    frozen = {name for name in before if "embeddings" in name or ".layer.0." in name}
+    assert frozen <= kept
+    assert {name for name in before if ".layer.1." in name and name.endswith("dense.weight")} & kept == set()
+    with pytest.raises(ValueError, match="frozen_layers must not exceed the model's 2 layers, got 3"):
+        train(replace(recipe, frozen_layers=3), collection, tmp_path / "other")
+
+
+def test_batches_grouped_by_length_hold_every_pair_once_and_no_text_twice() -> None:
+    texts = [f"{'word ' * (7 * i % 23)}{i}" for i in range(50)]
+    texts[41] = texts[3]
+    dataset = Dataset.from_dict({"query": [f"q{i}" for i in range(50)], "document": texts})
+    sampler = length_grouped_batches(dataset, 4, drop_last=False, generator=torch.Generator(), seed=5)
+    batches = list(sampler)
+    assert sorted(row for batch in batches for row in batch) == list(range(50))
+    assert batches == list(sampler), "an epoch has one order, so that a killed run can go on"
+    assert not any({3, 41} <= set(batch) for batch in batches)
+    sampler.set_epoch(1)
+    assert batches != list(sampler)
+    padded = sum(len(batch) * max(len(texts[row]) for row in batch) for batch in batches)
+    random = sum(4 * max(map(len, texts[start : start + 4])) for start in range(0, 50, 4))
+    assert padded < 0.8 * random
+
+
+def test_training_with_grouped_batches_gives_the_same_weights_again(recipe, collection, tmp_path: Path) -> None:
+    grouped = replace(recipe, group_by_length=True)
+    for name in ("a", "b"):
+        train(grouped, collection, tmp_path / name)
+    assert_equal(tmp_path / "a", tmp_path / "b")
+
+
 def test_a_finished_run_is_reused_and_other_settings_are_refused(recipe, collection, tmp_path: Path) -> None:
     recipe = replace(recipe, max_steps=1)
     train(recipe, collection, tmp_path / "m")
@@ -144,6 +182,10 @@ def test_a_collection_without_training_pairs_is_a_clear_error(recipe, collection
         ("start_percentile", 100),
         ("train_max_length", 512),
         ("bf16", "yes"),
+        ("start_deviations", -1),
+        ("frozen_layers", -1),
+        ("frozen_layers", 1.5),
+        ("group_by_length", 1),
     ],
 )
 def test_a_recipe_names_the_field_that_is_wrong(field: str, value: object) -> None:

@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilefold.cli import _common
+from tilefold.cli import _common, _demo_plan
+from tilefold.cli._demo_data import collection_digest, contents
+from tilefold.cli._demo_plan import Plan, Size
 
 if TYPE_CHECKING:
     from tilefold.bench.head_comparison import HeadMeasurement
@@ -24,85 +26,92 @@ if TYPE_CHECKING:
 
 Tick = Callable[[int, int, str], None]
 
-HELD_OUT = 200
 DEPTH = 100
 # Heaviest terms kept of a text: a third of the postings for less than a point of nDCG@10 on held-out queries.
 DOCUMENT_TERMS, QUERY_TERMS = 128, 32
-HEAD_SHAPES = ((4, 128, 384, 30522), (8, 128, 384, 30522), (16, 128, 384, 30522))
+HEAD_WIDTH = (384, 30522)  # of MiniLM
 RERANKED = 50  # candidates of a query for late interaction
-TOKEN_SHARD = 1024
+TOKEN_SHARD = 512
 NDCG, RECALL = "nDCG@10", "R@100"
+BASE_MODEL = "minilm"
+PLAN = "plan.json"
 
 
 @dataclass(frozen=True)
-class DemoPlan:
-    """What a demo trains, measures, and where it keeps things."""
+class Workspace:
+    """Where a demo keeps things: `root` holds what several may share, `folder` what belongs to one alone."""
 
-    recipe: SpladeRecipe
-    head_shapes: tuple[tuple[int, int, int, int], ...]
     root: Path
     folder: Path
 
+    @classmethod
+    def open(cls, root: Path, minutes: float | str, seed: int, data_digest: str) -> Workspace:
+        """Of a demo of so many minutes over this data."""
+        key = hashlib.sha256(json.dumps([minutes, seed, DOCUMENT_TERMS, data_digest]).encode()).hexdigest()
+        name = minutes if isinstance(minutes, str) else f"minutes-{minutes:g}"
+        return cls(root, root / f"{name}-{key[:8]}")
 
-def make_plan(root: Path, quick: bool, data_digest: str) -> DemoPlan:
-    """The plan of a full or a quick demo; its folder is named after its settings."""
+
+def read_plan(where: Workspace) -> Plan | None:
+    """The plan that an earlier run of the same demo made: what it kept fits no other."""
+    from tilefold.recipes._run import read_json
+
+    kept = read_json(where.folder / PLAN)
+    try:
+        return None if kept is None else Plan.from_dict(kept)
+    except (KeyError, TypeError):
+        return None
+
+
+def write_plan(where: Workspace, plan: Plan) -> None:
+    """Keep the plan for a run that goes on."""
+    from tilefold.recipes._run import write_json
+
+    where.folder.mkdir(parents=True, exist_ok=True)
+    write_json(where.folder / PLAN, plan.to_dict())
+
+
+def make_recipe(size: Size, steps: int, seed: int) -> SpladeRecipe:
+    """What is trained at a size."""
     from tilefold.recipes.splade import SpladeRecipe
 
-    steps = 27 if quick else 110
-    recipe = SpladeRecipe(max_steps=steps, batch_size=64, train_max_length=64, max_length=128)
-    key = hashlib.sha256(
-        json.dumps([recipe.to_dict(), HELD_OUT, DOCUMENT_TERMS, data_digest], sort_keys=True).encode()
-    ).hexdigest()
-    folder = root / f"{'quick' if quick else 'full'}-{key[:8]}"
-    return DemoPlan(recipe, HEAD_SHAPES[:2] if quick else HEAD_SHAPES, root, folder)
+    return SpladeRecipe(
+        base_model=BASE_MODEL,
+        max_steps=steps,
+        batch_size=size.batch_size,
+        learning_rate=size.learning_rate,
+        max_length=size.max_length,
+        train_max_length=size.train_length,
+        start_deviations=size.start_deviations,
+        frozen_layers=size.frozen_layers,
+        group_by_length=size.frozen_layers > 0,
+        seed=seed,
+    )
 
 
-def hold_out(collection: Collection) -> Collection:
-    """The collection with some training queries, evenly spaced, moved to a split ``"dev"``."""
-    from tilefold.retrieval.collection import Collection
-
-    train = collection.qrels["train"]
-    names = sorted(train)
-    step = max(1, len(names) // HELD_OUT)
-    dev = set(names[::step][:HELD_OUT])
-    qrels = dict(collection.qrels)
-    qrels["train"] = {name: grades for name, grades in train.items() if name not in dev}
-    qrels["dev"] = {name: train[name] for name in names if name in dev}
-    return Collection(collection.name, collection.documents, collection.queries, qrels)
-
-
-def collection_digest(collection: Collection) -> str:
-    """SHA-256 over ids and texts."""
-    sha = hashlib.sha256()
-    for name, document in collection.documents.items():
-        sha.update(json.dumps([name, document.contents]).encode())
-    sha.update(json.dumps([collection.queries, collection.qrels], sort_keys=True).encode())
-    return sha.hexdigest()
-
-
-def train_model(plan: DemoPlan, collection: Collection, tick: Tick) -> TrainResult:
+def train_model(where: Workspace, recipe: SpladeRecipe, collection: Collection, tick: Tick) -> TrainResult:
     """The trained model in ``<folder>/model``."""
     from tilefold.recipes.splade import train
 
     return train(
-        plan.recipe,
+        recipe,
         collection,
-        plan.folder / "model",
+        where.folder / "model",
         progress=lambda step, steps, loss: tick(step, steps, "" if loss is None else f"loss {loss:.2f}"),
     )
 
 
-def contents(collection: Collection) -> dict[str, str]:
-    """Document id -> text."""
-    return {name: document.contents for name, document in collection.documents.items()}
-
-
-def encode_documents(plan: DemoPlan, encoder: Any, collection: Collection, tick: Tick) -> SparseVectors:
-    """The documents' vectors, kept in ``<folder>/vectors``."""
+def encode_documents(where: Workspace, encoder: Any, collection: Collection, tick: Tick) -> tuple[SparseVectors, bool]:
+    """The documents' vectors, kept in ``<folder>/vectors``, and whether they were there already."""
     from tilefold.retrieval.encoding import encode_collection
-    from tilefold.retrieval.vectors import read_vectors
+    from tilefold.retrieval.errors import DataError
+    from tilefold.retrieval.vectors import read_manifest, read_vectors
 
-    path = plan.folder / "vectors"
+    path = where.folder / "vectors"
+    try:
+        reused = read_manifest(path).complete
+    except (FileNotFoundError, DataError):
+        reused = False
     with _common.fast_inference():
         encode_collection(
             encoder,
@@ -112,17 +121,17 @@ def encode_documents(plan: DemoPlan, encoder: Any, collection: Collection, tick:
             top_k=DOCUMENT_TERMS,
             progress=lambda done, total: tick(done, total, ""),
         )
-    return read_vectors(path)
+    return read_vectors(path), reused
 
 
-def build_indexes(plan: DemoPlan, vectors: SparseVectors) -> dict[str, SparseIndex]:
+def build_indexes(where: Workspace, vectors: SparseVectors) -> dict[str, SparseIndex]:
     """An exact index in ``<folder>/index``, and a Seismic one beside it if its package is installed."""
     from tilefold.retrieval.errors import DataError, MissingPackageError
     from tilefold.retrieval.index import build_index, load_index
 
     built: dict[str, SparseIndex] = {}
     for backend, name in (("exact", "index"), ("seismic", "index-seismic")):
-        path = plan.folder / name
+        path = where.folder / name
         try:
             try:
                 built[backend] = load_index(path)
@@ -134,28 +143,42 @@ def build_indexes(plan: DemoPlan, vectors: SparseVectors) -> dict[str, SparseInd
     return built
 
 
-def zero_shot_baselines(
-    plan: DemoPlan, collection: Collection, queries: dict[str, str], digest: str
-) -> tuple[Run, TokenStore, TokenVectors]:
-    """all-MiniLM-L6-v2 as published: its dense run, and the token vectors of documents and queries.
+@dataclass(frozen=True)
+class ZeroShot:
+    """all-MiniLM-L6-v2 as published: its dense run, token vectors of documents and queries, and whether they were kept.
 
-    The dense vector of a text is the mean of its token states, so that one pass over the documents gives both. They
-    never change, and are kept beside the collection with the model of the token vectors, as --rerank needs it.
+    The dense vector of a text is the mean of its token states, so that one pass over a text gives both.
     """
-    from tilefold.recipes.backbone import load_dense_minilm
-    from tilefold.retrieval import encode_texts, open_tokens
-    from tilefold.retrieval.errors import DataError
-    from tilefold.retrieval.evaluation import read_trec_run
 
-    path, folder = plan.root / f"dense-{digest[:8]}.trec", plan.root / f"minilm-{digest[:8]}"
+    run: Run
+    documents: TokenStore
+    queries: TokenVectors
+    reused: bool
+
+
+def zero_shot(
+    where: Workspace, collection: Collection, queries: dict[str, str], max_length: int, tick: Tick
+) -> ZeroShot:
+    """Made once for these texts and this length, and kept with the model of the token vectors, as --rerank needs it."""
+    from tilefold.recipes.backbone import load_dense_minilm
+    from tilefold.retrieval import open_tokens
+    from tilefold.retrieval.dense import rank_by_similarity
+    from tilefold.retrieval.errors import DataError
+    from tilefold.retrieval.evaluation import read_trec_run, write_trec_run
+
+    key = hashlib.sha256(f"{collection_digest(collection)} {sorted(queries)} {max_length}".encode()).hexdigest()[:8]
+    path, folder = where.root / f"dense-{key}.trec", where.root / f"minilm-{key}"
     model = load_dense_minilm()
-    late = _late_interaction(model)
-    try:
-        run, store = read_trec_run(path), open_tokens(folder / "tokens")
-    except (FileNotFoundError, DataError):
-        run, store = _one_pass(model, late, collection, queries, path, folder)
+    model.max_seq_length = max_length
     with _common.fast_inference():
-        return run, store, encode_texts(late, queries)
+        vectors, query_tokens = _encode_once(model, queries, "query", "fp16")
+        try:
+            return ZeroShot(read_trec_run(path), open_tokens(folder / "tokens"), query_tokens, True)
+        except (FileNotFoundError, DataError):
+            dense, store = _encode_documents_once(model, collection, folder, tick)
+    run = rank_by_similarity(model, dense, vectors, list(collection.documents), list(queries), DEPTH)
+    write_trec_run(run, path)
+    return ZeroShot(run, store, query_tokens, False)
 
 
 def _late_interaction(model: Any) -> Any:
@@ -168,41 +191,45 @@ def _late_interaction(model: Any) -> Any:
     return MultiVectorEncoder(modules=modules, device=str(model.device))
 
 
-def _one_pass(
-    model: Any, late: Any, collection: Collection, queries: dict[str, str], path: Path, folder: Path
-) -> tuple[Run, TokenStore]:
+def _encode_documents_once(model: Any, collection: Collection, folder: Path, tick: Tick) -> tuple[Any, TokenStore]:
+    """Dense vectors ``[N, D]`` in memory, token vectors in ``<folder>/tokens``."""
     import torch
 
     from tilefold.recipes._quiet import quiet_libraries
-    from tilefold.retrieval._token_vectors import TokenVectors
-    from tilefold.retrieval.dense import rank_by_similarity
-    from tilefold.retrieval.evaluation import write_trec_run
     from tilefold.retrieval.token_encoding import token_model_fingerprint
     from tilefold.retrieval.tokens import TokenManifest, TokenVectorWriter, open_tokens
 
+    late = _late_interaction(model)
     with quiet_libraries():
         late.save_pretrained(str(folder / "model"), create_model_card=False)
-    dimension = int(model.get_embedding_dimension())
     source = str((folder / "model").resolve())
+    dimension = int(model.get_embedding_dimension())
     manifest = TokenManifest(dimension, "int8", None, token_model_fingerprint(late), source)
-    writer = TokenVectorWriter(folder / "tokens", manifest)
+    writer = TokenVectorWriter(folder / "tokens", manifest, resume=False)
     texts = contents(collection)
     dense: list[Any] = []
-    with _common.fast_inference():
-        for number, start in enumerate(range(0, len(texts), TOKEN_SHARD)):
-            ids = list(texts)[start : start + TOKEN_SHARD]
-            states = model.encode_document(
-                [texts[name] for name in ids], batch_size=64, output_value="token_embeddings", show_progress_bar=False
-            )
-            dense += [_pooled(model, row) for row in states]
-            rows = [row.float() for row in states]
-            unit = [torch.nn.functional.normalize(row, dim=-1) for row in rows]
-            writer.write_shard(number, TokenVectors.pack(ids, unit, dimension, "int8"))
-        found = model.encode_query(list(queries.values()), convert_to_tensor=True, show_progress_bar=False)
+    tick(0, len(texts), "")
+    for number, start in enumerate(range(0, len(texts), TOKEN_SHARD)):
+        ids = list(texts)[start : start + TOKEN_SHARD]
+        vectors, tokens = _encode_once(model, {name: texts[name] for name in ids}, "document", "int8")
+        dense.append(vectors)
+        writer.write_shard(number, tokens)
+        tick(start + len(ids), len(texts), "")
     writer.finish()
-    run = rank_by_similarity(model, torch.stack(dense), found, list(texts), list(queries), DEPTH)
-    write_trec_run(run, path)
-    return run, open_tokens(folder / "tokens")
+    return torch.cat(dense), open_tokens(folder / "tokens")
+
+
+def _encode_once(model: Any, texts: dict[str, str], kind: str, storage: str) -> tuple[Any, TokenVectors]:
+    """Dense vectors ``[N, D]`` and normalised token vectors of id -> text, from one pass."""
+    import torch
+
+    from tilefold.retrieval._token_vectors import TokenVectors
+
+    encode = model.encode_query if kind == "query" else model.encode_document
+    states = encode(list(texts.values()), batch_size=64, output_value="token_embeddings", show_progress_bar=False)
+    unit = [torch.nn.functional.normalize(row.float(), dim=-1) for row in states]
+    tokens = TokenVectors.pack(list(texts), unit, int(model.get_embedding_dimension()), storage)
+    return torch.stack([_pooled(model, row) for row in states]), tokens
 
 
 def _pooled(model: Any, states: Any) -> Any:
@@ -256,18 +283,23 @@ def overlap(exact: Run, other: Run, k: int = 10) -> float:
     return sum(shares) / max(1, len(shares))
 
 
-def compare_heads(plan: DemoPlan) -> list[HeadMeasurement]:
-    """Plain head and fused head at a few batch sizes, measured once and kept in ``<folder>/heads.json``."""
+def head_shapes(count: int) -> tuple[tuple[int, int, int, int], ...]:
+    """``(batch, tokens, hidden, vocabulary)`` of the first `count` comparisons of the plain head with the fused one."""
+    return tuple((batch, _demo_plan.HEAD_TOKENS, *HEAD_WIDTH) for batch in _demo_plan.HEAD_BATCHES[:count])
+
+
+def compare_heads(where: Workspace, count: int) -> tuple[list[HeadMeasurement], bool]:
+    """Plain head and fused head at `count` batch sizes, kept in ``<folder>/heads.json``; whether they were there."""
     from tilefold.bench import head_comparison
     from tilefold.recipes._run import write_json
 
-    path = plan.folder / "heads.json"
+    path = where.folder / "heads.json"
     if path.is_file():
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
-            return [head_comparison.HeadMeasurement(**row) for row in kept["rows"]]
+            return [head_comparison.HeadMeasurement(**row) for row in kept["rows"]], True
         except (ValueError, TypeError, KeyError):
             path.unlink()
-    rows = head_comparison.compare_heads(plan.head_shapes)
+    rows = head_comparison.compare_heads(head_shapes(count))
     write_json(path, {"rows": [asdict(row) for row in rows]})
-    return rows
+    return rows, False

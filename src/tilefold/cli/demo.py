@@ -3,27 +3,34 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilefold.cli import _common, _demo_steps
+from tilefold.cli import _common, _demo_data, _demo_plan, _demo_report, _demo_steps
+from tilefold.cli._demo_progress import Stages
 
 if TYPE_CHECKING:
     from tilefold.bench.head_comparison import HeadMeasurement
+    from tilefold.cli._demo_plan import Plan
+    from tilefold.cli._demo_steps import Workspace, ZeroShot
     from tilefold.retrieval.collection import Collection
     from tilefold.retrieval.fusion import Run
 
-EXAMPLE = "how do I read a csv file"
-NAMES = ("BM25", "dense zero-shot (all-MiniLM-L6-v2)", "SPLADE (trained here)")
+MINUTES = 5.0
+QUICK_MINUTES = 3.0
 
 
 def demo(
-    quick: Annotated[bool, typer.Option("--quick", help="Train fewer steps: under four minutes on 2 cores.")] = False,
+    minutes: Annotated[
+        float | None, typer.Option(help="Time to plan for; by default 5. The demo measures this machine first.")
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Everything at full size: 6 to 30 minutes on 2 cores, by their kind.")
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="The same as --minutes 3.")] = False,
+    seed: Annotated[int, typer.Option(help="Equal seeds and plans give equal models.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder for everything that is made.")] = _common.DEMO_DIR,
     as_json: Annotated[bool, typer.Option("--json", help="The results as JSON on stdout.")] = False,
 ) -> None:
@@ -34,183 +41,200 @@ def demo(
     from tilefold.recipes._run import write_json
     from tilefold.retrieval.errors import MissingPackageError
 
-    started = time.monotonic()
+    asked = _asked(minutes, full, quick)
+    if not 0 <= seed < 2**32:
+        raise _common.UsageError(f"--seed: expected a whole number of at least 0 and below 2^32, got {seed}.")
+    stages = Stages()
     try:
         output.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
         raise _common.UsageError(f"--output: expected a folder, got the file {output}.") from error
     try:
-        results, rows, plot, folder = _run(quick, output)
+        results, rows, plot, folder = _run(asked, seed, output, stages)
     except MissingPackageError as error:
         raise _common.CommandError(f'{_common.first_line(error)} (everything: pip install "tilefold[demo]")') from error
-    results["seconds"] = time.monotonic() - started
+    results |= {"seconds": stages.elapsed, "stages": stages.record, "seed": seed}
     record = {"folder": folder.name, "query_terms": _demo_steps.QUERY_TERMS, "results": results}
     write_json(output / "demo.json", record)
     if as_json:
         _common.print_json(results)
         return
-    _report(results, rows, plot)
+    _demo_report.print_report(results, rows, plot)
 
 
-def _run(quick: bool, output: Path) -> tuple[dict[str, Any], list[HeadMeasurement], Path | None, Path]:
-    with _step("collection: the documentation of this Python") as done:
-        full = _common.load_data("pydocs", output / "data")
-        collection = _demo_steps.hold_out(full)
-        digest = _demo_steps.collection_digest(full)
+def _asked(minutes: float | None, full: bool, quick: bool) -> float | str:
+    if sum((minutes is not None, full, quick)) > 1:
+        raise _common.UsageError("--minutes, --full and --quick exclude one another: give one of them.")
+    if minutes is not None and not 0 < minutes < float("inf"):
+        raise _common.UsageError(f"--minutes: expected a number above 0, got {minutes:g}.")
+    if full:
+        return _demo_plan.FULL
+    return float(minutes or (QUICK_MINUTES if quick else MINUTES))
+
+
+def _run(
+    asked: float | str, seed: int, output: Path, stages: Stages
+) -> tuple[dict[str, Any], list[HeadMeasurement], Path | None, Path]:
+    with stages.step("collection: the documentation of this Python") as done:
+        everything = _common.load_data("pydocs", output / "data")
+        whole = asked == _demo_plan.FULL
+        collection = _demo_data.hold_out(everything) if whole else _demo_data.more_test_queries(everything)
         pairs = {split: len(grades) for split, grades in collection.qrels.items()}
         done(f"{len(collection.documents)} documents; queries: {', '.join(f'{n} {s}' for s, n in pairs.items())}")
-    plan = _demo_steps.make_plan(output, quick, digest)
-    with _step("training SPLADE with the fused head") as done, _common.progress_bar("  training") as tick:
-        trained = _demo_steps.train_model(plan, collection, tick)
-        precision = "bf16" if trained.bf16 else "fp32"
-        done(f"{trained.steps} steps, {precision}" + (", reused" if trained.reused else ""))
-    encoder = _common.load_encoder(str(plan.folder / "model"))
-    with _step("encoding the documents") as done, _common.progress_bar("  encoding") as tick:
-        vectors = _demo_steps.encode_documents(plan, encoder, collection, tick)
-        done(f"{len(vectors)} vectors")
-    with _step("indexing") as done:
-        indexes = _demo_steps.build_indexes(plan, vectors)
-        done(" and ".join(indexes))
-    results = _evaluate(plan, collection, encoder, vectors, indexes, digest)
-    with _step("comparing the plain head with the fused head"):
-        rows = _demo_steps.compare_heads(plan)
-        plot = _plot(rows, plan.folder / "heads.png")
+    where = _demo_steps.Workspace.open(output, asked, seed, _demo_data.collection_digest(everything))
+    plan, order = _plan(where, asked, seed, collection, stages)
+    part = _demo_data.take(collection, order[: plan.documents])
+    queries = part.split_queries("test") | part.split_queries("dev") | {_demo_data.EXAMPLE_ID: _demo_data.EXAMPLE}
+    bm25 = _bm25(part, queries, stages)
+    first, plan = _zero_shot(where, plan, part, queries, stages)
+    plan = _train(where, plan, seed, part, stages)
+    results, plan = _splade(where, plan, part, queries, (bm25, first), stages)
+    rows = _compare_heads(where, plan, stages)
+    plot = _demo_report.draw(rows, where.folder / "heads.png")
     results["heads"] = [vars(row) for row in rows]
-    results["model"] = str(plan.folder / "model")
-    return results, rows, plot, plan.folder
+    results["model"] = str(where.folder / "model")
+    results["plan"] = plan.to_dict() | {"operations": plan.operations}
+    return results, rows, plot, where.folder
 
 
-def _evaluate(
-    plan: _demo_steps.DemoPlan, collection: Collection, encoder: Any, vectors: Any, indexes: Any, digest: str
-) -> dict[str, Any]:
-    from tilefold.retrieval import BM25Index, active_terms, encode_queries, evaluate, hits_to_run, interpolate
+def _plan(
+    where: Workspace, asked: float | str, seed: int, collection: Collection, stages: Stages
+) -> tuple[Plan, list[str]]:
+    """The plan of an earlier run of this demo, or a new one; and the documents in the order that it takes them in."""
+    from tilefold.cli import _demo_speed
 
-    queries = collection.split_queries("test") | collection.split_queries("dev")
-    depth = _demo_steps.DEPTH
-    with _step("searching: BM25"):
-        bm25 = BM25Index.build(_demo_steps.contents(collection)).search(queries, depth)
-    with _step("searching: dense zero-shot, and token vectors from the same pass") as done:
-        dense, tokens, query_tokens = _demo_steps.zero_shot_baselines(plan, collection, queries, digest)
-        done(f"{tokens.manifest.n_tokens} token vectors in {tokens.manifest.storage}")
-    with _step("searching: SPLADE"):
+    order, judged = _demo_data.sampling_order(collection)
+    kept = _demo_steps.read_plan(where)
+    if kept is not None:
+        _common.note(f"going on with what an earlier run left in {where.folder} (delete that folder to start afresh)")
+        stages.announce(kept)
+        return kept, order
+    size = _demo_plan.FULL_SIZE if isinstance(asked, str) else _demo_plan.SIZES[0]
+    with stages.step("measuring this machine: encoding and training on a few batches") as done:
+        recipe = _demo_steps.make_recipe(size, size.fewest, seed)
+        speed, work, texts = _demo_speed.measure(recipe, collection, order, judged)
+        training = speed.training / work.training(size.frozen_layers)
+        done(f"tokens/s: {speed.encoding / work.encoding:,.0f} forward, {training:,.0f} forward + backward")
+    if isinstance(asked, str):
+        plan = _demo_plan.size_plan(asked, size, speed, work, texts)
+    else:
+        plan = _demo_plan.make_plan(asked, speed, work, texts, spent=stages.elapsed)
+    _demo_steps.write_plan(where, plan)
+    stages.announce(plan)
+    return plan, order
+
+
+def _bm25(part: Collection, queries: dict[str, str], stages: Stages) -> Run:
+    from tilefold.retrieval import BM25Index
+
+    with stages.step("searching: BM25"):
+        found: Run = BM25Index.build(_demo_data.contents(part)).search(queries, _demo_steps.DEPTH)
+    stages.answers("BM25", part, found)
+    return found
+
+
+def _zero_shot(
+    where: Workspace, plan: Plan, part: Collection, queries: dict[str, str], stages: Stages
+) -> tuple[ZeroShot, Plan]:
+    texts = f"{plan.documents} documents, {plan.dense_tokens:,} tokens"
+    title = f"dense zero-shot, and token vectors from the same pass: {texts}"
+    with stages.model_step("dense", title, plan) as done, _common.progress_bar("  encoding") as tick:
+        found = _demo_steps.zero_shot(where, part, queries, plan.size.dense_length, tick)
+        stored = found.documents.manifest
+        done(f"{stored.n_tokens:,} token vectors in {stored.storage}", found.reused)
+    stages.answers("dense", part, found.run)
+    return found, _replanned(where, plan, ("dense",), stages)
+
+
+def _train(where: Workspace, plan: Plan, seed: int, part: Collection, stages: Stages) -> Plan:
+    title = (
+        f"training SPLADE with the fused head: {plan.steps} steps of {plan.size.batch_size} pairs, "
+        f"{plan.steps * plan.step_tokens:,.0f} tokens"
+    )
+    recipe = _demo_steps.make_recipe(plan.size, plan.steps, seed)
+    with stages.model_step("training", title, plan) as done, _common.progress_bar("  training") as tick:
+        trained = _demo_steps.train_model(where, recipe, part, tick)
+        resumed = f", from step {trained.resumed_from}" if trained.resumed_from and not trained.reused else ""
+        done(
+            f"{trained.steps} steps, {'bf16' if trained.bf16 else 'fp32'}{resumed}",
+            trained.reused,
+            share=1 - trained.resumed_from / trained.steps,
+        )
+    return _replanned(where, plan, ("dense", "training"), stages)
+
+
+def _replanned(where: Workspace, plan: Plan, done: tuple[str, ...], stages: Stages) -> Plan:
+    """The plan for what is left, by how long the last stage really took."""
+    slowdown = stages.slowdown(done[-1])
+    if slowdown is None or isinstance(plan.minutes, str):
+        return plan
+    new = _demo_plan.refit(plan, 60 * plan.minutes - stages.elapsed, done, slowdown)
+    _demo_steps.write_plan(where, new)
+    stages.say_change(plan, new, done)
+    return new
+
+
+def _splade(
+    where: Workspace,
+    plan: Plan,
+    part: Collection,
+    queries: dict[str, str],
+    baselines: tuple[Run, ZeroShot],
+    stages: Stages,
+) -> tuple[dict[str, Any], Plan]:
+    from tilefold.retrieval import active_terms, encode_queries, hits_to_run
+
+    encoder = _common.load_encoder(str(where.folder / "model"))
+    title = f"encoding the documents: {plan.documents} documents, {plan.tokens:,} tokens"
+    with stages.model_step("encoding", title, plan) as done, _common.progress_bar("  encoding") as tick:
+        vectors, reused = _demo_steps.encode_documents(where, encoder, part, tick)
+        done(f"{len(vectors)} vectors", reused)
+    plan = _replanned(where, plan, ("dense", "training", "encoding"), stages)
+    with stages.step("indexing") as done:
+        indexes = _demo_steps.build_indexes(where, vectors)
+        done(" and ".join(indexes))
+    with stages.step("searching: SPLADE"):
         with _common.fast_inference():
             encoded = encode_queries(encoder, queries, top_k=_demo_steps.QUERY_TERMS)
-        found = {name: hits_to_run(encoded, index.search(encoded, depth)) for name, index in indexes.items()}
-    runs = (bm25, dense, found["exact"])
-    with _step("choosing fusion weights on held-out training queries"):
-        weights, _ = _demo_steps.pick_weights(runs, collection.qrels["dev"])
-        fused = interpolate(runs, weights, k=depth)
-    with _step("reranking by late interaction; its weight is chosen on the same queries"):
+        found = {
+            name: hits_to_run(encoded, index.search(encoded, _demo_steps.DEPTH)) for name, index in indexes.items()
+        }
+    stages.answers("SPLADE", part, found["exact"])
+    bm25, first = baselines
+    results = _evaluate(part, (bm25, first.run, found["exact"]), first, stages)
+    results["active_terms"] = {"queries": active_terms(encoded), "documents": active_terms(vectors)}
+    if "seismic" in found:
+        results["seismic_overlap_at_10"] = _demo_steps.overlap(found["exact"], found["seismic"])
+    return results, plan
+
+
+def _evaluate(part: Collection, runs: tuple[Run, Run, Run], first: ZeroShot, stages: Stages) -> dict[str, Any]:
+    from tilefold.retrieval import interpolate
+
+    judged = part.qrels["dev"] | part.qrels["test"]
+    runs = tuple({query: scores for query, scores in run.items() if query in judged} for run in runs)  # type: ignore[assignment]
+    with stages.step("choosing fusion weights on held-out training queries"):
+        weights, _ = _demo_steps.pick_weights(runs, part.qrels["dev"])
+        fused = interpolate(runs, weights, k=_demo_steps.DEPTH)
+    with stages.step("reranking by late interaction; its weight is chosen on the same queries"):
         late_weights, reranked = _demo_steps.rerank_candidates(
-            found["exact"], query_tokens, tokens, collection.qrels["dev"]
+            runs[2], first.queries, first.documents, part.qrels["dev"]
         )
-    test = collection.qrels["test"]
-    measures = (_demo_steps.NDCG, _demo_steps.RECALL)
-    label = "fusion (" + ", ".join(f"{weight:.1f}" for weight in weights) + ")"
-    table = {name: evaluate(_only(run, test), test, measures) for name, run in zip(NAMES, runs, strict=True)}
-    table[label] = evaluate(_only(fused, test), test, measures)
-    late_label = f"SPLADE + late interaction on its top {_demo_steps.RERANKED}, zero-shot MiniLM tokens ("
-    late_label += ", ".join(f"{weight:.1f}" for weight in late_weights) + ")"
-    table[late_label] = evaluate(_only(reranked, test), test, measures)
-    results: dict[str, Any] = {
-        "queries": len(test),
-        "systems": table,
-        "active_terms": {"queries": active_terms(encoded), "documents": active_terms(vectors)},
+    systems = dict(zip(_demo_report.SYSTEMS, (*runs, fused, reranked), strict=True))
+    return _demo_report.figures(systems, part.qrels["test"]) | {
+        "documents": len(part.documents),
         "fusion_weights": dict(zip(("bm25", "dense", "splade"), weights, strict=True)),
         "late_interaction": {
             "candidates": _demo_steps.RERANKED,
             "weights": dict(zip(("splade", "maxsim"), late_weights, strict=True)),
-            "tokens": str(tokens.folder),
+            "tokens": str(first.documents.folder),
         },
     }
-    if "seismic" in found:
-        results["seismic_overlap_at_10"] = _demo_steps.overlap(found["exact"], found["seismic"])
-    return results
 
 
-def _only(run: Run, qrels: dict[str, dict[str, int]]) -> Run:
-    return {query: scores for query, scores in run.items() if query in qrels}
-
-
-def _plot(rows: list[HeadMeasurement], path: Path) -> Path | None:
-    from tilefold.bench.head_comparison import plot_heads
-
-    try:
-        return plot_heads(rows, path)
-    except ImportError as error:
-        _common.note(f"  no plot: {_common.first_line(error)}")
-    except ValueError as error:
-        _common.note(f"  no plot: {_common.first_line(error)}")
-    return None
-
-
-def _report(results: dict[str, Any], rows: list[HeadMeasurement], plot: Path | None) -> None:
-    console = _common.stdout()
-    console.print(_systems_table(results))
-    if "seismic_overlap_at_10" in results:
-        share = results["seismic_overlap_at_10"]
-        console.print(f"Seismic's top 10 holds {share:.1%} of the exact top 10.", highlight=False)
-    console.print(_heads_table(rows))
-    if plot is not None:
-        console.print(f"plot: {plot}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"model: {results['model']}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"done in {results['seconds'] / 60:.1f} minutes; now try:", highlight=False)
-    console.print(f'  tilefold search "{EXAMPLE}"', markup=False, highlight=False)
-    tokens = results["late_interaction"]["tokens"]
-    console.print(f'  tilefold search "{EXAMPLE}" --rerank {tokens}', markup=False, highlight=False, soft_wrap=True)
-
-
-def _systems_table(results: dict[str, Any]) -> Any:
-    from rich.table import Table
-
-    table = Table(title=f"pydocs, {results['queries']} test queries that training never saw")
-    for name in ("system", "nDCG@10", "recall@100", "terms a query", "terms a document"):
-        table.add_column(name, justify="left" if name == "system" else "right")
-    active = results["active_terms"]
-    for name, scores in results["systems"].items():
-        sparse = name == NAMES[2]
-        table.add_row(
-            name,
-            f"{scores[_demo_steps.NDCG]:.3f}",
-            f"{scores[_demo_steps.RECALL]:.3f}",
-            f"{active['queries']:.0f}" if sparse else "",
-            f"{active['documents']:.0f}" if sparse else "",
-        )
-    return table
-
-
-def _heads_table(rows: list[HeadMeasurement]) -> Any:
-    from rich.table import Table
-
-    where = next((f"{row.device}, {row.dtype}" for row in rows if row.device), "")
-    table = Table(title=f"LM head of SPLADE, plain and fused ({where})")
-    for name in ("batch x tokens", "head", "forward", "forward + backward", "peak memory"):
-        table.add_column(name, justify="left" if name == "head" else "right")
-    for row in sorted(rows, key=lambda row: (row.batch * row.seq, row.impl)):
-        name = "plain" if row.impl == "eager" else "fused"
-        if row.skipped_reason is not None:
-            table.add_row(f"{row.batch} x {row.seq}", name, row.skipped_reason)
-            continue
-        table.add_row(
-            f"{row.batch} x {row.seq}",
-            name,
-            _number(row.forward_ms, "ms"),
-            _number(row.forward_backward_ms, "ms"),
-            _number(row.peak_mb, "MB"),
-        )
-    return table
-
-
-def _number(value: float | None, unit: str) -> str:
-    return "" if value is None else f"{value:,.0f} {unit}"
-
-
-@contextmanager
-def _step(text: str) -> Iterator[Any]:
-    """Say on stderr what begins, and what came of it and how long it took."""
-    started = time.monotonic()
-    _common.note(f"{text} ...")
-    said: list[str] = []
-    yield said.append
-    detail = f"{said[0]}, " if said else ""
-    _common.note(f"  {detail}{time.monotonic() - started:.1f} s")
+def _compare_heads(where: Workspace, plan: Plan, stages: Stages) -> list[HeadMeasurement]:
+    shapes = ", ".join(str(shape[0]) for shape in _demo_steps.head_shapes(plan.head_shapes))
+    with stages.model_step("heads", f"comparing the plain head with the fused head: batch {shapes}", plan) as done:
+        rows, reused = _demo_steps.compare_heads(where, plan.head_shapes)
+        done(f"{len(rows)} measurements", reused)
+    return rows

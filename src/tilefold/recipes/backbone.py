@@ -12,6 +12,7 @@ logits on sample texts, so that the first vectors are already sparse and a few d
 from __future__ import annotations
 
 import hashlib
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,6 +76,7 @@ def minilm_splade(
     sample_texts: Sequence[str],
     *,
     percentile: float = 99.9,
+    deviations: float | None = None,
     max_length: int = 128,
     seed: int = 0,
     device: str | None = None,
@@ -84,6 +86,8 @@ def minilm_splade(
     Args:
         sample_texts: documents like those to be encoded; up to 128 of them set the decoder bias.
         percentile: the decoder bias starts at minus this percentile of the logits, in (0, 100).
+        deviations: instead, give each term a bias of its own: minus the mean, over the sample, of its largest logit
+            in a text, minus this many standard deviations. A term is then active where it stands out, not everywhere.
         max_length: tokens that the model reads of a text; saved with the model.
         seed: picks the sample; equal seeds give equal models.
         device: as in sentence-transformers; by default its own choice.
@@ -100,6 +104,8 @@ def minilm_splade(
         raise ValueError("sample_texts must hold at least one text, got none: the decoder bias is set from them.")
     if not 0.0 < percentile < 100.0:
         raise ValueError(f"percentile must lie between 0 and 100, got {percentile!r}.")
+    if deviations is not None and not math.isfinite(deviations):
+        raise ValueError(f"deviations must be a finite number or None, got {deviations!r}.")
     if not 2 < max_length <= 512:
         raise ValueError(f"max_length must be from 3 to 512 tokens for MiniLM, got {max_length!r}.")
     path = minilm_path()
@@ -111,7 +117,11 @@ def minilm_splade(
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         tokenizer.model_max_length = max_length
         model = _masked_lm(path)
-        _set_bias(model, tokenizer, _sample(sample_texts, seed), percentile, max_length)
+        states = _scaled_states(model, tokenizer, _sample(sample_texts, seed), max_length)
+        if deviations is None:
+            _set_one_bias(model, torch.cat(states), percentile)
+        else:
+            _set_bias_by_term(model, states, deviations)
         with tempfile.TemporaryDirectory(prefix="tilefold-minilm-") as folder:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
@@ -159,8 +169,8 @@ def _masked_lm(path: Path) -> Any:
     return model.eval()
 
 
-def _set_bias(model: Any, tokenizer: Any, texts: Sequence[str], percentile: float, max_length: int) -> None:
-    """Scale the head to the encoder's own state length, then set the bias from a sample of logits."""
+def _scaled_states(model: Any, tokenizer: Any, texts: Sequence[str], max_length: int) -> list[Any]:
+    """Last states ``[L, D]`` of each text, with the head scaled to their length."""
     import torch
 
     states = []
@@ -173,16 +183,34 @@ def _set_bias(model: Any, tokenizer: Any, texts: Sequence[str], percentile: floa
                 max_length=max_length,
                 return_tensors="pt",
             )
+            mask = batch["attention_mask"].bool()
             hidden = model.bert(**batch).last_hidden_state
-            states.append(hidden[batch["attention_mask"].bool()])
-        hidden = torch.cat(states)
-        head = model.cls.predictions
-        head.transform.LayerNorm.weight.fill_(hidden.std(dim=1).mean())
+            states += [hidden[row, mask[row]] for row in range(len(hidden))]
+        model.cls.predictions.transform.LayerNorm.weight.fill_(torch.cat(states).std(dim=1).mean())
+    return states
+
+
+def _set_one_bias(model: Any, hidden: Any, percentile: float) -> None:
+    """Minus a percentile of the logits of some tokens and some terms."""
+    import torch
+
+    head = model.cls.predictions
+    with torch.no_grad():
         rows = torch.randperm(hidden.size(0))[:PROBE_TOKENS]
         columns = torch.randperm(head.decoder.weight.size(0))[:PROBE_COLUMNS]
         logits = head.transform(hidden[rows]) @ head.decoder.weight[columns].T
         rank = max(1, round(logits.numel() * percentile / 100.0))
         head.bias.fill_(-logits.flatten().kthvalue(rank).values)
+
+
+def _set_bias_by_term(model: Any, states: list[Any], deviations: float) -> None:
+    """Minus mean and `deviations` standard deviations of every term's largest logit in a text."""
+    import torch
+
+    head = model.cls.predictions
+    with torch.no_grad():
+        largest = torch.stack([(head.transform(hidden) @ head.decoder.weight.T).amax(dim=0) for hidden in states])
+        head.bias.copy_(-largest.mean(dim=0) - deviations * largest.std(dim=0, correction=0))
 
 
 def _sample(texts: Sequence[str], seed: int) -> list[str]:

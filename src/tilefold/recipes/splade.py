@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilefold.recipes import _run
 from tilefold.recipes._attention import AttentionChoice, attention_callbacks
+from tilefold.recipes._cheaper import freeze_lower_layers, length_grouped_batches
 from tilefold.recipes._checks import check_count, check_number, check_seed
 from tilefold.recipes._fields import Fields
 from tilefold.recipes._training import Progress, TrainResult, run_training, supports_bf16, total_steps
@@ -42,7 +43,12 @@ class SpladeRecipe(AttentionChoice, Fields):
         similarity_scale: factor on the dot products before the softmax.
         max_length: tokens that the saved model reads.
         train_max_length: tokens read while training; ``None`` takes ``max_length``.
+        start_deviations: where ``"minilm"`` starts the decoder bias of each term by itself; ``None`` gives all terms
+            one, by `start_percentile`.
         start_percentile: where ``"minilm"`` starts its decoder bias, see :func:`minilm_splade`.
+        frozen_layers: lowest layers of the encoder that keep their weights, and the embeddings (with a decoder that is
+            tied to them) with them; they cost no backward pass. 0 trains everything.
+        group_by_length: fill batches with documents of similar length, so that little is padding.
         bf16: bf16 autocast; ``None`` uses it where the hardware has it.
         fused: train with the fused head.
         save_steps: steps between checkpoints, from which a killed run goes on.
@@ -63,6 +69,9 @@ class SpladeRecipe(AttentionChoice, Fields):
     max_length: int = 128
     train_max_length: int | None = None
     start_percentile: float = 99.95
+    start_deviations: float | None = None
+    frozen_layers: int = 0
+    group_by_length: bool = False
     bf16: bool | None = None
     fused: bool = True
     save_steps: int = 25
@@ -84,10 +93,16 @@ class SpladeRecipe(AttentionChoice, Fields):
             "regularizer_warmup_ratio", self.regularizer_warmup_ratio, lambda value: 0 < value <= 1, "in (0, 1]"
         )
         check_number("start_percentile", self.start_percentile, lambda value: 0 < value < 100, "in (0, 100)")
+        if self.start_deviations is not None:
+            check_number("start_deviations", self.start_deviations, lambda value: value >= 0, "0 or more, or None")
         if self.train_max_length is not None and self.train_max_length > self.max_length:
             raise ValueError(
                 f"train_max_length must not exceed max_length ({self.max_length}), got {self.train_max_length}."
             )
+        if self.frozen_layers != 0:
+            check_count("frozen_layers", self.frozen_layers, optional=False)
+        if not isinstance(self.group_by_length, bool):
+            raise ValueError(f"group_by_length must be True or False, got {self.group_by_length!r}.")
         if self.bf16 not in (None, True, False):
             raise ValueError(f"bf16 must be True, False or None (by hardware), got {self.bf16!r}.")
 
@@ -139,6 +154,7 @@ def load_base_model(recipe: SpladeRecipe, sample_texts: list[str]) -> SparseEnco
         return minilm_splade(
             sample_texts,
             percentile=recipe.start_percentile,
+            deviations=recipe.start_deviations,
             max_length=recipe.max_length,
             seed=recipe.seed,
         )
@@ -149,6 +165,18 @@ def load_base_model(recipe: SpladeRecipe, sample_texts: list[str]) -> SparseEnco
     model.model_card_data.local_files_only = True
     model.model_card_data.generate_widget_examples = False
     return model
+
+
+def make_loss(model: SparseEncoder, recipe: SpladeRecipe) -> Any:
+    """The stock loss of a recipe: in-batch negatives with FLOPS regularisers."""
+    from sentence_transformers.sparse_encoder import losses
+
+    return losses.SpladeLoss(
+        model,
+        loss=losses.SparseMultipleNegativesRankingLoss(model, scale=recipe.similarity_scale),
+        document_regularizer_weight=recipe.document_regularizer,
+        query_regularizer_weight=recipe.query_regularizer,
+    )
 
 
 def _fit(
@@ -163,18 +191,15 @@ def _fit(
 ) -> float | None:
     """Run the stock trainer over `model` in place; the mean loss that it logged last."""
     from datasets import Dataset
-    from sentence_transformers.sparse_encoder import SparseEncoderTrainer, losses
+    from sentence_transformers.sparse_encoder import SparseEncoderTrainer
     from transformers.trainer_callback import PrinterCallback
 
     model.model_card_data.widget = model.model_card_data.widget or [{"text": pairs[0][0]}]  # else it draws a bar
+    if recipe.frozen_layers:
+        freeze_lower_layers(model, recipe.frozen_layers)
     length = model.max_seq_length
     model.max_seq_length = min(length, recipe.train_max_length or recipe.max_length)
-    loss = losses.SpladeLoss(
-        model,
-        loss=losses.SparseMultipleNegativesRankingLoss(model, scale=recipe.similarity_scale),
-        document_regularizer_weight=recipe.document_regularizer,
-        query_regularizer_weight=recipe.query_regularizer,
-    )
+    loss = make_loss(model, recipe)
     watcher = _run.make_watcher(progress, run)
     dataset = Dataset.from_dict({"query": [query for query, _ in pairs], "document": [text for _, text in pairs]})
     with _head(model, recipe.fused):
@@ -225,7 +250,7 @@ def _arguments(recipe: SpladeRecipe, run: _run.TrainingRun, n_pairs: int, bf16: 
         weight_decay=0.0,
         bf16=bf16,
         use_cpu=not torch.cuda.is_available(),
-        batch_sampler="no_duplicates",
+        batch_sampler=length_grouped_batches if recipe.group_by_length else "no_duplicates",
         dataloader_pin_memory=torch.cuda.is_available(),
         save_strategy="steps",
         save_steps=recipe.save_steps,

@@ -1,0 +1,62 @@
+"""Means with their standard errors, and the differences that ``tilefold demo`` claims, query by query."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["Comparison", "compare", "mean_and_error", "per_query"]
+
+ERRORS = 2.0  # a difference of fewer standard errors may be chance
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One system over another: the mean of the per-query differences, and the standard error of that mean."""
+
+    system: str
+    over: str
+    difference: float
+    standard_error: float
+    queries: int
+
+    @property
+    def text(self) -> str:
+        """As a user reads it."""
+        line = f"{self.system} over {self.over}: {self.difference:+.3f} ± {self.standard_error:.3f}"
+        if abs(self.difference) <= ERRORS * self.standard_error:
+            return f"{line} (no more than {ERRORS:.0f} standard errors: it may be chance)"
+        if self.standard_error == 0:
+            return line
+        return f"{line} ({abs(self.difference) / self.standard_error:.1f} standard errors)"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fit for JSON."""
+        return asdict(self)
+
+
+def per_query(run: Mapping[str, Mapping[str, float]], qrels: dict[str, dict[str, int]], measure: str) -> list[float]:
+    """The measure for every judged query, in the order of their names."""
+    from tilefold.retrieval.evaluation import evaluate_per_query  # noqa: PLC0415 - heavy
+
+    mine = {query: scores for query, scores in run.items() if query in qrels}
+    table = evaluate_per_query(mine, qrels, (measure,))
+    return [table[query][measure] for query in sorted(table)]
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard error of the mean, from the sample's deviation; 0 for a single value."""
+    count = len(values)
+    mean = math.fsum(values) / count
+    if count < 2:
+        return mean, 0.0
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) / count)
+
+
+def compare(system: str, over: str, scores: Mapping[str, Sequence[float]]) -> Comparison:
+    """Compare two of the `scores`, which hold the same queries in the same order."""
+    pairs = zip(scores[system], scores[over], strict=True)
+    difference, error = mean_and_error([mine - theirs for mine, theirs in pairs])
+    return Comparison(system, over, difference, error, len(scores[system]))

@@ -1,0 +1,221 @@
+"""How much ``tilefold demo`` does in the minutes it is given, from the speed that it measured. Plain arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+__all__ = ["FULL", "FULL_SIZE", "Plan", "Size", "Speed", "Texts", "Work", "make_plan", "refit", "size_plan"]
+
+FULL = "full"
+HEAD_BATCHES = (4, 8, 16)
+HEAD_TOKENS = 128
+# A comparison of heads runs two processes, and about this many forward passes' products for each text of a batch.
+HEAD_START_SECONDS, HEAD_PASSES = 10.0, 30
+# Reading and sorting, BM25, search, weights, tables: what takes no products of the model.
+OTHER_SECONDS = 30.0
+MOST_CORRECTED = 2.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating-point operations of the model's products for one token, a multiplication and an addition as two.
+
+    Attributes:
+        encoder: of all layers, forward.
+        head: of the LM head, forward; backward it has one product a winner, which is little.
+        layers: of the encoder.
+    """
+
+    encoder: float
+    head: float
+    layers: int
+
+    @classmethod
+    def of(cls, config: Any, length: float) -> Work:
+        """Of a BERT-like configuration; attention sees `length` tokens."""
+        hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+        weights = 4 * hidden * hidden + 2 * hidden * inner
+        head = 2.0 * hidden * (config.vocab_size + hidden)
+        return cls(layers * (2.0 * weights + 4.0 * length * hidden), head, layers)
+
+    @property
+    def encoding(self) -> float:
+        """Of a SPLADE vector."""
+        return self.encoder + self.head
+
+    def training(self, frozen_layers: int) -> float:
+        """Of a training step: backward costs twice the forward pass of the layers that learn."""
+        return self.encoding + 2.0 * self.encoder * (self.layers - frozen_layers) / self.layers
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Operations a second, measured with the real model: of the encoder alone, of encoding, of training."""
+
+    dense: float
+    encoding: float
+    training: float
+
+    def slower(self, factor: float) -> Speed:
+        """The same machine when everything takes `factor` times as long."""
+        return Speed(self.dense / factor, self.encoding / factor, self.training / factor)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a plan needs to know of a collection.
+
+    Attributes:
+        lengths: tokens of every document, in the order in which a smaller collection takes them.
+        judged: documents that some query asks for; they come first, and are always taken.
+        query_length: tokens of a query, with the padding of a batch.
+    """
+
+    lengths: Sequence[int]
+    judged: int
+    query_length: float
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a demo works on. `documents` is None for all; steps lie between `fewest` and `most`."""
+
+    documents: int | None
+    max_length: int
+    dense_length: int
+    train_length: int
+    batch_size: int
+    frozen_layers: int
+    learning_rate: float
+    start_deviations: float | None
+    fewest: int
+    most: int
+
+
+FULL_SIZE = Size(None, 128, 256, 64, 64, 0, 2e-4, None, 110, 110)
+# From little to much. The first is the least with which SPLADE comes out clearly above BM25 and dense retrieval.
+SIZES = (
+    Size(3000, 64, 64, 48, 32, 3, 5e-4, 1.5, 80, 120),
+    Size(4500, 96, 96, 64, 32, 3, 5e-4, 1.5, 100, 200),
+    Size(None, 128, 128, 64, 64, 0, 2e-4, 1.5, 80, 150),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be done, and the operations and seconds that each stage is expected to take.
+
+    Attributes:
+        minutes: asked for; ``"full"`` for the full size.
+        size: see :class:`Size`.
+        documents: of the collection.
+        steps: of training.
+        head_shapes: batches at which the plain head is compared with the fused one.
+        tokens, dense_tokens: of all documents, cut at the size's lengths.
+        step_tokens: of one training step, queries included.
+        work: see :class:`Work`.
+        speed: what the seconds were computed with.
+    """
+
+    minutes: float | str
+    size: Size
+    documents: int
+    steps: int
+    head_shapes: int
+    tokens: int
+    dense_tokens: int
+    step_tokens: float
+    work: Work
+    speed: Speed
+
+    @property
+    def operations(self) -> dict[str, float]:
+        """Of every stage that runs the model."""
+        head_rows = sum(HEAD_BATCHES[: self.head_shapes]) * HEAD_TOKENS * HEAD_PASSES
+        return {
+            "dense": self.dense_tokens * self.work.encoder,
+            "training": self.steps * self.step_tokens * self.work.training(self.size.frozen_layers),
+            "encoding": self.tokens * self.work.encoding,
+            "heads": head_rows * self.work.head,
+        }
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Expected of every stage; ``"other"`` is what runs no model."""
+        operations = self.operations
+        return {
+            "dense": operations["dense"] / self.speed.dense,
+            "training": operations["training"] / self.speed.training,
+            "encoding": operations["encoding"] / self.speed.encoding,
+            "heads": HEAD_START_SECONDS * bool(self.head_shapes) + operations["heads"] / self.speed.encoding,
+            "other": OTHER_SECONDS,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fit for JSON; :meth:`from_dict` is its inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Plan:
+        parts = {"size": Size(**values["size"]), "work": Work(**values["work"]), "speed": Speed(**values["speed"])}
+        return cls(**values | parts)
+
+
+def make_plan(minutes: float, speed: Speed, work: Work, texts: Texts, spent: float = 0.0) -> Plan:
+    """The largest size whose least fits into `minutes`, with as many steps as fit then; else the least of the smallest.
+
+    Args:
+        minutes: for everything.
+        speed: of this machine.
+        work: operations of the model for one token.
+        texts: what the collection holds.
+        spent: seconds that are gone already.
+    """
+    left = 60.0 * minutes - spent
+    for size in reversed(SIZES):
+        plan = size_plan(minutes, size, speed, work, texts)
+        if sum(plan.seconds.values()) <= left:
+            return refit(plan, left)
+    return replace(size_plan(minutes, SIZES[0], speed, work, texts), head_shapes=1)
+
+
+def size_plan(minutes: float | str, size: Size, speed: Speed, work: Work, texts: Texts) -> Plan:
+    """A size with its fewest steps; all head shapes for the full demo, else one."""
+    count = len(texts.lengths) if size.documents is None else max(size.documents, texts.judged)
+    chosen = texts.lengths[:count]
+    tokens, dense, training = (
+        sum(min(length, cut) for length in chosen) for cut in (size.max_length, size.dense_length, size.train_length)
+    )
+    step_tokens = size.batch_size * (training / max(1, len(chosen)) + min(texts.query_length, size.train_length))
+    shapes = len(HEAD_BATCHES) if minutes == FULL else 1
+    return Plan(minutes, size, len(chosen), size.fewest, shapes, tokens, dense, step_tokens, work, speed)
+
+
+def refit(plan: Plan, left: float, done: Sequence[str] = (), slowdown: float = 1.0) -> Plan:
+    """The plan with the steps, then the head shapes, that fit into the `left` seconds beside what is not `done`.
+
+    `slowdown` is how many times longer than expected the last stage took; the others are expected to do the same, by
+    up to `MOST_CORRECTED` times: one stage, disturbed perhaps, says no more about the next.
+    Never fewer steps than the size's fewest: the demo then takes longer, rather than show nothing.
+    """
+    believed = min(max(slowdown, 1 / MOST_CORRECTED), MOST_CORRECTED)
+    plan = replace(plan, speed=plan.speed.slower(believed))
+    if plan.minutes == FULL:
+        return plan
+    if "training" not in done:
+        plan = replace(plan, steps=plan.size.fewest)
+        spare = left - _remaining(plan, done)
+        step = plan.seconds["training"] / plan.steps
+        more = int(min(spare, left) / step) if spare > 0 else 0
+        plan = replace(plan, steps=min(plan.size.most, plan.size.fewest + more))
+    for shapes in range(len(HEAD_BATCHES), 0, -1):
+        wider = replace(plan, head_shapes=shapes)
+        if shapes == 1 or _remaining(wider, done) <= left:
+            return wider
+    return plan
+
+
+def _remaining(plan: Plan, done: Sequence[str]) -> float:
+    return sum(seconds for stage, seconds in plan.seconds.items() if stage not in done)

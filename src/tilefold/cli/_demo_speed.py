@@ -1,0 +1,107 @@
+"""The speed of the demo's own model on this machine: a few batches of its own texts, before anything is planned."""
+# ruff: noqa: PLC0415 - heavy packages are imported by the functions that need them
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tilefold.cli import _common
+from tilefold.cli._demo_plan import Speed, Texts, Work
+
+if TYPE_CHECKING:
+    from tilefold.recipes.splade import SpladeRecipe
+    from tilefold.retrieval.collection import Collection
+
+ENCODED = 64
+ROUNDS = 2  # the first pays for memory and caches
+
+
+def measure(recipe: SpladeRecipe, collection: Collection, order: list[str], judged: int) -> tuple[Speed, Work, Texts]:
+    """Encode, and train on, a few batches as `recipe` will; what the texts of the collection hold in tokens."""
+    from tilefold.integrations.sentence_transformers import accelerate
+    from tilefold.recipes._cheaper import freeze_lower_layers
+    from tilefold.recipes._quiet import quiet_libraries
+    from tilefold.recipes.splade import load_base_model
+
+    texts = [collection.documents[name].contents for name in order]
+    with quiet_libraries():
+        model = load_base_model(recipe, texts)
+        accelerate(model)
+        if recipe.frozen_layers:
+            freeze_lower_layers(model, recipe.frozen_layers)
+        lengths = [len(ids) for ids in model.tokenizer(texts, truncation=False, verbose=False)["input_ids"]]
+        sample = sorted(texts[:: max(1, len(texts) // ENCODED)][:ENCODED], key=len)
+        mean = sum(min(length, recipe.max_length) for length in lengths) / len(lengths)
+        work = Work.of(model[0].model.config, mean)
+        dense, encoding = _inference(model, sample, recipe.batch_size, work)
+        training, query_length = _training(model, recipe, collection, sample, work)
+    return Speed(dense, encoding, training), work, Texts(lengths, judged, query_length)
+
+
+def _inference(model: Any, sample: list[str], batch_size: int, work: Work) -> tuple[float, float]:
+    """Operations a second of the encoder alone, and of encoding with the head."""
+    import torch
+
+    from tilefold.integrations.sentence_transformers import encode_sparse
+
+    batches = [_features(model, sample[start : start + batch_size]) for start in range(0, len(sample), batch_size)]
+    tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
+    network = model[0].model.base_model
+
+    def encoder() -> None:
+        for batch in batches:
+            network(**batch)[0].sum().item()
+
+    def whole() -> None:
+        encode_sparse(model, sample, task="document", batch_size=batch_size, top_k=128)
+
+    with torch.no_grad(), _common.fast_inference():
+        return tokens * work.encoder / _seconds(encoder), tokens * work.encoding / _seconds(whole)
+
+
+def _training(
+    model: Any, recipe: SpladeRecipe, collection: Collection, sample: list[str], work: Work
+) -> tuple[float, float]:
+    """Operations a second of forward and backward, and the tokens of a query with the padding of its batch."""
+    from tilefold.recipes.splade import make_loss
+
+    names = sorted(collection.qrels["train"])[: recipe.batch_size]
+    middle = max(0, (len(sample) - len(names)) // 2)
+    model.max_seq_length = recipe.train_max_length or recipe.max_length
+    sides = [
+        _features(model, [collection.queries[name] for name in names]),
+        _features(model, (sample[middle : middle + len(names)] * len(names))[: len(names)]),
+    ]
+    loss = make_loss(model, recipe)
+    model.train()
+
+    def step() -> None:
+        with _common.fast_inference():
+            value = loss([dict(side) for side in sides], None)
+            sum(value.values()).backward()
+        model.zero_grad()
+
+    query_length = float(sides[0]["attention_mask"].shape[1])
+    tokens = len(names) * query_length + int(sides[1]["attention_mask"].sum())
+    return tokens * work.training(recipe.frozen_layers) / _seconds(step), query_length
+
+
+def _features(model: Any, texts: list[str]) -> dict[str, Any]:
+    features = model.preprocess(texts)
+    return {name: value.to(model.device) for name, value in features.items() if hasattr(value, "to")}
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    """Of the fastest of a few rounds, each to its end on the GPU if there is one."""
+    import torch
+
+    best = float("inf")
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return max(best, 1e-9)
