@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.ops.cross_compile import Compiled, compile_kernel
-from tilefold.ops._shared._triton.releases import why_no_warp_roles
+from tilefold.ops._shared._triton.releases import lean_places, why_no_warp_roles
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.lsr_head import configs
 from tilefold.ops.lsr_head._triton import pack, quantize, sum_pooling
@@ -108,6 +108,7 @@ def check_hopper_forward(config, dtype, *, with_winners, uniform):
         "D": DIM, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k, "GROUP": config.group,
         "STAGES": config.num_stages, "ACTIVATION": "log1p_relu", "HAS_BIAS": True, "HAS_POSITIONS": not uniform,
         "HAS_SCALE": False, "WITH_WINNERS": with_winners, "UNIFORM": uniform, "QUANTIZED": dtype == FP8,
+        "LEAN_PLACES": lean_places(),
     }  # fmt: skip
     compiled = compile_kernel(hopper.max_forward_hopper_kernel, types, constants, 90, config.num_warps, 3)
     check(compiled, 90, tensor_cores=True)

@@ -5,6 +5,7 @@
 =====================================  =====  =====  =====  =====  =====  =====
 Gluon has the warp roles of ``wgmma``  no     no (1) yes    yes    yes    yes
 Gluon's TMA load                       copy   copy   copy   copy   load   load
+places of winners spill registers (5)  -      -      no     no     yes    yes
 a launcher that is known (2)           no     no     yes    no     no     no
 interpreted loops with numpy 2.4       no     no     no     yes    yes    yes
 interpreted bf16, fp8 (3)              wrong  wrong  wrong  wrong  wrong  wrong
@@ -15,6 +16,7 @@ fused multiply-add by default (4)      yes    yes    yes    yes    yes    warns
 2. Kernels are launched by address, without Triton's Python, where the launcher's arguments are known.
 3. Products take the bits of bf16 for integers; conversions truncate to bf16, and some to fp8 are far off.
 4. 3.10 will change the default, so it is asked for.
+5. Of the Hopper kernel, whose comparisons then keep a register for each place of a tile.
 
 This file imports without Triton.
 """
@@ -55,6 +57,11 @@ def why_no_warp_roles() -> str | None:
     if release() >= (3, 6):
         return None
     return f"Triton {release_name()} cannot give warps roles of their own, 3.6 and newer can"
+
+
+def lean_places() -> bool:
+    """Whether the Hopper kernel looks for winners with constants, since registers would not do."""
+    return release() >= (3, 8)
 
 
 def release_name() -> str:

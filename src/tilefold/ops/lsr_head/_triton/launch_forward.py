@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared._triton.launch import launcher
 from tilefold.ops.lsr_head._layout import Plans, batch_size, no_winner, winner_dtype
 from tilefold.ops.lsr_head._triton.launch import as_bytes, cdiv, sm_count, tma_descriptor
@@ -171,7 +172,7 @@ def _folding(
         from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper  # noqa: PLC0415 (needs Gluon)
 
         kernel, make, block_v = hopper.max_forward_hopper_kernel, hopper.hopper_descriptor, hopper.HALF_V.value
-        constants |= {"STAGES": config.num_stages}
+        constants |= {"STAGES": config.num_stages, "LEAN_PLACES": releases.lean_places()}
     else:
         constants |= {"BLOCK_V": block_v, "USE_TMA": config.use_tma, "PRECISION": config.precision}
         constants |= {"num_stages": config.num_stages}

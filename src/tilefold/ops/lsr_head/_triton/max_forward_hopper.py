@@ -53,8 +53,35 @@ def _first_sequence(offset_ptr, row, B, uniform_length, UNIFORM: gl.constexpr):
 
 
 @gluon.jit
-def _reduce_tile(acc, N: gl.constexpr, WITH_WINNERS: gl.constexpr):
+def _places_in_lanes(grouped, highest, N_GROUPS: gl.constexpr, GROUP: gl.constexpr):
+    """The lowest place in the tile where each lane holds ``highest``, ``[HALF_V, N_GROUPS, LANES]``.
+
+    What a lane compares with is the same in every lane, a constant of the code: no register holds it.
+    """
+    one_eight: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, grouped.type.layout))
+    one_two: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, grouped.type.layout))
+    group = gl.arange(0, N_GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, one_eight)))
+    eight = gl.arange(0, GROUP // 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, one_eight)))
+    two = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, one_two)))
+    lane = gl.arange(0, LANES, layout=gl.SliceLayout(0, gl.SliceLayout(1, highest.type.layout)))
+    place = group[None, :, None, None, None] * GROUP + eight[None, None, :, None, None] * 8
+    place = place + two[None, None, None, None, :]
+    place = gl.where(grouped == gl.expand_dims(gl.expand_dims(highest, 2), 4), place, N_GROUPS * GROUP)
+    return gl.min(gl.min(place, axis=4), axis=2) + 2 * lane[None, None, :]
+
+
+@gluon.jit
+def _reduce_tile(acc, N: gl.constexpr, WITH_WINNERS: gl.constexpr, LEAN_PLACES: gl.constexpr):
     """Maximum over all tokens of the tile, and the lowest place that holds it."""
+    if WITH_WINNERS and LEAN_PLACES:
+        grouped = acc.reshape([HALF_V, 1, N // 8, LANES, 2])
+        lane_best = gl.reduce(gl.reduce(grouped, 4, nan_max), 2, nan_max)
+        row_best = gl.reduce(gl.reduce(lane_best, 1, nan_max), 1, nan_max)
+        highest = gl.expand_dims(gl.expand_dims(row_best, 1), 1) + gl.zeros_like(lane_best)
+        lane_place = _places_in_lanes(grouped, highest, 1, N)
+        lowest = gl.min(gl.min(lane_place, axis=1), axis=1)
+        column: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+        return gl.convert_layout(row_best, column), gl.convert_layout(lowest, column)
     best = gl.reduce(acc, 1, nan_max)
     place = gl.zeros_like(best).to(gl.int32)
     if WITH_WINNERS:
@@ -64,13 +91,17 @@ def _reduce_tile(acc, N: gl.constexpr, WITH_WINNERS: gl.constexpr):
 
 
 @gluon.jit
-def _reduce_groups(acc, N_GROUPS: gl.constexpr, GROUP: gl.constexpr, WITH_WINNERS: gl.constexpr):
+def _reduce_groups(
+    acc, N_GROUPS: gl.constexpr, GROUP: gl.constexpr, WITH_WINNERS: gl.constexpr, LEAN_PLACES: gl.constexpr
+):  # fmt: skip
     """Maximum over what each of the LANES lanes of a row holds of each group, ``[HALF_V, N_GROUPS, LANES]``, and the
     lowest place in the tile that holds it. The lanes are put together once a sequence, not once a group."""
     grouped = acc.reshape([HALF_V, N_GROUPS, GROUP // 8, LANES, 2])
     best = gl.reduce(gl.reduce(grouped, 4, nan_max), 2, nan_max)
     place = gl.zeros_like(best).to(gl.int32)
-    if WITH_WINNERS:
+    if WITH_WINNERS and LEAN_PLACES:
+        place = _places_in_lanes(grouped, best, N_GROUPS, GROUP)
+    elif WITH_WINNERS:
         columns = gl.arange(0, N_GROUPS * GROUP, layout=gl.SliceLayout(0, acc.type.layout))
         columns = (gl.expand_dims(columns, 0) + gl.zeros_like(acc).to(gl.int32)).reshape(grouped.shape)
         highest = gl.expand_dims(gl.expand_dims(best, 2), 4)
@@ -114,7 +145,7 @@ def _fold_tiles(
     B, V, n_rows, n_tiles, unit_tiles, uniform_length, logit_scale,
     HALF: gl.constexpr, K_STEPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_POSITIONS: gl.constexpr, HAS_SCALE: gl.constexpr,
-    WITH_WINNERS: gl.constexpr, UNIFORM: gl.constexpr, QUANTIZED: gl.constexpr,
+    WITH_WINNERS: gl.constexpr, UNIFORM: gl.constexpr, QUANTIZED: gl.constexpr, LEAN_PLACES: gl.constexpr,
 ):  # fmt: skip
     """One group of four warps: products and running maximum of its half of the vocabulary tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 32 if QUANTIZED else 16])
@@ -162,7 +193,7 @@ def _fold_tiles(
             r0 = t * BLOCK_T
             r1 = gl.minimum(r0 + BLOCK_T, n_rows)
             if (start <= r0) & (end >= r0 + BLOCK_T):
-                tile_best, tile_place = _reduce_tile(acc, BLOCK_T, WITH_WINNERS)
+                tile_best, tile_place = _reduce_tile(acc, BLOCK_T, WITH_WINNERS, LEAN_PLACES)
                 best, winner = merge(best, winner, tile_best, r0 + tile_place, WITH_WINNERS)
                 if end == r1:
                     if start < unit_row:
@@ -181,7 +212,7 @@ def _fold_tiles(
                     best = gl.full([HALF_V], float("-inf"), gl.float32, layout=column)
                     winner = gl.full([HALF_V], 0, gl.int32, layout=column) + start
             else:
-                group_best, group_place = _reduce_groups(acc, N_GROUPS, GROUP, WITH_WINNERS)
+                group_best, group_place = _reduce_groups(acc, N_GROUPS, GROUP, WITH_WINNERS, LEAN_PLACES)
                 row_groups: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, group_best.type.layout))
                 groups = gl.arange(0, N_GROUPS, layout=row_groups) * GROUP
                 more = True
@@ -226,7 +257,7 @@ def max_forward_hopper_kernel(
     B, V, T, uniform_length, units, round_to, logit_scale,
     D: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_POSITIONS: gl.constexpr, HAS_SCALE: gl.constexpr,
-    WITH_WINNERS: gl.constexpr, UNIFORM: gl.constexpr, QUANTIZED: gl.constexpr,
+    WITH_WINNERS: gl.constexpr, UNIFORM: gl.constexpr, QUANTIZED: gl.constexpr, LEAN_PLACES: gl.constexpr,
 ):  # fmt: skip
     K_STEPS: gl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     n_rows = T
@@ -248,7 +279,7 @@ def max_forward_hopper_kernel(
                     w_ring, h_ring, full, empty, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr,
                     out_ptr, winner_ptr, part_ptr, part_winner_ptr, B, V, n_rows, n_tiles, unit_tiles,
                     uniform_length, logit_scale, 0, K_STEPS, BLOCK_T, STAGES, GROUP, ACTIVATION, HAS_BIAS,
-                    HAS_POSITIONS, HAS_SCALE, WITH_WINNERS, UNIFORM, QUANTIZED,
+                    HAS_POSITIONS, HAS_SCALE, WITH_WINNERS, UNIFORM, QUANTIZED, LEAN_PLACES,
                 ),
             ),
             (
@@ -257,7 +288,7 @@ def max_forward_hopper_kernel(
                     w_ring, h_ring, full, empty, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr,
                     out_ptr, winner_ptr, part_ptr, part_winner_ptr, B, V, n_rows, n_tiles, unit_tiles,
                     uniform_length, logit_scale, 1, K_STEPS, BLOCK_T, STAGES, GROUP, ACTIVATION, HAS_BIAS,
-                    HAS_POSITIONS, HAS_SCALE, WITH_WINNERS, UNIFORM, QUANTIZED,
+                    HAS_POSITIONS, HAS_SCALE, WITH_WINNERS, UNIFORM, QUANTIZED, LEAN_PLACES,
                 ),
             ),
             (
