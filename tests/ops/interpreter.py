@@ -13,18 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from tilefold.ops._shared._triton.releases import interpreter_breaks_with
 from tilefold.ops._shared.impl import triton_installed, triton_interpreted
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def numpy_is_too_new() -> bool:
-    """Whether interpreted loops would fail: Triton 3.6 and older convert arrays as numpy 2.4 no longer does."""
-    numpy, triton = (
-        tuple(map(int, importlib.metadata.version(name).split(".")[:2])) if importlib.util.find_spec(name) else (0, 0)
-        for name in ("numpy", "triton")
+    """Whether interpreted loops would fail beside the numpy that is installed."""
+    return importlib.util.find_spec("numpy") is not None and interpreter_breaks_with(
+        importlib.metadata.version("numpy")
     )
-    return numpy >= (2, 4) and triton <= (3, 6)
 
 
 NEEDS_INTERPRETER = [

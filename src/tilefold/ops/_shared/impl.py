@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from tilefold.ops._shared._triton.releases import interpreter_fault, release_name
+from tilefold.ops._shared.fallback import given_up
 from tilefold.ops._shared.library import in_function_transform
 
 IMPLS = ("auto", "reference", "tiled", "triton")
@@ -45,10 +46,16 @@ def why_not_triton(device: torch.device) -> str | None:
     return f"tensors are on {device.type!r}, and the kernels need a CUDA device (or TRITON_INTERPRET=1)"
 
 
-def resolve_impl(impl: str, device: torch.device) -> str:
+def settled(asked: str, chosen: str) -> str:
+    """``chosen``, or ``"auto"`` where that chose the kernels: the tiled path then stands behind them."""
+    return "auto" if asked == "auto" and chosen == "triton" else chosen
+
+
+def resolve_impl(impl: str, device: torch.device, operator: str = "") -> str:
     """Turn ``impl`` into ``"reference"``, ``"tiled"`` or ``"triton"``.
 
-    ``"auto"`` takes the Triton kernels where they can run on a GPU and the tiled torch path elsewhere.
+    ``"auto"`` takes the Triton kernels where they can run on a GPU, unless those of ``operator`` were given up there,
+    and the tiled torch path elsewhere.
 
     Raises:
         ValueError: for an unknown name.
@@ -70,7 +77,8 @@ def resolve_impl(impl: str, device: torch.device) -> str:
             "backward() serve every implementation."
         )
     if impl == "auto":
-        return "triton" if device.type == "cuda" and why_not_triton(device) is None else "tiled"
+        can = device.type == "cuda" and why_not_triton(device) is None and given_up(operator, device) is None
+        return "triton" if can else "tiled"
     if impl == "triton" and (reason := why_not_triton(device)) is not None:
         raise RuntimeError(f"impl='triton' cannot run here: {reason}. Use impl='auto' or impl='tiled'.")
     return impl

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_choice, check_dtype, check_same_device, check_tensor
-from tilefold.ops._shared.impl import IMPLS, check_interpreted
+from tilefold.ops._shared.impl import IMPLS, check_interpreted, settled
 from tilefold.ops.entmax import _library, _reference
 
 
@@ -57,7 +57,7 @@ def entmax(
     rows = x.movedim(dim, -1)
     shape = rows.shape
     if not torch.compiler.is_compiling():
-        impl = _library.chosen_impl(x, impl)
+        impl = settled(impl, _library.chosen_impl(x, impl))
         check_interpreted(impl, x.device, x.dtype)
     if x.numel() == 0 or shape[-1] == 0:
         p, support = x.clone(), x.new_zeros(shape[:-1], dtype=torch.int32)

@@ -17,7 +17,7 @@ from tilefold.ops._shared.checks import (
     check_tensor,
     dtype_name,
 )
-from tilefold.ops._shared.impl import IMPLS, check_interpreted
+from tilefold.ops._shared.impl import IMPLS, check_interpreted, settled
 from tilefold.ops.entmax_attention import _library, _reference
 from tilefold.ops.entmax_attention._calls import Known, call_signature, recall, remember
 from tilefold.ops.entmax_attention._geometry import Options, stats_shape
@@ -152,7 +152,7 @@ def entmax_attention(
             _check_alpha(learned, q)
         q, k, v = _autocast(q, k, v)
         known = _known(q, k, packed, options, max_seqlen_k, impl)
-        if signature is not None and known.impl == "triton":
+        if signature is not None and known.impl in ("triton", "auto"):
             known = known._replace(plans={})
             remember(signature, known)
     options = known.options
@@ -336,7 +336,7 @@ def _known(q: Tensor, k: Tensor, packed: bool, options: Options, max_seqlen_k: i
             raise ValueError(f"max_seqlen_k must be an integer of at least 0 or None, got {max_seqlen_k!r}.")
         longest_k = min(longest_k, max_seqlen_k) if packed else longest_k
     if not torch.compiler.is_compiling():  # the operators choose when they run: a trace cannot ask a device
-        impl = _library.chosen_impl(q, impl)
+        impl = settled(impl, _library.chosen_impl(q, impl))
         check_interpreted(impl, q.device, q.dtype)
     return Known(options, longest_k, impl)
 

@@ -16,7 +16,7 @@ from tilefold.ops._shared.checks import (
     check_tensor,
     dtype_name,
 )
-from tilefold.ops._shared.impl import IMPLS, check_interpreted
+from tilefold.ops._shared.impl import IMPLS, check_interpreted, settled
 from tilefold.ops.lsr_head._activation import ACTIVATIONS
 from tilefold.ops.lsr_head._quantized import QuantizedWeight, chosen_quantized_impl
 
@@ -123,7 +123,7 @@ def check_quantized_head(
     if torch.compiler.is_compiling():
         check_choice("impl", impl, IMPLS)
     else:
-        impl = chosen_quantized_impl(hidden, impl)
+        impl = settled(impl, chosen_quantized_impl(hidden, impl))
         check_interpreted(impl, hidden.device, hidden.dtype, out_dtype)
     return out_dtype, impl
 

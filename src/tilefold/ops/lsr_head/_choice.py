@@ -20,7 +20,7 @@ def chosen_impl(hidden: Tensor, impl: str = "auto") -> str:
         ValueError: for an unknown name.
         RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
     """
-    resolved = resolve_impl(impl, hidden.device)
+    resolved = resolve_impl(impl, hidden.device, "lsr_head")
     if resolved == "triton" and hidden.dtype not in TRITON_DTYPES:
         if impl == "auto":
             return "tiled"

@@ -16,6 +16,7 @@ from tilefold.ops.lsr_head import _tiled
 from tilefold.ops.lsr_head._layout import length_bound
 
 FP8 = torch.float8_e4m3fn
+QUANTIZED_HEAD = "lsr_head with an fp8 weight"
 FP8_MAX = 448.0
 TINY = 2.0**-126
 SLAB_V = 16384  # rows that are converted at a time
@@ -129,7 +130,7 @@ def chosen_quantized_impl(hidden: Tensor, impl: str = "auto") -> str:
         ValueError: for an unknown name.
         RuntimeError: for ``"triton"`` on a device that has no fp8 products.
     """
-    resolved = resolve_impl(impl, hidden.device)
+    resolved = resolve_impl(impl, hidden.device, QUANTIZED_HEAD)
     if resolved == "triton" and hidden.is_cuda and torch.cuda.get_device_capability(hidden.device) < (8, 9):
         if impl == "auto":
             return "tiled"

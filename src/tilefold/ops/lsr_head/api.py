@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.checks import check_choice
-from tilefold.ops._shared.impl import IMPLS, check_interpreted
+from tilefold.ops._shared.impl import IMPLS, check_interpreted, settled
 from tilefold.ops.lsr_head import _library, _parallel, _reference
 from tilefold.ops.lsr_head._arguments import check_head, check_main_grad, check_out_dtype, check_quantized_head
 from tilefold.ops.lsr_head._calls import Signature, call_signature, new_plans, plans_of
@@ -108,7 +108,7 @@ def lsr_head(
     if torch.compiler.is_compiling():
         check_choice("impl", impl, IMPLS)  # the operators choose when they run: a device cannot be asked in a trace
     else:
-        impl = chosen_impl(hidden, impl)
+        impl = settled(impl, chosen_impl(hidden, impl))
         check_interpreted(impl, hidden.device, compute_dtype, out_dtype)
     if impl == "reference":
         return _run_reference(

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from tilefold.ops._shared._triton.releases import why_no_warp_roles
+from tilefold.ops._shared._triton import releases
+from tilefold.ops._shared.fallback import give_up, given_up
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.tf32 import tf32_allowed
 
@@ -38,11 +39,18 @@ class MaxForwardConfig:
 
 HOPPER_16BIT = MaxForwardConfig(128, 256, 64, 16, num_warps=4, num_stages=4, use_tma=True, warp_roles=True)
 TMA_16BIT = MaxForwardConfig(128, 256, 64, 16, num_warps=8, num_stages=3, use_tma=True)
+# copies of products, which lie in a memory of their own, and places of winners: 256 tokens spill from Triton 3.7 on
+BLACKWELL_16BIT = replace(TMA_16BIT, block_t=128)
 AMPERE_16BIT = MaxForwardConfig(128, 128, 32, 16, num_warps=8, num_stages=3, use_tma=False)
 HOPPER_8BIT = replace(HOPPER_16BIT, block_k=128)
 TMA_8BIT = replace(TMA_16BIT, block_k=128)
 ADA_8BIT = replace(AMPERE_16BIT, block_k=64)
 FP32 = MaxForwardConfig(64, 64, 32, 16, num_warps=4, num_stages=2, use_tma=False, precision="tf32x3")
+# what runs where a kernel cannot be built
+NEXT_BEST = {
+    HOPPER_16BIT: TMA_16BIT, TMA_16BIT: AMPERE_16BIT, BLACKWELL_16BIT: AMPERE_16BIT,
+    HOPPER_8BIT: TMA_8BIT, TMA_8BIT: ADA_8BIT,
+}  # fmt: skip
 INTERPRETED = MaxForwardConfig(16, 32, 16, 16, num_warps=4, num_stages=1, use_tma=True)
 
 
@@ -50,27 +58,45 @@ def max_forward_config_for(capability: tuple[int, int], dtype: torch.dtype, tf32
     """The forward configuration for a compute capability; ``tf32`` allows TF32 products of fp32 input."""
     if dtype == torch.float32:
         return replace(FP32, precision="tf32") if tf32 else FP32
-    if dtype == torch.float8_e4m3fn:
-        if capability == (9, 0) and why_no_warp_roles() is None:
-            return HOPPER_8BIT
-        return TMA_8BIT if capability >= (9, 0) else ADA_8BIT
-    if capability == (9, 0) and why_no_warp_roles() is None:
-        return HOPPER_16BIT
-    return TMA_16BIT if capability >= (9, 0) else AMPERE_16BIT
+    eight = dtype == torch.float8_e4m3fn
+    if capability == (9, 0) and releases.why_no_warp_roles() is None:
+        return HOPPER_8BIT if eight else HOPPER_16BIT
+    if not (9, 0) <= capability < (12, 0):  # 12.0 has TMA, but no more shared memory than 8.9
+        return ADA_8BIT if eight else AMPERE_16BIT
+    if eight:
+        return TMA_8BIT
+    return TMA_16BIT if capability == (9, 0) else BLACKWELL_16BIT
 
 
 def without_tma(config: MaxForwardConfig) -> MaxForwardConfig:
     """The configuration for operands that TMA cannot read, with sequences aligned as in ``config``."""
-    if config in {HOPPER_8BIT, TMA_8BIT}:
-        return ADA_8BIT
-    return AMPERE_16BIT if config in {HOPPER_16BIT, TMA_16BIT} else replace(config, use_tma=False)
+    behind = NEXT_BEST.get(config, config)
+    return without_tma(behind) if behind is not config else replace(config, use_tma=False)
 
 
 def max_forward_config(dtype: torch.dtype, device: torch.device) -> MaxForwardConfig:
-    """The forward configuration for ``dtype`` on ``device``."""
+    """The forward configuration for ``dtype`` on ``device``, of those that were not given up there."""
     if device.type != "cuda" or triton_interpreted():
         return INTERPRETED
-    return max_forward_config_for(torch.cuda.get_device_capability(device), dtype, tf32_allowed(dtype))
+    capability = torch.cuda.get_device_capability(device)
+    config = max_forward_config_for(capability, dtype, tf32_allowed(dtype))
+    if capability == (9, 0) and config in NEXT_BEST and (why := releases.why_no_warp_roles()) is not None:
+        give_up(kernel_name(HOPPER_16BIT), device, why, instead_of(HOPPER_16BIT))
+    while config in NEXT_BEST and given_up(kernel_name(config), device) is not None:
+        config = NEXT_BEST[config]
+    return config
+
+
+def kernel_name(config: MaxForwardConfig) -> str:
+    """The family of forward kernels that ``config`` belongs to."""
+    if config.warp_roles:
+        return "lsr_head's kernel whose warps load or compute"
+    return "lsr_head's portable kernel with TMA" if config.use_tma else "lsr_head's portable kernel"
+
+
+def instead_of(config: MaxForwardConfig) -> str:
+    """What takes the place of ``config``, and its price."""
+    return f"Max pooling runs {kernel_name(NEXT_BEST[config])} instead: the same results, a slower forward pass."
 
 
 def describe(device: torch.device) -> dict[str, dict[str, object]]:
@@ -115,7 +141,9 @@ class MaxBackwardConfig:
 
 BACKWARD_16BIT = MaxBackwardConfig()
 BACKWARD_HOPPER = MaxBackwardConfig(dweight_block_d=256, dweight_block_b=16, dweight_block_e=16, dweight_stages=1)
-BACKWARD_HOPPER_LARGE_BATCH = replace(BACKWARD_HOPPER, dweight_block_b=32)
+BACKWARD_HOPPER_LARGE_BATCH = replace(
+    BACKWARD_HOPPER, dweight_block_b=32, dweight_stages=2 if releases.long_lists_want_stages() else 1
+)
 BACKWARD_FP32 = MaxBackwardConfig(block_e=32, dweight_block_e=16)
 BACKWARD_INTERPRETED = MaxBackwardConfig(
     block_r=16,
@@ -156,14 +184,24 @@ class SumConfig:
 
 
 SUM_AMPERE = SumConfig(block_k=32)
+SUM_BLACKWELL = SumConfig(num_warps=16)  # products lie in a memory of their own: their copies take registers
 SUM_FP32 = SumConfig(block_v=32, block_t=32, block_k=32, num_warps=4, num_stages=2, precision="tf32x3")
+SUM_FP32_AMPERE = replace(SUM_FP32, block_k=16)  # with 32, some of Triton 3.6 to 3.8 spill at any depth
 SUM_INTERPRETED = SumConfig(block_v=16, block_t=16, block_k=16, num_warps=4, num_stages=1, slab_elements=4096)
+
+
+def sum_config_for(capability: tuple[int, int], dtype: torch.dtype, tf32: bool) -> SumConfig:
+    """The sum-pooling configuration for a compute capability; ``tf32`` allows TF32 products of fp32 input."""
+    if dtype == torch.float32:
+        config = SUM_FP32 if capability >= (9, 0) else SUM_FP32_AMPERE
+        return replace(config, precision="tf32") if tf32 else config
+    if capability < (9, 0):
+        return SUM_AMPERE
+    return SumConfig() if capability == (9, 0) else SUM_BLACKWELL
 
 
 def sum_config(dtype: torch.dtype, device: torch.device) -> SumConfig:
     """The sum-pooling configuration for ``dtype`` on ``device``."""
     if device.type != "cuda" or triton_interpreted():
         return SUM_INTERPRETED
-    if dtype == torch.float32:
-        return replace(SUM_FP32, precision="tf32") if tf32_allowed(dtype) else SUM_FP32
-    return SumConfig() if torch.cuda.get_device_capability(device) >= (9, 0) else SUM_AMPERE
+    return sum_config_for(torch.cuda.get_device_capability(device), dtype, tf32_allowed(dtype))

@@ -20,12 +20,12 @@ from tilefold.ops._shared.checks import (
     check_tensor,
     dtype_name,
 )
-from tilefold.ops._shared.impl import IMPLS
+from tilefold.ops._shared.impl import IMPLS, settled
 from tilefold.ops._shared.library import PLAIN, is_plain
 from tilefold.ops._shared.tf32 import tf32_allowed
 from tilefold.ops.maxsim._choice import chosen_impl
 from tilefold.ops.maxsim._library import check_values_of
-from tilefold.ops.maxsim._problem import Problem, wide_dtype
+from tilefold.ops.maxsim._problem import IMPL, Problem, wide_dtype
 from tilefold.ops.maxsim.quantized import QuantizedTokens
 
 PAIRINGS = ("all", "aligned", "grouped")
@@ -104,7 +104,7 @@ def prepare(
     if torch.compiler.is_compiling():
         check_choice("impl", impl, IMPLS)  # the operators choose when they run: a device cannot be asked in a trace
     else:
-        impl = chosen_impl(queries, impl)
+        impl = settled(impl, chosen_impl(queries, impl))
     n_queries = queries.size(0) if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
     n_documents = documents.shape[:-2].numel() if cu_seqlens_d is None else cu_seqlens_d.numel() - 1
     _check_counts(mode, n_queries, n_documents, documents, cu_seqlens_d)
@@ -118,7 +118,7 @@ def prepare(
     if signature is not None:
         if len(_SEEN) >= MOST_SEEN:
             _SEEN.clear()
-        problem.plans, problem.final_shape = {}, shape
+        problem.plans, problem.final_shape = {IMPL: impl}, shape
         _SEEN[signature] = _Seen(mode, shape, impl, empty, problem.plans)
     return Request(problem, scales, shape, impl, empty)
 

@@ -20,7 +20,7 @@ def chosen_impl(queries: Tensor, impl: str = "auto") -> str:
         ValueError: for an unknown name.
         RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
     """
-    resolved = resolve_impl(impl, queries.device)
+    resolved = resolve_impl(impl, queries.device, "maxsim")
     if resolved == "triton" and queries.dtype not in TRITON_DTYPES:
         if impl == "auto":
             return "tiled"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.fallback import SLOWER, give_up, triton_or_tiled
+from tilefold.ops._shared.impl import settled
 from tilefold.ops._shared.library import define_op, is_plain, no_mode, run
 from tilefold.ops.maxsim._choice import chosen_impl
-from tilefold.ops.maxsim._problem import GRADIENTS, REPLAY, TRAINING, Problem, wide_dtype
+from tilefold.ops.maxsim._problem import GRADIENTS, IMPL, REPLAY, TRAINING, Problem, wide_dtype
 from tilefold.ops.maxsim.quantized import QuantizedTokens
 
 PROBLEM_SCHEMA = (
@@ -46,7 +49,7 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, rows: int, side: str) -> Non
 
 def check_values(problem: Problem, impl: str) -> None:
     """Check offsets and pair indices where the host may look: on the CPU, or where the implementation looks anyway."""
-    if not (problem.queries.device.type == "cuda" and impl == "triton"):
+    if not (problem.queries.device.type == "cuda" and impl in ("triton", "auto")):
         check_values_of(problem, problem.n_queries, problem.n_documents)
 
 
@@ -83,16 +86,29 @@ def _implementation(impl: str) -> ModuleType:
     return _triton
 
 
+def _by(impl: str, problem: Problem, call: Callable[[ModuleType], Any]) -> Any:
+    """``call(module)`` with the module that computes with ``impl``."""
+    device = problem.queries.device
+    kernels, tiled = (functools.partial(_called, call, name) for name in ("triton", "tiled"))
+    return triton_or_tiled("maxsim", impl, device, kernels, tiled)
+
+
+def _called(call: Callable[[ModuleType], Any], impl: str) -> Any:
+    return call(_implementation(impl))
+
+
 @define_op("maxsim", f"({PROBLEM_SCHEMA}, bool with_saved, str impl) -> (Tensor scores, Tensor saved)")
 def _maxsim(*args: Any) -> tuple[Tensor, Tensor]:
     problem, with_saved = Problem(*args[:PROBLEM_ARGUMENTS]), args[PROBLEM_ARGUMENTS]
-    return compute(problem.queries, problem, with_saved, chosen_impl(problem.queries, args[PROBLEM_ARGUMENTS + 1]))
+    impl = args[PROBLEM_ARGUMENTS + 1]
+    return compute(problem.queries, problem, with_saved, settled(impl, chosen_impl(problem.queries, impl)))
 
 
 def compute(queries: Tensor, problem: Problem, with_saved: bool, impl: str) -> tuple[Tensor, Tensor]:
     """Scores, and what backward needs (empty unless asked for); ``queries`` for :func:`run` to find the device."""
     check_values(problem, impl)
-    return _implementation(impl).forward(problem, with_saved)  # type: ignore[no-any-return]
+    result: tuple[Tensor, Tensor] = _by(impl, problem, lambda module: module.forward(problem, with_saved))
+    return result
 
 
 @torch.library.register_fake("tilefold::maxsim")
@@ -113,7 +129,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor]:
 )
 def _maxsim_backward(dscores: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     problem, (need_queries, need_documents, impl) = Problem(*args[:PROBLEM_ARGUMENTS]), args[PROBLEM_ARGUMENTS:]
-    impl = chosen_impl(problem.queries, impl)
+    impl = settled(impl, chosen_impl(problem.queries, impl))
     grads = compute_gradients(dscores, saved, problem, need_queries, need_documents, impl)
     # operators return tensors only: an empty one stands for a gradient that nobody asked for
     dqueries, ddocuments = (dscores.new_empty(0) if grad is None else grad for grad in grads)
@@ -124,8 +140,10 @@ def compute_gradients(
     dscores: Tensor, saved: Tensor, problem: Problem, need_queries: bool, need_documents: bool, impl: str
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of queries and documents, ``None`` where not needed."""
-    module = _implementation(impl)
-    return module.backward(problem, dscores, saved, need_queries, need_documents)  # type: ignore[no-any-return]
+    grads: tuple[Tensor | None, Tensor | None] = _by(
+        impl, problem, lambda module: module.backward(problem, dscores, saved, need_queries, need_documents)
+    )
+    return grads
 
 
 @torch.library.register_fake("tilefold::maxsim_backward")
@@ -182,7 +200,7 @@ def gradients(
     if not registered and not torch.is_grad_enabled():
         problem = Problem(*arguments)
         problem.plans = plans
-        impl = chosen_impl(problem.queries, impl)
+        impl = settled(impl, chosen_impl(problem.queries, impl))
         return run(compute_gradients, dscores, saved, problem, *needs, impl)  # type: ignore[no-any-return]
     # the registered operator refuses a second derivative
     grads = torch.ops.tilefold.maxsim_backward(dscores, saved, *arguments, *needs, impl)
@@ -290,7 +308,7 @@ class _Replayed(torch.autograd.Function):
             None if document_mask is None else document_mask.reshape(-1), *offsets, *fixed,
         ]  # fmt: skip
         dqueries, ddocuments = gradients(
-            dscores.reshape(plans[TRAINING].score_shape), saved, arguments, (need_queries, need_documents), "triton",
+            dscores.reshape(plans[TRAINING].score_shape), saved, arguments, (need_queries, need_documents), plans[IMPL],
             registered=torch.compiler.is_compiling(), plans=plans,
         )  # fmt: skip
         return (
@@ -359,7 +377,8 @@ def quantized_problem(queries: Tensor, values: Tensor, scales: Tensor, *rest: An
     f"(Tensor queries, Tensor values, Tensor scales, {_MASKS_AND_LAYOUT}, str impl) -> Tensor",
 )
 def _maxsim_quantized(queries: Tensor, values: Tensor, scales: Tensor, *rest: Any) -> Tensor:
-    return compute_quantized(queries, values, scales, rest[:-1], chosen_impl(queries, rest[-1]))
+    impl = settled(rest[-1], chosen_impl(queries, rest[-1]))
+    return compute_quantized(queries, values, scales, rest[:-1], impl)
 
 
 def compute_quantized(
@@ -372,20 +391,33 @@ def compute_quantized(
     final_shape: tuple[int, ...] | None = None,
 ) -> Tensor:
     """Scores against quantized documents; ``rest`` are the arguments of a problem from its masks on."""
-    if impl == "triton":
-        if values.dtype != torch.int8 and values.is_cuda and torch.cuda.get_device_capability(values.device) < (8, 9):
-            raise TypeError(
-                "documents must be quantized with dtype='int8' for impl='triton' before compute capability 8.9, got "
-                "fp8; use int8 or impl='tiled'."
-            )
+    old = values.is_cuda and torch.cuda.get_device_capability(values.device) < (8, 9)
+    if values.dtype != torch.int8 and old and impl == "triton":
+        raise TypeError(
+            "documents must be quantized with dtype='int8' for impl='triton' before compute capability 8.9, got "
+            "fp8; use int8 or impl='tiled'."
+        )
+
+    def scores_by(int8_rows: Callable[[Tensor], tuple[Tensor, Tensor]], name: str) -> Tensor:
+        problem = quantized_problem(queries, values, scales, *rest, int8_rows=int8_rows)
+        problem.query_source, problem.plans, problem.final_shape = queries, plans, final_shape
+        check_values(problem, name)
+        return _implementation(name).forward(problem, False)[0]  # type: ignore[no-any-return]
+
+    def kernels() -> Tensor:
         from tilefold.ops.maxsim._triton import quantize_rows as int8_rows  # noqa: PLC0415 (needs triton)
-    else:
+
+        return scores_by(int8_rows, "triton")
+
+    def tiled() -> Tensor:
         from tilefold.ops.maxsim._tiled import quantized_rows as int8_rows  # noqa: PLC0415 (the other needs no tiles)
 
-    problem = quantized_problem(queries, values, scales, *rest, int8_rows=int8_rows)
-    problem.query_source, problem.plans, problem.final_shape = queries, plans, final_shape
-    check_values(problem, impl)
-    return _implementation(impl).forward(problem, False)[0]  # type: ignore[no-any-return]
+        return scores_by(int8_rows, "tiled")
+
+    if values.dtype != torch.int8 and old and impl == "auto":
+        give_up("maxsim with fp8 documents", queries.device, "it has no fp8 products", SLOWER)
+        return tiled()
+    return triton_or_tiled("maxsim", impl, queries.device, kernels, tiled)
 
 
 @torch.library.register_fake("tilefold::maxsim_quantized")
@@ -402,6 +434,6 @@ def quantized_scores(problem: Problem, scales: Tensor, impl: str) -> Tensor:
         p.pairing, p.mask_zero, p.temperature,
     )  # fmt: skip
     if is_plain(p.queries, p.documents, scales, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.index):
-        impl = chosen_impl(p.queries, impl)
+        impl = settled(impl, chosen_impl(p.queries, impl))
         return run(compute_quantized, p.queries, p.documents, scales, rest, impl, p.plans, p.final_shape)  # type: ignore[no-any-return]
     return torch.ops.tilefold.maxsim_quantized(p.queries, p.documents, scales, *rest, impl)  # type: ignore[no-any-return]

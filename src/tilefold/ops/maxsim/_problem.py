@@ -29,6 +29,7 @@ from torch import Tensor
 # Names in Problem.plans: what scores tensors of the same shapes and dtypes anew, without and with what backward needs,
 # and what computes their gradients.
 REPLAY, TRAINING, GRADIENTS = "replay", "training", "gradients"
+IMPL = "impl"  # what the first call asked for
 # In uint16 the largest value stands for "no winner"; int32 uses -1.
 NO_WINNER_UINT16 = 65535
 

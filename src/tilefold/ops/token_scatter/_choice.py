@@ -20,7 +20,7 @@ def chosen_impl(weights: Tensor, impl: str = "auto") -> str:
         ValueError: for an unknown name.
         RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
     """
-    resolved = resolve_impl(impl, weights.device)
+    resolved = resolve_impl(impl, weights.device, "token_scatter")
     if resolved == "triton" and weights.dtype not in TRITON_DTYPES:
         if impl == "auto":
             return "tiled"

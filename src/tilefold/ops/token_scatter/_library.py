@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.fallback import triton_or_tiled
+from tilefold.ops._shared.impl import settled
 from tilefold.ops._shared.library import define_op, forbid_double_backward, gradient_needs_dispatcher, is_plain
 from tilefold.ops.token_scatter import _tiled
 from tilefold.ops.token_scatter._choice import chosen_impl
 from tilefold.ops.token_scatter._layout import batch_size, check_cu_seqlens, check_ids, valid_tokens
 
+T = TypeVar("T")
 FORWARD = (
     "(Tensor weights, Tensor input_ids, Tensor? attention_mask, Tensor? cu_seqlens, SymInt vocab_size, str reduce,"
     " str activation, int[] ignore_ids, ScalarType out_dtype, bool with_counted, str impl)"
@@ -25,12 +28,16 @@ BACKWARD = (
 )
 
 
-def _implementation(impl: str, weights: Tensor) -> ModuleType:
-    if chosen_impl(weights, impl) == "tiled":
-        return _tiled
-    from tilefold.ops.token_scatter import _triton  # noqa: PLC0415
+def _compute(impl: str, weights: Tensor, call: Callable[[ModuleType], T]) -> T:
+    """``call(module)`` with the module that computes with ``impl``."""
+    impl = settled(impl, chosen_impl(weights, impl))
 
-    return _triton
+    def by_kernels() -> T:
+        from tilefold.ops.token_scatter import _triton  # noqa: PLC0415
+
+        return call(_triton)
+
+    return triton_or_tiled("token_scatter", impl, weights.device, by_kernels, lambda: call(_tiled))
 
 
 def looks_are_free(weights: Tensor) -> bool:
@@ -52,23 +59,16 @@ def _forward(
     with_counted: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    module = _implementation(impl, weights)
-    if module is not _tiled and looks_are_free(weights):
-        if cu_seqlens is not None:
-            check_cu_seqlens(cu_seqlens, weights.size(0))
-        check_ids(input_ids, valid_tokens(input_ids, attention_mask, ignore_ids), vocab_size)
-    return module.forward(  # type: ignore[no-any-return]
-        weights,
-        input_ids,
-        attention_mask,
-        cu_seqlens,
-        vocab_size,
-        reduce,
-        activation,
-        ignore_ids,
-        out_dtype,
-        with_counted,
-    )
+    inputs = (weights, input_ids, attention_mask, cu_seqlens, vocab_size, reduce, activation, ignore_ids, out_dtype)
+
+    def call(module: ModuleType) -> tuple[Tensor, Tensor]:
+        if module is not _tiled and looks_are_free(weights):
+            if cu_seqlens is not None:
+                check_cu_seqlens(cu_seqlens, weights.size(0))
+            check_ids(input_ids, valid_tokens(input_ids, attention_mask, ignore_ids), vocab_size)
+        return module.forward(*inputs, with_counted)  # type: ignore[no-any-return]
+
+    return _compute(impl, weights, call)
 
 
 @torch.library.register_fake("tilefold::token_scatter")
@@ -101,9 +101,9 @@ def _backward(
     activation: str,
     impl: str,
 ) -> Tensor:
-    return _implementation(impl, weights).backward(  # type: ignore[no-any-return]
-        dscores, weights, input_ids, counted, cu_seqlens, activation
-    )
+    inputs = (dscores, weights, input_ids, counted, cu_seqlens, activation)
+    result: Tensor = _compute(impl, weights, lambda module: module.backward(*inputs))
+    return result
 
 
 @torch.library.register_fake("tilefold::token_scatter_backward")

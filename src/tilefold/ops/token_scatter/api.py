@@ -18,7 +18,7 @@ from tilefold.ops._shared.checks import (
     check_tensor,
     dtype_name,
 )
-from tilefold.ops._shared.impl import IMPLS
+from tilefold.ops._shared.impl import IMPLS, settled
 from tilefold.ops.token_scatter import _library, _reference, _sparse
 from tilefold.ops.token_scatter._choice import chosen_impl
 from tilefold.ops.token_scatter._layout import check_cu_seqlens, check_ids, valid_tokens
@@ -87,7 +87,7 @@ def token_scatter(
     if torch.compiler.is_compiling():
         check_choice("impl", impl, IMPLS)  # the operator chooses when it runs: a device cannot be asked in a trace
     else:
-        impl = chosen_impl(weights, impl)
+        impl = settled(impl, chosen_impl(weights, impl))
     if impl == "reference":
         return _run_reference(
             weights, input_ids, attention_mask, cu_seqlens, vocab_size, reduce, activation, ignored, out_dtype

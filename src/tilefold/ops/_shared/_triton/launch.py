@@ -5,14 +5,17 @@ Binding some forty arguments takes Triton longer on the host than many of these 
 
 from __future__ import annotations
 
+import subprocess
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton import JITFunction
+from triton.errors import TritonError
 
 from tilefold.ops._shared._triton.context import enter_context
 from tilefold.ops._shared._triton.releases import BUILD_OPTIONS
+from tilefold.ops._shared.fallback import KernelUnavailableError
 
 Grid = tuple[int, int, int]
 
@@ -29,6 +32,7 @@ class Launcher:
         self._specialized: list[bool] = []
         # by what Triton specialises on: the compiled kernel, and the constants in the kernel's order
         self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        self._unavailable: dict[tuple[Any, ...], str] = {}  # why it cannot be built: trying again takes seconds
 
     def __call__(self, grid: Grid, arguments: tuple[Any, ...]) -> None:
         if not isinstance(self._kernel, JITFunction):  # interpreted
@@ -41,9 +45,17 @@ class Launcher:
             compiled, tail = known
             compiled[grid](*arguments, *tail)
             return
-        compiled = self._kernel[grid](*arguments, **self._constants, **BUILD_OPTIONS)
-        if hasattr(compiled, "result"):  # compiled beside the program
-            compiled = compiled.result()
+        if kind in self._unavailable:
+            raise KernelUnavailableError(self._kernel.__name__, self._unavailable[kind])
+        try:
+            compiled = self._kernel[grid](*arguments, **self._constants, **BUILD_OPTIONS)
+            if hasattr(compiled, "result"):  # compiled beside the program
+                compiled = compiled.result()
+        except Exception as error:
+            if not is_of_the_build(error):
+                raise
+            self._unavailable[kind] = what_failed(error)
+            raise KernelUnavailableError(self._kernel.__name__, self._unavailable[kind]) from error
         names = self._kernel.arg_names[len(arguments) :]
         self._compiled[kind] = compiled, tuple(self._constants[name] for name in names)
 
@@ -70,6 +82,24 @@ class Launcher:
             else:
                 kind += (type(argument), argument.base.dtype, tuple(argument.block_shape), argument.padding)
         return tuple(kind)
+
+
+def is_of_the_build(error: Exception) -> bool:
+    """Whether ``error`` says that a kernel cannot be built or loaded, rather than that a launch went wrong."""
+    if isinstance(error, (TritonError, subprocess.SubprocessError, OSError, ImportError, NotImplementedError)):
+        return True
+    # the compiler's passes raise what the driver and torch raise too, torch as types of its own
+    return type(error) is RuntimeError and (
+        not str(error).startswith("Triton Error [CUDA]") or "kernel image" in str(error)
+    )
+
+
+def what_failed(error: BaseException) -> str:
+    """The last line of the first cause, which names it; what is around it quotes the kernel."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
+    return f"{type(error).__name__}: {lines[-1][:300] if lines else 'no message'}".rstrip(".")
 
 
 _LAUNCHERS: dict[tuple[Any, ...], Launcher] = {}

@@ -6,6 +6,7 @@
 Gluon has the warp roles of ``wgmma``  no     no (1) yes    yes    yes    yes
 Gluon's TMA load                       copy   copy   copy   copy   load   load
 places of winners spill registers (5)  -      -      no     no     yes    yes
+long lists of entries spill (6)        no     no     no     yes    no     no
 a launcher that is known (2)           no     no     yes    no     no     no
 interpreted loops with numpy 2.4       no     no     no     yes    yes    yes
 interpreted bf16, fp8 (3)              wrong  wrong  wrong  wrong  wrong  wrong
@@ -17,6 +18,7 @@ fused multiply-add by default (4)      yes    yes    yes    yes    yes    warns
 3. Products take the bits of bf16 for integers; conversions truncate to bf16, and some to fp8 are far off.
 4. 3.10 will change the default, so it is asked for.
 5. Of the Hopper kernel, whose comparisons then keep a register for each place of a tile.
+6. Of the head's weight gradient on compute capability 9.0, in large batches, without a pipeline.
 
 This file imports without Triton.
 """
@@ -62,6 +64,11 @@ def why_no_warp_roles() -> str | None:
 def lean_places() -> bool:
     """Whether the Hopper kernel looks for winners with constants, since registers would not do."""
     return release() >= (3, 8)
+
+
+def long_lists_want_stages() -> bool:
+    """Whether the head's weight gradient of large batches spills unless its loads are pipelined."""
+    return release() == (3, 7)
 
 
 def release_name() -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from tilefold.ops._shared.checks import dtype_name
-from tilefold.ops._shared.impl import resolve_impl
+from tilefold.ops._shared.fallback import triton_or_tiled
+from tilefold.ops._shared.impl import resolve_impl, settled
 from tilefold.ops._shared.library import define_op, forbid_double_backward
 from tilefold.ops.entmax import _tiled
 
+T = TypeVar("T")
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 __all__ = ["chosen_impl", "entmax_rows"]
@@ -27,7 +30,7 @@ def chosen_impl(x: Tensor, impl: str = "auto") -> str:
         ValueError: for an unknown name.
         RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
     """
-    resolved = resolve_impl(impl, x.device)
+    resolved = resolve_impl(impl, x.device, "entmax")
     if resolved == "triton" and x.dtype not in TRITON_DTYPES:
         if impl == "auto":
             return "tiled"
@@ -38,12 +41,16 @@ def chosen_impl(x: Tensor, impl: str = "auto") -> str:
     return resolved
 
 
-def _implementation(impl: str, x: Tensor) -> ModuleType:
-    if chosen_impl(x, impl) == "tiled":
-        return _tiled
-    from tilefold.ops.entmax import _triton
+def _compute(impl: str, x: Tensor, call: Callable[[ModuleType], T]) -> T:
+    """``call(module)`` with the module that computes with ``impl``."""
+    impl = settled(impl, chosen_impl(x, impl))
 
-    return _triton
+    def by_kernels() -> T:
+        from tilefold.ops.entmax import _triton
+
+        return call(_triton)
+
+    return triton_or_tiled("entmax", impl, x.device, by_kernels, lambda: call(_tiled))
 
 
 @define_op("entmax", "(Tensor x, Tensor? alpha, float constant, str impl) -> (Tensor p, Tensor support)")
@@ -51,8 +58,8 @@ def _forward(x: Tensor, alpha: Tensor | None, constant: float, impl: str) -> tup
     if alpha is not None and alpha.device.type == "cpu" and not bool(((alpha >= 1) & (alpha <= 2)).all()):
         bad = alpha[~((alpha >= 1) & (alpha <= 2))][0].item()
         raise ValueError(f"alpha must lie in [1, 2], got {bad}; parametrise it, for instance as 1 + sigmoid(theta).")
-    alpha = None if alpha is None else alpha.contiguous()  # one alpha for all rows comes expanded
-    result: tuple[Tensor, Tensor] = _implementation(impl, x).forward(x.contiguous(), alpha, constant)
+    given = None if alpha is None else alpha.contiguous()  # one alpha for all rows comes expanded
+    result: tuple[Tensor, Tensor] = _compute(impl, x, lambda m: m.forward(x.contiguous(), given, constant))
     return result
 
 
@@ -70,7 +77,9 @@ def _backward(
     dp: Tensor, p: Tensor, alpha: Tensor | None, constant: float, need_x: bool, need_alpha: bool, impl: str
 ) -> tuple[Tensor, Tensor]:
     given = None if alpha is None else alpha.contiguous()
-    dx, dalpha = _implementation(impl, p).backward(dp, p, given, constant, need_x, need_alpha)
+    inputs = (dp, p, given, constant, need_x, need_alpha)
+    grads: tuple[Tensor | None, Tensor | None] = _compute(impl, p, lambda m: m.backward(*inputs))
+    dx, dalpha = grads
     wide = torch.promote_types(p.dtype, torch.float32)
     dalpha = p.new_empty(0, dtype=wide) if dalpha is None else dalpha
     return p.new_empty(0) if dx is None else dx, dalpha if alpha is None else dalpha.to(alpha.dtype)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.checks import dtype_name
-from tilefold.ops._shared.impl import resolve_impl
+from tilefold.ops._shared.fallback import triton_or_tiled
+from tilefold.ops._shared.impl import resolve_impl, settled
 from tilefold.ops._shared.library import define_op, forbid_double_backward, gradient_needs_dispatcher, is_plain, run
 from tilefold.ops.entmax_attention import _tiled
 from tilefold.ops.entmax_attention._calls import Known, plans_of
@@ -35,7 +36,7 @@ def chosen_impl(q: Tensor, impl: str = "auto") -> str:
         ValueError: for an unknown name.
         RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
     """
-    resolved = resolve_impl(impl, q.device)
+    resolved = resolve_impl(impl, q.device, "entmax_attention")
     if resolved == "triton" and q.dtype not in TRITON_DTYPES:
         if impl == "auto":
             return "tiled"
@@ -58,18 +59,24 @@ Tensors = tuple[
 ]  # q, k, v, alpha, key_mask, cu_q, cu_k, seed
 
 
-def _run_forward(
-    q: Tensor, tensors: Tensors, known: Known, with_gradient: bool, with_support: bool
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+Forward = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
+
+
+def _run_forward(q: Tensor, tensors: Tensors, known: Known, with_gradient: bool, with_support: bool) -> Forward:
     """Output, what else backward needs and statistics, by the implementation of ``known``; ``q`` tells the device."""
     _, k, _, alpha, _, cu_q, cu_k, _ = tensors
     if alpha is not None or cu_q is not None:
         check_values(alpha, cu_q, cu_k, q, k, known.longest_k)
     options, longest_k, impl, plans = known
-    if impl == "tiled":
+
+    def tiled() -> Forward:
         return _tiled.forward(*tensors, options, with_gradient, longest_k)
-    plans = plans_of(tensors, options, longest_k) if plans is None else plans
-    return _kernels().forward(*tensors, options, with_gradient, with_support, longest_k, plans)  # type: ignore[no-any-return]
+
+    def kernels() -> Forward:
+        given = plans_of(tensors, options, longest_k) if plans is None else plans
+        return _kernels().forward(*tensors, options, with_gradient, with_support, longest_k, given)  # type: ignore[no-any-return]
+
+    return triton_or_tiled("entmax_attention", impl, q.device, kernels, tiled)
 
 
 def _run_backward(
@@ -78,15 +85,20 @@ def _run_backward(
     """Gradients of q, k, v and alpha, each laid out like its tensor; ``None`` where not needed."""
     options, longest_k, impl, plans = known
     arguments: tuple[Any, ...] = (dout, *saved, options, needs, longest_k)
-    if impl == "tiled":
-        *grads, dalpha = _tiled.backward(*arguments)
-        grads = [
+
+    def tiled() -> tuple[Tensor | None, ...]:
+        *found, of_alpha = _tiled.backward(*arguments)
+        laid_out = [
             torch.empty_like(like).copy_(g) if g is not None and g.stride() != like.stride() else g
-            for g, like in zip(grads, saved, strict=False)
+            for g, like in zip(found, saved, strict=False)
         ]
-    else:
-        plans = plans_of(saved[:8], options, longest_k) if plans is None else plans
-        *grads, dalpha = _kernels().backward(*arguments, plans)
+        return *laid_out, of_alpha
+
+    def kernels() -> tuple[Tensor | None, ...]:
+        given = plans_of(saved[:8], options, longest_k) if plans is None else plans
+        return _kernels().backward(*arguments, given)  # type: ignore[no-any-return]
+
+    *grads, dalpha = triton_or_tiled("entmax_attention", impl, dout.device, kernels, tiled)
     return *grads, None if dalpha is None else dalpha.to(saved[3].dtype)
 
 
@@ -140,9 +152,12 @@ def _forward(
     longest_k: int,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    known = Known(Options(constant, causal, window, scale, dropout_p), longest_k, chosen_impl(q, impl))
+    impl = settled(impl, chosen_impl(q, impl))
+    known = Known(Options(constant, causal, window, scale, dropout_p), longest_k, impl)
     tensors = (q, k, v, alpha, key_mask, cu_q, cu_k, seed)
     out, out2, stats, live = _run_forward(q, tensors, known, with_gradient, with_support)
+    if impl == "auto" and with_gradient and (out2 is None or not out2.numel()):
+        out2 = torch.empty_like(q)  # the tiled path took over: the shape that was promised to a compiler
     # operators return tensors only: an empty one stands for what there is not
     out2 = q.new_empty(0) if out2 is None else out2
     return out, out2, stats, q.new_empty(0, 0, 0, dtype=torch.int32) if live is None else live
@@ -210,7 +225,8 @@ def _backward(
     longest_k: int,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    known = Known(Options(constant, causal, window, scale, dropout_p), longest_k, chosen_impl(q, impl))
+    impl = settled(impl, chosen_impl(q, impl))
+    known = Known(Options(constant, causal, window, scale, dropout_p), longest_k, impl)
     saved = (q, k, v, alpha, key_mask, cu_q, cu_k, seed, out2, stats, live)
     *grads, dalpha = _run_backward(dout, saved, known, (need_q, need_k, need_v, need_alpha))
     dq, dk, dv = (q.new_empty(0) if grad is None else grad for grad in grads)

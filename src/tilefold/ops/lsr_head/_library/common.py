@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.fallback import triton_or_tiled
+from tilefold.ops._shared.impl import settled
 from tilefold.ops.lsr_head import _tiled
 from tilefold.ops.lsr_head._choice import chosen_impl
 
+T = TypeVar("T")
 HEAD = "Tensor hidden, Tensor weight, Tensor? bias"
 LAYOUT = "Tensor? attention_mask, Tensor? cu_seqlens"
 OPTIONS = "str activation, float logit_scale"
@@ -19,14 +24,16 @@ class NotAgainError(Exception):
     """Tensors that lie where the compiled kernels cannot take them: the call goes the long way."""
 
 
-def implementation(impl: str, hidden: Tensor) -> ModuleType:
-    """The module that computes with ``impl`` on ``hidden``."""
-    impl = chosen_impl(hidden, impl)
-    if impl == "tiled":
-        return _tiled
-    from tilefold.ops.lsr_head import _triton
+def compute(impl: str, hidden: Tensor, call: Callable[[ModuleType], T]) -> T:
+    """``call(module)`` with the module that computes with ``impl`` on ``hidden``."""
+    impl = settled(impl, chosen_impl(hidden, impl))
 
-    return _triton
+    def by_kernels() -> T:
+        from tilefold.ops.lsr_head import _triton
+
+        return call(_triton)
+
+    return triton_or_tiled("lsr_head", impl, hidden.device, by_kernels, lambda: call(_tiled))
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

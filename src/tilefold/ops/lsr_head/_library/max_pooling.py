@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from tilefold.ops.lsr_head._library.common import (
     OPTIONS,
     NotAgainError,
     asked_for,
+    compute,
     fake_grads,
-    implementation,
     present,
 )
 from tilefold.ops.lsr_head._library.cu_seqlens import check_cu_seqlens, looks_are_free
@@ -51,22 +52,13 @@ def _max_forward(
 ) -> tuple[Tensor, Tensor]:
     if cu_seqlens is not None and looks_are_free(hidden, impl):
         check_cu_seqlens(cu_seqlens, hidden.size(0))
-    module = implementation(impl, hidden)
-    kept = {} if plans is None or module is _tiled else {"plans": plans}
-    return module.max_forward(  # type: ignore[no-any-return]
-        hidden,
-        weight,
-        bias,
-        attention_mask,
-        cu_seqlens,
-        activation,
-        logit_scale,
-        out_dtype,
-        compute_dtype,
-        with_winners,
-        length_bound(hidden),
-        **kept,
-    )
+    inputs = (hidden, weight, bias, attention_mask, cu_seqlens, activation, logit_scale, out_dtype, compute_dtype)
+
+    def call(module: ModuleType) -> tuple[Tensor, Tensor]:
+        kept = {} if plans is None or module is _tiled else {"plans": plans}
+        return module.max_forward(*inputs, with_winners, length_bound(hidden), **kept)  # type: ignore[no-any-return]
+
+    return compute(impl, hidden, call)
 
 
 @torch.library.register_fake("tilefold::lsr_head_max")
@@ -114,23 +106,14 @@ def _max_backward(
     main_grad: Tensor | None = None,
     plans: Plans | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    module = implementation(impl, hidden)
-    more = {} if module is _tiled else {"bias_dtype": bias_dtype, "plans": plans}
-    grads = module.max_backward(
-        dscores,
-        scores,
-        winners,
-        hidden,
-        weight,
-        cu_seqlens,
-        activation,
-        logit_scale,
-        compute_dtype,
-        (need_hidden, need_weight, bias_dtype is not None),
-        main_grad,
-        **more,
-    )
-    return present(grads, hidden, bias_dtype)
+    inputs = (dscores, scores, winners, hidden, weight, cu_seqlens, activation, logit_scale, compute_dtype)
+    needs = (need_hidden, need_weight, bias_dtype is not None)
+
+    def call(module: ModuleType) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        more = {} if module is _tiled else {"bias_dtype": bias_dtype, "plans": plans}
+        return module.max_backward(*inputs, needs, main_grad, **more)  # type: ignore[no-any-return]
+
+    return present(compute(impl, hidden, call), hidden, bias_dtype)
 
 
 @torch.library.register_fake("tilefold::lsr_head_max_backward")
@@ -253,7 +236,7 @@ class _MaxHeadAgain(torch.autograd.Function):
         scores, winners = found
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(scores, winners, hidden, weight, cu_seqlens)
-        ctx.options, ctx.impl = plans["options"], "triton"
+        ctx.options, ctx.impl = plans["options"], plans["impl"]
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.main_grad, ctx.plans = main_grad, plans
         return scores  # type: ignore[no-any-return]
@@ -323,6 +306,7 @@ def max_head(
     if is_plain(hidden, weight, bias, *place):
         if plans is not None:
             plans["apply"], plans["options"] = _apply_again, (activation, logit_scale, compute_dtype)
+            plans["impl"] = impl
         if with_winners:
             return _MaxHead.apply(hidden, weight, bias, weight_main_grad, plans, *place, *options)  # type: ignore[no-any-return, no-untyped-call]
         return run(_max_forward, hidden, weight, bias, *place, *options, plans)[0]  # type: ignore[no-any-return]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from tilefold.ops.lsr_head._library.common import (
     OPTIONS,
     NotAgainError,
     asked_for,
+    compute,
     fake_grads,
-    implementation,
     present,
 )
 from tilefold.ops.lsr_head._library.cu_seqlens import check_cu_seqlens, looks_are_free
@@ -43,21 +44,13 @@ def _sum_forward(
 ) -> Tensor:
     if cu_seqlens is not None and looks_are_free(hidden, impl):
         check_cu_seqlens(cu_seqlens, hidden.size(0))
-    module = implementation(impl, hidden)
-    kept = {} if plans is None or module is _tiled else {"plans": plans}
-    return module.sum_forward(  # type: ignore[no-any-return]
-        hidden,
-        weight,
-        bias,
-        attention_mask,
-        cu_seqlens,
-        activation,
-        logit_scale,
-        out_dtype,
-        compute_dtype,
-        mean,
-        **kept,
-    )
+    inputs = (hidden, weight, bias, attention_mask, cu_seqlens, activation, logit_scale, out_dtype, compute_dtype)
+
+    def call(module: ModuleType) -> Tensor:
+        kept = {} if plans is None or module is _tiled else {"plans": plans}
+        return module.sum_forward(*inputs, mean, **kept)  # type: ignore[no-any-return]
+
+    return compute(impl, hidden, call)
 
 
 @torch.library.register_fake("tilefold::lsr_head_sum")
@@ -98,20 +91,13 @@ def _sum_backward(
     need_bias: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = implementation(impl, hidden).sum_backward(
-        dscores,
-        hidden,
-        weight,
-        bias,
-        attention_mask,
-        cu_seqlens,
-        activation,
-        logit_scale,
-        compute_dtype,
-        mean,
-        (need_hidden, need_weight, need_bias),
-    )
-    return present(grads, hidden, bias.dtype if need_bias and bias is not None else None)
+    inputs = (dscores, hidden, weight, bias, attention_mask, cu_seqlens, activation, logit_scale, compute_dtype, mean)
+    needs = (need_hidden, need_weight, need_bias)
+
+    def call(module: ModuleType) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return module.sum_backward(*inputs, needs)  # type: ignore[no-any-return]
+
+    return present(compute(impl, hidden, call), hidden, bias.dtype if need_bias and bias is not None else None)
 
 
 @torch.library.register_fake("tilefold::lsr_head_sum_backward")
@@ -197,7 +183,7 @@ class _SumHeadAgain(torch.autograd.Function):
         found = plans["forward", True](hidden, weight, None, bias, attention_mask, cu_seqlens)
         if found is None:
             raise NotAgainError
-        _save(ctx, (hidden, weight, bias, attention_mask, cu_seqlens), plans["options"], "triton")
+        _save(ctx, (hidden, weight, bias, attention_mask, cu_seqlens), plans["options"], plans["impl"])
         return found[0]  # type: ignore[no-any-return]
 
     @staticmethod
@@ -229,6 +215,7 @@ def sum_head(
         options = (activation, logit_scale, out_dtype, compute_dtype, mean, impl)
         if plans is not None:
             plans["apply"], plans["options"] = _apply_again, (activation, logit_scale, compute_dtype, mean)
+            plans["impl"] = impl
         if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs[:3]):
             return _SumHead.apply(*inputs[:3], plans, *inputs[3:], *options)  # type: ignore[no-any-return, no-untyped-call]
         return run(_sum_forward, *inputs, *options, plans)  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared._triton.launch import launcher
+from tilefold.ops._shared.fallback import KernelUnavailableError, give_up
 from tilefold.ops.lsr_head._layout import Plans, batch_size, no_winner, winner_dtype
 from tilefold.ops.lsr_head._triton.launch import as_bytes, cdiv, sm_count, tma_descriptor
 from tilefold.ops.lsr_head._triton.max_forward import _combine_kernel, _max_forward_kernel
@@ -29,13 +30,21 @@ from tilefold.ops.lsr_head._triton.steps import (
     run_plan,
     second_time,
 )
-from tilefold.ops.lsr_head.configs import MaxForwardConfig, max_forward_config, without_tma
+from tilefold.ops.lsr_head.configs import (
+    NEXT_BEST,
+    MaxForwardConfig,
+    instead_of,
+    kernel_name,
+    max_forward_config,
+    without_tma,
+)
 
 MAX_UNITS = 32
 MAX_RAGGED_UNITS = 8  # where sequences differ, each unit looks for its first one
 RAGGED_SHARES = (0.25, 0.33, 0.5, 0.75, 1.0)  # of valid rows, that a split of ragged rows is chosen for
 LONG_SEQUENCE_TILES = 16  # longer sequences are rather cut than kept in one unit
 COMBINE_BLOCK = 1024
+FOLDING = ("max_forward_hopper_kernel", "_max_forward_kernel")
 
 ORDER = ("hidden", "weight", "weight_scale", "bias", "mask", "cu_seqlens", "scores", "winners")
 PARTS = ("row_scale", "weight_scale", "bias", "offsets", "positions", "scores", "winners", "part", "part_winner")
@@ -78,8 +87,7 @@ def max_forward(
         "winners": winners,
     }
     asked = Asked(batch, activation, float(logit_scale), with_winners, cu_seqlens is not None)
-    plan = planned(tensors, asked)
-    tensors = run_plan(plan, tensors, hidden.device)
+    plan, tensors = _ran(tensors, asked, hidden.device)
     name = ("forward", with_winners)
     if plans is not None and name not in plans and second_time(plans, name):
         replay = remembered(plan, tensors, ORDER, hidden.device, plans, name)
@@ -99,7 +107,21 @@ class Asked(NamedTuple):
     packed: bool
 
 
-def planned(tensors: dict[str, Tensor | None], asked: Asked) -> Plan:
+def _ran(
+    tensors: dict[str, Tensor | None], asked: Asked, device: torch.device
+) -> tuple[Plan, dict[str, Tensor | None]]:
+    """The plan of the fastest kernel that can be built, and the tensors that it ran with."""
+    while True:
+        plan, config = planned(tensors, asked)
+        try:
+            return plan, run_plan(plan, tensors, device)
+        except KernelUnavailableError as error:
+            if error.kernel not in FOLDING or config not in NEXT_BEST:
+                raise  # nothing is behind it
+            give_up(kernel_name(config), device, str(error), instead_of(config))
+
+
+def planned(tensors: dict[str, Tensor | None], asked: Asked) -> tuple[Plan, MaxForwardConfig]:
     """The launches for tensors named as in :data:`ORDER`, of which those of a kind have one plan."""
     hidden, weight, winners = tensors["hidden"], tensors["weight"], tensors["winners"]
     if hidden is None or weight is None or winners is None:
@@ -144,7 +166,7 @@ def planned(tensors: dict[str, Tensor | None], asked: Asked) -> Plan:
         given = (*pointers[1:5], ok, *pointers[5:], *sizes)
         grid = (asked.batch, cdiv(vocab, COMBINE_BLOCK), 1)
         steps.append(Step(launcher(_combine_kernel, flags), grid, given))
-    return Plan(tuple(steps), tuple(pieces))
+    return Plan(tuple(steps), tuple(pieces)), config
 
 
 def _can_use_tma(hidden: Tensor, weight: Tensor, in_place: bool) -> bool:

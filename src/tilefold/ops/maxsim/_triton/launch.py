@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilefold.ops._shared._triton.launch import launcher
+from tilefold.ops._shared.fallback import KernelUnavailableError, give_up, given_up
 from tilefold.ops.maxsim._problem import REPLAY, TRAINING, Problem, no_winner
 from tilefold.ops.maxsim._triton.direct import can_remember, second_time
 from tilefold.ops.maxsim._triton.forward import all_pairs_kernel, combine_kernel, listed_pairs_kernel
@@ -18,6 +19,7 @@ from tilefold.ops.maxsim._triton.rows import cdiv, inverse_norms
 from tilefold.ops.maxsim._triton.stream import stream_kernel
 from tilefold.ops.maxsim.configs import ForwardConfig, forward_config, stream_config
 
+BY_TMA = "maxsim's kernels with TMA"
 PAIRINGS = {"all": 0, "grouped": 1, "index": 2}
 
 
@@ -89,7 +91,15 @@ def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
     else:
         parts = torch.empty(plan.parts, problem.n_documents, dtype=torch.float32, device=device)
         arguments = (*operands, scores, parts, saved, *plan.numbers)
-    plan.run(plan.grid, arguments)
+    try:
+        plan.run(plan.grid, arguments)
+    except KernelUnavailableError as error:
+        if plan.block is None:
+            raise
+        give_up(BY_TMA, device, str(error), "Documents are read by pointers instead: the same scores, slower.")
+        if problem.plans is not None:
+            problem.plans.pop(_plan_key(problem, queries, documents, scores.shape, with_saved), None)
+        return forward(problem, with_saved)
     combine = None
     if plan.parts:
         combine = _combine(problem, plan, queries.size(0)), (arguments[9], operands[6], scores)
@@ -134,12 +144,18 @@ def _room_for_saved(problem: Problem) -> Tensor:
 def _planned(problem: Problem, queries: Tensor, documents: Tensor, shape: tuple[int, ...], with_saved: bool) -> Plan:
     if problem.plans is None:
         return _plan(problem, queries, documents, with_saved)
-    tma, longest = can_use_tma(documents), problem.longest_query
-    key = ("forward", with_saved, tma, longest, queries.shape, documents.shape, queries.dtype, shape)
+    key = _plan_key(problem, queries, documents, shape, with_saved)
     plan: Plan | None = problem.plans.get(key)
     if plan is None:
         plan = problem.plans[key] = _plan(problem, queries, documents, with_saved)
     return plan
+
+
+def _plan_key(
+    problem: Problem, queries: Tensor, documents: Tensor, shape: tuple[int, ...], with_saved: bool
+) -> tuple[Any, ...]:
+    tma, longest = can_use_tma(documents), problem.longest_query
+    return "forward", with_saved, tma, longest, queries.shape, documents.shape, queries.dtype, shape
 
 
 def _plan(problem: Problem, queries: Tensor, documents: Tensor, with_saved: bool) -> Plan:
@@ -151,7 +167,7 @@ def _plan(problem: Problem, queries: Tensor, documents: Tensor, with_saved: bool
         stream = stream_config(documents.dtype, dim, rows, device)
     winners_in = problem.document_length if with_saved else None
     config = stream or forward_config(queries.dtype, dim, rows, device, winners_in)
-    use_tma = config.use_tma and can_use_tma(documents)
+    use_tma = config.use_tma and can_use_tma(documents) and given_up(BY_TMA, device) is None
     constants = _constants(problem, config, queries, with_saved, use_tma)
     block = [config.block_t, config.block_k] if use_tma else None
     sizes = (

@@ -1,0 +1,79 @@
+"""What runs where a kernel cannot be built: another one, after one warning; no call dies of a missing fast path.
+
+Triton may be too old or too new for a kernel, its assembler may fail, or a device may have less shared memory than a
+tile wants. The launcher then raises :class:`KernelUnavailableError`. Who planned the launch remembers that with
+:func:`give_up`, which warns, and plans the next best kernel. Behind all kernels stands the tiled torch path, for
+``impl="auto"``; ``impl="triton"`` raises.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from tilefold.ops._shared._triton import releases
+
+T = TypeVar("T")
+
+
+class KernelUnavailableError(RuntimeError):
+    """Triton cannot build ``kernel`` here, or the device cannot hold it."""
+
+    def __init__(self, kernel: str, why: str) -> None:
+        super().__init__(why)
+        self.kernel = kernel
+
+    def __str__(self) -> str:
+        return f"{self.kernel} cannot be built ({super().__str__()})"
+
+
+class FallbackWarning(UserWarning):
+    """A slower kernel, or none, runs in the place of one that cannot be built."""
+
+
+SLOWER = "The tiled torch path runs instead: the same results within rounding, several times slower."
+_GIVEN_UP: dict[tuple[str, torch.device], str] = {}
+
+
+def given_up(kernel: str, device: torch.device) -> str | None:
+    """Why ``kernel`` was given up on ``device`` in this process, or ``None`` if it was not."""
+    return _GIVEN_UP.get((kernel, device))
+
+
+def give_up(kernel: str, device: torch.device, why: str, instead: str) -> None:
+    """Remember that ``kernel`` cannot run on ``device``, and warn the first time.
+
+    Args:
+        kernel: the operator and which of its kernels, as people call them.
+        why: the reason.
+        instead: what runs in its place and what that costs, a sentence.
+    """
+    if (kernel, device) in _GIVEN_UP:
+        return
+    _GIVEN_UP[kernel, device] = why
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    text = f"{kernel} cannot run on {name} with Triton {releases.release_name()}: {why}. {instead}"
+    warnings.warn(text, FallbackWarning, stacklevel=2)
+
+
+def triton_or_tiled(
+    operator: str, impl: str, device: torch.device, kernels: Callable[[], T], tiled: Callable[[], T]
+) -> T:
+    """``kernels()``, or ``tiled()`` where they cannot be built and ``impl`` is ``"auto"``.
+
+    Raises:
+        KernelUnavailableError: where they cannot be built and ``impl`` is ``"triton"``.
+    """
+    if impl == "tiled" or (impl == "auto" and (operator, device) in _GIVEN_UP):
+        return tiled()
+    try:
+        return kernels()
+    except KernelUnavailableError as error:
+        if impl != "auto":
+            raise
+        why = str(error)
+    give_up(operator, device, why, SLOWER)
+    return tiled()
