@@ -220,3 +220,12 @@ def test_a_training_batch_on_a_gpu_is_within_budget() -> None:
     inputs = maxsim_inputs(16, 32, 32, 180, 128, layout="right", dtype=torch.bfloat16, device="cuda")
     for impl in ("tiled", "triton"):
         assert_xtr_matches(inputs, 256, impl=impl, kind="gradient_bound")
+
+
+def test_the_threshold_is_right_where_tiles_make_up_exactly_the_tokens_to_retrieve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queries, documents = torch.ones(1, 1, 1), torch.tensor([1.0, 3.0, 2.0]).view(3, 1, 1)
+    monkeypatch.setattr(_tiled_xtr, "CPU_TILE", (1, 1))
+    assert xtr_scores(queries, documents, top_k=3).tolist() == [[1, 3, 2]]
+    assert xtr_scores(queries, documents, top_k=2).tolist() == [[0, 3, 2]]

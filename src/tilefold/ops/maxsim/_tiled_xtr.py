@@ -62,9 +62,12 @@ def _maxima(tokens: Tensor, documents: Side, top_k: int, elements: int) -> tuple
             if tile.exists is not None:
                 sims.masked_fill_(~tile.exists.view(1, -1), -math.inf)
             top = sims.topk(min(top_k, sims.size(1)), dim=1).values  # NaN is the largest
-            largest = top if largest.size(1) == 0 else torch.cat([largest, top], dim=1)
-            if largest.size(1) > top_k:
-                largest = largest.topk(top_k, dim=1).values
+            if largest.size(1) == 0:
+                largest = top
+            else:
+                largest = torch.cat([largest, top], dim=1)
+                if largest.size(1) >= top_k:  # the last of them is to be the threshold
+                    largest = largest.topk(top_k, dim=1).values
             value, place = sims.view(count, *tile.rows.shape).max(dim=2)
             position = tile.rows.gather(1, place.T) - documents.starts[block.documents][:, None]
             position = position.T.int()
