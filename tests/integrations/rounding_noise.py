@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilefold.testing import CONFIDENCE, rounding_scale
 
-DRAWS = 2
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 SUMS = {"sum", "mean", "embedding_dense_backward"}
 # what moves or chooses numbers rounds nothing
@@ -50,7 +49,7 @@ class RoundingNoise(TorchDispatchMode):
             return out
         for result, scale in zip(outs, self.scales(name, func, args, kwargs or {}, outs), strict=False):
             if result is not None and scale is not None:
-                noise = scale * torch.randn(result.shape, dtype=result.dtype, generator=self.generator)
+                noise = scale * torch.randn(result.shape, generator=self.generator)
                 result.add_(torch.where(noise.isfinite(), noise, 0.0))  # masks add -inf, or the lowest number
         return out
 
@@ -106,10 +105,6 @@ def exact_and_allowed(
     """What ``run`` gives in fp64, and the Euclidean distance from it that rounding in ``dtype`` allows each tensor."""
     with sdpa_kernel(SDPBackend.MATH):  # in operations whose rounding is known
         exact = run()
-        total = dict.fromkeys(exact, 0.0)
-        for seed in range(DRAWS):
-            with RoundingNoise(dtype, seed):
-                noisy = run()
-            for name, value in exact.items():
-                total[name] += float((noisy[name] - value).square().sum())
-    return exact, {name: CONFIDENCE * (square / DRAWS) ** 0.5 for name, square in total.items()}
+        with RoundingNoise(dtype, seed=0):  # once: tensors have 32 entries and more, so a norm is hardly left to chance
+            noisy = run()
+    return exact, {name: CONFIDENCE * float((noisy[name] - value).norm()) for name, value in exact.items()}
