@@ -116,7 +116,17 @@ def _scales(rows: Tensor) -> Tensor:
 def inverse_norms(rows: Tensor) -> Tensor:
     """``[T, 1]`` inverse norms in fp32 (fp64); 0 for a zero row, and where the inverse is no number of that dtype."""
     wide = rows.to(wide_dtype(rows.dtype))
-    # divided by the largest entry first: the squares neither overflow nor vanish
+    norm = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
+    low = torch.finfo(wide.dtype).tiny ** 0.25
+    unusual = ~((norm > low) & (norm < 1 / low)).view(-1)  # squares may overflow or vanish
+    scale = norm.reciprocal_()
+    if bool(unusual.any()):
+        scale[unusual] = _inverse_norms_of_any_size(wide[unusual])
+    return scale
+
+
+def _inverse_norms_of_any_size(wide: Tensor) -> Tensor:
+    # divided by the largest entry first
     largest = torch.linalg.vector_norm(wide, math.inf, dim=1, keepdim=True)
     square = (wide / largest).square_().sum(dim=1, keepdim=True)
     scale = largest.reciprocal() * square.rsqrt()
