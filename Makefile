@@ -11,7 +11,7 @@ PEERS := .venv-pylate
 PEERS_STAMP := $(PEERS)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-portable test-pylate lint format test-gpu bench docs clean
+.PHONY: help setup demo test test-portable test-triton test-pylate lint format test-gpu bench docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -32,6 +32,9 @@ test: $(STAMP) ## Run the tests that need no GPU
 
 test-portable: $(STAMP) ## Run the tests as other CPUs add up: AVX-512, AVX2, AMD, neither (5 minutes each)
 	$(BIN)/python tests/portable.py
+
+test-triton: $(STAMP) ## Build the kernels with each release of Triton from 3.4 to 3.9; TRITONS="3.9.0" takes one
+	$(BIN)/python tests/triton_releases.py $(TRITONS:%=--triton %)
 
 $(PEERS_STAMP): Makefile
 	$(PYTHON) -m venv $(PEERS)
@@ -63,4 +66,4 @@ docs: $(STAMP) ## Check that every link and command in the documents exists
 	$(BIN)/python -m pytest tests/test_docs.py
 
 clean: ## Remove the environment and everything generated
-	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache build dist
+	rm -rf $(VENV) $(PEERS) .triton .pytest_cache .mypy_cache .ruff_cache build dist
