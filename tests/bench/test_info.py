@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 import typer
 from typer.testing import CliRunner
 
 import tilefold
-from tilefold.cli.info import OPTIONAL_PACKAGES, info
+from tilefold.cli.info import OPTIONAL_PACKAGES, info, kernel_of
+from tilefold.ops._shared import fallback
+from tilefold.ops._shared._triton import releases
+from tilefold.ops.lsr_head import configs
 
 
 def run(*arguments: str) -> str:
@@ -34,3 +38,24 @@ def test_the_text_names_the_version_the_operators_and_the_packages() -> None:
     assert f"tilefold {tilefold.__version__}" in printed
     assert "lsr_head_sparse" in printed
     assert "sentence-transformers" in printed
+
+
+def test_it_says_which_kernels_run_on_each_architecture_and_why_no_faster_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(releases, "release", lambda: (3, 5))
+    kernels = json.loads(run("--json"))["triton"]["kernels_by_compute_capability"]
+    assert kernels["9.0"]["lsr_head"][0] == "portable kernel with TMA"
+    assert "Triton 3.5 cannot give warps roles" in kernels["9.0"]["lsr_head"][1]
+    assert kernels["12.0"]["lsr_head"][0] == "portable kernel"
+    assert "Triton 3.5" in run() and "roles" in run()
+    monkeypatch.setattr(releases, "release", lambda: (3, 9))
+    kernels = json.loads(run("--json"))["triton"]["kernels_by_compute_capability"]
+    assert kernels["9.0"]["lsr_head"] == ["kernel whose warps load or compute", None]
+    monkeypatch.setattr(releases, "release", lambda: (4, 0))
+    assert "not tested with" in run().replace("\n", " ")
+
+
+def test_a_kernel_that_was_given_up_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(releases, "release", lambda: (3, 9))
+    monkeypatch.setitem(fallback._GIVEN_UP, (configs.kernel_name(configs.HOPPER_16BIT), device), "no such instruction")
+    assert kernel_of("lsr_head", (9, 0), device) == ("portable kernel with TMA", "no such instruction")

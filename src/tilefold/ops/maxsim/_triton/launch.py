@@ -17,9 +17,8 @@ from tilefold.ops.maxsim._triton.forward import all_pairs_kernel, combine_kernel
 from tilefold.ops.maxsim._triton.replay import Combine, Plan, Replay
 from tilefold.ops.maxsim._triton.rows import cdiv, inverse_norms
 from tilefold.ops.maxsim._triton.stream import stream_kernel
-from tilefold.ops.maxsim.configs import ForwardConfig, forward_config, stream_config
+from tilefold.ops.maxsim.configs import BY_TMA, ForwardConfig, forward_config, stream_config
 
-BY_TMA = "maxsim's kernels with TMA"
 PAIRINGS = {"all": 0, "grouped": 1, "index": 2}
 
 
