@@ -119,7 +119,7 @@ def inverse_norms(rows: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
     low = torch.finfo(wide.dtype).tiny ** 0.25
     unusual = ~((norm > low) & (norm < 1 / low)).view(-1)  # squares may overflow or vanish
-    scale = norm.reciprocal_()
+    scale: Tensor = norm.reciprocal_()
     if bool(unusual.any()):
         scale[unusual] = _inverse_norms_of_any_size(wide[unusual])
     return scale
