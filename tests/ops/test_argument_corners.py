@@ -176,10 +176,7 @@ def test_function_transforms_are_those_of_the_reference_or_an_error_that_says_so
         run("auto")
 
 
-BATCHED = {name: operator for name, operator in OPERATORS.items() if name != "maxsim"}
-
-
-@pytest.mark.parametrize("operator", BATCHED.values(), ids=BATCHED)
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 def test_several_gradients_at_once_are_those_one_after_the_other(operator: Callable[[Tensor, str], Tensor]) -> None:
     x = X.clone().requires_grad_()
     scores = operator(x, "auto")

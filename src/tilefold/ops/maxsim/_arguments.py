@@ -20,7 +20,7 @@ from tilefold.ops._shared.checks import (
     check_tensor,
     dtype_name,
 )
-from tilefold.ops._shared.impl import IMPLS, settled
+from tilefold.ops._shared.impl import IMPLS, check_interpreted, settled
 from tilefold.ops._shared.library import PLAIN, is_plain
 from tilefold.ops._shared.tf32 import tf32_allowed
 from tilefold.ops.maxsim._choice import chosen_impl
@@ -105,6 +105,7 @@ def prepare(
         check_choice("impl", impl, IMPLS)  # the operators choose when they run: a device cannot be asked in a trace
     else:
         impl = settled(impl, chosen_impl(queries, impl))
+        check_interpreted(impl, queries.device, queries.dtype)
     n_queries = queries.size(0) if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
     n_documents = documents.shape[:-2].numel() if cu_seqlens_d is None else cu_seqlens_d.numel() - 1
     _check_counts(mode, n_queries, n_documents, documents, cu_seqlens_d)

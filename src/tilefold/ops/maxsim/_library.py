@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilefold.ops._shared.fallback import SLOWER, give_up, triton_or_tiled
 from tilefold.ops._shared.impl import settled
-from tilefold.ops._shared.library import define_op, is_plain, no_mode, run
+from tilefold.ops._shared.library import define_op, gradient_needs_dispatcher, is_plain, no_mode, run
 from tilefold.ops.maxsim._choice import chosen_impl
 from tilefold.ops.maxsim._problem import GRADIENTS, IMPL, REPLAY, TRAINING, Problem, wide_dtype
 from tilefold.ops.maxsim.quantized import QuantizedTokens
@@ -197,7 +197,7 @@ def gradients(
     plans: dict[Any, Any] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of queries and documents, ``None`` where not needed."""
-    if not registered and not torch.is_grad_enabled():
+    if not (registered or gradient_needs_dispatcher(dscores)):
         problem = Problem(*arguments)
         problem.plans = plans
         impl = settled(impl, chosen_impl(problem.queries, impl))
@@ -296,7 +296,7 @@ class _Replayed(torch.autograd.Function):
         need_queries, need_documents, *_ = ctx.needs_input_grad
         plans = ctx.plans
         gradients_again = plans.get(GRADIENTS)
-        if gradients_again is not None and not torch.is_grad_enabled() and no_mode():
+        if gradients_again is not None and not gradient_needs_dispatcher(dscores):
             grads = gradients_again(dscores, saved, queries, documents, *others, need_queries, need_documents)
             if grads is not None:
                 return (*grads, *nothing)
