@@ -53,8 +53,8 @@ def test_a_backward_pass_costs_twice_the_forward_pass_of_the_layers_that_learn()
 
 def test_two_avx2_cores_have_a_plan_for_the_default_time() -> None:
     plan = at(0.75 * 130)  # bare products reach 130 GFLOP/s there, the model with all that is no product less
-    assert plan.size == SIZES[0]
-    assert plan.steps >= SIZES[0].fewest
+    assert plan.size in SIZES[:2]
+    assert plan.steps >= plan.size.fewest
     assert total(plan) <= 300
 
 

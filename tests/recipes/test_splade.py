@@ -119,6 +119,13 @@ def test_training_with_grouped_batches_gives_the_same_weights_again(recipe, coll
     assert_equal(tmp_path / "a", tmp_path / "b")
 
 
+def test_a_processor_held_to_avx2_trains_in_fp32() -> None:
+    program = "from tilefold.recipes.splade import supports_bf16; print(supports_bf16())"
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "CUDA_VISIBLE_DEVICES": ""}
+    told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "False"
+
+
 def test_a_finished_run_is_reused_and_other_settings_are_refused(recipe, collection, tmp_path: Path) -> None:
     recipe = replace(recipe, max_steps=1)
     train(recipe, collection, tmp_path / "m")

@@ -84,7 +84,7 @@ def make_recipe(size: Size, steps: int, seed: int) -> SpladeRecipe:
         train_max_length=size.train_length,
         start_deviations=size.start_deviations,
         frozen_layers=size.frozen_layers,
-        group_by_length=size.frozen_layers > 0,
+        group_by_length=size != _demo_plan.FULL_SIZE,
         seed=seed,
     )
 

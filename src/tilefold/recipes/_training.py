@@ -131,10 +131,15 @@ def total_steps(recipe: Recipe, n_pairs: int) -> int:
 
 
 def supports_bf16() -> bool:
-    """Whether bf16 autocast is worth it on this machine: a GPU that has it, or a CPU with AMX or AVX512-BF16."""
+    """Whether bf16 autocast is worth it on this machine: a GPU that has it, or a CPU with AMX or AVX512-BF16.
+
+    A CPU that torch uses as one with AVX2 alone (``ATEN_CPU_CAPABILITY=avx2``) has neither: bf16 would be emulated.
+    """
     import torch
 
     if torch.cuda.is_available():
         return bool(torch.cuda.is_bf16_supported())
+    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        return False
     probes = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
     return any(probe() for probe in probes if probe is not None)
