@@ -6,6 +6,7 @@ tiles are small: 32 keys are resident, 40 are walked by blocks of 16.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -141,9 +142,9 @@ def test_strided_inputs_give_what_contiguous_ones_give(target: Target) -> None:
     for n in LENGTHS[: 1 if INTERPRETED else 2]:
         inputs = entmax_attention_inputs(2, 2, n, 16, device=target.device)
         q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
-        out = entmax_attention(q, k, v, impl=target.impl)
-        assert out.stride() == q.stride()
-        assert torch.equal(out, entmax_attention(inputs.q, inputs.k, inputs.v, impl=target.impl))
+        strided = dataclasses.replace(inputs, q=q, k=k, v=v)
+        found = assert_entmax_attention_matches(strided, needs=(), impl=target.impl)  # but not bit for bit on every CPU
+        assert found["out"].stride() == q.stride()
 
 
 def test_results_repeat_bit_for_bit(target: Target) -> None:
