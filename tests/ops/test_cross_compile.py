@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.ops.cross_compile import compile_kernel, dump
+from tests.ops.machine_code import loops_of, names_of, spilled_share
 from tests.ops.test_token_scatter_compile import FLOATS, TYPES
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.token_scatter import configs
@@ -26,3 +27,32 @@ def test_spills_are_counted_as_the_disassembler_counts_them(capability: int, reg
     disassembled = re.findall(r"\b(?:LDL|STL)\b", dump(compiled.cubin, "--dump-sass"))
     assert compiled.local_memory == len(disassembled)
     assert (compiled.local_memory > 0) == (compiled.stack > 0) == (registers is not None)
+
+
+# an outer loop of 6 instructions around one of 3, then a branch that jumps over the end
+NESTED = """
+        /*0000*/                   STL [R1], R8 ;
+.L_x_0:
+        /*0010*/                   STL.64 [R1+0x8], R2 ;
+        /*0020*/                   IADD3 R2, R2, 0x1, RZ ;
+.L_x_1:
+        /*0030*/                   LDL.LU R8, [R1] ;
+        /*0040*/                   ISETP.NE.AND P0, PT, R2, RZ, PT ;
+        /*0050*/               @P0 BRA `(.L_x_1) ;
+        /*0060*/              @!P1 BRA `(.L_x_0) ;
+        /*0070*/                   BRA `(.L_x_2) ;
+        /*0080*/                   LDL R9, [R1] ;
+.L_x_2:
+        /*0090*/                   LDL R9, [R1] ;
+        /*00a0*/                   EXIT ;
+"""
+
+
+def test_loops_are_found_in_a_listing() -> None:
+    assert names_of(NESTED)[:2] == ["STL", "STL.64"]
+    assert sorted(map(sorted, loops_of(NESTED))) == [[1, 2, 3, 4, 5, 6], [3, 4, 5]]
+
+
+def test_spills_count_in_innermost_loops_only() -> None:
+    assert spilled_share(NESTED) == 1 / 3
+    assert spilled_share(NESTED.replace("LDL.LU R8, [R1]", "MOV R8, R9")) == 0

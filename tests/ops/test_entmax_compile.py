@@ -11,7 +11,8 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from tests.ops.cross_compile import Compiled, compile_kernel
+from tests.ops.cross_compile import Compiled, check_spills, compile_kernel
+from tilefold.ops._shared._triton.releases import release
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.entmax._triton import rows
 from tilefold.ops.entmax.configs import gradient_config, rows_config
@@ -28,8 +29,8 @@ CAPABILITIES = (80, 90, 100)
 SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
-def check(compiled: Compiled, capability: int, tensor_cores: bool = False) -> None:
-    assert compiled.stack == 0 and compiled.local_memory == 0, f"registers are spilled: {compiled}"
+def check(compiled: Compiled, capability: int, tensor_cores: bool = False, looped: float = 0.0) -> None:
+    check_spills(compiled, looped=looped)
     assert compiled.shared <= SHARED_LIMIT[capability], f"too much shared memory: {compiled}"
     if capability == 90 and tensor_cores:
         assert compiled.wgmma > 0, f"the products do not use wgmma: {compiled}"
@@ -92,22 +93,29 @@ class Launch:
     registers: int | None = None
 
 
-def attention_kernels(config: configs.AttentionConfig, keys: int, closed: bool) -> dict[str, Launch]:
-    """The kernels by name; ``keys`` are those of the resident kernel, ``closed`` says that alpha's form is."""
+def attention_kernels(config: configs.AttentionConfig, keys: int, kind: str) -> dict[str, Launch]:
+    """The kernels by name; ``keys`` are those of the resident kernel."""
     block, launch = {"BLOCK_M": config.rows, "BLOCK_N": config.keys}, (config.num_warps, config.num_stages)
     walk = (config.num_warps, config.forward_stages)
-    lists, root, cap = {"LISTS": True}, {"TOLERANCE": 1e-5, "NEAR": 2e-3}, config.registers if closed else None
-    wide = config.wide_registers if closed else None
+    lists, root = {"LISTS": True}, {"TOLERANCE": 1e-5, "NEAR": 2e-3}
+    config = configs.caps(config, kind, dropout=False)
+    cap = config.registers
     resident = {"BLOCK_M": config.resident_rows, "BLOCK_N": keys, "GRADIENT": True, "SUPPORT": False}
     pairs = {"BLOCK_M": config.rows, "KEYS": config.dkv_keys, "QUERIES": config.dkv_queries, "LISTS": True}
     return {
-        "resident": Launch(forward.resident_kernel, resident | root, config.resident_warps, 1),
+        "resident": Launch(forward.resident_kernel, resident | root, configs.resident_warps(config, kind), 1),
         "roots": Launch(roots.roots_kernel, block | root | lists | {"WIDTH": 32}, *walk, cap),
         "inference": Launch(forward.output_kernel, block | lists | {"GRADIENT": False, "SUPPORT": False}, *walk, cap),
-        "output": Launch(forward.output_kernel, block | lists | {"GRADIENT": True, "SUPPORT": False}, *walk, wide),
+        "output": Launch(
+            forward.output_kernel, block | lists | {"GRADIENT": True, "SUPPORT": False}, *walk, config.wide_registers
+        ),
         "dq": Launch(backward.dq_kernel, block | lists | {"NEED_Q": True, "NEED_ALPHA": False}, *launch, cap),
         "dkv": Launch(
-            backward.dkv_kernel, pairs | {"NEED_K": True, "NEED_V": True}, config.dkv_warps, config.dkv_stages, wide
+            backward.dkv_kernel,
+            pairs | {"NEED_K": True, "NEED_V": True},
+            config.dkv_warps,
+            config.dkv_stages,
+            config.dkv_registers,
         ),
     }
 
@@ -119,6 +127,10 @@ KNOWN_SPILLS = {("fp32", 64): 96, ("fp32", 128): 48, ("fp32", 256): 960}
 KNOWN_SPILLS |= {("bf16", 64, 80): 8, ("bf16", 128, 80): 56, ("bf16", 256): 48}
 END_SPILLS = 24  # of two accumulators on 9.0, where programs share a multiprocessor: put away outside the loops
 MASK_SPILLS = 72  # and with a mask, or a count of the support, in any kernel
+MASK_LOOPED = 1 / 40  # of the instructions of a loop
+TILE_LOOPED = 1 / 4  # of a loop in fp32 at 256
+# 3.4 keeps more addresses of dkv's operands on 8.0: 8 of the 672 instructions of its loop
+LOOPED = {((3, 4), 80, "dkv"): 1 / 64}
 
 
 def is_built(dtype: torch.dtype, dim: int, capability: int) -> bool:
@@ -131,8 +143,9 @@ def build(name: str, dtype: torch.dtype, dim: int, kind: str, capability: int, *
         pytest.skip("configs.is_resident never takes it there")
     config = configs.config_for(dtype, dim, tf32=False, capability=divmod(capability, 10))
     if options.get("LISTS") is False and name in ("roots", "inference"):
-        config = replace(config, rows=config.short_rows, num_warps=config.short_warps)
-    launch = attention_kernels(config, config.resident, kind != "generic")[name]
+        short = {"rows": config.short_rows, "num_warps": config.short_warps, "registers": config.short_registers}
+        config = replace(config, **short)
+    launch = attention_kernels(config, config.resident, kind)[name]
     flags = {
         "H": 12, "GROUP": 1, "D": dim, "BLOCK_D": dim, "KIND": kind, "HAS_ALPHA": kind == "generic", "CAUSAL": False,
         "WINDOW": False, "HAS_MASK": False, "PACKED": False, "DROPOUT": False, "EXACT": dim == 64,
@@ -151,11 +164,11 @@ def build(name: str, dtype: torch.dtype, dim: int, kind: str, capability: int, *
 def test_attention_kernels_build_without_spills(capability: int, dim: int, kind: str, name: str) -> None:
     compiled = build(name, torch.bfloat16, dim, kind, capability)
     if (capability, kind, dim, name) == (90, "square", 64, "output"):
-        assert compiled.stack <= END_SPILLS, f"registers are spilled: {compiled}"
+        check_spills(compiled, END_SPILLS)
     elif (capability, name) in ((80, "dq"), (80, "output")):
-        assert compiled.stack <= KNOWN_SPILLS["bf16", dim, capability], f"registers are spilled: {compiled}"
+        check_spills(compiled, KNOWN_SPILLS["bf16", dim, capability])
     else:
-        check(compiled, capability, tensor_cores=True)
+        check(compiled, capability, tensor_cores=True, looped=LOOPED.get((release(), capability, name), 0.0))
 
 
 @pytest.mark.parametrize(
@@ -164,13 +177,13 @@ def test_attention_kernels_build_without_spills(capability: int, dim: int, kind:
 def test_masks_and_layouts_spill_next_to_nothing(options: dict[str, bool]) -> None:
     for name in KERNELS[1:]:
         compiled = build(name, torch.bfloat16, 64, "square", 90, **options)
-        assert compiled.stack <= MASK_SPILLS, f"{name} spills registers: {compiled}"
+        check_spills(compiled, MASK_SPILLS, MASK_LOOPED, name)
 
 
 def test_counting_the_support_spills_next_to_nothing() -> None:
     for name in ("resident", "inference", "output"):
         compiled = build(name, torch.bfloat16, 64, "square", 90, SUPPORT=True)
-        assert compiled.stack <= MASK_SPILLS, f"{name} spills registers: {compiled}"
+        check_spills(compiled, MASK_SPILLS, MASK_LOOPED, name)
 
 
 def test_256_keys_stay_in_registers_where_nothing_is_hidden() -> None:
@@ -190,8 +203,9 @@ def test_every_head_dimension_fits_the_chip(capability: int, dtype: torch.dtype,
         if name == "resident" and not is_built(dtype, dim, capability):
             continue
         compiled = build(name, dtype, dim, "square", capability)
+        looped = LOOPED.get((release(), capability, name), 0.0)
         assert compiled.shared <= limit, f"{name} needs too much shared memory: {compiled}"
-        assert compiled.stack <= spilled, f"{name} spills registers: {compiled}"
+        check_spills(compiled, spilled, TILE_LOOPED if (dtype, dim) == (torch.float32, 256) else looped, name)
 
 
 @pytest.mark.parametrize(

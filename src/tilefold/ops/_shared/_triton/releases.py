@@ -11,6 +11,7 @@ a launcher that is known (2)           no     no     yes    no     no     no
 interpreted loops with numpy 2.4       no     no     no     yes    yes    yes
 interpreted bf16, fp8 (3)              wrong  wrong  wrong  wrong  wrong  wrong
 fused multiply-add by default (4)      yes    yes    yes    yes    yes    warns
+attention, sm_90, keeps to registers   yes    yes    yes    yes    no (8) no (7)
 =====================================  =====  =====  =====  =====  =====  =====
 
 1. There, all roles take the same arguments.
@@ -19,6 +20,8 @@ fused multiply-add by default (4)      yes    yes    yes    yes    yes    warns
 4. 3.10 will change the default, so it is asked for.
 5. Of the Hopper kernel, whose comparisons then keep a register for each place of a tile.
 6. Of the head's weight gradient on compute capability 9.0, in large batches, without a pipeline.
+7. 3.9 assembles with ptxas 13.4 and keeps its register allocation at a lower level, to work around a fault.
+8. The general form on chip does not, with 4 warps.
 
 This file imports without Triton.
 """
@@ -79,6 +82,16 @@ def release_name() -> str:
 def launches_by_address() -> bool:
     """Whether the compiled launcher takes (grid, stream, function, flags, scratch, metadata, hooks, arguments)."""
     return release() == (3, 6)
+
+
+def hopper_needs_more_registers() -> bool:
+    """Whether kernels for compute capability 9.0 spill under limits of registers that other releases keep to."""
+    return release() >= (3, 9)
+
+
+def general_form_needs_warps() -> bool:
+    """Whether rows on chip of any alpha spill with 4 warps on compute capability 9.0."""
+    return release() == (3, 8)
 
 
 def interpreter_breaks_with(numpy: str) -> bool:

@@ -96,10 +96,10 @@ def _forward_kernel(
             q_terms = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
             for n0 in range(0, n, BLOCK_N):
                 d = _distances(_scores(x_ptr, offs, n0 + places, n, mask_r), peak, e, KIND)
-                f, u, q = row_terms(d, y[:, None], inverse_c[:, None], e[:, None], KIND)
-                f_terms += f
-                u_terms += u
-                q_terms += q
+                tile_f, tile_u, tile_q = row_terms(d, y[:, None], inverse_c[:, None], e[:, None], KIND)
+                f_terms += tile_f
+                u_terms += tile_u
+                q_terms += tile_q
             f, u, q = sum_terms(f_terms, u_terms, q_terms, KIND)
         mass = tl.where(found, mass, f)
         y, low, high, before, found = next_root(y, f, u, q, low, high, before, found, e, KIND)

@@ -230,6 +230,9 @@ def dkv_kernel(
             keep = kept_keys(mask_ptr + b64 * Nk, n0, k_len, KEYS, HAS_MASK)
         k = load_rows(k_ptr + b64 * sk_b + kv64 * sk_h + tl.cast(k_base, tl.int64) * sk_n, j, sk_n, keep, D, BLOCK_D)
         v = load_rows(v_ptr + b64 * sv_b + kv64 * sv_h + tl.cast(k_base, tl.int64) * sv_n, j, sv_n, keep, D, BLOCK_D)
+        # turned here, they are put into shared memory once: Triton 3.9 would do it again in every step
+        turned_k = tl.trans(k)
+        turned_v = tl.trans(v)
         dk = tl.zeros((KEYS, BLOCK_D), tl.float32)
         dv = tl.zeros((KEYS, BLOCK_D), tl.float32)
         shift = k_len - q_len
@@ -261,7 +264,7 @@ def dkv_kernel(
                 do = load_rows(dos, i, sd_n, mask_m, D, BLOCK_D)
                 peak, y = load_stats(stats_ptr, to_row + i, stat_size, mask_m)
                 delta = tl.load(delta_ptr + to_row + i, mask=mask_m, other=0.0)
-                s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [QUERIES, KEYS]
+                s = tl.dot(q, turned_k, input_precision=PRECISION)  # [QUERIES, KEYS]
                 edge = is_edge(m0, n0, shift, k_len, window, QUERIES, KEYS, CAUSAL, WINDOW)
                 s = hide(
                     s, i[:, None], j[None, :], keep[None, :], edge, shift, scale, window,
@@ -274,7 +277,7 @@ def dkv_kernel(
                 if NEED_V:
                     dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION)
                 if NEED_K:
-                    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+                    dp = tl.dot(do, turned_v, input_precision=PRECISION)
                     if DROPOUT:
                         dp *= factor
                     ds = u * (dp - delta[:, None])

@@ -32,6 +32,7 @@ from tilefold.ops.entmax_attention.configs import (
     is_simple,
     live_shape,
     nearness,
+    resident_warps,
     row_tiles,
     span,
     tolerance,
@@ -184,12 +185,14 @@ def _plan(
     root = {"TOLERANCE": tolerance(q.dtype), "NEAR": nearness(q.dtype)}
     if resident:
         own = {"BLOCK_N": power_of_two(most), **made, **root}
-        launched = {"num_warps": config.resident_warps, "num_stages": 1}
+        launched = {"num_warps": resident_warps(config, layout.flags["KIND"]), "num_stages": 1}
         step = Step(resident_kernel, (tiles, heads, 1), (*strides, *numbers), {**flags, **own, **launched})
         return ForwardPlan(*place, step)
     flags |= {"LISTS": not short, "BLOCK_N": config.keys, "num_stages": config.forward_stages}
-    flags["num_warps"] = config.short_warps if rows != config.rows else config.num_warps
-    narrow, wide = caps(config, layout.flags["KIND"], seed is not None)
+    capped = caps(config, layout.flags["KIND"], seed is not None)
+    flags["num_warps"], narrow = config.num_warps, capped.registers
+    if rows != config.rows:
+        flags["num_warps"], narrow = config.short_warps, capped.short_registers
     return ForwardPlan(
         *place,
         None,
@@ -203,6 +206,6 @@ def _plan(
             output_kernel,
             (tiles, heads, 1),
             (*strides, *numbers, tiles, blocks),
-            {**flags, **made, "maxnreg": wide if with_gradient else narrow},
+            {**flags, **made, "maxnreg": capped.wide_registers if with_gradient else narrow},
         ),
     )

@@ -166,7 +166,7 @@ def _plan(
     operands = (*read_strides(q, packed), *read_strides(k, packed), *read_strides(v, packed))
     sizes = (*layout.sizes, q_per)
     shared = {**layout.flags, "BLOCK_M": config.rows, "LISTS": live is not None, "PRECISION": config.precision}
-    narrow, wide = caps(config, layout.flags["KIND"], seed is not None)
+    capped = caps(config, layout.flags["KIND"], seed is not None)
     dq = Step(
         dq_kernel,
         (q_tiles, heads, 1),
@@ -176,7 +176,7 @@ def _plan(
         ),
         shared
         | {"BLOCK_N": config.keys, "NEED_Q": need_q, "NEED_ALPHA": need_alpha}
-        | {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": narrow},
+        | {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": capped.registers},
     )  # fmt: skip
     dkv = None
     if need_k or need_v:
@@ -189,7 +189,7 @@ def _plan(
             ),
             shared
             | {"KEYS": config.dkv_keys, "QUERIES": config.dkv_queries, "NEED_K": need_k, "NEED_V": need_v}
-            | {"num_warps": config.dkv_warps, "num_stages": config.dkv_stages, "maxnreg": wide},
+            | {"num_warps": config.dkv_warps, "num_stages": config.dkv_stages, "maxnreg": capped.dkv_registers},
         )  # fmt: skip
     key_lists = query_lists = None
     if live is not None:
