@@ -4,7 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # torch comes first and alone, so that no other package's requirement picks another build of it.
 TORCH ?= torch==2.13.0
+# The release that the results on GPUs were measured with; `make test-triton` takes all of them. Its interpreter, and
+# those before it, need a numpy before 2.4; with a newer TRITON, NUMPY=numpy will do.
 TRITON ?= triton==3.6.0
+NUMPY ?= numpy<2.4
 STAMP := $(VENV)/.installed
 # PyLate pins older libraries, and fast-plaid, which it needs, has a release for one torch each: 2.10 is its newest.
 PEERS := .venv-pylate
@@ -19,7 +22,7 @@ help: ## Show this list
 $(STAMP): pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "$(TRITON)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "$(TRITON)" -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "$(TRITON)" "$(NUMPY)" -e ".[dev]"
 	touch $@
 
 setup: $(STAMP) ## Create the virtual environment and install everything
