@@ -198,6 +198,7 @@ class Failing:
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Callable[[Failing], launch.Launcher]:
     monkeypatch.setattr(launch, "JITFunction", Failing)
     monkeypatch.setattr(launch, "enter_context", lambda index: None)
+    monkeypatch.setattr(launch, "graph_owns_memory", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return lambda kernel: launch.Launcher(kernel, {})
 

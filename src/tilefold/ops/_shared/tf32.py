@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
-_MATMUL = torch.backends.cuda.matmul
-# PyTorch 2.9 and newer: one setting behind all switches. Once it was used, the old ones refuse to be read.
-_HAS_PRECISION = hasattr(_MATMUL, "fp32_precision")
+
+def _reader() -> Callable[[], str]:
+    """What reads the precision of fp32 products on a GPU: some microseconds a call count, so as little as there is."""
+    matmul = torch.backends.cuda.matmul
+    # PyTorch 2.9 and newer: one setting behind all switches. Once it was used, the old ones refuse to be read.
+    setting: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
+    if setting is not None:
+        return partial(setting, "cuda", "matmul")
+    if hasattr(matmul, "fp32_precision"):
+        return lambda: str(matmul.fp32_precision)
+    return lambda: "tf32" if matmul.allow_tf32 else "ieee"
+
+
+_precision = _reader()
 
 
 def tf32_allowed(dtype: torch.dtype) -> bool:
@@ -15,8 +29,4 @@ def tf32_allowed(dtype: torch.dtype) -> bool:
     ``torch.backends.cuda.matmul.fp32_precision``, ``torch.backends.fp32_precision``, ``allow_tf32`` and
     ``torch.set_float32_matmul_precision`` are all heeded.
     """
-    if dtype != torch.float32:
-        return False
-    if _HAS_PRECISION:
-        return bool(_MATMUL.fp32_precision == "tf32")
-    return bool(_MATMUL.allow_tf32)
+    return dtype == torch.float32 and _precision() == "tf32"

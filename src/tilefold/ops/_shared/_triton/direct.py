@@ -37,7 +37,8 @@ def direct(compiled: Any, grid: Grid, rest: tuple[Any, ...]) -> Callable[[tuple[
         run = compiled[grid]
 
         def by_triton(tensors: tuple[Tensor | None, ...]) -> None:
-            run(*tensors, *rest)
+            # addresses: the driver, which Triton asks about tensors, does not know all that a graph owns
+            run(*[None if tensor is None else tensor.data_ptr() for tensor in tensors], *rest)
 
         return by_triton
     function, _ = found

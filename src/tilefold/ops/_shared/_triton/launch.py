@@ -5,6 +5,7 @@ Binding some forty arguments takes Triton longer on the host than many of these 
 
 from __future__ import annotations
 
+import functools
 import subprocess
 from typing import Any
 
@@ -18,6 +19,7 @@ from tilefold.ops._shared._triton.releases import BUILD_OPTIONS
 from tilefold.ops._shared.fallback import KernelUnavailableError
 
 Grid = tuple[int, int, int]
+MOST_LAUNCHERS = 1024  # constants may be as many as shapes are
 
 
 class Launcher:
@@ -43,21 +45,28 @@ class Launcher:
         known = self._compiled.get(kind)
         if known is not None:
             compiled, tail = known
-            compiled[grid](*arguments, *tail)
+            compiled[grid](*(addresses(arguments) if graph_owns_memory() else arguments), *tail)
             return
         if kind in self._unavailable:
             raise KernelUnavailableError(self._kernel.__name__, self._unavailable[kind])
+        by_address = graph_owns_memory()
         try:
-            compiled = self._kernel[grid](*arguments, **self._constants, **BUILD_OPTIONS)
+            if by_address:
+                compiled = self._kernel.warmup(*arguments, grid=grid, **self._constants, **BUILD_OPTIONS)
+            else:
+                compiled = self._kernel[grid](*arguments, **self._constants, **BUILD_OPTIONS)
             if hasattr(compiled, "result"):  # compiled beside the program
                 compiled = compiled.result()
+            names = self._kernel.arg_names[len(arguments) :]
+            tail = tuple(self._constants[name] for name in names)
+            if by_address:
+                compiled[grid](*addresses(arguments), *tail)
         except Exception as error:
             if not is_of_the_build(error):
                 raise
             self._unavailable[kind] = what_failed(error)
             raise KernelUnavailableError(self._kernel.__name__, self._unavailable[kind]) from error
-        names = self._kernel.arg_names[len(arguments) :]
-        self._compiled[kind] = compiled, tuple(self._constants[name] for name in names)
+        self._compiled[kind] = compiled, tail
 
     def compiled(self, arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
         """The kernel that a call like this one ran, and the constants to append to its arguments."""
@@ -82,6 +91,24 @@ class Launcher:
             else:
                 kind += (type(argument), argument.base.dtype, tuple(argument.block_shape), argument.padding)
         return tuple(kind)
+
+
+@functools.cache
+def _allocates_in_stream_order() -> bool:
+    return torch.cuda.get_allocator_backend() == "cudaMallocAsync"
+
+
+def graph_owns_memory() -> bool:
+    """Whether what is allocated now belongs to the graph that is being captured, and to no device before it runs.
+
+    Triton asks the driver where every tensor lies, which then answers that it knows no such address.
+    """
+    return _allocates_in_stream_order() and torch.cuda.is_current_stream_capturing()
+
+
+def addresses(arguments: tuple[Any, ...]) -> list[Any]:
+    """``arguments`` with addresses for tensors, which Triton takes on trust."""
+    return [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments]
 
 
 def is_of_the_build(error: Exception) -> bool:
@@ -110,6 +137,8 @@ def launcher(kernel: Any, constants: dict[str, Any]) -> Launcher:
     key = (kernel, *constants.items())
     found = _LAUNCHERS.get(key)
     if found is None:
+        if len(_LAUNCHERS) >= MOST_LAUNCHERS:
+            _LAUNCHERS.clear()  # Triton has what it compiled
         found = _LAUNCHERS[key] = Launcher(kernel, constants)
     return found
 

@@ -20,6 +20,7 @@ from tilefold.ops._shared._triton.entmax import (
     sum_terms,
     weight,
 )
+from tilefold.ops._shared._triton.launch import launch
 from tilefold.ops._shared.entmax_root import kind_of
 from tilefold.ops.entmax.configs import RowsConfig, gradient_config, rows_config
 
@@ -196,11 +197,12 @@ def forward(
     if rows == 0 or n == 0:
         return out, support.zero_()
     config = rows_config(n) if config is None else config
-    _forward_kernel[(-(-rows // config.block_r),)](
-        x, alpha, out, support, rows, n, constant, BLOCK_R=config.block_r, BLOCK_N=config.block_n,
-        KIND=kind_of(None if alpha is not None else constant), HAS_ALPHA=alpha is not None, RESIDENT=config.resident,
-        num_warps=config.num_warps,
-    )  # fmt: skip
+    constants = {
+        "BLOCK_R": config.block_r, "BLOCK_N": config.block_n, "KIND": kind_of(None if alpha is not None else constant),
+        "HAS_ALPHA": alpha is not None, "RESIDENT": config.resident, "num_warps": config.num_warps,
+    }  # fmt: skip
+    arguments = (x, alpha, out, support, rows, n, constant)
+    launch(_forward_kernel, (-(-rows // config.block_r), 1, 1), arguments, constants)
     return out, support
 
 
@@ -220,9 +222,11 @@ def backward(
     if rows == 0 or n == 0:
         return dx, None if dalpha is None else dalpha.zero_()
     config = gradient_config(n) if config is None else config
-    _backward_kernel[(-(-rows // config.block_r),)](
-        dp.contiguous(), p, alpha, dx, dalpha, rows, n, constant, BLOCK_R=config.block_r, BLOCK_N=config.block_n,
-        KIND=kind_of(None if alpha is not None else constant), HAS_ALPHA=alpha is not None,
-        RESIDENT=config.resident, NEED_X=need_x, NEED_ALPHA=need_alpha, num_warps=config.num_warps,
-    )  # fmt: skip
+    constants = {
+        "BLOCK_R": config.block_r, "BLOCK_N": config.block_n, "KIND": kind_of(None if alpha is not None else constant),
+        "HAS_ALPHA": alpha is not None, "RESIDENT": config.resident, "NEED_X": need_x, "NEED_ALPHA": need_alpha,
+        "num_warps": config.num_warps,
+    }  # fmt: skip
+    arguments = (dp.contiguous(), p, alpha, dx, dalpha, rows, n, constant)
+    launch(_backward_kernel, (-(-rows // config.block_r), 1, 1), arguments, constants)
     return dx, dalpha

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilefold.ops._shared._triton.activation import activate, slope_from_logit
+from tilefold.ops._shared._triton.launch import launch
 from tilefold.ops.token_scatter._layout import batch_size
 from tilefold.ops.token_scatter._triton.tokens import (
     exponent_above,
@@ -177,13 +178,16 @@ def forward(
         if attention_mask.dtype == torch.bool:
             attention_mask = attention_mask.view(torch.uint8)
     config = scatter_config(bound, device)
-    _scatter_kernel[(batch,)](
+    arguments = (
         weights.contiguous(), input_ids.contiguous(), attention_mask, _contiguous(cu_seqlens), scores, table, slots,
         meets, counted, batch, length, tokens, vocab_size,
-        SUM=reduce == "sum", ACTIVATION=activation, IGNORE=tuple(ignore_ids), IGNORED=len(ignore_ids),
-        HAS_MASK=attention_mask is not None, PACKED=packed, WITH_COUNTED=with_counted, BLOCK=config.block, SCAN=SCAN,
-        num_warps=config.num_warps,
     )  # fmt: skip
+    constants = {
+        "SUM": reduce == "sum", "ACTIVATION": activation, "IGNORE": tuple(ignore_ids), "IGNORED": len(ignore_ids),
+        "HAS_MASK": attention_mask is not None, "PACKED": packed, "WITH_COUNTED": with_counted, "BLOCK": config.block,
+        "SCAN": SCAN, "num_warps": config.num_warps,
+    }  # fmt: skip
+    launch(_scatter_kernel, (batch, 1, 1), arguments, constants)
     return scores, counted
 
 
@@ -204,11 +208,15 @@ def backward(
     config = scatter_config(tokens if packed else length, weights.device)
     # packed lengths are not known here: as many programs a sequence as the average one can use
     programs = max(1, min(16, tokens // (batch * config.block)))
-    _gather_kernel[(batch, programs)](
+    arguments = (
         dscores, weights.contiguous(), input_ids.contiguous(), counted, _contiguous(cu_seqlens), dweights,
         batch, length, tokens, *dscores.stride(),
-        ACTIVATION=activation, PACKED=packed, BLOCK=config.block, SCAN=SCAN, num_warps=config.num_warps,
     )  # fmt: skip
+    constants = {
+        "ACTIVATION": activation, "PACKED": packed, "BLOCK": config.block, "SCAN": SCAN,
+        "num_warps": config.num_warps,
+    }  # fmt: skip
+    launch(_gather_kernel, (batch, programs, 1), arguments, constants)
     return dweights
 
 
