@@ -190,7 +190,7 @@ def test_the_kernel_rounds_a_weight_as_torch_does(dtype: torch.dtype) -> None:
     assert plain.dequantize().isfinite().all(dim=1).tolist() == quantized.dequantize().isfinite().all(dim=1).tolist()
     finite = plain.dequantize().isfinite()
     torch.testing.assert_close(quantized.scale.cpu()[finite.all(dim=1)], plain.scale[finite.all(dim=1)])
-    # a last bit of the scale may round an entry to its other neighbour
-    distance = (quantized.dequantize().cpu() - plain.dequantize())[finite].abs()
-    assert (distance <= plain.dequantize()[finite].abs() / 8 + 1e-6).all()
-    assert (distance == 0).float().mean() > 0.9
+    # the kernel divides to two units in the last place: an entry between two fp8 numbers may go to the other one
+    values = [part.values.cpu().float()[finite] for part in (quantized, plain)]
+    assert ((values[0] - values[1]).abs() <= values[1].abs() / 8 + 2.0**-9).all()
+    assert (values[0] == values[1]).float().mean() > 0.99

@@ -21,7 +21,7 @@ from tilefold.ops._shared.checks import (
     dtype_name,
 )
 from tilefold.ops._shared.impl import IMPLS, check_interpreted, settled
-from tilefold.ops._shared.library import PLAIN, is_plain
+from tilefold.ops._shared.library import PLAIN, is_plain, no_mode
 from tilefold.ops._shared.tf32 import tf32_allowed
 from tilefold.ops.maxsim._choice import chosen_impl
 from tilefold.ops.maxsim._library import check_values_of
@@ -75,7 +75,8 @@ def prepare(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`tilefold.ops.maxsim`.
     """
-    seen = None if signature is None else _SEEN.get(signature)
+    # a transform's call is checked anew: some are refused
+    seen = _SEEN.get(signature) if signature is not None and no_mode() else None
     scales: Tensor | None = None
     if seen is not None:
         if isinstance(documents, QuantizedTokens):
