@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -11,7 +12,13 @@ from torch import Tensor
 from tests.ops.conftest import Target
 from tilefold.ops import lsr_head
 from tilefold.testing import assert_within_budget, budget
-from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_truth, with_one_answer
+from tilefold.testing.lsr_head import (
+    LSRHeadInputs,
+    lsr_head_inputs,
+    lsr_head_results,
+    lsr_head_truth,
+    with_one_answer,
+)
 
 LAYOUTS = ("right", "packed")
 
@@ -49,16 +56,58 @@ def test_every_entry_of_the_vocabulary_has_a_range_of_its_own(target: Target, la
     assert ((buffer / sizes[:, None] - truth).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", [1e-12, 1e5], ids=str)
-def test_gradients_of_any_size_reach_fp32_token_states_under_autocast(target: Target, layout: str, size: float) -> None:
-    inputs = fp16_problem(target, layout)
-    truth = lsr_head_truth(inputs, needs=("hidden",))["dhidden"]
-    inputs = dataclasses.replace(inputs, hidden=inputs.hidden.float().requires_grad_())
+def fp32_gradients(target: Target, inputs: LSRHeadInputs, dscores: Tensor, pooling: str) -> dict[str, Tensor]:
+    """Gradients of fp32 token states, weight and bias whose products are taken in fp16."""
+    inputs = dataclasses.replace(inputs.cast(torch.float32), dscores=dscores)
     with torch.autocast(target.device, dtype=torch.float16):
-        scores = lsr_head(
-            inputs.hidden, inputs.weight.float(), inputs.bias, **inputs.layout,
-            out_dtype=torch.float32, impl=target.impl,
-        )  # fmt: skip
-    (found,) = torch.autograd.grad(scores, inputs.hidden, size * inputs.dscores.float())
-    assert_within_budget(found / size, truth, torch.float16, kind="gradient", name="dhidden")
+        return lsr_head_results(inputs, pooling=pooling, out_dtype=torch.float32, impl=target.impl)
+
+
+POOLINGS = ("max", "sum", "mean", "cls", "last")
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [1e-12, 1e5, 1e12], ids=str)
+def test_gradients_of_any_size_reach_fp32_parameters_under_autocast(
+    target: Target, layout: str, size: float, pooling: str
+) -> None:
+    inputs = with_one_answer(fp16_problem(target, layout), pooling)
+    truth = lsr_head_truth(inputs, pooling=pooling)
+    found = fp32_gradients(target, inputs, size * inputs.dscores.float(), pooling)
+    for name in ("dhidden", "dweight", "dbias"):
+        assert_within_budget(found[name] / size, truth[name], torch.float16, kind="gradient", name=name)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "last"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_with_one_token_every_row_of_both_gradients_has_a_range_of_its_own(
+    target: Target, layout: str, pooling: str
+) -> None:
+    inputs = with_one_answer(fp16_problem(target, layout), pooling)
+    dscores = inputs.dscores.float()
+    for name, sizes in (
+        ("dhidden", torch.logspace(-12, 9, 5, device=target.device)[:, None]),
+        ("dweight", torch.logspace(-12, 9, 21, device=target.device)),
+    ):
+        truth = lsr_head_truth(inputs, pooling=pooling, needs=(name[1:],))[name]
+        found = fp32_gradients(target, inputs, sizes * dscores, pooling)[name]
+        if name == "dweight" or inputs.cu_seqlens is None:
+            found = found / sizes[:, None]
+        else:
+            found = found / sizes[:, 0].repeat_interleave(inputs.cu_seqlens.diff())[:, None]
+        assert_within_budget(found, truth, torch.float16, kind="gradient", name=name)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_an_infinite_gradient_does_not_hide_in_the_range(target: Target, pooling: str) -> None:
+    inputs = fp16_problem(target, "full")
+    dscores = inputs.dscores.float()
+    dscores[1, 3], dscores[2, 5] = math.inf, math.nan
+    found = fp32_gradients(target, inputs, dscores, pooling)
+    expected = lsr_head_truth(inputs, pooling=pooling)
+    assert not found["dhidden"][1].isfinite().all()
+    assert found["dhidden"][2].isnan().any()
+    assert not found["dweight"][[3, 5]].isfinite().any()
+    rest = [v for v in range(21) if v not in (3, 5)]
+    assert_within_budget(found["dweight"][rest], expected["dweight"][rest], torch.float16, kind="gradient")

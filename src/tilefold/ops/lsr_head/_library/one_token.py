@@ -10,6 +10,7 @@ from torch import Tensor
 from tilefold.ops._shared.library import define_op, forbid_double_backward, gradient_needs_dispatcher, is_plain, run
 from tilefold.ops.lsr_head._activation import activate, slope_from_score
 from tilefold.ops.lsr_head._library.common import asked_for, fake_grads, present, product
+from tilefold.ops.lsr_head._range import largest_finite, unit_of
 
 
 @define_op(
@@ -68,10 +69,21 @@ def _token_backward(
     wide = torch.promote_types(compute_dtype, torch.float32)
     grad = dscores.to(wide) * slope_from_score(scores.to(wide), activation)
     dbias = grad.sum(dim=0) if bias_dtype is not None else None
-    grad = (grad * logit_scale).to(compute_dtype)
-    dtoken = product(grad, weight.to(compute_dtype)).to(token.dtype) if need_token else None
-    dweight = product(grad.T, token.to(compute_dtype)).to(weight.dtype) if need_weight else None
+    grad = grad * logit_scale
+    if compute_dtype == torch.float16 and grad.numel():
+        dtoken = _product_in_fp16(grad, weight).to(token.dtype) if need_token else None
+        dweight = _product_in_fp16(grad.T, token).to(weight.dtype) if need_weight else None
+    else:
+        grad = grad.to(compute_dtype)
+        dtoken = product(grad, weight.to(compute_dtype)).to(token.dtype) if need_token else None
+        dweight = product(grad.T, token.to(compute_dtype)).to(weight.dtype) if need_weight else None
     return present((dtoken, dweight, dbias), token, bias_dtype)
+
+
+def _product_in_fp16(grad: Tensor, other: Tensor) -> Tensor:
+    """``grad @ other`` in fp32 by fp16 products; every row of ``grad`` has a range of its own."""
+    unit = unit_of(largest_finite(grad, dim=1))  # [rows, 1]
+    return product((grad / unit).half(), other.half()).mul_(unit)
 
 
 @torch.library.register_fake("tilefold::lsr_head_token_backward")

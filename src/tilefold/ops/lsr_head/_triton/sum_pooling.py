@@ -16,6 +16,7 @@ from torch import Tensor
 from tilefold.ops._shared._triton.launch import launcher
 from tilefold.ops._shared._triton.offsets import narrowed
 from tilefold.ops.lsr_head._layout import Plans, batch_size
+from tilefold.ops.lsr_head._range import largest_finite, unit_of
 from tilefold.ops.lsr_head._triton.activation import activate, slope_from_logit
 from tilefold.ops.lsr_head._triton.launch import as_bytes, cdiv
 from tilefold.ops.lsr_head._triton.launch_forward import ORDER, Forward
@@ -248,6 +249,11 @@ def sum_backward(
     slab = min(slab, cdiv(vocab, 8) * 8)
     dlogits = torch.zeros(rows.size(0), slab, dtype=compute_dtype, device=hidden.device)
     length = hidden.size(1) if cu_seqlens is None else 0
+    unit, scale = None, logit_scale
+    if compute_dtype == torch.float16 and batch:
+        # dlogits in units that fp16 holds; whatever is made of them is fp32 until it is taken back
+        unit = _unit_of_dlogits(dscores, mask, cu_seqlens, length, mean)
+        dscores, scale = dscores / unit, unit * logit_scale
     run = launcher(_dlogits_kernel, _launch_options(hidden, bias, mask, activation, mean, config))
     for v0 in range(0, vocab, slab):
         v1 = min(v0 + slab, vocab)
@@ -259,11 +265,27 @@ def sum_backward(
         if drows is not None:
             drows += _wide_product(part, compute_weight[v0:v1])
         if dweight is not None:
-            dweight[v0:v1] = _wide_product(part.T, clean_rows) * logit_scale
+            dweight[v0:v1] = _wide_product(part.T, clean_rows) * scale
         if dbias is not None:
             dbias[v0:v1] = part.sum(dim=0, dtype=torch.float32)
-    dhidden = None if drows is None else (drows * logit_scale).to(hidden.dtype).view(hidden.shape)
+    if dbias is not None and unit is not None:
+        dbias *= unit
+    dhidden = None if drows is None else (drows * scale).to(hidden.dtype).view(hidden.shape)
     return dhidden, dweight, dbias
+
+
+def _unit_of_dlogits(
+    dscores: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, length: int, mean: bool
+) -> Tensor:
+    """What the gradients of all logits, none steeper than 1, are to be divided by in fp16; on the device."""
+    largest = largest_finite(dscores.float(), dim=1)  # [B, 1]
+    if mean and cu_seqlens is not None:
+        largest /= cu_seqlens.diff().clamp(min=1)[:, None]
+    elif mean and mask is not None:
+        largest /= (mask != 0).sum(dim=1, keepdim=True).clamp(min=1)
+    elif mean:
+        largest /= max(length, 1)
+    return unit_of(largest.amax())
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
