@@ -249,7 +249,8 @@ def sum_backward(
     slab = min(slab, cdiv(vocab, 8) * 8)
     dlogits = torch.zeros(rows.size(0), slab, dtype=compute_dtype, device=hidden.device)
     length = hidden.size(1) if cu_seqlens is None else 0
-    unit, scale = None, logit_scale
+    unit: Tensor | None = None
+    scale: float | Tensor = logit_scale
     if compute_dtype == torch.float16 and batch:
         # dlogits in units that fp16 holds; whatever is made of them is fp32 until it is taken back
         unit = _unit_of_dlogits(dscores, mask, cu_seqlens, length, mean)
