@@ -321,7 +321,7 @@ def test_transforms_and_compilers_see_the_registered_operator_after_eager_calls(
         return (out * inputs.dout).sum()
 
     eager = entmax_attention_results(inputs, impl=target.impl, needs=("q",))["dq"]
-    with pytest.raises(RuntimeError, match="impl must be 'reference' under torch.func.grad"):
+    with pytest.raises(RuntimeError, match=r"impl must be 'reference' under torch\.func\.grad"):
         torch.func.grad(loss)(inputs.q)
     leaf = inputs.q.clone().requires_grad_()
     torch.compile(loss, fullgraph=True, backend="aot_eager")(leaf).backward()

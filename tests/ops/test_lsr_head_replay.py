@@ -363,7 +363,7 @@ def test_transforms_forward_mode_and_the_compiler_see_what_they_saw_before() -> 
     def loss(hidden: Tensor) -> Tensor:
         return lsr_head(hidden, inputs.weight, inputs.bias, **inputs.layout).sum()
 
-    with pytest.raises(RuntimeError, match="impl must be 'reference' under torch.func.grad"):
+    with pytest.raises(RuntimeError, match=r"impl must be 'reference' under torch\.func\.grad"):
         torch.func.grad(loss)(inputs.hidden)
     with pytest.raises(RuntimeError, match="forward-mode"):
         torch.func.jvp(loss, (inputs.hidden,), (inputs.hidden,))

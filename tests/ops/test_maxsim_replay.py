@@ -269,7 +269,7 @@ def test_transforms_and_the_compiler_see_the_registered_operator() -> None:
     def loss(queries: Tensor) -> Tensor:
         return (maxsim(queries, inputs.documents) * inputs.dscores).sum()
 
-    with pytest.raises(RuntimeError, match="impl must be 'reference' under torch.func.grad"):
+    with pytest.raises(RuntimeError, match=r"impl must be 'reference' under torch\.func\.grad"):
         torch.func.grad(loss)(inputs.queries)
     compiled = torch.compile(maxsim, backend="aot_eager", fullgraph=True)
     grads = torch.autograd.grad(compiled(*leaves), leaves, inputs.dscores)

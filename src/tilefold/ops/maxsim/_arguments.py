@@ -75,8 +75,9 @@ def prepare(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`tilefold.ops.maxsim`.
     """
-    # a transform's call is checked anew: some are refused
-    seen = _SEEN.get(signature) if signature is not None and no_mode() else None
+    if not no_mode():  # a transform's call is checked anew: some are refused
+        signature = None
+    seen = None if signature is None else _SEEN.get(signature)
     scales: Tensor | None = None
     if seen is not None:
         if isinstance(documents, QuantizedTokens):
