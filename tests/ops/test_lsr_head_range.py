@@ -79,6 +79,16 @@ def test_gradients_of_any_size_reach_fp32_parameters_under_autocast(
         assert_within_budget(found[name] / size, truth[name], torch.float16, kind="gradient", name=name)
 
 
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_scores_in_fp16_keep_their_size(target: Target, layout: str, pooling: str) -> None:
+    inputs = with_one_answer(fp16_problem(target, layout), pooling)
+    truth = lsr_head_truth(inputs, pooling=pooling)
+    for name, found in lsr_head_results(inputs, pooling=pooling, impl=target.impl).items():
+        kind = "forward" if name == "scores" else "gradient"
+        assert_within_budget(found, truth[name], torch.float16, kind=kind, name=name)
+
+
 @pytest.mark.parametrize("pooling", ["cls", "last"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_with_one_token_every_row_of_both_gradients_has_a_range_of_its_own(

@@ -253,6 +253,7 @@ def sum_backward(
     scale: float | Tensor = logit_scale
     if compute_dtype == torch.float16 and batch:
         # dlogits in units that fp16 holds; whatever is made of them is fp32 until it is taken back
+        dscores = dscores.float()  # in fp16 those of a mean, not yet divided by the length, would not fit
         unit = _unit_of_dlogits(dscores, mask, cu_seqlens, length, mean)
         dscores, scale = dscores / unit, unit * logit_scale
     run = launcher(_dlogits_kernel, _launch_options(hidden, bias, mask, activation, mean, config))
@@ -279,7 +280,7 @@ def _unit_of_dlogits(
     dscores: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, length: int, mean: bool
 ) -> Tensor:
     """What the gradients of all logits, none steeper than 1, are to be divided by in fp16; on the device."""
-    largest = largest_finite(dscores.float(), dim=1)  # [B, 1]
+    largest = largest_finite(dscores, dim=1)  # [B, 1]
     if mean and cu_seqlens is not None:
         largest /= cu_seqlens.diff().clamp(min=1)[:, None]
     elif mean and mask is not None:
