@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +12,10 @@ import typer
 from typer.testing import CliRunner
 
 import tilefold
-from tilefold.cli.info import OPTIONAL_PACKAGES, info, kernel_of
+from tilefold.cli.info import OPTIONAL_PACKAGES, collect, info, kernel_of
 from tilefold.ops._shared import fallback
 from tilefold.ops._shared._triton import releases
+from tilefold.ops._shared.impl import triton_installed
 from tilefold.ops.lsr_head import configs
 
 
@@ -52,6 +55,27 @@ def test_it_says_which_kernels_run_on_each_architecture_and_why_no_faster_ones(m
     assert kernels["9.0"]["lsr_head"] == ["kernel whose warps load or compute", None]
     monkeypatch.setattr(releases, "release", lambda: (4, 0))
     assert "not tested with" in run().replace("\n", " ")
+
+
+def test_asking_warns_of_nothing_and_gives_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper = SimpleNamespace(name="a Hopper GPU", major=9, minor=0, total_memory=2**36, multi_processor_count=132)
+    monkeypatch.setattr(releases, "release", lambda: (3, 5))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: hopper)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a Hopper GPU")
+    given_up = dict(fallback._GIVEN_UP)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fallback.FallbackWarning)
+        facts = collect()
+        run()
+    assert given_up == fallback._GIVEN_UP
+    assert facts["configs"]["lsr_head"]["bfloat16"]["use_tma"]
+    assert not facts["configs"]["lsr_head"]["bfloat16"]["warp_roles"]
+    if triton_installed():
+        assert "cannot give warps roles" in facts["operators"]["lsr_head"]["cuda"]["why_not_faster"]
 
 
 def test_a_kernel_that_was_given_up_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,13 +262,30 @@ def test_a_release_without_warp_roles_is_told_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "a Hopper GPU")
     monkeypatch.setattr(configs.releases, "why_no_warp_roles", lambda: "Triton 3.4 cannot")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert configs.max_forward_config(torch.bfloat16, device) == configs.TMA_16BIT  # asking warns of nothing
+        configs.give_up_missing(torch.float32, device)  # which has no such kernel
     with pytest.warns(
         FallbackWarning, match="lsr_head's kernel whose warps load or compute cannot run on a Hopper GPU"
     ):
-        assert configs.max_forward_config(torch.bfloat16, device) == configs.TMA_16BIT
+        configs.give_up_missing(torch.bfloat16, device)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        configs.give_up_missing(torch.float16, device)
         assert configs.max_forward_config(torch.float16, device) == configs.TMA_16BIT
+
+
+def test_a_launch_gives_up_what_the_release_cannot_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilefold.ops.lsr_head._triton import launch_forward
+
+    asked: list[tuple[torch.dtype, torch.device]] = []
+    monkeypatch.setattr(launch_forward, "give_up_missing", lambda dtype, device: asked.append((dtype, device)))
+    monkeypatch.setattr(launch_forward, "planned", lambda tensors, wanted: (None, configs.INTERPRETED))
+    monkeypatch.setattr(launch_forward, "run_plan", lambda plan, tensors, device: {})
+    wanted = launch_forward.Asked(1, "none", 1.0, False, False)
+    launch_forward._ran({"weight": torch.empty(8, 16, dtype=torch.bfloat16)}, wanted, CPU)
+    assert asked == [(torch.bfloat16, CPU)]
 
 
 def test_devices_with_little_shared_memory_get_small_tiles() -> None:

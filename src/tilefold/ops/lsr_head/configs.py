@@ -75,16 +75,25 @@ def without_tma(config: MaxForwardConfig) -> MaxForwardConfig:
 
 
 def max_forward_config(dtype: torch.dtype, device: torch.device) -> MaxForwardConfig:
-    """The forward configuration for ``dtype`` on ``device``, of those that were not given up there."""
+    """The forward configuration for ``dtype`` on ``device``, of those that were not given up there.
+
+    It may be asked at any time: nothing is given up and nothing warned of; see :func:`give_up_missing`.
+    """
     if device.type != "cuda" or triton_interpreted():
         return INTERPRETED
-    capability = torch.cuda.get_device_capability(device)
-    config = max_forward_config_for(capability, dtype, tf32_allowed(dtype))
-    if capability == (9, 0) and config in NEXT_BEST and (why := releases.why_no_warp_roles()) is not None:
-        give_up(kernel_name(HOPPER_16BIT), device, why, instead_of(HOPPER_16BIT))
+    config = max_forward_config_for(torch.cuda.get_device_capability(device), dtype, tf32_allowed(dtype))
     while config in NEXT_BEST and given_up(kernel_name(config), device) is not None:
         config = NEXT_BEST[config]
     return config
+
+
+def give_up_missing(dtype: torch.dtype, device: torch.device) -> None:
+    """Give up the kernel that ``device`` would run in ``dtype`` if this release of Triton had it: before a launch."""
+    why = releases.why_no_warp_roles()
+    if why is None or dtype == torch.float32 or device.type != "cuda" or triton_interpreted():
+        return
+    if torch.cuda.get_device_capability(device) == (9, 0):
+        give_up(kernel_name(HOPPER_16BIT), device, why, instead_of(HOPPER_16BIT))
 
 
 def kernel_name(config: MaxForwardConfig) -> str:

@@ -33,6 +33,7 @@ from tilefold.ops.lsr_head._triton.steps import (
 from tilefold.ops.lsr_head.configs import (
     NEXT_BEST,
     MaxForwardConfig,
+    give_up_missing,
     instead_of,
     kernel_name,
     max_forward_config,
@@ -111,6 +112,8 @@ def _ran(
     tensors: dict[str, Tensor | None], asked: Asked, device: torch.device
 ) -> tuple[Plan, dict[str, Tensor | None]]:
     """The plan of the fastest kernel that can be built, and the tensors that it ran with."""
+    if (weight := tensors["weight"]) is not None:
+        give_up_missing(weight.dtype, device)
     while True:
         plan, config = planned(tensors, asked)
         try:
