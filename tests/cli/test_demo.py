@@ -19,7 +19,7 @@ from tilefold.recipes.splade import SpladeRecipe
 from tilefold.retrieval import encode_texts
 from tilefold.retrieval.evaluation import evaluate
 
-TINY = Size(8, 24, 24, 16, 4, 1, 1e-3, None, 2, 3)
+TINY = Size(8, 24, 24, 16, 4, 1e-3, 2, 3)
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def small_demo(masked_lm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's own steps over 16 documents, a narrow model and tiny heads, so that they take seconds."""
     monkeypatch.setattr(_demo_steps, "BASE_MODEL", masked_lm)
     monkeypatch.setattr(_demo_plan, "SIZES", (TINY,))
-    monkeypatch.setattr(_demo_plan, "FULL_SIZE", replace(TINY, documents=None, frozen_layers=0, fewest=2, most=2))
+    monkeypatch.setattr(_demo_plan, "FULL_SIZE", replace(TINY, documents=None, fewest=2, most=2))
     monkeypatch.setattr(_demo_steps, "HEAD_WIDTH", (16, 512))
     monkeypatch.setattr(_demo_plan, "HEAD_BATCHES", (1,))
     monkeypatch.setattr(_demo_data, "HELD_OUT", 4)

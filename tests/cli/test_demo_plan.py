@@ -46,14 +46,13 @@ def test_the_operations_of_a_token_are_those_that_torch_counts() -> None:
     assert Work.of(config, 24).encoding * ids.numel() == pytest.approx(counter.get_total_flops(), rel=1e-6)
 
 
-def test_a_backward_pass_costs_twice_the_forward_pass_of_the_layers_that_learn() -> None:
-    assert WORK.training(6) == WORK.encoding
-    assert WORK.training(0) - WORK.training(3) == pytest.approx(WORK.encoder)
+def test_a_backward_pass_costs_twice_the_forward_pass_of_the_encoder() -> None:
+    assert WORK.training == WORK.encoding + 2 * WORK.encoder
 
 
 def test_two_avx2_cores_have_a_plan_for_the_default_time() -> None:
     plan = at(0.75 * 130)  # bare products reach 130 GFLOP/s there, the model with all that is no product less
-    assert plan.size in SIZES[:2]
+    assert plan.size == SIZES[0]
     assert plan.steps >= plan.size.fewest
     assert total(plan) <= 300
 

@@ -41,7 +41,7 @@ class Stages:
             f"{size.batch_size} pairs; about {operations / 1e12:.1f} TFLOP at "
             f"{operations / (expected - seconds['other']) / 1e9:,.0f} GFLOP/s, {duration(expected)} from here"
         )
-        if not isinstance(plan.minutes, str) and expected + self.elapsed > MINUTE * plan.minutes:
+        if not isinstance(plan.minutes, str) and expected + self.elapsed > 1.1 * MINUTE * plan.minutes:
             _common.note(
                 f"  {plan.minutes:g} minutes are too few for a result on this machine: this is the least that shows "
                 f"one, and will take {duration(expected + self.elapsed)}"

@@ -21,7 +21,6 @@ ROUNDS = 2  # the first pays for memory and caches
 def measure(recipe: SpladeRecipe, collection: Collection, order: list[str], judged: int) -> tuple[Speed, Work, Texts]:
     """Encode, and train on, a few batches as `recipe` will; what the texts of the collection hold in tokens."""
     from tilefold.integrations.sentence_transformers import accelerate
-    from tilefold.recipes._cheaper import freeze_lower_layers
     from tilefold.recipes._quiet import quiet_libraries
     from tilefold.recipes.splade import load_base_model
 
@@ -29,8 +28,6 @@ def measure(recipe: SpladeRecipe, collection: Collection, order: list[str], judg
     with quiet_libraries():
         model = load_base_model(recipe, texts)
         accelerate(model)
-        if recipe.frozen_layers:
-            freeze_lower_layers(model, recipe.frozen_layers)
         lengths = [len(ids) for ids in model.tokenizer(texts, truncation=False, verbose=False)["input_ids"]]
         sample = sorted(texts[:: max(1, len(texts) // ENCODED)][:ENCODED], key=len)
         mean = sum(min(length, recipe.max_length) for length in lengths) / len(lengths)
@@ -85,7 +82,7 @@ def _training(
 
     query_length = float(sides[0]["attention_mask"].shape[1])
     tokens = len(names) * query_length + int(sides[1]["attention_mask"].sum())
-    return tokens * work.training(recipe.frozen_layers) / _seconds(step), query_length
+    return tokens * work.training / _seconds(step), query_length
 
 
 def _features(model: Any, texts: list[str]) -> dict[str, Any]:

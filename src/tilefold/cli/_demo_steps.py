@@ -82,8 +82,6 @@ def make_recipe(size: Size, steps: int, seed: int) -> SpladeRecipe:
         learning_rate=size.learning_rate,
         max_length=size.max_length,
         train_max_length=size.train_length,
-        start_deviations=size.start_deviations,
-        frozen_layers=size.frozen_layers,
         group_by_length=size != _demo_plan.FULL_SIZE,
         seed=seed,
     )

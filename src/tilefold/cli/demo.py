@@ -113,7 +113,7 @@ def _plan(
     with stages.step("measuring this machine: encoding and training on a few batches") as done:
         recipe = _demo_steps.make_recipe(size, size.fewest, seed)
         speed, work, texts = _demo_speed.measure(recipe, collection, order, judged)
-        training = speed.training / work.training(size.frozen_layers)
+        training = speed.training / work.training
         done(f"tokens/s: {speed.encoding / work.encoding:,.0f} forward, {training:,.0f} forward + backward")
     if isinstance(asked, str):
         plan = _demo_plan.size_plan(asked, size, speed, work, texts)
