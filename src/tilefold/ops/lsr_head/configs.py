@@ -127,6 +127,7 @@ class MaxBackwardConfig:
         dweight_block_v, dweight_block_d: vocabulary entries and hidden dimensions of a tile of the weight gradient.
         dweight_block_b, dweight_block_e: sequences whose entries are listed at a time, entries of one product.
         dweight_programs: programs of the weight gradient on a multiprocessor.
+        dweight_registers: what a thread of it may take at most, ``None`` for as many as the assembler likes.
         precision: ``input_precision`` of fp32 products.
     """
 
@@ -145,13 +146,19 @@ class MaxBackwardConfig:
     dweight_programs: int = 8
     dweight_warps: int = 4
     dweight_stages: int = 2
+    dweight_registers: int | None = None
     precision: str = "ieee"
 
 
 BACKWARD_16BIT = MaxBackwardConfig()
+BACKWARD_BLACKWELL_FP16 = replace(BACKWARD_16BIT, dweight_block_e=16)  # with 32, scaling spills on some releases
 BACKWARD_HOPPER = MaxBackwardConfig(dweight_block_d=256, dweight_block_b=16, dweight_block_e=16, dweight_stages=1)
 BACKWARD_HOPPER_LARGE_BATCH = replace(
     BACKWARD_HOPPER, dweight_block_b=32, dweight_stages=2 if releases.long_lists_want_stages() else 1
+)
+# scaling would take 152 registers, and a multiprocessor then holds three programs where four do
+BACKWARD_HOPPER_LARGE_BATCH_FP16 = replace(
+    BACKWARD_HOPPER_LARGE_BATCH, dweight_registers=168 if releases.scaled_entries_want_registers() else 128
 )
 BACKWARD_FP32 = MaxBackwardConfig(block_e=32, dweight_block_e=16)
 BACKWARD_INTERPRETED = MaxBackwardConfig(
@@ -174,9 +181,12 @@ def max_backward_config(dtype: torch.dtype, device: torch.device, batch: int) ->
         return BACKWARD_INTERPRETED
     if dtype == torch.float32:
         return BACKWARD_FP32
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return BACKWARD_16BIT
-    return BACKWARD_HOPPER if batch <= BACKWARD_HOPPER_LARGE_BATCH.dweight_block_b else BACKWARD_HOPPER_LARGE_BATCH
+    capability, half = torch.cuda.get_device_capability(device), dtype == torch.float16
+    if capability != (9, 0):
+        return BACKWARD_BLACKWELL_FP16 if half and capability >= (10, 0) else BACKWARD_16BIT
+    if batch <= BACKWARD_HOPPER_LARGE_BATCH.dweight_block_b:
+        return BACKWARD_HOPPER
+    return BACKWARD_HOPPER_LARGE_BATCH_FP16 if half else BACKWARD_HOPPER_LARGE_BATCH
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ Gluon has the warp roles of ``wgmma``  no     no (1) yes    yes    yes    yes
 Gluon's TMA load                       copy   copy   copy   copy   load   load
 places of winners spill registers (5)  -      -      no     no     yes    yes
 long lists of entries spill (6)        no     no     no     yes    no     no
+scaled entries spill in 128 (7)        yes    no     no     no     no     no
 a launcher that is known (2)           no     no     yes    no     no     no
 interpreted loops with numpy 2.4       no     no     no     yes    yes    yes
 interpreted bf16, fp8 (3)              wrong  wrong  wrong  wrong  wrong  wrong
@@ -22,6 +23,7 @@ attention, sm_90, keeps to registers   yes    yes    yes    yes    no (8) no (7)
 6. Of the head's weight gradient on compute capability 9.0, in large batches, without a pipeline.
 7. 3.9 assembles with ptxas 13.4 and keeps its register allocation at a lower level, to work around a fault.
 8. The general form on chip does not, with 4 warps.
+7. Of the same kernel in fp16, with offsets in int64, held to 128 registers.
 
 This file imports without Triton.
 """
@@ -72,6 +74,11 @@ def lean_places() -> bool:
 def long_lists_want_stages() -> bool:
     """Whether the head's weight gradient of large batches spills unless its loads are pipelined."""
     return release() == (3, 7)
+
+
+def scaled_entries_want_registers() -> bool:
+    """Whether the head's weight gradient of large batches in fp16 spills where 128 registers are all it may take."""
+    return release() == (3, 4)
 
 
 def release_name() -> str:

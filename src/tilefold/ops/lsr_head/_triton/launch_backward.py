@@ -204,6 +204,8 @@ def _weight_plan(problem: Problem, need_weight: bool, need_bias: bool, accumulat
         "PRECISION": config.precision,
         "num_warps": config.dweight_warps, "num_stages": config.dweight_stages, **p.flags,
     }  # fmt: skip
+    if config.dweight_registers is not None:
+        constants["maxnreg"] = config.dweight_registers
     given = ("dscores", "scores", "winners", "rows", "cu_seqlens", "own_codes", "own_grads", "dweight", "dbias")
     numbers = (*p.sizes, p.logit_scale, *p.strides)
     pieces = (Piece("own_codes", (entries,), torch.int64), Piece("own_grads", (entries,), p.dtype))
