@@ -123,14 +123,14 @@ def attention_kernels(config: configs.AttentionConfig, keys: int, kind: str) -> 
 KERNELS = ["resident", "roots", "inference", "output", "dq", "dkv"]
 # Bytes of stack that are known, and documented: fp32 through three TF32 products, whose halves of the
 # queries stay in registers. On 8.0 the output kernel spills 56 bytes at head dimension 128 in 16 bits.
-KNOWN_SPILLS = {("fp32", 64): 96, ("fp32", 128): 48, ("fp32", 256): 960}
+KNOWN_SPILLS = {("fp32", 64): 96, ("fp32", 128): 48, ("fp32", 256): 1024 if release() == (3, 4) else 960}
 KNOWN_SPILLS |= {("bf16", 64, 80): 8, ("bf16", 128, 80): 56, ("bf16", 256): 48}
 END_SPILLS = 24  # of two accumulators on 9.0, where programs share a multiprocessor: put away outside the loops
 MASK_SPILLS = 72  # and with a mask, or a count of the support, in any kernel
 MASK_LOOPED = 1 / 40  # of the instructions of a loop
 TILE_LOOPED = 1 / 4  # of a loop in fp32 at 256
-# 3.4 keeps more addresses of dkv's operands on 8.0: 8 of the 672 instructions of its loop
-LOOPED = {((3, 4), 80, "dkv"): 1 / 64}
+# 3.4 keeps more addresses of dkv's operands: on 8.0 8 of the 672 instructions of its loop, in fp32 1 of 1475
+LOOPED = {((3, 4), "bf16", 80, "dkv"): 1 / 64, ((3, 4), "fp32", 90, "dkv"): 1e-3, ((3, 4), "fp32", 100, "dkv"): 1e-3}
 
 
 def is_built(dtype: torch.dtype, dim: int, capability: int) -> bool:
@@ -168,7 +168,7 @@ def test_attention_kernels_build_without_spills(capability: int, dim: int, kind:
     elif (capability, name) in ((80, "dq"), (80, "output")):
         check_spills(compiled, KNOWN_SPILLS["bf16", dim, capability])
     else:
-        check(compiled, capability, tensor_cores=True, looped=LOOPED.get((release(), capability, name), 0.0))
+        check(compiled, capability, tensor_cores=True, looped=LOOPED.get((release(), "bf16", capability, name), 0.0))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_every_head_dimension_fits_the_chip(capability: int, dtype: torch.dtype,
         if name == "resident" and not is_built(dtype, dim, capability):
             continue
         compiled = build(name, dtype, dim, "square", capability)
-        looped = LOOPED.get((release(), capability, name), 0.0)
+        looped = LOOPED.get((release(), NAMES[dtype], capability, name), 0.0)
         assert compiled.shared <= limit, f"{name} needs too much shared memory: {compiled}"
         check_spills(compiled, spilled, TILE_LOOPED if (dtype, dim) == (torch.float32, 256) else looped, name)
 

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from tests.ops.cross_compile import Compiled, compile_kernel
+from tests.ops.cross_compile import Compiled, check_spills, compile_kernel
 from tilefold.ops._shared._triton.releases import lean_places, why_no_warp_roles
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.lsr_head import configs
@@ -34,6 +34,7 @@ SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 FP8 = torch.float8_e4m3fn
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", FP8: "fp8e4nv"}
 DIM = 768
+OTHER_RELEASES = 16  # bytes that others than 3.6 may put away, once for many rounds of a loop
 
 
 def common_types(dtype: torch.dtype) -> dict[str, str]:
@@ -54,7 +55,7 @@ def common_types(dtype: torch.dtype) -> dict[str, str]:
 
 
 def check(compiled: Compiled, capability: int, tensor_cores: bool) -> None:
-    assert compiled.stack == 0 and compiled.local_memory == 0, f"registers are spilled: {compiled}"
+    check_spills(compiled, others=OTHER_RELEASES)
     assert compiled.shared <= SHARED_LIMIT[capability], f"too much shared memory: {compiled}"
     if capability == 90 and tensor_cores:
         assert compiled.wgmma > 0, f"the products do not use wgmma: {compiled}"
@@ -150,14 +151,15 @@ def test_the_other_activations_build_without_spills(activation):
     check(compile_kernel(kernel, types, constants, 90, config.num_warps, config.num_stages), 90, tensor_cores=True)
 
 
-BACKWARDS = [(capability, torch.bfloat16, configs.BACKWARD_16BIT) for capability in CAPABILITIES]
-BACKWARDS += [(capability, torch.float32, configs.BACKWARD_FP32) for capability in CAPABILITIES]
-BACKWARDS += [(90, torch.bfloat16, configs.BACKWARD_HOPPER)]
-BACKWARDS += [(90, torch.bfloat16, configs.BACKWARD_HOPPER_LARGE_BATCH)]
-BACKWARDS += [(80, torch.float16, configs.BACKWARD_16BIT), (100, torch.float16, configs.BACKWARD_BLACKWELL_FP16)]
-BACKWARDS += [(90, torch.float16, configs.BACKWARD_HOPPER)]
-BACKWARDS += [(90, torch.float16, configs.BACKWARD_HOPPER_LARGE_BATCH_FP16)]
-BACKWARDS = [(*case, offsets) for offsets in ("*i32", "*i64") for case in BACKWARDS]
+def backwards():
+    """Each compute capability, dtype and configuration that is launched there, for small and for large batches."""
+    for capability in CAPABILITIES:
+        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+            for batch in (16, 64):
+                yield capability, dtype, configs.max_backward_config_for(divmod(capability, 10), dtype, batch)
+
+
+BACKWARDS = [(*case, offsets) for offsets in ("*i32", "*i64") for case in dict.fromkeys(backwards())]
 
 
 @pytest.mark.parametrize(("capability", "dtype", "config", "offsets"), BACKWARDS)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared._triton.releases import general_form_needs_warps, hopper_needs_more_registers
+from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.tf32 import tf32_allowed
 
@@ -86,14 +86,16 @@ def config_for(dtype: torch.dtype, head_dim: int, tf32: bool, capability: tuple[
         block, warps, resident = (32, 8, 64) if head_dim <= 64 else (16, 4, 32)
         precision = "tf32" if tf32 else "tf32x3"
         config = AttentionConfig(block, block, warps, 1, precision, resident, block, warps, block, block, warps, 1, 1)
+        if head_dim > 128 and capability < (9, 0) and releases.roots_want_stages():
+            config = replace(config, forward_stages=2)
         return replace(config, short_rows=block, short_warps=warps)
     if head_dim > 128:
         return AttentionConfig(32, 32, 8, 2, "ieee", 64, 32, 8, 32, 32, 8, 1, short_rows=32)
     if hopper and head_dim <= 64:
         config = AttentionConfig(64, 64, 4, 2, "ieee", 128, 64, 4, 64, 64, 4, 2, forward_stages=3, programs=4)
         config = replace(config, resident_simple=256, short_rows=128, dkv_registers=168)
-        config = replace(config, short_registers=128, general_warps=8 if general_form_needs_warps() else 0)
-        if hopper_needs_more_registers():
+        config = replace(config, short_registers=128, general_warps=8 if releases.general_form_needs_warps() else 0)
+        if releases.hopper_needs_more_registers():
             # under the others' limits 2 to 8% of the instructions of a loop move spilled values, 6% with causality
             return replace(config, registers=168, programs=3)
         return replace(config, registers=128, wide_registers=168)

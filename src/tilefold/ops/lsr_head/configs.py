@@ -161,6 +161,9 @@ BACKWARD_HOPPER_LARGE_BATCH_FP16 = replace(
     BACKWARD_HOPPER_LARGE_BATCH, dweight_registers=168 if releases.scaled_entries_want_registers() else 128
 )
 BACKWARD_FP32 = MaxBackwardConfig(block_e=32, dweight_block_e=16)
+AMPERE_STAGES = 1 if releases.pipelined_lists_spill() else 2
+BACKWARD_AMPERE = replace(BACKWARD_16BIT, dweight_stages=AMPERE_STAGES)
+BACKWARD_FP32_AMPERE = replace(BACKWARD_FP32, dweight_stages=AMPERE_STAGES)
 BACKWARD_INTERPRETED = MaxBackwardConfig(
     block_r=16,
     split_v=64,
@@ -175,18 +178,25 @@ BACKWARD_INTERPRETED = MaxBackwardConfig(
 )
 
 
+def max_backward_config_for(capability: tuple[int, int], dtype: torch.dtype, batch: int) -> MaxBackwardConfig:
+    """The backward configuration for a compute capability, for ``batch`` sequences."""
+    if dtype == torch.float32:
+        return BACKWARD_FP32 if capability >= (9, 0) else BACKWARD_FP32_AMPERE
+    half = dtype == torch.float16
+    if capability < (9, 0):
+        return BACKWARD_AMPERE
+    if capability > (9, 0):
+        return BACKWARD_BLACKWELL_FP16 if half else BACKWARD_16BIT
+    if batch <= BACKWARD_HOPPER_LARGE_BATCH.dweight_block_b:
+        return BACKWARD_HOPPER
+    return BACKWARD_HOPPER_LARGE_BATCH_FP16 if half else BACKWARD_HOPPER_LARGE_BATCH
+
+
 def max_backward_config(dtype: torch.dtype, device: torch.device, batch: int) -> MaxBackwardConfig:
     """The backward configuration for ``dtype`` on ``device``, for ``batch`` sequences."""
     if device.type != "cuda" or triton_interpreted():
         return BACKWARD_INTERPRETED
-    if dtype == torch.float32:
-        return BACKWARD_FP32
-    capability, half = torch.cuda.get_device_capability(device), dtype == torch.float16
-    if capability != (9, 0):
-        return BACKWARD_BLACKWELL_FP16 if half and capability >= (10, 0) else BACKWARD_16BIT
-    if batch <= BACKWARD_HOPPER_LARGE_BATCH.dweight_block_b:
-        return BACKWARD_HOPPER
-    return BACKWARD_HOPPER_LARGE_BATCH_FP16 if half else BACKWARD_HOPPER_LARGE_BATCH
+    return max_backward_config_for(torch.cuda.get_device_capability(device), dtype, batch)
 
 
 @dataclass(frozen=True)

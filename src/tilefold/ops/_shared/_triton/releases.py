@@ -7,12 +7,14 @@ Gluon has the warp roles of ``wgmma``  no     no (1) yes    yes    yes    yes
 Gluon's TMA load                       copy   copy   copy   copy   load   load
 places of winners spill registers (5)  -      -      no     no     yes    yes
 long lists of entries spill (6)        no     no     no     yes    no     no
-scaled entries spill in 128 (7)        yes    no     no     no     no     no
+scaled entries spill in 128 (9)        yes    no     no     no     no     no
+lists spill in a pipeline (10)         yes    yes    no     no     no     no
 a launcher that is known (2)           no     no     yes    no     no     no
 interpreted loops with numpy 2.4       no     no     no     yes    yes    yes
 interpreted bf16, fp8 (3)              wrong  wrong  wrong  wrong  wrong  wrong
 fused multiply-add by default (4)      yes    yes    yes    yes    yes    warns
 attention, sm_90, keeps to registers   yes    yes    yes    yes    no (8) no (7)
+roots of one stage get registers (11)  no     yes    yes    yes    yes    yes
 =====================================  =====  =====  =====  =====  =====  =====
 
 1. There, all roles take the same arguments.
@@ -23,7 +25,9 @@ attention, sm_90, keeps to registers   yes    yes    yes    yes    no (8) no (7)
 6. Of the head's weight gradient on compute capability 9.0, in large batches, without a pipeline.
 7. 3.9 assembles with ptxas 13.4 and keeps its register allocation at a lower level, to work around a fault.
 8. The general form on chip does not, with 4 warps.
-7. Of the same kernel in fp16, with offsets in int64, held to 128 registers.
+9. Of the same kernel as 6 in fp16, with offsets in int64, held to 128 registers.
+10. Of that kernel on compute capability 8.0: in fp32 with 3.4, in 16 bits with 3.5.
+11. Of attention in fp32 with heads wider than 128, on 8.0: the assembler of 3.4 gives that kernel 32.
 
 This file imports without Triton.
 """
@@ -81,6 +85,11 @@ def scaled_entries_want_registers() -> bool:
     return release() == (3, 4)
 
 
+def pipelined_lists_spill() -> bool:
+    """Whether the head's weight gradient spills on compute capability 8.0 where its loads are pipelined."""
+    return release() in ((3, 4), (3, 5))
+
+
 def release_name() -> str:
     """The release, as people write it."""
     return ".".join(map(str, release()))
@@ -99,6 +108,11 @@ def hopper_needs_more_registers() -> bool:
 def general_form_needs_warps() -> bool:
     """Whether rows on chip of any alpha spill with 4 warps on compute capability 9.0."""
     return release() == (3, 8)
+
+
+def roots_want_stages() -> bool:
+    """Whether attention's roots get next to no registers on 8.0, in fp32 and wide heads, unless loads are pipelined."""
+    return release() == (3, 4)
 
 
 def interpreter_breaks_with(numpy: str) -> bool:
