@@ -54,7 +54,7 @@ def forward_constants(
         "D": dim, "BLOCK_Q": config.block_q, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k,
         "UNIFORM_Q": True, "UNIFORM_D": True, "HAS_QMASK": False, "HAS_DMASK": False, "MASK_ZERO": False,
         "HAS_SCALE": False, "SMOOTH": False, "WITH_SAVED": False, "NO_WINNER": 65535, "USE_TMA": config.use_tma,
-        "PRECISION": config.precision, "INTEGER": dtype == torch.int8,
+        "PRECISION": config.precision, "INTEGER": dtype == torch.int8, "NORMALIZED": False,
     } | changes  # fmt: skip
 
 
@@ -63,7 +63,7 @@ VARIANTS = {
     "training": {"WITH_SAVED": True},
     "masked": {"WITH_SAVED": True, "HAS_QMASK": True, "HAS_DMASK": True},
     "everything": {"WITH_SAVED": True, "HAS_QMASK": True, "HAS_DMASK": True, "MASK_ZERO": True, "HAS_SCALE": True,
-                   "UNIFORM_Q": False, "UNIFORM_D": False},
+                   "NORMALIZED": True, "UNIFORM_Q": False, "UNIFORM_D": False},
     "smooth": {"WITH_SAVED": True, "SMOOTH": True, "HAS_DMASK": True},
 }  # fmt: skip
 

@@ -28,7 +28,7 @@ from tilefold.ops.maxsim._triton.device import (
 def _products(
     q, query_ptr, row0, rows, power, doc_src, start, t0, n_rows,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, USE_TMA: tl.constexpr,
-    PRECISION: tl.constexpr, INTEGER: tl.constexpr, HAS_SCALE: tl.constexpr,
+    PRECISION: tl.constexpr, INTEGER: tl.constexpr, NORMALIZED: tl.constexpr,
 ):  # fmt: skip
     """``[BLOCK_Q, BLOCK_T]`` products of a query tile (``q`` where the dimension fits, else loaded) and a tile."""
     kind: tl.constexpr = tl.int32 if INTEGER else tl.float32
@@ -44,7 +44,7 @@ def _products(
         for k0 in range(0, D, BLOCK_K):
             k = k0 + tl.arange(0, BLOCK_K)
             part = load_block(query_ptr, row0, rows, k, D, BLOCK_Q)
-            if HAS_SCALE and not INTEGER:
+            if NORMALIZED:
                 part = times_power(part, power)
             if USE_TMA:
                 d = doc_src.load([first, k0])
@@ -58,12 +58,12 @@ def _products(
 def _query_rows(
     query_ptr, mask_ptr, scale_ptr, row0, rows, row, inside,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SCALE: tl.constexpr,
-    INTEGER: tl.constexpr,
+    NORMALIZED: tl.constexpr,
 ):  # fmt: skip
     """The first block of a query tile, which of its rows are kept, and their scales.
 
-    A scale is in two parts: the power of two that the rows are multiplied by, so that their products are numbers of
-    fp32, and what is left for their maxima.
+    An inverse norm is in two parts: the power of two that the rows are multiplied by, so that their products are
+    numbers of fp32, and what is left for their maxima.
     """
     q = load_block(query_ptr, row0, rows, tl.arange(0, BLOCK_K), D, BLOCK_Q)
     kept = inside
@@ -73,7 +73,7 @@ def _query_rows(
     power = scale
     if HAS_SCALE:
         scale = tl.load(scale_ptr + row, mask=inside, other=0.0)
-        if not INTEGER:
+        if NORMALIZED:
             power, scale = split_scale(scale)
             q = times_power(q, power)
     return q, kept, scale, power
@@ -101,7 +101,7 @@ def all_pairs_kernel(
     DIRECT: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr,
     HAS_DMASK: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr, SMOOTH: tl.constexpr,
     WITH_SAVED: tl.constexpr, NO_WINNER: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
-    INTEGER: tl.constexpr,
+    INTEGER: tl.constexpr, NORMALIZED: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -111,7 +111,7 @@ def all_pairs_kernel(
     inside = tl.arange(0, BLOCK_Q) < rows
     q, kept_q, row_scale, power = _query_rows(
         query_ptr, query_mask_ptr, query_scale_ptr, row0, rows, row, inside, D, BLOCK_Q, BLOCK_K, HAS_QMASK, HAS_SCALE,
-        INTEGER,
+        NORMALIZED,
     )  # fmt: skip
     first_q = sequence_at(cu_q_ptr, row0, Nq, length_q, UNIFORM_Q)
     last_q = sequence_at(cu_q_ptr, row0 + rows - 1, Nq, length_q, UNIFORM_Q)
@@ -137,7 +137,7 @@ def all_pairs_kernel(
         length = end - start
         acc = _products(
             q, query_ptr, row0, rows, power, doc_src, start, t0, Td, D, BLOCK_Q, BLOCK_T, BLOCK_K, USE_TMA, PRECISION,
-            INTEGER, HAS_SCALE,
+            INTEGER, NORMALIZED,
         )  # fmt: skip
         acc, part = mask_tile(
             acc, start, length, t0, row_scale, doc_mask_ptr, doc_scale_ptr, BLOCK_T, HAS_DMASK, MASK_ZERO, HAS_SCALE,
@@ -223,6 +223,7 @@ def listed_pairs_kernel(
     UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr, HAS_DMASK: tl.constexpr,
     MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr, SMOOTH: tl.constexpr, WITH_SAVED: tl.constexpr,
     NO_WINNER: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr, INTEGER: tl.constexpr,
+    NORMALIZED: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0)
     if PAIRING == INDEX:
@@ -244,14 +245,14 @@ def listed_pairs_kernel(
         inside = row < q_end
         q, kept_q, row_scale, power = _query_rows(
             query_ptr, query_mask_ptr, query_scale_ptr, r0, q_end - r0, row, inside, D, BLOCK_Q, BLOCK_K, HAS_QMASK,
-            HAS_SCALE, INTEGER,
+            HAS_SCALE, NORMALIZED,
         )  # fmt: skip
         best, state = fresh(BLOCK_Q, SMOOTH)
         parts = 0
         for t0 in tl.range(0, length, BLOCK_T):
             acc = _products(
                 q, query_ptr, r0, q_end - r0, power, doc_src, start, t0, Td, D, BLOCK_Q, BLOCK_T, BLOCK_K, USE_TMA,
-                PRECISION, INTEGER, HAS_SCALE,
+                PRECISION, INTEGER, NORMALIZED,
             )  # fmt: skip
             acc, part = mask_tile(
                 acc, start, length, t0, row_scale, doc_mask_ptr, doc_scale_ptr, BLOCK_T, HAS_DMASK, MASK_ZERO,

@@ -176,7 +176,8 @@ def _plan(problem: Problem, queries: Tensor, documents: Tensor, with_saved: bool
     temperature = (problem.temperature, 1.0 / problem.temperature if problem.temperature else 0.0)
     slots = sm_count(device) * config.programs
     if stream is not None:
-        constants = {name: constants[name] for name in constants if name not in ("SMOOTH", "WITH_SAVED", "NO_WINNER")}
+        unused = ("SMOOTH", "WITH_SAVED", "NO_WINNER", "NORMALIZED")
+        constants = {name: constants[name] for name in constants if name not in unused}
         grid = (plan_splits(1, problem.n_documents, slots), 1, 1)
         return Plan("stream", launcher(stream_kernel, constants), grid, block, sizes)
     if not everything:
@@ -212,6 +213,7 @@ def _constants(
         "USE_TMA": use_tma,
         "PRECISION": config.precision,
         "INTEGER": queries.dtype == torch.int8,
+        "NORMALIZED": problem.normalize,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
