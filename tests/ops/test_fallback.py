@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
@@ -99,6 +101,9 @@ class Unbuildable(ModuleType):
     """Kernels of which none can be built."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):  # what ``inspect`` asks every module for
+            raise AttributeError(name)
+
         def fails(*args: Any, **kwargs: Any) -> None:
             raise KernelUnavailableError("_some_kernel", "PTXASError: no such instruction")
 
@@ -174,6 +179,52 @@ def test_a_gradient_that_cannot_be_built_is_computed_by_the_tiled_path(
     with pytest.warns(FallbackWarning, match="^lsr_head cannot run"):
         grads = torch.autograd.grad(scores.square().sum(), (hidden, weight))
     assert all(torch.equal(a, b) for a, b in zip(grads, head("tiled")[1:], strict=True))
+
+
+@pytest.mark.parametrize("with_gradient", [True, False])
+@pytest.mark.parametrize("n", [20, 150])  # without and with a map of live blocks
+def test_a_compiler_is_told_the_shapes_that_come_whichever_path_runs(
+    no_kernel_builds: None, with_gradient: bool, n: int
+) -> None:
+    operator = torch.ops.tilefold.entmax_attention.default
+    tensors = [seeded(2, 2, n, 16).detach() for _ in range(3)]
+
+    def shapes(fake: bool) -> list[torch.Size]:
+        mode = FakeTensorMode()
+        given = [mode.from_tensor(t) for t in tensors] if fake else tensors
+        with mode if fake else contextlib.nullcontext():
+            results = operator(*given, *[None] * 5, 1.7, False, -1, 0.25, 0.0, with_gradient, False, n, "auto")
+        return [result.shape for result in results]
+
+    promised = shapes(fake=True)
+    assert (promised[3].numel() > 0) == (n == 150)
+    with pytest.warns(FallbackWarning, match="^entmax_attention cannot run"):
+        assert shapes(fake=False) == promised  # the path is changed in the call
+    assert shapes(fake=False) == promised  # and before the call
+    assert shapes(fake=True) == promised
+
+
+@pytest.mark.parametrize("impl", ["auto", "tiled", "reference"])
+def test_offsets_that_nobody_looked_at_are_checked_by_the_path_that_reads_them(
+    no_kernel_builds: None, monkeypatch: pytest.MonkeyPatch, impl: str
+) -> None:
+    from tilefold.ops.entmax_attention import _library as attention_library
+
+    # as on a GPU, where nobody looks before the path is chosen
+    monkeypatch.setattr(attention_library, "check_values", lambda *arguments: None)
+    rows, good, bad = seeded(5, 2, 8), torch.tensor([0, 3, 5]), torch.tensor([0, 3, 4])
+    for cu_q, cu_k, bound, text in (
+        (bad, good, 5, "cu_seqlens_q must start with 0"),
+        (good, bad, 5, "cu_seqlens_k must start with 0"),
+        (good, good, 2, "max_seqlen_k must be at least 3"),
+    ):
+        fallback._GIVEN_UP.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            with pytest.raises(ValueError, match=text):
+                tilefold.entmax_attention(
+                    rows, rows, rows, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_k=bound, impl=impl
+                )
 
 
 class Failing:

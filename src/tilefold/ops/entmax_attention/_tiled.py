@@ -32,7 +32,7 @@ def forward(
     options: Options,
     with_gradient: bool,
     longest_k: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, None, Tensor, None]:
     """Output, nothing, statistics ``[4, B, H, Nq]`` (peak, root, mass, support), nothing."""
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros_like(q)
@@ -48,7 +48,7 @@ def forward(
             if seed is not None:
                 p = p * _dropout(seed, group, q, first, last, p.size(-1), options).to(wide)
             target[:, :, first:last] = (_grouped(p, values) @ values).reshape(*p.shape[:3], -1)
-    return out, q.new_empty(0), stats, q.new_empty(0, dtype=torch.int32)
+    return out, None, stats, None
 
 
 def backward(
@@ -61,9 +61,9 @@ def backward(
     cu_q: Tensor | None,
     cu_k: Tensor | None,
     seed: Tensor | None,
-    out2: Tensor,
+    out2: Tensor | None,
     stats: Tensor,
-    live: Tensor,
+    live: Tensor | None,
     options: Options,
     needs: tuple[bool, bool, bool, bool],
     longest_k: int,

@@ -113,10 +113,10 @@ def entmax_attention(
         causal: a query sees no key behind its own place.
         window: a query sees keys at most this far from its place; 2^30 and more is no window.
         cu_seqlens_q: ``[B + 1]`` int32 offsets of packed queries. On the CPU offsets that do not describe the rows
-            raise; on a GPU, where looking costs a synchronisation, they make every output NaN.
+            raise; the kernels, where looking would cost a synchronisation, make every output NaN of them.
         cu_seqlens_k: the same of packed keys; both or neither.
         max_seqlen_k: a bound of the length of packed key sequences, which spares work; by default all of k. A longer
-            sequence is an error on the CPU, and NaN everywhere on a GPU, where looking would wait for the device.
+            sequence is an error, but for the kernels, which make every output NaN of it.
         key_padding_mask: ``[B, Nk]``, nonzero = keep, in any pattern; not for packed input.
         scale: multiplies the products; by default ``D ** -0.5``.
         dropout_p: probability in [0, 1) that a weight is dropped; the others grow by ``1 / (1 - dropout_p)``.
@@ -161,7 +161,8 @@ def entmax_attention(
     if dropout_p > 0:
         seed = torch.randint(1 << 62, (1,), dtype=torch.int64, device=q.device, generator=generator)
     if known.impl == "reference":
-        _library.check_values(alphas, cu_seqlens_q, cu_seqlens_k, q, k, known.longest_k)
+        _library.check_values(alphas, None, None, q, k, known.longest_k)
+        _library.check_offsets(cu_seqlens_q, cu_seqlens_k, q, k, known.longest_k)
         out, tau, support = _reference.attention(
             q, k, v, alphas, key_padding_mask, cu_seqlens_q, cu_seqlens_k, seed, options
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -18,9 +17,10 @@ from tilefold.ops._shared.library import define_op, forbid_double_backward, grad
 from tilefold.ops.entmax_attention import _tiled
 from tilefold.ops.entmax_attention._calls import Known, plans_of
 from tilefold.ops.entmax_attention._geometry import Options, stats_shape
+from tilefold.ops.entmax_attention._library.values import check_offsets, check_values
 from tilefold.ops.entmax_attention.configs import is_simple, live_shape
 
-__all__ = ["attention", "chosen_impl"]
+__all__ = ["attention", "check_offsets", "check_values", "chosen_impl"]
 
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? alpha, Tensor? key_mask, Tensor? cu_q, Tensor? cu_k, Tensor? seed"
@@ -36,7 +36,12 @@ def chosen_impl(q: Tensor, impl: str = "auto") -> str:
         ValueError: for an unknown name.
         RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
     """
-    resolved = resolve_impl(impl, q.device, "entmax_attention")
+    return _chosen(q, impl, "entmax_attention")
+
+
+def _chosen(q: Tensor, impl: str, operator: str) -> str:
+    """See :func:`chosen_impl`; without an ``operator``, as if no kernel of it had been given up."""
+    resolved = resolve_impl(impl, q.device, operator)
     if resolved == "triton" and q.dtype not in TRITON_DTYPES:
         if impl == "auto":
             return "tiled"
@@ -70,6 +75,7 @@ def _run_forward(q: Tensor, tensors: Tensors, known: Known, with_gradient: bool,
     options, longest_k, impl, plans = known
 
     def tiled() -> Forward:
+        check_offsets(cu_q, cu_k, q, k, longest_k)  # which it reads on the host, wherever they lie
         return _tiled.forward(*tensors, options, with_gradient, longest_k)
 
     def kernels() -> Forward:
@@ -102,32 +108,6 @@ def _run_backward(
     return *grads, None if dalpha is None else dalpha.to(saved[3].dtype)
 
 
-def check_values(
-    alpha: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, q: Tensor, k: Tensor, longest_k: int
-) -> None:
-    """Check what can be read without a synchronisation.
-
-    Raises:
-        ValueError: for alphas outside [1, 2], or offsets that do not describe the rows.
-    """
-    if alpha is not None and alpha.device.type == "cpu" and not bool(((alpha >= 1) & (alpha <= 2)).all()):
-        bad = alpha[~((alpha >= 1) & (alpha <= 2))][0].item()
-        raise ValueError(f"alpha must lie in [1, 2], got {bad}; parametrise it, for instance as 1 + sigmoid(theta).")
-    for name, offsets, rows in (("cu_seqlens_q", cu_q, q.size(0)), ("cu_seqlens_k", cu_k, k.size(0))):
-        if offsets is None or offsets.device.type != "cpu":
-            continue
-        values = offsets.tolist()
-        lengths = [after - before for before, after in itertools.pairwise(values)]
-        if values[0] != 0 or values[-1] != rows or min(lengths, default=0) < 0:
-            raise ValueError(
-                f"{name} must start with 0, never fall and end at the number of rows {rows}, got {values}; build it as "
-                "the cumulative sum of the sequence lengths with a 0 in front."
-            )
-        longest = max(lengths, default=0)
-        if name == "cu_seqlens_k" and longest > longest_k:
-            raise ValueError(f"max_seqlen_k must be at least {longest}, the longest sequence of keys, got {longest_k}.")
-
-
 @define_op(
     "entmax_attention",
     f"({_TENSORS}, {_OPTIONS}, bool with_gradient, bool with_support, SymInt longest_k, str impl)"
@@ -152,15 +132,34 @@ def _forward(
     longest_k: int,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    impl = settled(impl, chosen_impl(q, impl))
+    asked, impl = impl, settled(impl, chosen_impl(q, impl))
     known = Known(Options(constant, causal, window, scale, dropout_p), longest_k, impl)
     tensors = (q, k, v, alpha, key_mask, cu_q, cu_k, seed)
     out, out2, stats, live = _run_forward(q, tensors, known, with_gradient, with_support)
-    if impl == "auto" and with_gradient and (out2 is None or not out2.numel()):
-        out2 = torch.empty_like(q)  # the tiled path took over: the shape that was promised to a compiler
-    # operators return tensors only: an empty one stands for what there is not
-    out2 = q.new_empty(0) if out2 is None else out2
-    return out, out2, stats, q.new_empty(0, 0, 0, dtype=torch.int32) if live is None else live
+    if out2 is None or live is None:  # operators return tensors only
+        nothing = _promised(q, alpha, cu_q, seed, known, with_gradient, asked)
+        out2, live = nothing[0] if out2 is None else out2, nothing[1] if live is None else live
+    return out, out2, stats, live
+
+
+def _promised(
+    q: Tensor, alpha: Tensor | None, cu_q: Tensor | None, seed: Tensor | None, known: Known, with_gradient: bool,
+    asked: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Unwritten tensors like ``out2`` and ``live`` of the registered operator.
+
+    Their shapes are those of the kernels where ``asked`` leads to kernels: a graph is compiled for these, before or
+    after the tiled path takes over, which needs neither tensor.
+    """
+    if q.device.type == "meta" or _chosen(q, asked, "") != "triton":
+        return q.new_empty(0), q.new_empty(0, dtype=torch.int32)
+    options, longest_k, _, _ = known
+    batch = q.size(0) if cu_q is None else cu_q.size(0) - 1
+    simple = is_simple(
+        None if alpha is not None else options.constant, options.causal, options.window, seed is not None
+    )
+    live = live_shape(q, batch, longest_k, cu_q is not None, options.window, simple)
+    return torch.empty_like(q) if with_gradient else q.new_empty(0), q.new_empty(live, dtype=torch.int32)
 
 
 @torch.library.register_fake("tilefold::entmax_attention")
@@ -185,14 +184,9 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     stats = q.new_empty((4, *stats_shape(q, cu_q is not None)), dtype=wide)
-    out = torch.empty_like(q)
-    if q.device.type != "meta" and chosen_impl(q, impl) == "triton":
-        batch = q.size(0) if cu_q is None else cu_q.size(0) - 1
-        simple = is_simple(None if alpha is not None else constant, causal, window, seed is not None)
-        live = live_shape(q, batch, longest_k, cu_q is not None, window, simple)
-        out2 = torch.empty_like(q) if with_gradient else q.new_empty(0)
-        return out, out2, stats, q.new_empty(live, dtype=torch.int32)
-    return out, q.new_empty(0), stats, q.new_empty(0, dtype=torch.int32)
+    known = Known(Options(constant, causal, window, scale, dropout_p), longest_k, impl)
+    out2, live = _promised(q, alpha, cu_q, seed, known, with_gradient, impl)
+    return torch.empty_like(q), out2, stats, live
 
 
 @define_op(
