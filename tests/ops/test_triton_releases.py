@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from tilefold.ops._shared._triton import releases
 
@@ -32,6 +33,21 @@ def test_the_table_of_releases(
     assert releases.launches_by_address() == by_address
     assert releases.interpreter_breaks_with("2.4.1") != new_numpy
     assert not releases.interpreter_breaks_with("2.3.5")
+    assert releases.interpreted_rows_count_elements() == (installed < (3, 6))
+
+
+@pytest.mark.parametrize("count_elements", [False, True])
+def test_rows_fit_a_descriptor_as_the_release_counts_them(
+    monkeypatch: pytest.MonkeyPatch, count_elements: bool
+) -> None:
+    launch = pytest.importorskip("tilefold.ops._shared._triton.launch")
+    monkeypatch.setattr(launch, "_COUNT_ELEMENTS", count_elements)
+    for width, dtype, in_bytes, in_elements in (
+        (8, torch.bfloat16, True, False), (24, torch.float32, True, False), (16, torch.int8, True, True),
+        (9, torch.bfloat16, False, False), (32, torch.float32, True, True),
+    ):  # fmt: skip
+        fits = launch.rows_fit_descriptor(torch.empty(3, width, dtype=dtype))
+        assert fits == (in_elements if count_elements else in_bytes)
 
 
 def test_without_triton_nothing_is_known_and_nothing_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,14 @@ from triton import JITFunction
 from triton.errors import TritonError
 
 from tilefold.ops._shared._triton.context import enter_context
-from tilefold.ops._shared._triton.releases import BUILD_OPTIONS
+from tilefold.ops._shared._triton.releases import BUILD_OPTIONS, interpreted_rows_count_elements
 from tilefold.ops._shared.fallback import KernelUnavailableError
+from tilefold.ops._shared.impl import triton_interpreted
 
 Grid = tuple[int, int, int]
 MOST_LAUNCHERS = 1024  # constants may be as many as shapes are
+DESCRIPTOR_ALIGNMENT = 16  # bytes, of a descriptor's base and rows
+_COUNT_ELEMENTS = triton_interpreted() and interpreted_rows_count_elements()
 
 
 class Launcher:
@@ -91,6 +94,11 @@ class Launcher:
             else:
                 kind += (type(argument), argument.base.dtype, tuple(argument.block_shape), argument.padding)
         return tuple(kind)
+
+
+def rows_fit_descriptor(matrix: Tensor) -> bool:
+    """Whether the rows of a contiguous matrix are as long as a descriptor asks, wherever its first one lies."""
+    return matrix.size(-1) * (1 if _COUNT_ELEMENTS else matrix.element_size()) % DESCRIPTOR_ALIGNMENT == 0
 
 
 @functools.cache

@@ -12,6 +12,8 @@ lists spill in a pipeline (10)         yes    yes    no     no     no     no
 a launcher that is known (2)           no     no     yes    no     no     no
 interpreted loops with numpy 2.4       no     no     no     yes    yes    yes
 interpreted bf16, fp8 (3)              wrong  wrong  wrong  wrong  wrong  wrong
+interpreted rows in memory (12)        items  items  bytes  bytes  bytes  bytes
+interpreted masks may be integers      yes    yes    yes    yes    yes    no
 fused multiply-add by default (4)      yes    yes    yes    yes    yes    warns
 attention, sm_90, keeps to registers   yes    yes    yes    yes    no (8) no (7)
 roots of one stage get registers (11)  no     yes    yes    yes    yes    yes
@@ -28,6 +30,7 @@ roots of one stage get registers (11)  no     yes    yes    yes    yes    yes
 9. Of the same kernel as 6 in fp16, with offsets in int64, held to 128 registers.
 10. Of that kernel on compute capability 8.0: in fp32 with 3.4, in 16 bits with 3.5.
 11. Of attention in fp32 with heads wider than 128, on 8.0: the assembler of 3.4 gives that kernel 32.
+12. What 16 of must divide a row behind a descriptor.
 
 This file imports without Triton.
 """
@@ -118,6 +121,11 @@ def roots_want_stages() -> bool:
 def interpreter_breaks_with(numpy: str) -> bool:
     """Whether interpreted loops fail beside this version of numpy: 2.4 converts no array of one element to a number."""
     return tuple(map(int, numpy.split(".")[:2])) >= (2, 4) and (0, 0) < release() <= (3, 6)
+
+
+def interpreted_rows_count_elements() -> bool:
+    """Whether interpreted descriptors ask that rows are multiples of 16 elements, instead of 16 bytes."""
+    return release() <= (3, 5)
 
 
 def interpreter_fault(dtype: torch.dtype) -> str | None:

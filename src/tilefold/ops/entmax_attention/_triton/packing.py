@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilefold.ops._shared._triton.masks import mask_if
 from tilefold.ops._shared._triton.offsets import narrowed
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.entmax_attention._triton.steps import Step
@@ -31,7 +32,7 @@ def write_table(cu_ptr, batch_ptr, start_ptr, B, tiles, ROWS: tl.constexpr, BLOC
         over = (ends[None, :] <= tile[:, None]) & (b < B)[None, :]
         sequence += tl.sum(over.to(tl.int32), axis=1)
         before += tl.sum(count, axis=0)
-        tl.store(start_ptr + b + 1, tl.minimum(ends, tiles).to(tl.int32), mask=(b < B) & (tl.program_id(0) == 0))
+        tl.store(start_ptr + b + 1, tl.minimum(ends, tiles).to(tl.int32), mask=mask_if(b < B, tl.program_id(0) == 0))
     tl.store(batch_ptr + tile, sequence, mask=tile < tiles)
     if tl.program_id(0) == 0:
         tl.store(start_ptr, 0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton import releases
-from tilefold.ops._shared._triton.launch import launcher
+from tilefold.ops._shared._triton.launch import launcher, rows_fit_descriptor
 from tilefold.ops._shared.fallback import KernelUnavailableError, give_up
 from tilefold.ops.lsr_head._layout import Plans, batch_size, no_winner, winner_dtype
 from tilefold.ops.lsr_head._triton.launch import as_bytes, cdiv, sm_count, tma_descriptor
@@ -175,7 +175,7 @@ def planned(tensors: dict[str, Tensor | None], asked: Asked) -> tuple[Plan, MaxF
 def _can_use_tma(hidden: Tensor, weight: Tensor, in_place: bool) -> bool:
     """Whether weight and rows can be read through TMA descriptors: 16-byte aligned bases and rows."""
     aligned = weight.data_ptr() % ALIGNMENT == 0 and (not in_place or hidden.data_ptr() % ALIGNMENT == 0)
-    return aligned and weight.size(1) * weight.element_size() % ALIGNMENT == 0
+    return aligned and rows_fit_descriptor(weight)
 
 
 def _folding(

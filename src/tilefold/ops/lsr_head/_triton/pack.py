@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from tilefold.ops._shared._triton.launch import launcher
+from tilefold.ops._shared._triton.masks import mask_if
 from tilefold.ops._shared._triton.offsets import narrowed
 from tilefold.ops.lsr_head._triton.launch import cdiv
 from tilefold.ops.lsr_head._triton.steps import Piece, Step
@@ -88,7 +89,7 @@ def _copy_padded_kernel(
         tl.store(position_ptr + fill, first + tl.zeros((GROUP,), tl.int32), mask=fill < end)
         for d0 in range(0, D, BLOCK_D):
             d = d0 + tl.arange(0, BLOCK_D)
-            x = tl.load(hidden_ptr + (b * S + first) * D + d, mask=(d < D) & (count > 0), other=0.0)
+            x = tl.load(hidden_ptr + (b * S + first) * D + d, mask=mask_if(d < D, count > 0), other=0.0)
             inside = (fill < end)[:, None] & (d < D)[None, :]
             tl.store(rows_ptr + fill.to(tl.int64)[:, None] * D + d[None, :], x[None, :], mask=inside)
 
@@ -111,7 +112,7 @@ def _copy_packed_kernel(
         passed = (end[None, :] <= r[:, None]) & (b < B)[None, :]  # [BLOCK_ROWS, SCAN_B]
         seq += tl.sum(passed.to(tl.int32), axis=1)
         offset += tl.sum(tl.where(passed, _rounded(end - start, GROUP)[None, :], 0), axis=1)
-    valid = (r < T) & ok
+    valid = mask_if(r < T, ok)
     first = narrowed(tl.load(cu_ptr + seq, mask=valid, other=0))
     count = narrowed(tl.load(cu_ptr + seq + 1, mask=valid, other=0)) - first
     place = r - first

@@ -8,6 +8,7 @@ row, and the query rows, on the tensor cores; :mod:`winner_lists` does so where 
 import triton
 import triton.language as tl
 
+from tilefold.ops._shared._triton.masks import mask_if
 from tilefold.ops.maxsim._triton.device import (
     ALL,
     GROUPED,
@@ -98,7 +99,7 @@ def dqueries_kernel(
             start, end, ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
             at = saved_at(e, pair, e0, row, q_start, Tq, longest, PAIRING)
             winner = tl.load(saved_ptr + at, mask=inside, other=NO_WINNER).to(tl.int32)  # [BLOCK_R]
-            has = inside & (winner != NO_WINNER) & ok & (start + winner < end)
+            has = mask_if(inside & (winner != NO_WINNER), ok) & (start + winner < end)
             if PAIRING == ALL:
                 offs = owner.to(tl.int64) * stride_q + tl.cast(d, tl.int64) * stride_d
                 grad = tl.load(dscore_ptr + offs, mask=has, other=0.0).to(tl.float32)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from tilefold.ops._shared._triton.masks import mask_if
 from tilefold.ops._shared._triton.offsets import narrowed
 
 ALL = tl.constexpr(0)
@@ -134,7 +135,7 @@ def finish(
     SMOOTH: tl.constexpr, NO_WINNER: tl.constexpr,
 ):  # fmt: skip
     """What a query token adds to the score, and what is saved of it."""
-    counts = kept_q & (parts > 0)
+    counts = mask_if(kept_q, parts > 0)
     if SMOOTH:
         value = tl.where(counts, best + temperature * tl.log(state), 0.0)
         saved = tl.where(counts, value, float("inf"))

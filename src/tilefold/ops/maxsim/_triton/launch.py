@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilefold.ops._shared._triton.launch import launcher
+from tilefold.ops._shared._triton.launch import DESCRIPTOR_ALIGNMENT, launcher, rows_fit_descriptor
 from tilefold.ops._shared.fallback import KernelUnavailableError, give_up, given_up
 from tilefold.ops.maxsim._problem import REPLAY, TRAINING, Problem, no_winner
 from tilefold.ops.maxsim._triton.direct import can_remember, second_time
@@ -32,7 +32,7 @@ def sm_count(device: torch.device) -> int:
 
 def can_use_tma(rows: Tensor) -> bool:
     """Whether contiguous ``[T, D]`` rows can be read through a TMA descriptor: 16-byte aligned base and rows."""
-    return rows.data_ptr() % 16 == 0 and rows.size(1) * rows.element_size() % 16 == 0
+    return rows.data_ptr() % DESCRIPTOR_ALIGNMENT == 0 and rows_fit_descriptor(rows)
 
 
 def as_bytes(mask: Tensor | None) -> Tensor | None:
