@@ -75,7 +75,7 @@ def prepare(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`tilefold.ops.maxsim`.
     """
-    if not no_mode():  # a transform's call is checked anew: some are refused
+    if signature is not None and not no_mode():  # a transform's call is checked anew: some are refused
         signature = None
     seen = None if signature is None else _SEEN.get(signature)
     scales: Tensor | None = None
