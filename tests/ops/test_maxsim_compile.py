@@ -40,8 +40,9 @@ def types_of(dtype: torch.dtype, saved: str = "*u16") -> dict[str, str]:
     return types | {"saved_ptr": saved, "grad_ptr": "*fp32"}
 
 
-def check(compiled: Compiled, capability: int, tensor_cores: bool) -> None:
-    check_spills(compiled)
+def check(compiled: Compiled, capability: int, tensor_cores: bool, spilled: int = 0) -> None:
+    """``spilled``: bytes of a thread that are known to be put away outside the loops."""
+    check_spills(compiled, spilled)
     assert compiled.shared <= SHARED_LIMIT[capability], f"too much shared memory: {compiled}"
     if capability == 90 and tensor_cores:
         assert compiled.wgmma > 0, f"the products do not use wgmma: {compiled}"
@@ -200,6 +201,56 @@ def test_smooth_backward_builds_without_spills(capability: int, dtype: torch.dty
             own = {name: value for name, value in constants.items() if name in kernel.arg_names}
             compiled = compile_kernel(kernel, types, own, capability, config.smooth_warps, config.smooth_stages)
             check(compiled, capability, tensor_cores=dtype != torch.float32)
+
+
+GRADIENTS = [  # kernel, pairing
+    ("row", 0), ("rows", 2), ("rows", 0), ("rows", 1), ("documents", 2), ("documents", 1), ("listed", 0),
+    ("smooth rows", 2), ("smooth rows", 0), ("smooth rows", 1),
+    ("smooth documents", 2), ("smooth documents", 0), ("smooth documents", 1),
+]  # fmt: skip
+OFFSETS = [("qd", "*i64"), ("d", "*i64"), ("q", "*i64"), ("qd", "*i32")]  # packed sides, width of offsets and indices
+# two of these variants, documents of scaled rows on 9.0 and listed ones on 10.0, put away 16 bytes before their loops
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled and masked"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)
+@pytest.mark.parametrize(("packed", "width"), OFFSETS, ids=str)
+@pytest.mark.parametrize(("which", "pairing"), GRADIENTS, ids=str)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_gradients_of_packed_tokens_build_with_offsets_of_either_width(
+    capability: int, which: str, pairing: int, packed: str, width: str, dtype: torch.dtype, scaled: bool
+) -> None:
+    config = configs.backward_config_for(divmod(capability, 10), dtype, tf32=False)
+    kernel, warps, stages, blocks = gradient_kernel(which, config)
+    types = types_of(dtype, "*fp32" if which.startswith("smooth") else "*u16")
+    types |= dict.fromkeys(["cu_q_ptr", "cu_d_ptr", "index_ptr"], width)
+    constants = {
+        "D": 128, "PAIRING": pairing, "UNIFORM_Q": "q" not in packed, "UNIFORM_D": "d" not in packed,
+        "HAS_SCALE": scaled, "HAS_QMASK": scaled, "HAS_DMASK": scaled, "HAS_LARGEST": True, "NO_WINNER": 65535,
+        "PRECISION": config.precision,
+    } | blocks  # fmt: skip
+    own = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    compiled = compile_kernel(kernel, types, own, capability, warps, stages)
+    check(compiled, capability, tensor_cores=False, spilled=16)
+
+
+def gradient_kernel(which: str, config: configs.BackwardConfig) -> tuple[Any, int, int, dict[str, Any]]:
+    """A kernel with its warps, stages and blocks."""
+    few = {"BLOCK_N": config.block_n, "BLOCK_D": config.block_d}
+    rows = {"BLOCK_R": config.block_r, "BLOCK_D": config.block_d}
+    documents = {"BLOCK_T": config.block_t, "BLOCK_E": config.block_e, "BLOCK_D": config.block_dd}
+    listed = {"BLOCK_T": config.list_t, "BLOCK_E": config.list_e, "BLOCK_S": config.list_s_many, "ALIGNED": True,
+              "CAPACITY": 2 * config.list_s_many, "BLOCK_D": config.block_dd}  # fmt: skip
+    smoothed = {"BLOCK_Q": config.smooth_r, "BLOCK_T": config.smooth_t, "BLOCK_K": config.smooth_k,
+                "BLOCK_D": config.block_dd}  # fmt: skip
+    return {
+        "row": (dqueries_row_kernel, config.warps_few, config.stages_q, few),
+        "rows": (dqueries_kernel, config.warps_q, config.stages_q, rows),
+        "documents": (ddocuments_kernel, config.warps_d, config.stages_d, documents),
+        "listed": (ddocuments_listed_kernel, config.list_warps, config.list_stages, listed),
+        "smooth rows": (smooth.smooth_dqueries_kernel, config.smooth_warps, config.smooth_stages, smoothed),
+        "smooth documents": (smooth.smooth_ddocuments_kernel, config.smooth_warps, config.smooth_stages, smoothed),
+    }[which]
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

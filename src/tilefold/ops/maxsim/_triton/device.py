@@ -24,12 +24,13 @@ def bounds(cu_ptr, i, count, rows, length, UNIFORM: tl.constexpr):
         return start, start + length, start >= 0
     else:
         inside = (i >= 0) & (i < count)
-        start = narrowed(tl.load(cu_ptr + i, mask=inside, other=0))
-        end = narrowed(tl.load(cu_ptr + i + 1, mask=inside, other=0))
+        # checked in the width that they come in: what passes fits 32 bits
+        start = tl.load(cu_ptr + i, mask=inside, other=0)
+        end = tl.load(cu_ptr + i + 1, mask=inside, other=0)
         ok = (
             (start >= 0) & (end >= start) & (end <= rows) & ((i > 0) | (start == 0)) & ((i < count - 1) | (end == rows))
         )
-        return tl.where(ok, start, 0), tl.where(ok, end, 0), ok
+        return tl.where(ok, start, 0).to(tl.int32), tl.where(ok, end, 0).to(tl.int32), ok
 
 
 @triton.jit
