@@ -72,6 +72,7 @@ class AttentionConfig:
     short_registers: int | None = None
 
 
+ALL_REGISTERS = 255  # that a thread can have: no limit, but for assemblers that would give it fewer
 INTERPRETED = AttentionConfig(32, 16, 4, 1, "ieee", 32, 16, 4, 32, 16, 4, 1, short=0, short_rows=32, short_warps=4)
 
 
@@ -88,6 +89,8 @@ def config_for(dtype: torch.dtype, head_dim: int, tf32: bool, capability: tuple[
         config = AttentionConfig(block, block, warps, 1, precision, resident, block, warps, block, block, warps, 1, 1)
         if head_dim > 128 and capability < (9, 0) and releases.roots_want_stages():
             config = replace(config, forward_stages=2)
+        if head_dim > 64 and releases.wide_gradients_want_warps():
+            config = replace(config, dkv_warps=8, dkv_registers=ALL_REGISTERS)
         return replace(config, short_rows=block, short_warps=warps)
     if head_dim > 128:
         return AttentionConfig(32, 32, 8, 2, "ieee", 64, 32, 8, 32, 32, 8, 1, short_rows=32)
@@ -148,7 +151,8 @@ def resident_warps(config: AttentionConfig, kind: str) -> int:
 def caps(config: AttentionConfig, kind: str, dropout: bool) -> AttentionConfig:
     """The configuration with limits of registers only for forms that keep to them without spills."""
     if kind == "generic" or dropout:
-        return replace(config, registers=None, wide_registers=None, dkv_registers=None, short_registers=None)
+        dkv = ALL_REGISTERS if config.dkv_registers == ALL_REGISTERS else None
+        return replace(config, registers=None, wide_registers=None, dkv_registers=dkv, short_registers=None)
     return config
 
 

@@ -17,6 +17,7 @@ interpreted masks may be integers      yes    yes    yes    yes    yes    no
 fused multiply-add by default (4)      yes    yes    yes    yes    yes    warns
 attention, sm_90, keeps to registers   yes    yes    yes    yes    no (8) no (7)
 roots of one stage get registers (11)  no     yes    yes    yes    yes    yes
+fp32 dk and dv get registers (13)      yes    yes    yes    yes    no     yes
 =====================================  =====  =====  =====  =====  =====  =====
 
 1. There, all roles take the same arguments.
@@ -31,6 +32,7 @@ roots of one stage get registers (11)  no     yes    yes    yes    yes    yes
 10. Of that kernel on compute capability 8.0: in fp32 with 3.4, in 16 bits with 3.5.
 11. Of attention in fp32 with heads wider than 128, on 8.0: the assembler of 3.4 gives that kernel 32.
 12. What 16 of must divide a row behind a descriptor.
+13. In attention, the assembler of 3.8 gives fp32's kernel 32 above head dimension 128, and spills in its loop above 64.
 
 This file imports without Triton.
 """
@@ -116,6 +118,11 @@ def general_form_needs_warps() -> bool:
 def roots_want_stages() -> bool:
     """Whether attention's roots get next to no registers on 8.0, in fp32 and wide heads, unless loads are pipelined."""
     return release() == (3, 4)
+
+
+def wide_gradients_want_warps() -> bool:
+    """Whether dk and dv in fp32 of heads wider than 64 need 8 warps, and a limit that says how many registers exist."""
+    return release() == (3, 8)
 
 
 def interpreter_breaks_with(numpy: str) -> bool:
