@@ -78,7 +78,7 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
     Rows of zeros keep the scale 1; a NaN or an infinity makes NaN scores of its vocabulary entry, as in the plain head.
     The rounding error of an entry is at most 1/16 of it, or 2^-10 of the scale near zero.
 
-    On a GPU with fp8 products it is one pass of a kernel: about 0.03 ms for 30,522 x 768 entries in bf16 at 3 TB/s.
+    On a GPU with fp8 products it is one pass of a kernel, which reads the weight and writes it in fp8.
 
     Args:
         weight: ``[V, D]``, fp16, bf16, fp32 or fp64, on any device. It is not kept, and later changes of it are not
