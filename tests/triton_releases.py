@@ -18,10 +18,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RELEASES = ("3.4.0", "3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0")
 OLD_NUMPY = ("3.4.0", "3.5.1", "3.6.0")  # interpret loops with what numpy 2.4 removed
-BUILT = ["tests/ops/test_cross_compile.py", "tests/ops/test_triton_releases.py", "tests/ops/test_fallback.py"]
-BUILT += [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/ops/test_*_compile.py"))]
-BUILT = list(dict.fromkeys(BUILT))
-INTERPRETED = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/ops/test_*_interpreted.py"))]
+SHARED = ("test_cross_compile.py", "test_triton_releases.py", "test_fallback.py")
+BUILT = [f"tests/ops/shared/{name}" for name in SHARED]
+BUILT += [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/ops/*/test_compile.py"))]
+INTERPRETED = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/ops/*/test_interpreted.py"))]
 COUNTS = re.compile(r"(\d+) (passed|failed|skipped|error)")
 
 

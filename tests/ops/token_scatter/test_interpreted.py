@@ -1,4 +1,4 @@
-"""The MaxSim kernels on the CPU, in Triton's interpreter."""
+"""The token scatter's kernels on the CPU, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from tests.ops.interpreter import NEEDS_INTERPRETER, assert_pass_interpreted
 pytestmark = NEEDS_INTERPRETER
 # files that share a process, and the least number of tests that must pass in it
 FILES = {
-    ("test_maxsim_implementations.py",): 98,
-    ("test_maxsim_properties.py", "test_maxsim_quantized.py", "test_maxsim_xtr.py", "test_maxsim_replay.py"): 33,
+    ("token_scatter/test_implementations.py", "token_scatter/test_properties.py"): 132,
 }
 
 

@@ -17,7 +17,7 @@ from tilefold.ops._shared.tf32 import tf32_allowed
 MATMUL = torch.backends.cuda.matmul
 NEW = hasattr(MATMUL, "fp32_precision")
 new = pytest.mark.skipif(not NEW, reason="torch 2.8 has the old switches only")
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def generic(precision: str) -> None:

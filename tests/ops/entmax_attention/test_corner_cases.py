@@ -185,7 +185,7 @@ def test_12_transposed_views_give_what_contiguous_tensors_give(target: Target) -
 
 @here_only
 def test_13_it_is_an_operator_that_compilers_see_whole() -> None:
-    # compiled, with gradients: test_entmax_attention_library.py
+    # compiled, with gradients: entmax_attention/test_library.py
     with FakeTensorMode():
         q = torch.empty(2, 4, 100, 16, requires_grad=True)
         out = output(q, q, q, causal=True)
@@ -316,7 +316,7 @@ def test_a_number_below_one_raises_instead_of_giving_nan() -> None:
 @here_only
 @pytest.mark.parametrize("impl", ["reference", "tiled"])
 def test_two_runs_have_the_same_bits(impl: str) -> None:
-    # the kernels: test_results_repeat_bit_for_bit in test_entmax_attention_implementations.py and test_entmax_rows.py
+    # the kernels: test_results_repeat_bit_for_bit in entmax_attention/test_implementations.py and entmax/test_rows.py
     inputs = entmax_attention_inputs(2, 2, 40, 16, kv_heads=1, layout="holes")
     alpha = torch.tensor([1.3, 1.8])
     first, second = (

@@ -1,4 +1,4 @@
-"""The kernels of the LSR head on the CPU, in Triton's interpreter."""
+"""The MaxSim kernels on the CPU, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from tests.ops.interpreter import NEEDS_INTERPRETER, assert_pass_interpreted
 pytestmark = NEEDS_INTERPRETER
 # files that share a process, and the least number of tests that must pass in it
 FILES = {
-    ("test_lsr_head_inputs.py", "test_lsr_head_replay.py", "test_lsr_head_rows.py"): 175,
-    ("test_lsr_head_implementations.py", "test_lsr_head_properties.py", "test_lsr_head_quantized.py"): 67,
-    ("test_lsr_head_range.py",): 10,
+    ("maxsim/test_implementations.py",): 98,
+    ("maxsim/test_properties.py", "maxsim/test_quantized.py", "maxsim/test_xtr.py", "maxsim/test_replay.py"): 33,
 }
 
 

@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="the launcher needs triton")
 from tilefold.ops import entmax, entmax_attention, lsr_head, maxsim, token_scatter
 from tilefold.ops._shared._triton import direct, launch
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Kernel:
@@ -111,7 +111,7 @@ def test_the_table_of_launchers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
 def test_every_operator_is_captured_with_the_allocator_of_the_driver(when: str) -> None:
     environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
     environment.pop("PYTORCH_ALLOC_CONF", None)
-    command = [sys.executable, "-m", "tests.ops.test_graph_memory", when]
+    command = [sys.executable, "-m", "tests.ops.shared.test_graph_memory", when]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -9,8 +9,8 @@ from tests.ops.interpreter import NEEDS_INTERPRETER, assert_pass_interpreted
 pytestmark = NEEDS_INTERPRETER
 # files that share a process, and the least number of tests that must pass in it
 FILES = {
-    ("test_entmax_attention_implementations.py", "test_entmax_silent_failures.py"): 44,
-    ("test_entmax_rows.py", "test_entmax_attention_triton.py", "test_entmax_attention_replay.py"): 89,
+    ("entmax_attention/test_implementations.py", "entmax_attention/test_corner_cases.py"): 44,
+    ("entmax/test_rows.py", "entmax_attention/test_triton.py", "entmax_attention/test_replay.py"): 89,
 }
 
 

@@ -1,6 +1,6 @@
 """Every implementation of the token scatter within its error budget of the reference, on usual and hostile inputs.
 
-The same tests serve the tiled path on the CPU, the kernels on a GPU, and, started by test_token_scatter_interpreted.py,
+The same tests serve the tiled path on the CPU, the kernels on a GPU, and, started by token_scatter/test_interpreted.py,
 the kernels interpreted on the CPU.
 """
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.ops.cross_compile import compile_kernel, dump
 from tests.ops.machine_code import loops_of, names_of, spilled_share
-from tests.ops.test_token_scatter_compile import FLOATS, TYPES
+from tests.ops.token_scatter.test_compile import FLOATS, TYPES
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.token_scatter import configs
 from tilefold.ops.token_scatter._triton.scatter import SCAN, _gather_kernel
