@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from splade_models import build_minilm_splade, build_tiny_splade, make_tokenizer_folder
+
+from tests.integrations.splade_models import build_minilm_splade, build_tiny_splade, make_tokenizer_folder
 
 
 @pytest.fixture(autouse=True)

@@ -13,11 +13,12 @@ import sentence_transformers
 import torch
 import transformers
 from packaging.version import Version
-from rounding_noise import exact_and_allowed
 from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import Tensor
+
+from tests.integrations.rounding_noise import exact_and_allowed
 
 TEXTS = [
     "the quick brown fox",

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from sentence_transformers import SparseEncoder
-from splade_models import TEXTS, assert_close
 
+from tests.integrations.splade_models import TEXTS, assert_close
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated
 
 

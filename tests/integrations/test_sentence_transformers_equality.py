@@ -11,7 +11,9 @@ import pytest
 import torch
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.modules import SpladePooling
-from splade_models import (
+from torch import Tensor
+
+from tests.integrations.splade_models import (
     TEXTS,
     assert_close,
     assert_same_training,
@@ -21,8 +23,6 @@ from splade_models import (
     scores_and_gradients,
     without_dropout,
 )
-from torch import Tensor
-
 from tilefold.integrations.sentence_transformers import accelerate
 
 POOLINGS = [("max", "relu"), ("max", "log1p_relu"), ("sum", "relu"), ("sum", "log1p_relu")]

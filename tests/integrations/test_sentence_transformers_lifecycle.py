@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from sentence_transformers import SparseEncoder
-from splade_models import TEXTS, assert_close
 
+from tests.integrations.splade_models import TEXTS, assert_close
 from tilefold.integrations.sentence_transformers import accelerate, is_accelerated, restore
 
 

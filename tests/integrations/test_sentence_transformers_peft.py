@@ -10,7 +10,8 @@ import pytest
 import torch
 from peft import LoraConfig
 from sentence_transformers import SparseEncoder
-from splade_models import (
+
+from tests.integrations.splade_models import (
     TEXTS,
     assert_close,
     assert_same_training,
@@ -18,7 +19,6 @@ from splade_models import (
     scores_and_gradients,
     without_dropout,
 )
-
 from tilefold.integrations.sentence_transformers import accelerate, restore
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")  # peft, on a second adapter

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from sentence_transformers import SparseEncoder
-from splade_models import TEXTS
 
+from tests.integrations.splade_models import TEXTS
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse
 from tilefold.testing import relative_error
 

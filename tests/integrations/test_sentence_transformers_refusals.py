@@ -11,9 +11,9 @@ from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Router, Transformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
 from sentence_transformers.sparse_encoder.modules import SparseAutoEncoder, SpladePooling
-from splade_models import TEXTS, build_tiny_splade, needs_all_causal_logits, tiny_transformer
 from torch import nn
 
+from tests.integrations.splade_models import TEXTS, build_tiny_splade, needs_all_causal_logits, tiny_transformer
 from tilefold.integrations.sentence_transformers import accelerate, is_accelerated, restore
 
 

@@ -10,8 +10,8 @@ import torch
 from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Router
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
-from splade_models import TEXTS, assert_close, tiny_transformer
 
+from tests.integrations.splade_models import TEXTS, assert_close, tiny_transformer
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, restore
 
 

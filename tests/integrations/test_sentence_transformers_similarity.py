@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from multi_vector_models import NEGATIVES, POSITIVES, QUERIES, build_colbert, needs_stock
-from splade_models import FP32_BUDGET, assert_close
 from torch import Tensor
 
+from tests.integrations.multi_vector_models import NEGATIVES, POSITIVES, QUERIES, build_colbert, needs_stock
+from tests.integrations.splade_models import FP32_BUDGET, assert_close
 from tilefold.integrations.sentence_transformers import accelerate, is_accelerated, multi_vector, restore
 from tilefold.integrations.sentence_transformers._similarity import FusedSimilarity
 

@@ -16,9 +16,9 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from safetensors.torch import load_file
-from test_transformers_entmax import batch, model, output
 from transformers import AutoModel, BertForMaskedLM, BertModel, DistilBertModel, PreTrainedModel
 
+from tests.integrations.entmax_models import batch, model, output
 from tilefold.integrations.transformers import (
     learn_alpha,
     load_alpha,
@@ -143,8 +143,9 @@ def test_a_model_whose_attention_cannot_be_chosen_is_refused() -> None:
 @pytest.fixture(scope="module")
 def encoder_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny BERT with a real tokenizer, as a folder."""
-    from splade_models import make_tokenizer_folder
     from transformers import BertConfig
+
+    from tests.integrations.splade_models import make_tokenizer_folder
 
     folder = tmp_path_factory.mktemp("parts")
     make_tokenizer_folder(folder)

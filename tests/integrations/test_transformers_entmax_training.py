@@ -14,9 +14,9 @@ pytest.importorskip("accelerate", reason="the trainers need accelerate")
 pytest.importorskip("datasets", reason="datasets is not installed")
 
 from safetensors.torch import load_file
-from test_transformers_entmax import batch, model, output
 from transformers import BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
+from tests.integrations.entmax_models import batch, model, output
 from tilefold.integrations.transformers import (
     AlphaSchedule,
     learn_alpha,
