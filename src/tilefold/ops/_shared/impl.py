@@ -7,11 +7,10 @@ import importlib.util
 import os
 
 import torch
-from torch.autograd import forward_ad
 
 from tilefold.ops._shared._triton.releases import interpreter_fault, release_name
 from tilefold.ops._shared.fallback import given_up
-from tilefold.ops._shared.library import in_function_transform
+from tilefold.ops._shared.internals import in_forward_mode, in_function_transform
 
 IMPLS = ("auto", "reference", "tiled", "triton")
 
@@ -66,7 +65,7 @@ def resolve_impl(impl: str, device: torch.device, operator: str = "") -> str:
     if impl not in IMPLS:
         listed = ", ".join(repr(name) for name in IMPLS)
         raise ValueError(f"impl must be one of {listed}, got {impl!r}.")
-    if impl != "reference" and forward_ad._current_level >= 0:
+    if impl != "reference" and in_forward_mode():
         raise RuntimeError(
             f"impl must be 'reference' in forward-mode differentiation (torch.func.jvp, forward_ad), got {impl!r}; the "
             "other implementations have gradients only."

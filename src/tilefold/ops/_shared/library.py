@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.internals import is_batched, no_dispatch_mode
+
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -39,25 +41,12 @@ def run(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
-def no_mode() -> bool:
-    """Whether no dispatch mode and no functorch transform is active."""
-    return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None
-
-
-def in_function_transform() -> bool:
-    """Whether ``torch.func`` differentiates what runs (``grad``, ``vjp``, ``jacrev``; not ``vmap`` alone)."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return False
-    differentiating = torch._C._functorch.TransformType.Grad
-    return any(level.key() == differentiating for level in torch._C._functorch.get_interpreter_stack() or ())
-
-
 def gradient_needs_dispatcher(grad: Tensor) -> bool:
     """Whether backward must call the registered operator with the incoming ``grad``.
 
     It refuses a second derivative, and takes several gradients at once (``is_grads_batched``) one after the other.
     """
-    return torch.is_grad_enabled() or not no_mode() or torch._C._functorch.is_legacy_batchedtensor(grad)
+    return torch.is_grad_enabled() or not no_dispatch_mode() or is_batched(grad)
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -67,7 +56,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
     """
     return (
         not torch.compiler.is_compiling()
-        and no_mode()
+        and no_dispatch_mode()
         and all(tensor is None or (type(tensor) in PLAIN and not tensor.is_meta) for tensor in tensors)
     )
 

@@ -7,12 +7,14 @@ from functools import partial
 
 import torch
 
+from tilefold.ops._shared.internals import precision_reader
+
 
 def _reader() -> Callable[[], str]:
     """What reads the precision of fp32 products on a GPU: some microseconds a call count, so as little as there is."""
     matmul = torch.backends.cuda.matmul
     # PyTorch 2.9 and newer: one setting behind all switches. Once it was used, the old ones refuse to be read.
-    setting: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
+    setting = precision_reader()
     if setting is not None:
         return partial(setting, "cuda", "matmul")
     if hasattr(matmul, "fp32_precision"):

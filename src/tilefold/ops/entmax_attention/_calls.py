@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops._shared.library import PLAIN, no_mode
+from tilefold.ops._shared.internals import no_dispatch_mode
+from tilefold.ops._shared.library import PLAIN
 from tilefold.ops._shared.tf32 import tf32_allowed
 from tilefold.ops.entmax_attention import configs
 from tilefold.ops.entmax_attention._geometry import Options
@@ -56,7 +57,7 @@ def call_signature(
         flags: whether attention is causal, and the implementation.
     """
     q = tensors[0]
-    if torch.compiler.is_compiling() or not no_mode() or forward_ad._current_level >= 0:
+    if torch.compiler.is_compiling() or not no_dispatch_mode() or forward_ad._current_level >= 0:
         return None  # what wants to see the registered operator, or must be refused
     if type(flags[0]) is not bool or type(q) not in PLAIN or not _has_kernels(q):
         return None

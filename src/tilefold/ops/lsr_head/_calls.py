@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tilefold.ops._shared.library import PLAIN, no_mode
+from tilefold.ops._shared.internals import no_dispatch_mode
+from tilefold.ops._shared.library import PLAIN
 from tilefold.ops._shared.tf32 import tf32_allowed
 from tilefold.ops.lsr_head._layout import Plans
 from tilefold.ops.lsr_head._quantized import QuantizedWeight
@@ -42,7 +43,7 @@ def call_signature(
         return None
     quantized = type(weight) is QuantizedWeight
     values: Any = weight.values if quantized else weight
-    if type(values) not in PLAIN or not no_mode() or forward_ad._current_level >= 0:
+    if type(values) not in PLAIN or not no_dispatch_mode() or forward_ad._current_level >= 0:
         return None  # what wants to see the registered operator, or must be refused
     device: int = hidden.get_device()
     scales = more = None

@@ -21,7 +21,8 @@ from tilefold.ops._shared.checks import (
     dtype_name,
 )
 from tilefold.ops._shared.impl import IMPLS, check_interpreted, settled
-from tilefold.ops._shared.library import PLAIN, is_plain, no_mode
+from tilefold.ops._shared.internals import no_dispatch_mode
+from tilefold.ops._shared.library import PLAIN, is_plain
 from tilefold.ops._shared.tf32 import tf32_allowed
 from tilefold.ops.maxsim._choice import chosen_impl
 from tilefold.ops.maxsim._library import check_values_of
@@ -75,7 +76,7 @@ def prepare(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`tilefold.ops.maxsim`.
     """
-    if signature is not None and not no_mode():  # a transform's call is checked anew: some are refused
+    if signature is not None and not no_dispatch_mode():  # a transform's call is checked anew: some are refused
         signature = None
     seen = None if signature is None else _SEEN.get(signature)
     scales: Tensor | None = None

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tilefold.ops._shared.fallback import SLOWER, give_up, triton_or_tiled
 from tilefold.ops._shared.impl import settled
-from tilefold.ops._shared.library import define_op, gradient_needs_dispatcher, is_plain, no_mode, run
+from tilefold.ops._shared.internals import no_dispatch_mode
+from tilefold.ops._shared.library import define_op, gradient_needs_dispatcher, is_plain, run
 from tilefold.ops.maxsim._choice import chosen_impl
 from tilefold.ops.maxsim._problem import GRADIENTS, IMPL, REPLAY, TRAINING, Problem, wide_dtype
 from tilefold.ops.maxsim.quantized import QuantizedTokens
@@ -259,7 +260,7 @@ def scores(problem: Problem, impl: str) -> Tensor:
     p = problem
     with_saved = torch.is_grad_enabled() and (p.queries.requires_grad or p.documents.requires_grad)
     if p.plans is not None:  # plain tensors were asked for when they were made
-        plain = no_mode()
+        plain = no_dispatch_mode()
     else:
         plain = is_plain(p.queries, p.documents, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.index)
     if plain and not with_saved:
@@ -338,7 +339,7 @@ def scores_again(
             return None
     training = (queries.requires_grad or documents.requires_grad) and torch.is_grad_enabled()
     replay = plans.get(TRAINING if training else REPLAY)
-    if replay is None or not no_mode():
+    if replay is None or not no_dispatch_mode():
         return None
     try:
         addresses = replay.addresses(queries, documents, query_mask, document_mask, cu_queries, cu_documents)
@@ -353,7 +354,7 @@ def scores_again(
     )
 
 
-# Function.apply without its look at functorch, which no_mode has had
+# Function.apply without its look at functorch, which no_dispatch_mode has had
 _apply_replayed: Any = super(torch.autograd.Function, _Replayed).apply
 
 

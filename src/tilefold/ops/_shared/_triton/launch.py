@@ -1,12 +1,16 @@
-"""Launching kernels: Triton binds the arguments of a call once for each kind of call, and not again.
+"""Launching kernels: Triton binds the arguments of a launch once for each kind of arguments, and not again.
 
-Binding some forty arguments takes Triton longer on the host than many of these kernels take on the device.
+Binding some forty arguments takes Triton longer on the host than many of these kernels take on the device. A
+:class:`Step` goes further: what its plan fixes is bound once, and a launch then reads addresses only. Triton looks at
+``TRITON_DEBUG`` and instrumentation when a kernel is first launched.
 """
 
 from __future__ import annotations
 
 import functools
 import subprocess
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,9 +22,9 @@ from tilefold.ops._shared._triton.context import enter_context
 from tilefold.ops._shared._triton.releases import BUILD_OPTIONS, interpreted_rows_count_elements
 from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops._shared.internals import Grid, Launch, Tma, bind, hooked
 
-Grid = tuple[int, int, int]
-MOST_LAUNCHERS = 1024  # constants may be as many as shapes are
+MAX_LAUNCHERS = 1024  # constants may be as many as shapes are
 DESCRIPTOR_ALIGNMENT = 16  # bytes, of a descriptor's base and rows
 _COUNT_ELEMENTS = triton_interpreted() and interpreted_rows_count_elements()
 
@@ -145,7 +149,7 @@ def launcher(kernel: Any, constants: dict[str, Any]) -> Launcher:
     key = (kernel, *constants.items())
     found = _LAUNCHERS.get(key)
     if found is None:
-        if len(_LAUNCHERS) >= MOST_LAUNCHERS:
+        if len(_LAUNCHERS) >= MAX_LAUNCHERS:
             _LAUNCHERS.clear()  # Triton has what it compiled
         found = _LAUNCHERS[key] = Launcher(kernel, constants)
     return found
@@ -154,3 +158,69 @@ def launcher(kernel: Any, constants: dict[str, Any]) -> Launcher:
 def launch(kernel: Any, grid: Grid, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
     """``kernel[grid](*arguments, **constants)``; see :class:`Launcher`."""
     launcher(kernel, constants)(grid, arguments)
+
+
+class Step:
+    """A launch but for its tensors, which come first among a kernel's arguments; then numbers, then constants.
+
+    ``step(same, *tensors)`` launches on the current device and stream; ``same`` is what :func:`aligned` says of the
+    tensors. A step belongs to a plan whose key fixes shapes, dtypes and device.
+
+    Args:
+        kernel: a Triton kernel.
+        grid: its programs.
+        numbers: the arguments after the tensors.
+        constants: ``constexpr`` parameters, warps and stages.
+        tma: by argument, how a tensor is described; those after the last one are plain pointers.
+    """
+
+    __slots__ = ("_bound", "_constants", "_grid", "_kernel", "_launcher", "_numbers", "_ran", "_tma")
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: Grid,
+        numbers: tuple[int | float, ...],
+        constants: dict[str, Any],
+        tma: tuple[Tma | None, ...] = (),
+    ) -> None:
+        self._kernel, self._constants, self._launcher = kernel, constants, launcher(kernel, constants)
+        self._grid, self._numbers, self._tma = grid, numbers, tma
+        self._bound: Launch | None = None
+        self._ran = False
+
+    def __call__(self, same: bool, *tensors: Tensor | None) -> None:
+        bound = self._bound
+        if same and bound is not None:
+            bound(tensors)
+            return
+        arguments = (*self._described(tensors), *self._numbers)
+        self._launcher(self._grid, arguments)
+        if same and self._ran:  # shapes that never come back need not pay for what is not repeated
+            self._bound = self._bind(arguments)
+        self._ran = True
+
+    def _described(self, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
+        if not self._tma:
+            return tensors
+        pairs = zip_longest(tensors, self._tma[: len(tensors)])
+        return [tensor if tma is None or tensor is None else tma.of(tensor) for tensor, tma in pairs]
+
+    def _bind(self, arguments: tuple[Any, ...]) -> Launch | None:
+        if not isinstance(self._kernel, JITFunction):  # interpreted
+            run = functools.partial(self._kernel[self._grid], **self._constants)
+            return lambda tensors: run(*self._described(tensors), *self._numbers)
+        found = self._launcher.compiled(arguments)
+        return None if found is None else bind(found[0], self._grid, (*self._numbers, *found[1]), self._tma)
+
+
+def aligned(*tensors: Tensor | None) -> bool:
+    """Whether all begin at multiples of 16 bytes, and nobody listens to launches: a launch may then be repeated.
+
+    Kernels are compiled for the alignment of their arguments. What a call allocates itself is aligned.
+    """
+    together = 0
+    for tensor in tensors:
+        if tensor is not None:
+            together |= tensor.data_ptr()
+    return together % 16 == 0 and not hooked()

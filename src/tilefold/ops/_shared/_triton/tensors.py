@@ -1,0 +1,37 @@
+"""What launchers of all rooms ask of tensors and devices."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+def cdiv(a: int, b: int) -> int:
+    """``ceil(a / b)``; Triton's own costs microseconds per call on the host."""
+    return -(-a // b)
+
+
+def power_of_two(n: int, least: int = 16) -> int:
+    """The first power of two that is no less than ``n``."""
+    return max(least, 1 << (n - 1).bit_length())
+
+
+@functools.cache
+def sm_count(device: torch.device) -> int:
+    """Multiprocessors of ``device``; 3 where kernels are interpreted."""
+    return 3 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    """The tensor, if there is one, in contiguous memory."""
+    return None if tensor is None else tensor.contiguous()
+
+
+def as_bytes(mask: Tensor | None) -> Tensor | None:
+    """A mask that the kernels can read, nonzero = keep: contiguous, and no bool."""
+    if mask is None:
+        return None
+    mask = mask.contiguous()
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask

@@ -1,0 +1,79 @@
+"""A cache of what was worked out for a call, keyed by shapes, strides, dtypes, devices and options.
+
+Checks, and whatever leads from arguments to launches, take longer than a small kernel. On a GPU they depend on nothing
+but what makes the key, so a call like one that passed them passes. No value of a tensor, no address and no buffer is
+kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops._shared.internals import in_forward_mode, no_dispatch_mode
+from tilefold.ops._shared.library import PLAIN
+from tilefold.ops._shared.tf32 import tf32_allowed
+
+MAX_CALLS = 4096  # per cache; what is forgotten is worked out again
+
+Key = tuple[Any, ...]
+P = TypeVar("P")
+
+
+def call_key(tensors: Sequence[object], options: tuple[object, ...]) -> Key | None:
+    """What the checks of a call look at, or ``None`` for a call that must be checked and dispatched in full.
+
+    That is a call off the GPU (where the interpreter does not stand in for it), under a compiler, a dispatch mode, a
+    transform or forward-mode differentiation, or with a tensor subclass.
+
+    Args:
+        tensors: the arguments that are tensors if they are given, the first of which chooses the device.
+        options: the others. Their types are part of the key: ``True`` equals 1, but is not taken for a number.
+    """
+    first: Any = tensors[0]
+    if torch.compiler.is_compiling() or type(first) not in PLAIN:
+        return None
+    if not (first.is_cuda or (first.is_cpu and triton_interpreted())) or not no_dispatch_mode() or in_forward_mode():
+        return None
+    facts: list[object] = []
+    for tensor in tensors:
+        if tensor is None:
+            facts.append(None)
+        elif type(tensor) in PLAIN:
+            facts += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)  # type: ignore[attr-defined]
+        else:
+            return None
+    kind = first.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return *facts, autocast, tf32_allowed(first.dtype), *options, *map(type, options)
+
+
+class CallCache(Generic[P]):
+    """Plans by key, at most :data:`MAX_CALLS` of them. Any thread may ask and add: equal keys have equal plans."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Hashable, P] = {}
+
+    def find(self, key: Hashable | None) -> P | None:
+        """The plan that was kept, if any."""
+        try:
+            return None if key is None else self._plans.get(key)
+        except TypeError:  # an option that cannot be hashed: the checks of a full call report it
+            return None
+
+    def keep(self, key: Hashable, plan: P) -> P:
+        """Remember ``plan``, and return it."""
+        if len(self._plans) >= MAX_CALLS:
+            self._plans.clear()
+        self._plans[key] = plan
+        return plan
+
+    def forget(self, key: Hashable) -> None:
+        """Drop the plan of ``key``, if there is one."""
+        self._plans.pop(key, None)
+
+    def __len__(self) -> int:
+        return len(self._plans)

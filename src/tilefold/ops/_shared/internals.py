@@ -1,0 +1,194 @@
+"""What tilefold uses of torch and Triton that neither promises; no other file names a private of either.
+
+``tests/ops/shared/test_internals.py`` fails with a release that changed one of them. This file imports without Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from tilefold.ops._shared._triton.releases import launches_by_address
+
+Launch = Callable[[Sequence[Tensor | None]], None]
+Grid = tuple[int, int, int]
+MAX_DESCRIPTORS = 64  # kept per argument of a launch; blocks of a vocabulary lie at addresses of their own
+
+
+class Tma(NamedTuple):
+    """How a kernel reads a contiguous tensor through a TMA descriptor.
+
+    Attributes:
+        rows, columns: the matrix that the tensor holds.
+        make: what makes the descriptor of such a matrix.
+    """
+
+    rows: int
+    columns: int
+    make: Callable[[Tensor], Any]
+
+    def of(self, tensor: Tensor) -> Any:
+        """The descriptor of this tensor."""
+        return self.make(tensor.view(self.rows, self.columns))
+
+
+def no_dispatch_mode() -> bool:
+    """Whether no dispatch mode and no functorch transform is active. Not to be called under torch.compile."""
+    return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode differentiation is active."""
+    return forward_ad._current_level >= 0
+
+
+def in_function_transform() -> bool:
+    """Whether ``torch.func`` differentiates what runs (``grad``, ``vjp``, ``jacrev``; not ``vmap`` alone)."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return False
+    differentiating = torch._C._functorch.TransformType.Grad
+    return any(level.key() == differentiating for level in torch._C._functorch.get_interpreter_stack() or ())
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether the tensor stands for several gradients at once (``is_grads_batched``)."""
+    return bool(torch._C._functorch.is_legacy_batchedtensor(tensor))
+
+
+def precision_reader() -> Callable[[str, str], str] | None:
+    """What reads the precision of fp32 products of a backend, ``None`` before torch 2.9."""
+    reader: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
+    return reader
+
+
+def hooked() -> bool:
+    """Whether a profiler wants to hear of every launch, which Triton's own call tells it."""
+    from triton import knobs  # noqa: PLC0415
+
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def bind(compiled: Any, grid: Grid, tail: tuple[Any, ...], tma: Sequence[Tma | None] = ()) -> Launch:
+    """``launch(tensors)`` runs a kernel that ran before on the current device, on its current stream.
+
+    Triton's own call of a compiled kernel asks for the device, collects metadata for hooks and has the driver look at
+    every pointer, which takes the host as long as a small kernel takes the device. Where the launcher's arguments are
+    known it is called directly; elsewhere through ``compiled[grid]``. Both take addresses: the driver, which Triton
+    asks about tensors, does not know all that a CUDA graph owns. Nobody checks the tensors: they must lie on the device
+    and be aligned as they were when the kernel was compiled.
+
+    Args:
+        compiled: the compiled kernel.
+        grid: its programs.
+        tail: the arguments after the tensors, constants included.
+        tma: by argument, how the tensor is described; those after the last one are plain pointers.
+    """
+    direct = _launcher_function(compiled, sum(entry is not None for entry in tma))
+    if direct is None:
+        run = compiled[grid]
+
+        def by_triton(tensors: Sequence[Tensor | None]) -> None:
+            run(*[_plain(*pair) for pair in zip_longest(tensors, tma[: len(tensors)])], *tail)
+
+        return by_triton
+    function, described = direct
+    stream, index, (x, y, z) = torch._C._cuda_getCurrentRawStream, torch.cuda.current_device(), grid
+    handle, packed = compiled.function, compiled.packed_metadata
+    cooperative, overlapped = compiled.run.launch_cooperative_grid, compiled.run.launch_pdl
+    metadata = iter(described)
+    sources = [None if entry is None else _Described(entry, next(metadata)) for entry in tma]
+    count = len(sources)
+
+    def launch(tensors: Sequence[Tensor | None]) -> None:
+        arguments: list[Any] = []
+        if count:
+            for tensor, source in zip(tensors, sources, strict=False):
+                if source is not None and tensor is not None:
+                    arguments += source(tensor.data_ptr())
+                else:
+                    arguments.append(None if tensor is None else tensor.data_ptr())
+        function(
+            x, y, z, stream(index), handle, cooperative, overlapped, None, None, packed, None, None, None,
+            *arguments, *[None if tensor is None else tensor.data_ptr() for tensor in tensors[count:]], *tail,
+        )  # fmt: skip
+
+    return launch
+
+
+def _plain(tensor: Tensor | None, tma: Tma | None) -> Any:
+    if tensor is None:
+        return None
+    return tensor.data_ptr() if tma is None else tma.of(tensor)
+
+
+def _launcher_function(compiled: Any, descriptors: int) -> tuple[Callable[..., None], Sequence[Any]] | None:
+    """The C function that launches a compiled kernel, and the metadata of its ``descriptors``.
+
+    ``None`` where its arguments are not known for sure.
+    """
+    launcher = compiled.run
+    if not launches_by_address() or type(launcher).__name__ != "CudaLauncher":
+        return None
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        return None
+    function: Callable[..., None] = launcher.launch
+    if not descriptors:
+        return None if hasattr(function, "__code__") else (function, ())
+    # a Python function, which takes descriptors apart, holds the one that launches
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    if "launcher" not in names or "tensordesc_meta" not in names:
+        return None
+    cells = dict(zip(names, getattr(function, "__closure__", None) or (), strict=True))
+    metadata = cells["tensordesc_meta"].cell_contents
+    if len(metadata) != descriptors or not all(metadata):
+        return None
+    return cells["launcher"].cell_contents, metadata
+
+
+class _Described:
+    """What stands among a launch's arguments for the descriptor of a matrix, by its address.
+
+    A descriptor holds an address, a shape and strides and no contents, so it may be used again for any matrix there.
+    """
+
+    def __init__(self, tma: Tma, metadata: Any) -> None:
+        self._shape, self._strides, self._metadata = [tma.rows, tma.columns], [tma.columns, 1], metadata
+        self._known: dict[int, list[Any]] = {}
+
+    def __call__(self, address: int) -> list[Any]:
+        found = self._known.get(address)
+        if found is None:
+            from triton.backends.nvidia.driver import make_tensordesc_arg  # noqa: PLC0415
+
+            from tilefold.ops._shared._triton.context import enter_context  # noqa: PLC0415 (needs a GPU)
+
+            enter_context(torch.cuda.current_device())
+            found = make_tensordesc_arg(_Matrix(address, self._shape, self._strides), self._metadata)
+            if len(self._known) >= MAX_DESCRIPTORS:
+                self._known = {}
+            self._known[address] = found
+        return found
+
+
+class _Matrix:
+    """What Triton reads of a ``TensorDescriptor``, whose checks the first call passed."""
+
+    __slots__ = ("address", "padding", "shape", "strides")
+
+    def __init__(self, address: int, shape: list[int], strides: list[int]) -> None:
+        self.address, self.shape, self.strides, self.padding = address, shape, strides, "zero"
+
+    @property
+    def base(self) -> _Matrix:
+        """The tensor, of which the address is asked for."""
+        return self
+
+    def data_ptr(self) -> int:
+        """Where the matrix begins."""
+        return self.address

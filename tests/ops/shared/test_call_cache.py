@@ -1,0 +1,93 @@
+"""What makes two calls alike, and that plans are found by it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tilefold.ops._shared import call_cache
+from tilefold.ops._shared.call_cache import CallCache, call_key
+
+
+@pytest.fixture(autouse=True)
+def _like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_cache, "triton_interpreted", lambda: True)
+
+
+def key(*tensors: object, options: tuple[object, ...] = ()) -> object:
+    return call_key(tensors, options)
+
+
+def test_calls_that_differ_in_nothing_but_values_are_alike() -> None:
+    assert key(torch.ones(2, 3), None) == key(torch.zeros(2, 3), None)
+    assert key(torch.ones(2, 3)) == key(torch.nn.Parameter(torch.ones(2, 3)))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.ones(3, 2), torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(3, 2).T, torch.ones(2, 6)[:, ::2]],
+    ids=["shape", "dtype", "strides", "steps"],
+)
+def test_shapes_strides_and_dtypes_tell_calls_apart(other: torch.Tensor) -> None:
+    assert key(torch.ones(2, 3)) != key(other)
+
+
+def test_options_are_told_apart_by_type_too() -> None:
+    x = torch.ones(2)
+    assert len({key(x, options=(value,)) for value in (1, 1.0, True, "1", None)}) == 5
+
+
+def test_autocast_and_tf32_tell_calls_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(2)
+    plain = key(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert key(x) != plain
+    monkeypatch.setattr(call_cache, "tf32_allowed", lambda dtype: True)
+    assert key(x) != plain
+
+
+def test_calls_that_others_must_see_have_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(2)
+
+    class Subclass(torch.Tensor):
+        pass
+
+    assert key(x.as_subclass(Subclass)) is None and key(x, x.as_subclass(Subclass)) is None
+    assert key(x, [1, 2]) is None and key(None) is None and key("hidden") is None
+    assert key(torch.empty(2, device="meta")) is None
+    with torch.utils._python_dispatch.TorchDispatchMode():
+        assert key(x) is None
+    with torch.autograd.forward_ad.dual_level():
+        assert key(x) is None
+    assert torch.func.vmap(lambda y: torch.tensor(key(y) is None))(torch.ones(3, 2)).all()
+    monkeypatch.setattr(call_cache, "triton_interpreted", lambda: False)
+    assert key(x) is None
+
+
+def test_a_compiler_sees_no_key() -> None:
+    seen = []
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def call(x: torch.Tensor) -> torch.Tensor:
+        seen.append(call_key((x,), ()))
+        return x + 1
+
+    call(torch.ones(2))
+    assert seen == [None]
+
+
+def test_a_cache_finds_forgets_and_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_cache, "MAX_CALLS", 3)
+    cache: CallCache[str] = CallCache()
+    assert cache.find(None) is None and cache.find("a") is None
+    assert cache.keep("a", "plan") == "plan" and cache.find("a") == "plan"
+    cache.forget("a")
+    cache.forget("a")
+    assert cache.find("a") is None
+    for name in "abcdefgh":
+        cache.keep(name, name)
+        assert len(cache) <= 3 and cache.find(name) == name
+
+
+def test_an_option_that_cannot_be_hashed_is_not_found() -> None:
+    assert CallCache[str]().find(key(torch.ones(2), options=([],))) is None
