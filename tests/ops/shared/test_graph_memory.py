@@ -98,7 +98,7 @@ def test_launches_that_are_repeated_by_triton_pass_addresses() -> None:
 
 def test_the_table_of_launchers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_LAUNCHERS", {})
-    monkeypatch.setattr(launch, "MOST_LAUNCHERS", 8)
+    monkeypatch.setattr(launch, "MAX_LAUNCHERS", 8)
     kernel = Kernel()
     for block in range(100):
         made = launch.launcher(kernel, {"BLOCK": block})
