@@ -95,7 +95,7 @@ class Job:
 
 def run_job(job: Job) -> dict[str, Any]:
     """Train, encode, search and evaluate; a row of the CSV, with nDCG@10 of every query under ``"per_query"``."""
-    from tilefold.recipes._quiet import quiet_libraries
+    from tilefold.recipes.quiet import quiet_libraries
     from tilefold.recipes.splade import load_base_model, train
 
     started = time.monotonic()
@@ -179,7 +179,7 @@ def small_xlmr(folder: Path, tokenizer: str, max_length: int, seed: int) -> Path
     from sentence_transformers.sparse_encoder.modules import SpladePooling
     from transformers import AutoTokenizer, XLMRobertaConfig, XLMRobertaForMaskedLM
 
-    from tilefold.recipes._quiet import quiet_libraries
+    from tilefold.recipes.quiet import quiet_libraries
 
     with quiet_libraries(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.recipes.small import small_collection
-from tilefold.recipes._quiet import quiet_libraries
+from tilefold.recipes.quiet import quiet_libraries
 from tilefold.retrieval.collection import Collection, load_beir
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"

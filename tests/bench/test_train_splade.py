@@ -39,7 +39,7 @@ from tilefold.bench.train_splade_step import (
     time_steps,
 )
 from tilefold.cli.bench import bench_app
-from tilefold.recipes._quiet import quiet_libraries
+from tilefold.recipes.quiet import quiet_libraries
 
 CPU = torch.device("cpu")
 LIMIT = 10**9

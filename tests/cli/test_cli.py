@@ -16,6 +16,8 @@ import pytest
 from tests.recipes.small import small_collection
 from tilefold import cli
 from tilefold._version import __version__
+from tilefold.retrieval import read_trec_run, read_vectors, write_vectors
+from tilefold.retrieval.errors import DataError
 
 VERBS = ("demo", "train", "encode", "index", "search", "evaluate", "bench", "info")
 
@@ -113,6 +115,50 @@ def test_evaluating_a_model_and_the_run_that_it_saved_gives_the_same_numbers(
     assert measures == json.loads(searched.out)["measures"]
     assert list(measures) == ["nDCG@10", "R@100", "RR@10"]
     assert "nDCG@10" in call("evaluate", "--data", work / "data", "--run", run).out
+
+
+def test_search_and_evaluate_give_a_query_the_same_scores_in_bf16(
+    call: Any, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = ("--model", work / "model", "--index", work / "index")
+    run, query = tmp_path / "run.trec", small_collection().queries["q13"]
+    alone = small_collection()  # a query in a larger batch may round otherwise
+    alone.qrels = {"test": {"q13": {"d13": 1}}}
+    alone.save_beir(tmp_path / "data")
+    scores: dict[bool, dict[str, float]] = {}
+    for bf16 in (False, True):
+        monkeypatch.setattr("tilefold.recipes.precision.supports_bf16", lambda bf16=bf16: bf16)
+        assert call("evaluate", "--data", tmp_path / "data", *places, "--k", "3", "--save-run", run).code == 0
+        hits = json.loads(call("search", query, *places, "--k", "3", "--json").out)["hits"]
+        scores[bf16] = {hit["id"]: hit["score"] for hit in hits}
+        assert scores[bf16] == read_trec_run(run)["q13"]
+    assert scores[True] != scores[False]
+
+
+def test_search_reads_the_vectors_of_its_hits_only(call: Any, work: Path, tmp_path: Path) -> None:
+    stored = read_vectors(work / "vectors")
+    write_vectors(stored, tmp_path / "vectors", shard_size=4)
+    places = ("--model", work / "model", "--index", work / "index", "--vectors", tmp_path / "vectors")
+    query = "how do I work with csv files"
+    whole = json.loads(call("search", query, *places, "--k", "2", "--json").out)["hits"]
+    hit = {hit["id"] for hit in whole}
+    shards = [tmp_path / "vectors" / f"part-{number:05d}.parquet" for number in range(4)]
+    held = [set(stored.ids[4 * number : 4 * number + 4]) for number in range(4)]
+
+    def damage(shard: Path) -> None:
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1  # among the weights
+        shard.write_bytes(content)
+
+    for shard, ids in zip(shards, held, strict=True):
+        if not ids & hit:
+            damage(shard)
+    with pytest.raises(DataError, match="damaged"):
+        read_vectors(tmp_path / "vectors")
+    assert json.loads(call("search", query, *places, "--k", "2", "--json").out)["hits"] == whole
+    damage(next(shard for shard, ids in zip(shards, held, strict=True) if ids & hit))
+    refused = call("search", query, *places, "--k", "2", "--json")
+    assert (refused.code, "its checksum is not the one" in refused.err) == (1, True)
 
 
 def test_queries_of_one_split_are_encoded_and_cannot_be_indexed(call: Any, work: Path, tmp_path: Path) -> None:

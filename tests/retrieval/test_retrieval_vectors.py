@@ -17,6 +17,7 @@ from tilefold.retrieval import (
     SparseVectorWriter,
     export_jsonl,
     read_manifest,
+    read_rows,
     read_vectors,
     vocabulary_fingerprint,
     write_vectors,
@@ -70,6 +71,16 @@ def test_writing_again_replaces_all_earlier_shards(make_vectors: Make, tmp_path:
     write_vectors(make_vectors(5, seed=1), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "part-00000.parquet"]
     assert same(read_vectors(tmp_path), make_vectors(5, seed=1))
+
+
+def test_rows_by_name_come_in_the_order_of_the_folder_and_others_are_left_out(
+    make_vectors: Make, tmp_path: Path
+) -> None:
+    vectors = make_vectors(10)
+    write_vectors(vectors, tmp_path / "v", shard_size=3)
+    found = read_rows(tmp_path / "v", ["d7", "nobody", "d2", "d3"])
+    assert same(found, vectors.take([2, 3, 7]))
+    assert len(read_rows(tmp_path / "v", ["nobody"])) == 0
 
 
 def test_an_unfinished_folder_is_not_taken_for_whole(make_vectors: Make, tmp_path: Path) -> None:

@@ -108,9 +108,8 @@ def check_split(collection: Collection, split: str) -> None:
 
 
 def load_encoder(name_or_path: str) -> Any:
-    """A SparseEncoder from a folder or a Hugging Face name, with the fused head where its architecture allows.
-
-    No remote code runs, and a folder is read without a look at the network.
+    """A SparseEncoder from a folder or a Hugging Face name, with the fused head where its architecture allows;
+    see :func:`tilefold.recipes.loading.load_saved`.
     """
     model, kind = load_model(name_or_path)
     if kind == "multi-vector":
@@ -136,13 +135,11 @@ def load_model(name_or_path: str, option: str = "--model", only: str | None = No
 
     With `only`, a model of another kind is not loaded, and comes back as None with its kind.
     """
-    from tilefold.recipes._attention import check_attention, know_entmax
-    from tilefold.recipes._quiet import quiet_libraries
-
-    sentence_transformers = _sentence_transformers()
+    _check_sentence_transformers()
     from safetensors import SafetensorError
 
-    from tilefold.recipes._kinds import saved_kind
+    from tilefold.recipes.loading import load_saved, saved_kind
+    from tilefold.recipes.quiet import quiet_libraries
 
     local = Path(name_or_path).is_dir()
     if not local and (Path(name_or_path).is_absolute() or name_or_path.startswith((".", "~"))):
@@ -156,11 +153,8 @@ def load_model(name_or_path: str, option: str = "--model", only: str | None = No
                 f"{option}: {name_or_path} is a {kind} model; expected a SparseEncoder or a MultiVectorEncoder. "
                 "Train one from it with: tilefold train"
             )
-        multi = kind == "multi-vector"
-        made = sentence_transformers.MultiVectorEncoder if multi else sentence_transformers.SparseEncoder
-        know_entmax()
         try:
-            model = made(name_or_path, trust_remote_code=False, local_files_only=local)
+            model = load_saved(name_or_path, kind)
         except OSError as error:
             raise CommandError(
                 f"{option}: {name_or_path} is no folder with a model, and could not be fetched by that name "
@@ -170,11 +164,10 @@ def load_model(name_or_path: str, option: str = "--model", only: str | None = No
             raise CommandError(
                 f"{option}: the weights in {name_or_path} are damaged ({first_line(error)}); fetch or train it again."
             ) from error
-        check_attention(model)
-        model.model_card_data.local_files_only = True
-        if not multi:
-            _accelerate(model)
-    return model, "multi-vector" if multi else "sparse"
+        if kind == "multi-vector":
+            return model, kind
+        _accelerate(model)
+    return model, "sparse"
 
 
 def _accelerate(model: Any) -> None:
@@ -186,27 +179,13 @@ def _accelerate(model: Any) -> None:
         note(f"encoding with the plain head: {first_line(error)}")
 
 
-def _sentence_transformers() -> Any:
+def _check_sentence_transformers() -> None:
     try:
-        import sentence_transformers
         from sentence_transformers import MultiVectorEncoder, SparseEncoder  # noqa: F401 - 6 or later has both
     except ImportError as error:
         raise CommandError(
             'this needs sentence-transformers 6 or later: pip install "tilefold[sentence-transformers]"'
         ) from error
-    return sentence_transformers
-
-
-@contextmanager
-def fast_inference() -> Iterator[None]:
-    """bf16 autocast where the hardware has it; weights and scores stay fp32."""
-    import torch
-
-    from tilefold.recipes.splade import supports_bf16
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.autocast(device, torch.bfloat16, enabled=supports_bf16()):
-        yield
 
 
 def first_line(error: BaseException) -> str:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tilefold.cli import _common
 from tilefold.cli._demo_plan import Speed, Texts, Work
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ ROUNDS = 2  # the first pays for memory and caches
 def measure(recipe: SpladeRecipe, collection: Collection, order: list[str], judged: int) -> tuple[Speed, Work, Texts]:
     """Encode, and train on, a few batches as `recipe` will; what the texts of the collection hold in tokens."""
     from tilefold.integrations.sentence_transformers import accelerate
-    from tilefold.recipes._quiet import quiet_libraries
+    from tilefold.recipes.quiet import quiet_libraries
     from tilefold.recipes.splade import load_base_model
 
     texts = [collection.documents[name].contents for name in order]
@@ -42,6 +41,7 @@ def _inference(model: Any, sample: list[str], batch_size: int, work: Work) -> tu
     import torch
 
     from tilefold.integrations.sentence_transformers import encode_sparse
+    from tilefold.recipes.precision import fast_inference
 
     batches = [_features(model, sample[start : start + batch_size]) for start in range(0, len(sample), batch_size)]
     tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
@@ -54,7 +54,7 @@ def _inference(model: Any, sample: list[str], batch_size: int, work: Work) -> tu
     def whole() -> None:
         encode_sparse(model, sample, task="document", batch_size=batch_size, top_k=128)
 
-    with torch.no_grad(), _common.fast_inference():
+    with torch.no_grad(), fast_inference():
         return tokens * work.encoder / _seconds(encoder), tokens * work.encoding / _seconds(whole)
 
 
@@ -62,6 +62,7 @@ def _training(
     model: Any, recipe: SpladeRecipe, collection: Collection, sample: list[str], work: Work
 ) -> tuple[float, float]:
     """Operations a second of forward and backward, and the tokens of a query with the padding of its batch."""
+    from tilefold.recipes.precision import fast_inference
     from tilefold.recipes.splade import make_loss
 
     names = sorted(collection.qrels["train"])[: recipe.batch_size]
@@ -75,7 +76,7 @@ def _training(
     model.train()
 
     def step() -> None:
-        with _common.fast_inference():
+        with fast_inference():
             value = loss([dict(side) for side in sides], None)
             sum(value.values()).backward()
         model.zero_grad()

@@ -110,15 +110,14 @@ def encode_documents(where: Workspace, encoder: Any, collection: Collection, tic
         reused = read_manifest(path).complete
     except (FileNotFoundError, DataError):
         reused = False
-    with _common.fast_inference():
-        encode_collection(
-            encoder,
-            contents(collection),
-            path,
-            shard_size=512,
-            top_k=DOCUMENT_TERMS,
-            progress=lambda done, total: tick(done, total, ""),
-        )
+    encode_collection(
+        encoder,
+        contents(collection),
+        path,
+        shard_size=512,
+        top_k=DOCUMENT_TERMS,
+        progress=lambda done, total: tick(done, total, ""),
+    )
     return read_vectors(path), reused
 
 
@@ -159,6 +158,7 @@ def zero_shot(
 ) -> ZeroShot:
     """Made once for these texts and this length, and kept with the model of the token vectors, as --rerank needs it."""
     from tilefold.recipes.backbone import load_dense_minilm
+    from tilefold.recipes.precision import fast_inference
     from tilefold.retrieval import open_tokens
     from tilefold.retrieval.dense import rank_by_similarity
     from tilefold.retrieval.errors import DataError
@@ -168,7 +168,7 @@ def zero_shot(
     path, folder = where.root / f"dense-{key}.trec", where.root / f"minilm-{key}"
     model = load_dense_minilm()
     model.max_seq_length = max_length
-    with _common.fast_inference():
+    with fast_inference():
         vectors, query_tokens = _encode_once(model, queries, "query", "fp16")
         try:
             return ZeroShot(read_trec_run(path), open_tokens(folder / "tokens"), query_tokens, True)
@@ -193,7 +193,7 @@ def _encode_documents_once(model: Any, collection: Collection, folder: Path, tic
     """Dense vectors ``[N, D]`` in memory, token vectors in ``<folder>/tokens``."""
     import torch
 
-    from tilefold.recipes._quiet import quiet_libraries
+    from tilefold.recipes.quiet import quiet_libraries
     from tilefold.retrieval.token_encoding import token_model_fingerprint
     from tilefold.retrieval.tokens import TokenManifest, TokenVectorWriter, open_tokens
 
@@ -221,7 +221,7 @@ def _encode_once(model: Any, texts: dict[str, str], kind: str, storage: str) -> 
     """Dense vectors ``[N, D]`` and normalised token vectors of id -> text, from one pass."""
     import torch
 
-    from tilefold.retrieval._token_vectors import TokenVectors
+    from tilefold.retrieval.tokens import TokenVectors
 
     encode = model.encode_query if kind == "query" else model.encode_document
     states = encode(list(texts.values()), batch_size=64, output_value="token_embeddings", show_progress_bar=False)

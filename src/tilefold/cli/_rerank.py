@@ -50,13 +50,12 @@ class Reranker:
         run = {query: scores for query, scores in run.items() if scores}
         if not run:
             return run
-        with _common.fast_inference():
-            encoded = encode_texts(self.model, {query: queries[query] for query in run})
-            documents = (
-                self.store
-                if self.store is not None
-                else encode_texts(self.model, self._candidates(run, depth), kind="document")
-            )
+        encoded = encode_texts(self.model, {query: queries[query] for query in run})
+        documents = (
+            self.store
+            if self.store is not None
+            else encode_texts(self.model, self._candidates(run, depth), kind="document")
+        )
         reranked: Run = rerank(run, encoded, documents, depth=depth, reduction=reduction)
         return reranked
 

@@ -194,8 +194,7 @@ def _splade(
         indexes = _demo_steps.build_indexes(where, vectors)
         done(" and ".join(indexes))
     with stages.step("searching: SPLADE"):
-        with _common.fast_inference():
-            encoded = encode_queries(encoder, queries, top_k=_demo_steps.QUERY_TERMS)
+        encoded = encode_queries(encoder, queries, top_k=_demo_steps.QUERY_TERMS)
         found = {
             name: hits_to_run(encoded, index.search(encoded, _demo_steps.DEPTH)) for name, index in indexes.items()
         }

@@ -48,7 +48,7 @@ def encode(
         texts = {name: document.contents for name, document in collection.documents.items()}
     encoder, kind = _common.load_model(model)
     _check_options(model, kind, {"--top-k": top_k, "--jsonl": jsonl, "--storage": storage})
-    with _common.progress_bar("encoding") as update, _common.fast_inference():
+    with _common.progress_bar("encoding") as update:
         options: dict[str, Any] = {
             "kind": "query" if queries else "document",
             "batch_size": batch_size,

@@ -71,6 +71,5 @@ def _search(model: str, index: Path, queries: dict[str, str], k: int) -> Run:
 
     loaded = load_index(index)
     encoder = _common.load_encoder(model)
-    with _common.fast_inference():
-        vectors = encode_queries(encoder, queries)
+    vectors = encode_queries(encoder, queries)
     return hits_to_run(vectors, loaded.search(vectors, k))

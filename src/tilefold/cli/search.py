@@ -20,7 +20,9 @@ RERANK_DEPTH = 100
 
 
 @dataclass(frozen=True)
-class _Places:
+class SearchPaths:
+    """What a search reads, and how many terms it keeps of a query."""
+
     model: str
     index: Path
     data: str | None
@@ -30,7 +32,7 @@ class _Places:
 
 
 @dataclass(frozen=True)
-class _Late:
+class RerankOptions:
     """What to rerank with, and how many candidates."""
 
     rerank: str
@@ -64,11 +66,11 @@ def search(
     if (model is None) != (index is None):
         raise _common.UsageError("--model and --index go together.")
     if model is not None and index is not None:
-        places = _Places(model, index, data, None, vectors)
+        paths = SearchPaths(model, index, data, None, vectors)
     else:
-        places = _demo_places(demo)
-    late = None if rerank is None else _Late(rerank, rerank_model, rerank_depth or max(k, RERANK_DEPTH))
-    hits = _hits(query, places, k, late)
+        paths = _demo_paths(demo)
+    reranking = None if rerank is None else RerankOptions(rerank, rerank_model, rerank_depth or max(k, RERANK_DEPTH))
+    hits = _hits(query, paths, k, reranking)
     if as_json:
         _common.print_json({"query": query, "hits": hits})
         return
@@ -78,7 +80,7 @@ def search(
     _common.stdout().print(_table(query, hits))
 
 
-def _demo_places(folder: Path) -> _Places:
+def _demo_paths(folder: Path) -> SearchPaths:
     record = folder / "demo.json"
     if not record.is_file():
         raise _common.CommandError(
@@ -90,32 +92,33 @@ def _demo_places(folder: Path) -> _Places:
         query_terms = int(found["query_terms"])
     except (ValueError, KeyError, TypeError) as error:
         raise _common.CommandError(f"{record} is damaged: run tilefold demo again.") from error
-    return _Places(str(at / "model"), at / "index", "pydocs", folder / "data", at / "vectors", query_terms)
+    return SearchPaths(str(at / "model"), at / "index", "pydocs", folder / "data", at / "vectors", query_terms)
 
 
-def _hits(query: str, places: _Places, k: int, late: _Late | None) -> list[dict[str, Any]]:
-    from tilefold.retrieval import encode_queries, load_index, read_vectors
+def _hits(query: str, paths: SearchPaths, k: int, reranking: RerankOptions | None) -> list[dict[str, Any]]:
+    from tilefold.retrieval import encode_queries, load_index, read_rows
 
-    loaded = load_index(places.index)
-    collection = _common.load_data(places.data, places.cache) if places.data else None
+    loaded = load_index(paths.index)
+    collection = _common.load_data(paths.data, paths.cache) if paths.data else None
     documents = collection.documents if collection else {}
-    reranker = _rerank.load_reranker(late.rerank, late.model, collection) if late else None
-    encoder = _common.load_encoder(places.model)
-    encoded = encode_queries(encoder, {"query": query}, top_k=places.query_terms)
-    first = {hit.id: float(hit.score) for hit in loaded.search(encoded, late.depth if late else k)[0]}
+    reranker = _rerank.load_reranker(reranking.rerank, reranking.model, collection) if reranking else None
+    encoder = _common.load_encoder(paths.model)
+    encoded = encode_queries(encoder, {"query": query}, top_k=paths.query_terms)
+    first = {hit.id: float(hit.score) for hit in loaded.search(encoded, reranking.depth if reranking else k)[0]}
     found = first
     if reranker is not None and first:
         found = reranker({"query": query}, {"query": first}, None)["query"]
     first_ranks = {name: rank for rank, name in enumerate(first, start=1)}
-    stored = read_vectors(places.vectors) if places.vectors else None
+    shown = dict(list(found.items())[:k])
+    stored = read_rows(paths.vectors, shown) if paths.vectors else None
     rows = {name: row for row, name in enumerate(stored.ids)} if stored is not None else {}
     hits = []
-    for rank, (name, score) in enumerate(list(found.items())[:k], start=1):
+    for rank, (name, score) in enumerate(shown.items(), start=1):
         document = documents.get(name)
         terms = _terms(encoded, stored, rows[name], encoder.tokenizer) if stored and name in rows else []
         title = document.title or document.text[:80] if document else ""
         hit = {"rank": rank, "id": name, "score": score, "title": title, "terms": terms}
-        if late is not None:
+        if reranking is not None:
             hit["first"] = {"rank": first_ranks[name], "score": first[name]}
         hits.append(hit)
     return hits

@@ -8,7 +8,14 @@ from typing import Any
 
 from tilefold.recipes._checks import check_number
 
-__all__ = ["ATTENTIONS", "AttentionChoice", "attention_callbacks", "check_attention", "know_entmax", "use_attention"]
+__all__ = [
+    "ATTENTIONS",
+    "AttentionChoice",
+    "attention_callbacks",
+    "check_loaded_attention",
+    "register_entmax",
+    "use_attention",
+]
 
 ATTENTIONS = ("softmax", "entmax")
 
@@ -43,7 +50,7 @@ class AttentionChoice:
                 raise ValueError(f"{name} must be left out without attention='entmax', got {getattr(self, name)!r}.")
 
 
-def know_entmax() -> None:
+def register_entmax() -> None:
     """Let transformers load checkpoints that ask for entmax attention, where it is new enough to have it."""
     try:
         from tilefold.integrations.transformers import register
@@ -52,7 +59,7 @@ def know_entmax() -> None:
     register()
 
 
-def check_attention(model: Any) -> None:
+def check_loaded_attention(model: Any) -> None:
     """Refuse a model that has alphas and would run softmax.
 
     Raises:

@@ -1,5 +1,4 @@
 """What every recipe's ``train`` does: pairs, one resumable run, a stock model at the end."""
-# ruff: noqa: PLC0415 - torch is imported by the functions that need it
 
 from __future__ import annotations
 
@@ -11,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tilefold.recipes import _run
-from tilefold.recipes._attention import know_entmax, use_attention
-from tilefold.recipes._quiet import quiet_libraries
+from tilefold.recipes._attention import register_entmax, use_attention
+from tilefold.recipes.precision import supports_bf16
+from tilefold.recipes.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
 
-__all__ = ["Progress", "Recipe", "TrainResult", "run_training", "supports_bf16", "total_steps", "training_pairs"]
+__all__ = ["Progress", "Recipe", "TrainResult", "run_training", "total_steps", "training_pairs"]
 
 Progress = Callable[[int, int, "float | None"], None]
 
@@ -94,7 +94,7 @@ def run_training(
         )
     checkpoint = run.open(resume=resume)
     with quiet_libraries(verbose):
-        know_entmax()
+        register_entmax()
         model = load()
         use_attention(model, recipe)
         loss = fit(model, pairs, run, checkpoint, bf16)
@@ -128,18 +128,3 @@ def total_steps(recipe: Recipe, n_pairs: int) -> int:
     if recipe.max_steps is not None:
         return recipe.max_steps
     return max(1, math.ceil(recipe.epochs * math.ceil(n_pairs / recipe.batch_size)))
-
-
-def supports_bf16() -> bool:
-    """Whether bf16 autocast is worth it on this machine: a GPU that has it, or a CPU with AMX or AVX512-BF16.
-
-    A CPU that torch uses as one with AVX2 alone (``ATEN_CPU_CAPABILITY=avx2``) has neither: bf16 would be emulated.
-    """
-    import torch
-
-    if torch.cuda.is_available():
-        return bool(torch.cuda.is_bf16_supported())
-    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
-        return False
-    probes = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
-    return any(probe() for probe in probes if probe is not None)

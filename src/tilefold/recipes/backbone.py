@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilefold.recipes._quiet import quiet_libraries
+from tilefold.recipes.quiet import quiet_libraries
 from tilefold.retrieval.errors import MissingPackageError
 
 if TYPE_CHECKING:

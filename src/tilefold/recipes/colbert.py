@@ -16,8 +16,8 @@ from tilefold.recipes import _run
 from tilefold.recipes._attention import AttentionChoice, attention_callbacks
 from tilefold.recipes._checks import check_count, check_number, check_seed
 from tilefold.recipes._fields import Fields
-from tilefold.recipes._kinds import saved_kind, saved_modules
 from tilefold.recipes._training import Progress, TrainResult, run_training, total_steps
+from tilefold.recipes.loading import saved_kind, saved_modules
 
 if TYPE_CHECKING:
     from sentence_transformers import MultiVectorEncoder

@@ -17,7 +17,8 @@ from tilefold.recipes._attention import AttentionChoice, attention_callbacks
 from tilefold.recipes._cheaper import freeze_lower_layers, length_grouped_batches
 from tilefold.recipes._checks import check_count, check_number, check_seed
 from tilefold.recipes._fields import Fields
-from tilefold.recipes._training import Progress, TrainResult, run_training, supports_bf16, total_steps
+from tilefold.recipes._training import Progress, TrainResult, run_training, total_steps
+from tilefold.recipes.precision import supports_bf16
 
 if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder

@@ -18,6 +18,7 @@ _HOME = {
     "SparseVectorWriter": "vectors",
     "VectorManifest": "vectors",
     "read_manifest": "vectors",
+    "read_rows": "vectors",
     "read_vectors": "vectors",
     "write_vectors": "vectors",
     "export_jsonl": "vectors",

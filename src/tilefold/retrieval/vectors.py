@@ -9,7 +9,8 @@ interrupted writer can go on where it stopped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = [
     "export_jsonl",
     "iter_shards",
     "read_manifest",
+    "read_rows",
     "read_vectors",
     "vocabulary_fingerprint",
     "write_vectors",
@@ -155,16 +157,40 @@ def read_vectors(path: str | Path) -> SparseVectors:
     return SparseVectors.concatenate(parts)
 
 
+def read_rows(path: str | Path, names: Iterable[str]) -> SparseVectors:
+    """The vectors of those `names` that a folder holds, in its order; of shards without one, only ids are read.
+
+    Raises:
+        FileNotFoundError, DataError: as :func:`read_vectors`, for the shards that are read.
+    """
+    folder, wanted = Path(path), set(names)
+    manifest = _load_manifest(folder)
+    check_whole(folder, manifest)
+    parts = [SparseVectors.from_rows({}, manifest.vocab_size, manifest.fingerprint)]
+    for shard in manifest.shards:
+        if not wanted:
+            break
+        rows = [row for row, name in enumerate(_read_ids(shard_file(folder, shard, verify=False))) if name in wanted]
+        if rows:
+            parts.append(_read_shard(folder, shard, manifest).take(rows))
+            wanted -= set(parts[-1].ids)
+    return SparseVectors.concatenate(parts)
+
+
 def iter_shards(path: str | Path, manifest: VectorManifest | None = None) -> Iterator[SparseVectors]:
     """Yield the listed shards one at a time, checked; for collections larger than memory."""
     folder = Path(path)
     manifest = manifest or _load_manifest(folder)
     for shard in manifest.shards:
-        file = shard_file(folder, shard)
-        vectors = _read_parquet(file, manifest.vocab_size, manifest.fingerprint)
-        if len(vectors) != shard["rows"]:
-            raise DataError(f"{file}: expected {shard['rows']} rows, got {len(vectors)}. {_REMEDY}")
-        yield vectors
+        yield _read_shard(folder, shard, manifest)
+
+
+def _read_shard(folder: Path, shard: Mapping[str, Any], manifest: VectorManifest) -> SparseVectors:
+    file = shard_file(folder, shard)
+    vectors = _read_parquet(file, manifest.vocab_size, manifest.fingerprint)
+    if len(vectors) != shard["rows"]:
+        raise DataError(f"{file}: expected {shard['rows']} rows, got {len(vectors)}. {_REMEDY}")
+    return vectors
 
 
 def write_vectors(
@@ -206,9 +232,26 @@ def _write_parquet(vectors: SparseVectors, path: Path) -> None:
     pq.write_table(table, path, compression="zstd")
 
 
-def _read_parquet(path: Path, vocab_size: int, fingerprint: str | None) -> SparseVectors:
-    pa, pq = _arrow()
+@contextmanager
+def _as_data_error(path: Path) -> Iterator[None]:
+    """What Arrow raises for a file that is damaged or holds something else, as one error that names it."""
+    pa, _ = _arrow()
     try:
+        yield
+    except (pa.ArrowException, OSError, KeyError, AttributeError) as error:
+        raise DataError(f"{path}: expected Parquet with id, indices and weights, got ({error}). {_REMEDY}") from error
+
+
+def _read_ids(path: Path) -> list[str]:
+    _, pq = _arrow()
+    with _as_data_error(path):
+        ids: list[str] = pq.read_table(path, columns=["id"]).column("id").to_pylist()
+    return ids
+
+
+def _read_parquet(path: Path, vocab_size: int, fingerprint: str | None) -> SparseVectors:
+    _, pq = _arrow()
+    with _as_data_error(path):
         table = pq.read_table(path, columns=["id", "indices", "weights"]).combine_chunks()
         columns = [table.column(name).combine_chunks() for name in ("id", "indices", "weights")]
         ids, indices, weights = columns
@@ -218,8 +261,6 @@ def _read_parquet(path: Path, vocab_size: int, fingerprint: str | None) -> Spars
             indices.flatten().to_numpy(zero_copy_only=False),
             weights.flatten().to_numpy(zero_copy_only=False),
         )
-    except (pa.ArrowException, OSError, KeyError, AttributeError) as error:
-        raise DataError(f"{path}: expected Parquet with id, indices and weights, got ({error}). {_REMEDY}") from error
     if not same or any(column.null_count for column in columns):
         raise DataError(f"{path}: expected as many weights as indices and no nulls, got others. {_REMEDY}")
     indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])

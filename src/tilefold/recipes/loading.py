@@ -1,5 +1,5 @@
-"""What a saved model is, read from its files before anything is loaded."""
-# ruff: noqa: PLC0415 - sentence-transformers is imported by the function that needs it
+"""Models as they were saved: what one is, read from its files before anything is loaded, and the model itself."""
+# ruff: noqa: PLC0415 - sentence-transformers is imported by the functions that need it
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["saved_kind", "saved_modules"]
+from tilefold.recipes._attention import check_loaded_attention, register_entmax
+from tilefold.recipes.precision import run_fast
+
+__all__ = ["load_saved", "saved_kind", "saved_modules"]
 
 _KINDS = {
     "SparseEncoder": "sparse",
@@ -43,6 +46,29 @@ def saved_modules(name_or_path: str) -> list[str]:
     if not isinstance(listed, list):
         return []
     return [str(module.get("type", "")) for module in listed if isinstance(module, dict)]
+
+
+def load_saved(name_or_path: str, kind: str) -> Any:
+    """The ``MultiVectorEncoder`` of kind ``"multi-vector"``, or the ``SparseEncoder`` of any other, ready to encode.
+
+    It runs with the attention that it was saved with, in the precision of
+    :func:`tilefold.recipes.precision.fast_inference`. No remote code runs, and a folder is read without a look at the
+    network.
+
+    Raises:
+        OSError: no such model, here or on the Hugging Face hub.
+        ValueError: a model that was trained with entmax attention and would run softmax.
+    """
+    import sentence_transformers
+
+    name = "MultiVectorEncoder" if kind == "multi-vector" else "SparseEncoder"
+    register_entmax()
+    local = Path(name_or_path).is_dir()
+    model = getattr(sentence_transformers, name)(name_or_path, trust_remote_code=False, local_files_only=local)
+    check_loaded_attention(model)
+    model.model_card_data.local_files_only = True
+    run_fast(model)
+    return model
 
 
 def _read(name_or_path: str, file: str) -> Any:
