@@ -1,7 +1,7 @@
 """Train small encoders with softmax and with entmax attention, and see what changes: quality, sparsity, time.
 
-    python examples/entmax_encoder.py            # minutes on two cores
-    python examples/entmax_encoder.py --quick    # seconds, to see it run; its numbers mean nothing
+    python examples/entmax_encoder.py            # some minutes on two cores
+    python examples/entmax_encoder.py --quick    # seconds, a test that it runs; ignore its numbers
 
 Two tasks on the documentation of the installed Python, no download:
 
@@ -85,7 +85,7 @@ QUICK = Setting(hidden=32, steps=2, batch_size=4, length=24, documents=40, held_
 
 @dataclass(frozen=True)
 class Row:
-    """What one training gave."""
+    """The result of one training run."""
 
     task: str
     attention: str
@@ -94,7 +94,7 @@ class Row:
     value: float
     nonzero: float | None
     support: float | None
-    seconds_a_step: float  # of all cores together
+    seconds_per_step: float  # processor time of all cores together
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
 
 
 def make_base(folder: Path, setting: Setting, seed: int) -> ModernBertConfig:
-    """Save a ModernBERT with known words and everything else at random, and its tokenizer; the configuration."""
+    """Save a random ModernBERT with MiniLM's word vectors, and its tokenizer; returns its configuration."""
     tokenizer = AutoTokenizer.from_pretrained(minilm_path())
     tokenizer.model_max_length = setting.length
     config = ModernBertConfig(
@@ -162,7 +162,7 @@ def word_vectors(dimension: int) -> Tensor:
 
 
 def prepare(model: Any, attention: tuple[str, float, float]) -> list[Any]:
-    """Choose the attention of a model; the callbacks that its trainer needs."""
+    """Set the attention of a model; returns the callbacks that its trainer needs."""
     name, alpha, anneal = attention
     if name == "softmax":
         return []
@@ -189,7 +189,7 @@ def options(setting: Setting, seed: int) -> dict[str, Any]:
 
 
 def timed(trainer: Any, setting: Setting) -> float:
-    """Train; seconds a step of all cores together, so that other programs do not count."""
+    """Train; processor seconds per step, all cores together, so that other programs do not count."""
     trainer.remove_callback(PrinterCallback)
     started = time.process_time()
     trainer.train()
@@ -297,11 +297,11 @@ def row(
 def describe(row: Row) -> str:
     """A row as a line of text."""
     sparse = (
-        "all weights positive" if row.nonzero is None else f"{row.nonzero:.1%} of weights, {row.support:.1f} a query"
+        "all weights positive" if row.nonzero is None else f"{row.nonzero:.1%} of weights, {row.support:.1f} per query"
     )
     return (
         f"{row.task:<15}{row.attention:<17} alpha {row.alpha:<4} {row.measure} {row.value:.3f}   "
-        f"{sparse:<34} {1000 * row.seconds_a_step:.0f} ms a step"
+        f"{sparse:<34} {1000 * row.seconds_per_step:.0f} ms per step"
     )
 
 
