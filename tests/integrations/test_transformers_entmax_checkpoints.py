@@ -191,6 +191,8 @@ def test_sentence_transformers_save_and_load_learned_alphas(encoder_parts: Path,
             parameter.data.add_(torch.tensor([0.5, -0.5]))
     vectors = made.encode(TEXTS)
     made.save_pretrained(str(tmp_path))
+    named = json.loads((tmp_path / "modules.json").read_text())[0]["type"]
+    assert named == "tilefold.integrations.sentence_transformers.entmax.EntmaxTransformer"
     assert any(key.endswith("entmax_alpha.theta") for key in load_file(tmp_path / "model.safetensors"))
     with pytest.raises(ValueError, match="trust_remote_code"):
         SentenceTransformer(str(tmp_path), device="cpu")

@@ -157,7 +157,7 @@ def run(
     Raises:
         ValueError: for an unknown model, or a length, batch, limit or tokenizer that cannot be.
     """
-    from tilefold.retrieval.collection import load_collection  # noqa: PLC0415
+    from tilefold.retrieval.datasets import load_collection  # noqa: PLC0415
 
     sizes = [model_size(name) for name in options.models]
     _check(options)

@@ -88,7 +88,7 @@ def progress_bar(text: str) -> Iterator[Callable[[int, int, str], None]]:
 
 def load_data(name_or_path: str, cache_dir: Path | None = None) -> Collection:
     """``pydocs`` or a BEIR folder."""
-    from tilefold.retrieval.collection import load_collection
+    from tilefold.retrieval.datasets import load_collection
 
     return load_collection(name_or_path, cache_dir=cache_dir)
 

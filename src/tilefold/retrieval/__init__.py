@@ -12,7 +12,7 @@ _HOME = {
     "Document": "collection",
     "Collection": "collection",
     "load_beir": "collection",
-    "load_collection": "collection",
+    "load_collection": "datasets",
     "build_pydocs": "pydocs",
     "SparseVectors": "vectors",
     "SparseVectorWriter": "vectors",

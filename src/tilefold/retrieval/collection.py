@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from tilefold.retrieval._files import atomic_directory, is_unicode, json_line, numbered_lines
 from tilefold.retrieval.errors import DataError
 
-__all__ = ["Collection", "Document", "default_cache_dir", "load_beir", "load_collection"]
+__all__ = ["Collection", "Document", "load_beir"]
 
 Qrels = dict[str, dict[str, int]]
 
 _BEIR_NAMES = ("corpus.jsonl", "queries.jsonl", "qrels")
-_LAYOUT = "A BEIR folder has corpus.jsonl, queries.jsonl and qrels/<split>.tsv."
-_logger = logging.getLogger(__name__)
+BEIR_LAYOUT = "A BEIR folder has corpus.jsonl, queries.jsonl and qrels/<split>.tsv."
 
 
 @dataclass(frozen=True)
@@ -128,7 +124,7 @@ def load_beir(path: str | Path, unknown: Literal["error", "drop"] = "error") -> 
         raise ValueError(f"unknown: expected 'error' or 'drop', got {unknown!r}.")
     folder = Path(path)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such folder. {_LAYOUT}")
+        raise FileNotFoundError(f"{folder}: no such folder. {BEIR_LAYOUT}")
     documents: dict[str, Document] = {}
     for line, row in _read_rows(folder / "corpus.jsonl"):
         document_id = _text_id(row, folder / "corpus.jsonl", line, documents)
@@ -140,17 +136,17 @@ def load_beir(path: str | Path, unknown: Literal["error", "drop"] = "error") -> 
         queries[query_id] = _string(row, "text", folder / "queries.jsonl", line)
     for name, found in (("corpus.jsonl", documents), ("queries.jsonl", queries)):
         if not found:
-            raise DataError(f"{folder / name}: expected at least one line, got an empty file. {_LAYOUT}")
+            raise DataError(f"{folder / name}: expected at least one line, got an empty file. {BEIR_LAYOUT}")
     files = sorted((folder / "qrels").glob("*.tsv"))
     if not files:
-        raise FileNotFoundError(f"{folder / 'qrels'}: no .tsv file with judgements. {_LAYOUT}")
+        raise FileNotFoundError(f"{folder / 'qrels'}: no .tsv file with judgements. {BEIR_LAYOUT}")
     qrels = {file.stem: _read_qrels(file, queries, documents, unknown) for file in files}
     return Collection(folder.resolve().name, documents, queries, qrels)
 
 
 def _read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file. {_LAYOUT}")
+        raise FileNotFoundError(f"{path}: no such file. {BEIR_LAYOUT}")
     with path.open(encoding="utf-8-sig") as stream:
         for number, line in numbered_lines(stream, path):
             if line.strip():
@@ -234,47 +230,3 @@ def _judgement(fields: list[str], path: Path, number: int) -> tuple[str, str, in
         return fields[0], fields[1], int(fields[2])
     except ValueError:
         raise DataError(f"{path}:{number}: expected an integer grade, got {fields[2]!r}. Fix that line.") from None
-
-
-def default_cache_dir() -> Path:
-    """``$TILEFOLD_CACHE_DIR``, else ``$XDG_CACHE_HOME/tilefold``, else ``~/.cache/tilefold``."""
-    if chosen := os.environ.get("TILEFOLD_CACHE_DIR"):
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tilefold"
-
-
-def load_collection(name_or_path: str | Path, cache_dir: str | Path | None = None) -> Collection:
-    """The built-in collection ``"pydocs"``, or the BEIR folder at a path.
-
-    ``pydocs`` is built once for each Python installation and kept as a BEIR folder under `cache_dir`
-    (:func:`default_cache_dir` when None). A damaged or unwritable cache costs only the time to build again.
-    """
-    if str(name_or_path) == "pydocs":
-        return _cached_pydocs(default_cache_dir() if cache_dir is None else Path(cache_dir))
-    path = Path(name_or_path)
-    if not path.exists():
-        raise FileNotFoundError(
-            f"collection: expected 'pydocs' or the path of a BEIR folder, got {str(name_or_path)!r}, "
-            f"which is neither. {_LAYOUT}"
-        )
-    return load_beir(path)
-
-
-def _cached_pydocs(cache_dir: Path) -> Collection:
-    pydocs = import_module("tilefold.retrieval.pydocs")
-    folder = cache_dir / "pydocs" / pydocs.cache_key()
-    if folder.is_dir():
-        try:
-            collection = load_beir(folder)
-        except (DataError, OSError) as error:
-            _logger.warning("cached pydocs is damaged and is built again: %s", error)
-        else:
-            collection.name = "pydocs"
-            return collection
-    collection = cast("Collection", pydocs.build_pydocs())
-    try:
-        collection.save_beir(folder)
-    except OSError as error:
-        _logger.warning("pydocs could not be cached: %s", error)
-    return collection

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -250,10 +249,10 @@ def _vocab_size(model: Any, kind: Kind) -> int:
 
 
 def _run(model: Any, batch: list[str], kind: Kind, top_k: int | None, min_weight: float = 0.0) -> Any:
-    """``[len(batch), V]``: dense from a stock model, CSR from an accelerated one."""
-    fused = sys.modules.get("tilefold.integrations.sentence_transformers")  # imported if anything is accelerated
-    if fused is not None and fused.is_accelerated(model):
-        return fused.encode_sparse(model, batch, task=kind, batch_size=len(batch), top_k=top_k, min_weight=min_weight)
+    """``[len(batch), V]``: dense from a stock model, CSR from one that ``accelerate`` gave ``encode_sparse_batch``."""
+    encode_sparse_batch = getattr(model, "encode_sparse_batch", None)
+    if encode_sparse_batch is not None:
+        return encode_sparse_batch(batch, task=kind, top_k=top_k, min_weight=min_weight)
     encode = model.encode_document if kind == "document" else model.encode_query
     return encode(
         batch,

@@ -9,6 +9,7 @@ import torch
 from sentence_transformers import SparseEncoder
 from torch import nn
 
+from tilefold.integrations.sentence_transformers._batch import SparseBatchEncoder
 from tilefold.integrations.sentence_transformers._heads import check_head
 from tilefold.integrations.sentence_transformers._pairs import find_pairs
 from tilefold.integrations.sentence_transformers._pooling import FusedSpladePooling, pass_hidden_states
@@ -123,6 +124,7 @@ def accelerate(model: Any, *, impl: str = "auto", check: bool = True, quantize: 
         pair.pooling.forward = FusedSpladePooling(pair.pooling, pair.head, impl, quantize)
         if _check_head_is_fused not in pair.transformer._forward_pre_hooks.values():
             pair.transformer.register_forward_pre_hook(_check_head_is_fused)
+    model.encode_sparse_batch = SparseBatchEncoder(model)
     return Acceleration(model, heads=len({id(pair.head) for pair in pairs}))
 
 
@@ -150,6 +152,8 @@ def is_accelerated(model: Any) -> bool:
 
 def _remove_patches(model: nn.Module) -> None:
     unfuse_similarity(model)
+    if "encode_sparse_batch" in vars(model):
+        del model.encode_sparse_batch
     for module in model.modules():
         forward = vars(module).get("forward")
         if forward is pass_hidden_states or isinstance(forward, FusedSpladePooling):

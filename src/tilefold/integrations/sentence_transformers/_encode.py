@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from tilefold.integrations.sentence_transformers._accelerate import accelerate, is_accelerated
+from tilefold.integrations.sentence_transformers._batch import encode_batch, evaluating, prompt_of, sparse_options
 from tilefold.integrations.sentence_transformers._heads import base_linear
-from tilefold.integrations.sentence_transformers._pooling import FusedSpladePooling, SparseOptions, sparse_scores
+from tilefold.integrations.sentence_transformers._pooling import FusedSpladePooling
 
 
 def encode_sparse(
@@ -50,48 +51,15 @@ def encode_sparse(
     if batch_size < 1:
         raise ValueError(f"batch_size must be a positive integer, got {batch_size}.")
     with nullcontext() if is_accelerated(model) else accelerate(model):
-        options = SparseOptions(model.max_active_dims if top_k is None else top_k, min_weight)
-        prompt = _prompt(model, task, prompt_name) if prompt is None else prompt
+        options = sparse_options(model, top_k, min_weight)
+        prompt = prompt_of(model, task, prompt_name) if prompt is None else prompt
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
-        was_training = model.training
-        model.eval()
-        try:
+        with evaluating(model):
             batches = [
-                _encode_batch(model, [texts[i] for i in order[start : start + batch_size]], task, prompt, options)
+                encode_batch(model, [texts[i] for i in order[start : start + batch_size]], task, prompt, options)
                 for start in range(0, len(texts), batch_size)
             ]
-        finally:
-            model.train(was_training)
         return _stack_rows(batches, order, _vocab_size(model))
-
-
-def _prompt(model: Any, task: str | None, prompt_name: str | None) -> str | None:
-    """The prompt that ``encode``, ``encode_query`` and ``encode_document`` choose."""
-    if prompt_name is not None:
-        if prompt_name not in model.prompts:
-            raise ValueError(f"prompt_name must be one of {list(model.prompts)}, got {prompt_name!r}.")
-        return str(model.prompts[prompt_name])
-    names = {"query": ["query"], "document": ["document", "passage", "corpus"]}.get(task or "", [])
-    found = next((name for name in names if name in model.prompts), model.default_prompt_name)
-    return model.prompts.get(found)  # type: ignore[no-any-return]
-
-
-def _encode_batch(model: Any, texts: list[str], task: str | None, prompt: str | None, options: SparseOptions) -> Tensor:
-    task_kwargs = {} if task is None else {"task": task}
-    features = model.preprocess(texts, prompt=prompt, **task_kwargs)
-    features = {key: value.to(model.device) if isinstance(value, Tensor) else value for key, value in features.items()}
-    with torch.inference_mode(), sparse_scores(options):
-        rows: Tensor = model(features, **task_kwargs)["sentence_embedding"]
-        return (rows if rows.layout == torch.sparse_csr else _prune(rows.to_dense(), options)).cpu()
-
-
-def _prune(rows: Tensor, options: SparseOptions) -> Tensor:
-    """Dense ``[B, V]`` to CSR, under the same options."""
-    kept = rows.where(rows > options.min_weight, 0)
-    if options.top_k is not None and options.top_k < rows.size(1):
-        best = kept.topk(options.top_k, dim=1)
-        kept = torch.zeros_like(kept).scatter_(1, best.indices, best.values)
-    return kept.to_sparse_csr()
 
 
 def _vocab_size(model: Any) -> int:

@@ -13,9 +13,10 @@ except ImportError as error:
         "tilefold.integrations.transformers needs transformers 5.0 or later; pip install transformers."
     ) from error
 
-from tilefold.integrations.transformers._alpha import learn_alpha, set_alpha
+from tilefold.integrations.transformers._alpha import set_alpha
 from tilefold.integrations.transformers._attention import entmax_attention_forward, entmax_mask, register, unregister
-from tilefold.integrations.transformers._checkpoint import load_alpha, runs_entmax, use_entmax, use_softmax
+from tilefold.integrations.transformers._checkpoint import runs_entmax, use_softmax
+from tilefold.integrations.transformers._learn import learn_alpha, load_alpha, use_entmax
 from tilefold.integrations.transformers._schedule import AlphaSchedule
 from tilefold.integrations.transformers._sparsity import LayerSparsity, SparsityRecord, record_sparsity
 

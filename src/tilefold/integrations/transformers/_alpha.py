@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -126,24 +125,8 @@ def set_alpha(model: nn.Module, alpha: float | Sequence[float]) -> None:
                 setattr(module, ATTRIBUTE, value)
 
 
-def learn_alpha(model: nn.Module, initial: float | Sequence[float] = DEFAULT) -> list[EntmaxAlpha]:
-    """Give every attention layer of ``model`` a learned alpha for each head.
-
-    The parameters join the model, its optimisers and its checkpoints as ``entmax_alpha.theta`` of every attention
-    module: make the optimiser afterwards. The configuration then says that they are learned, and a model that is loaded
-    without them raises instead of using others: see :func:`load_alpha`. In a sentence-transformers model the modules
-    that hold transformers models become :class:`EntmaxTransformer`, which loads them by itself.
-
-    Args:
-        model: a transformers model, or any module with one inside.
-        initial: alpha at the start, strictly between 1 and 2; one number, or one for every layer.
-
-    Returns:
-        The new modules, one a layer.
-
-    Raises:
-        ValueError: for a model without attention layers, or an ``initial`` outside (1, 2).
-    """
+def add_learned_alpha(model: nn.Module, initial: float | Sequence[float] = DEFAULT) -> list[EntmaxAlpha]:
+    """What ``learn_alpha`` does to a transformers model."""
     modules = some_attention_modules(model)
     starts = check_alphas(initial, len(modules))
     made = [EntmaxAlpha(heads_of(module) or 1, start) for module, start in zip(modules, starts, strict=True)]
@@ -154,17 +137,4 @@ def learn_alpha(model: nn.Module, initial: float | Sequence[float] = DEFAULT) ->
         forget_alpha(module)
         setattr(module, ATTRIBUTE, alpha)
         setattr(module.config, ATTRIBUTE, LEARNED)
-    _adopt(model)
     return made
-
-
-def _adopt(model: nn.Module) -> None:
-    """Make the modules of sentence-transformers that hold a transformers model able to load learned alphas."""
-    module = sys.modules.get("sentence_transformers.base.modules")
-    if module is None:
-        return
-    from tilefold.integrations.sentence_transformers.entmax import EntmaxTransformer  # noqa: PLC0415 - loaded by now
-
-    for part in model.modules():
-        if type(part) is module.Transformer:
-            part.__class__ = EntmaxTransformer

@@ -13,50 +13,17 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from tilefold.integrations.transformers._alpha import (
     ATTRIBUTE,
-    DEFAULT,
     LEARNED,
+    add_learned_alpha,
     attention_modules,
     forget_alpha,
-    learn_alpha,
-    set_alpha,
     some_attention_modules,
 )
-from tilefold.integrations.transformers._attention import MARK, NAME, entmax_attention_forward, register
+from tilefold.integrations.transformers._attention import MARK, entmax_attention_forward
 from tilefold.nn.entmax import EntmaxAlpha
 
 SUFFIX = f".{ATTRIBUTE}.theta"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-
-
-def use_entmax(model: nn.Module, alpha: float | list[float] = DEFAULT, *, learn: bool = False) -> None:
-    """Switch a model that is in memory to alpha-entmax attention, so that its checkpoints say so.
-
-    ``config.json`` then holds ``"attn_implementation": "entmax"`` and the alphas. transformers follows it: a checkpoint
-    loads with entmax attention where :func:`register` was called, and raises where it was not; it never runs softmax
-    silently.
-
-    Args:
-        model: a transformers model, or any module with one inside, such as a sentence-transformers model.
-        alpha: in [1, 2], one number or one for every attention layer; 1 is softmax.
-        learn: learn an alpha for every head from there, see :func:`learn_alpha`.
-
-    Raises:
-        ValueError: for alphas that do not fit, or a model with attention that does not go by transformers' attention
-            interface.
-    """
-    register()
-    for inner in _models(model):
-        inner.set_attn_implementation(NAME)
-    modules = some_attention_modules(model)
-    stuck = [type(m).__name__ for m in modules if _implementation(m) != NAME]
-    if stuck:
-        raise ValueError(f"model must let its attention be chosen, got {sorted(set(stuck))}, which do not.")
-    if learn:
-        learn_alpha(model, alpha)
-    else:
-        set_alpha(model, alpha)
-    for config in _configs(model):
-        setattr(config, MARK, NAME)
 
 
 def use_softmax(model: nn.Module, attn_implementation: str = "sdpa") -> None:
@@ -69,9 +36,9 @@ def use_softmax(model: nn.Module, attn_implementation: str = "sdpa") -> None:
     """
     for module in some_attention_modules(model):
         forget_alpha(module)
-    for inner in _models(model):
+    for inner in outer_models(model):
         inner.set_attn_implementation(attn_implementation)
-    for config in _configs(model):
+    for config in configs(model):
         for name in (MARK, ATTRIBUTE):
             if name in vars(config):
                 delattr(config, name)
@@ -88,39 +55,22 @@ def runs_entmax(model: nn.Module) -> bool:
     if meant:
         raise ValueError(
             f"model must run entmax attention where its configuration has entmax_alpha, got {len(meant)} layers with "
-            f"attn_implementation={_implementation(meant[0])!r}; call use_entmax(model, alpha), or "
+            f"attn_implementation={implementation_of(meant[0])!r}; call use_entmax(model, alpha), or "
             "use_softmax(model) if softmax is meant."
         )
     return any(runs.values())
 
 
-def _implementation(module: nn.Module) -> Any:
+def implementation_of(module: nn.Module) -> Any:
     return getattr(module.config, "_attn_implementation", None)
 
 
 def _runs_entmax(module: nn.Module) -> bool:
-    return AttentionInterface._global_mapping.get(_implementation(module)) is entmax_attention_forward
+    return AttentionInterface._global_mapping.get(implementation_of(module)) is entmax_attention_forward
 
 
-def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: Any) -> list[EntmaxAlpha]:
-    """Load the learned alphas of a checkpoint into a model that ``from_pretrained`` made of it.
-
-    transformers makes a stock model, reports ``entmax_alpha.theta`` as unexpected weights, and the model refuses to run
-    until its alphas are loaded.
-
-    Args:
-        model: a transformers model, of the saved class or another one of its architecture.
-        name_or_path: the folder, or the name on the Hugging Face hub, that it was loaded from.
-        hub: where to look, as for ``from_pretrained``: ``subfolder``, ``revision``, ``token``, ``cache_dir``,
-            ``local_files_only``.
-
-    Returns:
-        The new modules, one an attention layer.
-
-    Raises:
-        ValueError: if the checkpoint has no learned alphas, or those of other layers.
-        OSError: if there is no checkpoint.
-    """
+def load_learned_alpha(model: nn.Module, name_or_path: str | Path, hub: dict[str, Any]) -> list[EntmaxAlpha]:
+    """What ``load_alpha`` does to a transformers model."""
     found = _read_thetas(str(name_or_path), hub)
     layers = set(some_attention_modules(model))
     modules = [name for name, module in model.named_modules() if module in layers]
@@ -131,7 +81,7 @@ def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: Any) -> list[E
             f"name_or_path {str(name_or_path)!r} must hold learned alphas of {len(chosen)} attention layers, got "
             f"{len(found)} (none for {', '.join(missing[:3])}); use set_alpha or learn_alpha for new ones."
         )
-    made = learn_alpha(model)
+    made = add_learned_alpha(model)
     for alpha, (name, theta) in zip(made, chosen.items(), strict=True):
         if theta is None or theta.shape != alpha.theta.shape:
             got = "nothing" if theta is None else list(theta.shape)
@@ -143,10 +93,10 @@ def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: Any) -> list[E
 
 def has_learned_alpha(model: nn.Module) -> bool:
     """Whether the configuration of a model says that its alphas are learned."""
-    return any(getattr(config, ATTRIBUTE, None) == LEARNED for config in _configs(model))
+    return any(getattr(config, ATTRIBUTE, None) == LEARNED for config in configs(model))
 
 
-def _models(model: nn.Module) -> Iterator[PreTrainedModel]:
+def outer_models(model: nn.Module) -> Iterator[PreTrainedModel]:
     """The outermost transformers models in a module."""
     inside: set[int] = set()
     for module in model.modules():
@@ -155,7 +105,7 @@ def _models(model: nn.Module) -> Iterator[PreTrainedModel]:
             yield module
 
 
-def _configs(model: nn.Module) -> list[Any]:
+def configs(model: nn.Module) -> list[Any]:
     """The configurations of a module's transformers models and attention layers, each once."""
     owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     owners += [module for module in model.modules() if ATTRIBUTE in vars(getattr(module, "config", module))]

@@ -1,0 +1,79 @@
+"""One batch of texts to sparse rows, by the model that carries :class:`SparseBatchEncoder`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilefold.integrations.sentence_transformers._pooling import SparseOptions, sparse_scores
+
+
+class SparseBatchEncoder:
+    """What an accelerated SparseEncoder carries as ``encode_sparse_batch``, so that others need not know tilefold.
+
+    Args:
+        model: the SparseEncoder.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(
+        self, texts: Sequence[str], *, task: str | None = None, top_k: int | None = None, min_weight: float = 0.0
+    ) -> Tensor:
+        """``[len(texts), V]`` CSR on the CPU, in one forward pass; arguments as in ``encode_sparse``."""
+        options = sparse_options(self.model, top_k, min_weight)
+        with evaluating(self.model):
+            return encode_batch(self.model, texts, task, prompt_of(self.model, task), options)
+
+
+def sparse_options(model: Any, top_k: int | None, min_weight: float) -> SparseOptions:
+    """What is kept of a row: by default the model's ``max_active_dims``."""
+    return SparseOptions(model.max_active_dims if top_k is None else top_k, min_weight)
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """The model in eval mode, and as it was at the end."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def prompt_of(model: Any, task: str | None, prompt_name: str | None = None) -> str | None:
+    """The prompt that ``encode``, ``encode_query`` and ``encode_document`` choose."""
+    if prompt_name is not None:
+        if prompt_name not in model.prompts:
+            raise ValueError(f"prompt_name must be one of {list(model.prompts)}, got {prompt_name!r}.")
+        return str(model.prompts[prompt_name])
+    names = {"query": ["query"], "document": ["document", "passage", "corpus"]}.get(task or "", [])
+    found = next((name for name in names if name in model.prompts), model.default_prompt_name)
+    return model.prompts.get(found)  # type: ignore[no-any-return]
+
+
+def encode_batch(
+    model: Any, texts: Sequence[str], task: str | None, prompt: str | None, options: SparseOptions
+) -> Tensor:
+    """Texts to CSR rows on the CPU, in one forward pass."""
+    task_kwargs = {} if task is None else {"task": task}
+    features = model.preprocess(list(texts), prompt=prompt, **task_kwargs)
+    features = {key: value.to(model.device) if isinstance(value, Tensor) else value for key, value in features.items()}
+    with torch.inference_mode(), sparse_scores(options):
+        rows: Tensor = model(features, **task_kwargs)["sentence_embedding"]
+        return (rows if rows.layout == torch.sparse_csr else _prune(rows.to_dense(), options)).cpu()
+
+
+def _prune(rows: Tensor, options: SparseOptions) -> Tensor:
+    """Dense ``[B, V]`` to CSR, under the same options."""
+    kept = rows.where(rows > options.min_weight, 0)
+    if options.top_k is not None and options.top_k < rows.size(1):
+        best = kept.topk(options.top_k, dim=1)
+        kept = torch.zeros_like(kept).scatter_(1, best.indices, best.values)
+    return kept.to_sparse_csr()

@@ -1,0 +1,58 @@
+"""Collections by name: ``pydocs``, kept where caches are, or a BEIR folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from tilefold.retrieval import pydocs
+from tilefold.retrieval.collection import BEIR_LAYOUT, Collection, load_beir
+from tilefold.retrieval.errors import DataError
+
+__all__ = ["default_cache_dir", "load_collection"]
+
+_logger = logging.getLogger(__name__)
+
+
+def default_cache_dir() -> Path:
+    """``$TILEFOLD_CACHE_DIR``, else ``$XDG_CACHE_HOME/tilefold``, else ``~/.cache/tilefold``."""
+    if chosen := os.environ.get("TILEFOLD_CACHE_DIR"):
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tilefold"
+
+
+def load_collection(name_or_path: str | Path, cache_dir: str | Path | None = None) -> Collection:
+    """The built-in collection ``"pydocs"``, or the BEIR folder at a path.
+
+    ``pydocs`` is built once for each Python installation and kept as a BEIR folder under `cache_dir`
+    (:func:`default_cache_dir` when None). A damaged or unwritable cache costs only the time to build again.
+    """
+    if str(name_or_path) == "pydocs":
+        return _cached_pydocs(default_cache_dir() if cache_dir is None else Path(cache_dir))
+    path = Path(name_or_path)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"collection: expected 'pydocs' or the path of a BEIR folder, got {str(name_or_path)!r}, "
+            f"which is neither. {BEIR_LAYOUT}"
+        )
+    return load_beir(path)
+
+
+def _cached_pydocs(cache_dir: Path) -> Collection:
+    folder = cache_dir / "pydocs" / pydocs.cache_key()
+    if folder.is_dir():
+        try:
+            collection = load_beir(folder)
+        except (DataError, OSError) as error:
+            _logger.warning("cached pydocs is damaged and is built again: %s", error)
+        else:
+            collection.name = "pydocs"
+            return collection
+    collection = pydocs.build_pydocs()
+    try:
+        collection.save_beir(folder)
+    except OSError as error:
+        _logger.warning("pydocs could not be cached: %s", error)
+    return collection
