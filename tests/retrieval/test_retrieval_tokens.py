@@ -18,6 +18,8 @@ from tilefold.retrieval import (
     TokenVectorWriter,
     encode_texts,
     encode_tokens,
+    evaluate,
+    interpolate,
     open_tokens,
     read_vectors,
     rerank,
@@ -101,10 +103,42 @@ def test_candidates_below_the_depth_and_without_vectors_follow_in_their_first_or
     scored = sorted(("d0", "d2"), key=lambda name: -brute_force(queries.rows(0), part.rows(int(name[1]))))
     assert list(found) == [*scored, "lost", "d1", "d3"]
     low = min(found[name] for name in scored)
-    assert [found[name] for name in ("lost", "d1", "d3")] == [low - 1, low - 2, low - 3]
-    assert rerank({"q0": {"lost": 1.0}}, queries, store) == {"q0": {"lost": -1.0}}
+    tail = torch.tensor([low, *(found[name] for name in ("lost", "d1", "d3"))])  # fp32, as trec_eval reads scores
+    assert bool((tail.diff() < 0).all())
+    assert low - found["d3"] <= 4 * 2**-21 * max(map(abs, found.values()))
+    dropped = rerank({"q0": run["q0"]}, queries, store, depth=4, tail="drop")["q0"]
+    assert dropped == {name: found[name] for name in scored}
+    assert list(rerank({"q0": {"lost": 1.0}}, queries, store)["q0"]) == ["lost"]
+    assert rerank({"q0": {"lost": 1.0}}, queries, store, tail="drop") == {"q0": {}}
     assert rerank({}, queries, store) == {}
     assert rerank({"q0": {}}, queries, store) == {"q0": {}}
+
+
+def test_a_kept_tail_takes_nothing_from_a_fusion_with_the_reranked_run() -> None:
+    """100 candidates of 40 queries, MaxSim for the best 50: both rankings know something of what is relevant."""
+    generator = torch.Generator().manual_seed(0)
+    first: dict[str, dict[str, float]] = {}
+    late: dict[str, dict[str, dict[str, float]]] = {"keep": {}, "drop": {}}
+    qrels: dict[str, dict[str, int]] = {}
+    for number in range(40):
+        name = f"q{number}"
+        relevant = torch.randperm(100, generator=generator)[:5]
+        worth = torch.zeros(100).index_fill_(0, relevant, 1.0)
+        noisy = worth + 0.8 * torch.randn(100, generator=generator)
+        first[name] = {f"d{at}": 20 + float(score) for at, score in enumerate(noisy)}
+        qrels[name] = {f"d{int(at)}": 1 for at in relevant}
+        cosine = (0.5 + 0.1 * worth + 0.08 * torch.randn(100, generator=generator)).clamp(0, 0.99)
+        rows = [torch.nn.functional.pad(torch.stack([c, (1 - c * c).sqrt()])[None], (0, D - 2)) for c in cosine]
+        documents = TokenVectors.pack([f"d{at}" for at in range(100)], rows, D, "fp16")
+        query = TokenVectors.pack([name], [torch.eye(1, D).repeat(8, 1)], D, "fp16")
+        late["keep"] |= rerank({name: first[name]}, query, documents, depth=50)
+        late["drop"] |= rerank({name: first[name]}, query, documents, depth=50, tail="drop")
+    alone, fused, cut = (
+        evaluate(run, qrels, ["nDCG@10"])["nDCG@10"]
+        for run in (late["keep"], interpolate([first, late["keep"]]), interpolate([first, late["drop"]]))
+    )
+    assert fused == cut
+    assert fused > max(alone, evaluate(first, qrels, ["nDCG@10"])["nDCG@10"]) + 0.02
 
 
 def test_equal_scores_keep_the_order_of_the_candidates() -> None:
@@ -122,6 +156,8 @@ def test_what_cannot_be_reranked_is_an_error(tmp_path: Path) -> None:
         rerank({"q0": {"d0": 1.0}}, wider, documents)
     with pytest.raises(ValueError, match="depth: expected at least 1"):
         rerank({"q0": {"d0": 1.0}}, queries, documents, depth=0)
+    with pytest.raises(ValueError, match="tail: expected one of keep, drop, got 'cut'"):
+        rerank({"q0": {"d0": 1.0}}, queries, documents, tail="cut")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="got int8"):
         rerank({"q0": {"d0": 1.0}}, make([4], "int8", "q"), documents)
     poisoned = TokenVectors(["q0"], torch.tensor([0, 1]), torch.full((1, D), math.nan))

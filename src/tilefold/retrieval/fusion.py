@@ -26,7 +26,8 @@ def interpolate(
     mean 0 and deviation 1, ``none`` leaves them. A document that a run did not return gets the minimum of
     that run for the query after normalisation. When all scores of a run are equal, ``min_max`` gives 1 to
     its documents and 0 to the others, and ``z_score`` gives 0 to all. A run without results for a query adds
-    nothing to that query.
+    nothing to that query. What :func:`tilefold.retrieval.rerank` puts below its depth (``tail="keep"``) counts as that
+    minimum, to within a rounding, under ``min_max``; ``z_score`` takes its mean over it, so drop that tail there.
 
     Args:
         runs: at least one run.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +14,13 @@ from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
 from tilefold.retrieval.tokens import TokenStore
 
-__all__ = ["rerank"]
+__all__ = ["TAILS", "Tail", "rerank"]
+
+Tail = Literal["keep", "drop"]
+TAILS: tuple[Tail, ...] = ("keep", "drop")
+# Steps between candidates that were not scored, as a share of the scores' magnitude: as small as fp32 keeps them apart,
+# which is how trec_eval reads a run, so that 1,000 of them do not stretch the scores that fusion normalises.
+TAIL_STEP = 2.0**-21
 
 
 def rerank(
@@ -22,6 +29,7 @@ def rerank(
     documents: TokenStore | TokenVectors,
     *,
     depth: int | None = None,
+    tail: Tail = "keep",
     reduction: str = "sum",
     device: str | torch.device | None = None,
     impl: str = "auto",
@@ -37,21 +45,27 @@ def rerank(
         queries: token vectors of every query in `run`.
         documents: token vectors of the candidates; :func:`tilefold.retrieval.open_tokens`, or in memory.
         depth: candidates of a query that are scored, those with the highest first scores; all of them when None.
+        tail: what becomes of candidates that were not scored, because they are below `depth` or have no token vector
+            (empty, or listed as failed when the documents were encoded): ``"keep"`` puts them after the others, in
+            their first order; ``"drop"`` leaves them out.
         reduction: ``"mean"`` divides by the query's tokens, as models with ``"meanmaxsim"`` do; ``"sum"`` does not.
         device: where scores are computed; by default a GPU if there is one.
         impl: as in :func:`tilefold.ops.maxsim`.
 
     Returns:
-        ``{query id: {document id: score}}``, best first, with the candidates of `run`. Those that were not scored,
-        because they are below `depth` or have no token vector (empty, or listed as failed when the documents were
-        encoded), follow in their first order with scores that fall by 1 from the lowest.
+        ``{query id: {document id: score}}``, best first. A kept tail has scores just below the lowest MaxSim, 5e-7 of
+        the scores' magnitude apart: an order and no measurement, too close together to change what min-max
+        normalisation in a fusion makes of the scores above.
 
     Raises:
-        ValueError: ``depth < 1``; vectors of queries and documents of other dimensions; query vectors that are int8.
+        ValueError: ``depth < 1``; an unknown `tail`; vectors of queries and documents of other dimensions; query
+            vectors that are int8.
         DataError: a query or a candidate without vectors; the message names the first and says how many.
     """
     if depth is not None and depth < 1:
         raise ValueError(f"depth: expected at least 1 or None, got {depth}.")
+    if tail not in TAILS:
+        raise ValueError(f"tail: expected one of {', '.join(TAILS)}, got {tail!r}.")
     if queries.values.dtype == torch.int8:
         raise ValueError("queries: expected fp16 or fp32 vectors, got int8; encode them with storage='fp16'.")
     if queries.dimension != documents.dimension:
@@ -81,7 +95,7 @@ def rerank(
         scores = _scores(queries, vectors, index, where, reduction, impl)
         for (query, name, _), score in zip(scored, scores, strict=True):
             found[query][name] = score
-    return {query: _completed(names, found[query]) for query, names in ordered.items()}
+    return {query: _completed(names, found[query], tail) for query, names in ordered.items()}
 
 
 def _places(documents: TokenStore | TokenVectors, chosen: Mapping[str, list[str]]) -> dict[str, tuple[int, int]]:
@@ -127,10 +141,14 @@ def _scores(
     return values
 
 
-def _completed(names: list[str], scores: dict[str, float]) -> dict[str, float]:
-    """`scores`, best first, equal ones in the order of `names`; then the names without a score, falling by 1."""
+def _completed(names: list[str], scores: dict[str, float], tail: Tail) -> dict[str, float]:
+    """`scores`, best first, equal ones in the order of `names`; then, if kept, the names without a score."""
     place = {name: at for at, name in enumerate(names)}
     best = sorted(scores, key=lambda name: (-scores[name], place[name]))
-    floor = min(scores.values(), default=0.0)
+    ranked = {name: scores[name] for name in best}
+    if tail == "drop":
+        return ranked
+    floor, top = (ranked[best[-1]], ranked[best[0]]) if best else (0.0, 0.0)
+    step = TAIL_STEP * (max(abs(floor), abs(top)) or 1.0)
     rest = (name for name in names if name not in scores)
-    return {name: scores[name] for name in best} | {name: floor - after for after, name in enumerate(rest, start=1)}
+    return ranked | {name: floor - step * after for after, name in enumerate(rest, start=1)}
