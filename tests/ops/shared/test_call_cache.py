@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilefold.ops._shared import call_cache
-from tilefold.ops._shared.call_cache import CallCache, call_key
+from tilefold.ops._shared.call_cache import CallCache, call_key, is_aligned
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +32,14 @@ def test_shapes_strides_and_dtypes_tell_calls_apart(other: torch.Tensor) -> None
     assert key(torch.ones(2, 3)) != key(other)
 
 
+def test_alignment_tells_calls_apart() -> None:
+    x = torch.ones(9)
+    given = [call_key((tensor, None), ()) for tensor in (x[:4], x[4:8], x[1:5])]
+    assert given[0] is not None and given[2] is not None
+    assert given[0] == given[1] != given[2]
+    assert is_aligned(given[0]) and not is_aligned(given[2])
+
+
 def test_options_are_told_apart_by_type_too() -> None:
     x = torch.ones(2)
     assert len({key(x, options=(value,)) for value in (1, 1.0, True, "1", None)}) == 5
@@ -55,6 +63,7 @@ def test_calls_that_others_must_see_have_no_key(monkeypatch: pytest.MonkeyPatch)
     assert key(x.as_subclass(Subclass)) is None and key(x, x.as_subclass(Subclass)) is None
     assert key(x, [1, 2]) is None and key(None) is None and key("hidden") is None
     assert key(torch.empty(2, device="meta")) is None
+    assert key(x, torch.ones(2, 2).to_sparse()) is None
     with torch.utils._python_dispatch.TorchDispatchMode():
         assert key(x) is None
     with torch.autograd.forward_ad.dual_level():

@@ -18,13 +18,14 @@ from tilefold.ops._shared.library import PLAIN
 from tilefold.ops._shared.tf32 import tf32_allowed
 
 MAX_CALLS = 4096  # per cache; what is forgotten is worked out again
+ALIGNMENT = 16  # bytes
 
 Key = tuple[Any, ...]
 P = TypeVar("P")
 
 
 def call_key(tensors: Sequence[object], options: tuple[object, ...]) -> Key | None:
-    """What the checks of a call look at, or ``None`` for a call that must be checked and dispatched in full.
+    """What the checks and launches of a call look at, or ``None`` for one that must be checked and dispatched in full.
 
     That is a call off the GPU (where the interpreter does not stand in for it), under a compiler, a dispatch mode, a
     transform or forward-mode differentiation, or with a tensor subclass.
@@ -39,16 +40,27 @@ def call_key(tensors: Sequence[object], options: tuple[object, ...]) -> Key | No
     if not (first.is_cuda or (first.is_cpu and triton_interpreted())) or not no_dispatch_mode() or in_forward_mode():
         return None
     facts: list[object] = []
-    for tensor in tensors:
-        if tensor is None:
-            facts.append(None)
-        elif type(tensor) in PLAIN:
-            facts += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)  # type: ignore[attr-defined]
-        else:
-            return None
+    together = 0
+    try:
+        for tensor in tensors:
+            if tensor is None:
+                facts.append(None)
+            elif type(tensor) in PLAIN:
+                facts += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)  # type: ignore[attr-defined]
+                together |= tensor.data_ptr()  # type: ignore[attr-defined]
+            else:
+                return None
+    except RuntimeError:  # sparse and nested tensors have no strides: the checks report them
+        return None
     kind = first.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return *facts, autocast, tf32_allowed(first.dtype), *options, *map(type, options)
+    return together % ALIGNMENT == 0, *facts, autocast, tf32_allowed(first.dtype), *options, *map(type, options)
+
+
+def is_aligned(key: Key) -> bool:
+    """Whether all tensors of the calls of this key begin at multiples of 16 bytes, as TMA descriptors ask."""
+    aligned: bool = key[0]
+    return aligned
 
 
 class CallCache(Generic[P]):

@@ -69,3 +69,31 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     if value not in choices:
         listed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{name} must be one of {listed}, got {value!r}.")
+
+
+def check_cu_seqlens(name: str, cu_seqlens: Tensor, rows: int, owner: str, unit: str = "rows") -> None:
+    """Check the values of packed offsets on the host.
+
+    Args:
+        name: the argument's name.
+        cu_seqlens: ``[B + 1]``.
+        rows: what they must end at: the number of rows (or of another ``unit``) T of the argument ``owner``.
+        owner, unit: for the error text.
+
+    Raises:
+        ValueError: unless they start with 0, never fall, and end at ``rows``.
+    """
+    values = cu_seqlens.tolist()
+    falls = next((i for i in range(1, len(values)) if values[i] < values[i - 1]), None)
+    if values[0] != 0:
+        problem = f"{name}[0] = {values[0]}"
+    elif falls is not None:
+        problem = f"{name}[{falls}] = {values[falls]} after {values[falls - 1]}"
+    elif values[-1] != rows:
+        problem = f"{name}[-1] = {values[-1]} with {rows} {unit} in {owner}"
+    else:
+        return
+    raise ValueError(
+        f"{name} must start with 0, never fall and end at the number of {unit} T of {owner}, got {problem}; "
+        "build it as the cumulative sum of the sequence lengths with a 0 in front."
+    )

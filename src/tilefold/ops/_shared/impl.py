@@ -7,12 +7,15 @@ import importlib.util
 import os
 
 import torch
+from torch import Tensor
 
 from tilefold.ops._shared._triton.releases import interpreter_fault, release_name
+from tilefold.ops._shared.checks import dtype_name
 from tilefold.ops._shared.fallback import given_up
 from tilefold.ops._shared.internals import in_forward_mode, in_function_transform
 
 IMPLS = ("auto", "reference", "tiled", "triton")
+TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @functools.cache
@@ -83,6 +86,38 @@ def resolve_impl(impl: str, device: torch.device, operator: str = "") -> str:
     return impl
 
 
+def chosen_impl(operator: str, name: str, tensor: Tensor, impl: str = "auto") -> str:
+    """Which implementation ``operator`` runs on ``tensor``: ``"reference"``, ``"tiled"`` or ``"triton"``.
+
+    ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, else ``"tiled"``.
+
+    Args:
+        operator: whose kernels may have been given up; with ``""`` as if none had been.
+        name: of the argument that ``tensor`` is, for the error text.
+        tensor: chooses by its device and dtype.
+        impl: what was asked for.
+
+    Raises:
+        ValueError: for an unknown name.
+        RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
+    """
+    resolved = resolve_impl(impl, tensor.device, operator)
+    if resolved == "triton" and tensor.dtype not in TRITON_DTYPES:
+        if impl == "auto":
+            return "tiled"
+        names = ", ".join(map(dtype_name, TRITON_DTYPES))
+        raise TypeError(
+            f"{name} must have dtype {names} for impl='triton', got {dtype_name(tensor.dtype)}; use impl='auto' or "
+            "impl='tiled'."
+        )
+    return resolved
+
+
+def host_may_read(device: torch.device, impl: str) -> bool:
+    """Whether the host may look at values of tensors on ``device``: on the CPU, and where ``impl`` looks anyway."""
+    return device.type != "cuda" or impl == "tiled"
+
+
 def check_interpreted(impl: str, device: torch.device, *dtypes: torch.dtype) -> None:
     """Refuse what Triton's interpreter computes wrongly without a word: bf16, in every release so far.
 
@@ -100,5 +135,5 @@ def check_interpreted(impl: str, device: torch.device, *dtypes: torch.dtype) -> 
         if (fault := interpreter_fault(dtype)) is not None:
             raise RuntimeError(
                 f"dtypes must be float16 or float32 for impl='triton' under TRITON_INTERPRET=1, got "
-                f"{str(dtype).removeprefix('torch.')}: {fault} (Triton {release_name()}). Use those, or impl='tiled'."
+                f"{dtype_name(dtype)}: {fault} (Triton {release_name()}). Use those, or impl='tiled'."
             )

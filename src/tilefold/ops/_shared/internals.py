@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -66,11 +67,17 @@ def precision_reader() -> Callable[[str, str], str] | None:
     return reader
 
 
-def hooked() -> bool:
-    """Whether a profiler wants to hear of every launch, which Triton's own call tells it."""
+@functools.cache
+def _triton_runtime() -> Any:
     from triton import knobs  # noqa: PLC0415
 
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return knobs.runtime
+
+
+def hooked() -> bool:
+    """Whether a profiler wants to hear of every launch, which Triton's own call tells it."""
+    runtime = _triton_runtime()
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
