@@ -133,7 +133,8 @@ def write(path: Path, rows: list[dict[str, Any]], device: str) -> None:
     """Write all rows with where they were measured."""
     import torch  # noqa: PLC0415 (the parent loads no GPU library before its children ran)
 
-    from tilefold.bench.provenance import collect, write_csv  # noqa: PLC0415
+    from tilefold.bench.provenance import collect  # noqa: PLC0415
+    from tilefold.bench.results import write_csv  # noqa: PLC0415
 
     write_csv(path, rows, collect(torch.device(device)), ("op", "case", "impl", "phase"))
 

@@ -307,7 +307,7 @@ def report(rows: Sequence[Mapping[str, Any]]) -> bool:
             for line in mine:
                 print(
                     f"  seed {line['seed']}: {line['stock']:.4f} {line['other']:.4f} {line['difference']:+.4f} "
-                    f"({line['standard_error']:.4f}); R@100 {line['recall'][0]:.4f} {line['recall'][1]:.4f}; terms a "
+                    f"({line['standard_error']:.4f}); R@100 {line['recall'][0]:.4f} {line['recall'][1]:.4f}; terms per "
                     f"document {line['terms'][0]:.0f} {line['terms'][1]:.0f}"
                 )
             mean = statistics.fmean(line["difference"] for line in mine)
@@ -325,10 +325,11 @@ def save(rows: Sequence[Mapping[str, Any]], output: Path, device: str) -> Path:
     """Merge the rows into ``<output>/<device>/effectiveness.csv``; nDCG@10 of every query goes to a JSON beside it."""
     import torch
 
-    from tilefold.bench.provenance import collect, device_slug, write_csv
+    from tilefold.bench.provenance import collect
+    from tilefold.bench.results import results_file, write_csv
 
     provenance = collect(torch.device(device))
-    path = output / device_slug(provenance) / "effectiveness.csv"
+    path = results_file(output, "effectiveness", provenance)
     write_csv(path, [{k: v for k, v in row.items() if k != "per_query"} for row in rows], provenance, CSV_KEY)
     kept = [{k: row[k] for k in ("dataset", "precision", "seed", "side", "per_query")} for row in rows]
     path.with_suffix(".json").write_text(json.dumps(kept), encoding="utf-8")

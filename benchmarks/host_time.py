@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.bench.provenance import collect, write_csv
+from tilefold.bench.provenance import collect
+from tilefold.bench.results import write_csv
 from tilefold.ops import entmax_attention, lsr_head, maxsim, quantize_tokens
 
 Call = Callable[[], object]

@@ -29,7 +29,8 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from tilefold.bench.provenance import collect, device_slug, write_csv
+from tilefold.bench.provenance import collect
+from tilefold.bench.results import results_file, write_csv
 from tilefold.ops import maxsim, quantize_tokens
 from tilefold.retrieval import BM25Index, Collection, Run, evaluate_per_query, load_collection
 
@@ -89,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
         )
     if options.output is not None:
         provenance = collect(torch.device(options.device))
-        path = options.output / device_slug(provenance) / "maxsim_effectiveness.csv"
+        path = results_file(options.output, "maxsim_effectiveness", provenance)
         write_csv(path, rows, provenance, CSV_KEY)
         print(f"results: {path}")
     return 0 if all(row["within"] != "no" for row in rows) else 1

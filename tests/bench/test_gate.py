@@ -1,131 +1,111 @@
-"""The correctness gate of the benchmarks: what it accepts, what it catches, what it hides."""
+"""The correctness gates of all operators: what they accept and what they catch."""
 
 from __future__ import annotations
 
-import io
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 
-from tilefold.bench import lsr_head as bench_lsr_head
-from tilefold.bench import report
-from tilefold.bench._lsr_head_baselines import runnable_head, stock_head
 from tilefold.bench.gate import Budget, GateResult, relative_error
-from tilefold.bench.registry import BenchCase, Ceilings, Implementation, Runnable
-from tilefold.bench.runner import BenchRow, RunOptions, run_case
-from tilefold.bench.timing import TimeBudget
+from tilefold.bench.lsr_head.inputs import LSRHeadInputs
+from tilefold.bench.registry import get_spec, operators
+from tilefold.bench.runnables import Runnable
+from tilefold.bench.spec import BenchCase
 from tilefold.ops import lsr_head
 
-CPU = torch.device("cpu")
-TINY = BenchCase("tiny", "cpu", "float32", {"B": 3, "S": 17, "D": 24, "V": 301}, "ragged-2pct")
-OPTIONS = RunOptions(CPU, budget=TimeBudget(seconds=0.01, min_reps=2, max_reps=3), memory=False)
-CEILINGS = Ceilings(flops=1e12, bandwidth=1e10)
+CASES = {
+    "lsr_head": [("ragged-2pct", {"B": 3, "S": 17, "D": 24, "V": 301})],
+    "maxsim": [(variant, {"Nq": 3, "Lq": 5, "Nd": 4, "Ld": 12, "D": 16}) for variant in ("in-batch", "packed")],
+    "token_scatter": [("ragged", {"B": 3, "S": 40, "V": 60})],
+    "entmax_attention": [(variant, {"B": 1, "H": 2, "N": 40, "D": 16}) for variant in ("iid", "correlated-causal")],
+}
 
 
-def wrong_output(inputs: bench_lsr_head.LSRHeadInputs) -> Runnable:
-    def head(hidden: Tensor, weight: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
-        return stock_head(hidden, weight, bias, mask) * 1.001
+@dataclass
+class Checked:
+    """A gate with the implementation that it lets pass."""
 
-    return runnable_head(head, inputs, "wrong")
+    inputs: Any
+    gate: Any
+    right: Runnable
+
+    def failures(self, wrong: Runnable) -> list[str]:
+        return self.gate.check(wrong, "ours").failures
 
 
-def wrong_gradient(inputs: bench_lsr_head.LSRHeadInputs) -> Runnable:
-    right = runnable_head(stock_head, inputs, "")
+@pytest.fixture(params=[(op, *case) for op, cases in CASES.items() for case in cases], ids=lambda p: f"{p[0]}-{p[1]}")
+def checked(request: pytest.FixtureRequest) -> Checked:
+    op, variant, dims = request.param
+    spec, case = get_spec(op), BenchCase("tiny", "cpu", "float32", dims, variant)
+    inputs = spec.make_inputs(case, torch.device("cpu"), 0)
+    return Checked(inputs, spec.make_gate(case, inputs), spec.implementation("tilefold").build(inputs))
 
+
+def test_every_operator_with_a_benchmark_is_checked_here() -> None:
+    assert set(CASES) == set(operators())
+
+
+def test_our_implementation_passes(checked: Checked) -> None:
+    result = checked.gate.check(checked.right, "ours")
+    assert result.passed, result.failures
+    assert result.worst(gradients=False) is not None and result.worst(gradients=True) is not None
+
+
+def in_forward(change: Callable[[Tensor], Tensor], right: Runnable) -> Runnable:
+    return replace(right, forward=lambda: change(right.forward()))
+
+
+def in_training(change: Callable[[Tensor], Tensor], right: Runnable) -> Runnable:
     def forward_backward() -> tuple[Tensor, tuple[Tensor, ...]]:
-        out, (dhidden, dweight, dbias) = right.forward_backward()
-        return out, (dhidden, dweight.roll(1, dims=0), dbias)
+        out, gradients = right.forward_backward()
+        return change(out), gradients
 
-    return Runnable(right.forward, forward_backward)
-
-
-def ignores_padding(inputs: bench_lsr_head.LSRHeadInputs) -> Runnable:
-    def head(hidden: Tensor, weight: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
-        return lsr_head(hidden, weight, bias)
-
-    return runnable_head(head, inputs, "no mask")
+    return replace(right, forward_backward=forward_backward)
 
 
-def unwritten_element(inputs: bench_lsr_head.LSRHeadInputs) -> Runnable:
-    def head(hidden: Tensor, weight: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
-        out = stock_head(hidden, weight, bias, mask).clone()
-        out[1, 7] = float("nan")
-        return out
+def in_gradient(which: int, change: Callable[[Tensor], Tensor], right: Runnable) -> Runnable:
+    def forward_backward() -> tuple[Tensor, tuple[Tensor, ...]]:
+        out, gradients = right.forward_backward()
+        return out, tuple(change(g) if i == which else g for i, g in enumerate(gradients))
 
-    return runnable_head(head, inputs, "nan")
-
-
-def rows_of(build, kind: str = "ours", case: BenchCase = TINY) -> list[BenchRow]:
-    spec = replace(bench_lsr_head.SPEC, implementations=(Implementation("candidate", build, kind),))
-    return run_case(spec, case, OPTIONS, CEILINGS)
+    return replace(right, forward_backward=forward_backward)
 
 
-@pytest.mark.parametrize("variant", ["dense", "2pct", "ragged", "ragged-2pct"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_our_implementations_pass_their_gate_in_every_variant(variant: str, dtype: str) -> None:
-    case = replace(TINY, variant=variant, dtype=dtype)
-    options = replace(OPTIONS, impls=("tilefold", "reference"))
-    for row in run_case(bench_lsr_head.SPEC, case, options, CEILINGS):
-        assert row.status == "ok", row.note
-        assert row.forward_p50_ms > 0
-        assert row.forward_backward_p50_ms > 0
+def scaled(tensor: Tensor) -> Tensor:
+    return tensor * 1.01
 
 
-@pytest.mark.parametrize("build", [wrong_output, wrong_gradient, ignores_padding, unwritten_element])
-def test_a_wrong_implementation_fails_and_shows_no_time(build) -> None:
-    (row,) = rows_of(build)
-    assert row.status == "FAILED"
-    assert row.failed_gate
-    assert row.note
-    times = [value for name, value in row.record().items() if name.endswith("_ms")]
-    assert times == [None] * len(times)
-
-    console = Console(file=io.StringIO(), width=200)
-    report.print_case(console, bench_lsr_head.SPEC, TINY, [row])
-    printed = console.file.getvalue()
-    assert "FAILED" in printed
-    assert "TFLOP/s" in printed.splitlines()[2]
-    assert ".." not in printed.split("FAILED")[1].splitlines()[0], "a spread of times was printed"
+def with_nan(tensor: Tensor) -> Tensor:
+    broken = tensor.clone()
+    broken.flatten()[broken.numel() // 2] = float("nan")
+    return broken
 
 
-def test_an_implementation_that_raises_costs_only_its_own_row() -> None:
-    def raising(inputs: bench_lsr_head.LSRHeadInputs) -> Runnable:
-        raise ZeroDivisionError("no such kernel")
-
-    candidates = (Implementation("broken", raising, "ours"), *bench_lsr_head.SPEC.implementations[:1])
-    spec = replace(bench_lsr_head.SPEC, implementations=candidates)
-    broken, good = run_case(spec, TINY, OPTIONS, CEILINGS)
-    assert (broken.status, broken.note) == ("ERROR", "ZeroDivisionError: no such kernel")
-    assert broken.failed_gate
-    assert good.status == "ok"
+@pytest.mark.parametrize("change", [scaled, with_nan])
+@pytest.mark.parametrize("place", [in_forward, in_training])
+def test_a_wrong_output_is_caught_in_inference_and_in_training(
+    checked: Checked, place: Callable[..., Runnable], change: Callable[[Tensor], Tensor]
+) -> None:
+    assert checked.failures(place(change, checked.right))
 
 
-def test_running_out_of_device_memory_is_a_status_not_a_crash() -> None:
-    def hungry(inputs: bench_lsr_head.LSRHeadInputs) -> Runnable:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    (row,) = rows_of(hungry, kind="baseline")
-    assert row.status == "OOM"
-    assert not row.failed_gate
+@pytest.mark.parametrize("change", [scaled, with_nan])
+def test_every_wrong_gradient_is_caught(checked: Checked, change: Callable[[Tensor], Tensor]) -> None:
+    count = len(checked.right.forward_backward()[1])
+    for which in range(count):
+        assert checked.failures(in_gradient(which, change, checked.right)), f"gradient {which}"
 
 
-def test_a_case_that_cannot_fit_is_skipped_with_the_reason() -> None:
-    spec = replace(bench_lsr_head.SPEC, needs_bytes=lambda case, impl: 1 << 60)
-    row = run_case(spec, TINY, OPTIONS, CEILINGS)[0]
-    assert row.status == "skipped"
-    assert "GiB free" in row.note
-
-
-def test_bf16_eager_is_shown_with_the_gradient_error_that_its_rounded_logits_cause() -> None:
-    case = replace(TINY, dtype="bfloat16", variant="dense", dims={"B": 4, "S": 64, "D": 32, "V": 500})
-    (row,) = rows_of(lambda inputs: runnable_head(stock_head, inputs, ""), kind="baseline", case=case)
-    assert row.status == "ok"
-    assert row.gradient_error > 0.05
-    (row,) = rows_of(lambda inputs: runnable_head(stock_head, inputs, ""), kind="ours", case=case)
-    assert row.status == "FAILED"
+def test_a_head_that_ignores_padding_is_caught() -> None:
+    spec = get_spec("lsr_head")
+    case = BenchCase("tiny", "cpu", "float32", CASES["lsr_head"][0][1], "ragged-2pct")
+    inputs: LSRHeadInputs = spec.make_inputs(case, torch.device("cpu"), 0)
+    blind = inputs.bind(lambda hidden, weight, bias, mask: lsr_head(hidden, weight, bias), "no mask")
+    assert spec.make_gate(case, inputs).check(blind, "ours").failures
 
 
 def test_relative_error_is_infinite_for_nan_and_for_another_shape() -> None:

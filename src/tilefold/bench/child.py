@@ -1,6 +1,6 @@
 """Measure in a fresh process: resident memory has no other honest baseline, and a process that dies takes nobody along.
 
-``python -m tilefold.bench.child '<json>'`` prints one JSON object a line for each measured case.
+``python -m tilefold.bench.child '<json>'`` prints one JSON object per line, one for each measured case.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tilefold.bench.registry import BenchCase, BenchSpec, Implementation, Runnable
+    from tilefold.bench.runnables import Runnable
+    from tilefold.bench.spec import BenchCase, BenchSpec, Implementation
 
 _PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 
@@ -98,11 +99,11 @@ def _peaks(
 ) -> dict[str, float]:
     import torch  # noqa: PLC0415
 
-    from tilefold.bench.registry import PHASES  # noqa: PLC0415
+    from tilefold.bench.spec import PHASES  # noqa: PLC0415
     from tilefold.bench.timing import cuda_extra_peak_mib, resident_peak_mib  # noqa: PLC0415
 
     device = torch.device(case.device)
-    probe = implementation.build(spec.make_probe(case, device, seed))
+    probe = implementation.build(spec.make_inputs(spec.probe(case), device, seed))
     peaks: dict[str, float] = {}
     for phase in PHASES:  # the smaller phase first: where the high-water mark cannot be reset it only grows
         run, warm = _phase(runnable, phase), _phase(probe, phase)
@@ -136,7 +137,8 @@ def main(argv: Sequence[str]) -> int:
     """Entry of the measuring process."""
     import torch  # noqa: PLC0415
 
-    from tilefold.bench.registry import BenchCase, get_spec  # noqa: PLC0415
+    from tilefold.bench.registry import get_spec  # noqa: PLC0415
+    from tilefold.bench.spec import BenchCase  # noqa: PLC0415
 
     job = json.loads(argv[0])
     spec = get_spec(job["op"])

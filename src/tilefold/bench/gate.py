@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tilefold import testing
+from tilefold.bench.runnables import Runnable
 from tilefold.ops._shared.checks import FLOAT_DTYPES, dtype_name
 
 
@@ -33,6 +35,11 @@ BASELINE_BUDGETS: Mapping[str, Budget] = {
     "float32": Budget(forward=2e-5, gradient=5e-5),
     "float64": Budget(forward=1e-12, gradient=1e-11),
 }
+
+
+def budget_of(kind: str, dtype: str) -> Budget:
+    """What an implementation of ``kind`` is allowed; ``dtype`` is a name."""
+    return (BUDGETS if kind == "ours" else BASELINE_BUDGETS)[dtype]
 
 
 @dataclass(frozen=True)
@@ -71,9 +78,51 @@ class GateResult:
         return max(values) if values else None
 
 
+class Gate(Protocol):
+    """The ground truth of one case."""
+
+    def check(self, runnable: Runnable, kind: str) -> GateResult:
+        """Run both phases of an implementation of ``kind`` once and compare."""
+
+
+def check_phases(
+    runnable: Runnable,
+    poison: Sequence[Tensor],
+    output_errors: Callable[[Tensor, str], dict[str, float]],
+    gradient_errors: Callable[[tuple[Tensor, ...]], dict[str, float]],
+) -> dict[str, float]:
+    """Run both phases once over poisoned memory; the errors of both outputs and of the gradients by name.
+
+    Args:
+        runnable: what is checked.
+        poison: tensors of the sizes that its results have.
+        output_errors: ``(output, prefix)`` -> errors by name, each with the prefix.
+        gradient_errors: gradients -> errors by name, each of which begins with ``"d"``.
+    """
+    poison_allocator(poison)
+    inferred = runnable.forward()
+    errors = {} if inferred is None else output_errors(inferred, "inference ")
+    del inferred
+    if runnable.forward_backward is not None:
+        poison_allocator(poison)
+        out, gradients = runnable.forward_backward()
+        errors |= output_errors(out, "") | gradient_errors(gradients)
+    return errors
+
+
 def relative_error(out: Tensor, reference: Tensor) -> float:
     """:func:`tilefold.testing.relative_error`, and infinite for another shape: the row fails, the run goes on."""
     return testing.relative_error(out, reference) if out.shape == reference.shape else float("inf")
+
+
+def part_error(whole: Tensor, part: Tensor, reference: Tensor) -> float:
+    """The relative error of ``part``, infinite if anything in ``whole`` is not finite."""
+    return relative_error(part, reference) if bool(whole.isfinite().all()) else float("inf")
+
+
+def is_complete(out: Tensor, like: Tensor) -> bool:
+    """Whether ``out`` has the shape of ``like`` and is finite throughout."""
+    return out.shape == like.shape and bool(out.isfinite().all())
 
 
 def poison_allocator(like: Sequence[Tensor]) -> None:

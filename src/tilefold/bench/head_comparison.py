@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from tilefold.bench.registry import BenchCase
+    from tilefold.bench.spec import BenchCase
 
 Shape = tuple[int, int, int, int]
 
@@ -78,7 +78,7 @@ def compare_heads(
 
 
 def _case(shape: Shape, device: str) -> BenchCase:
-    from tilefold.bench.registry import BenchCase  # noqa: PLC0415
+    from tilefold.bench.spec import BenchCase  # noqa: PLC0415
 
     dims = dict(zip("BSDV", shape, strict=True))
     dtype = "bfloat16" if device == "cuda" else "float32"
@@ -179,7 +179,7 @@ def plot_heads(rows: Sequence[HeadMeasurement], path: str | os.PathLike[str]) ->
     """
     if not any(row.peak_mb is not None for row in rows):
         raise ValueError(f"rows must hold at least one measurement, got {len(rows)} without any; see skipped_reason.")
-    from tilefold.bench.plots import new_figure, save_figure  # noqa: PLC0415
+    from tilefold.bench.figures import new_figure, save_figure  # noqa: PLC0415
 
     figure = new_figure((10, 4.2))
     memory, duration = figure.subplots(1, 2)

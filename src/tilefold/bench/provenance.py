@@ -1,17 +1,13 @@
-"""Where a number comes from: device, driver, versions, commit, date; and the CSV files that carry it."""
+"""Where a number comes from: device, driver, versions, commit and date."""
 
 from __future__ import annotations
 
-import csv
 import functools
 import os
 import platform
-import re
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -119,53 +115,12 @@ def collect(device: torch.device) -> Provenance:
     )
 
 
-def device_slug(provenance: Provenance) -> str:
-    """A folder name for the device: ``"NVIDIA H200"`` -> ``"nvidia-h200"``; processors carry their thread count."""
-    slug = re.sub(r"\((r|tm)\)", "", provenance.device.lower())
-    slug = re.sub(r"[^a-z0-9]+", "-", slug).strip("-") or "unknown"
-    return slug if provenance.cuda else f"cpu-{slug}-{provenance.threads}-threads"
-
-
-def write_csv(path: Path, rows: Sequence[Mapping[str, object]], provenance: Provenance, key: Sequence[str]) -> None:
-    """Merge ``rows`` into the CSV at ``path``, atomically.
-
-    A row already there with the same values under ``key`` is replaced, others stay, each with its own provenance.
-
-    Raises:
-        ValueError: if the file exists and lacks one of the ``key`` columns.
-    """
-    stamped = [{**row, **asdict(provenance)} for row in rows]
-    fresh = [{name: _cell(value) for name, value in row.items()} for row in stamped]
-    kept = _read_csv(path, key) if path.exists() else []
-    replaced = {tuple(row[name] for name in key) for row in fresh}
-    merged = [row for row in kept if tuple(row[name] for name in key) not in replaced] + fresh
-    columns = list(dict.fromkeys(name for row in [*fresh, *kept] for name in row))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(merged)
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _read_csv(path: Path, key: Sequence[str]) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        missing = [name for name in key if name not in (reader.fieldnames or [])]
-        if missing:
-            raise ValueError(
-                f"{path} must have the columns {', '.join(key)} to be updated, {', '.join(missing)} missing; "
-                "choose another --output or move the file away."
-            )
-        return [dict(row) for row in reader]
+def choose_device(name: str | None) -> torch.device:
+    """The device called ``name``, by default the GPU if there is one; ``ValueError`` if there is none such."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {name!r}.")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch sees no CUDA device here; use --device cpu.")
+    return torch.device(name)

@@ -11,31 +11,42 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tilefold.bench.provenance import Provenance
-    from tilefold.bench.registry import BenchCase, BenchSpec
     from tilefold.bench.runner import BenchRow, Verdict
+    from tilefold.bench.spec import BenchCase, BenchSpec
 
 _COLUMNS = ("impl", "fwd ms", "x eager", "TFLOP/s", "of floor", "peak MiB", "f+b ms", "x eager", "of floor", "peak MiB")
 _BARE = "gemm"
 _BUSY = 0.7  # load average before the first timing above which the machine is not ours
 
 
-def _number(value: float | None) -> str:
+def short_number(value: float | None) -> str:
+    """Three significant digits, no exponent for large values: ``1234``, ``12.3``, ``0.123``; ``-`` for ``None``."""
     if value is None:
         return "-"
-    if value == 0:
-        return "0"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def spread(p50: float | None, p20: float | None, p80: float | None) -> str:
+    """The median, and the 20th to the 80th percentile in brackets."""
+    return "-" if p50 is None else f"{short_number(p50)} ({short_number(p20)}..{short_number(p80)})"
+
+
+def ratio(above: float | None, below: float | None) -> str:
+    """``above / below`` with two digits; ``-`` where there is none."""
+    return "-" if above is None or not below else f"{above / below:.2f}"
+
+
+def exponent(value: float | None) -> str:
+    """An error with two digits."""
+    return "-" if value is None else f"{value:.1e}"
+
+
 def _spread(row: BenchRow, phase: str) -> str:
-    p20, p50, p80 = (getattr(row, f"{phase}_{name}_ms") for name in ("p20", "p50", "p80"))
-    return "-" if p50 is None else f"{_number(p50)} ({_number(p20)}..{_number(p80)})"
+    return spread(*(getattr(row, f"{phase}_{name}_ms") for name in ("p50", "p20", "p80")))
 
 
 def _speedup(row: BenchRow, base: BenchRow | None, phase: str) -> str:
-    mine = getattr(row, f"{phase}_p50_ms")
-    theirs = getattr(base, f"{phase}_p50_ms", None)
-    return "-" if not mine or theirs is None else f"{theirs / mine:.2f}"
+    return ratio(getattr(base, f"{phase}_p50_ms", None), getattr(row, f"{phase}_p50_ms"))
 
 
 def _share(row: BenchRow, phase: str) -> str:
@@ -44,10 +55,7 @@ def _share(row: BenchRow, phase: str) -> str:
 
 
 def _error(row: BenchRow) -> str:
-    def one(value: float | None) -> str:
-        return "-" if value is None else f"{value:.1e}"
-
-    return f"{one(row.forward_error)} / {one(row.gradient_error)}"
+    return f"{exponent(row.forward_error)} / {exponent(row.gradient_error)}"
 
 
 def case_title(case: BenchCase, rows: Sequence[BenchRow]) -> str:
@@ -77,13 +85,13 @@ def case_table(spec: BenchSpec, case: BenchCase, rows: Sequence[BenchRow]) -> Ta
             name,
             _spread(row, "forward"),
             _speedup(row, base, "forward"),
-            _number(row.forward_tflops),
+            short_number(row.forward_tflops),
             _share(row, "forward"),
-            _number(row.forward_peak_mib),
+            short_number(row.forward_peak_mib),
             _spread(row, "forward_backward"),
             _speedup(row, base, "forward_backward"),
             _share(row, "forward_backward"),
-            _number(row.forward_backward_peak_mib),
+            short_number(row.forward_backward_peak_mib),
             _error(row),
         )
     return table
@@ -129,7 +137,7 @@ def print_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
     for verdict in verdicts:
         requirement = verdict.requirement
         word = {True: "held", False: "MISSED", None: "not measured"}[verdict.held]
-        left, right = (f"{impl} {_number(value)}" for (impl, _), value in _sides(verdict))
+        left, right = (f"{impl} {short_number(value)}" for (impl, _), value in _sides(verdict))
         unit = "MiB" if requirement.left[1].endswith("_mib") else "ms"
         console.print(
             f"{word}: {requirement.claim} at {requirement.case}: {left} {unit}, {right} {unit}, "

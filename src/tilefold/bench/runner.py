@@ -7,14 +7,15 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from tilefold.bench import child
-from tilefold.bench.gate import GateResult
-from tilefold.bench.registry import (
+from tilefold.bench.gate import Gate
+from tilefold.bench.runnables import Runnable
+from tilefold.bench.spec import (
     PHASES,
     BenchCase,
     BenchSpec,
@@ -23,7 +24,6 @@ from tilefold.bench.registry import (
     NotApplicable,
     Phase,
     Requirement,
-    Runnable,
 )
 from tilefold.bench.timing import (
     TimeBudget,
@@ -167,7 +167,7 @@ def _does_not_fit(spec: BenchSpec, case: BenchCase, impl: str, device: torch.dev
 
 
 def _check_and_weigh(
-    spec: BenchSpec, case: BenchCase, inputs: Any, gate: Any, entry: _Entry, options: RunOptions
+    spec: BenchSpec, case: BenchCase, inputs: Any, gate: Gate, entry: _Entry, options: RunOptions
 ) -> None:
     row, implementation = entry.row, entry.implementation
     _release(options.device)
@@ -179,7 +179,7 @@ def _check_and_weigh(
         runnable = implementation.build(inputs)
         row.label = runnable.label
         if implementation.kind != "bare":
-            result: GateResult = gate.check(runnable, implementation.kind)
+            result = gate.check(runnable, implementation.kind)
             row.forward_error, row.gradient_error = result.worst(gradients=False), result.worst(gradients=True)
             if not result.passed:
                 row.status, row.failed_gate = "FAILED", True
@@ -277,7 +277,7 @@ def run_spec(
     on_rows: Callable[[BenchCase, list[BenchRow]], None] = lambda case, rows: None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[BenchRow]:
-    """Run ``cases`` in order, measuring the ceilings once a dtype; ``on_rows`` sees all rows of a case as it ends.
+    """Run ``cases`` in order, measuring the ceilings once per dtype; ``on_rows`` sees all rows of a case as it ends.
 
     Slow implementations take a second round over the cases, each shown with the rows of the first.
     """
@@ -337,8 +337,3 @@ def verdicts(spec: BenchSpec, rows: Sequence[BenchRow]) -> list[Verdict]:
             ]
             found.append(Verdict(requirement, *sides))
     return found
-
-
-def with_dtype(case: BenchCase, dtype: str) -> BenchCase:
-    """``case`` in another dtype."""
-    return replace(case, dtype=dtype)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tilefold.bench.registry import DTYPES, Ceilings
+from tilefold.bench.spec import DTYPES, Ceilings
 
 _FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU so far
 _MEBI = float(2**20)

@@ -88,10 +88,17 @@ def _app() -> Any:
         rich_markup_mode="rich",
     )
     app.callback()(root)
-    for verb in (demo.demo, train.train, encode.encode, index.index, search.search, evaluate.evaluate):
+    for verb in (
+        demo.demo,
+        train.train,
+        encode.encode,
+        index.index,
+        search.search,
+        evaluate.evaluate,
+        bench.bench,
+        info.info,
+    ):
         app.command()(verb)
-    app.add_typer(bench.bench_app(), name="bench")
-    app.command()(info.info)
     return app
 
 

@@ -1,49 +1,24 @@
 """``tilefold bench``: time the operators against their baselines, behind a correctness gate."""
+# ruff: noqa: PLC0415 - torch is imported when the verb runs, so that --help is fast
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperGroup
-
-from tilefold.cli.bench_train import train_splade
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
     from tilefold.bench.provenance import Provenance
-    from tilefold.bench.registry import BenchCase, BenchSpec
     from tilefold.bench.runner import BenchRow, RunOptions
+    from tilefold.bench.spec import BenchCase, BenchSpec
 
-RESULTS = Path("benchmarks/results")
-DEFAULT_COMMAND = "operators"
-
-
-class BenchGroup(TyperGroup):
-    """``tilefold bench`` with subcommands; anything that names none of them goes to ``operators``."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or (args[0] not in self.commands and args[0] != "--help"):
-            args = [DEFAULT_COMMAND, *args]
-        return super().parse_args(ctx, args)
-
-
-def bench_app() -> typer.Typer:
-    """The group of benchmark commands."""
-    app = typer.Typer(
-        name="bench",
-        cls=BenchGroup,
-        help="Check, then time: operators (`tilefold bench lsr_head`), or whole training steps.",
-        add_completion=False,
-        pretty_exceptions_enable=False,
-    )
-    app.command(DEFAULT_COMMAND)(bench)
-    app.command("train-splade")(train_splade)
-    return app
+_QUICK_SECONDS = 0.15
 
 
 def bench(
@@ -66,7 +41,9 @@ def bench(
     Without --output, results go to benchmarks/results if the current directory has benchmarks.
     Exits with 1 if an implementation failed its check.
     """
-    from tilefold.bench.registry import get_spec, operators  # noqa: PLC0415
+    from tilefold.bench.provenance import choose_device
+    from tilefold.bench.registry import get_spec, operators
+    from tilefold.bench.results import results_folder
 
     try:
         names = operators() if every or (listing and op is None) else (op,) if op is not None else ()
@@ -77,7 +54,10 @@ def bench(
             for spec in specs:
                 _list(spec)
             return
-        failed = _run_all(specs, shape, impl, device, dtype, output, quick, seconds, minutes)
+        target = choose_device(device)
+        jobs = [(spec, _cases(spec, shape, target.type, dtype, quick)) for spec in specs]
+        options = _options(target, impl, min(seconds, _QUICK_SECONDS) if quick else seconds, minutes)
+        failed = _run_all(jobs, options, results_folder(output, quick))
     except ValueError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from error
@@ -95,38 +75,44 @@ def _list(spec: BenchSpec) -> None:
         typer.echo(f"  {implementation.name:32} {implementation.kind:9} {where}")
 
 
-def _run_all(
-    specs: list[BenchSpec],
-    shape: list[str] | None,
-    impl: list[str] | None,
-    device: str | None,
-    dtype: str | None,
-    output: Path | None,
-    quick: bool,
-    seconds: float,
-    minutes: float | None,
-) -> bool:
-    from rich.console import Console  # noqa: PLC0415
+def _cases(spec: BenchSpec, shape: list[str] | None, device: str, dtype: str | None, quick: bool) -> list[BenchCase]:
+    from tilefold.bench.spec import parse_dtype
 
-    from tilefold.bench import report  # noqa: PLC0415
-    from tilefold.bench.provenance import collect, device_slug  # noqa: PLC0415
-    from tilefold.bench.runner import RunOptions, verdicts  # noqa: PLC0415
-    from tilefold.bench.timing import TimeBudget  # noqa: PLC0415
+    if shape:
+        cases = [spec.case(name) for name in shape]
+        foreign = [case.name for case in cases if case.device != device]
+        if foreign:
+            raise ValueError(f"shape {foreign[0]!r} belongs to another device than {device!r}; set --device.")
+    else:
+        cases = [case for case in spec.cases if case.device == device and (case.quick or not quick)]
+    return [replace(case, dtype=parse_dtype(dtype)) for case in cases] if dtype else cases
 
-    target = choose_device(device)
-    on_gpu = target.type == "cuda"
-    seconds = min(seconds, 0.15) if quick else seconds
+
+def _options(device: torch.device, impl: list[str] | None, seconds: float, minutes: float | None) -> RunOptions:
+    from tilefold.bench.runner import RunOptions
+    from tilefold.bench.timing import TimeBudget
+
     # on the CPU a call takes long enough that its own noise, not the clock's, decides: more seconds, fewer calls
+    on_gpu = device.type == "cuda"
     budget = TimeBudget(seconds=seconds) if on_gpu else TimeBudget(seconds=6 * seconds, min_reps=5, max_reps=50)
-    options = RunOptions(device=target, impls=impl or None, budget=budget, limit=60 * (minutes or math.inf))
-    provenance = collect(target)
+    return RunOptions(device=device, impls=impl or None, budget=budget, limit=60 * (minutes or math.inf))
+
+
+def _run_all(jobs: list[tuple[BenchSpec, list[BenchCase]]], options: RunOptions, folder: Path | None) -> bool:
+    """Run, print and save; whether an implementation of ours failed its check."""
+    from rich.console import Console
+
+    from tilefold.bench import report
+    from tilefold.bench.provenance import collect
+    from tilefold.bench.results import results_file
+    from tilefold.bench.runner import verdicts
+
+    provenance = collect(options.device)
     console = Console(width=None if Console().is_terminal else 190)
     report.print_header(console, provenance)
-    folder = output or (RESULTS if RESULTS.parent.is_dir() and not quick else None)
     failed = False
-    for spec in specs:
-        cases = _cases(spec, shape, target.type, dtype, quick)
-        path = folder / device_slug(provenance) / f"{spec.op}.csv" if folder is not None else None
+    for spec, cases in jobs:
+        path = results_file(folder, spec.op, provenance) if folder is not None else None
         rows = _run_one(spec, cases, options, console, path, provenance)
         report.print_verdicts(console, verdicts(spec, rows))
         failed |= any(row.failed_gate for row in rows)
@@ -143,9 +129,9 @@ def _run_one(
     path: Path | None,
     provenance: Provenance,
 ) -> list[BenchRow]:
-    from tilefold.bench import report  # noqa: PLC0415
-    from tilefold.bench.provenance import write_csv  # noqa: PLC0415
-    from tilefold.bench.runner import CSV_KEY, run_spec  # noqa: PLC0415
+    from tilefold.bench import report
+    from tilefold.bench.results import write_csv
+    from tilefold.bench.runner import CSV_KEY, run_spec
 
     def on_rows(case: BenchCase, rows: list[BenchRow]) -> None:
         report.print_case(console, spec, case, rows)
@@ -160,30 +146,3 @@ def _run_one(
             on_rows=on_rows,
             progress=lambda text: status.update(f"{spec.op}: {text}"),
         )
-
-
-def choose_device(name: str | None) -> torch.device:
-    """The device called ``name``, by default the GPU if there is one; ``ValueError`` if there is none such."""
-    import torch  # noqa: PLC0415
-
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in ("cpu", "cuda"):
-        raise ValueError(f"device must be cpu or cuda, got {name!r}.")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is cuda, but torch sees no CUDA device here; use --device cpu.")
-    return torch.device(name)
-
-
-def _cases(spec: BenchSpec, shape: list[str] | None, device: str, dtype: str | None, quick: bool) -> list[BenchCase]:
-    from tilefold.bench.registry import parse_dtype  # noqa: PLC0415
-    from tilefold.bench.runner import with_dtype  # noqa: PLC0415
-
-    if shape:
-        cases = [spec.case(name) for name in shape]
-        foreign = [case.name for case in cases if case.device != device]
-        if foreign:
-            raise ValueError(f"shape {foreign[0]!r} belongs to another device than {device!r}; set --device.")
-    else:
-        cases = [case for case in spec.cases if case.device == device and (case.quick or not quick)]
-    return [with_dtype(case, parse_dtype(dtype)) for case in cases] if dtype else cases

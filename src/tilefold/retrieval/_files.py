@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Collection as AnyCollection
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
+from tilefold._files import atomic_file, umask
 from tilefold.retrieval.errors import DataError, MissingPackageError
 
 
@@ -29,23 +29,6 @@ def require(module: str, package: str, purpose: str) -> Any:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; it replaces `path` only when the block ends well."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        temporary.chmod(0o666 & ~_umask())
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-
-
-@contextmanager
 def atomic_directory(path: Path, *, own_names: AnyCollection[str]) -> Iterator[Path]:
     """Yield a temporary directory beside `path`; it takes the place of `path` when the block ends well.
 
@@ -56,7 +39,7 @@ def atomic_directory(path: Path, *, own_names: AnyCollection[str]) -> Iterator[P
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
     try:
         yield temporary
-        temporary.chmod(0o777 & ~_umask())
+        temporary.chmod(0o777 & ~umask())
         _swap(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -89,12 +72,6 @@ def _swap(new: Path, path: Path) -> None:
         old.replace(path)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def write_json(path: Path, value: Any) -> None:

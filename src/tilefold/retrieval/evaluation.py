@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tilefold.retrieval._files import atomic_file, numbered_lines, require
+from tilefold._files import atomic_file
+from tilefold.retrieval._files import numbered_lines, require
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
 from tilefold.retrieval.vectors import SparseVectors, check_same_vocabulary

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from tilefold.retrieval._files import atomic_file, json_line, require
+from tilefold._files import atomic_file
+from tilefold.retrieval._files import json_line, require
 from tilefold.retrieval._shards import MANIFEST_NAME, ShardWriter, check_whole, read_layout, shard_file
 from tilefold.retrieval._shards import REMEDY as _REMEDY
 from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary, vocabulary_fingerprint

@@ -1,0 +1,171 @@
+"""Table and picture of the training benchmark: ``python -m benchmarks.train_splade.report FILE.csv [PNG]``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.results_plot import distinct, machine, relative_bars
+from tilefold.bench.figures import new_figure, save_figure
+from tilefold.bench.report import exponent, ratio, short_number, spread
+from tilefold.bench.results import read_csv
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from benchmarks.train_splade.measure import TrainRow
+
+# Sparton, arXiv 2603.25011: batch and speed over the plain head, by vocabulary
+PAPER = {"bert-base": (1.33, 1.14), "xlmr-base": (26.0, 2.5)}
+_COLUMNS = (
+    "side",
+    "batch",
+    "step, ms",
+    "x stock",
+    "peak GiB",
+    "largest batch",
+    "x stock",
+    "MiB/pair",
+    "pairs/s",
+    "x stock",
+    "error loss / grad",
+)
+_PANELS = (
+    ("largest_batch", "largest batch that fits"),
+    ("step_p50_ms", "step at the common batch, median ms"),
+    ("pairs_per_second", "pairs per second, each at its largest batch"),
+)
+
+
+def cell_title(row: TrainRow) -> str:
+    """What the two rows of a cell have in common."""
+    checkpointing = {"yes": "gradient checkpointing", "no": "no checkpointing"}[row.checkpointing]
+    return (
+        f"{row.model}, V={row.vocab}, D={row.hidden}, S={row.length} ({100 * row.valid_tokens:.0f}% valid), queries of "
+        f"{row.query_length}, {checkpointing}, {row.dtype}, {row.memory_gib:g} GiB"
+    )
+
+
+def cell_table(rows: Sequence[TrainRow]) -> Table:
+    """The two sides of one cell; no numbers where the heads disagreed."""
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table(title=cell_title(rows[0]), title_justify="left", header_style="bold")
+    for position, name in enumerate(_COLUMNS):
+        table.add_column(name, justify="left" if position == 0 else "right", no_wrap=True)
+    stock = rows[0]
+    for row in rows:
+        error = f"{exponent(row.gate_loss_error)} / {exponent(row.gate_gradient_error)}"
+        if row.status == "FAILED":
+            table.add_row(row.side, row.status, *["-"] * (len(_COLUMNS) - 3), error, style="red")
+            continue
+        table.add_row(
+            row.side,
+            short_number(row.batch),
+            spread(row.step_p50_ms, row.step_p20_ms, row.step_p80_ms),
+            ratio(stock.step_p50_ms, row.step_p50_ms),
+            short_number(row.peak_gib),
+            f"{'>= ' if row.largest_capped == 'yes' else ''}{short_number(row.largest_batch)}",
+            ratio(row.largest_batch, stock.largest_batch),
+            short_number(row.mib_a_pair),
+            short_number(row.pairs_per_second),
+            ratio(row.pairs_per_second, stock.pairs_per_second),
+            error,
+        )
+    return table
+
+
+def print_cell(console: Console, rows: Sequence[TrainRow]) -> None:
+    """The table of one cell, its notes, and the paper's two numbers beside ours."""
+    console.print(cell_table(rows))
+    for row in rows:
+        if row.note:
+            console.print(f"  {row.side}: {row.status}: {row.note}", markup=False)
+    claim = PAPER.get(rows[0].model)
+    stock, ours = rows
+    if claim is None or stock.status != "ok" or ours.status != "ok":
+        return
+    for what, value, limit in (
+        ("batch", _times(ours.largest_batch, stock.largest_batch), claim[0]),
+        ("speed of a step at the common batch", _times(stock.step_p50_ms, ours.step_p50_ms), claim[1]),
+        ("pairs per second at the largest batches", _times(ours.pairs_per_second, stock.pairs_per_second), claim[1]),
+    ):
+        word = "not measured" if value is None else "beaten" if value > limit else "MISSED"
+        console.print(f"  {what}: {short_number(value)} times stock; the paper has {limit:.3g}: {word}", markup=False)
+
+
+def plot_results(results: str | Path, picture: str | Path) -> Path:
+    """Bars of batch, step time and throughput for every cell of a CSV of ``python -m benchmarks.train_splade``.
+
+    Args:
+        results: the CSV.
+        picture: the PNG to write; replaced atomically.
+
+    Raises:
+        ValueError: if the file holds no measured cell.
+        ImportError: if matplotlib is not installed.
+    """
+    rows = [row for row in read_csv(results) if row.get("op") == "train-splade" and row["status"] == "ok"]
+    if not rows:
+        raise ValueError(f"{results} must hold measured rows of `python -m benchmarks.train_splade`, got none.")
+    cells = list(dict.fromkeys(_cell_name(row) for row in rows))
+    figure = new_figure((13, 1.4 + 0.6 * len(cells)))
+    for axes, (column, title) in zip(figure.subplots(1, len(_PANELS), sharey=True), _PANELS, strict=True):
+        values = {(_cell_name(row), row["side"]): float(row[column]) for row in rows if row[column]}
+        relative_bars(axes, values, cells, {"stock": "plain head", "tilefold": "fused head"}, title)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
+    where = f"training step of SPLADE on {machine(rows)}; commit {distinct(rows, 'commit')}"
+    figure.suptitle(f"{where}; bars relative to each cell's larger value", fontsize=8)
+    return save_figure(figure, picture)
+
+
+def _cell_name(row: Mapping[str, str]) -> str:
+    checkpointing = "checkpointing" if row["checkpointing"] == "yes" else "no checkpointing"
+    kind = "" if row["documents"] == "full" else ", natural"
+    return f"{row['model']}, S={row['length']}{kind}\n{checkpointing}, {float(row['memory_gib']):g} GiB, {row['dtype']}"
+
+
+def _times(above: float | None, below: float | None) -> float | None:
+    return None if above is None or not below else above / below
+
+
+def markdown_table(results: str | Path) -> str:
+    """The rows of a results file as a Markdown table for a document.
+
+    Raises:
+        ValueError: if the file holds no rows of ``python -m benchmarks.train_splade``.
+    """
+    rows = [row for row in read_csv(results) if row.get("op") == "train-splade"]
+    if not rows:
+        raise ValueError(f"{results} must hold rows of `python -m benchmarks.train_splade`, got none.")
+    return "\n".join(_markdown_lines(rows)) + "\n"
+
+
+def _markdown_lines(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    yield "| cell | side | batch | step, ms | peak, GiB | largest batch | MiB per pair | pairs/s | status |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
+    previous = ""
+    for row in rows:
+        cell = _cell_name(row).replace("\n", ", ")
+        numbers = [
+            short_number(float(row[name]) if row[name] else None)
+            for name in ("batch", "step_p50_ms", "peak_gib", "largest_batch", "mib_a_pair", "pairs_per_second")
+        ]
+        status = "" if row["status"] == "ok" else row["status"]
+        yield f"| {' | '.join([cell if cell != previous else '', row['side'], *numbers, status])} |"
+        previous = cell
+
+
+def main(arguments: Sequence[str]) -> None:
+    """``FILE.csv`` prints the Markdown table, ``FILE.csv PICTURE.png`` draws the picture."""
+    if len(arguments) > 1:
+        plot_results(arguments[0], arguments[1])
+    else:
+        print(markdown_table(arguments[0]), end="")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,48 @@
+"""CSV files of results become tables and pictures of documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.results_plot import plot_results
+from benchmarks.results_table import markdown_table
+from tilefold.bench.provenance import collect
+from tilefold.bench.results import write_csv
+from tilefold.bench.runner import CSV_KEY, BenchRow
+
+CPU = torch.device("cpu")
+
+
+def test_a_results_file_becomes_a_table_with_its_conditions(tmp_path: Path) -> None:
+    path = tmp_path / "lsr_head.csv"
+    rows = [
+        BenchRow("lsr_head", "a", "float32", "tilefold", forward_p50_ms=1.25, forward_floor_ms=1.0).record(),
+        BenchRow("lsr_head", "a", "float32", "eager", status="OOM").record(),
+    ]
+    write_csv(path, rows, collect(CPU), CSV_KEY)
+    lines = markdown_table(path).splitlines()
+    assert lines[2] == "| a, float32 | tilefold | 1.25 | - | - | 80% |  |"
+    assert lines[3] == "|  | eager | - | - | - | - | OOM |"
+    assert f"torch {torch.__version__}" in lines[-1]
+    (tmp_path / "other.csv").write_text("a\n1\n")
+    with pytest.raises(ValueError, match="must be a file that `tilefold bench` wrote"):
+        markdown_table(tmp_path / "other.csv")
+
+
+def test_a_results_file_becomes_a_picture(tmp_path: Path) -> None:
+    path = tmp_path / "lsr_head.csv"
+    rows = [
+        BenchRow(
+            "lsr_head", "a", "float32", impl, forward_backward_p50_ms=ms, forward_backward_peak_mib=10 * ms
+        ).record()
+        for impl, ms in (("tilefold", 1.0), ("eager", 4.0))
+    ]
+    write_csv(path, rows, collect(CPU), CSV_KEY)
+    picture = plot_results(path, tmp_path / "lsr_head.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    path.write_text("status,impl\nFAILED,tilefold\n")
+    with pytest.raises(ValueError, match="must hold measured rows"):
+        plot_results(path, picture)
