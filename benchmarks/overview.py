@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import sys
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from tilefold.bench.figures import new_figure, save_figure
+from tilefold.bench.results import read_csv
 
 RESULTS = Path(__file__).parent / "results" / "nvidia-h200"
 OURS, OTHERS = "tab:blue", "lightgray"
@@ -45,12 +44,11 @@ PANELS = (
 
 
 def draw(picture: str) -> None:
-    figure = Figure(figsize=(12, 2.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure((12, 2.6))
     devices = set()
     for axes, (file, case, title, names) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
-        with (RESULTS / file).open(newline="", encoding="utf-8") as lines:
-            rows = {row["impl"]: row for row in csv.DictReader(lines) if row["case"] == case and row["status"] == "ok"}
+        found = (row for row in read_csv(RESULTS / file) if row["case"] == case and row["status"] == "ok")
+        rows = {row["impl"]: row for row in found}
         shown = [rows[impl] for impl in names]
         devices |= {f"{row['device']}, torch {row['torch']}, Triton {row['triton']}, {row['dtype']}" for row in shown}
         times = [float(row["forward_backward_p50_ms"]) for row in shown]
@@ -67,7 +65,7 @@ def draw(picture: str) -> None:
     figure.supxlabel(
         "forward + backward, median time and peak memory above the inputs; " + "; ".join(devices), fontsize=8
     )
-    figure.savefig(picture, dpi=150)
+    save_figure(figure, picture)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import csv
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 import typer.main
 
 from tilefold import cli
+from tilefold.bench.registry import operators
 
 ROOT = Path(__file__).resolve().parents[1]
 SKIPPED = {"node_modules", "tilefold-demo", "build", "dist"}  # and what is hidden: environments, caches, scratch copies
@@ -21,6 +21,7 @@ DOCUMENTS = sorted(
     if not any(part in SKIPPED or part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
+SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -34,16 +35,28 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-def shell_commands(path: Path) -> list[list[str]]:
-    """The ``tilefold`` command lines in the fenced blocks of a document, as words."""
-    found: list[list[str]] = []
-    for language, body in FENCE.findall(path.read_text(encoding="utf-8")):
+def commands(path: Path) -> list[list[str]]:
+    """The commands of a document as words: lines of its shell blocks, and code in its text that begins with one."""
+    text = path.read_text(encoding="utf-8")
+    lines = [span.replace("\n", " ") for span in SPAN.findall(FENCE.sub("", text))]
+    for language, body in FENCE.findall(text):
         if language in ("sh", "bash", "console", "shell"):
-            for line in body.replace("\\\n", " ").splitlines():
-                words = shlex.split(line.removeprefix("$ "), comments=True)
-                if words and words[0] == "tilefold":
-                    found.append(words[1:])
+            lines += body.replace("\\\n", " ").splitlines()
+    found: list[list[str]] = []
+    for line in lines:
+        words = line.removeprefix("$ ").partition(" #")[0].split()
+        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # variables of the environment
+            words = words[1:]
+        if words and words[0] in ("tilefold", "python", "torchrun"):
+            found.append(words)
     return found
+
+
+def options_of(script: Path) -> set[str]:
+    """The options that a script gives to argparse."""
+    tree = ast.parse(script.read_text(encoding="utf-8"))
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {text for text in texts if text.startswith("--")}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)
@@ -59,19 +72,33 @@ def test_relative_links_lead_to_files_and_headings_that_exist(path: Path) -> Non
     assert not broken, f"{label(path)}: broken links {broken}"
 
 
-@pytest.mark.parametrize("path", [p for p in DOCUMENTS if shell_commands(p)], ids=label)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=label)
 def test_commands_in_the_documents_have_the_verbs_and_options_of_the_program(path: Path) -> None:
     group = typer.main.get_command(cli.app)
-    for words in shell_commands(path):
-        if words[0].startswith("-"):
+    for _, verb, *rest in (words for words in commands(path) if words[0] == "tilefold" and len(words) > 1):
+        if not re.match(r"[a-z]", verb):
             continue
-        assert words[0] in group.commands, f"{label(path)}: tilefold {words[0]} does not exist"
-        command = group.commands[words[0]]
-        if hasattr(command, "commands"):  # `bench` has subcommands, and a default one
-            command = command.commands.get(words[1] if len(words) > 1 else "", command.commands["operators"])
-        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-        used = {word.partition("=")[0] for word in words[1:] if word.startswith("--")} - {"--help"}
-        assert used <= known, f"{label(path)}: tilefold {words[0]} has no option {sorted(used - known)}"
+        assert verb in group.commands, f"{label(path)}: tilefold {verb} does not exist"
+        known = {option for parameter in group.commands[verb].params for option in parameter.opts}
+        used = {word.partition("=")[0] for word in rest if word.startswith("--")} - {"--help"}
+        assert used <= known, f"{label(path)}: tilefold {verb} has no option {sorted(used - known)}"
+        if verb == "bench" and rest and re.match(r"[a-z]", rest[0]):
+            assert rest[0] in operators(), f"{label(path)}: there is no benchmark {rest[0]}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=label)
+def test_scripts_in_the_documents_exist_and_have_the_options_that_they_are_given(path: Path) -> None:
+    for words in (words for words in commands(path) if words[0] in ("python", "torchrun")):
+        at = next((i for i, word in enumerate(words) if re.match(r"(benchmarks|examples|tilefold)[./]", word)), None)
+        if at is None:  # somebody else's
+            continue
+        name = words[at].removesuffix(".py").replace(".", "/")
+        places = (folder / f"{name}{end}" for folder in (ROOT, ROOT / "src") for end in (".py", "/__main__.py"))
+        script = next((place for place in places if place.exists()), None)
+        assert script is not None, f"{label(path)}: {' '.join(words)}: {words[at]} does not exist"
+        used = {word.partition("=")[0] for word in words[at + 1 :] if word.startswith("--")} - {"--help"}
+        unknown = used - options_of(script)
+        assert not unknown, f"{label(path)}: {words[at]} has no option {sorted(unknown)}"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)
