@@ -78,7 +78,7 @@ def attention_types(name: str) -> ArgumentTypes:
     types |= dict.fromkeys(["stats_ptr", "maxima_ptr", "alpha_ptr", "delta_ptr", "dalpha_ptr"], "*fp32")
     integers = ("live", "list", "count", "cu_q", "cu_k", "batch", "start", "key_batch", "key_start")
     types |= dict.fromkeys([f"{integer}_ptr" for integer in integers], "*i32")
-    types |= {"mask_ptr": "*u8", "seed_ptr": "*i64", "scale": "fp32", "constant": "fp32", "grown": "fp32"}
+    types |= {"mask_ptr": "*u8", "seed_ptr": "*i64", "scale": "fp32", "alpha_value": "fp32", "keep_scale": "fp32"}
     return types
 
 

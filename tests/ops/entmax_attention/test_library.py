@@ -16,6 +16,7 @@ from tilefold.ops import entmax_attention
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.philox import philox_word
 from tilefold.ops.entmax_attention import chosen_impl
+from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
 from tilefold.ops.entmax_attention.configs import live_shape
 from tilefold.testing import assert_within_budget
 from tilefold.testing.entmax_attention import LAYOUTS, EntmaxAttentionInputs, entmax_attention_inputs
@@ -37,16 +38,16 @@ def test_operators_pass_opcheck(device: str, n: int) -> None:
         given = inputs.layout
         alpha = torch.tensor([1.3, 1.6], device=device) if per_head else None
         place = (given.get("key_padding_mask"), given.get("cu_seqlens_q"), given.get("cu_seqlens_k"), None)
-        options = (0.0 if per_head else 1.5, layout == "full", -1, 0.25, 0.0)
+        options = (0.0 if per_head else 1.5, layout == "full", -1, 0.25, 0.0, n)
         q, k, v = leaves(inputs)
         leaf = None if alpha is None else alpha.clone().requires_grad_()
         forward = torch.ops.tilefold.entmax_attention.default
-        torch.library.opcheck(forward, (q, k, v, leaf, *place, *options, True, True, n, impl))
+        torch.library.opcheck(forward, (q, k, v, leaf, *place, *options, True, True, impl))
         with torch.no_grad():
-            saved = forward(q, k, v, alpha, *place, *options, True, True, n, impl)[1:]
+            saved = forward(q, k, v, alpha, *place, *options, True, True, impl)[1:]
         plain = (inputs.q, inputs.k, inputs.v)
         for needs in ((True, True, True, per_head), (False, True, False, False)):
-            arguments = (inputs.dout, *plain, alpha, *place, *saved, *options, *needs, n, impl)
+            arguments = (inputs.dout, *plain, alpha, *place, *saved, *options, *needs, impl)
             torch.library.opcheck(torch.ops.tilefold.entmax_attention_backward.default, arguments)
 
 
@@ -58,9 +59,12 @@ def test_shapes_of_a_device_may_be_symbolic(monkeypatch: pytest.MonkeyPatch) -> 
         made = symbols.create_symbol(value, ConstantSource(f"n{value}"), DimDynamic.DYNAMIC, constraint_dim=None)
         return symbols.create_symintnode(made, hint=value)
 
+    def options(n: Any) -> Options:
+        return Options(1.3, causal=False, window=-1, scale=0.125, dropout_p=0.0, max_seqlen_k=n)
+
     with FakeTensorMode(shape_env=symbols):
         shapes = [
-            live_shape(torch.empty(2, 3, n, d, device="cuda"), 2, n, packed=False, window=-1, simple=False)
+            live_shape(AttentionTensors(*[torch.empty(2, 3, n, d, device="cuda")] * 3, *[None] * 5), options(n))
             for n, d in ((2040, 64), (symbol(2040), symbol(64)))
         ]
     assert shapes[0] == tuple(int(size) for size in shapes[1])
@@ -155,7 +159,7 @@ def test_random_words_are_those_of_philox() -> None:
 ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"alpha": 2.5}, ValueError, r"alpha must be a number in \[1, 2\]"),
     ({"alpha": torch.tensor([0.5, 1.5])}, ValueError, r"alpha must lie in \[1, 2\], got 0.5; parametrise it"),
-    ({"alpha": torch.ones(3)}, ValueError, r"alpha must hold one number or one a head \(2\)"),
+    ({"alpha": torch.ones(3)}, ValueError, r"alpha must hold one number or one per head \(2\)"),
     ({"window": -1}, ValueError, "window must be an integer of at least 0"),
     ({"scale": math.inf}, ValueError, "scale must be a finite Python number"),
     ({"dropout_p": 1.0}, ValueError, r"dropout_p must be a number in \[0, 1\)"),

@@ -14,8 +14,9 @@ from torch.autograd import forward_ad
 
 from tests.ops.conftest import Target
 from tilefold.ops import entmax_attention
+from tilefold.ops._shared import call_cache
 from tilefold.ops._shared.impl import triton_installed, triton_interpreted
-from tilefold.ops.entmax_attention import _calls, _library
+from tilefold.ops.entmax_attention import _torch_ops
 from tilefold.testing.entmax_attention import (
     EntmaxAttentionInputs,
     assert_entmax_attention_matches,
@@ -36,8 +37,8 @@ def fresh() -> Iterator[None]:
 
 
 def forget() -> None:
-    _calls._KNOWN.clear()
-    _calls._PLANS.clear()
+    for cache in (_torch_ops.CALLS, _torch_ops._BACKWARD):
+        cache._plans.clear()
 
 
 def long(target: Target) -> int:
@@ -56,9 +57,11 @@ def assert_replayed(
 ) -> None:
     """``second`` gives the same bits after a call like it as it gives afresh."""
     entmax_attention_results(first, impl=target.impl, **options)
-    assert (len(_calls._KNOWN) == 1) == (target.impl == "triton"), "the first call was not kept, or the second is new"
+    assert (len(_torch_ops.CALLS) == 1) == (target.impl == "triton"), (
+        "the first call was not kept, or the second is new"
+    )
     replayed = entmax_attention_results(second, impl=target.impl, **options)
-    assert len(_calls._KNOWN) <= 1, "the second call is not like the first"
+    assert len(_torch_ops.CALLS) <= 1, "the second call is not like the first"
     forget()
     afresh = entmax_attention_results(second, impl=target.impl, **options)
     assert replayed.keys() == afresh.keys()
@@ -247,7 +250,7 @@ def test_offsets_beyond_32_bits_give_nan_and_no_plausible_number(
     if target.impl != "triton":
         pytest.skip("the host looks")
     # on the CPU too it must not look, as it does not on a GPU
-    monkeypatch.setattr(_library, "check_values", lambda *arguments: None)
+    monkeypatch.setattr(_torch_ops, "check_values", lambda *arguments: None)
     rows = torch.randn(20, 1, 16, device=target.device, requires_grad=True)
     good = torch.arange(bad.numel()).clamp(max=1) * 20
     cu_q, cu_k = (bad if side in (name, "both") else good for name in "qk")
@@ -357,12 +360,12 @@ def test_threads_share_what_is_known(target: Target) -> None:
 
 
 def test_the_tables_stay_small(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_calls, "MOST", 2)
+    monkeypatch.setattr(call_cache, "MAX_CALLS", 2)
     for n in (2, 3, 4, 5):
         q = torch.randn(1, 1, n, 16, device=target.device)
         out = entmax_attention(q, q, q, impl=target.impl)
         assert isinstance(out, Tensor) and out.shape == q.shape
-        assert len(_calls._KNOWN) <= 2
+        assert len(_torch_ops.CALLS) <= 2
 
 
 def torch_table(offsets: Tensor, block: int, tiles: int) -> tuple[Tensor, Tensor]:
@@ -399,7 +402,7 @@ def test_tables_of_packed_batches(target: Target, lengths: list[int], keys: int)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_of_packed_batches_build_without_spills(capability: int, offsets: str) -> None:
     from tests.ops.cross_compile import compile_kernel
-    from tilefold.ops.entmax_attention._triton.packing import _OFFSETS, _TILES, poison_kernel, tables_kernel
+    from tilefold.ops.entmax_attention._triton.packing import _OFFSETS, _TILES, nan_if_broken_kernel, tables_kernel
 
     tables = dict.fromkeys(["cu_q_ptr", "cu_k_ptr", "q_batch_ptr", "q_start_ptr", "k_batch_ptr", "k_start_ptr"], "*i32")
     types = {
@@ -411,7 +414,7 @@ def test_kernels_of_packed_batches_build_without_spills(capability: int, offsets
     for kernel, constants in (
         (tables_kernel, {"ROWS": 64, "KEYS": 64, "BLOCK": _TILES}),
         (tables_kernel, {"ROWS": 64, "KEYS": 0, "BLOCK": _TILES, "k_batch_ptr": None, "k_start_ptr": None}),
-        (poison_kernel, {"BLOCK": _OFFSETS}),
+        (nan_if_broken_kernel, {"BLOCK": _OFFSETS}),
     ):
         compiled = compile_kernel(kernel, types, constants, capability, 4, 1)
         assert compiled.stack == 0 and compiled.local_memory == 0

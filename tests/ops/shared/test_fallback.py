@@ -127,7 +127,7 @@ def no_kernel_builds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return impl
 
     from tilefold.ops.entmax import _library as entmax_library
-    from tilefold.ops.entmax_attention import _library as attention_library
+    from tilefold.ops.entmax_attention import _torch_ops as attention_library
     from tilefold.ops.lsr_head import _choice as head_choice
     from tilefold.ops.lsr_head import _quantized
     from tilefold.ops.maxsim import _choice as maxsim_choice
@@ -193,7 +193,7 @@ def test_a_compiler_is_told_the_shapes_that_come_whichever_path_runs(
         mode = FakeTensorMode()
         given = [mode.from_tensor(t) for t in tensors] if fake else tensors
         with mode if fake else contextlib.nullcontext():
-            results = operator(*given, *[None] * 5, 1.7, False, -1, 0.25, 0.0, with_gradient, False, n, "auto")
+            results = operator(*given, *[None] * 5, 1.7, False, -1, 0.25, 0.0, n, with_gradient, False, "auto")
         return [result.shape for result in results]
 
     promised = shapes(fake=True)
@@ -208,7 +208,7 @@ def test_a_compiler_is_told_the_shapes_that_come_whichever_path_runs(
 def test_offsets_that_nobody_looked_at_are_checked_by_the_path_that_reads_them(
     no_kernel_builds: None, monkeypatch: pytest.MonkeyPatch, impl: str
 ) -> None:
-    from tilefold.ops.entmax_attention import _library as attention_library
+    from tilefold.ops.entmax_attention import _torch_ops as attention_library
 
     # as on a GPU, where nobody looks before the path is chosen
     monkeypatch.setattr(attention_library, "check_values", lambda *arguments: None)

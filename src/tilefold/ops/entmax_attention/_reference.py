@@ -9,30 +9,21 @@ from torch import Tensor
 
 from tilefold.ops._shared.philox import kept
 from tilefold.ops.entmax import entmax
-from tilefold.ops.entmax_attention._geometry import Options, allowed, sequences, stats_shape
+from tilefold.ops.entmax_attention._problem import AttentionTensors, Options, Sequence, allowed, sequences
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor | None,
-    key_mask: Tensor | None,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    seed: Tensor | None,
-    options: Options,
-) -> tuple[Tensor, Tensor, Tensor]:
+def attention(tensors: AttentionTensors, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """Output shaped like ``q``, fp32 thresholds and int32 support sizes ``[B, H, Nq]`` (packed ``[1, H, Tq]``)."""
+    q, k, v, alpha = tensors[:4]
     out = torch.zeros_like(q)
-    heads = q.size(1)
-    tau = torch.full(stats_shape(q, cu_q is not None), math.nan, dtype=torch.float32, device=q.device)
+    heads, kv_heads = q.size(1), k.size(1)
+    tau = torch.full(tensors.stats_shape, math.nan, dtype=torch.float32, device=q.device)
     support = torch.zeros_like(tau, dtype=torch.int32)
-    for sequence in sequences(q, key_mask, cu_q, cu_k):
+    for sequence in sequences(tensors):
         queries, keys, values = (
             sequence.queries(q).double(),
-            sequence.keys(k).double().repeat_interleave(heads // k.size(-3 if cu_q is None else 1), dim=0),
-            sequence.keys(v).double().repeat_interleave(heads // k.size(-3 if cu_q is None else 1), dim=0),
+            sequence.keys(k).double().repeat_interleave(heads // kv_heads, dim=0),
+            sequence.keys(v).double().repeat_interleave(heads // kv_heads, dim=0),
         )
         nq, nk = queries.size(1), keys.size(1)
         if nq == 0 or nk == 0:
@@ -42,21 +33,21 @@ def attention(
             keys = keys.masked_fill(~sequence.keep[:, None], 0)
             values = values.masked_fill(~sequence.keep[:, None], 0)
         scores = (options.scale * (queries @ keys.mT)).masked_fill(~pairs, -math.inf)  # [H, Nq, Nk]
-        per_head = options.constant if alpha is None else alpha.double().view(-1, 1, 1)
+        per_head = options.alpha_value if alpha is None else alpha.double().view(-1, 1, 1)
         p = entmax(scores, per_head, impl="reference")
         if not isinstance(p, Tensor):
             raise TypeError("entmax returned a pair without being asked for one.")
         tau[sequence.stats_at] = _thresholds(scores.detach(), p.detach(), per_head).float()
         support[sequence.stats_at] = (p > 0).sum(dim=-1, dtype=torch.int32)
-        if seed is not None:
-            p = p * _kept(seed, sequence.index, heads, nq, nk, options.dropout_p) / (1 - options.dropout_p)
+        if tensors.seed is not None:
+            p = p * _kept(tensors.seed, sequence.index, heads, nq, nk, options.dropout_p) / (1 - options.dropout_p)
         part = (p @ values).to(q.dtype)
         out = out.index_put(_places(sequence, q), part.transpose(0, 1) if sequence.packed else part)
     return out, tau, support
 
 
-def _places(sequence: object, q: Tensor) -> tuple[Tensor, ...]:
-    at = sequence.q_at[0]  # type: ignore[attr-defined]
+def _places(sequence: Sequence, q: Tensor) -> tuple[Tensor, ...]:
+    at = sequence.q_at
     if isinstance(at, slice):
         return (torch.arange(at.start, at.stop, device=q.device),)
     return (torch.tensor(at, device=q.device),)

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilefold.ops.entmax_attention._geometry import Options, allowed
+from tilefold.ops.entmax_attention._problem import AttentionTensors, Options, allowed
 
 TILE_ELEMENTS = 1 << 22  # scores that exist at a time
 
 
-def visible_keys(
-    q: Tensor, k: Tensor, key_mask: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, options: Options
-) -> Tensor:
+def visible_keys(tensors: AttentionTensors, options: Options) -> Tensor:
     """How many keys each row may attend to: int32 ``[B, 1, Nq]`` (packed ``[1, 1, Tq]``)."""
+    q, k, mask, cu_q, cu_k = tensors.q, tensors.k, tensors.key_padding_mask, tensors.cu_seqlens_q, tensors.cu_seqlens_k
     nq: Tensor | int
     nk: Tensor | int
     if cu_q is not None and cu_k is not None:
@@ -26,7 +25,7 @@ def visible_keys(
     else:
         nq, nk = q.size(2), k.size(2)
         i = torch.arange(nq, device=q.device)
-        keep = torch.ones(1, nk, dtype=torch.bool, device=q.device) if key_mask is None else key_mask != 0
+        keep = torch.ones(1, nk, dtype=torch.bool, device=q.device) if mask is None else mask != 0
         prefix = torch.nn.functional.pad(keep.cumsum(dim=1), (1, 0))  # [B, Nk + 1]
     place = i + (nk - nq)
     first, last = torch.zeros_like(place), torch.zeros_like(place) + nk
@@ -75,29 +74,23 @@ class _Plane:
 
 
 def count_blocks(
-    q: Tensor,
-    k: Tensor,
-    tau: Tensor,
-    alpha: Tensor | None,
-    key_mask: Tensor | None,
-    row_mask: Tensor | None,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    options: Options,
-    block: int,
+    tensors: AttentionTensors, options: Options, tau: Tensor, query_padding_mask: Tensor | None, block: int
 ) -> tuple[Tensor, Tensor]:
     """Blocks with a positive weight, and blocks with a pair that may attend: int32 ``[B, H]`` each (packed ``[1, H]``).
 
     Scores are made once more, in fp32 and a tile at a time; nothing is read on the host.
     """
+    q, alpha = tensors.q, tensors.alpha
     heads = q.size(1)
-    e = q.new_full((heads,), options.constant - 1, dtype=torch.float32) if alpha is None else alpha.detach().float() - 1
+    if alpha is None:
+        e = q.new_full((heads,), options.alpha_value - 1, dtype=torch.float32)
+    else:
+        e = alpha.detach().float() - 1
     e = e.expand(heads).view(-1, 1, 1)
-    q, k, tau = q.detach(), k.detach(), tau.detach().float()
     live: list[Tensor] = []
     seen: list[Tensor] = []
     with torch.autocast(q.device.type, enabled=False), torch.no_grad():
-        for plane in _planes(q, k, tau, key_mask, row_mask, cu_q, cu_k, block):
+        for plane in _planes(tensors, tau.detach().float(), query_padding_mask, block):
             counts = _count(plane, e, options)
             live.append(counts[0])
             seen.append(counts[1].expand(heads))
@@ -136,29 +129,20 @@ def _count(plane: _Plane, e: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     return (live > 0).sum(dim=(1, 2)), (seen > 0).sum()
 
 
-def _planes(
-    q: Tensor,
-    k: Tensor,
-    tau: Tensor,
-    key_mask: Tensor | None,
-    row_mask: Tensor | None,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    block: int,
-) -> Iterator[_Plane]:
+def _planes(tensors: AttentionTensors, tau: Tensor, query_padding_mask: Tensor | None, block: int) -> Iterator[_Plane]:
+    q, k, mask, cu_q, cu_k = tensors.q, tensors.k, tensors.key_padding_mask, tensors.cu_seqlens_q, tensors.cu_seqlens_k
     if cu_q is not None and cu_k is not None:
         (of_q, i), (of_k, j) = _places(cu_q, q.size(0)), _places(cu_k, k.size(0))
         q_first, k_first = (_first_blocks(cu, block) for cu in (cu_q, cu_k))
-        batch = cu_q.numel() - 1
         yield _Plane(
             q.transpose(0, 1),
             k.transpose(0, 1),
             tau[0],
             q_first[of_q] + i // block,
             k_first[of_k] + j // block,
-            q.size(0) // block + batch,  # the most there can be: lengths stay on the device
-            k.size(0) // block + batch,
-            None if row_mask is None else row_mask.reshape(-1) != 0,
+            q.size(0) // block + tensors.batch,  # the most there can be: lengths stay on the device
+            k.size(0) // block + tensors.batch,
+            None if query_padding_mask is None else query_padding_mask.reshape(-1) != 0,
             None,
             (of_q, of_k),
             (i + (cu_k.diff() - cu_q.diff())[of_q], j),
@@ -166,7 +150,7 @@ def _planes(
         return
     q_block, k_block = (torch.arange(t.size(2), device=q.device) // block for t in (q, k))
     for b in range(q.size(0)):
-        rows, keep = (None if mask is None else mask[b] != 0 for mask in (row_mask, key_mask))
+        rows, keep = (None if given is None else given[b] != 0 for given in (query_padding_mask, mask))
         sizes = -(-q.size(2) // block), -(-k.size(2) // block)
         yield _Plane(q[b], k[b], tau[b], q_block, k_block, *sizes, rows, keep, None, None)
 

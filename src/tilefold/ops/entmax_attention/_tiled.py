@@ -15,33 +15,22 @@ from torch import Tensor
 
 from tilefold.ops._shared.entmax_root import GENERIC, SOFTMAX, alpha_terms, kind_of, probabilities, slopes, solve
 from tilefold.ops._shared.philox import kept
-from tilefold.ops.entmax_attention._geometry import Options, allowed, stats_shape
+from tilefold.ops.entmax_attention._problem import AttentionTensors, Options, allowed
 
 TILE_ELEMENTS = 1 << 18  # scores of a block: 1 MiB in fp32, so that its few temporaries stay in the cache
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor | None,
-    key_mask: Tensor | None,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    seed: Tensor | None,
-    options: Options,
-    with_gradient: bool,
-    longest_k: int,
-) -> tuple[Tensor, None, Tensor, None]:
+def forward(tensors: AttentionTensors, options: Options) -> tuple[Tensor, None, Tensor, None]:
     """Output, nothing, statistics ``[4, B, H, Nq]`` (peak, root, mass, support), nothing."""
+    q, alpha, seed = tensors.q, tensors.alpha, tensors.seed
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros_like(q)
-    stats = torch.zeros(4, *stats_shape(q, cu_q is not None), dtype=wide, device=q.device)
+    stats = torch.zeros(4, *tensors.stats_shape, dtype=wide, device=q.device)
     stats[0] = -math.inf
-    kind = kind_of(None if alpha is not None else options.constant)
-    for group in _groups(q, k, key_mask, cu_q, cu_k):
+    kind = kind_of(None if alpha is not None else options.alpha_value)
+    for group in _groups(tensors):
         target, places = group.queries(out), stats[group.stats_at]
-        for first, last, scores, _, values, _ in _blocks(group, q, k, v, options, wide):
+        for first, last, scores, _, values, _ in _blocks(group, tensors, options, wide):
             p, root, mass, peak = _rows(scores, alpha, options, kind)
             rows = places[:, :, :, first:last]
             rows[0], rows[1], rows[2], rows[3] = peak, root, mass, (p > 0).sum(dim=-1)
@@ -52,32 +41,19 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor | None,
-    key_mask: Tensor | None,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    seed: Tensor | None,
-    out2: Tensor | None,
-    stats: Tensor,
-    live: Tensor | None,
-    options: Options,
-    needs: tuple[bool, bool, bool, bool],
-    longest_k: int,
+    dout: Tensor, tensors: AttentionTensors, stats: Tensor, options: Options, needs: tuple[bool, bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of q, k, v (in their dtypes) and alpha ``[H]``; ``None`` where not needed."""
-    wide = stats.dtype
+    q, k, v, alpha = tensors[:4]
+    seed, wide = tensors.seed, stats.dtype
     dq, dk, dv = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (q, k, v))
     dalpha = torch.zeros(q.size(1), dtype=wide, device=q.device)
-    kind = kind_of(None if alpha is not None else options.constant)
+    kind = kind_of(None if alpha is not None else options.alpha_value)
     e = _exponents(alpha, options, wide, q.device)
-    for group in _groups(q, k, key_mask, cu_q, cu_k):
+    for group in _groups(tensors):
         places = stats[group.stats_at]
         grads = group.queries(dout), group.queries(dq), group.keys(dk), group.keys(dv)
-        for first, last, scores, queries, values, keys in _blocks(group, q, k, v, options, wide):
+        for first, last, scores, queries, values, keys in _blocks(group, tensors, options, wide):
             peak, root, mass, _ = places[:, :, :, first:last, None]
             empty = peak == -math.inf
             d = torch.where(empty, 0.0, torch.where(empty, 0.0, peak) - scores)
@@ -136,16 +112,15 @@ class _Group:
         return part.transpose(0, 1)[None] if self.packed else part
 
 
-def _groups(
-    q: Tensor, k: Tensor, key_mask: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None
-) -> Iterator[_Group]:
+def _groups(tensors: AttentionTensors) -> Iterator[_Group]:
     """As many sequences at a time as their scores leave room for; reads packed lengths on the host."""
+    q, k, mask, cu_q, cu_k = tensors.q, tensors.k, tensors.key_padding_mask, tensors.cu_seqlens_q, tensors.cu_seqlens_k
     every = slice(None)
     if cu_q is None or cu_k is None:
         together = max(1, TILE_ELEMENTS // max(1, q.size(1) * q.size(2) * k.size(2)))
         for b in range(0, q.size(0), together):
             part = slice(b, min(b + together, q.size(0)))
-            keep = None if key_mask is None else key_mask[part] != 0
+            keep = None if mask is None else mask[part] != 0
             yield _Group(b, part, part, (every, part), keep, packed=False)
         return
     q_ends, k_ends = cu_q.tolist(), cu_k.tolist()
@@ -155,10 +130,11 @@ def _groups(
 
 
 def _blocks(
-    group: _Group, q: Tensor, k: Tensor, v: Tensor, options: Options, wide: torch.dtype
+    group: _Group, tensors: AttentionTensors, options: Options, wide: torch.dtype
 ) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor, Tensor]]:
     """Blocks of queries: first, last, scores ``[b, H, n, Nk]``, queries, values, keys ``[b, .., D]`` in ``wide``."""
-    keys, values = group.keys(k).to(wide), group.keys(v).to(wide)
+    q = tensors.q
+    keys, values = group.keys(tensors.k).to(wide), group.keys(tensors.v).to(wide)
     if group.keep is not None:
         hidden = ~group.keep[:, None, :, None]
         keys, values = keys.masked_fill(hidden, 0), values.masked_fill(hidden, 0)
@@ -186,7 +162,7 @@ def _grouped(tensor: Tensor, like: Tensor) -> Tensor:
 def _exponents(alpha: Tensor | None, options: Options, wide: torch.dtype, device: torch.device) -> Tensor:
     """``alpha - 1`` as ``[H, 1, 1]`` or ``[1, 1, 1]``."""
     if alpha is None:
-        return torch.full((1, 1, 1), options.constant - 1, dtype=wide, device=device)
+        return torch.full((1, 1, 1), options.alpha_value - 1, dtype=wide, device=device)
     return alpha.to(wide).view(-1, 1, 1) - 1
 
 

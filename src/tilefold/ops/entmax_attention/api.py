@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.call_cache import call_key
 from tilefold.ops._shared.checks import (
     FLOAT_DTYPES,
     check_choice,
@@ -18,14 +19,16 @@ from tilefold.ops._shared.checks import (
     dtype_name,
 )
 from tilefold.ops._shared.impl import IMPLS, check_interpreted, settled
-from tilefold.ops.entmax_attention import _library, _reference
-from tilefold.ops.entmax_attention._calls import Known, call_signature, recall, remember
-from tilefold.ops.entmax_attention._geometry import Options, stats_shape
+from tilefold.ops.entmax_attention import _reference, _torch_ops
+from tilefold.ops.entmax_attention._problem import AttentionTensors, Options, stats_shape
 from tilefold.ops.entmax_attention._sparsity import count_blocks, visible_keys
+from tilefold.ops.entmax_attention._torch_ops import CALLS, Call
+from tilefold.ops.entmax_attention._values import check_offsets, check_values
 
 SPARSITY_BLOCK = 64
 # A window of this size or more hides nothing: positions are int32, and so are their sums with a smaller one.
 WIDEST_WINDOW = 1 << 30
+Rows = tuple[Tensor, Tensor, Tensor]  # thresholds, support sizes and residuals
 
 
 class EntmaxStats(NamedTuple):
@@ -135,54 +138,59 @@ def entmax_attention(
         ValueError: for shapes, devices, masks, offsets or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
-    check_choice("impl", impl, IMPLS)
-    check_choice("return_stats", return_stats, (False, True, "blocks"))
     learned = alpha if isinstance(alpha, Tensor) else None
-    numbers = (None if learned is not None else alpha, window, scale, dropout_p, max_seqlen_k)
-    signature = call_signature(
-        (q, k, v, learned, key_padding_mask, cu_seqlens_q, cu_seqlens_k), numbers, (causal, impl)
-    )
-    known = recall(signature)
-    if known is None:
-        packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-        _check_tensors(q, k, v, packed)
+    with_gradient = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in (q, k, v, learned))
+    given = (q, k, v, learned, key_padding_mask, cu_seqlens_q, cu_seqlens_k)
+    number = None if learned is not None else alpha
+    key = call_key(given, (number, causal, window, scale, dropout_p, max_seqlen_k, impl, return_stats, with_gradient))
+    call = found = CALLS.find(key)
+    if call is None:
+        check_choice("impl", impl, IMPLS)
+        check_choice("return_stats", return_stats, (False, True, "blocks"))
+        _check_tensors(q, k, v, cu_seqlens_q is not None or cu_seqlens_k is not None)
         _check_layout(q, k, v, cu_seqlens_q, cu_seqlens_k, key_padding_mask)
-        options = _options(q, alpha, causal, window, scale, dropout_p)
+        options = _options(q, k, alpha, causal, window, scale, dropout_p, max_seqlen_k, cu_seqlens_q is not None)
         if learned is not None:
             _check_alpha(learned, q)
-        q, k, v = _autocast(q, k, v)
-        known = _known(q, k, packed, options, max_seqlen_k, impl)
-        if signature is not None and known.impl in ("triton", "auto"):
-            known = known._replace(plans={})
-            remember(signature, known)
-    options = known.options
-    alphas = None if learned is None else _one_a_head(learned, q)
+        cast = _autocast_dtype(q, k, v)
+        call = Call(
+            options, _impl(q if cast is None else q[:0].to(cast), impl), with_gradient, bool(return_stats), cast
+        )
+    if call.cast is not None:
+        q, k, v = q.to(call.cast), k.to(call.cast), v.to(call.cast)
+    if learned is not None:
+        learned = _one_per_head(learned, q)
     seed = None
     if dropout_p > 0:
         seed = torch.randint(1 << 62, (1,), dtype=torch.int64, device=q.device, generator=generator)
-    if known.impl == "reference":
-        _library.check_values(alphas, None, None, q, k, known.longest_k)
-        _library.check_offsets(cu_seqlens_q, cu_seqlens_k, q, k, known.longest_k)
-        out, tau, support = _reference.attention(
-            q, k, v, alphas, key_padding_mask, cu_seqlens_q, cu_seqlens_k, seed, options
-        )
-        if out.numel() == 0 or k.numel() == 0:  # nothing was computed, which is part of the graph too
-            out = out + q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()
-        if not return_stats:
-            return out
-        found = tau, support, torch.zeros_like(tau)
+    tensors = AttentionTensors(q, k, v, learned, key_padding_mask, cu_seqlens_q, cu_seqlens_k, seed)
+    if found is None:
+        call = _torch_ops.planned(key, tensors, call)
+    if call.impl == "reference":
+        out, rows = _by_reference(tensors, call.options)
     else:
-        tensors = (q, k, v, alphas, key_padding_mask, cu_seqlens_q, cu_seqlens_k, seed)
-        out, stats = _library.attention(*tensors, known, bool(return_stats))
+        out, stats = _torch_ops.attention(tensors, call)
         if not return_stats:
             return out
-        found = _describe(stats, alphas, options)
-    place = key_padding_mask, cu_seqlens_q, cu_seqlens_k
-    visible = visible_keys(q, k, *place, options).expand_as(found[1])
-    if return_stats != "blocks":
-        return out, EntmaxStats(*found, visible)
-    live = count_blocks(q, k, found[0], alphas, place[0], None, *place[1:], options, SPARSITY_BLOCK)
-    return out, EntmaxStats(*found, visible, *live)
+        rows = _of_rows(stats, learned, call.options)
+    return (out, _described(rows, tensors, call.options, return_stats)) if return_stats else out
+
+
+def _by_reference(tensors: AttentionTensors, options: Options) -> tuple[Tensor, Rows]:
+    q, k, v = tensors[:3]
+    check_values(tensors, options.max_seqlen_k)
+    check_offsets(tensors, options.max_seqlen_k)
+    out, tau, support = _reference.attention(tensors, options)
+    if out.numel() == 0 or k.numel() == 0:  # nothing was computed, which is part of the graph too
+        out = out + q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()
+    return out, (tau, support, torch.zeros_like(tau))
+
+
+def _described(rows: Rows, tensors: AttentionTensors, options: Options, asked: bool | str) -> EntmaxStats:
+    visible = visible_keys(tensors, options).expand_as(rows[1])
+    if asked != "blocks":
+        return EntmaxStats(*rows, visible)
+    return EntmaxStats(*rows, visible, *count_blocks(tensors, options, rows[0], None, SPARSITY_BLOCK))
 
 
 def live_blocks(
@@ -232,13 +240,13 @@ def live_blocks(
         sizes = {"Tq": q.size(0)} if packed else {"B": q.size(0), "Nq": q.size(2)}
         check_shape("query_padding_mask", query_padding_mask, " ".join(sizes), **sizes)
     check_same_device("q", q, {"tau": tau, "query_padding_mask": query_padding_mask})
-    options = _options(q, alpha, causal, window, scale, 0.0)
-    alphas = None
+    options = _options(q, k, alpha, causal, window, scale, 0.0, None, packed)
+    learned = None
     if isinstance(alpha, Tensor):
         _check_alpha(alpha, q)
-        alphas = _one_a_head(alpha, q)
-    place = key_padding_mask, query_padding_mask, cu_seqlens_q, cu_seqlens_k
-    return count_blocks(q, k, tau, alphas, *place, options, block)
+        learned = _one_per_head(alpha, q)
+    tensors = AttentionTensors(q, k, k, learned, key_padding_mask, cu_seqlens_q, cu_seqlens_k, None)
+    return count_blocks(tensors, options, tau, query_padding_mask, block)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
@@ -293,7 +301,15 @@ def _check_layout(
 
 
 def _options(
-    q: Tensor, alpha: float | Tensor, causal: bool, window: int | None, scale: float | None, dropout_p: float
+    q: Tensor,
+    k: Tensor,
+    alpha: float | Tensor,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+    dropout_p: float,
+    max_seqlen_k: int | None,
+    packed: bool,
 ) -> Options:
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 0):
         raise ValueError(f"window must be an integer of at least 0 or None, got {window!r}.")
@@ -307,12 +323,18 @@ def _options(
         isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 1 <= alpha <= 2
     ):
         raise ValueError(f"alpha must be a number in [1, 2] or a tensor of them, got {alpha!r}.")
+    longest = k.size(0 if packed else 2)
+    if max_seqlen_k is not None:
+        if isinstance(max_seqlen_k, bool) or not isinstance(max_seqlen_k, int) or max_seqlen_k < 0:
+            raise ValueError(f"max_seqlen_k must be an integer of at least 0 or None, got {max_seqlen_k!r}.")
+        longest = min(longest, max_seqlen_k) if packed else longest
     return Options(
         0.0 if isinstance(alpha, Tensor) else float(alpha),
         bool(causal),
         -1 if window is None or window >= WIDEST_WINDOW else window,
         q.size(-1) ** -0.5 if scale is None else float(scale),
         float(dropout_p),
+        longest,
     )
 
 
@@ -321,43 +343,41 @@ def _check_alpha(alpha: Tensor, q: Tensor) -> None:
     check_same_device("q", q, {"alpha": alpha})
     count, heads = alpha.numel(), q.size(1)
     if count != 1 and count != heads:  # noqa: PLR1714 (torch.compile answers `in` without a look at symbolic sizes)
-        raise ValueError(f"alpha must hold one number or one a head ({q.size(1)}), got shape {list(alpha.shape)}.")
+        raise ValueError(f"alpha must hold one number or one per head ({q.size(1)}), got shape {list(alpha.shape)}.")
 
 
-def _one_a_head(alpha: Tensor, q: Tensor) -> Tensor:
-    """One alpha a head, ``[H]``."""
+def _one_per_head(alpha: Tensor, q: Tensor) -> Tensor:
+    """One alpha per head, ``[H]``."""
     heads = q.size(1)
     return alpha if alpha.shape == (heads,) else alpha.reshape(-1).expand(heads)
 
 
-def _known(q: Tensor, k: Tensor, packed: bool, options: Options, max_seqlen_k: int | None, impl: str) -> Known:
-    longest_k = k.size(0 if packed else 2)
-    if max_seqlen_k is not None:
-        if isinstance(max_seqlen_k, bool) or not isinstance(max_seqlen_k, int) or max_seqlen_k < 0:
-            raise ValueError(f"max_seqlen_k must be an integer of at least 0 or None, got {max_seqlen_k!r}.")
-        longest_k = min(longest_k, max_seqlen_k) if packed else longest_k
-    if not torch.compiler.is_compiling():  # the operators choose when they run: a trace cannot ask a device
-        impl = settled(impl, _library.chosen_impl(q, impl))
-        check_interpreted(impl, q.device, q.dtype)
-    return Known(options, longest_k, impl)
+def _impl(q: Tensor, impl: str) -> str:
+    """What runs; while a compiler traces what was asked for: the operators choose when they run."""
+    if torch.compiler.is_compiling():  # a trace cannot ask a device
+        return impl
+    impl = settled(impl, _torch_ops.chosen_impl(q, impl))
+    check_interpreted(impl, q.device, q.dtype)
+    return impl
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:
+    """The dtype that autocast gives q, k and v, if one of them has another."""
     device_type = q.device.type
     if q.dtype == torch.float64 or device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return q, k, v
+        return None
     dtype = torch.get_autocast_dtype(device_type)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    return None if q.dtype == k.dtype == v.dtype == dtype else dtype
 
 
-def _describe(stats: Tensor, alphas: Tensor | None, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Thresholds, support sizes and residuals, of peaks, roots, masses and support sizes."""
+def _of_rows(stats: Tensor, alpha: Tensor | None, options: Options) -> Rows:
+    """What is told of rows, from peaks, roots, masses and support sizes."""
     peak, root, mass, support = stats.detach().unbind(0)
-    if alphas is None:
-        e = torch.full((1, 1, 1), options.constant - 1, dtype=stats.dtype, device=stats.device)
+    if alpha is None:
+        e = torch.full((1, 1, 1), options.alpha_value - 1, dtype=stats.dtype, device=stats.device)
     else:
-        e = alphas.detach().to(stats.dtype).view(1, -1, 1) - 1
-    closed = alphas is None and options.constant in (1.5, 2.0)
+        e = alpha.detach().to(stats.dtype).view(1, -1, 1) - 1
+    closed = alpha is None and options.alpha_value in (1.5, 2.0)
     c = root if closed else torch.exp(e * root)
     tau = e * peak - c if closed else torch.where(e == 0, peak - root, e * peak - c)
     empty = peak == -math.inf

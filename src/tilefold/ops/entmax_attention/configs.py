@@ -11,6 +11,7 @@ from torch import Tensor
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.tf32 import tf32_allowed
+from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
 
 
 @dataclass(frozen=True)
@@ -118,29 +119,32 @@ def attention_config(q: Tensor, dropout: bool = False) -> AttentionConfig:
     return replace(config, resident_warps=8) if dropout else config
 
 
-def span(rows: int, longest_k: int, window: int) -> int:
+def span(rows: int, options: Options) -> int:
     """The most keys that a tile of ``rows`` queries can see."""
-    return longest_k if window < 0 else min(longest_k, rows + 2 * window)
+    bound = options.max_seqlen_k
+    return bound if options.window < 0 else min(bound, rows + 2 * options.window)
 
 
-def is_simple(constant: float | None, causal: bool, window: int, dropout: bool) -> bool:
-    """Whether scores need few registers: a closed form of a constant alpha (``None`` for a tensor), nothing hidden."""
-    return constant in (1.5, 2.0) and not (causal or window >= 0 or dropout)
+def is_simple(tensors: AttentionTensors, options: Options) -> bool:
+    """Whether scores need few registers: a closed form of a constant alpha, nothing hidden."""
+    closed = tensors.alpha is None and options.alpha_value in (1.5, 2.0)
+    return closed and not (options.causal or options.window >= 0 or tensors.seed is not None)
 
 
-def is_resident(q: Tensor, longest_k: int, window: int, simple: bool) -> bool:
+def is_resident(tensors: AttentionTensors, options: Options) -> bool:
     """Whether the scores of a tile of rows stay on chip; else live blocks are listed."""
+    q = tensors.q
     if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) >= (10, 0):
         return False  # Triton 3.6 fails to build that kernel there
     config = attention_config(q)
-    most = max(config.resident, config.resident_simple) if simple else config.resident
-    return span(config.resident_rows, longest_k, window) <= most
+    most = max(config.resident, config.resident_simple) if is_simple(tensors, options) else config.resident
+    return span(config.resident_rows, options) <= most
 
 
-def is_short(q: Tensor, longest_k: int, window: int) -> bool:
+def is_short(q: Tensor, options: Options) -> bool:
     """Whether rows have so few blocks that looking for dead ones costs more than it saves."""
     config = attention_config(q)
-    return span(config.short_rows, longest_k, window) <= config.short
+    return span(config.short_rows, options) <= config.short
 
 
 def resident_warps(config: AttentionConfig, kind: str) -> int:
@@ -156,18 +160,19 @@ def caps(config: AttentionConfig, kind: str, dropout: bool) -> AttentionConfig:
     return config
 
 
-def row_tiles(q: Tensor, rows: int, batch: int, packed: bool) -> int:
-    """Row tiles of a batch, for packed ones the most there can be."""
-    return q.size(0) // rows + batch if packed else batch * -(-q.size(2) // rows)
+def row_tiles(t: Tensor, rows: int, tensors: AttentionTensors) -> int:
+    """Tiles of the rows of ``t``, q-like or k-like, of all sequences; for packed ones the most there can be."""
+    return t.size(0) // rows + tensors.batch if tensors.packed else tensors.batch * -(-t.size(2) // rows)
 
 
-def live_shape(q: Tensor, batch: int, longest_k: int, packed: bool, window: int, simple: bool) -> tuple[int, int, int]:
-    """``[H, row tiles, words]`` of the map of live blocks, one bit a block; empty where nothing reads it."""
-    if is_resident(q, longest_k, window, simple) or is_short(q, longest_k, window):
+def live_shape(tensors: AttentionTensors, options: Options) -> tuple[int, int, int]:
+    """``[H, row tiles, words]`` of the map of live blocks, one bit per block; empty where nothing reads it."""
+    q = tensors.q
+    if is_resident(tensors, options) or is_short(q, options):
         return 0, 0, 0
     config = attention_config(q)
-    blocks = -(-longest_k // config.keys)
-    return q.size(1), row_tiles(q, config.rows, batch, packed), -(-blocks // 32)
+    blocks = -(-options.max_seqlen_k // config.keys)
+    return q.size(1), row_tiles(q, config.rows, tensors), -(-blocks // 32)
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -90,9 +90,9 @@ def load_stats(stats_ptr, offs, size, mask):
         "tiles_per",
         "window",
         "scale",
-        "constant",
+        "alpha_value",
         "threshold",
-        "grown",
+        "keep_scale",
         "stat_size",
         "tiles",
         "blocks",
@@ -102,7 +102,7 @@ def dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, out2_ptr, dq_ptr, delta_ptr, dalpha_ptr, stats_ptr, list_ptr, count_ptr, alpha_ptr,
     mask_ptr, cu_q_ptr, cu_k_ptr, batch_ptr, start_ptr, seed_ptr,
     sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, so_b, so_h, so_n, sd_b, sd_h, sd_n, sg_b, sg_h, sg_n,
-    Nq, Nk, Tq, Tk, B, tiles_per, window, scale, constant, threshold, grown, stat_size, tiles, blocks,
+    Nq, Nk, Tq, Tk, B, tiles_per, window, scale, alpha_value, threshold, keep_scale, stat_size, tiles, blocks,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr, LISTS: tl.constexpr,
@@ -122,7 +122,7 @@ def dq_kernel(
         out2_ptr += b64 * so_b + h.to(tl.int64) * so_h + tl.cast(q_base, tl.int64) * so_n
         if HAS_MASK:
             mask_ptr += b64 * Nk
-        e, _ = exponent(alpha_ptr, h, constant, HAS_ALPHA)
+        e, _ = exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
         i = m0 + tl.arange(0, BLOCK_M)
         mask_m = i < q_len
         shift = k_len - q_len
@@ -166,7 +166,7 @@ def dq_kernel(
                 p, u = weights(s, peak[:, None], y[:, None], inverse_c[:, None], scale, e, KIND, EXACT)
                 dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
                 if DROPOUT:
-                    dp *= dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, grown)
+                    dp *= dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, keep_scale)
                 if NEED_Q:
                     ds = u * (dp - delta[:, None])
                     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -197,9 +197,9 @@ def dq_kernel(
         "key_tiles_per",
         "window",
         "scale",
-        "constant",
+        "alpha_value",
         "threshold",
-        "grown",
+        "keep_scale",
         "stat_size",
         "most",
     ]
@@ -208,7 +208,7 @@ def dkv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, delta_ptr, stats_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr,
     cu_q_ptr, cu_k_ptr, key_batch_ptr, key_start_ptr, seed_ptr,
     sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, sd_b, sd_h, sd_n, sg_b, sg_h, sg_n, sw_b, sw_h, sw_n,
-    Nq, Nk, Tq, Tk, B, tiles_per, key_tiles_per, window, scale, constant, threshold, grown, stat_size, most,
+    Nq, Nk, Tq, Tk, B, tiles_per, key_tiles_per, window, scale, alpha_value, threshold, keep_scale, stat_size, most,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     KEYS: tl.constexpr, QUERIES: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr,
@@ -242,7 +242,7 @@ def dkv_kernel(
         for g in range(GROUP):
             h = kv * GROUP + g
             plane = b * H + h
-            e, _ = exponent(alpha_ptr, h, constant, HAS_ALPHA)
+            e, _ = exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
             qs = q_ptr + b64 * sq_b + h.to(tl.int64) * sq_h + tl.cast(q_base, tl.int64) * sq_n
             dos = dout_ptr + b64 * sd_b + h.to(tl.int64) * sd_h + tl.cast(q_base, tl.int64) * sd_n
             if PACKED:
@@ -272,7 +272,7 @@ def dkv_kernel(
                 )  # fmt: skip
                 p, u = weights(s, peak[:, None], y[:, None], inverse_peak(y, e, KIND)[:, None], scale, e, KIND, EXACT)
                 if DROPOUT:
-                    factor = dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, grown)
+                    factor = dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, keep_scale)
                     p *= factor
                 if NEED_V:
                     dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION)

@@ -58,16 +58,16 @@ def finish(acc, total, empty, broken):
         "tiles_per",
         "window",
         "scale",
-        "constant",
+        "alpha_value",
         "threshold",
-        "grown",
+        "keep_scale",
         "stat_size",
     ]
 )
 def resident_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, out2_ptr, stats_ptr, alpha_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, batch_ptr, start_ptr,
     seed_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, so_b, so_h, so_n,
-    Nq, Nk, Tq, Tk, B, tiles_per, window, scale, constant, threshold, grown, stat_size,
+    Nq, Nk, Tq, Tk, B, tiles_per, window, scale, alpha_value, threshold, keep_scale, stat_size,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr, GRADIENT: tl.constexpr,
@@ -87,7 +87,7 @@ def resident_kernel(
         to_out = b64 * so_b + h.to(tl.int64) * so_h + tl.cast(q_base, tl.int64) * so_n
         if HAS_MASK:
             mask_ptr += b64 * Nk
-        e, given = exponent(alpha_ptr, h, constant, HAS_ALPHA)
+        e, given = exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
         i = m0 + tl.arange(0, BLOCK_M)
         mask_m = i < q_len
         shift = k_len - q_len
@@ -128,7 +128,7 @@ def resident_kernel(
             support = tl.sum(lane_sums(one_if_positive(slope)), axis=1)
         total = tl.sum(lane_sums(slope), axis=1)
         if DROPOUT:
-            factor = dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, grown)
+            factor = dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, keep_scale)
             p *= factor
             slope *= factor
         acc = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
@@ -154,9 +154,9 @@ def resident_kernel(
         "tiles_per",
         "window",
         "scale",
-        "constant",
+        "alpha_value",
         "threshold",
-        "grown",
+        "keep_scale",
         "stat_size",
         "tiles",
         "blocks",
@@ -165,7 +165,7 @@ def resident_kernel(
 def output_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, out2_ptr, stats_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr, cu_q_ptr, cu_k_ptr,
     batch_ptr, start_ptr, seed_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, so_b, so_h, so_n,
-    Nq, Nk, Tq, Tk, B, tiles_per, window, scale, constant, threshold, grown, stat_size, tiles, blocks,
+    Nq, Nk, Tq, Tk, B, tiles_per, window, scale, alpha_value, threshold, keep_scale, stat_size, tiles, blocks,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr, LISTS: tl.constexpr,
@@ -185,7 +185,7 @@ def output_kernel(
         to_out = b64 * so_b + h.to(tl.int64) * so_h + tl.cast(q_base, tl.int64) * so_n
         if HAS_MASK:
             mask_ptr += b64 * Nk
-        e, _given = exponent(alpha_ptr, h, constant, HAS_ALPHA)
+        e, _given = exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
         i = m0 + tl.arange(0, BLOCK_M)
         mask_m = i < q_len
         shift = k_len - q_len
@@ -230,7 +230,7 @@ def output_kernel(
             if GRADIENT or (KIND == "square"):
                 total += lane_sums(slope)
             if DROPOUT:
-                factor = dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, grown)
+                factor = dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, keep_scale)
                 p *= factor
                 slope *= factor
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)

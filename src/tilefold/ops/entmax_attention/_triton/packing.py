@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilefold.ops._shared._triton.launch import Step
 from tilefold.ops._shared._triton.masks import mask_if
 from tilefold.ops._shared._triton.offsets import narrowed
+from tilefold.ops._shared._triton.tensors import cdiv
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.entmax_attention._triton.steps import Step
+from tilefold.ops.entmax_attention._problem import AttentionTensors
 
 
 @triton.jit
@@ -65,7 +67,7 @@ def is_broken(cu_ptr, B, rows, longest, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["B", "q_rows", "k_rows", "longest", "size"])
-def poison_kernel(cu_q_ptr, cu_k_ptr, out_ptr, B, q_rows, k_rows, longest, size, BLOCK: tl.constexpr):
+def nan_if_broken_kernel(cu_q_ptr, cu_k_ptr, out_ptr, B, q_rows, k_rows, longest, size, BLOCK: tl.constexpr):
     """NaN in all ``size`` elements of a dense tensor, if the offsets do not describe the rows."""
     if is_broken(cu_q_ptr, B, q_rows, q_rows, BLOCK) + is_broken(cu_k_ptr, B, k_rows, longest, BLOCK) > 0:
         nothing = tl.full((BLOCK,), float("nan"), tl.float32).to(out_ptr.dtype.element_ty)
@@ -76,7 +78,7 @@ def poison_kernel(cu_q_ptr, cu_k_ptr, out_ptr, B, q_rows, k_rows, longest, size,
 
 _TILES = 64  # of a program, and sequences that it looks at together
 _OFFSETS = 512
-_POISONERS = 128
+_WRITERS = 128
 
 
 class Tables:
@@ -89,12 +91,12 @@ class Tables:
         self._sizes = (q_tiles, batch + 1, k_tiles, batch + 1)[: 4 if keys else 2]
         self._step = Step(
             tables_kernel,
-            (max(-(-max(q_tiles, k_tiles) // _TILES), 1), 2 if keys else 1, 1),
+            (max(cdiv(max(q_tiles, k_tiles), _TILES), 1), 2 if keys else 1, 1),
             (batch, q_tiles, k_tiles),
             {"ROWS": rows, "KEYS": keys, "BLOCK": _TILES, "num_warps": 4, "num_stages": 1},
         )
 
-    def __call__(self, settled: bool, cu_q: Tensor | None, cu_k: Tensor | None) -> list[Tensor | None]:
+    def __call__(self, same: bool, cu_q: Tensor | None, cu_k: Tensor | None) -> list[Tensor | None]:
         """Sequence of every tile and first tile of every sequence, of queries and of keys.
 
         A tile past the last one belongs to sequence ``batch``.
@@ -103,14 +105,16 @@ class Tables:
         if cu_q is not None and cu_k is not None:
             for place, size in enumerate(self._sizes):
                 made[place] = torch.empty(size, dtype=torch.int32, device=cu_q.device)
-            self._step(settled, cu_q, cu_k, *made)
+            self._step(same, cu_q, cu_k, *made)
         return made
 
 
-def poison(batch: int, q_rows: int, k_rows: int, longest: int, size: int) -> Step:
-    """NaN in all ``size`` elements of a dense output if offsets do not describe the rows, or a sequence has more than
-    ``longest`` keys: the host cannot look without waiting.
+def nan_if_broken(tensors: AttentionTensors, max_seqlen_k: int) -> Step:
+    """NaN in all elements of a dense output if offsets do not describe the rows, or a sequence has more keys than it
+    may: the host cannot look without waiting.
     """
+    q, k, batch = tensors.q, tensors.k, tensors.batch
     constants = {"BLOCK": _OFFSETS, "num_warps": 4, "num_stages": 1}
-    programs = 1 if triton_interpreted() else _POISONERS  # programs that are interpreted run one after the other
-    return Step(poison_kernel, (programs, 1, 1), (batch, q_rows, k_rows, longest, size), constants)
+    programs = 1 if triton_interpreted() else _WRITERS  # programs that are interpreted run one after the other
+    numbers = (batch, q.size(0), k.size(0), max_seqlen_k, q.numel())
+    return Step(nan_if_broken_kernel, (programs, 1, 1), numbers, constants)

@@ -92,7 +92,7 @@ def list_live(
 def blocks_bound(
     maxima_ptr, low_block, high_block, peak, y, e, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """As :func:`lanes_bound`, from the maxima of blocks, beginning at a bound ``y``."""
+    """As :func:`parts_bound`, from the maxima of blocks, beginning at a bound ``y``."""
     for _step in range(BLOCK_STEPS):
         inverse_c = inverse_peak(y, e, KIND)
         f = tl.zeros_like(y)
@@ -110,7 +110,7 @@ def blocks_bound(
 @triton.jit
 def tile_roots(
     item, q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr, cu_q_ptr, cu_k_ptr,
-    batch_ptr, start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, Nq, Nk, Tq, Tk, B, tiles_per, window, scale, constant,
+    batch_ptr, start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, Nq, Nk, Tq, Tk, B, tiles_per, window, scale, alpha_value,
     stat_size, tiles, blocks, words, H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
@@ -129,7 +129,7 @@ def tile_roots(
         keys_kept = mask_ptr
         if HAS_MASK:
             keys_kept = mask_ptr + b64 * Nk
-        e, given = exponent(alpha_ptr, h, constant, HAS_ALPHA)
+        e, given = exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
         i = m0 + tl.arange(0, BLOCK_M)
         mask_m = i < q_len
         shift = k_len - q_len
@@ -236,9 +236,9 @@ def tile_roots(
         "tiles_per",
         "window",
         "scale",
-        "constant",
+        "alpha_value",
         "threshold",
-        "grown",
+        "keep_scale",
         "stat_size",
         "tiles",
         "blocks",
@@ -248,7 +248,7 @@ def tile_roots(
 def roots_kernel(
     q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr, cu_q_ptr, cu_k_ptr,
     batch_ptr, start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
-    Nq, Nk, Tq, Tk, B, tiles_per, window, scale, constant, threshold, grown, stat_size, tiles, blocks, words,
+    Nq, Nk, Tq, Tk, B, tiles_per, window, scale, alpha_value, threshold, keep_scale, stat_size, tiles, blocks, words,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr,
@@ -263,7 +263,7 @@ def roots_kernel(
             tile_roots(
                 item, q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr,
                 cu_q_ptr, cu_k_ptr, batch_ptr, start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, Nq, Nk, Tq, Tk, B,
-                tiles_per, window, scale, constant, stat_size, tiles, blocks, words, H, GROUP, D, BLOCK_D, BLOCK_M,
+                tiles_per, window, scale, alpha_value, stat_size, tiles, blocks, words, H, GROUP, D, BLOCK_D, BLOCK_M,
                 BLOCK_N, WIDTH, KIND, HAS_ALPHA, CAUSAL, WINDOW, HAS_MASK, PACKED, EXACT, LISTS, TOLERANCE, NEAR,
                 PRECISION,
             )  # fmt: skip
@@ -272,7 +272,7 @@ def roots_kernel(
             tile_roots(
                 item, q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr,
                 cu_q_ptr, cu_k_ptr, batch_ptr, start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, Nq, Nk, Tq, Tk, B,
-                tiles_per, window, scale, constant, stat_size, tiles, blocks, words, H, GROUP, D, BLOCK_D, BLOCK_M,
+                tiles_per, window, scale, alpha_value, stat_size, tiles, blocks, words, H, GROUP, D, BLOCK_D, BLOCK_M,
                 BLOCK_N, WIDTH, KIND, HAS_ALPHA, CAUSAL, WINDOW, HAS_MASK, PACKED, EXACT, LISTS, TOLERANCE, NEAR,
                 PRECISION,
             )  # fmt: skip

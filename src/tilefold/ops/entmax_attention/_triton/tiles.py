@@ -231,17 +231,17 @@ def alive(d, y, inverse_c, e, KIND: tl.constexpr):
 
 
 @triton.jit
-def dropout_factor(seed_ptr, i, j, plane, threshold, grown):
+def dropout_factor(seed_ptr, i, j, plane, threshold, keep_scale):
     """0 for a dropped pair, ``1 / (1 - p)`` for a kept one."""
     words, _, _, _ = tl.philox(tl.load(seed_ptr), j, i, plane, 0 * plane)
-    return tl.where((words >> 8).to(tl.int32) >= threshold, grown, 0.0)
+    return tl.where((words >> 8).to(tl.int32) >= threshold, keep_scale, 0.0)
 
 
 @triton.jit
-def exponent(alpha_ptr, h, constant, HAS_ALPHA: tl.constexpr):
+def exponent(alpha_ptr, h, alpha_value, HAS_ALPHA: tl.constexpr):
     """``alpha - 1`` of head ``h``, made safe, and as it was given."""
     if HAS_ALPHA:
         e = tl.load(alpha_ptr + h).to(tl.float32) - 1
     else:
-        e = constant - 1
+        e = alpha_value - 1
     return tl.where((e >= 0) & (e <= 1), e, 1.0), e

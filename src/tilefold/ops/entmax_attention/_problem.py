@@ -1,31 +1,70 @@
-"""Which pairs of query and key may attend, and how a batch, padded or packed, is cut into sequences."""
+"""What an attention is asked for, which pairs may attend, and how a batch, padded or packed, is cut into sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Options:
+class AttentionTensors(NamedTuple):
+    """The tensors of an attention.
+
+    Attributes:
+        q: ``[B, H, Nq, D]``, packed ``[Tq, H, D]``.
+        k, v: ``[B, Hkv, Nk, D]``, packed ``[Tk, Hkv, D]``.
+        alpha: one per head, ``[H]``, or ``None`` where it is a number.
+        key_padding_mask: ``[B, Nk]``, nonzero = keep, or ``None``.
+        cu_seqlens_q, cu_seqlens_k: ``[B + 1]`` offsets of a packed batch, or ``None``.
+        seed: ``[1]`` int64, of dropout, or ``None``.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    alpha: Tensor | None
+    key_padding_mask: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seed: Tensor | None
+
+    @property
+    def packed(self) -> bool:
+        """Whether the batch is packed."""
+        return self.cu_seqlens_q is not None
+
+    @property
+    def batch(self) -> int:
+        """The number of sequences."""
+        return self.q.size(0) if self.cu_seqlens_q is None else self.cu_seqlens_q.numel() - 1
+
+    @property
+    def stats_shape(self) -> tuple[int, ...]:
+        """One number per row: ``[B, H, Nq]``, or ``[1, H, Tq]`` of a packed batch."""
+        return stats_shape(self.q, self.packed)
+
+
+class Options(NamedTuple):
     """What an attention is, apart from its tensors.
 
     Attributes:
-        constant: alpha, where it is a number.
+        alpha_value: alpha, where it is a number.
         causal: whether query i sees no key behind its own place ``i + Nk - Nq``.
         window: largest distance from that place, or -1 for any.
         scale: multiplies the products.
         dropout_p: share of the probabilities that are dropped.
+        max_seqlen_k: no sequence has more keys.
     """
 
-    constant: float
+    alpha_value: float
     causal: bool
     window: int
     scale: float
     dropout_p: float
+    max_seqlen_k: int
 
 
 @dataclass(frozen=True)
@@ -39,8 +78,8 @@ class Sequence:
     """
 
     index: int
-    q_at: tuple[int | slice, ...]
-    k_at: tuple[int | slice, ...]
+    q_at: int | slice
+    k_at: int | slice
     stats_at: tuple[int | slice, ...]
     keep: Tensor | None
     packed: bool
@@ -56,17 +95,18 @@ class Sequence:
         return part.transpose(0, 1) if self.packed else part
 
 
-def sequences(q: Tensor, key_mask: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None) -> Iterator[Sequence]:
+def sequences(tensors: AttentionTensors) -> Iterator[Sequence]:
     """The sequences of a batch; reads packed lengths on the host."""
+    mask, cu_q, cu_k = tensors.key_padding_mask, tensors.cu_seqlens_q, tensors.cu_seqlens_k
     if cu_q is None or cu_k is None:
-        for b in range(q.size(0)):
-            keep = None if key_mask is None else key_mask[b] != 0
-            yield Sequence(b, (b,), (b,), (b, slice(None), slice(None)), keep, packed=False)
+        for b in range(tensors.q.size(0)):
+            keep = None if mask is None else mask[b] != 0
+            yield Sequence(b, b, b, (b, slice(None), slice(None)), keep, packed=False)
         return
     q_ends, k_ends = cu_q.tolist(), cu_k.tolist()
     for b in range(len(q_ends) - 1):
         q_rows, k_rows = slice(q_ends[b], q_ends[b + 1]), slice(k_ends[b], k_ends[b + 1])
-        yield Sequence(b, (q_rows,), (k_rows,), (0, slice(None), q_rows), None, packed=True)
+        yield Sequence(b, q_rows, k_rows, (0, slice(None), q_rows), None, packed=True)
 
 
 def allowed(nq: int, nk: int, first: int, last: int, options: Options, keep: Tensor | None, like: Tensor) -> Tensor:
