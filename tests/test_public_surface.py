@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import tilefold
+from tilefold._public import ROOM_OF
 
 PACKAGE = Path(tilefold.__file__).resolve().parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -49,6 +50,19 @@ def test_the_package_exports_exactly_what_it_lists() -> None:
         assert getattr(tilefold, name) is not None
     with pytest.raises(AttributeError, match="module 'tilefold' has no attribute 'lsr_tail'; public names"):
         tilefold.lsr_tail  # noqa: B018
+
+
+def test_type_checkers_see_the_public_names_of_the_operators() -> None:
+    for path in (PACKAGE / "__init__.py", PACKAGE / "ops" / "__init__.py"):
+        imported = {
+            alias.asname
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("tilefold.ops")
+            for alias in node.names
+        }
+        assert imported == set(ROOM_OF)
+    for name, room in ROOM_OF.items():
+        assert getattr(tilefold, name) is getattr(importlib.import_module(f"tilefold.ops.{room}"), name)
 
 
 def test_the_version_is_that_of_the_file_the_build_reads() -> None:

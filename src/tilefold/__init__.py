@@ -7,82 +7,31 @@ Importing the package is cheap: torch loads with the first operator, kernels and
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tilefold._version import __version__
+from tilefold._lazy import lazy_exports
+from tilefold._public import ROOM_OF
+from tilefold._version import __version__ as __version__
 
-if TYPE_CHECKING:
-    from tilefold import nn
-    from tilefold.ops import (
-        QuantizedTokens,
-        QuantizedWeight,
-        entmax,
-        entmax_attention,
-        lsr_head,
-        lsr_head_sparse,
-        maxsim,
-        maxsim_contrastive_loss,
-        maxsim_topk,
-        quantize_tokens,
-        quantize_weight,
-        sparsemax,
-        token_scatter,
-        token_scatter_sparse,
-        xtr_scores,
-    )
+if TYPE_CHECKING:  # what type checkers read; a test compares it with the table
+    from tilefold import nn as nn
+    from tilefold.ops import QuantizedTokens as QuantizedTokens
+    from tilefold.ops import QuantizedWeight as QuantizedWeight
+    from tilefold.ops import entmax as entmax
+    from tilefold.ops import entmax_attention as entmax_attention
+    from tilefold.ops import lsr_head as lsr_head
+    from tilefold.ops import lsr_head_sparse as lsr_head_sparse
+    from tilefold.ops import maxsim as maxsim
+    from tilefold.ops import maxsim_contrastive_loss as maxsim_contrastive_loss
+    from tilefold.ops import maxsim_topk as maxsim_topk
+    from tilefold.ops import quantize_tokens as quantize_tokens
+    from tilefold.ops import quantize_weight as quantize_weight
+    from tilefold.ops import sparsemax as sparsemax
+    from tilefold.ops import token_scatter as token_scatter
+    from tilefold.ops import token_scatter_sparse as token_scatter_sparse
+    from tilefold.ops import xtr_scores as xtr_scores
 
-__all__ = [
-    "QuantizedTokens",
-    "QuantizedWeight",
-    "__version__",
-    "entmax",
-    "entmax_attention",
-    "lsr_head",
-    "lsr_head_sparse",
-    "maxsim",
-    "maxsim_contrastive_loss",
-    "maxsim_topk",
-    "nn",
-    "quantize_tokens",
-    "quantize_weight",
-    "sparsemax",
-    "token_scatter",
-    "token_scatter_sparse",
-    "xtr_scores",
-]
+_HOME = {"__version__": "_version", "nn": "nn"} | dict.fromkeys(ROOM_OF, "ops")
 
-_OPERATORS = (
-    "QuantizedTokens",
-    "QuantizedWeight",
-    "entmax",
-    "entmax_attention",
-    "lsr_head",
-    "lsr_head_sparse",
-    "maxsim",
-    "maxsim_contrastive_loss",
-    "maxsim_topk",
-    "quantize_tokens",
-    "quantize_weight",
-    "sparsemax",
-    "token_scatter",
-    "token_scatter_sparse",
-    "xtr_scores",
-)
-
-
-def __getattr__(name: str) -> Any:
-    # resolved at first use, so that `tilefold --help` and `--version` do not wait for torch
-    import importlib  # noqa: PLC0415
-
-    if name in _OPERATORS:
-        value = getattr(importlib.import_module("tilefold.ops"), name)
-    elif name == "nn":
-        value = importlib.import_module("tilefold.nn")
-    else:
-        raise AttributeError(f"module 'tilefold' has no attribute {name!r}; public names: {', '.join(__all__)}.")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__all__ = list(_HOME)
+__getattr__, __dir__ = lazy_exports(globals(), _HOME)

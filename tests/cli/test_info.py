@@ -12,10 +12,12 @@ import typer
 from typer.testing import CliRunner
 
 import tilefold
-from tilefold.cli.info import OPTIONAL_PACKAGES, collect, info, kernel_of
+from tilefold import ops
+from tilefold.cli.info import OPTIONAL_PACKAGES, collect, info
 from tilefold.ops._shared import fallback
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared.impl import triton_installed
+from tilefold.ops.implementations import kernel_of
 from tilefold.ops.lsr_head import configs
 
 
@@ -34,6 +36,12 @@ def test_the_json_says_what_auto_runs_on_every_device_and_what_is_installed() ->
     assert facts["operators"]["lsr_head"]["cpu"]["auto"] == "tiled"
     assert len(facts["gpus"]) == torch.cuda.device_count()
     assert set(facts["packages"]) == set(OPTIONAL_PACKAGES)
+
+
+def test_only_what_takes_impl_is_listed() -> None:
+    listed = set(collect()["operators"])
+    others = {"QuantizedTokens", "QuantizedWeight", "quantize_tokens", "quantize_weight", "token_scatter_sparse"}
+    assert listed == set(ops.__all__) - others
 
 
 def test_the_text_names_the_version_the_operators_and_the_packages() -> None:

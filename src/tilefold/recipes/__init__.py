@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from tilefold._lazy import lazy_exports
 
 _HOME = {
     "ColbertRecipe": "colbert",
@@ -15,18 +14,5 @@ _HOME = {
     "load_dense_minilm": "backbone",
 }
 
-__all__ = [  # noqa: PLE0604 - the table above is the list
-    *sorted(_HOME)
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+__all__ = list(_HOME)
+__getattr__, __dir__ = lazy_exports(globals(), _HOME)

@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.entmax_root import kind_of, solve
 from tilefold.ops.entmax import entmax
 
 SCORES = ("normal", "peaked", "flat", "correlated", "ties", "shifted", "geometric", "masked", "huge")
@@ -66,13 +65,6 @@ def entmax_by_sorting(x: Tensor, alpha: float) -> Tensor:
     size = (tau < ordered).sum(dim=-1, keepdim=True)
     threshold = tau.gather(-1, size - 1)
     return (z - threshold).clamp_min(0) ** (1 / (alpha - 1))
-
-
-def evaluations(x: Tensor, alpha: float, method: str = "halley") -> Tensor:
-    """How often each row of ``x`` is evaluated until its root is found, by ``"halley"`` or ``"bisection"``."""
-    d = x.amax(dim=-1, keepdim=True) - x
-    e = torch.tensor([[alpha - 1]], dtype=x.dtype, device=x.device)
-    return solve(d, e, kind_of(alpha), method=method)[2]
 
 
 def entmax_results(x: Tensor, alpha: float | Tensor, dp: Tensor, *, impl: str = "auto") -> dict[str, Tensor]:

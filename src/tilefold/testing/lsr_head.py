@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tilefold.ops import lsr_head
-from tilefold.ops._shared.activation import slope_from_score
 from tilefold.testing import USUAL_SENSITIVITY, assert_within_budget
 
 LAYOUTS = ("full", "right", "left", "holes", "packed")
@@ -211,14 +210,14 @@ def slope_sensitivity(scores: Tensor, dscores: Tensor, activation: str, kind: st
     """
     y = scores.double()
     if activation == "log1p_relu":
-        c = y
+        c, slope = y, (-y).exp()
     elif activation == "log1p_log1p_relu":
-        c = y * (1 + y.exp())
+        c, slope = y * (1 + y.exp()), (-y - y.expm1()).exp()
     elif activation == "softplus":
-        c = y / y.expm1().clamp(min=1e-300)
-    else:
-        c = torch.zeros_like(y)
-    gradient = dscores.double() * slope_from_score(y, activation)
+        c, slope = y / y.expm1().clamp(min=1e-300), -(-y).expm1()
+    else:  # constant slopes
+        return 0.0
+    gradient = dscores.double() * slope * (y > 0)
     if kind != "gradient" or not gradient.any():
         return float(c.max()) if c.numel() else 0.0
     return float((c * gradient).norm() / gradient.norm())

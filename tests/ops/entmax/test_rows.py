@@ -12,9 +12,10 @@ import torch
 
 from tests.ops.conftest import Target
 from tilefold.ops import entmax, sparsemax
+from tilefold.ops._shared.entmax_root import kind_of, solve
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.testing import assert_within_budget, budget
-from tilefold.testing.entmax import SCORES, entmax_by_sorting, entmax_results, entmax_scores, evaluations
+from tilefold.testing.entmax import SCORES, entmax_by_sorting, entmax_results, entmax_scores
 
 INTERPRETED = triton_interpreted()
 ALPHAS = (1.0, 1.00001, 1.05, 1.25, 1.5, 1.8, 2.0)
@@ -158,6 +159,13 @@ def test_results_repeat_bit_for_bit(target: Target) -> None:
     alpha = torch.full((5, 1), 1.3, device=target.device)
     first, second = (entmax_results(x, alpha, dp, impl=target.impl) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def evaluations(x: torch.Tensor, alpha: float, method: str = "halley") -> torch.Tensor:
+    """How often each row of ``x`` is evaluated until its root is found, by ``"halley"`` or ``"bisection"``."""
+    d = x.amax(dim=-1, keepdim=True) - x
+    e = torch.tensor([[alpha - 1]], dtype=x.dtype, device=x.device)
+    return solve(d, e, kind_of(alpha), method=method)[2]
 
 
 @here_only

@@ -20,7 +20,7 @@ from tilefold.integrations.sentence_transformers._similarity import (
     is_multi_vector,
     unfuse_similarity,
 )
-from tilefold.ops._shared.impl import IMPLS
+from tilefold.ops.implementations import check_impl
 
 
 class Acceleration:
@@ -89,9 +89,7 @@ def accelerate(model: Any, *, impl: str = "auto", check: bool = True, quantize: 
             similarities that the fused operator cannot reproduce; nothing is changed then.
         RuntimeError: if the check cannot run the model where it lies.
     """
-    if impl not in IMPLS:
-        listed = ", ".join(repr(name) for name in IMPLS)
-        raise ValueError(f"impl must be one of {listed}, got {impl!r}.")
+    check_impl(impl)
     if quantize not in {None, "fp8"}:
         raise ValueError(f"quantize must be 'fp8' or None, got {quantize!r}.")
     if isinstance(model, nn.Module):

@@ -1,0 +1,31 @@
+"""Packages whose names are imported at first use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def lazy_exports(
+    package: dict[str, Any], homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of a package.
+
+    Args:
+        package: its ``globals()``.
+        homes: public name -> the module below the package that has it; a name that is its own home is a module.
+    """
+    own = package["__name__"]
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {own!r} has no attribute {name!r}; public names: {', '.join(listed())}.")
+        home = import_module(f"{own}.{homes[name]}")
+        package[name] = value = home if homes[name] == name else getattr(home, name)
+        return value
+
+    def listed() -> list[str]:
+        return sorted(package["__all__"])
+
+    return load, listed

@@ -1,0 +1,19 @@
+"""The public names of the operators, each with its room under ``tilefold.ops``."""
+
+ROOM_OF = {
+    "QuantizedTokens": "maxsim",
+    "QuantizedWeight": "lsr_head",
+    "entmax": "entmax",
+    "entmax_attention": "entmax_attention",
+    "lsr_head": "lsr_head",
+    "lsr_head_sparse": "lsr_head",
+    "maxsim": "maxsim",
+    "maxsim_contrastive_loss": "maxsim",
+    "maxsim_topk": "maxsim",
+    "quantize_tokens": "maxsim",
+    "quantize_weight": "lsr_head",
+    "sparsemax": "entmax",
+    "token_scatter": "token_scatter",
+    "token_scatter_sparse": "token_scatter",
+    "xtr_scores": "maxsim",
+}
