@@ -204,7 +204,7 @@ def test_training_again_returns_the_finished_model(call: Any, work: Path, masked
         (["search", "x"], 1, "run tilefold demo first"),
         (["evaluate"], 2, "either --run FILE, or --model and --index"),
         (["evaluate", "--model", "m", "--index", "i", "--k", "0"], 2, "--k: expected at least 1"),
-        (["evaluate", "--data", "{work}/data", "--run", "r", "--split", "dev"], 2, "'dev' is no split of"),
+        (["evaluate", "--data", "{work}/data", "--run", "r", "--split", "dev"], 2, "'dev' is not a split of"),
         (["evaluate", "--data", "{work}/data", "--run", "missing.trec"], 1, "missing.trec"),
     ],
 )

@@ -166,8 +166,8 @@ def test_evaluating_a_reranked_index_and_its_reranked_run_gives_the_same_numbers
         (["search", "x", "{index}", "--rerank", "{work}/asked"], 2, "holds query vectors; encode documents"),
         (["search", "x", "{index}", "--rerank", "{work}/data"], 2, "holds neither token vectors nor a model"),
         (["search", "x", "{index}", "--rerank", "./nothing"], 2, "--rerank: there is no folder ./nothing"),
-        (["search", "x", "{index}", "--rerank", "{sparse}"], 2, "is no multi-vector model"),
-        (["search", "x", "{index}", "--rerank", "{minilm}"], 2, "is no multi-vector model"),
+        (["search", "x", "{index}", "--rerank", "{sparse}"], 2, "is not a multi-vector model"),
+        (["search", "x", "{index}", "--rerank", "{minilm}"], 2, "is not a multi-vector model"),
         (
             ["search", "x", "{index}", "--rerank", "{work}/late", "--rerank-model", "m"],
             2,
@@ -219,7 +219,7 @@ def test_token_vectors_that_do_not_fit_are_refused_with_the_reason(
     load_base_model(ColbertRecipe(base_model=masked_lm, dimension=24)).save_pretrained(str(others["wide"]))
     load_base_model(ColbertRecipe(base_model=masked_lm, dimension=16)).save_pretrained(str(others["seeded"]))
     stored = ("--rerank", work / "tokens", "--rerank-model")
-    assert "makes vectors of 24 entries, and" in searched(*stored, others["wide"])
+    assert "makes vectors of dimension 24, and" in searched(*stored, others["wide"])
     assert "its weights or settings differ" in searched(*stored, others["seeded"])
 
     part = small_collection()

@@ -70,7 +70,7 @@ def test_the_demo_makes_everything_once_and_search_finds_it(
     assert (folder / "heads.png").read_bytes().startswith(b"\x89PNG")
     code, out, err = run(["demo", "--minutes", "0.01", "--json"], capsys)
     assert code == 0, err
-    assert "going on with what an earlier run left" in err
+    assert "resuming an earlier run" in err
     assert re.search(r"2 steps, \w+, reused", err)
     results = json.loads(out)
     assert len(results["systems"]) == 5

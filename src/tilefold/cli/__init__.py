@@ -1,4 +1,4 @@
-"""The ``tilefold`` command: one file per verb."""
+"""The ``tilefold`` command: one file per subcommand."""
 # ruff: noqa: PLC0415 - typer and the verbs are imported when the command runs
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ INTERRUPTED = 130
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line and leave with its exit code: 0, 1 for failures, 2 for usage, 130 for Ctrl-C."""
+    """Run the command line and exit with its code: 0, 1 for failures, 2 for usage, 130 for Ctrl-C."""
     # Threads that spin at OpenMP barriers make small operations tens of times slower on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

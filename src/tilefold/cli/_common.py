@@ -1,4 +1,4 @@
-"""What the verbs share: errors in one line, progress on stderr, JSON on stdout, loading what they name."""
+"""Shared by the commands: one-line errors, progress on stderr, JSON on stdout, loading data and models."""
 # ruff: noqa: PLC0415 - a verb imports heavy packages when it runs, so that --help is fast
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEMO_DIR = Path("tilefold-demo")
 
 
 class CommandError(Exception):
-    """A failure that the user can understand and mend; exit code 1."""
+    """A failure that the user can fix; exit code 1."""
 
 
 class UsageError(CommandError):
@@ -41,7 +41,7 @@ class UsageError(CommandError):
 
 
 def stdout() -> Console:
-    """A console for results. Off a terminal it is wide, so that tables in files are whole."""
+    """A console for results. If stdout is not a terminal it is wide, so that tables are not cut."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 160)
@@ -55,18 +55,18 @@ def stderr() -> Console:
 
 
 def note(text: str) -> None:
-    """One line about what goes on, on stderr."""
+    """Print one line about progress on stderr."""
     stderr().print(text, markup=False, highlight=False)
 
 
 def print_json(value: Any) -> None:
-    """The one JSON value of a ``--json`` call, on stdout."""
+    """Print the result of a ``--json`` call on stdout."""
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 @contextmanager
 def progress_bar(text: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr, if that is a terminal; the function it gives takes (done, total, note)."""
+    """A progress bar on stderr if that is a terminal; yields a function of (done, total, note)."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
@@ -94,17 +94,17 @@ def load_data(name_or_path: str, cache_dir: Path | None = None) -> Collection:
 
 
 def check_at_least_one(**options: int | None) -> None:
-    """Refuse a count below 1; the option is the name with dashes."""
+    """Raise an error for a count below 1; the option is the name with dashes."""
     for name, value in options.items():
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')}: expected at least 1, got {value}.")
 
 
 def check_split(collection: Collection, split: str) -> None:
-    """Refuse a split that the collection does not have."""
+    """Raise an error for a split that the collection does not have."""
     if split not in collection.qrels:
         splits = ", ".join(sorted(collection.qrels)) or "none"
-        raise UsageError(f"--split: {split!r} is no split of {collection.name}; it has {splits}.")
+        raise UsageError(f"--split: {split!r} is not a split of {collection.name}; it has {splits}.")
 
 
 def load_encoder(name_or_path: str) -> Any:
@@ -125,7 +125,7 @@ def load_multi_vector(name_or_path: str, option: str) -> Any:
     model, kind = load_model(name_or_path, option, only="multi-vector")
     if kind != "multi-vector":
         raise UsageError(
-            f"{option}: {name_or_path} is no multi-vector model; train one with: tilefold train --method colbert"
+            f"{option}: {name_or_path} is not a multi-vector model; train one with: tilefold train --method colbert"
         )
     return model
 

@@ -1,4 +1,4 @@
-"""Means with their standard errors, and the differences that ``tilefold demo`` claims, query by query."""
+"""Means with standard errors, and the paired differences that ``tilefold demo`` reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ERRORS = 2.0  # a difference of fewer standard errors may be chance
 
 @dataclass(frozen=True)
 class Comparison:
-    """One system over another: the mean of the per-query differences, and the standard error of that mean."""
+    """The mean per-query difference of two systems, and the standard error of that mean."""
 
     system: str
     over: str
@@ -24,7 +24,7 @@ class Comparison:
 
     @property
     def text(self) -> str:
-        """As a user reads it."""
+        """The line that the user reads."""
         line = f"{self.system} over {self.over}: {self.difference:+.3f} ± {self.standard_error:.3f}"
         if abs(self.difference) <= ERRORS * self.standard_error:
             return f"{line} (no more than {ERRORS:.0f} standard errors: it may be chance)"
@@ -33,12 +33,12 @@ class Comparison:
         return f"{line} ({abs(self.difference) / self.standard_error:.1f} standard errors)"
 
     def to_dict(self) -> dict[str, Any]:
-        """Fit for JSON."""
+        """As a JSON object."""
         return asdict(self)
 
 
 def per_query(run: Mapping[str, Mapping[str, float]], qrels: dict[str, dict[str, int]], measure: str) -> list[float]:
-    """The measure for every judged query, in the order of their names."""
+    """The measure of every judged query, sorted by query id."""
     from tilefold.retrieval.evaluation import evaluate_per_query  # noqa: PLC0415 - heavy
 
     mine = {query: scores for query, scores in run.items() if query in qrels}
@@ -47,7 +47,7 @@ def per_query(run: Mapping[str, Mapping[str, float]], qrels: dict[str, dict[str,
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard error of the mean, from the sample's deviation; 0 for a single value."""
+    """Mean and its standard error, from the sample standard deviation; 0 for a single value."""
     count = len(values)
     mean = math.fsum(values) / count
     if count < 2:

@@ -1,4 +1,4 @@
-"""What ``tilefold demo`` works on: its splits, and the part of the collection that a plan takes."""
+"""The data of ``tilefold demo``: its splits, and the part of the collection that a plan uses."""
 # ruff: noqa: PLC0415 - heavy packages are imported by the functions that need them
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
 
-HELD_OUT = 200  # queries that choose weights
+HELD_OUT = 200  # queries that choose the weights of the fusion
 TEST_QUERIES = 800  # of a planned demo; the full one keeps the collection's own
 EXAMPLE_ID, EXAMPLE = "example", "how do I read a csv file"
 
@@ -33,8 +33,8 @@ def hold_out(collection: Collection) -> Collection:
 def more_test_queries(collection: Collection) -> Collection:
     """The collection with up to `TEST_QUERIES` test queries, three in eight at most, and its ``"dev"`` split.
 
-    A short training sees each pair hardly once, and the standard error of a difference falls with the number of test
-    queries; so a planned demo takes some from the training split, in an order that has nothing to do with them.
+    A short training sees most pairs at most once, and the standard error of a difference falls with the number of test
+    queries, so a planned demo takes some from the training split, in an order independent of their content.
     """
     from tilefold.retrieval.collection import Collection
 
@@ -48,7 +48,7 @@ def more_test_queries(collection: Collection) -> Collection:
 
 
 def sampling_order(collection: Collection) -> tuple[list[str], int]:
-    """All document ids: those that a query asks for first, then the others, mixed; and how many the first are."""
+    """All document ids, relevant ones first, then the others shuffled; and the number of the first."""
     judged = {name for grades in collection.qrels.values() for pairs in grades.values() for name in pairs}
     first = sorted(judged & collection.documents.keys(), key=_rank)
     rest = sorted(collection.documents.keys() - judged, key=_rank)
@@ -56,7 +56,7 @@ def sampling_order(collection: Collection) -> tuple[list[str], int]:
 
 
 def take(collection: Collection, names: Sequence[str]) -> Collection:
-    """The collection with these documents, in its own order."""
+    """The collection with these documents only, in its own order."""
     from tilefold.retrieval.collection import Collection
 
     kept = set(names)

@@ -1,4 +1,4 @@
-"""How much ``tilefold demo`` does in the minutes it is given, from the speed that it measured. Plain arithmetic."""
+"""Plans how much ``tilefold demo`` does in the given minutes, from the measured speed."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__ = ["FULL", "FULL_SIZE", "Plan", "Size", "Speed", "Texts", "Work", "make_
 FULL = "full"
 HEAD_BATCHES = (4, 8, 16)
 HEAD_TOKENS = 128
-# A comparison of heads runs two processes, and about this many forward passes' products for each text of a batch.
+# A comparison of heads runs two processes, with the operations of about this many forward passes per text of a batch.
 HEAD_START_SECONDS, HEAD_PASSES = 10.0, 30
-# Reading and sorting, BM25, search, weights, tables: what takes no products of the model.
+# Reading and sorting, BM25, search, fusion weights, tables: all that does not run the model.
 OTHER_SECONDS = 30.0
 MOST_CORRECTED = 2.0
 
 
 @dataclass(frozen=True)
 class Work:
-    """Floating-point operations of the model's products for one token, a multiplication and an addition as two.
+    """Floating-point operations of the model's products per token; a multiplication and an addition count as two.
 
     Attributes:
-        encoder: of all layers, forward.
-        head: of the LM head, forward; backward it has one product a winner, which is little.
+        encoder: all layers, forward.
+        head: the LM head, forward; its backward has one product per active score, which is negligible.
     """
 
     encoder: float
@@ -32,7 +32,7 @@ class Work:
 
     @classmethod
     def of(cls, config: Any, length: float) -> Work:
-        """Of a BERT-like configuration; attention sees `length` tokens."""
+        """Operations of a BERT-like configuration with attention over `length` tokens."""
         hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
         weights = 4 * hidden * hidden + 2 * hidden * inner
         head = 2.0 * hidden * (config.vocab_size + hidden)
@@ -40,36 +40,36 @@ class Work:
 
     @property
     def encoding(self) -> float:
-        """Of a SPLADE vector."""
+        """Operations of encoding to a SPLADE vector."""
         return self.encoder + self.head
 
     @property
     def training(self) -> float:
-        """Of a training step: the encoder's backward pass costs twice its forward pass."""
+        """Operations of a training step: the encoder's backward pass costs twice its forward pass."""
         return self.encoding + 2.0 * self.encoder
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Operations a second, measured with the real model: of the encoder alone, of encoding, of training."""
+    """Operations per second, measured with the real model: encoder only, encoding, training."""
 
     dense: float
     encoding: float
     training: float
 
     def slower(self, factor: float) -> Speed:
-        """The same machine when everything takes `factor` times as long."""
+        """The speed when everything takes `factor` times as long."""
         return Speed(self.dense / factor, self.encoding / factor, self.training / factor)
 
 
 @dataclass(frozen=True)
 class Texts:
-    """What a plan needs to know of a collection.
+    """The sizes of a collection that a plan needs.
 
     Attributes:
-        lengths: tokens of every document, in the order in which a smaller collection takes them.
-        judged: documents that some query asks for; they come first, and are always taken.
-        query_length: tokens of a query, with the padding of a batch.
+        lengths: tokens per document, in the order in which a smaller collection takes the documents.
+        judged: number of relevant documents; they come first, and are always taken.
+        query_length: tokens per query, including the padding of a batch.
     """
 
     lengths: Sequence[int]
@@ -79,7 +79,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Size:
-    """What a demo works on. `documents` is None for all; steps lie between `fewest` and `most`."""
+    """The size of a demo. `documents` is None for all; steps lie between `fewest` and `most`."""
 
     documents: int | None
     max_length: int
@@ -92,7 +92,7 @@ class Size:
 
 
 FULL_SIZE = Size(None, 128, 256, 64, 64, 2e-4, 110, 110)
-# From little to much, all trained as the full demo is. With 40 steps of the first, SPLADE lay 5.1 standard errors above
+# From small to large, all trained as the full demo is. With 40 steps of the first, SPLADE was 5.1 standard errors above
 # BM25 and 2.3 above dense retrieval (800 queries); with steps of half the pairs it did not rise clearly above dense.
 SIZES = (
     Size(3000, 64, 64, 48, 64, 2e-4, 45, 90),
@@ -103,15 +103,15 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be done, and the operations and seconds that each stage is expected to take.
+    """What a demo will do, with the operations and seconds expected for each stage.
 
     Attributes:
-        minutes: asked for; ``"full"`` for the full size.
+        minutes: as asked for, or ``"full"`` for the full size.
         size: see :class:`Size`.
         documents: of the collection.
         steps: of training.
-        head_shapes: batches at which the plain head is compared with the fused one.
-        tokens, dense_tokens: of all documents, cut at the size's lengths.
+        head_shapes: number of batch sizes at which the stock head is compared with the fused one.
+        tokens, dense_tokens: of all documents, truncated at the lengths of the size.
         step_tokens: of one training step, queries included.
         work: see :class:`Work`.
         speed: what the seconds were computed with.
@@ -130,7 +130,7 @@ class Plan:
 
     @property
     def operations(self) -> dict[str, float]:
-        """Of every stage that runs the model."""
+        """Operations of every stage that runs the model."""
         head_rows = sum(HEAD_BATCHES[: self.head_shapes]) * HEAD_TOKENS * HEAD_PASSES
         return {
             "dense": self.dense_tokens * self.work.encoder,
@@ -141,7 +141,7 @@ class Plan:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Expected of every stage; ``"other"`` is what runs no model."""
+        """Expected seconds of every stage; ``"other"`` is everything that does not run the model."""
         operations = self.operations
         return {
             "dense": operations["dense"] / self.speed.dense,
@@ -152,7 +152,7 @@ class Plan:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Fit for JSON; :meth:`from_dict` is its inverse."""
+        """As a JSON object; :meth:`from_dict` is its inverse."""
         return asdict(self)
 
     @classmethod
@@ -162,14 +162,14 @@ class Plan:
 
 
 def make_plan(minutes: float, speed: Speed, work: Work, texts: Texts, spent: float = 0.0) -> Plan:
-    """The largest size whose least fits into `minutes`, with as many steps as fit then; else the least of the smallest.
+    """The largest size that fits into `minutes`, with as many steps as fit; if none fits, the smallest plan.
 
     Args:
-        minutes: for everything.
+        minutes: for the whole demo.
         speed: of this machine.
-        work: operations of the model for one token.
-        texts: what the collection holds.
-        spent: seconds that are gone already.
+        work: operations of the model per token.
+        texts: sizes of the collection.
+        spent: seconds already used.
     """
     left = 60.0 * minutes - spent
     for size in reversed(SIZES):
@@ -180,7 +180,7 @@ def make_plan(minutes: float, speed: Speed, work: Work, texts: Texts, spent: flo
 
 
 def size_plan(minutes: float | str, size: Size, speed: Speed, work: Work, texts: Texts) -> Plan:
-    """A size with its fewest steps; all head shapes for the full demo, else one."""
+    """The plan of a size with its fewest steps; all head shapes for the full demo, else one."""
     count = len(texts.lengths) if size.documents is None else max(size.documents, texts.judged)
     chosen = texts.lengths[:count]
     tokens, dense, training = (
@@ -192,11 +192,11 @@ def size_plan(minutes: float | str, size: Size, speed: Speed, work: Work, texts:
 
 
 def refit(plan: Plan, left: float, done: Sequence[str] = (), slowdown: float = 1.0) -> Plan:
-    """The plan with the steps, then the head shapes, that fit into the `left` seconds beside what is not `done`.
+    """Reduce or raise the steps, then the head shapes, so that the stages not yet `done` fit into the `left` seconds.
 
-    `slowdown` is how many times longer than expected the last stage took; the others are expected to do the same, by
-    up to `MOST_CORRECTED` times: one stage, disturbed perhaps, says no more about the next.
-    Never fewer steps than the size's fewest: the demo then takes longer, rather than show nothing.
+    `slowdown` is how many times longer than expected the last stage took. The others are expected to slow down equally,
+    by up to `MOST_CORRECTED` times, because a single stage may have been disturbed.
+    There are never fewer steps than the size's fewest: the demo then takes longer, rather than show nothing.
     """
     believed = min(max(slowdown, 1 / MOST_CORRECTED), MOST_CORRECTED)
     plan = replace(plan, speed=plan.speed.slower(believed))

@@ -1,4 +1,4 @@
-"""What ``tilefold demo`` says while it runs: each stage beforehand and afterwards, and the first answers."""
+"""The messages of ``tilefold demo`` before and after each stage, and the first answers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from tilefold.retrieval.fusion import Run
 
 ANSWERS = 3
-NOTICED = 1.15  # a stage that took this many times its prediction, or one part in so many, is said to have
+NOTICED = 1.15  # a stage that took this many times its prediction, or that fraction of it, is reported
 MINUTE = 60.0
 
 
 class Stages:
-    """Writes to stderr, keeps times, and compares them with what the plan expected."""
+    """Reports stages on stderr, measures their times, and compares them with the plan."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -33,7 +33,7 @@ class Stages:
         return time.monotonic() - self._started
 
     def announce(self, plan: Plan) -> None:
-        """The plan, before it begins."""
+        """Print the plan."""
         size, seconds = plan.size, plan.seconds
         operations, expected = sum(plan.operations.values()), sum(seconds.values())
         _common.note(
@@ -43,13 +43,13 @@ class Stages:
         )
         if not isinstance(plan.minutes, str) and expected + self.elapsed > 1.1 * MINUTE * plan.minutes:
             _common.note(
-                f"  {plan.minutes:g} minutes are too few for a result on this machine: this is the least that shows "
-                f"one, and will take {duration(expected + self.elapsed)}"
+                f"  {plan.minutes:g} minutes are too few for a result on this machine: the smallest plan that shows "
+                f"one will take {duration(expected + self.elapsed)}"
             )
 
     @contextmanager
     def step(self, text: str) -> Iterator[Callable[[str], None]]:
-        """Say what begins, and what came of it and how long it took."""
+        """Print what begins, and afterwards its result and time."""
         started = time.monotonic()
         _common.note(f"{text} ...")
         said: list[str] = []
@@ -58,10 +58,10 @@ class Stages:
 
     @contextmanager
     def model_step(self, name: str, text: str, plan: Plan) -> Iterator[Callable[..., None]]:
-        """A step that runs the model: with its operations, the seconds expected, and what it took.
+        """A step that runs the model: prints its operations and expected seconds, and afterwards its time.
 
-        The function it gives takes what came of the step, whether it was there already, and the share of the work that
-        was left to do.
+        Yields a function of the step's result, whether it was there already, and the share of the work that was left to
+        do.
         """
         operations, expected = plan.operations[name], plan.seconds[name]
         started = time.monotonic()
@@ -92,7 +92,7 @@ class Stages:
         return float(entry["seconds"] / (entry["predicted_seconds"] * entry["share"]))
 
     def say_change(self, old: Plan, new: Plan, done: tuple[str, ...]) -> None:
-        """What became of a plan when a stage took longer, or less long, than expected."""
+        """Print how the plan changed after a stage took longer, or less long, than expected."""
         slowdown = self.slowdown(done[-1]) or 1.0
         if 1 / NOTICED < slowdown < NOTICED and (old.steps, old.head_shapes) == (new.steps, new.head_shapes):
             return
@@ -105,7 +105,7 @@ class Stages:
         )
 
     def answers(self, system: str, collection: Collection, run: Run) -> None:
-        """The first documents for the example query."""
+        """Print the first documents for the example query."""
         best = sorted(run.get(EXAMPLE_ID, {}).items(), key=lambda item: -item[1])[:ANSWERS]
         titles = [collection.documents[name].title or name for name, _ in best]
         _common.note(f'  {system} answers "{EXAMPLE}": {", ".join(titles) or "nothing"}')

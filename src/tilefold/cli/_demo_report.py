@@ -1,4 +1,4 @@
-"""The figures of ``tilefold demo`` and how they are shown."""
+"""The results of ``tilefold demo``, and their tables."""
 # ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SYSTEMS = (
 
 
 def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """Means with standard errors of every system, and the differences that the demo claims, paired by query."""
+    """Means with standard errors of every system, and the paired differences that the demo reports."""
     scores = {name: per_query(run, qrels, _demo_steps.NDCG) for name, run in runs.items()}
     systems = {}
     for name, run in runs.items():
@@ -39,7 +39,7 @@ def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> dict[str,
 
 
 def draw(rows: list[HeadMeasurement], path: Path) -> Path | None:
-    """The plot of the heads, or a note why there is none."""
+    """Draw the comparison of the heads, or print why there is no plot."""
     from tilefold.bench.head_comparison import plot_heads
 
     try:
@@ -52,7 +52,7 @@ def draw(rows: list[HeadMeasurement], path: Path) -> Path | None:
 
 
 def print_report(results: dict[str, Any], rows: list[HeadMeasurement], plot: Path | None) -> None:
-    """Tables and what to try next, on stdout."""
+    """Print the tables, and commands to try next, on stdout."""
     console = _common.stdout()
     console.print(_systems_table(results))
     console.print(
@@ -96,7 +96,7 @@ def _systems_table(results: dict[str, Any]) -> Any:
 
 
 def _labels(results: dict[str, Any]) -> dict[str, str]:
-    """Names of the systems with the weights that were chosen."""
+    """Names of the systems, with the chosen weights."""
     fusion = ", ".join(f"{weight:.1f}" for weight in results["fusion_weights"].values())
     late = results["late_interaction"]
     weights = ", ".join(f"{weight:.1f}" for weight in late["weights"].values())

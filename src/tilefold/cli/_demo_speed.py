@@ -1,4 +1,4 @@
-"""The speed of the demo's own model on this machine: a few batches of its own texts, before anything is planned."""
+"""Measures the speed of the demo's model on this machine with a few batches, before the demo is planned."""
 # ruff: noqa: PLC0415 - heavy packages are imported by the functions that need them
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
 
 ENCODED = 64
-ROUNDS = 2  # the first pays for memory and caches
+ROUNDS = 2  # the first round warms up memory and caches
 
 
 def measure(recipe: SpladeRecipe, collection: Collection, order: list[str], judged: int) -> tuple[Speed, Work, Texts]:
-    """Encode, and train on, a few batches as `recipe` will; what the texts of the collection hold in tokens."""
+    """Encode and train a few batches as `recipe` will; also returns the token counts of the collection."""
     from tilefold.integrations.sentence_transformers import accelerate
     from tilefold.recipes.quiet import quiet_libraries
     from tilefold.recipes.splade import load_base_model
@@ -37,7 +37,7 @@ def measure(recipe: SpladeRecipe, collection: Collection, order: list[str], judg
 
 
 def _inference(model: Any, sample: list[str], batch_size: int, work: Work) -> tuple[float, float]:
-    """Operations a second of the encoder alone, and of encoding with the head."""
+    """Operations per second of the encoder alone, and of encoding with the head."""
     import torch
 
     from tilefold.integrations.sentence_transformers import encode_sparse
@@ -61,7 +61,7 @@ def _inference(model: Any, sample: list[str], batch_size: int, work: Work) -> tu
 def _training(
     model: Any, recipe: SpladeRecipe, collection: Collection, sample: list[str], work: Work
 ) -> tuple[float, float]:
-    """Operations a second of forward and backward, and the tokens of a query with the padding of its batch."""
+    """Operations per second of forward + backward, and the tokens per query including the padding of its batch."""
     from tilefold.recipes.precision import fast_inference
     from tilefold.recipes.splade import make_loss
 
@@ -92,7 +92,7 @@ def _features(model: Any, texts: list[str]) -> dict[str, Any]:
 
 
 def _seconds(run: Callable[[], None]) -> float:
-    """Of the fastest of a few rounds, each to its end on the GPU if there is one."""
+    """Time of the fastest of a few rounds, synchronised with the GPU if there is one."""
     import torch
 
     best = float("inf")

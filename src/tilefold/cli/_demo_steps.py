@@ -1,4 +1,4 @@
-"""The steps of ``tilefold demo``; each keeps what it made, and reuses it when its settings are the same."""
+"""The steps of ``tilefold demo``; each saves its result, and reuses it when its settings are the same."""
 # ruff: noqa: PLC0415 - heavy packages are imported by the step that needs them
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 Tick = Callable[[int, int, str], None]
 
 DEPTH = 100
-# Heaviest terms kept of a text: a third of the postings for less than a point of nDCG@10 on held-out queries.
+# Heaviest terms kept per text: a third of the postings, for less than .01 nDCG@10 on held-out queries.
 DOCUMENT_TERMS, QUERY_TERMS = 128, 32
 HEAD_WIDTH = (384, 30522)  # of MiniLM
-RERANKED = 50  # candidates of a query for late interaction
+RERANKED = 50  # candidates per query for late interaction
 TOKEN_SHARD = 512
 NDCG, RECALL = "nDCG@10", "R@100"
 BASE_MODEL = "minilm"
@@ -39,21 +39,21 @@ PLAN = "plan.json"
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where a demo keeps things: `root` holds what several may share, `folder` what belongs to one alone."""
+    """The folders of a demo: `root` holds what several demos share, `folder` what belongs to one."""
 
     root: Path
     folder: Path
 
     @classmethod
     def open(cls, root: Path, minutes: float | str, seed: int, data_digest: str) -> Workspace:
-        """Of a demo of so many minutes over this data."""
+        """The folders of a demo of so many minutes over this data."""
         key = hashlib.sha256(json.dumps([minutes, seed, DOCUMENT_TERMS, data_digest]).encode()).hexdigest()
         name = minutes if isinstance(minutes, str) else f"minutes-{minutes:g}"
         return cls(root, root / f"{name}-{key[:8]}")
 
 
 def read_plan(where: Workspace) -> Plan | None:
-    """The plan that an earlier run of the same demo made: what it kept fits no other."""
+    """The plan of an earlier run of the same demo; its saved results fit only that plan."""
     from tilefold.recipes._run import read_json
 
     kept = read_json(where.folder / PLAN)
@@ -64,7 +64,7 @@ def read_plan(where: Workspace) -> Plan | None:
 
 
 def write_plan(where: Workspace, plan: Plan) -> None:
-    """Keep the plan for a run that goes on."""
+    """Save the plan for a resumed run."""
     from tilefold.recipes._run import write_json
 
     where.folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def write_plan(where: Workspace, plan: Plan) -> None:
 
 
 def make_recipe(size: Size, steps: int, seed: int) -> SpladeRecipe:
-    """What is trained at a size."""
+    """The recipe of a size."""
     from tilefold.recipes.splade import SpladeRecipe
 
     return SpladeRecipe(
@@ -100,7 +100,7 @@ def train_model(where: Workspace, recipe: SpladeRecipe, collection: Collection, 
 
 
 def encode_documents(where: Workspace, encoder: Any, collection: Collection, tick: Tick) -> tuple[SparseVectors, bool]:
-    """The documents' vectors, kept in ``<folder>/vectors``, and whether they were there already."""
+    """The documents' vectors, saved in ``<folder>/vectors``, and whether they were there already."""
     from tilefold.retrieval.encoding import encode_collection
     from tilefold.retrieval.errors import DataError
     from tilefold.retrieval.vectors import read_manifest, read_vectors
@@ -142,7 +142,7 @@ def build_indexes(where: Workspace, vectors: SparseVectors) -> dict[str, SparseI
 
 @dataclass(frozen=True)
 class ZeroShot:
-    """all-MiniLM-L6-v2 as published: its dense run, token vectors of documents and queries, and whether they were kept.
+    """all-MiniLM-L6-v2 as published: its dense run, all token vectors, and whether they were saved already.
 
     The dense vector of a text is the mean of its token states, so that one pass over a text gives both.
     """
@@ -156,7 +156,7 @@ class ZeroShot:
 def zero_shot(
     where: Workspace, collection: Collection, queries: dict[str, str], max_length: int, tick: Tick
 ) -> ZeroShot:
-    """Made once for these texts and this length, and kept with the model of the token vectors, as --rerank needs it."""
+    """Computed once for these texts and this length, and saved with the model that --rerank needs."""
     from tilefold.recipes.backbone import load_dense_minilm
     from tilefold.recipes.precision import fast_inference
     from tilefold.retrieval import open_tokens
@@ -180,7 +180,7 @@ def zero_shot(
 
 
 def _late_interaction(model: Any) -> Any:
-    """A stock MultiVectorEncoder over the transformer of a dense model: its token states, normalised."""
+    """A stock MultiVectorEncoder that returns the normalised token states of a dense model."""
     from sentence_transformers import MultiVectorEncoder
     from sentence_transformers.base.modules import Normalize
     from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
@@ -231,7 +231,7 @@ def _encode_once(model: Any, texts: dict[str, str], kind: str, storage: str) -> 
 
 
 def _pooled(model: Any, states: Any) -> Any:
-    """The vector ``[D]`` that the modules behind the transformer make of one text's token states ``[L, D]``."""
+    """The vector ``[D]`` that the modules after the transformer compute from one text's token states ``[L, D]``."""
     features = {"token_embeddings": states[None], "attention_mask": states.new_ones(1, len(states)).long()}
     for module in list(model)[1:]:
         features = module(features)
@@ -241,7 +241,7 @@ def _pooled(model: Any, states: Any) -> Any:
 def rerank_candidates(
     run: Run, queries: TokenVectors, documents: TokenStore, dev: dict[str, dict[str, int]]
 ) -> tuple[tuple[float, ...], Run]:
-    """Late interaction over the best candidates of `run`, mixed with its own scores by weights chosen on `dev`."""
+    """Late interaction over the best candidates of `run`, interpolated with its scores by weights chosen on `dev`."""
     from tilefold.retrieval import interpolate, rerank
 
     best = {query: dict(sorted(scores.items(), key=lambda item: -item[1])[:RERANKED]) for query, scores in run.items()}
@@ -253,7 +253,7 @@ def rerank_candidates(
 def pick_weights(
     runs: Sequence[Run], qrels: dict[str, dict[str, int]], step: float = 0.1
 ) -> tuple[tuple[float, ...], float]:
-    """Interpolation weights with the best nDCG@10 on `qrels`, from a grid that sums to 1; and that nDCG@10."""
+    """Interpolation weights with the best nDCG@10 on `qrels`, from a grid that sums to 1, and that nDCG@10."""
     from tilefold.retrieval.evaluation import evaluate
     from tilefold.retrieval.fusion import interpolate
 
@@ -282,12 +282,12 @@ def overlap(exact: Run, other: Run, k: int = 10) -> float:
 
 
 def head_shapes(count: int) -> tuple[tuple[int, int, int, int], ...]:
-    """``(batch, tokens, hidden, vocabulary)`` of the first `count` comparisons of the plain head with the fused one."""
+    """``(batch, tokens, hidden, vocabulary)`` of the first `count` comparisons of the stock head with the fused one."""
     return tuple((batch, _demo_plan.HEAD_TOKENS, *HEAD_WIDTH) for batch in _demo_plan.HEAD_BATCHES[:count])
 
 
 def compare_heads(where: Workspace, count: int) -> tuple[list[HeadMeasurement], bool]:
-    """Plain head and fused head at `count` batch sizes, kept in ``<folder>/heads.json``; whether they were there."""
+    """Time the stock and the fused head at `count` batch sizes, or read them from ``<folder>/heads.json``."""
     from tilefold.bench import head_comparison
     from tilefold.recipes._run import write_json
 

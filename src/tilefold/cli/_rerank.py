@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 HELP = "Rerank by late interaction: token vectors (tilefold encode), or a multi-vector model, which encodes candidates."
 MODEL_HELP = "Multi-vector model for the queries; by default the one that made the token vectors."
-DEPTH_HELP = "Best candidates of a query that are reranked."
+DEPTH_HELP = "Best candidates per query to rerank."
 
 
 def check(rerank: str | None, model: str | None, depth: int | None) -> None:
-    """Refuse options that do nothing without --rerank, and a depth below 1."""
+    """Raise an error for options that do nothing without --rerank, and for a depth below 1."""
     for name, value in (("--rerank-model", model), ("--rerank-depth", depth)):
         if value is not None and rerank is None:
             raise _common.UsageError(f"{name} goes together with --rerank.")
@@ -30,7 +30,7 @@ def check(rerank: str | None, model: str | None, depth: int | None) -> None:
 
 @dataclass(frozen=True)
 class Reranker:
-    """A multi-vector model, and the token vectors of documents or the texts to make them from.
+    """A multi-vector model, and the token vectors of documents or the texts to encode.
 
     Attributes:
         model: encodes queries, and candidates where there is no store.
@@ -73,7 +73,7 @@ class Reranker:
 
 
 def load_reranker(rerank: str, model: str | None, collection: Collection | None) -> Reranker:
-    """What --rerank and --rerank-model name; `collection` is needed where --rerank is a model."""
+    """Load what --rerank and --rerank-model name; `collection` is needed where --rerank is a model."""
     folder = Path(rerank)
     if (folder / "manifest.json").is_file():
         return _from_store(folder, model)
@@ -110,7 +110,7 @@ def _from_store(folder: Path, model: str | None) -> Reranker:
     dimension = token_dimension(encoder, "query")
     if dimension != manifest.dimension:
         raise _common.CommandError(
-            f"--rerank-model: {source} makes vectors of {dimension} entries, and {folder} holds vectors of "
+            f"--rerank-model: {source} makes vectors of dimension {dimension}, and {folder} holds vectors of dimension "
             f"{manifest.dimension}; give the model that made them, or encode the documents with this one."
         )
     if manifest.model_fingerprint not in (None, token_model_fingerprint(encoder)):

@@ -1,4 +1,4 @@
-"""Options before the verb."""
+"""Options before the command's name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _show_version(wanted: bool) -> None:
 
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:

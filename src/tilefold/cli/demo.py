@@ -27,16 +27,16 @@ def demo(
         float | None, typer.Option(help="Time to plan for; by default 5. The demo measures this machine first.")
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Everything at full size: 6 to 30 minutes on 2 cores, by their kind.")
+        bool, typer.Option("--full", help="Everything at full size: 6 to 30 minutes on 2 cores, depending on the CPU.")
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="The same as --minutes 3.")] = False,
     seed: Annotated[int, typer.Option(help="Equal seeds and plans give equal models.")] = 0,
-    output: Annotated[Path, typer.Option(help="Folder for everything that is made.")] = _common.DEMO_DIR,
+    output: Annotated[Path, typer.Option(help="Folder for all files of the demo.")] = _common.DEMO_DIR,
     as_json: Annotated[bool, typer.Option("--json", help="The results as JSON on stdout.")] = False,
 ) -> None:
     """Train, index, search and evaluate a sparse retriever on the documentation of this Python.
 
-    Runs offline on a CPU. A second run reuses what the first one made; an interrupted one goes on.
+    Runs offline on a CPU. A second run reuses the results of the first; an interrupted run is resumed.
     """
     from tilefold.recipes._run import write_json
     from tilefold.retrieval.errors import MissingPackageError
@@ -100,13 +100,13 @@ def _run(
 def _plan(
     where: Workspace, asked: float | str, seed: int, collection: Collection, stages: Stages
 ) -> tuple[Plan, list[str]]:
-    """The plan of an earlier run of this demo, or a new one; and the documents in the order that it takes them in."""
+    """The plan of an earlier run of this demo, or a new one, and the documents in the order in which it takes them."""
     from tilefold.cli import _demo_speed
 
     order, judged = _demo_data.sampling_order(collection)
     kept = _demo_steps.read_plan(where)
     if kept is not None:
-        _common.note(f"going on with what an earlier run left in {where.folder} (delete that folder to start afresh)")
+        _common.note(f"resuming an earlier run in {where.folder} (delete that folder to start over)")
         stages.announce(kept)
         return kept, order
     size = _demo_plan.FULL_SIZE if isinstance(asked, str) else _demo_plan.SIZES[0]
@@ -164,7 +164,7 @@ def _train(where: Workspace, plan: Plan, seed: int, part: Collection, stages: St
 
 
 def _replanned(where: Workspace, plan: Plan, done: tuple[str, ...], stages: Stages) -> Plan:
-    """The plan for what is left, by how long the last stage really took."""
+    """The plan for the remaining stages, adjusted to the time of the last one."""
     slowdown = stages.slowdown(done[-1])
     if slowdown is None or isinstance(plan.minutes, str):
         return plan

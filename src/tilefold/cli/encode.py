@@ -1,4 +1,4 @@
-"""``tilefold encode``: vectors of documents or queries, sparse or one a token, as the model makes them."""
+"""``tilefold encode``: encodes documents or queries to sparse vectors or to token vectors, depending on the model."""
 # ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ def encode(
     data: Annotated[str, typer.Option(help="pydocs, or a folder in the BEIR layout.")] = "pydocs",
     queries: Annotated[bool, typer.Option("--queries", help="Encode queries instead of documents.")] = False,
     split: Annotated[str | None, typer.Option(help="With --queries: only those of this split.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sparse: keep only this many terms of a text.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sparse: keep only this many terms per text.")] = None,
     storage: Annotated[str | None, typer.Option(help="Token vectors: fp16, or int8 for half the bytes.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Texts in a batch.")] = 32,
-    shard_size: Annotated[int, typer.Option(help="Texts in a shard, which is saved at once.")] = 1024,
+    batch_size: Annotated[int, typer.Option(help="Texts per batch.")] = 32,
+    shard_size: Annotated[int, typer.Option(help="Texts per shard; each shard is saved when it is full.")] = 1024,
     jsonl: Annotated[
         Path | None, typer.Option(help="Sparse: also write the vectors as JSON lines (Anserini form).")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Keep the shards of a killed run.")] = True,
+    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Keep the shards of an interrupted run.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="The manifest as JSON on stdout.")] = False,
 ) -> None:
     """Encode a collection to sparse vectors, or to token vectors with a multi-vector model (for --rerank).
 
-    A killed run goes on from its last shard when the same command is given again.
+    The same command again resumes an interrupted run from its last shard.
     """
     if split is not None and not queries:
         raise _common.UsageError("--split chooses queries: give it together with --queries.")
@@ -75,7 +75,7 @@ def encode(
 
 
 def _check_options(model: str, kind: str, given: dict[str, Any]) -> None:
-    """Refuse options of the other kind of model."""
+    """Raise an error for options of the other kind of model."""
     foreign = ("--top-k", "--jsonl") if kind == "multi-vector" else ("--storage",)
     for name in foreign:
         if given[name] is not None:

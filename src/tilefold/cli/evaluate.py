@@ -1,4 +1,4 @@
-"""``tilefold evaluate``: a run, or a model with its index, against relevance judgements."""
+"""``tilefold evaluate``: evaluates a run, or a model with its index, against relevance judgements."""
 # ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ def evaluate(
     run: Annotated[Path | None, typer.Option(help="A TREC run file to score.")] = None,
     model: Annotated[str | None, typer.Option(help="Folder or name of a SparseEncoder; with --index.")] = None,
     index: Annotated[Path | None, typer.Option(help="Index to search; with --model.")] = None,
-    k: Annotated[int, typer.Option(help="Documents to retrieve for a query.")] = 100,
+    k: Annotated[int, typer.Option(help="Documents to retrieve per query.")] = 100,
     measure: Annotated[
-        list[str] | None, typer.Option(help="As ir-measures writes it, such as nDCG@10; may be repeated.")
+        list[str] | None, typer.Option(help="Measure in the notation of ir-measures, such as nDCG@10; may be repeated.")
     ] = None,
     rerank: Annotated[str | None, typer.Option(help=_rerank.HELP)] = None,
     rerank_model: Annotated[str | None, typer.Option(help=_rerank.MODEL_HELP)] = None,
     rerank_depth: Annotated[
-        int | None, typer.Option(help=_rerank.DEPTH_HELP + " By default all that were retrieved.")
+        int | None, typer.Option(help=_rerank.DEPTH_HELP + " By default all retrieved candidates.")
     ] = None,
     save_run: Annotated[Path | None, typer.Option(help="Write the run as a TREC file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The measures as JSON on stdout.")] = False,
 ) -> None:
-    """Score a TREC run, or a model and its index; with --rerank, after its candidates were reranked."""
+    """Evaluate a TREC run, or a model with its index; with --rerank, after reranking the candidates."""
     if (run is None) == (model is None and index is None):
         raise _common.UsageError("give either --run FILE, or --model and --index.")
     if run is None and (model is None or index is None):

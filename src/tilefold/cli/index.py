@@ -1,4 +1,4 @@
-"""``tilefold index``: an index over encoded documents."""
+"""``tilefold index``: builds an index of encoded documents."""
 # ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations

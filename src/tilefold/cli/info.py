@@ -1,4 +1,4 @@
-"""``tilefold info``: what this installation is and what ``impl="auto"`` picks on this machine."""
+"""``tilefold info``: shows this installation, and what ``impl="auto"`` chooses on this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ARCHITECTURES = {"8.0": (8, 0), "8.9": (8, 9), "9.0": (9, 0), "10.0": (10, 0), "
 def info(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show versions, devices, what each operator would run, and which optional packages are there."""
+    """Show versions, devices, the implementation that each operator would run, and the optional packages."""
     facts = collect()
     if json:
         typer.echo(jsonlib.dumps(facts, indent=2))
@@ -102,7 +102,7 @@ def _operators() -> dict[str, dict[str, Any]]:
 
 
 def _triton() -> dict[str, Any]:
-    """The release, and what would run on GPUs that need not be here."""
+    """The Triton release, and which kernels it would run on each compute capability."""
     from tilefold.ops.implementations import kernel_of, releases  # noqa: PLC0415
 
     release = releases.release()

@@ -1,4 +1,4 @@
-"""``tilefold search``: ranked documents, and the terms that made their scores."""
+"""``tilefold search``: ranked documents, and the terms that contribute to their scores."""
 # ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RerankOptions:
 
 
 def search(
-    query: Annotated[str, typer.Argument(help="What to look for.")],
+    query: Annotated[str, typer.Argument(help="The query.")],
     demo: Annotated[Path, typer.Option(help="Folder of tilefold demo, used without --index.")] = _common.DEMO_DIR,
     model: Annotated[str | None, typer.Option(help="Folder or name of a SparseEncoder; with --index.")] = None,
     index: Annotated[Path | None, typer.Option(help="Index to search; with --model.")] = None,
@@ -53,9 +53,9 @@ def search(
     rerank_depth: Annotated[int | None, typer.Option(help=_rerank.DEPTH_HELP + " By default 100.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The hits as JSON on stdout.")] = False,
 ) -> None:
-    """Search an index; with no options, that of the demo.
+    """Search an index; without options, the index of the demo.
 
-    With --rerank, the best candidates of the index are ordered by late interaction, and scores are MaxSim.
+    With --rerank, the best candidates of the index are reordered by late interaction, and scores are MaxSim.
     """
     if not query.strip():
         raise _common.UsageError("query: expected some words, got an empty text.")
@@ -125,7 +125,7 @@ def _hits(query: str, paths: SearchPaths, k: int, reranking: RerankOptions | Non
 
 
 def _terms(encoded: SparseVectors, stored: SparseVectors, row: int, tokenizer: Any) -> list[dict[str, Any]]:
-    """Terms of the query that the document has, by their share of the score, largest first."""
+    """Query terms that the document contains, by their share of the score, largest first."""
     query = dict(zip(*(part.tolist() for part in encoded.row(0)), strict=True))
     document = dict(zip(*(part.tolist() for part in stored.row(row)), strict=True))
     shares = {term: weight * document[term] for term, weight in query.items() if term in document}

@@ -1,4 +1,4 @@
-"""``tilefold train``: a SPLADE or ColBERT model from a collection's training pairs."""
+"""``tilefold train``: trains a SPLADE or ColBERT model on a collection's training pairs."""
 # ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
@@ -14,45 +14,47 @@ from tilefold.cli import _common
 
 def train(
     output: Annotated[Path, typer.Option(help="Folder for the trained model.")],
-    method: Annotated[str, typer.Option(help="splade (sparse vectors), or colbert (a vector a token).")] = "splade",
+    method: Annotated[str, typer.Option(help="splade (sparse vectors), or colbert (one vector per token).")] = "splade",
     data: Annotated[str, typer.Option(help="pydocs, or a folder in the BEIR layout.")] = "pydocs",
     model: Annotated[
         str, typer.Option(help="minilm, a folder, or a Hugging Face name: of a masked LM, for colbert of any encoder.")
     ] = "minilm",
     steps: Annotated[int | None, typer.Option(help="Training steps; by default --epochs decides.")] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the training pairs.")] = 4.0,
-    batch_size: Annotated[int, typer.Option(help="Pairs in a step.")] = 64,
+    batch_size: Annotated[int, typer.Option(help="Pairs per step.")] = 64,
     learning_rate: Annotated[
         float | None, typer.Option("--lr", help="Peak learning rate; by default 2e-4, for colbert 1e-4.")
     ] = None,
     regularizer: Annotated[
-        float | None, typer.Option(help="splade: weight of the FLOPS terms, more is sparser; by default 0.01.")
+        float | None, typer.Option(help="splade: weight of the FLOPS terms, larger is sparser; by default 0.01.")
     ] = None,
     dimension: Annotated[
-        int | None, typer.Option(help="colbert: entries of a vector; by default 128, 0 for the backbone's own.")
+        int | None, typer.Option(help="colbert: dimension of a vector; by default 128, 0 for the backbone's own.")
     ] = None,
-    query_length: Annotated[int | None, typer.Option(help="colbert: tokens of a query; by default 32.")] = None,
+    query_length: Annotated[int | None, typer.Option(help="colbert: tokens per query; by default 32.")] = None,
     expand_queries: Annotated[
-        bool, typer.Option("--expand-queries", help="colbert: fill queries up with mask tokens that are scored.")
+        bool, typer.Option("--expand-queries", help="colbert: pad queries with mask tokens that are scored.")
     ] = False,
-    max_length: Annotated[int, typer.Option(help="Tokens that the model reads of a text.")] = 128,
-    train_max_length: Annotated[int | None, typer.Option(help="Fewer tokens while training, for speed.")] = None,
+    max_length: Annotated[int, typer.Option(help="Maximum tokens per text.")] = 128,
+    train_max_length: Annotated[int | None, typer.Option(help="The same while training; fewer are faster.")] = None,
     attention: Annotated[str | None, typer.Option(help="softmax or entmax; by default the model's own.")] = None,
-    alpha: Annotated[float | None, typer.Option(help="Of entmax, from 1 (softmax) to 2; 1.5 if not given.")] = None,
+    alpha: Annotated[float | None, typer.Option(help="alpha of entmax, from 1 (softmax) to 2; by default 1.5.")] = None,
     anneal_alpha: Annotated[float, typer.Option(help="Share of the steps over which alpha rises from 1.")] = 0.0,
-    bf16: Annotated[bool | None, typer.Option("--bf16/--fp32", help="By default what the hardware is good at.")] = None,
+    bf16: Annotated[
+        bool | None, typer.Option("--bf16/--fp32", help="By default the faster one on this hardware.")
+    ] = None,
     fused: Annotated[
         bool, typer.Option("--fused/--plain", help="Fused head (splade) or similarity (colbert), or the stock one.")
     ] = True,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal models.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Go on from what a killed run left.")] = True,
+    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Resume an interrupted run.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a finished model in --output.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the libraries' own logs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
 ) -> None:
     """Train a SPLADE or ColBERT model, saved as a stock sentence-transformers SparseEncoder or MultiVectorEncoder.
 
-    A killed run goes on from its last checkpoint when the same command is given again.
+    The same command again resumes an interrupted run from its last checkpoint.
     """
     values = {
         "base_model": model,
@@ -89,7 +91,7 @@ def train(
 
 
 def _own_values(method: str, own: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    """The fields that only the recipe of `method` has; options of another method are refused."""
+    """The fields that only the recipe of `method` has; options of another method are errors."""
     if method not in own:
         raise _common.UsageError(f"--method: expected one of {', '.join(own)}, got {method!r}.")
     for other, options in own.items():

@@ -1,4 +1,4 @@
-"""Regularisers of learned sparse retrieval that sentence-transformers lacks; they see the batch of all ranks.
+"""Regularisers of learned sparse retrieval that sentence-transformers lacks, computed over the batch of all ranks.
 
 Functions take scores ``[B, V]``; the modules plug into ``SpladeLoss`` as ``document_regularizer`` or
 ``query_regularizer``.

@@ -1,12 +1,12 @@
-"""Sums over ranks that autograd understands, and what a scores tensor says about where its parts lie.
+"""Differentiable sums over ranks, and how a scores tensor is distributed over them.
 
-Two kinds of sum, which differ in what each rank's loss means:
+Two kinds of sum, with different gradients:
 
-* over the *rows* of data-parallel ranks. Every rank makes the same loss ``L`` of the summed statistics, DDP and FSDP
-  average the ranks' gradients, so each rank must contribute ``W`` times the gradient of its own rows: backward
+* over the *rows* of data-parallel ranks. Every rank computes the same loss ``L`` from the summed statistics, DDP and
+  FSDP average the ranks' gradients, so each rank must contribute ``W`` times the gradient of its own rows: backward
   multiplies by the number of ranks ``W``, and needs no communication.
-* over the *columns* of vocabulary shards. Every rank makes the same loss and keeps the gradient of its own columns:
-  backward hands the gradient on.
+* over the *columns* of vocabulary shards. Every rank computes the same loss and keeps the gradient of its own columns:
+  backward passes the gradient on unchanged.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def columns_of(scores: Tensor, group: Group) -> Columns:
     """Read the layout of ``scores``.
 
     Raises:
-        TypeError: if ``scores`` is no floating tensor.
-        ValueError: for another shape than ``[B, V]``, a layout other than whole or sharded columns, an unclear group.
+        TypeError: if ``scores`` is not a floating-point tensor.
+        ValueError: for a shape other than ``[B, V]``, a layout other than whole or sharded columns, or an unclear
+            group.
     """
     if not isinstance(scores, Tensor) or not scores.is_floating_point():
         got = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
@@ -71,7 +72,7 @@ def sum_over_rows(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor
 
 
 def sum_over_columns(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum over vocabulary shards; backward hands the gradient on (see above)."""
+    """Sum over vocabulary shards; backward passes the gradient on unchanged (see above)."""
     return statistics if group is None else _sum(statistics, group, 1)
 
 

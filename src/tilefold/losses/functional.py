@@ -3,9 +3,9 @@
 Scores are those of a sparse encoder, nonnegative; statistics and results are fp32 (fp64 for fp64 scores). All take
 ``group``: the ranks whose rows make up the batch. With it each rank returns the value over the whole batch, and its
 gradient is such that the *average* of the ranks' gradients, as DistributedDataParallel and FSDP take it, is the
-gradient of one process with all rows. The ranks may hold different numbers of rows; each must weigh the result alike.
+gradient of one process with all rows. The ranks may hold different numbers of rows, but must weight the result equally.
 
-Scores may be a DTensor ``Shard(1)``, as a vocabulary-parallel head makes them: columns stay where they are, and scalars
+Scores may be a DTensor ``Shard(1)`` from a vocabulary-parallel head: columns stay where they are, and scalars
 and row counts are summed over the shards.
 """
 
@@ -41,7 +41,7 @@ def flops(
         A scalar.
 
     Raises:
-        TypeError: if ``scores`` is no floating-point tensor.
+        TypeError: if ``scores`` is not a floating-point tensor.
         ValueError: for shapes, DTensor placements or groups that do not fit.
     """
     columns = columns_of(scores, group)
@@ -70,10 +70,10 @@ def l1(scores: Tensor, *, group: Group = None) -> Tensor:
 
 
 def anti_zero(scores: Tensor, *, epsilon: float = 1e-8, group: Group = None) -> Tensor:
-    """``1 / ((sum_bv scores[b, v])^2 + epsilon)``: keeps regularised scores from dying out altogether.
+    """``1 / ((sum_bv scores[b, v])^2 + epsilon)``: keeps regularised scores from all becoming zero.
 
-    The term of naver's SPLADE trainer, there without ``epsilon``, which makes a batch of zeros infinite. It is made to
-    be added to another penalty: see :class:`tilefold.losses.RegularizerSum`.
+    The term of naver's SPLADE trainer, there without ``epsilon``, which makes a batch of zeros infinite. Add it to
+    another penalty: see :class:`tilefold.losses.RegularizerSum`.
 
     Args:
         scores, group: as in :func:`flops`.
@@ -100,7 +100,7 @@ def df_weights(document_frequency: Tensor, *, alpha: float = 0.1, beta: float = 
         beta: how steep the curve is there, positive.
 
     Raises:
-        TypeError: if ``document_frequency`` is no tensor.
+        TypeError: if ``document_frequency`` is not a tensor.
         ValueError: for ``alpha`` or ``beta`` out of range.
     """
     check_curve(alpha, beta)
@@ -112,7 +112,7 @@ def df_weights(document_frequency: Tensor, *, alpha: float = 0.1, beta: float = 
 
 
 def check_curve(alpha: float, beta: float) -> None:
-    """Raise ``ValueError`` unless :func:`df_weights` takes these."""
+    """Raise ``ValueError`` if ``alpha`` or ``beta`` is out of the range of :func:`df_weights`."""
     if not 0 < alpha < 1:
         raise ValueError(f"alpha must be between 0 and 1, exclusive, got {alpha!r}.")
     if not 0 < beta < math.inf:

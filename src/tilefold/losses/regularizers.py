@@ -1,4 +1,4 @@
-"""Regularisers as modules with ``compute_loss_from_embeddings``, the seam of ``SpladeLoss`` of sentence-transformers.
+"""Regularisers as modules with ``compute_loss_from_embeddings``, which ``SpladeLoss`` of sentence-transformers calls.
 
 Nothing here needs sentence-transformers to be installed. Weights and their schedule stay with ``SpladeLoss`` and its
 scheduler callback.
@@ -41,7 +41,7 @@ class Regularizer(nn.Module):
 class GlobalFlopsLoss(Regularizer):
     """FLOPS over the batch of all ranks, see :func:`tilefold.losses.flops`.
 
-    Drop it into ``SpladeLoss(..., document_regularizer=GlobalFlopsLoss())``. On one process it equals ``FlopsLoss`` of
+    Pass it to ``SpladeLoss(..., document_regularizer=GlobalFlopsLoss())``. On one process it equals ``FlopsLoss`` of
     sentence-transformers; on W ranks it equals what one process with W times the rows computes, so that the weight
     found on one GPU keeps its meaning. Cost: one all-reduce of ``[V]`` in forward, none in backward.
 
@@ -91,13 +91,13 @@ class AntiZeroLoss(Regularizer):
 
 
 class DFFlopsLoss(Regularizer):
-    """DF-FLOPS: FLOPS that spares rare terms and presses on those that most documents contain (arXiv 2505.15070).
+    """DF-FLOPS: FLOPS with small weights for rare terms and large ones for frequent terms (arXiv 2505.15070).
 
-    ``sum_v (w_v * mean_b scores[b, v])^2`` with ``w`` of :func:`tilefold.losses.df_weights`. Summaries of the paper put
-    ``w_v`` inside the square or in front of it; it is inside here.
+    ``sum_v (w_v * mean_b scores[b, v])^2`` with ``w`` of :func:`tilefold.losses.df_weights`. Descriptions of the paper
+    put ``w_v`` inside the square or in front of it; here it is inside.
 
-    The paper takes document frequencies from the documents that validation encodes, every 100 steps: hand those in with
-    :meth:`set_document_frequency`. With ``refresh_every`` the module estimates them by itself, from the training
+    The paper takes document frequencies from the documents that validation encodes, every 100 steps: pass those to
+    :meth:`set_document_frequency`. With ``refresh_every`` the module estimates them itself, from the training
     documents of all ranks since the last refresh; until the first one every weight is 1, which is FLOPS.
 
     Args:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class EntmaxAlpha(nn.Module):
-    """One learned alpha in (1, 2) for every head, ``1 + sigmoid(theta)``, which no optimiser step can leave.
+    """One learned alpha in (1, 2) per head, ``1 + sigmoid(theta)``, so that no optimiser step leaves that range.
 
     Args:
         heads: number of heads.

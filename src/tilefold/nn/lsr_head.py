@@ -1,4 +1,4 @@
-"""The LSR head as a module: a linear layer to the vocabulary, folded with its pooling and activation."""
+"""The LSR head as a module: a linear layer to the vocabulary, fused with its pooling and activation."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class LSRHead(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The options that tell one head from another."""
+        """The options of this head."""
         return (
             f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, bias={self.bias is not None}, "
             f"pooling={self.pooling!r}, activation={self.activation!r}, logit_scale={self.logit_scale}, "

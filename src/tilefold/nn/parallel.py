@@ -15,8 +15,8 @@ from tilefold.nn.lsr_head import LSRHead
 class VocabularyParallel(ParallelStyle):
     """Shard the vocabulary of a :class:`tilefold.nn.LSRHead` over the ranks of a mesh.
 
-    Each rank holds ``ceil(V / ranks)`` rows of ``weight`` and ``bias`` (the last ones fewer), makes those columns of
-    the scores, and keeps their gradients; only the gradient of ``hidden`` is summed over the ranks. Every rank must
+    Each rank holds ``ceil(V / ranks)`` rows of ``weight`` and ``bias`` (the last ranks fewer), computes those columns
+    of the scores, and keeps their gradients; only the gradient of ``hidden`` is summed over the ranks. Every rank must
     call the head with the same ``hidden``, mask and offsets, and must compute the same loss from the scores::
 
         parallelize_module(model, mesh["tp"], {"head": VocabularyParallel()})
@@ -24,13 +24,13 @@ class VocabularyParallel(ParallelStyle):
     Weights that were tied before are no longer: tie them again, to a DTensor with the same placement.
 
     Args:
-        output_layouts: placement of the ``[B, V]`` scores: ``Shard(1)`` leaves each rank its columns, ``Replicate()``
-            gathers them.
-        use_local_output: return this rank's part of the scores as a plain tensor, for code that knows no DTensor. With
-            ``Replicate()`` that is all of them.
+        output_layouts: placement of the ``[B, V]`` scores: ``Shard(1)`` leaves the columns on their ranks,
+            ``Replicate()`` gathers them.
+        use_local_output: return this rank's part of the scores as a plain tensor, for code that does not support
+            DTensor. With ``Replicate()`` that is all of them.
 
     Raises:
-        TypeError: when it is applied to another module than an LSRHead.
+        TypeError: when it is applied to a module that is not an LSRHead.
     """
 
     def __init__(self, *, output_layouts: Placement | None = None, use_local_output: bool = False) -> None:
@@ -69,7 +69,7 @@ class VocabularyParallel(ParallelStyle):
 
 
 def as_replica(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
-    """``hidden``, which every rank of ``mesh`` holds alike, as a ``Replicate()`` DTensor; sharded ones are gathered.
+    """``hidden``, equal on every rank of ``mesh``, as a ``Replicate()`` DTensor; a sharded one is gathered.
 
     Args:
         hidden: a plain tensor, or a DTensor on ``mesh``.

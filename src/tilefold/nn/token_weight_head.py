@@ -1,4 +1,4 @@
-"""Token weights as a module: a linear layer to one number a token, scattered to the vocabulary."""
+"""Token weights as a module: a linear layer to one number per token, scattered to the vocabulary."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tilefold.ops import token_scatter, token_scatter_sparse
 
 
 class TokenWeightHead(nn.Module):
-    """One learned weight for each token of a text, as its scores over the vocabulary; no expansion.
+    """Scores over the vocabulary from one learned weight per token, without term expansion.
 
     A thin owner of ``weight`` and ``bias`` around :func:`tilefold.ops.token_scatter`, which documents the mathematics.
     This is the head of uniCOIL (arXiv 2106.14807) and the lexical one of BGE-M3 (arXiv 2402.03216). The parameters have
-    the names and shapes of ``nn.Linear(hidden_size, 1)``, so the state dict of such a layer loads as it is: BGE-M3's
+    the names and shapes of ``nn.Linear(hidden_size, 1)``, so the state dict of such a layer loads unchanged: BGE-M3's
     ``sparse_linear.pt`` with ``head.load_state_dict(torch.load(path, weights_only=True))``.
 
     Args:
@@ -80,7 +80,7 @@ class TokenWeightHead(nn.Module):
             options: ``reduce``, ``activation``, ``ignore_ids`` and ``impl`` of the constructor.
 
         Raises:
-            TypeError: if ``layer`` is no ``nn.Linear``.
+            TypeError: if ``layer`` is not an ``nn.Linear``.
             ValueError: if it has more than one output.
         """
         if not isinstance(layer, nn.Linear):
@@ -138,7 +138,7 @@ class TokenWeightHead(nn.Module):
         top_k: int | None = None,
         min_weight: float = 0.0,
     ) -> Tensor:
-        """The scores above ``min_weight`` as a ``[B, V]`` CSR tensor, at most ``top_k`` a row; carries no graph.
+        """The scores above ``min_weight`` as a ``[B, V]`` CSR tensor, at most ``top_k`` per row; not differentiable.
 
         The other arguments are those of :meth:`forward`; see :func:`tilefold.ops.token_scatter_sparse`.
         """
@@ -157,7 +157,7 @@ class TokenWeightHead(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """The options that tell one head from another."""
+        """The options of this head."""
         return (
             f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, bias={self.bias is not None}, "
             f"reduce={self.reduce!r}, activation={self.activation!r}, ignore_ids={self.ignore_ids}, impl={self.impl!r}"

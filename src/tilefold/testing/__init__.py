@@ -1,4 +1,4 @@
-"""Error budgets, shared by the tests and the benchmarks; the inputs of an operator have a module of its name.
+"""Error budgets for tests and benchmarks; random inputs are in the module of each operator's name.
 
 **Budgets.** An error is ``||out - reference|| / ||reference||`` against the reference in fp64 on the same, already
 rounded inputs. What a dtype allows follows from its unit roundoff ``u`` (half the distance from 1 to the next number):
@@ -43,10 +43,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SENTINEL = 113  # what poisoned integers hold: a valid index of nothing small
+SENTINEL = 113  # value of poisoned integers: no valid index into a small tensor
 _ACCUMULATION = 1e-5  # fp32 products and sums, before any rounding to the output
 CONFIDENCE = 8.0  # standard deviations of rounding that a comparison allows
-USUAL_SENSITIVITY = 2.0  # of a slope to the rounding of the score that it is taken from
+USUAL_SENSITIVITY = 2.0  # sensitivity c of a slope to the rounding of its score, at usual scores
 _FACTORS = {"forward": 1.0, "gradient": 1.3, "gradient_bound": 4.0}
 
 
@@ -69,7 +69,7 @@ def budget(
     roundoff = torch.finfo(dtype).eps / 2
     accumulation = 1e-13 if dtype == torch.float64 else _ACCUMULATION
     if kind != "forward":
-        accumulation *= 2  # a product, and a sum over what it selects
+        accumulation *= 2  # two sums: the product, and that over the entries it selects
     factor, c = _FACTORS[kind], max(sensitivity, USUAL_SENSITIVITY)
     if kind == "gradient":
         factor *= math.sqrt((c * c + 2) / (USUAL_SENSITIVITY**2 + 2))
@@ -160,9 +160,9 @@ def assert_within_budget(
 
 @contextlib.contextmanager
 def nan_poisoned_empty() -> Iterator[None]:
-    """Within it, ``torch.empty``, ``torch.empty_like`` and ``Tensor.new_empty`` hand out NaN, and integers SENTINEL.
+    """Within it, ``torch.empty``, ``torch.empty_like`` and ``Tensor.new_empty`` return NaN, or SENTINEL for integers.
 
-    An element that nobody writes then shows up, instead of holding what happens to be a zero. Not for threads.
+    An element that is never written then shows up as NaN, instead of holding an accidental zero. Not thread-safe.
     """
 
     def poisoned(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,4 +1,4 @@
-"""Scores, an independent truth, and results of alpha-entmax, for tests and benchmarks."""
+"""Random scores, an independent exact solution, and results of alpha-entmax, for tests and benchmarks."""
 
 from __future__ import annotations
 

@@ -156,8 +156,8 @@ def assert_entmax_attention_matches(
     """Run an implementation and hold its results to their budgets; return them.
 
     The output passes two roundings in 16 bits, of the weights and of itself, and gradients the rounding of a second
-    output more: they are held to the budget ``kind``, the output to ``"gradient"``. What is left of a gradient by alpha
-    is a small difference of large sums, so its budget is ten times that.
+    output more: they are held to the budget ``kind``, the output to ``"gradient"``. The gradient of alpha is a small
+    difference of large sums, so its budget is ten times that.
     """
     results = entmax_attention_results(inputs, needs=needs, **options)
     exact = dict(options, impl="reference")

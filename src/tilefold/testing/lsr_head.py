@@ -136,7 +136,7 @@ def _mask(layout: str, batch: int, length: int, generator: torch.Generator) -> T
         mask = places >= length - lengths
     else:
         mask = places < lengths
-    mask[: max(batch - 1, 0)][:1] = True  # one sequence as long as can be
+    mask[: max(batch - 1, 0)][:1] = True  # one sequence of the full length
     if layout == "packed" and batch >= 5:
         mask[[0, batch // 2, batch - 1]] = False
         mask[1] = True
@@ -200,7 +200,7 @@ def with_one_answer(
 
 
 def slope_sensitivity(scores: Tensor, dscores: Tensor, activation: str, kind: str) -> float:
-    """How many times a slope is off by the rounding of the score that it is taken from; :mod:`tilefold.testing` says c.
+    """Sensitivity of a slope to the rounding of its score, called c in :mod:`tilefold.testing`.
 
     Args:
         scores: exact, fp64 ``[B, V]``.
@@ -236,7 +236,7 @@ def assert_lsr_head_matches(
     Args:
         inputs: the problem; entries without one answer are taken out by :func:`with_one_answer`.
         kind: budget of the gradients.
-        large_scores: whether the budget is that of the scores at hand, in place of usual ones; poolings of one token.
+        large_scores: compute the budget from these scores instead of assuming usual ones; for poolings of one token.
         needs: gradients to ask for.
         options: of :func:`tilefold.ops.lsr_head`, with ``impl``.
     """

@@ -137,7 +137,7 @@ def _mask(layout: str, tokens: Tensor, generator: torch.Generator) -> Tensor | N
         mask = torch.arange(length) >= length - lengths
     else:
         mask = torch.arange(length) < lengths
-    mask[:1] = True  # one sequence as long as can be
+    mask[:1] = True  # one sequence of the full length
     if count >= 2:
         mask[count // 2] = False
     return mask.view(tokens.shape[:-1])
