@@ -136,7 +136,7 @@ def test_a_model_whose_attention_cannot_be_chosen_is_refused() -> None:
         _can_set_attn_implementation = classmethod(lambda cls: False)
 
     small = DistilBertModel.config_class(dim=16, n_layers=1, n_heads=2, hidden_dim=16, vocab_size=20)
-    with pytest.raises(ValueError, match="model must let its attention be chosen"):
+    with pytest.raises(ValueError, match="model must support a choice of attention"):
         use_entmax(Fixed._from_config(small, attn_implementation="sdpa"))
 
 

@@ -114,7 +114,7 @@ def test_a_schedule_refuses_models_that_it_would_not_change(tmp_path: Path) -> N
 
     with pytest.raises(ValueError, match="model must run entmax attention, got one that runs none"):
         begin(AlphaSchedule(), model("bert", "sdpa"))
-    with pytest.raises(ValueError, match="must not lie behind the last step, 10, got 11"):
+    with pytest.raises(ValueError, match="must not lie after the last step, 10, got 11"):
         begin(AlphaSchedule(until=11), model("bert"))
     with pytest.raises(ValueError, match="one for every attention layer"):
         begin(AlphaSchedule([1.5, 1.5, 1.5]), model("bert"))

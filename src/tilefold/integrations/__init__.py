@@ -1,1 +1,1 @@
-"""Public seams of other libraries: patched only on request, and reversible."""
+"""Fused operators inside other libraries, through their extension points; patches only on request, and reversible."""

@@ -1,4 +1,4 @@
-"""Names in other libraries' modules that are replaced on request, and put back."""
+"""Replaces functions in other libraries' modules on request, and restores them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Patches:
     """Replacements in one library: all of them are made, or none.
 
     Args:
-        library: what the user installs, for messages.
+        library: the package's name, for error messages.
         places: ``(module, name)`` of each, where ``name`` may be a class and its method, ``"Class.method"``.
     """
 
@@ -27,10 +27,10 @@ class Patches:
         return bool(self._stock)
 
     def apply(self, replacements: Sequence[Callable[..., Any]]) -> None:
-        """Put one function in each place; what was there before the first call is what :meth:`undo` brings back.
+        """Put one function in each place; :meth:`undo` restores what was there before the first call.
 
         Raises:
-            ImportError: if the library is not there.
+            ImportError: if the library is not installed.
             RuntimeError: if it does not have the names.
         """
         owners = [self._owner(module, name) for module, name in self.places]
@@ -41,7 +41,7 @@ class Patches:
             setattr(owner, name, function)
 
     def undo(self) -> None:
-        """Bring back what was there; nothing if nothing was replaced."""
+        """Restore the original functions; does nothing if none was replaced."""
         if not self._stock:
             return
         for (module, name), function in zip(self.places, self._stock, strict=True):

@@ -1,4 +1,4 @@
-"""Token vectors as other libraries hand them over: tensors, arrays, and lists of sequences of different lengths."""
+"""Converts token vectors from other libraries: tensors, arrays, and lists of sequences of different lengths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def as_tokens(name: str, embeddings: Any, dims: int) -> Tensor:
     """Padded token vectors ``[.., L, D]`` with ``dims`` dimensions, floating; lists are stacked.
 
     Raises:
-        ValueError: for an empty list, or another number of dimensions.
+        ValueError: for an empty list, or a different number of dimensions.
     """
     if isinstance(embeddings, (list, tuple)):
         if not embeddings:
@@ -47,7 +47,7 @@ def pack(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _tensor(item: Any) -> Tensor:
-    """Arrays are read where they lie; a read-only one, which torch would warn about, is copied."""
+    """Arrays share memory with the tensor, except read-only ones, which are copied because torch would warn."""
     if isinstance(item, Tensor):
         return item
     flags = getattr(item, "flags", None)

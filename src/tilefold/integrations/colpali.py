@@ -1,8 +1,8 @@
 """colpali-engine's late-interaction scores without the similarities ``[Bq, Bd, Lq, Ld]``.
 
-colpali-engine has no masks: padding is a row of zeros, which takes part in the maximum with a similarity of 0 and so
-hides negative ones. These functions compute the same. Among equal similarities, as rows of zeros have them, the first
-row takes the gradient that colpali-engine shares out; the models drop the gradients of padding.
+colpali-engine has no masks: padding is a row of zeros, which takes part in the maximum with a similarity of 0, larger
+than a negative one. These functions compute the same. Among equal similarities, such as those of rows of zeros, the
+first row takes the gradient that colpali-engine splits; the models drop the gradients of padding.
 
 The losses call the functions by name: :func:`accelerate` replaces those names, and :func:`restore` brings them back.
 Only :func:`accelerate` imports colpali-engine.
@@ -82,17 +82,18 @@ _PATCHES = Patches(
 
 
 def accelerate(*, impl: str = "auto") -> Acceleration:
-    """Put the functions of this module behind colpali-engine's names: its losses and ``score_multi_vector`` use them.
+    """Make colpali-engine's losses and ``score_multi_vector`` use the functions of this module.
 
-    Losses made before or after score without the similarities, in-batch smooth maxima (``use_smooth_max=True``)
-    included. The smooth maxima of explicit negatives, ``[B, N, Lq, Ld]``, stay colpali-engine's own, and so do the
-    similarities of each query with its positive, ``[B, Lq, Ld]``. ``COLPALI_SCORES_BACKEND`` is not read.
+    Losses created before or after the call score without the similarities, in-batch smooth maxima
+    (``use_smooth_max=True``) included. The smooth maxima of explicit negatives, ``[B, N, Lq, Ld]``, stay
+    colpali-engine's own, and so do the similarities of each query with its positive, ``[B, Lq, Ld]``.
+    ``COLPALI_SCORES_BACKEND`` is not read.
 
     Args:
         impl: as in :func:`tilefold.ops.maxsim`.
 
     Returns:
-        A handle; as a context manager, it undoes everything at its end.
+        A handle; as a context manager, it undoes the replacement at its end.
 
     Raises:
         ImportError: if colpali-engine is not installed.
@@ -115,17 +116,17 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
 
 
 def restore() -> None:
-    """Undo :func:`accelerate`; nothing if it was not called."""
+    """Undo :func:`accelerate`; does nothing if it was not called."""
     _PATCHES.undo()
 
 
 def is_accelerated() -> bool:
-    """Whether colpali-engine's names lead to the functions of this module."""
+    """Whether colpali-engine uses the functions of this module."""
     return _PATCHES.active
 
 
 def _bound(function: Callable[..., Tensor], impl: str) -> Callable[..., Tensor]:
-    """``function`` with ``impl`` for its default."""
+    """``function`` with ``impl`` as its default."""
 
     @functools.wraps(function)
     def call(query: Tensor, doc: Tensor) -> Tensor:
@@ -135,7 +136,7 @@ def _bound(function: Callable[..., Tensor], impl: str) -> Callable[..., Tensor]:
 
 
 def _inbatch_scores(impl: str) -> Callable[..., Tensor]:
-    """The method that stands in for ``ColbertModule._inbatch_scores``: scores, divided by query lengths on request."""
+    """Replacement of ``ColbertModule._inbatch_scores``: scores, divided by query lengths on request."""
 
     def scores(self: Any, query_embeddings: Tensor, doc_embeddings: Tensor) -> Tensor:
         tau = self.tau if self.use_smooth_max else None

@@ -1,7 +1,7 @@
 """PyLate's ColBERT scores without the similarities ``[Nq, Nd, Lq, Ld]``, with PyLate's signatures and masks.
 
-The functions go into PyLate's losses as ``score_metric=``; :func:`accelerate` puts them behind PyLate's own names, for
-its reranker and evaluators. They need no PyLate: only :func:`accelerate` imports it.
+Pass the functions to PyLate's losses as ``score_metric=``; :func:`accelerate` makes PyLate's reranker and evaluators
+use them. Only :func:`accelerate` imports PyLate.
 
 PyLate multiplies similarities by the masks *before* the maximum. A masked document token (padding, a word of the
 skiplist) thus counts as a similarity of 0, and wins where all others are negative; a document without an unmasked
@@ -50,8 +50,8 @@ def colbert_scores(
     Args:
         queries_embeddings: ``[Nq, Lq, D]`` tensor, array or list; fp16, bf16, fp32 or fp64.
         documents_embeddings: ``[Nd, Ld, D]``, of the same dtype and device.
-        queries_mask: ``[Nq, Lq]``. Of bools or integers, nonzero = keep. Floating ones multiply the similarities,
-            whatever their values, with a gradient if they want one; it costs a copy of the embeddings.
+        queries_mask: ``[Nq, Lq]``. Bools or integers: nonzero = keep. A floating-point mask multiplies the similarities
+            and has a gradient if it requires one; it costs a copy of the embeddings.
         documents_mask: ``[Nd, Ld]``, likewise.
         backend: ``None``, ``"auto"`` or an ``impl`` of :func:`tilefold.ops.maxsim`; ``"torch"`` is ``"reference"``. The
             environment variable ``PYLATE_SCORES_BACKEND`` is not read.
@@ -84,12 +84,12 @@ def colbert_scores_pairwise(
 
     Args:
         queries_embeddings: ``[B, Lq, D]``, or a list of ``[Lq_i, D]``, which are not padded.
-        documents_embeddings: ``[B, Ld, D]``, or a list of ``[Ld_i, D]``. Rows of zeros, as padding has them, take part:
-            their similarity is 0.
+        documents_embeddings: ``[B, Ld, D]``, or a list of ``[Ld_i, D]``. Rows of zeros, such as padding, take part
+            with a similarity of 0.
         backend: as in :func:`colbert_scores`.
 
     Returns:
-        ``[B]`` fp32 (fp64 for fp64), differentiable. A list's document without a row scores 0.
+        ``[B]`` fp32 (fp64 for fp64), differentiable. A document without a row, in a list, scores 0.
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`colbert_scores`.
@@ -203,17 +203,17 @@ _PATCHES = Patches(
 
 
 def accelerate(*, impl: str = "auto") -> Acceleration:
-    """Put the functions of this module behind PyLate's own names, in every module of PyLate that calls them.
+    """Make every module of PyLate that calls PyLate's scores use the functions of this module.
 
     From then on ``rank.rerank``, the triplet and distillation evaluators, and the losses ``Contrastive`` and
-    ``CachedContrastive`` without a ``score_metric`` use them. ``losses.Distillation`` holds its default since it was
-    defined: give it ``score_metric=colbert_kd_scores``. Names that your own code imported before stay PyLate's.
+    ``CachedContrastive`` without a ``score_metric`` use them. ``losses.Distillation`` imports its default early, so
+    pass it ``score_metric=colbert_kd_scores``. Names that your own code imported before stay PyLate's.
 
     Args:
-        impl: implementation where a call names no backend, see :func:`tilefold.ops.maxsim`.
+        impl: implementation of calls without ``backend=``, see :func:`tilefold.ops.maxsim`.
 
     Returns:
-        A handle; as a context manager, it undoes everything at its end.
+        A handle; as a context manager, it undoes the replacement at its end.
 
     Raises:
         ImportError: if PyLate is not installed.
@@ -237,17 +237,17 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
 
 
 def restore() -> None:
-    """Undo :func:`accelerate`; nothing if it was not called."""
+    """Undo :func:`accelerate`; does nothing if it was not called."""
     _PATCHES.undo()
 
 
 def is_accelerated() -> bool:
-    """Whether PyLate's names lead to the functions of this module."""
+    """Whether PyLate uses the functions of this module."""
     return _PATCHES.active
 
 
 def _bound(function: Callable[..., Tensor], impl: str) -> Callable[..., Tensor]:
-    """``function``, with ``impl`` where a call names no backend."""
+    """``function``, with ``impl`` for calls without ``backend=``."""
     place = list(inspect.signature(function).parameters).index("backend")
 
     @functools.wraps(function)
@@ -266,7 +266,7 @@ def _impl(backend: str | None) -> str:
     if name not in IMPLS:
         listed = ", ".join(repr(impl) for impl in (*IMPLS, "torch"))
         raise ValueError(
-            f"backend must be None or one of {listed}, got {backend!r}; PyLate's own functions know its other backends."
+            f"backend must be None or one of {listed}, got {backend!r}; PyLate's own functions have its other backends."
         )
     return name
 
@@ -279,7 +279,7 @@ def _side(name: str, embeddings: Any, mask: Any, dims: int) -> tuple[Tensor, Ten
     mask = torch.as_tensor(mask)
     if mask.shape != rows.shape[:-1]:
         raise ValueError(
-            f"{name}_mask must have shape {list(rows.shape[:-1])}, one entry a token, got {list(mask.shape)}."
+            f"{name}_mask must have shape {list(rows.shape[:-1])}, one entry per token, got {list(mask.shape)}."
         )
     if mask.is_floating_point():
         return rows * mask.to(rows.dtype)[..., None], None

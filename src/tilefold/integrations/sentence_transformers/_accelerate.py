@@ -1,4 +1,4 @@
-"""Give a SparseEncoder a fused head, or a MultiVectorEncoder fused scores, in place, and take them away again."""
+"""Fuses the head of a SparseEncoder, or the scores of a MultiVectorEncoder, in place, and restores them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Acceleration:
 
     Attributes:
         model: the SparseEncoder or MultiVectorEncoder, accelerated in place.
-        heads: how many LM heads were fused; a Router may have one for each route, a MultiVectorEncoder has none.
+        heads: how many LM heads were fused; a Router may have one per route, a MultiVectorEncoder has none.
     """
 
     def __init__(self, model: Any, heads: int) -> None:
@@ -53,18 +53,18 @@ class Acceleration:
 
 
 def accelerate(model: Any, *, impl: str = "auto", check: bool = True, quantize: str | None = None) -> Acceleration:
-    """Let a SparseEncoder score without the ``[B, S, V]`` logits, or a MultiVectorEncoder without token similarities.
+    """Make a SparseEncoder score without the ``[B, S, V]`` logits, or a MultiVectorEncoder without token similarities.
 
     The model is changed in place and stays a stock one: same classes, same state dict, same checkpoint, so that
     sentence-transformers alone loads what it saves.
 
-    Of a MultiVectorEncoder, ``similarity`` and ``similarity_pairwise`` are replaced on the instance by those of
+    For a MultiVectorEncoder, ``similarity`` and ``similarity_pairwise`` are replaced on the instance by those of
     :mod:`tilefold.integrations.sentence_transformers.multi_vector`, which pack the ragged lists that ``encode`` returns
     and apply :func:`tilefold.ops.maxsim`; reranking and distillation evaluators call them. Its losses, and the other
-    evaluators, hold functions of their own: give them those of that module (``similarity_fct=``, ``score_functions=``).
+    evaluators, have functions of their own: pass those of that module (``similarity_fct=``, ``score_functions=``).
 
-    Of a SparseEncoder, only two forwards are replaced, on the instances: the LM head
-    hands on hidden states, and the SpladePooling behind it applies :func:`tilefold.ops.lsr_head`. Routers, tied
+    For a SparseEncoder, two forwards are replaced, on the instances: the LM head returns its
+    input, and the SpladePooling after it applies :func:`tilefold.ops.lsr_head`. Routers, tied
     weights, LoRA on the LM head, flattened inputs, autocast, pickle and deepcopy keep working. ``token_embeddings`` is
     no longer among the features that the model returns. A second call starts over, with its own ``impl``; call again
     after an adapter was added to the LM head, or merged into it.
@@ -72,13 +72,13 @@ def accelerate(model: Any, *, impl: str = "auto", check: bool = True, quantize: 
     Args:
         model: a ``sentence_transformers.SparseEncoder`` with a SpladePooling, or a ``MultiVectorEncoder``.
         impl: implementation of the operator, see :func:`tilefold.ops.lsr_head`.
-        check: run two short texts (of a MultiVectorEncoder: four short sequences of vectors) through the stock and the
-            fused model, and refuse if they disagree. It takes four forwards of two short texts in eval mode, and
-            changes neither modes nor random state.
-        quantize: ``"fp8"`` rounds LM head and token states to fp8 wherever no gradient is asked for, as in ``encode``:
+        check: run two short texts (for a MultiVectorEncoder: four short sequences of vectors) through the stock and the
+            fused model, and raise an error if they disagree. It takes four forwards in eval mode, and changes neither
+            modes nor random state.
+        quantize: ``"fp8"`` rounds LM head and token states to fp8 wherever no gradient is needed, as in ``encode``:
             1.6 times the speed of the bf16 head on an H200, scores about 1% off (see
-            :func:`tilefold.ops.quantize_weight`). Training, and checkpoints, stay as they are. For the max pooling of a
-            SparseEncoder.
+            :func:`tilefold.ops.quantize_weight`). Training and checkpoints do not change. Only for the max pooling of
+            a SparseEncoder.
 
     Returns:
         A handle; as a context manager, it restores the model at its end.
@@ -87,7 +87,7 @@ def accelerate(model: Any, *, impl: str = "auto", check: bool = True, quantize: 
         TypeError: if ``model`` is neither a SparseEncoder nor a MultiVectorEncoder.
         ValueError: if the model has no LM head before a SpladePooling, or does something with its logits or
             similarities that the fused operator cannot reproduce; nothing is changed then.
-        RuntimeError: if the check cannot run the model where it lies.
+        RuntimeError: if the check cannot run the model on its device.
     """
     check_impl(impl)
     if quantize not in {None, "fp8"}:
@@ -127,10 +127,10 @@ def accelerate(model: Any, *, impl: str = "auto", check: bool = True, quantize: 
 
 
 def restore(model: Any) -> None:
-    """Undo :func:`accelerate`; a model that is not accelerated stays as it is.
+    """Undo :func:`accelerate`; does nothing to a model that is not accelerated.
 
     Raises:
-        TypeError: if ``model`` is no ``torch.nn.Module``.
+        TypeError: if ``model`` is not a ``torch.nn.Module``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -141,7 +141,7 @@ def restore(model: Any) -> None:
 
 
 def is_accelerated(model: Any) -> bool:
-    """Whether ``model`` makes its scores with a fused head, or fused similarities."""
+    """Whether ``model`` has a fused head or fused similarities."""
     return isinstance(model, nn.Module) and (
         has_fused_similarity(model)
         or any(isinstance(vars(module).get("forward"), FusedSpladePooling) for module in model.modules())
@@ -162,7 +162,7 @@ def _remove_patches(model: nn.Module) -> None:
 
 
 def _check_head_is_fused(transformer: Any, _: Any) -> None:
-    """Before each forward: adapters that were added or merged since put another layer in the head's place."""
+    """Before each forward: raise if adding or merging an adapter has replaced the head's layer."""
     if torch.compiler.is_compiling():
         return
     head = transformer.model.get_output_embeddings()

@@ -1,4 +1,4 @@
-"""Encode texts straight to sparse rows: neither the ``[B, S, V]`` logits nor the dense ``[B, V]`` exist."""
+"""Encodes texts to sparse rows, without the ``[B, S, V]`` logits and without a dense ``[B, V]``."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def encode_sparse(
     """Encode ``texts`` to a ``torch.sparse_csr`` matrix ``[len(texts), V]`` on the CPU, in the order of ``texts``.
 
     Rows equal those of ``model.encode(texts, max_active_dims=top_k)``, up to the evaluation order of the head. A model
-    that is not accelerated is accelerated for the call. Routes without an LM head (static query embeddings) are
-    encoded densely and made sparse afterwards.
+    that is not accelerated is accelerated for the duration of the call. Routes without an LM head (static query
+    embeddings) are encoded densely and made sparse afterwards.
 
     Args:
         model: a ``sentence_transformers.SparseEncoder``.
         texts: any number of texts.
         task: ``"query"``, ``"document"`` or ``None``: the route of a Router, and the name of the default prompt.
         prompt_name: name of a prompt of the model; by default that of the task, if the model has one.
-        prompt: a prompt to put before every text; wins over ``prompt_name``.
+        prompt: a prompt to put before every text; takes precedence over ``prompt_name``.
         batch_size: texts encoded at a time; texts are sorted by length first.
-        top_k: keep at most this many entries of a row; by default the model's ``max_active_dims``.
+        top_k: keep at most this many entries per row; by default the model's ``max_active_dims``.
         min_weight: keep entries strictly greater than this.
 
     Raises:
-        TypeError: if ``texts`` is one string, or ``model`` no SparseEncoder.
+        TypeError: if ``texts`` is one string, or ``model`` is not a SparseEncoder.
         ValueError: if ``batch_size`` is not positive, or the model has no prompt of that name.
     """
     if isinstance(texts, str):
@@ -75,7 +75,7 @@ def _stack_rows(batches: list[Tensor], order: list[int], vocab_size: int) -> Ten
     columns = torch.cat([batch.col_indices() for batch in batches])
     values = torch.cat([batch.values() for batch in batches])
     rank = torch.empty(len(order), dtype=torch.int64)
-    rank[torch.tensor(order, dtype=torch.int64)] = torch.arange(len(order))  # where row i of the result is now
+    rank[torch.tensor(order, dtype=torch.int64)] = torch.arange(len(order))  # row i's place in the stack
     starts = counts.cumsum(0) - counts
     offsets = torch.cat([counts.new_zeros(1), counts[rank].cumsum(0)])
     within = torch.arange(len(values)) - offsets[:-1].repeat_interleave(counts[rank])

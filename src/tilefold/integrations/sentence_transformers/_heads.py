@@ -1,4 +1,4 @@
-"""The LM head of a model: which layer it is, and the matrix that it stands for, adapters included."""
+"""Finds the LM head of a model, and its matrix, adapters included."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LOW_RANK_ALIGNMENT = 8  # extra columns are padded to this, so that rows of the
 
 
 class HeadOperands(NamedTuple):
-    """What the fused head multiplies: ``hidden`` ``[..., K]``, ``weight`` ``[V, K]``, ``bias`` ``[V]`` or ``None``."""
+    """The operands of the fused head: ``hidden`` ``[..., K]``, ``weight`` ``[V, K]``, ``bias`` ``[V]`` or ``None``."""
 
     hidden: Tensor
     weight: Tensor
@@ -36,10 +36,10 @@ def find_head(network: Any) -> nn.Module:
 
 
 def check_head(head: nn.Module) -> None:
-    """Refuse a head whose output is not ``hidden @ weight.T + bias``.
+    """Raise an error for a head whose output is not ``hidden @ weight.T + bias``.
 
     Raises:
-        ValueError: for quantised layers, foreign adapters, hooks and forwards that someone else replaced.
+        ValueError: for quantised layers, unsupported adapters, hooks and replaced forwards.
     """
     layers = [head, *_layers_inside(head)]
     for layer in layers:
@@ -67,7 +67,7 @@ def head_operands(head: nn.Module, hidden: Tensor) -> HeadOperands:
 
     Raises:
         ValueError: for a layer or adapter kind that is not supported.
-        RuntimeError: for a weight that is not whole here (sharded or replicated by a wrapper around the model).
+        RuntimeError: for a weight that is not complete here (sharded or replicated by a wrapper around the model).
     """
     _check_supported(head)
     if _is_peft(head, "ModulesToSaveWrapper"):
@@ -137,7 +137,7 @@ def _check_supported(head: nn.Module) -> None:
 
 
 def _saved_module(wrapper: Any) -> nn.Module:
-    """The module that PEFT's ``ModulesToSaveWrapper`` would run now."""
+    """The module that PEFT's ``ModulesToSaveWrapper`` currently runs."""
     active = wrapper.active_adapters
     if wrapper.disable_adapters or not active or active[0] not in wrapper.modules_to_save:
         module: nn.Module = wrapper.original_module
@@ -153,13 +153,13 @@ def _layers_inside(head: Any) -> list[nn.Module]:
 
 
 def _is_peft(layer: nn.Module, name: str) -> bool:
-    """Whether ``layer`` is PEFT's class ``name``; told by name, so that peft need not be installed."""
+    """Whether ``layer`` is PEFT's class ``name``; compared by name, so that peft need not be installed."""
     home = {"Linear": "peft.tuners.lora.layer", "ModulesToSaveWrapper": "peft.utils.other"}[name]
     return type(layer).__module__ == home and type(layer).__qualname__ == name
 
 
 def _check_whole(weight: Any, head: Any, hidden: Tensor) -> None:
-    """Refuse a weight that lies elsewhere, or in part: it is read outside the forward of its own module."""
+    """Raise an error for a sharded weight or one on another device: it is read outside of its module's forward."""
     if type(weight).__name__ == "DTensor" or weight.numel() < head.out_features * head.in_features:
         raise RuntimeError(
             "the weight of the LM head must be whole when the pooling reads it, got a shard of it; apply FSDP to the "

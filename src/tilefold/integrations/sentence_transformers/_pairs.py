@@ -1,4 +1,4 @@
-"""Where a SparseEncoder makes its scores: pairs of a Transformer with an LM head and the SpladePooling after it."""
+"""Finds the pairs of a Transformer with an LM head and the SpladePooling after it in a SparseEncoder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tilefold.integrations.sentence_transformers._heads import find_head
 
 
 class SpladePair(NamedTuple):
-    """One way through the model: ``transformer`` runs ``head`` last, ``pooling`` comes next."""
+    """One route through the model: ``transformer`` runs ``head`` last, ``pooling`` comes next."""
 
     transformer: Any
     head: nn.Module
@@ -24,11 +24,11 @@ class SpladePair(NamedTuple):
 
 
 def find_pairs(model: nn.Module) -> list[SpladePair]:
-    """Every distinct pair of a SparseEncoder, through the routes of its Router modules.
+    """All distinct pairs of a SparseEncoder, over all routes of its Router modules.
 
     Raises:
-        TypeError: if ``model`` is no SparseEncoder.
-        ValueError: if it has no pair, or one that cannot be taken alone (a head that also feeds something else).
+        TypeError: if ``model`` is not a SparseEncoder.
+        ValueError: if it has no pair, or a head that also feeds something other than its pooling.
     """
 
     if not isinstance(model, SparseEncoder):
@@ -78,8 +78,8 @@ def _pair_at(pipeline: list[Any], poolings: list[int]) -> SpladePair:
     names = " -> ".join(type(module).__name__ for module in pipeline)
     if len(poolings) > 1 or not _is_transformer(before):
         raise ValueError(
-            f"one SpladePooling must directly follow a Transformer, got {names}; a module between them reads logits "
-            "that a fused head never makes."
+            f"one SpladePooling must directly follow a Transformer, got {names}; a module between them would "
+            "read logits that a fused head never computes."
         )
     pooling = pipeline[position]
     if type(pooling).forward is not SpladePooling.forward or "forward" in vars(pooling):
@@ -91,7 +91,7 @@ def _pair_at(pipeline: list[Any], poolings: list[int]) -> SpladePair:
 
 
 def _check_exclusive(pairs: list[SpladePair], unpooled: list[Any]) -> None:
-    """A head that hands on hidden states may feed poolings only, and a pooling must know its head."""
+    """A fused head may feed poolings only, and a pooling must belong to one head."""
     heads = {id(pair.head) for pair in pairs}
     for transformer in unpooled:
         getter = getattr(transformer.model, "get_output_embeddings", None)

@@ -1,4 +1,4 @@
-"""What replaces the forwards of an accelerated pair: hidden states pass the head, and the pooling folds them."""
+"""The forwards of an accelerated pair: the head returns its input, and the pooling applies the fused head."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ACTIVATIONS = {"relu": "log1p_relu", "log1p_relu": "log1p_log1p_relu"}  # Splade
 
 
 class SparseOptions(NamedTuple):
-    """Ask the fused poolings for CSR scores in place of dense ones."""
+    """Options of fused poolings that return CSR scores in place of dense ones."""
 
     top_k: int | None
     min_weight: float
@@ -31,7 +31,7 @@ _sparse_options: ContextVar[SparseOptions | None] = ContextVar("tilefold_sparse_
 
 @contextmanager
 def sparse_scores(options: SparseOptions) -> Iterator[None]:
-    """Inside, in this thread, fused poolings put ``torch.sparse_csr`` scores into ``sentence_embedding``."""
+    """Within it, in this thread, fused poolings put ``torch.sparse_csr`` scores into ``sentence_embedding``."""
     token = _sparse_options.set(options)
     try:
         yield
@@ -40,18 +40,18 @@ def sparse_scores(options: SparseOptions) -> Iterator[None]:
 
 
 def pass_hidden_states(hidden: Tensor) -> Tensor:
-    """Stands in for the forward of an LM head: its input goes on, the pooling applies the weight."""
+    """Replaces the forward of an LM head: returns its input, because the pooling applies the weight."""
     return hidden
 
 
 class FusedSpladePooling:
-    """Stands in for the forward of one ``SpladePooling`` instance; no module, so it adds nothing to the state dict.
+    """Replaces the forward of one ``SpladePooling`` instance; not a module, so the state dict does not change.
 
     Args:
         pooling: the stock module, whose options are read at every call.
-        head: the LM head in front of it, whose weights are read at every call.
+        head: the LM head before it, whose weights are read at every call.
         impl: implementation of :func:`tilefold.ops.lsr_head`.
-        quantize: ``"fp8"`` to multiply in fp8 where no gradient is asked for, or ``None``. The weight is rounded at
+        quantize: ``"fp8"`` to multiply in fp8 where no gradient is needed, or ``None``. The weight is rounded at
             every call, so a changed one is never missed.
     """
 
@@ -74,14 +74,14 @@ class FusedSpladePooling:
         features["sentence_embedding"] = scores
         return features
 
-    # Python names it in the errors of a wrong call: they read as those of the stock forward, which the caller called
+    # Python puts this name into errors of wrong calls, which then read like those of the stock forward
     __call__.__qualname__ = "SpladePooling.forward"
 
     def _score(self, hidden: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         out_dtype = self._output_dtype(hidden, flattened=cu_seqlens is not None)
         hidden, weight, bias = head_operands(self.head, hidden)
         if not _autocasts(hidden):
-            hidden = hidden.to(weight.dtype)  # some models hand on fp32 from a half-precision head
+            hidden = hidden.to(weight.dtype)  # some models return fp32 from a half-precision head
         arguments: dict[str, Any] = {
             "attention_mask": mask,
             "cu_seqlens": cu_seqlens,
@@ -92,7 +92,7 @@ class FusedSpladePooling:
         }
         matrix: Tensor | QuantizedWeight = weight
         if self.quantize is not None and not torch.is_grad_enabled():
-            # anew at every call: a weight may change in ways that nothing can see (``weight.data``, numpy, a move)
+            # at every call, since some changes of a weight cannot be detected (``weight.data``, numpy, a move)
             matrix = quantize_weight(weight)
         options = None if torch.compiler.is_compiling() else _sparse_options.get()
         if options is None:
@@ -123,9 +123,9 @@ def stock_output_dtype(
     training: bool,
     flattened: bool,
 ) -> torch.dtype:
-    """The dtype that stock ``SpladePooling`` returns under autocast, which it is asked for on one token.
+    """The dtype that stock ``SpladePooling`` returns under autocast, found by running it on one token.
 
-    It depends on autocast's lists of operations, on the mode and on the version, so no table of ours can know it.
+    It depends on autocast's lists of operations, on the mode and on the version, so it cannot be tabulated.
     """
     stock = SpladePooling(pooling_strategy, activation_function).train(training)
     with torch.no_grad(), torch.autocast(device_type, dtype=autocast_dtype):

@@ -1,4 +1,4 @@
-"""Does this model compute what the fused head computes? Asked once, on two short texts, when a pair is accelerated."""
+"""Checks on two short texts, when a pair is accelerated, that the fused head computes what the model computes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCALE_TOLERANCE = 1e-2
 
 
 class HeadProbe:
-    """A forward for the head that answers with known large numbers, to see what the model makes of its logits."""
+    """A forward of the head that returns known large logits, to see whether the model changes them."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -37,11 +37,11 @@ class HeadProbe:
 
 
 def check_pair(pair: SpladePair, impl: str) -> None:
-    """Run the stock pair and the fused one on two short texts; parameters, modes and random state stay as they are.
+    """Run the stock and the fused pair on two short texts; parameters, modes and random state do not change.
 
     Raises:
         ValueError: if something between the LM head and the pooling changes the logits, or the scores disagree.
-        RuntimeError: if the model cannot run where it lies.
+        RuntimeError: if the model cannot run on its device.
     """
     if any(type(parameter).__name__ == "DTensor" for parameter in pair.transformer.parameters()):
         raise RuntimeError(
@@ -69,7 +69,7 @@ def check_pair(pair: SpladePair, impl: str) -> None:
 
 
 def _probe(pair: SpladePair, features: dict[str, Any]) -> tuple[HeadProbe, Tensor]:
-    """The probe after one forward of the Transformer, and what came out of the Transformer."""
+    """The probe after one forward of the Transformer, and the output of the Transformer."""
     probe = HeadProbe(base_linear(pair.head).out_features)
     pair.head.forward = probe
     try:
@@ -84,8 +84,8 @@ def _check_logits_untouched(pair: SpladePair, seen: tuple[HeadProbe, Tensor], fe
     name = type(pair.transformer.model).__name__
     if len(probe.logits) != 1:
         raise ValueError(
-            f"the LM head must run once a forward, got {len(probe.logits)} calls in {name}; this architecture applies "
-            "its vocabulary matrix elsewhere and cannot be accelerated."
+            f"the LM head must run once per forward, got {len(probe.logits)} calls in {name}; this architecture "
+            "applies its vocabulary matrix elsewhere and cannot be accelerated."
         )
     logits, tokens = probe.logits[0], features["input_ids"].shape
     if logits.shape[:-1] != tokens:
@@ -102,9 +102,9 @@ def _check_logits_untouched(pair: SpladePair, seen: tuple[HeadProbe, Tensor], fe
         if bias is None:
             return  # a constant factor on the hidden states is the same factor on the logits
     raise ValueError(
-        f"logits must reach SpladePooling as the LM head makes them, got others in {name} (soft-capping, a scale on a "
-        "biased head or a cut of the vocabulary); call tilefold.ops.lsr_head where such logits are not wanted, or "
-        "leave the model stock."
+        f"logits must reach SpladePooling as the LM head computes them, got changed ones in {name} (soft-capping, a "
+        "scale on a biased head or a cut of the vocabulary); call tilefold.ops.lsr_head where such logits are not "
+        "wanted, or leave the model stock."
     )
 
 
@@ -127,7 +127,7 @@ def _tiny_batch(transformer: Any) -> dict[str, Any]:
 
 @contextmanager
 def _evaluating(pair: SpladePair) -> Iterator[None]:
-    """Eval mode, and afterwards the mode that each module had."""
+    """Eval mode within it; afterwards each module has its former mode."""
     modes = {module: module.training for root in (pair.transformer, pair.pooling) for module in root.modules()}
     dimension = pair.pooling.embedding_dimension
     pair.transformer.eval()

@@ -1,4 +1,4 @@
-"""Queries and documents as sentence-transformers hands them over, cut into what one call of ``maxsim`` takes."""
+"""Queries and documents in the forms of sentence-transformers, divided into parts for calls of ``maxsim``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from tilefold.integrations._ragged import as_tokens, pack, token_vectors
 from tilefold.ops import maxsim
 
-EMPTY_DOCUMENT_SCORE = -1e9  # what sentence-transformers gives a document without a token to score
+EMPTY_DOCUMENT_SCORE = -1e9  # score of a document without a token in sentence-transformers
 CHUNK_ELEMENTS = 100_000_000  # numbers of one side that are packed, or moved to another device, at a time
 
 
@@ -37,7 +37,7 @@ class Side:
         embeddings: ``[n, L, D]``, one ``[L, D]``, or a list of ``[L_i, D]``; tensors or arrays.
         mask: ``[n, L]`` (or ``[1, L]``, ``[L]``), or a list of ``[L_i]``; nonzero = keep. Without one, rows of zeros of
             a padded tensor are padding, and every row of a list is a token.
-        weighted: whether a floating mask multiplies the similarities, as sentence-transformers has it for queries.
+        weighted: whether a floating-point mask multiplies the similarities, as for queries of sentence-transformers.
 
     Raises:
         ValueError: for shapes that do not fit.
@@ -53,7 +53,7 @@ class Side:
             self.rows = as_tokens(name, embeddings[None] if embeddings.ndim == 2 else embeddings, 3)
             longest = self.rows.size(1)
             first = embeddings
-        self.device = first.device if isinstance(first, Tensor) else None  # arrays follow the other side
+        self.device = first.device if isinstance(first, Tensor) else None  # arrays go to the device of the other side
         self.mask = (
             None if mask is None else _mask(f"{name.removesuffix('_embeddings')}_mask", mask, self.count, longest)
         )
@@ -66,7 +66,7 @@ class Side:
         return len(self.rows) if isinstance(self.rows, list) else self.rows.size(0)
 
     def parts(self, device: torch.device, budget: int) -> list[slice]:
-        """The side in one where it lies on ``device`` padded, else in parts of up to ``budget`` numbers."""
+        """The whole side if it is padded and on ``device``, else parts of up to ``budget`` numbers."""
         if isinstance(self.rows, Tensor) and self.rows.device == device:
             return [slice(0, self.count)]
         packed = isinstance(self.rows, list) and self.mask is None
@@ -81,7 +81,7 @@ class Side:
         return [*found, slice(start, self.count)]
 
     def part(self, where: slice, device: torch.device) -> Part:
-        """Some of the sequences, on ``device``; at least one of a list."""
+        """Some of the sequences, on ``device``; at least one if the side is a list."""
         chosen = self.rows[where]
         if isinstance(chosen, list):
             if self.mask is None:
@@ -141,7 +141,7 @@ def scores_of_sides(
 
 
 def score(queries: Part, documents: Part, pairing: str, length_normalize: bool, impl: str) -> Tensor:
-    """What sentence-transformers makes of sums: fp32, a mark for empty documents, then the mean over query tokens."""
+    """Scores of sentence-transformers from sums: fp32, -1e9 for empty documents, then the mean over query tokens."""
     scores: Tensor = maxsim(
         queries.rows,
         documents.rows,
@@ -171,7 +171,7 @@ def groups(embeddings: Any, mask: Any) -> Part:
     mask = _as_mask("documents_mask", mask, list(rows.shape[:-1]))
     if mask.shape != rows.shape[:-1]:
         raise ValueError(
-            f"documents_mask must have shape {list(rows.shape[:-1])}, one entry a token, got {list(mask.shape)}."
+            f"documents_mask must have shape {list(rows.shape[:-1])}, one entry per token, got {list(mask.shape)}."
         )
     return Part(rows, mask.to(rows.device) != 0, None)
 
@@ -188,7 +188,7 @@ def _mask(name: str, mask: Any, count: int, longest: int) -> Tensor:
     mask = _as_mask(name, mask, [count, longest])
     mask = mask[None] if mask.dim() == 1 else mask
     if mask.dim() != 2 or mask.size(0) not in (1, count) or mask.size(1) != longest:
-        raise ValueError(f"{name} must have shape {[count, longest]}, one entry a token, got {list(mask.shape)}.")
+        raise ValueError(f"{name} must have shape {[count, longest]}, one entry per token, got {list(mask.shape)}.")
     expanded: Tensor = mask.expand(count, -1)
     return expanded
 

@@ -1,4 +1,4 @@
-"""The similarities of ``MultiVectorEncoder`` on ``maxsim``: functions, and their place on a model."""
+"""The similarities of ``MultiVectorEncoder`` computed by ``maxsim``: functions, and their installation on a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilefold.integrations.sentence_transformers._sides import Side, scores_of_sides
 
-TOLERANCE = 2**-6  # of the largest score: what stock may lose by rounding similarities to bf16
+TOLERANCE = 2**-6  # of the largest score: error of the stock function from rounding similarities to bf16
 
 _ARGUMENTS = """
 
@@ -35,7 +35,7 @@ _ARGUMENTS = """
 
 
 class SimilarityFunction(Protocol):
-    """A function of ``sentence_transformers.util.similarity``, and ``impl``."""
+    """A function of ``sentence_transformers.util.similarity`` with an argument ``impl``."""
 
     def __call__(
         self,
@@ -82,7 +82,7 @@ mean_maxsim_pairwise = _function(
 
 
 class FusedSimilarity:
-    """Stands in for ``similarity`` or ``similarity_pairwise`` of one model, whose ``similarity_fn_name`` it reads.
+    """Replaces ``similarity`` or ``similarity_pairwise`` of one model, and reads its ``similarity_fn_name``.
 
     Args:
         model: the ``MultiVectorEncoder``.
@@ -103,7 +103,7 @@ class FusedSimilarity:
 
 
 def is_multi_vector(model: object) -> bool:
-    """Whether ``model`` is a ``MultiVectorEncoder``, told by name: versions before it have none to import."""
+    """Whether ``model`` is a ``MultiVectorEncoder``, compared by name, because earlier versions do not have it."""
     return any(
         kind.__name__ == "MultiVectorEncoder" and kind.__module__.startswith("sentence_transformers.")
         for kind in type(model).__mro__
@@ -114,8 +114,8 @@ def fuse_similarity(model: Any, impl: str, check: bool) -> None:
     """Put :class:`FusedSimilarity` on the instance.
 
     Raises:
-        ValueError: if the model scores with something else than its class does, or the scores are not its own.
-        RuntimeError: if they cannot be compared.
+        ValueError: if the model's methods were replaced, or the fused scores differ from its own.
+        RuntimeError: if the model cannot run on its device.
     """
     names = ("similarity", "similarity_pairwise")
     stock = next(kind for kind in type(model).__mro__ if kind.__name__ == "MultiVectorEncoder")
@@ -134,7 +134,7 @@ def fuse_similarity(model: Any, impl: str, check: bool) -> None:
 
 
 def unfuse_similarity(model: Any) -> None:
-    """Take :class:`FusedSimilarity` off the instance; nothing if it is not there."""
+    """Remove :class:`FusedSimilarity` from the instance, if it is there."""
     for name in ("similarity", "similarity_pairwise"):
         if isinstance(vars(model).get(name), FusedSimilarity):
             delattr(model, name)
@@ -146,7 +146,7 @@ def has_fused_similarity(model: object) -> bool:
 
 
 def _check(model: Any, name: str, function: FusedSimilarity) -> None:
-    """Score a few vectors with both, on the model's device and in its dtype."""
+    """Compare both on a few vectors, on the model's device and in its dtype."""
     parameter = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(1))
     wave = torch.arange(10 * 16, dtype=torch.float32).sin().view(10, 16).to(parameter.device, parameter.dtype)
     queries, documents = [wave[:3], wave[3:4]], [wave[4:8], wave[8:]]

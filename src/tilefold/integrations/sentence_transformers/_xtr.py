@@ -1,4 +1,4 @@
-"""XTR scores of ``MultiVectorEncoder`` losses on ``xtr_scores``."""
+"""XTR scores for ``MultiVectorEncoder`` losses, computed by ``tilefold.ops.xtr_scores``."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def xtr_scores(
     Args:
         queries_embeddings: ``[Nq, Lq, D]``; or a list of ``[Lq_i, D]``.
         documents_embeddings: ``[B, N, Ld, D]``, N documents for each of B queries.
-        queries_mask: ``[Nq, Lq]``, nonzero = keep; a floating one weighs the similarities of its tokens. Without
+        queries_mask: ``[Nq, Lq]``, nonzero = keep; a floating-point one weights the similarities of its tokens. Without
             one every token is kept, and rows of zeros of a padded tensor are padding.
         documents_mask: ``[B, N, Ld]``, nonzero = keep; masked tokens are never retrieved.
         top_k: tokens that each query token retrieves from all documents of the batch. Tokens that tie with the last one
-            are retrieved too, where stock takes as many as it needs.
-        chunk_elements: taken so that calls need not change; similarities are never written whole.
+            are retrieved too, where the stock function retrieves exactly ``top_k``.
+        chunk_elements: ignored, for compatibility; there are no similarities to chunk.
         impl: as in :func:`tilefold.ops.xtr_scores`.
 
     Returns:
@@ -141,7 +141,7 @@ class XTRScores:
         self.impl = impl
 
     def get_config_dict(self) -> dict[str, int | None]:
-        """What a loss writes into a model card."""
+        """The options that a loss writes into a model card."""
         return {"top_k": self.top_k, "chunk_elements": self.chunk_elements}
 
     def __call__(

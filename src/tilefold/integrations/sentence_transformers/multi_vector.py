@@ -1,10 +1,10 @@
-"""Fused scores for sentence-transformers' ``MultiVectorEncoder`` (ColBERT and its kin): losses, evaluators, similarity.
+"""Fused scores for sentence-transformers' ``MultiVectorEncoder`` (ColBERT): losses, evaluators, similarity.
 
 Each function has the name, arguments and results of the one that it replaces. The ``colbert_*`` and ``xtr_*`` ones are
-those of ``sentence_transformers.multi_vector_encoder.scoring``, and go into a loss as ``similarity_fct=``; the
-``maxsim`` ones are those of ``sentence_transformers.util``, which take lists of any lengths: what a model uses after
-:func:`tilefold.integrations.sentence_transformers.accelerate`. The similarities ``[Nq, Nd, Lq, Ld]`` that the stock
-functions write, and keep for backward, are folded away by :func:`tilefold.ops.maxsim` and ``xtr_scores``.
+those of ``sentence_transformers.multi_vector_encoder.scoring``, for the ``similarity_fct=`` of a loss; the
+``maxsim`` ones are those of ``sentence_transformers.util``, which take lists of any lengths, and which a model uses
+after :func:`tilefold.integrations.sentence_transformers.accelerate`. :func:`tilefold.ops.maxsim` and ``xtr_scores``
+avoid the similarities ``[Nq, Nd, Lq, Ld]`` that the stock functions write and keep for backward.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _ARGUMENTS = """
         documents_embeddings: {documents}.
         queries_mask: ``[{q}, Lq]``, nonzero = keep; a floating one weighs the similarities of its tokens. Without
             one every token is kept, and rows of zeros of a padded tensor are padding.
-        documents_mask: one entry a document token, nonzero = keep; masked tokens take no part in the maximum.
+        documents_mask: one entry per document token, nonzero = keep; masked tokens take no part in the maximum.
         chunk_elements: numbers of either side that are packed or moved at a time, where lists are given. Similarities
             are never written, so nothing else needs to be cut.
         length_normalize: whether to divide by the number of the query's unmasked tokens (at least 1).
@@ -82,7 +82,7 @@ _SHAPES = {
 
 
 class _ColBERTFunction(Protocol):
-    """A function of ``sentence_transformers.multi_vector_encoder.scoring``, and ``impl``."""
+    """A function of ``sentence_transformers.multi_vector_encoder.scoring`` with an argument ``impl``."""
 
     def __call__(
         self,

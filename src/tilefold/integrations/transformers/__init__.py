@@ -1,4 +1,4 @@
-"""transformers 5: alpha-entmax attention for stock models, by the library's own registries.
+"""transformers 5: alpha-entmax attention for stock models, through the library's own registries.
 
 from tilefold.integrations.transformers import register
 

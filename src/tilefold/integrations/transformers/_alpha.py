@@ -1,4 +1,4 @@
-"""Where a layer's alpha comes from: the model's configuration, or a learned module on the layer."""
+"""The alpha of a layer: from the model's configuration, or from a learned module on the layer."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from tilefold.nn.entmax import EntmaxAlpha
 
 ATTRIBUTE = "entmax_alpha"
-LEARNED = "learned"  # what a configuration says where the alphas are parameters
+LEARNED = "learned"  # value of the configuration's entmax_alpha where alphas are parameters
 DEFAULT = 1.5
 
 
 def layer_alpha(module: nn.Module) -> float | Tensor:
     """The alpha of an attention module: its ``entmax_alpha``, else its configuration's, else 1.5.
 
-    A configuration may hold one number, or one for every layer.
+    A configuration may hold one number, or one per layer.
 
     Raises:
-        ValueError: for a configuration with a list and a module that does not know its layer, or one whose learned
-            alphas were not loaded.
+        ValueError: for a configuration with a list and a module without ``layer_idx``, or if learned alphas were not
+            loaded.
     """
     own = getattr(module, ATTRIBUTE, None)
     if isinstance(own, EntmaxAlpha):
@@ -69,7 +69,7 @@ def some_attention_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def heads_of(module: nn.Module) -> int | None:
-    """How many heads of queries an attention module has."""
+    """Number of query heads of an attention module."""
     for source, names in ((module, ("num_attention_heads", "num_heads")), (module.config, ("num_attention_heads",))):
         for name in names:
             value = getattr(source, name, None)
@@ -79,16 +79,16 @@ def heads_of(module: nn.Module) -> int | None:
 
 
 def forget_alpha(module: nn.Module) -> None:
-    """Take a module's own alpha away, number or learned."""
+    """Remove a module's own alpha, number or learned."""
     if ATTRIBUTE in vars(module) or ATTRIBUTE in module._modules:
         delattr(module, ATTRIBUTE)
 
 
 def check_alphas(alpha: float | Sequence[float], layers: int) -> list[float]:
-    """One alpha a layer.
+    """One alpha per layer.
 
     Raises:
-        ValueError: for a list of another length, or what is no number in [1, 2].
+        ValueError: for a list of another length, or a value that is not a number in [1, 2].
     """
     alphas: list[Any] = list(alpha) if isinstance(alpha, (list, tuple)) else [alpha] * layers
     if len(alphas) != layers:
@@ -99,9 +99,9 @@ def check_alphas(alpha: float | Sequence[float], layers: int) -> list[float]:
 
 
 def set_alpha(model: nn.Module, alpha: float | Sequence[float]) -> None:
-    """Give every attention layer of ``model`` an alpha: one number, or one for every layer.
+    """Set the alpha of every attention layer of ``model``: one number, or one per layer.
 
-    The alphas go to the model's configuration, and with it into checkpoints; learned ones are dropped.
+    The alphas are stored in the model's configuration, and with it in checkpoints; learned ones are removed.
 
     Args:
         model: a transformers model, or any module with one inside, such as a sentence-transformers model.

@@ -16,7 +16,7 @@ from tilefold.ops import entmax_attention
 
 NAME = "entmax"
 MARK = "attn_implementation"  # in config.json, where transformers reads it but does not write it
-# What the attention does by itself, by arguments; any other mask function would silently be dropped.
+# Masks that are arguments of the attention; any other mask function would silently be ignored.
 _KNOWN_MASKS = (
     "causal_mask_function",
     "bidirectional_mask_function",
@@ -30,9 +30,9 @@ def register(name: str = NAME) -> None:
     """Make ``attn_implementation=name`` run alpha-entmax attention in any transformers model.
 
     Registers an attention function and a mask function, without which padding would be ignored. Nothing changes for
-    models that do not ask for ``name``. Alphas: ``config.entmax_alpha`` (a number, or one a layer; 1.5 by default),
-    :func:`set_alpha` or :func:`learn_alpha`. A model that has run once notes ``name`` in its configuration, so that its
-    checkpoints load with it again; see :func:`use_entmax`.
+    models that do not ask for ``name``. Alphas: ``config.entmax_alpha`` (a number, or one per layer; 1.5 by default),
+    :func:`set_alpha` or :func:`learn_alpha`. A model that has run once stores ``name`` in its configuration, so that
+    its checkpoints load with it again; see :func:`use_entmax`.
 
     Args:
         name: the implementation's name; one with "flash" in it would be taken for a FlashAttention.
@@ -47,7 +47,7 @@ def register(name: str = NAME) -> None:
 
 
 def unregister(name: str = NAME) -> None:
-    """Take :func:`register` back."""
+    """Undo :func:`register`."""
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop(name, None)
 
@@ -62,10 +62,10 @@ def entmax_mask(
     attention_mask: Tensor | None = None,
     **how: Any,
 ) -> Tensor | None:
-    """The ``[B, kv_length]`` padding mask as it is: causality and windows are arguments of the attention itself.
+    """The ``[B, kv_length]`` padding mask unchanged: causality and windows are arguments of the attention.
 
     Raises:
-        ValueError: for masks that the attention cannot take by its arguments, and for a static cache.
+        ValueError: for masks that are not arguments of the attention, and for a static cache.
     """
     if mask_function is not None and not _is_known(mask_function, how):
         raise ValueError(
@@ -73,7 +73,7 @@ def entmax_mask(
             f"{getattr(mask_function, '__name__', mask_function)}; pass cu_seq_lens_q and cu_seq_lens_k for packed "
             "sequences, or use attn_implementation='sdpa'."
         )
-    # queries stand at the end of the keys; a static cache has empty places behind them
+    # queries are at the end of the keys; a static cache has empty slots after them
     bidirectional = mask_function is bidirectional_mask_function
     static = not isinstance(q_offset, int) or q_offset + q_length != kv_offset + kv_length
     if mask_function is not None and not bidirectional and q_offset is not None and static:
@@ -134,7 +134,7 @@ def entmax_attention_forward(
         kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` of packed sequences in a batch of one; others are not used.
 
     Returns:
-        ``[B, Nq, H, D]``, and ``None`` for the weights, which do not exist.
+        ``[B, Nq, H, D]``, and ``None`` for the weights, which are never stored.
 
     Raises:
         ValueError: for masks of another shape, and for softcaps, sinks or biases, which are not supported.
@@ -191,7 +191,7 @@ def _attention(
 
 
 def _remember(module: nn.Module) -> None:
-    """Note in the configuration what runs here: transformers reads it from a checkpoint, but does not write it."""
+    """Store the implementation's name in the configuration: transformers reads it from checkpoints but never writes it."""
     config = getattr(module, "config", None)
     if config is not None and not torch.compiler.is_compiling() and MARK not in vars(config):
         setattr(config, MARK, getattr(config, "_attn_implementation", NAME))

@@ -27,8 +27,7 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.b
 
 
 def use_softmax(model: nn.Module, attn_implementation: str = "sdpa") -> None:
-    """Take :func:`use_entmax` back: softmax attention, and nothing of alphas in the model, its configuration, or a
-    checkpoint.
+    """Undo :func:`use_entmax`: softmax attention, and no alphas in the model, its configuration and its checkpoints.
 
     Args:
         model: a transformers model, or any module with one inside.
@@ -48,7 +47,7 @@ def runs_entmax(model: nn.Module) -> bool:
     """Whether any attention layer of a model runs entmax attention.
 
     Raises:
-        ValueError: if some do not, although their configuration has alphas: they would run softmax instead.
+        ValueError: if a layer does not, although its configuration has alphas: it would run softmax instead.
     """
     runs = {module: _runs_entmax(module) for module in attention_modules(model)}
     meant = [module for module in runs if not runs[module] and hasattr(module.config, ATTRIBUTE)]
@@ -113,7 +112,7 @@ def configs(model: nn.Module) -> list[Any]:
 
 
 def _theta_of(name: str, found: dict[str, Tensor]) -> Tensor | None:
-    """The theta of a module, whose name may have more or fewer parts in front than where it was saved."""
+    """The theta of a module, whose name may have more or fewer prefixes than in the checkpoint."""
     if name + SUFFIX in found:
         return found[name + SUFFIX]
     matches = [key for key in found if key.endswith(f".{name}{SUFFIX}") or f".{name}{SUFFIX}".endswith(f".{key}")]

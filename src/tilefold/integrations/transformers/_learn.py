@@ -20,7 +20,7 @@ from tilefold.nn.entmax import EntmaxAlpha
 
 
 def learn_alpha(model: nn.Module, initial: float | Sequence[float] = DEFAULT) -> list[EntmaxAlpha]:
-    """Give every attention layer of ``model`` a learned alpha for each head.
+    """Give every attention layer of ``model`` one learned alpha per head.
 
     The parameters join the model, its optimisers and its checkpoints as ``entmax_alpha.theta`` of every attention
     module: make the optimiser afterwards. The configuration then says that they are learned, and a model that is loaded
@@ -32,7 +32,7 @@ def learn_alpha(model: nn.Module, initial: float | Sequence[float] = DEFAULT) ->
         initial: alpha at the start, strictly between 1 and 2; one number, or one for every layer.
 
     Returns:
-        The new modules, one a layer.
+        The new modules, one per layer.
 
     Raises:
         ValueError: for a model without attention layers, or an ``initial`` outside (1, 2).
@@ -55,7 +55,7 @@ def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: Any) -> list[E
             ``local_files_only``.
 
     Returns:
-        The new modules, one an attention layer.
+        The new modules, one per attention layer.
 
     Raises:
         ValueError: if the checkpoint has no learned alphas, or those of other layers.
@@ -67,7 +67,7 @@ def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: Any) -> list[E
 
 
 def use_entmax(model: nn.Module, alpha: float | list[float] = DEFAULT, *, learn: bool = False) -> None:
-    """Switch a model that is in memory to alpha-entmax attention, so that its checkpoints say so.
+    """Switch a model in memory, and its checkpoints, to alpha-entmax attention.
 
     ``config.json`` then holds ``"attn_implementation": "entmax"`` and the alphas. transformers follows it: a checkpoint
     loads with entmax attention where :func:`register` was called, and raises where it was not; it never runs softmax
@@ -75,8 +75,8 @@ def use_entmax(model: nn.Module, alpha: float | list[float] = DEFAULT, *, learn:
 
     Args:
         model: a transformers model, or any module with one inside, such as a sentence-transformers model.
-        alpha: in [1, 2], one number or one for every attention layer; 1 is softmax.
-        learn: learn an alpha for every head from there, see :func:`learn_alpha`.
+        alpha: in [1, 2], one number or one per attention layer; 1 is softmax.
+        learn: learn one alpha per head, starting there, see :func:`learn_alpha`.
 
     Raises:
         ValueError: for alphas that do not fit, or a model with attention that does not go by transformers' attention
@@ -88,7 +88,7 @@ def use_entmax(model: nn.Module, alpha: float | list[float] = DEFAULT, *, learn:
     modules = some_attention_modules(model)
     stuck = [type(m).__name__ for m in modules if implementation_of(m) != NAME]
     if stuck:
-        raise ValueError(f"model must let its attention be chosen, got {sorted(set(stuck))}, which do not.")
+        raise ValueError(f"model must support a choice of attention, got {sorted(set(stuck))}, which do not.")
     if learn:
         learn_alpha(model, alpha)
     else:

@@ -1,4 +1,4 @@
-"""Alpha that rises while a model trains."""
+"""Anneals alpha while a model trains."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class AlphaSchedule(TrainerCallback):  # type: ignore[misc]
     trainer = Trainer(model, ..., callbacks=[AlphaSchedule(1.5, until=0.5)])
 
     A callback for ``transformers.Trainer`` and the trainers of sentence-transformers. Alpha follows the number of
-    optimiser steps done, so a run that goes on from a checkpoint goes on with the alpha it had; checkpoints and
+    optimiser steps done, so a resumed run continues with the alpha it had; checkpoints and
     evaluations in between have that of their step. After ``until`` it stays at the target. With start 1 the first steps
     are those of a softmax model: alpha = 1 is softmax attention.
 
     The model must run entmax attention already: :func:`tilefold.integrations.transformers.use_entmax`.
 
     Args:
-        alpha: the target, in [1, 2]; one number, or one for every attention layer.
+        alpha: the target, in [1, 2]; one number, or one per attention layer.
         start: alpha at the first step.
         until: where the target is reached: a share of all steps in (0, 1] if it is a float, else a number of steps.
         shape: ``"linear"``, or ``"cosine"``, which starts and ends slowly.
 
     Raises:
         ValueError: for values out of range; when training starts, for a model without entmax attention, with learned
-            alphas or another number of layers, or an ``until`` behind the last step.
+            alphas or another number of layers, or an ``until`` after the last step.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class AlphaSchedule(TrainerCallback):  # type: ignore[misc]
         return values if isinstance(self.alpha, Sequence) else values[0]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
-        """Check the model, and set the alpha of the first step, or of the one that is gone on from."""
+        """Check the model, and set the alpha of the first step, or of the step that training resumes from."""
         if model is None:
             raise ValueError("model must be passed to the callback by its trainer, got None.")
         if not runs_entmax(model):
@@ -79,7 +79,7 @@ class AlphaSchedule(TrainerCallback):  # type: ignore[misc]
         if has_learned_alpha(model):
             raise ValueError("model must not have learned alphas, got some; a schedule would overwrite them.")
         if isinstance(self.until, int) and self.until > state.max_steps:
-            raise ValueError(f"until must not lie behind the last step, {state.max_steps}, got {self.until}.")
+            raise ValueError(f"until must not lie after the last step, {state.max_steps}, got {self.until}.")
         set_alpha(model, self.alpha_at(state.global_step, state.max_steps))
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:

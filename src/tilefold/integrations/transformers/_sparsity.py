@@ -1,4 +1,4 @@
-"""How sparse the attention of a model is, counted while it runs."""
+"""Counts how sparse the attention of a model is while it runs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _active: list[SparsityRecord] = []
 
 @dataclass(frozen=True)
 class LayerSparsity:
-    """What the heads of an attention layer did, over all forward passes of a record.
+    """Sparsity of the heads of an attention layer, over all forward passes of a record.
 
     Attributes:
         name: of the module, or ``"all layers"``.
-        nonzero: share of the weights that are positive, among those that masks, causality and windows allow; a number
-            a head, like the others.
-        mean_support: positive weights of a query.
+        nonzero: share of the weights that are positive, among those that masks, causality and windows allow; one
+            number per head, like the others.
+        mean_support: positive weights per query.
         live_blocks: share of blocks of 64 queries by 64 keys with a positive weight, among those with an allowed one;
             ``None`` if they were not counted.
-        queries: rows that were counted, of one head (in a total, of all heads and layers); padding is not.
+        queries: rows that were counted per head (in a total, over all heads and layers), without padding.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Recorder:
         mask = options.get("key_padding_mask")
         rows = None
         if mask is not None and not cross and mask.size(1) >= query.size(2):
-            rows = mask[:, mask.size(1) - query.size(2) :] != 0  # queries are the last of the keys
+            rows = mask[:, mask.size(1) - query.size(2) :] != 0  # queries are aligned to the end of the keys
         support, visible = stats.support, stats.visible.expand_as(stats.support)
         if rows is not None:
             support, visible = support * rows[:, None], visible * rows[:, None]
@@ -65,7 +65,7 @@ class Recorder:
         self.counts = counts if self.counts is None else self.counts + counts
 
     def described(self, counts: Tensor) -> LayerSparsity:
-        """The shares that ``[5, H]`` counts say."""
+        """The shares computed from ``[5, H]`` counts."""
         positive, allowed, queries, live, visible = counts.double()
         return LayerSparsity(
             self.name,
@@ -77,7 +77,7 @@ class Recorder:
 
 
 class SparsityRecord:
-    """What :func:`record_sparsity` counts; reading it waits for the device."""
+    """The counts of :func:`record_sparsity`; reading them synchronises with the device."""
 
     def __init__(self, model: nn.Module, blocks: bool) -> None:
         names = {module: name for name, module in model.named_modules()}
@@ -139,12 +139,12 @@ def record_sparsity(model: nn.Module, *, blocks: bool = True) -> Iterator[Sparsi
         model(**batch)  # as often as wanted
     print(sparsity)
 
-    Counts stay on the device until they are read: nothing waits for it inside the block. Queries that are padding are
+    Counts stay on the device until they are read, so nothing synchronises inside the block. Padding queries are
     not counted. With gradient checkpointing a layer that runs twice is counted twice, which leaves shares as they are.
 
     Args:
         model: a transformers model, or any module with one inside, such as a sentence-transformers model.
-        blocks: also count live blocks, for which scores are made a second time, in fp32.
+        blocks: also count live blocks, which computes the scores a second time, in fp32.
 
     Raises:
         ValueError: for a model without attention layers.
@@ -161,7 +161,7 @@ def record_sparsity(model: nn.Module, *, blocks: bool = True) -> Iterator[Sparsi
 
 
 def recorder_of(module: nn.Module) -> Recorder | None:
-    """Who counts what an attention module does, if anybody."""
+    """The recorder of an attention module, or ``None``."""
     for record in _active:
         if module in record._recorders:
             return record._recorders[module]
