@@ -68,7 +68,7 @@ def test_a_module_between_the_head_and_the_pooling_is_refused(tokenizer_folder: 
 @needs_all_causal_logits
 def test_soft_capped_logits_are_refused(tokenizer_folder: Path) -> None:
     model = build_tiny_splade("gemma2", tokenizer_folder)
-    refuses(model, ValueError, "got others in Gemma2ForCausalLM .soft-capping")
+    refuses(model, ValueError, "got changed ones in Gemma2ForCausalLM .soft-capping")
 
 
 def test_a_causal_model_that_keeps_one_token_of_logits_is_refused(tokenizer_folder: Path) -> None:

@@ -191,7 +191,7 @@ def _attention(
 
 
 def _remember(module: nn.Module) -> None:
-    """Store the implementation's name in the configuration: transformers reads it from checkpoints but never writes it."""
+    """Store the implementation in the configuration: transformers reads it from checkpoints, but never writes it."""
     config = getattr(module, "config", None)
     if config is not None and not torch.compiler.is_compiling() and MARK not in vars(config):
         setattr(config, MARK, getattr(config, "_attn_implementation", NAME))
