@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +17,15 @@ from tilefold.retrieval import (
     evaluate_per_query,
     flops,
     interpolate,
+    load_index,
     read_trec_run,
     reciprocal_rank_fusion,
     write_trec_run,
 )
-from tilefold.retrieval.bm25 import tokenize
+from tilefold.retrieval.bm25 import BM25Options, Tokenizer
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
+from tilefold.retrieval.evaluation import check_measures, read_trec_provenance
+from tilefold.retrieval.provenance import Provenance, texts_digest
 
 A = {"q": {"x": 3.0, "y": 1.0}}
 B = {"q": {"y": 10.0, "z": 5.0, "x": 0.0}}
@@ -94,6 +98,24 @@ def test_evaluation_refuses_empty_judgements_unknown_measures_and_nan() -> None:
         evaluate(A, {"q": {"x": 1}}, ["best"])
     with pytest.raises(ValueError, match="measures: expected a list"):
         evaluate(A, {"q": {"x": 1}}, "nDCG@10")
+    for name in (
+        "nDCG@0",
+        "Success@0",
+        "RR@0",
+        "P@-1",
+        "nDCG@2.5",
+        "R(rel=0)@10",
+        "IPrec@1.5",
+        "alpha_nDCG@10",
+        "ndcg@10",
+    ):
+        with pytest.raises(ValueError, match=r"such as nDCG@10.*got '" + re.escape(name)):
+            check_measures(["nDCG@10", name])
+
+
+def test_the_deepest_cut_off_of_some_measures_is_what_a_search_must_retrieve() -> None:
+    assert check_measures(["nDCG@10", "R@500", "AP"]) == 500
+    assert check_measures(["AP"]) == 0
     with pytest.raises(ValueError, match="query 'q' has a score that is not a number"):
         evaluate({"q": {"x": math.nan}}, {"q": {"x": 1}})
 
@@ -103,6 +125,18 @@ def test_trec_runs_survive_writing_and_reading(tmp_path: Path) -> None:
     write_trec_run(run, tmp_path / "x.run", tag="mine")
     assert (tmp_path / "x.run").read_text(encoding="utf-8").splitlines()[0] == f"q1 Q0 b 1 {1 / 3!r} mine"
     assert read_trec_run(tmp_path / "x.run") == run
+    assert read_trec_provenance(tmp_path / "x.run") == Provenance()
+
+
+def test_a_trec_run_says_what_made_it_in_its_tag(tmp_path: Path) -> None:
+    made = Provenance("ab" * 32, "cd" * 32)
+    write_trec_run({"q": {"a": 1.0}}, tmp_path / "x.run", tag=made.tag)
+    found = read_trec_provenance(tmp_path / "x.run")
+    assert found == Provenance("ab" * 8, "cd" * 8)
+    assert (found.differs(made), made.differs(found)) == ([], [])
+    assert found.differs(Provenance("ab" * 32, "00" * 32)) == ["texts_sha256"]
+    assert found.differs(Provenance()) == []
+    assert Provenance.shared([made, Provenance("ee" * 32, "cd" * 32)]) == Provenance(None, "cd" * 32)
 
 
 @pytest.mark.parametrize(
@@ -175,18 +209,58 @@ def test_bm25_starts_no_jax_which_would_take_the_gpu(tmp_path: Path) -> None:
     assert result.stdout.split("\n")[0] == "dict_keys(['a']) False", result.stdout
 
 
-def test_words_identifiers_plurals_and_unspaced_scripts_are_cut_as_documented() -> None:
-    assert tokenize("Move_to_end of OrderedDict, queries!", frozenset({"of"})) == [
-        "move",
-        "to",
-        "end",
-        "ordered",
-        "dict",
-        "query",
-    ]
-    assert tokenize("names shoes trees glass radius") == ["name", "shoe", "tree", "glass", "radius"]
-    assert tokenize("東大寺の仏像") == ["東大", "大寺", "寺の", "の仏", "仏像"]
-    assert tokenize("寺 año ภาษา") == ["寺", "año", "ภา", "าษ", "ษา"]
+def test_words_identifiers_stems_and_unspaced_scripts_are_cut_as_documented() -> None:
+    english, plain = Tokenizer(BM25Options(identifiers=True)), Tokenizer(BM25Options("none"))
+    assert english("Move_before_end of OrderedDict, queries!") == ["move", "befor", "end", "order", "dict", "queri"]
+    assert Tokenizer(BM25Options())("Move_to_end of OrderedDict") == ["move_to_end", "ordereddict"]
+    assert plain("The names of OrderedDict") == ["the", "names", "of", "ordereddict"]
+    assert plain("東大寺の仏像") == ["東大", "大寺", "寺の", "の仏", "仏像"]
+    assert plain("寺 año ภาษา") == ["寺", "año", "ภา", "าษ", "ษา"]
+    german = Tokenizer(BM25Options("de"))
+    assert german("Die Häuser und das Haus") == ["haus", "haus"] == Tokenizer(BM25Options("german"))("Häuser Haus")
+    assert Tokenizer(BM25Options("finnish"))("talossa ja") == ["talo", "ja"]  # a stemmer, but no stop words
+    with pytest.raises(ValueError, match=r"language: expected one of .*english.*none, got 'klingon'"):
+        Tokenizer(BM25Options("klingon"))
+
+
+@pytest.mark.parametrize(("k1", "b"), [(1.5, 0.75), (0.9, 0.4)])
+def test_bm25_gives_the_scores_of_bm25s_with_a_snowball_stemmer(pydocs: Collection, k1: float, b: float) -> None:
+    import bm25s
+    import Stemmer
+
+    documents = dict(list(pydocs.contents().items())[:500])
+    queries = dict(list(pydocs.queries.items())[:50])
+    stemmed = {"stopwords": "en", "stemmer": Stemmer.Stemmer("english"), "show_progress": False}
+    engine = bm25s.BM25(k1=k1, b=b)
+    engine.index(bm25s.tokenize(list(documents.values()), **stemmed), show_progress=False)
+    asked = bm25s.tokenize(list(queries.values()), **stemmed)
+    _, scores = engine.retrieve(asked, k=10, show_progress=False)
+    ours = BM25Index.build(documents, k1=k1, b=b).search(queries, 10)
+    for name, values in zip(queries, scores.tolist(), strict=True):
+        assert list(ours[name].values()) == pytest.approx([value for value in values if value > 0], rel=1e-6), name
+
+
+def test_a_saved_bm25_index_answers_as_before_and_says_what_it_holds(tmp_path: Path) -> None:
+    texts = {"a": "parsing the json", "b": "sort a list", "c": ""}
+    index = BM25Index.build(texts, language="en", k1=0.9, b=0.4)
+    index.save(tmp_path / "bm25")
+    again = BM25Index.load(tmp_path / "bm25")
+    assert (again.options, again.n_documents) == (BM25Options("en", 0.9, 0.4), 3)
+    assert again.provenance == index.provenance == Provenance(texts_sha256=texts_digest(texts))
+    queries = {"q": "json parser", "p": "lists"}
+    assert again.search(queries, 5) == index.search(queries, 5)
+    index.save(tmp_path / "bm25")  # an earlier one is replaced
+    with pytest.raises(DataError, match="got one of BM25"):
+        load_index(tmp_path / "bm25")
+    (tmp_path / "bm25" / "vocab.index.json").write_text("{}")
+    with pytest.raises(DataError, match=r"vocab.index.json: damaged"):
+        BM25Index.load(tmp_path / "bm25")
+
+
+def test_bm25_refuses_options_out_of_range() -> None:
+    for options in ({"k1": -1.0}, {"k1": math.inf}, {"b": 1.5}, {"b": math.nan}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            BM25Index.build({"a": "x y"}, **options)  # type: ignore[arg-type]
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

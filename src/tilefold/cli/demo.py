@@ -128,7 +128,7 @@ def _bm25(part: Collection, queries: dict[str, str], stages: Stages) -> Run:
     from tilefold.retrieval import BM25Index
 
     with stages.step("searching: BM25"):
-        found: Run = BM25Index.build(_demo_data.contents(part)).search(queries, _demo_steps.DEPTH)
+        found: Run = BM25Index.build(_demo_data.contents(part), identifiers=True).search(queries, _demo_steps.DEPTH)
     stages.answers("BM25", part, found)
     return found
 

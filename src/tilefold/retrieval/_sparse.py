@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
+from tilefold.retrieval.provenance import Provenance
 
 
 @dataclass
@@ -25,6 +26,7 @@ class SparseVectors:
         data: float32 ``[nnz]``, finite and not negative.
         vocab_size: V.
         fingerprint: what :func:`vocabulary_fingerprint` gave for the tokenizer, or None when unknown.
+        provenance: the model and the texts that the vectors were made from, as far as they are known.
 
     The arrays are checked on construction; rows whose terms are out of order are sorted.
 
@@ -39,6 +41,7 @@ class SparseVectors:
     data: npt.NDArray[np.float32]
     vocab_size: int
     fingerprint: str | None = None
+    provenance: Provenance = field(default_factory=Provenance)
 
     def __post_init__(self) -> None:
         self.ids = list(self.ids)
@@ -162,6 +165,7 @@ class SparseVectors:
             np.concatenate([part.data for part in parts]),
             parts[0].vocab_size,
             next((part.fingerprint for part in parts if part.fingerprint), None),
+            Provenance.shared(part.provenance for part in parts),
         )
 
     def take(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> SparseVectors:
@@ -177,6 +181,7 @@ class SparseVectors:
             self.data[at],
             self.vocab_size,
             self.fingerprint,
+            self.provenance,
         )
 
     def row(self, i: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:

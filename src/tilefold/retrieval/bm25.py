@@ -1,53 +1,114 @@
-"""BM25 over bm25s: the lexical baseline."""
+"""BM25 over bm25s: the lexical baseline, with Snowball stemming and stop words by language."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 
-from tilefold.retrieval._files import require
+from tilefold.retrieval._files import atomic_directory, require, write_json
 from tilefold.retrieval._ranking import check_k, top_positive
+from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
+from tilefold.retrieval.index.protocol import MANIFEST_NAME, read_ids, read_manifest, write_manifest
+from tilefold.retrieval.provenance import Provenance, texts_digest
 
-__all__ = ["BM25Index", "tokenize"]
+__all__ = ["LANGUAGES", "BM25Index", "BM25Options", "Tokenizer"]
 
 # Scripts that are written without spaces: Thai, Lao, Khmer, kana, CJK ideographs; cut into character pairs.
 _UNSPACED = "\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_WORD = re.compile(rf"[{_UNSPACED}]+|[^\W_{_UNSPACED}]+")
+_WORD = re.compile(rf"[{_UNSPACED}]+|[^\W{_UNSPACED}]+")
 _PAIRED = re.compile(rf"[{_UNSPACED}]")
-_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|_")
+# Language of bm25s's stop words -> its two letters. Snowball stems more languages, then without stop words.
+_STOPPED = {
+    "danish": "da", "dutch": "nl", "english": "en", "french": "fr", "german": "de", "italian": "it",
+    "norwegian": "no", "portuguese": "pt", "russian": "ru", "spanish": "es", "swedish": "sv", "turkish": "tr",
+}  # fmt: skip
+LANGUAGES = (*_STOPPED, "none")
+_ARRAYS = ("data", "indices", "indptr")
+_OWN_NAMES = (
+    MANIFEST_NAME,
+    "ids.json",
+    "params.index.json",
+    "vocab.index.json",
+    *(f"{name}.csc.index.npy" for name in _ARRAYS),
+)
 
 
-def tokenize(text: str, stopwords: frozenset[str] = frozenset()) -> list[str]:
-    """Lower-cased words of at least two characters without `stopwords`, English plurals made singular.
+@dataclass(frozen=True)
+class BM25Options:
+    """How BM25 reads and scores texts.
 
-    Identifiers are cut at underscores and at capitals (``move_to_end``, ``OrderedDict``). Runs of a script
-    that is written without spaces give overlapping pairs of characters instead of words.
+    Attributes:
+        language: of stop words and Snowball stemmer: one of `LANGUAGES`, its two letters, any other that Snowball
+            stems (without stop words), or ``"none"`` for neither.
+        k1: how slowly a term's repetitions count less; 0 counts none.
+        b: how much a long document counts less, in [0, 1].
+        identifiers: also cut words at underscores and at capitals (``move_to_end``, ``OrderedDict``), for texts about
+            programs.
     """
-    tokens: list[str] = []
-    for match in _WORD.finditer(_CAMEL.sub(" ", text).lower()):
-        word = match.group()
-        if _PAIRED.match(word):
-            tokens.extend(word[i : i + 2] for i in range(max(1, len(word) - 1)))
-        elif len(word) > 1 and word not in stopwords:
-            tokens.append(_singular(word))
-    return tokens
+
+    language: str = "english"
+    k1: float = 1.5
+    b: float = 0.75
+    identifiers: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.k1 < float("inf"):
+            raise ValueError(f"k1: expected a finite number of at least 0, got {self.k1!r}.")
+        if not 0 <= self.b <= 1:
+            raise ValueError(f"b: expected a number in [0, 1], got {self.b!r}.")
 
 
-def _singular(word: str) -> str:
-    """The S-stemmer of Harman (JASIS 1991)."""
-    if len(word) < 4 or word[-1] != "s":
-        return word
-    if word.endswith("ies") and not word.endswith(("eies", "aies")):
-        return word[:-3] + "y"
-    if word.endswith("es") and not word.endswith(("aes", "ees", "oes")):
-        return word[:-1]
-    return word if word.endswith(("us", "ss")) else word[:-1]
+class Tokenizer:
+    """Lower-cased words of at least two characters, without stop words, stemmed.
+
+    Runs of a script that is written without spaces give overlapping pairs of characters instead of words.
+
+    Raises:
+        ValueError: a language that Snowball does not stem.
+        MissingPackageError: bm25s or PyStemmer is not installed.
+    """
+
+    def __init__(self, options: BM25Options) -> None:
+        self._identifiers = options.identifiers
+        self._stopwords, self._stem = _language(options.language)
+
+    def __call__(self, text: str) -> list[str]:
+        tokens: list[str] = []
+        for match in _WORD.finditer((_CAMEL.sub(" ", text) if self._identifiers else text).lower()):
+            word = match.group()
+            if _PAIRED.match(word):
+                tokens.extend(word[i : i + 2] for i in range(max(1, len(word) - 1)))
+            elif len(word) > 1 and word not in self._stopwords:
+                tokens.append(self._stem(word))
+        return tokens
+
+
+def _language(name: str) -> tuple[frozenset[str], Callable[[str], str]]:
+    """Stop words and stemmer."""
+    if name == "none":
+        return frozenset(), str
+    snowball = require("Stemmer", "PyStemmer", "BM25 with stemming")
+    full = next((language for language, letters in _STOPPED.items() if name == letters), name)
+    try:
+        stem: Callable[[str], str] = snowball.Stemmer(full).stemWord
+    except KeyError:
+        known = ", ".join([*snowball.algorithms(), "none"])
+        raise ValueError(f"language: expected one of {known}, got {name!r}.") from None
+    if full not in _STOPPED:
+        return frozenset(), stem
+    _package()
+    lists = require("bm25s.stopwords", "bm25s", "BM25")
+    return frozenset(getattr(lists, "STOPWORDS_EN" if full == "english" else f"STOPWORDS_{full.upper()}")), stem
 
 
 @contextmanager
@@ -66,44 +127,95 @@ def _without_jax() -> Iterator[None]:
             del sys.modules["jax"]
 
 
-class BM25Index:
-    """BM25 (Lucene's variant) in memory, with English stop words left out."""
+def _package() -> Any:
+    with _without_jax():
+        return require("bm25s", "bm25s", "BM25")
 
-    def __init__(self, engine: Any, ids: list[str], stopwords: frozenset[str]) -> None:
-        self._engine, self._ids, self._stopwords = engine, ids, stopwords
+
+class BM25Index:
+    """BM25 (Lucene's variant) over texts, in memory or saved as a directory like the indexes of sparse vectors."""
+
+    backend: ClassVar[str] = "bm25"
+    fingerprint: ClassVar[str | None] = None  # of a model's vocabulary: there is none
+
+    def __init__(self, engine: Any, ids: list[str], options: BM25Options, provenance: Provenance) -> None:
+        self._engine, self._ids = engine, ids
+        self.options, self.provenance = options, provenance
+        self._tokenize = Tokenizer(options)
 
     @classmethod
-    def build(cls, documents: Mapping[str, str], *, k1: float = 1.5, b: float = 0.75) -> BM25Index:
-        """Index ``{document id: contents}``.
+    def build(
+        cls,
+        documents: Mapping[str, str],
+        *,
+        language: str = "english",
+        k1: float = 1.5,
+        b: float = 0.75,
+        identifiers: bool = False,
+    ) -> BM25Index:
+        """Index ``{document id: contents}``; options as in :class:`BM25Options`.
 
         Raises:
-            ValueError: there is no document, or no document has a word.
+            ValueError: there is no document, no document has a word, or an option is wrong.
+            MissingPackageError: bm25s or PyStemmer is not installed.
         """
-        with _without_jax():
-            bm25s = require("bm25s", "bm25s", "BM25")
+        bm25s, options = _package(), BM25Options(language, k1, b, identifiers)
+        tokenize = Tokenizer(options)
         if not documents:
             raise ValueError("documents: expected at least one, got none.")
-        stopwords = frozenset(require("bm25s.stopwords", "bm25s", "BM25").STOPWORDS_EN)
-        corpus = [tokenize(text, stopwords) for text in documents.values()]
+        corpus = [tokenize(text) for text in documents.values()]
         if not any(corpus):
             raise ValueError("documents: expected at least one with a word, got only empty ones.")
         engine = bm25s.BM25(k1=k1, b=b)
         engine.index(corpus, show_progress=False)
-        return cls(engine, list(documents), stopwords)
+        return cls(engine, list(documents), options, Provenance(texts_sha256=texts_digest(documents)))
 
     @property
     def n_documents(self) -> int:
         return len(self._ids)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._engine.vocab_dict)
 
     def search(self, queries: Mapping[str, str], k: int) -> Run:
         """The at most `k` best documents for each query; documents that share no word are not returned."""
         check_k(k)
         run: Run = {}
         for query_id, text in queries.items():
-            tokens = [t for t in tokenize(text, self._stopwords) if t in self._engine.vocab_dict]
+            tokens = [token for token in self._tokenize(text) if token in self._engine.vocab_dict]
             if not tokens:
                 run[query_id] = {}
                 continue
             scores = np.asarray(self._engine.get_scores(tokens), dtype=np.float32)
             run[query_id] = {self._ids[i]: float(scores[i]) for i in top_positive(scores, k)}
         return run
+
+    def save(self, path: str | Path) -> None:
+        """Write the index as a directory; only an earlier BM25 index is replaced."""
+        with atomic_directory(Path(path), own_names=_OWN_NAMES) as folder:
+            self._engine.save(folder, show_progress=False)
+            write_json(folder / "ids.json", {"ids": self._ids})
+            write_manifest(folder, self, {"bm25s": version("bm25s")}, asdict(self.options))
+
+    @classmethod
+    def load(cls, path: str | Path) -> BM25Index:
+        """Read an index that :meth:`save` wrote; its arrays are memory-mapped.
+
+        Raises:
+            FileNotFoundError, DataError: no index there, a damaged one, or one of another backend.
+        """
+        folder = Path(path)
+        manifest = read_manifest(folder, cls.backend)
+        bm25s = _package()
+        try:
+            engine = bm25s.BM25.load(folder, mmap=True, show_progress=False)
+            options = BM25Options(**manifest["options"])
+        except (OSError, ValueError, TypeError) as error:
+            written = manifest.get("versions", {}).get("bm25s", "unknown")
+            raise DataError(
+                f"{folder}: could not be read ({error}); written by bm25s {written}, read by {version('bm25s')}. "
+                "Build the index again (tilefold index)."
+            ) from error
+        ids = read_ids(folder / "ids.json", manifest["n_documents"])
+        return cls(engine, ids, options, Provenance.from_dict(manifest))

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from tilefold.retrieval._sparse import SparseVectors, vocabulary_fingerprint
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.provenance import texts_digest
 from tilefold.retrieval.vectors import SparseVectorWriter, VectorManifest
 
 __all__ = ["encode_collection", "encode_queries", "model_fingerprint"]
@@ -269,13 +270,3 @@ def model_name(model: Any) -> str | None:
     card = getattr(model, "model_card_data", None)
     name = getattr(card, "model_name", None) or getattr(card, "base_model", None)
     return str(name) if name else None
-
-
-def texts_digest(texts: Mapping[str, str]) -> str:
-    """SHA-256 over ids and texts, in order."""
-    digest = hashlib.sha256()
-    for name, text in texts.items():
-        for part in (name, text if isinstance(text, str) else repr(text)):
-            encoded = part.encode("utf-8", "surrogatepass")
-            digest.update(len(encoded).to_bytes(8, "big") + encoded)
-    return digest.hexdigest()

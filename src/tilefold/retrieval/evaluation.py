@@ -13,14 +13,17 @@ from tilefold._files import atomic_file
 from tilefold.retrieval._files import numbered_lines, require
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
+from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.vectors import SparseVectors, check_same_vocabulary
 
 __all__ = [
     "DEFAULT_MEASURES",
     "active_terms",
+    "check_measures",
     "evaluate",
     "evaluate_per_query",
     "flops",
+    "read_trec_provenance",
     "read_trec_run",
     "write_trec_run",
 ]
@@ -53,15 +56,12 @@ def evaluate_per_query(
     run: _RunLike, qrels: _QrelsLike, measures: Sequence[str] = DEFAULT_MEASURES
 ) -> dict[str, dict[str, float]]:
     """``{query id: {measure: value}}`` for every judged query; see :func:`evaluate`."""
-    if not measures or isinstance(measures, str):
-        raise ValueError(f"measures: expected a list of names such as ['nDCG@10'], got {measures!r}.")
     if not any(qrels.values()):
         raise ValueError("qrels: expected at least one judged query, got none. Check the split.")
     for query_id, scores in run.items():
         if any(math.isnan(score) for score in scores.values()):
             raise ValueError(f"run: query {query_id!r} has a score that is not a number (NaN).")
-    ir_measures = require("ir_measures", "ir-measures", "Evaluation")
-    parsed = [_parse(ir_measures, name) for name in measures]
+    ir_measures, parsed = _parsed(measures)
     judged = {query_id: dict(grades) for query_id, grades in qrels.items() if grades}
     kept = {query_id: dict(run[query_id]) for query_id in judged if run.get(query_id)}
     table = {query_id: dict.fromkeys(measures, 0.0) for query_id in judged}
@@ -73,13 +73,37 @@ def evaluate_per_query(
     return table
 
 
+def check_measures(measures: Sequence[str]) -> int:
+    """Refuse measures that cannot be computed, before any other work; the deepest cut-off, 0 where there is none.
+
+    Raises:
+        ValueError: an unknown measure, or a cut-off or another parameter that it does not have.
+    """
+    _, parsed = _parsed(measures)
+    return max(int(measure.params.get("cutoff", 0)) for measure in parsed)
+
+
+def _parsed(measures: Sequence[str]) -> tuple[Any, list[Any]]:
+    """ir-measures, and the measures as it knows them."""
+    if not measures or isinstance(measures, str):
+        raise ValueError(f"measures: expected a list of names such as ['nDCG@10'], got {measures!r}.")
+    ir_measures = require("ir_measures", "ir-measures", "Evaluation")
+    return ir_measures, [_parse(ir_measures, name) for name in measures]
+
+
 def _parse(ir_measures: Any, name: str) -> Any:
+    """One measure; a cut-off of 0 would abort the interpreter where it is computed."""
+    problem: object = "no installed package computes it"
     try:
-        return ir_measures.parse_measure(name)
-    except (NameError, ValueError, SyntaxError) as error:
-        raise ValueError(
-            f"measures: expected names such as nDCG@10, R@100, RR@10 or AP, got {name!r} ({error})."
-        ) from error
+        measure = ir_measures.parse_measure(name)
+        cutoff, grade, recall = (measure.params.get(key, 1) for key in ("cutoff", "rel", "recall"))
+        if cutoff < 1 or grade < 1 or not 0 <= recall <= 1:
+            problem = "cut-offs and grades begin at 1, a recall lies in [0, 1]"
+        elif ir_measures.DefaultPipeline.supports(measure):
+            return measure
+    except (NameError, ValueError, SyntaxError, TypeError, AssertionError) as error:
+        problem = error
+    raise ValueError(f"measures: expected names such as nDCG@10, R@100, RR@10 or AP, got {name!r} ({problem}).")
 
 
 def write_trec_run(run: _RunLike, path: str | Path, tag: str = "tilefold") -> None:
@@ -133,6 +157,13 @@ def read_trec_run(path: str | Path) -> Run:
                 raise DataError(f"{path}:{number}: document {document_id!r} was already given for query {query_id!r}.")
             scores[document_id] = score
     return run
+
+
+def read_trec_provenance(path: str | Path) -> Provenance:
+    """The model and the texts behind a run, from the tag of its first line; runs of other programs do not say."""
+    with Path(path).open(encoding="utf-8") as stream:
+        fields = next((line.split() for line in stream if line.strip()), [])
+    return Provenance.from_tag(fields[-1]) if len(fields) == 6 else Provenance()
 
 
 def active_terms(vectors: SparseVectors) -> float:

@@ -17,10 +17,10 @@ from tilefold.retrieval.encoding import (
     encode_each,
     model_fingerprint,
     model_name,
-    texts_digest,
     write_shards,
 )
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.provenance import texts_digest
 from tilefold.retrieval.tokens import TokenManifest, TokenVectorWriter
 
 __all__ = ["encode_texts", "encode_tokens", "token_model_fingerprint"]

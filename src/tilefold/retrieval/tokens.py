@@ -22,6 +22,7 @@ from tilefold.retrieval._files import require
 from tilefold.retrieval._shards import REMEDY, ShardWriter, check_whole, read_layout, shard_file
 from tilefold.retrieval._token_vectors import STORAGES, TokenVectors
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.provenance import Provenance
 
 __all__ = ["STORAGES", "TokenManifest", "TokenStore", "TokenVectorWriter", "TokenVectors", "open_tokens"]
 
@@ -61,6 +62,11 @@ class TokenManifest:
     complete: bool = False
     layout: str = LAYOUT
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def provenance(self) -> Provenance:
+        """Model and texts, as far as they are known."""
+        return Provenance(self.model_fingerprint, self.settings.get("texts_sha256"))
 
 
 class TokenVectorWriter(ShardWriter[TokenManifest]):

@@ -23,6 +23,7 @@ from tilefold.retrieval._shards import MANIFEST_NAME, ShardWriter, check_whole, 
 from tilefold.retrieval._shards import REMEDY as _REMEDY
 from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary, vocabulary_fingerprint
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
+from tilefold.retrieval.provenance import Provenance
 
 __all__ = [
     "SparseVectorWriter",
@@ -67,6 +68,19 @@ class VectorManifest:
     failed: dict[str, str] = field(default_factory=dict)
     complete: bool = False
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def provenance(self) -> Provenance:
+        """Model and texts, as far as the settings name them."""
+        return Provenance.from_dict(self.settings)
+
+    def vectors(self, ids: list[str], indptr: Any, indices: Any, weights: Any) -> SparseVectors:
+        """CSR arrays as vectors of this folder's vocabulary, model and texts."""
+        return SparseVectors(ids, indptr, indices, weights, self.vocab_size, self.fingerprint, self.provenance)
+
+    def no_vectors(self) -> SparseVectors:
+        """What a folder without rows holds."""
+        return self.vectors([], [0], [], [])
 
 
 class SparseVectorWriter(ShardWriter[VectorManifest]):
@@ -154,7 +168,7 @@ def read_vectors(path: str | Path) -> SparseVectors:
     check_whole(folder, manifest)
     parts = list(iter_shards(folder, manifest))
     if not parts:
-        return SparseVectors.from_rows({}, manifest.vocab_size, manifest.fingerprint)
+        return manifest.no_vectors()
     return SparseVectors.concatenate(parts)
 
 
@@ -167,7 +181,7 @@ def read_rows(path: str | Path, names: Iterable[str]) -> SparseVectors:
     folder, wanted = Path(path), set(names)
     manifest = _load_manifest(folder)
     check_whole(folder, manifest)
-    parts = [SparseVectors.from_rows({}, manifest.vocab_size, manifest.fingerprint)]
+    parts = [manifest.no_vectors()]
     for shard in manifest.shards:
         if not wanted:
             break
@@ -188,7 +202,7 @@ def iter_shards(path: str | Path, manifest: VectorManifest | None = None) -> Ite
 
 def _read_shard(folder: Path, shard: Mapping[str, Any], manifest: VectorManifest) -> SparseVectors:
     file = shard_file(folder, shard)
-    vectors = _read_parquet(file, manifest.vocab_size, manifest.fingerprint)
+    vectors = _read_parquet(file, manifest)
     if len(vectors) != shard["rows"]:
         raise DataError(f"{file}: expected {shard['rows']} rows, got {len(vectors)}. {_REMEDY}")
     return vectors
@@ -206,7 +220,12 @@ def write_vectors(
     if shard_size < 1:
         raise ValueError(f"shard_size: expected at least 1, got {shard_size}.")
     writer = SparseVectorWriter(
-        path, vocab_size=vectors.vocab_size, fingerprint=vectors.fingerprint, model_name=model_name, kind=kind
+        path,
+        vocab_size=vectors.vocab_size,
+        fingerprint=vectors.fingerprint,
+        model_name=model_name,
+        kind=kind,
+        settings={name: value for name, value in vectors.provenance.to_dict().items() if value},
     )
     for number, start in enumerate(range(0, len(vectors), shard_size)):
         writer.write_shard(number, vectors.take(range(start, min(start + shard_size, len(vectors)))))
@@ -250,7 +269,7 @@ def _read_ids(path: Path) -> list[str]:
     return ids
 
 
-def _read_parquet(path: Path, vocab_size: int, fingerprint: str | None) -> SparseVectors:
+def _read_parquet(path: Path, manifest: VectorManifest) -> SparseVectors:
     _, pq = _arrow()
     with _as_data_error(path):
         table = pq.read_table(path, columns=["id", "indices", "weights"]).combine_chunks()
@@ -266,7 +285,7 @@ def _read_parquet(path: Path, vocab_size: int, fingerprint: str | None) -> Spars
         raise DataError(f"{path}: expected as many weights as indices and no nulls, got others. {_REMEDY}")
     indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
     try:
-        return SparseVectors(ids.to_pylist(), indptr, *arrays, vocab_size, fingerprint)
+        return manifest.vectors(ids.to_pylist(), indptr, *arrays)
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
 

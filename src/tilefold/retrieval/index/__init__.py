@@ -6,7 +6,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from tilefold.retrieval.index.protocol import Hit, SparseIndex, hits_to_run, read_manifest
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.index.protocol import Hit, SparseIndex, hits_to_run, read_description
 from tilefold.retrieval.vectors import SparseVectors
 
 __all__ = ["BACKENDS", "Hit", "SparseIndex", "build_index", "hits_to_run", "load_index"]
@@ -45,5 +46,7 @@ def load_index(path: str | Path) -> SparseIndex:
         DataError: a damaged index, or one of a newer schema.
         MissingPackageError: the backend's package is not installed.
     """
-    name = read_manifest(path)["backend"]
+    name = read_description(path)["backend"]
+    if name == "bm25":
+        raise DataError(f"{path}: expected an index of sparse vectors, got one of BM25. Use BM25Index.load.")
     return _backend(name, f"{path}: backend").load(path)

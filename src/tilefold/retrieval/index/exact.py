@@ -21,6 +21,7 @@ from tilefold.retrieval.index.protocol import (
     read_manifest,
     write_manifest,
 )
+from tilefold.retrieval.provenance import Provenance
 
 __all__ = ["ExactIndex"]
 
@@ -46,10 +47,11 @@ class ExactIndex:
         documents: npt.NDArray[np.int32],
         weights: npt.NDArray[np.float32],
         fingerprint: str | None,
+        provenance: Provenance,
     ) -> None:
         self._ids = ids
         self._offsets, self._documents, self._weights = offsets, documents, weights
-        self._fingerprint = fingerprint
+        self._fingerprint, self._provenance = fingerprint, provenance
 
     @property
     def n_documents(self) -> int:
@@ -62,6 +64,10 @@ class ExactIndex:
     @property
     def fingerprint(self) -> str | None:
         return self._fingerprint
+
+    @property
+    def provenance(self) -> Provenance:
+        return self._provenance
 
     @classmethod
     def build(cls, vectors: SparseVectors, **options: Any) -> ExactIndex:
@@ -79,7 +85,7 @@ class ExactIndex:
         order = np.argsort(terms, kind="stable")
         counts = np.bincount(terms, minlength=vectors.vocab_size)
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
-        return cls(list(vectors.ids), offsets, rows[order], weights[order], vectors.fingerprint)
+        return cls(list(vectors.ids), offsets, rows[order], weights[order], vectors.fingerprint, vectors.provenance)
 
     def search(self, queries: SparseVectors, k: int) -> list[list[Hit]]:
         """See :class:`SparseIndex`. Products that underflow float32 to 0 count as no shared term.
@@ -133,4 +139,5 @@ class ExactIndex:
         )
         if not fits:
             raise DataError(f"{folder}: arrays do not fit together. Build the index again (tilefold index).")
-        return cls(ids, offsets, documents, weights, manifest.get("fingerprint"))
+        origin = Provenance.from_dict(manifest)
+        return cls(ids, offsets, documents, weights, manifest.get("fingerprint"), origin)

@@ -12,6 +12,7 @@ from tilefold.retrieval._ranking import check_k
 from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
+from tilefold.retrieval.provenance import Provenance
 
 __all__ = ["Hit", "SparseIndex", "hits_to_run"]
 
@@ -28,14 +29,8 @@ class Hit(NamedTuple):
     score: float
 
 
-@runtime_checkable
-class SparseIndex(Protocol):
-    """A searchable set of sparse vectors.
-
-    ``search`` gives for each query the at most `k` best documents by inner product, best first; documents
-    that share no term with the query are not returned, and an empty query finds nothing. ``save`` writes a
-    directory that appears whole or not at all; ``load`` (or :func:`tilefold.retrieval.load_index`) reads it.
-    """
+class Described(Protocol):
+    """What ``index.json`` says of every index, of sparse vectors or not."""
 
     backend: ClassVar[str]
 
@@ -47,6 +42,19 @@ class SparseIndex(Protocol):
 
     @property
     def fingerprint(self) -> str | None: ...
+
+    @property
+    def provenance(self) -> Provenance: ...
+
+
+@runtime_checkable
+class SparseIndex(Described, Protocol):
+    """A searchable set of sparse vectors.
+
+    ``search`` gives for each query the at most `k` best documents by inner product, best first; documents
+    that share no term with the query are not returned, and an empty query finds nothing. ``save`` writes a
+    directory that appears whole or not at all; ``load`` (or :func:`tilefold.retrieval.load_index`) reads it.
+    """
 
     @classmethod
     def build(cls, vectors: SparseVectors, **options: Any) -> SparseIndex: ...
@@ -79,7 +87,7 @@ def check_search(index: SparseIndex, queries: SparseVectors, k: int) -> None:
     check_same_vocabulary(index, queries, "the index", "queries")
 
 
-def write_manifest(folder: Path, index: SparseIndex, versions: dict[str, str], options: Any) -> None:
+def write_manifest(folder: Path, index: Described, versions: dict[str, str], options: Any) -> None:
     """Write ``index.json``, with a checksum of every other file in `folder`. Call it last."""
     files = {file.name: sha256_file(file) for file in sorted(folder.iterdir())}
     write_json(
@@ -90,6 +98,7 @@ def write_manifest(folder: Path, index: SparseIndex, versions: dict[str, str], o
             "n_documents": index.n_documents,
             "vocab_size": index.vocab_size,
             "fingerprint": index.fingerprint,
+            **index.provenance.to_dict(),
             "versions": {"tilefold": __version__, **versions},
             "options": options,
             "files": files,
@@ -97,12 +106,12 @@ def write_manifest(folder: Path, index: SparseIndex, versions: dict[str, str], o
     )
 
 
-def read_manifest(path: str | Path, backend: str | None = None) -> dict[str, Any]:
-    """The checked ``index.json`` of the index at `path`.
+def read_description(path: str | Path) -> dict[str, Any]:
+    """The ``index.json`` of the index at `path`, without a look at its other files.
 
     Raises:
-        FileNotFoundError: no index there, or one of its files is missing.
-        DataError: not an index, of another backend than `backend`, or one of its files is damaged.
+        FileNotFoundError: no index there.
+        DataError: not an index.
     """
     file = Path(path) / MANIFEST_NAME
     manifest = read_json_object(file, _REMEDY)
@@ -111,9 +120,21 @@ def read_manifest(path: str | Path, backend: str | None = None) -> dict[str, Any
     if wrong or manifest.get("schema_version") != SCHEMA_VERSION:
         what = f"wrong {', '.join(wrong)}" if wrong else f"schema {manifest.get('schema_version')!r}"
         raise DataError(f"{file}: expected an index of schema {SCHEMA_VERSION}, got {what}. {_REMEDY}")
-    if backend is not None and manifest["backend"] != backend:
+    return manifest
+
+
+def read_manifest(path: str | Path, backend: str) -> dict[str, Any]:
+    """The ``index.json`` of the index at `path`, after its files were compared with their checksums.
+
+    Raises:
+        FileNotFoundError: no index there, or one of its files is missing.
+        DataError: not an index, of another backend than `backend`, or one of its files is damaged.
+    """
+    manifest = read_description(path)
+    if manifest["backend"] != backend:
         raise DataError(
-            f"{file}: expected an index of backend {backend!r}, got {manifest['backend']!r}. Use load_index."
+            f"{path}: expected an index of backend {backend!r}, got {manifest['backend']!r}. "
+            "Load it with the class of that backend."
         )
     for name, digest in manifest["files"].items():
         part = Path(path) / name

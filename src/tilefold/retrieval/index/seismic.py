@@ -32,6 +32,7 @@ from tilefold.retrieval.index.protocol import (
     read_manifest,
     write_manifest,
 )
+from tilefold.retrieval.provenance import Provenance
 
 __all__ = ["SeismicIndex", "SeismicOptions"]
 
@@ -103,10 +104,11 @@ class SeismicIndex:
         terms: npt.NDArray[np.int32],
         vocab_size: int,
         fingerprint: str | None,
+        provenance: Provenance,
         options: SeismicOptions,
     ) -> None:
         self._engine, self._ids, self._terms = engine, ids, terms
-        self._vocab_size, self._fingerprint = vocab_size, fingerprint
+        self._vocab_size, self._fingerprint, self._provenance = vocab_size, fingerprint, provenance
         self.options = options
 
     @property
@@ -120,6 +122,10 @@ class SeismicIndex:
     @property
     def fingerprint(self) -> str | None:
         return self._fingerprint
+
+    @property
+    def provenance(self) -> Provenance:
+        return self._provenance
 
     @classmethod
     def build(cls, vectors: SparseVectors, **options: Any) -> SeismicIndex:
@@ -160,7 +166,8 @@ class SeismicIndex:
                 doc_cut=chosen.doc_cut,
                 num_threads=chosen.num_threads,
             )
-        return cls(engine, list(vectors.ids), terms.astype(np.int32), vectors.vocab_size, vectors.fingerprint, chosen)
+        origin = (vectors.vocab_size, vectors.fingerprint, vectors.provenance)
+        return cls(engine, list(vectors.ids), terms.astype(np.int32), *origin, chosen)
 
     def search(
         self,
@@ -247,7 +254,8 @@ class SeismicIndex:
                 f"{folder}: could not be read ({error}); written by pyseismic-lsr {written}, "
                 f"read by {_version()}. Build the index again (tilefold index)."
             ) from error
-        return cls(engine, ids, terms, manifest["vocab_size"], manifest.get("fingerprint"), options)
+        origin = (manifest["vocab_size"], manifest.get("fingerprint"), Provenance.from_dict(manifest))
+        return cls(engine, ids, terms, *origin, options)
 
 
 def _dataset(

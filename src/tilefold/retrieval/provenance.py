@@ -1,0 +1,69 @@
+"""What made vectors, an index or a run: fingerprints that travel with them, so that mistaken pairs are seen."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+__all__ = ["Provenance", "texts_digest"]
+
+TAG = "tilefold"
+_TAG_DIGITS = 16
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Fingerprints of what made a file; None is not known.
+
+    Attributes:
+        model_fingerprint: of the model, from :func:`tilefold.retrieval.encoding.model_fingerprint`.
+        texts_sha256: of the texts that were encoded or searched, from :func:`texts_digest`.
+    """
+
+    model_fingerprint: str | None = None
+    texts_sha256: str | None = None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Provenance:
+        """From a manifest or its settings; other keys are ignored."""
+        return cls(**{item.name: values.get(item.name) for item in fields(cls)})
+
+    def to_dict(self) -> dict[str, str | None]:
+        """Fit for a manifest."""
+        return asdict(self)
+
+    @classmethod
+    def shared(cls, parts: Iterable[Provenance]) -> Provenance:
+        """What all `parts` agree on."""
+        values = [part.to_dict() for part in parts]
+        return cls(**{name: value for name, value in values[0].items() if all(v[name] == value for v in values)})
+
+    def differs(self, other: Provenance) -> list[str]:
+        """The fields that are known on both sides and differ; a tag holds the first digits of a fingerprint."""
+        pairs = {name: (value, other.to_dict()[name]) for name, value in self.to_dict().items()}
+        return [name for name, (a, b) in pairs.items() if a and b and not (a.startswith(b) or b.startswith(a))]
+
+    @property
+    def tag(self) -> str:
+        """One word for the last column of a TREC run, such as ``tilefold:texts=0123456789abcdef``."""
+        known = {"model": self.model_fingerprint, "texts": self.texts_sha256}
+        return ":".join([TAG, *(f"{name}={value[:_TAG_DIGITS]}" for name, value in known.items() if value)])
+
+    @classmethod
+    def from_tag(cls, tag: str) -> Provenance:
+        """The inverse of :attr:`tag`; nothing is known from the tags of other programs."""
+        name, *parts = tag.split(":")
+        values = dict(part.partition("=")[::2] for part in parts) if name == TAG else {}
+        return cls(values.get("model"), values.get("texts"))
+
+
+def texts_digest(texts: Mapping[str, str]) -> str:
+    """SHA-256 over ids and texts, in order."""
+    digest = hashlib.sha256()
+    for name, text in texts.items():
+        for part in (name, text if isinstance(text, str) else repr(text)):
+            encoded = part.encode("utf-8", "surrogatepass")
+            digest.update(len(encoded).to_bytes(8, "big") + encoded)
+    return digest.hexdigest()
