@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -290,11 +289,10 @@ def run_spec(
     for implementations, case in ((group, case) for group in rounds if group for case in cases):
         if time.monotonic() - started > options.limit:
             break
-        if case.shape_key != shape:
+        if shape not in (None, case.shape_key):
             # compiled baselines recompile for a new shape: forget the last one, or dynamo's limit is soon reached
-            if "torch._dynamo" in sys.modules:
-                torch._dynamo.reset()
-            shape = case.shape_key
+            torch.compiler.reset()
+        shape = case.shape_key
         if case.dtype not in ceilings:
             progress(f"measuring the ceilings in {case.dtype}")
             ceilings[case.dtype] = measure_ceilings(options.device, case.dtype)

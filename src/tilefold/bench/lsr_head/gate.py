@@ -11,7 +11,7 @@ from tilefold.bench.gate import GateResult, budget_of, check_phases, is_complete
 from tilefold.bench.lsr_head.inputs import LSRHeadInputs
 from tilefold.bench.runnables import Runnable
 from tilefold.bench.spec import BenchCase
-from tilefold.ops.lsr_head import _reference
+from tilefold.ops import lsr_head
 
 COLUMNS = 256  # vocabulary entries that are checked for every sequence
 SEQUENCES = 2  # sequences that are checked for the whole vocabulary
@@ -70,7 +70,7 @@ class LSRHeadGate:
 
     def _reference(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         hidden, weight, bias, valid = self._slice(rows, columns)
-        out = _reference.lsr_head(hidden, weight, bias, valid, "max", "log1p_relu", 1.0, torch.float64)
+        out = lsr_head(hidden, weight, bias, attention_mask=valid, impl="reference")
         grad = self._inputs.grad_output[rows[:, None], columns[None, :]].double()
         return out.detach(), torch.autograd.grad(out, (hidden, weight, bias), grad)
 

@@ -9,7 +9,7 @@ from tilefold.bench.gate import GateResult, budget_of, check_phases, is_complete
 from tilefold.bench.runnables import Runnable
 from tilefold.bench.spec import BenchCase
 from tilefold.bench.token_scatter.inputs import TokenScatterBenchInputs
-from tilefold.ops.token_scatter import _reference
+from tilefold.ops import token_scatter
 
 
 class TokenScatterGate:
@@ -35,7 +35,7 @@ class TokenScatterGate:
         weights = inputs.weights.detach()[b].double()
         self._drop_ties(b, weights, place, valid, entries)
         leaf = weights[None].requires_grad_()
-        found = _reference.token_scatter(leaf, place[None], valid[None], entries.numel(), "max", "relu", torch.float64)
+        found = token_scatter(leaf, place[None], entries.numel(), attention_mask=valid[None], impl="reference")
         (grad,) = torch.autograd.grad(found, leaf, inputs.grad_output[b, entries].double()[None])
         scores = torch.zeros(inputs.grad_output.size(1), dtype=torch.float64, device=ids.device)
         scores[entries] = found.detach()[0]
