@@ -11,11 +11,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from tilefold.bench.runnables import Runnable
-    from tilefold.bench.spec import BenchCase, BenchSpec, Implementation
+import torch
+
+from tilefold.bench.registry import get_spec
+from tilefold.bench.runnables import Runnable
+from tilefold.bench.spec import PHASES, BenchCase, BenchSpec, Implementation
+from tilefold.bench.timing import TimeBudget, cuda_extra_peak_mib, resident_peak_mib, time_all
 
 _PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 
@@ -97,11 +100,6 @@ def measure_peaks(op: str, case: BenchCase, impl: str, seed: int) -> dict[str, f
 def _peaks(
     spec: BenchSpec, case: BenchCase, implementation: Implementation, runnable: Runnable, seed: int
 ) -> dict[str, float]:
-    import torch  # noqa: PLC0415
-
-    from tilefold.bench.spec import PHASES  # noqa: PLC0415
-    from tilefold.bench.timing import cuda_extra_peak_mib, resident_peak_mib  # noqa: PLC0415
-
     device = torch.device(case.device)
     probe = implementation.build(spec.make_inputs(spec.probe(case), device, seed))
     peaks: dict[str, float] = {}
@@ -120,13 +118,9 @@ def _phase(runnable: Runnable, phase: str) -> Callable[[], Any] | None:
 
 
 def _times(case: BenchCase, runnable: Runnable, warm: bool) -> dict[str, float]:
-    import torch  # noqa: PLC0415
-
-    from tilefold.bench.timing import TimeBudget, time_all  # noqa: PLC0415
-
     budget = TimeBudget(seconds=0.4, min_reps=2, max_reps=20, rounds=1, warmup=0 if warm else 1)
     times: dict[str, float] = {}
-    for phase in ("forward", "forward_backward"):
+    for phase in PHASES:
         run = _phase(runnable, phase)
         if run is not None:
             times[phase] = time_all({phase: run}, torch.device(case.device), budget)[phase].p50
@@ -135,11 +129,6 @@ def _times(case: BenchCase, runnable: Runnable, warm: bool) -> dict[str, float]:
 
 def main(argv: Sequence[str]) -> int:
     """Entry of the measuring process."""
-    import torch  # noqa: PLC0415
-
-    from tilefold.bench.registry import get_spec  # noqa: PLC0415
-    from tilefold.bench.spec import BenchCase  # noqa: PLC0415
-
     job = json.loads(argv[0])
     spec = get_spec(job["op"])
     implementation = spec.implementation(job["impl"])

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tilefold import testing
+from tilefold.bench.dtypes import DTYPES
 from tilefold.bench.runnables import Runnable
-from tilefold.ops._shared.checks import FLOAT_DTYPES, dtype_name
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Budget:
 
 
 BUDGETS: Mapping[str, Budget] = {
-    dtype_name(dtype): Budget(testing.budget(dtype), testing.budget(dtype, "gradient")) for dtype in FLOAT_DTYPES
+    name: Budget(testing.budget(dtype), testing.budget(dtype, "gradient")) for name, dtype in DTYPES.items()
 }
 
 # Baselines that keep logits in the input's dtype pick another winner where two round to the same value, so their

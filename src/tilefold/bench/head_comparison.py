@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from tilefold.bench import child, timing
+from tilefold.bench.figures import new_figure, save_figure
+from tilefold.bench.provenance import cpu_name
+from tilefold.bench.registry import get_spec
+from tilefold.bench.spec import BenchCase
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from tilefold.bench.spec import BenchCase
-
+Side = Literal["eager", "fused"]
 Shape = tuple[int, int, int, int]
 
 CPU_SHAPES: tuple[Shape, ...] = tuple((batch, 128, 384, 30522) for batch in (2, 4, 8, 16))
 GPU_SHAPES: tuple[Shape, ...] = tuple((batch, 256, 768, 30522) for batch in (8, 16, 32, 64, 128))
-_SIDES: tuple[tuple[Literal["eager", "fused"], str], ...] = (("eager", "eager"), ("fused", "tilefold"))
+_SIDES: tuple[tuple[Side, str], ...] = (("eager", "eager"), ("fused", "tilefold"))
 _NAMES = {"eager": "plain (linear, mask, relu, log1p, max)", "fused": "fused (tilefold)"}
 _MEMORY_SHARE = 0.6  # of the free memory that the plain head may be expected to take
 _MEBI_TO_MEGA = 2**20 / 1e6
@@ -37,7 +44,7 @@ class HeadMeasurement:
         device, dtype: where and in what.
     """
 
-    impl: Literal["eager", "fused"]
+    impl: Side
     batch: int
     seq: int
     dim: int
@@ -65,8 +72,6 @@ def compare_heads(
     Returns:
         One measurement for each shape and side, ordered by side, then by size.
     """
-    import torch  # noqa: PLC0415
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = shapes if shapes is not None else (GPU_SHAPES if device == "cuda" else CPU_SHAPES)
     ordered = sorted(chosen, key=lambda shape: (shape[0] * shape[1] * shape[3], shape))
@@ -78,47 +83,39 @@ def compare_heads(
 
 
 def _case(shape: Shape, device: str) -> BenchCase:
-    from tilefold.bench.spec import BenchCase  # noqa: PLC0415
-
-    dims = dict(zip("BSDV", shape, strict=True))
     dtype = "bfloat16" if device == "cuda" else "float32"
-    return BenchCase("x".join(map(str, shape)), device, dtype, dims, "dense")
+    return BenchCase("x".join(map(str, shape)), device, dtype, dict(zip("BSDV", shape, strict=True)))
 
 
 def _measure_side(
-    side: Literal["eager", "fused"], impl: str, cases: Sequence[BenchCase], progress: Callable[[str], None]
+    side: Side, impl: str, cases: Sequence[BenchCase], progress: Callable[[str], None]
 ) -> list[HeadMeasurement]:
-    from tilefold.bench import child  # noqa: PLC0415
-
-    fitting: list[BenchCase] = []
-    skipped: list[HeadMeasurement] = []
-    for case in cases:
-        reason = _does_not_fit(case, impl)
-        if reason is None:
-            fitting.append(case)
-        else:
-            skipped.append(_row(side, case, skipped_reason=reason))
+    reasons = {case.name: _does_not_fit(case, impl) for case in cases}
+    fitting = [case for case in cases if reasons[case.name] is None]
+    skipped = [replace(_row(side, case), skipped_reason=reasons[case.name]) for case in cases if case not in fitting]
+    if not fitting:
+        return skipped
+    progress(f"{side}: {len(fitting)} shapes up to batch {fitting[-1].dims['B']}")
     rows: list[HeadMeasurement] = []
-    if fitting:
-        progress(f"{side}: {len(fitting)} shapes up to batch {fitting[-1].dims['B']}")
     try:
-        if fitting:
-            for case, answer in zip(
-                fitting, child.stream("lsr_head", fitting, impl, measure=("peak", "time")), strict=True
-            ):
-                rows.append(_from_answer(side, case, answer))
-                progress(f"{side}: batch {case.dims['B']} done")
+        for case, answer in zip(
+            fitting, child.stream("lsr_head", fitting, impl, measure=("peak", "time")), strict=True
+        ):
+            rows.append(
+                replace(
+                    _row(side, case),
+                    forward_ms=answer["time_ms"]["forward"],
+                    forward_backward_ms=answer["time_ms"]["forward_backward"],
+                    peak_mb=answer["peak_mib"]["forward_backward"] * _MEBI_TO_MEGA,
+                )
+            )
+            progress(f"{side}: batch {case.dims['B']} done")
     except child.ChildError as error:
-        rows += [_row(side, case, skipped_reason=str(error)) for case in fitting[len(rows) :]]
+        rows += [replace(_row(side, case), skipped_reason=str(error)) for case in fitting[len(rows) :]]
     return rows + skipped
 
 
 def _does_not_fit(case: BenchCase, impl: str) -> str | None:
-    import torch  # noqa: PLC0415
-
-    from tilefold.bench import timing  # noqa: PLC0415
-    from tilefold.bench.registry import get_spec  # noqa: PLC0415
-
     needed = get_spec("lsr_head").needs_bytes(case, impl)
     free = timing.free_memory_bytes(torch.device(case.device))
     if free is None or needed <= _MEMORY_SHARE * free:
@@ -126,41 +123,9 @@ def _does_not_fit(case: BenchCase, impl: str) -> str | None:
     return f"needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB of memory free"
 
 
-def _row(
-    side: Literal["eager", "fused"],
-    case: BenchCase,
-    *,
-    forward_ms: float | None = None,
-    forward_backward_ms: float | None = None,
-    peak_mb: float | None = None,
-    skipped_reason: str | None = None,
-) -> HeadMeasurement:
+def _row(side: Side, case: BenchCase) -> HeadMeasurement:
     batch, seq, dim, vocab = (case.dims[name] for name in "BSDV")
-    return HeadMeasurement(
-        side,
-        batch,
-        seq,
-        dim,
-        vocab,
-        forward_ms=forward_ms,
-        forward_backward_ms=forward_backward_ms,
-        peak_mb=peak_mb,
-        skipped_reason=skipped_reason,
-        device=case.device,
-        dtype=case.dtype,
-    )
-
-
-def _from_answer(
-    side: Literal["eager", "fused"], case: BenchCase, answer: dict[str, dict[str, float]]
-) -> HeadMeasurement:
-    return _row(
-        side,
-        case,
-        forward_ms=answer["time_ms"]["forward"],
-        forward_backward_ms=answer["time_ms"]["forward_backward"],
-        peak_mb=answer["peak_mib"]["forward_backward"] * _MEBI_TO_MEGA,
-    )
+    return HeadMeasurement(side, batch, seq, dim, vocab, device=case.device, dtype=case.dtype)
 
 
 def plot_heads(rows: Sequence[HeadMeasurement], path: str | os.PathLike[str]) -> Path:
@@ -179,8 +144,6 @@ def plot_heads(rows: Sequence[HeadMeasurement], path: str | os.PathLike[str]) ->
     """
     if not any(row.peak_mb is not None for row in rows):
         raise ValueError(f"rows must hold at least one measurement, got {len(rows)} without any; see skipped_reason.")
-    from tilefold.bench.figures import new_figure, save_figure  # noqa: PLC0415
-
     figure = new_figure((10, 4.2))
     memory, duration = figure.subplots(1, 2)
     _panel(memory, rows, "peak_mb", "peak memory above the inputs, MB")
@@ -207,10 +170,6 @@ def _panel(axes: Axes, rows: Sequence[HeadMeasurement], attribute: str, label: s
 
 
 def _conditions(rows: Sequence[HeadMeasurement]) -> str:
-    import torch  # noqa: PLC0415
-
-    from tilefold.bench.provenance import cpu_name  # noqa: PLC0415
-
     row = rows[0]
     device = f"{cpu_name()}, {torch.get_num_threads()} threads"
     if row.device == "cuda":

@@ -12,14 +12,6 @@ import torch
 from tilefold.bench.gate import Gate
 from tilefold.bench.runnables import Runnable
 
-DTYPES: dict[str, torch.dtype] = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
-_DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
-
 _Named = TypeVar("_Named")
 Phase = Literal["forward", "forward_backward"]
 PHASES: tuple[Phase, ...] = ("forward", "forward_backward")
@@ -32,7 +24,7 @@ class BenchCase:
     Attributes:
         name: what ``--shape`` takes.
         device: ``"cpu"`` or ``"cuda"``, where the case makes sense.
-        dtype: a key of ``DTYPES``.
+        dtype: a key of ``dtypes.DTYPES``.
         dims: the operator's dimensions, for instance ``{"B": 32, "S": 512, "D": 768, "V": 30522}``.
         variant: what the numbers look like, for instance ``"dense"`` or ``"2pct"``.
         quick: whether ``--quick`` keeps the case.
@@ -169,11 +161,3 @@ def _by_name(argument: str, name: str, items: Mapping[str, _Named]) -> _Named:
         return items[name]
     listed = ", ".join(repr(known) for known in items)
     raise ValueError(f"{argument} must be one of {listed}, got {name!r}; see `tilefold bench --list`.")
-
-
-def parse_dtype(name: str) -> str:
-    """``"bf16"`` or ``"bfloat16"`` -> ``"bfloat16"``; ``ValueError`` for an unknown name."""
-    full = _DTYPE_ALIASES.get(name, name)
-    if full not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}.")
-    return full

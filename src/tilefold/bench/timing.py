@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import resource
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from typing import Any
 
 import torch
 
-from tilefold.bench.spec import DTYPES, Ceilings
+from tilefold.bench.dtypes import DTYPES
+from tilefold.bench.spec import Ceilings
 
 _FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU so far
 _MEBI = float(2**20)
@@ -160,8 +162,6 @@ def resident_peak_mib(run: Callable[[], Any]) -> float:
 
 
 def _max_rss_kib() -> int:
-    import sys  # noqa: PLC0415
-
     value = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return value // 1024 if sys.platform == "darwin" else value
 

@@ -76,7 +76,7 @@ def _list(spec: BenchSpec) -> None:
 
 
 def _cases(spec: BenchSpec, shape: list[str] | None, device: str, dtype: str | None, quick: bool) -> list[BenchCase]:
-    from tilefold.bench.spec import parse_dtype
+    from tilefold.bench.dtypes import parse_dtype
 
     if shape:
         cases = [spec.case(name) for name in shape]

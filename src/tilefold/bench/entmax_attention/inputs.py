@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilefold.bench.dtypes import DTYPES
 from tilefold.bench.runnables import Runnable, bind
-from tilefold.bench.spec import DTYPES, BenchCase
+from tilefold.bench.spec import BenchCase
 from tilefold.testing.entmax_attention import entmax_attention_inputs
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

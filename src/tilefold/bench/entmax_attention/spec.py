@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from tilefold.bench.dtypes import DTYPES
 from tilefold.bench.entmax_attention.baselines import BASELINES
 from tilefold.bench.entmax_attention.gate import EntmaxAttentionGate
 from tilefold.bench.entmax_attention.inputs import ALPHA, EntmaxAttentionBenchInputs, make_inputs
 from tilefold.bench.entmax_attention.peers import PEERS
 from tilefold.bench.runnables import Runnable, captured
-from tilefold.bench.spec import DTYPES, BenchCase, BenchSpec, Implementation, Phase, Work
+from tilefold.bench.spec import BenchCase, BenchSpec, Implementation, Phase, Work
 from tilefold.ops.entmax_attention import chosen_impl, entmax_attention
 
 
@@ -37,7 +38,7 @@ def _ours(impl: str) -> Callable[[EntmaxAttentionBenchInputs], Runnable]:
             out = entmax_attention(q, k, v, alpha=ALPHA, causal=inputs.causal, impl=impl)
             return out if isinstance(out, Tensor) else out[0]
 
-        return inputs.bind(attend, chosen_impl(inputs.q, impl) if impl != "reference" else impl)
+        return inputs.bind(attend, chosen_impl(inputs.q, impl))
 
     return build
 

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from tilefold.bench.dtypes import DTYPES
 from tilefold.bench.lsr_head.baselines import BASELINES
 from tilefold.bench.lsr_head.gate import LSRHeadGate
 from tilefold.bench.lsr_head.inputs import LSRHeadInputs, make_inputs
 from tilefold.bench.runnables import Runnable
-from tilefold.bench.spec import DTYPES, BenchCase, BenchSpec, Implementation, Phase, Requirement, Work
-from tilefold.ops._shared.impl import resolve_impl
+from tilefold.bench.spec import BenchCase, BenchSpec, Implementation, Phase, Requirement, Work
+from tilefold.ops.lsr_head import chosen_impl, lsr_head
 
 
 def work(case: BenchCase, inputs: LSRHeadInputs, phase: Phase) -> Work:
@@ -45,12 +46,10 @@ def needs_bytes(case: BenchCase, impl: str) -> int:
 
 def _ours(impl: str) -> Callable[[LSRHeadInputs], Runnable]:
     def build(inputs: LSRHeadInputs) -> Runnable:
-        from tilefold.ops import lsr_head  # noqa: PLC0415
-
         def head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor) -> Tensor:
             return lsr_head(hidden, weight, bias, attention_mask=attention_mask, impl=impl)
 
-        return inputs.bind(head, resolve_impl(impl, inputs.hidden.device))
+        return inputs.bind(head, chosen_impl(inputs.hidden, impl))
 
     return build
 

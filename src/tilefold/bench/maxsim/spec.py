@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from tilefold.bench.dtypes import DTYPES
 from tilefold.bench.maxsim.baselines import BASELINES
 from tilefold.bench.maxsim.gate import MaxSimGate
 from tilefold.bench.maxsim.inputs import MaxSimBenchInputs, make_inputs
 from tilefold.bench.maxsim.peers import PEERS
 from tilefold.bench.runnables import Runnable, captured
-from tilefold.bench.spec import DTYPES, BenchCase, BenchSpec, Implementation, Phase, Work
-from tilefold.ops._shared.impl import resolve_impl
+from tilefold.bench.spec import BenchCase, BenchSpec, Implementation, Phase, Work
+from tilefold.ops.maxsim import chosen_impl, maxsim, quantize_tokens
 
 
 def work(case: BenchCase, inputs: MaxSimBenchInputs, phase: Phase) -> Work:
@@ -42,21 +43,16 @@ def needs_bytes(case: BenchCase, impl: str) -> int:
 
 def _ours(impl: str) -> Callable[[MaxSimBenchInputs], Runnable]:
     def build(inputs: MaxSimBenchInputs) -> Runnable:
-        from tilefold.ops import maxsim  # noqa: PLC0415
-
         def score(queries: Tensor, documents: Tensor) -> Tensor:
             return maxsim(queries, documents, cu_seqlens_d=inputs.cu_seqlens_d, impl=impl)
 
-        return inputs.bind(score, resolve_impl(impl, inputs.queries.device))
+        return inputs.bind(score, chosen_impl(inputs.queries, impl))
 
     return build
 
 
 def _quantized(dtype: str) -> Callable[[MaxSimBenchInputs], Runnable]:
     def build(inputs: MaxSimBenchInputs) -> Runnable:
-        from tilefold.ops import maxsim  # noqa: PLC0415
-        from tilefold.ops.maxsim import quantize_tokens  # noqa: PLC0415
-
         documents, queries = quantize_tokens(inputs.documents.detach(), dtype=dtype), inputs.queries.detach()
 
         def forward() -> Tensor:

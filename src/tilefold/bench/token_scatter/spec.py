@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from tilefold.bench.dtypes import DTYPES
 from tilefold.bench.runnables import Runnable
-from tilefold.bench.spec import DTYPES, BenchCase, BenchSpec, Implementation, Phase, Requirement, Work
+from tilefold.bench.spec import BenchCase, BenchSpec, Implementation, Phase, Requirement, Work
 from tilefold.bench.token_scatter.baselines import BASELINES
 from tilefold.bench.token_scatter.gate import TokenScatterGate
 from tilefold.bench.token_scatter.inputs import SPECIAL_IDS, TokenScatterBenchInputs, make_inputs
-from tilefold.ops._shared.impl import resolve_impl
+from tilefold.ops.token_scatter import chosen_impl, token_scatter
 
 
 def work(case: BenchCase, inputs: TokenScatterBenchInputs, phase: Phase) -> Work:
@@ -37,12 +38,10 @@ def needs_bytes(case: BenchCase, impl: str) -> int:
 
 def _ours(impl: str) -> Callable[[TokenScatterBenchInputs], Runnable]:
     def build(inputs: TokenScatterBenchInputs) -> Runnable:
-        from tilefold.ops import token_scatter  # noqa: PLC0415
-
         def scatter(weights: Tensor, input_ids: Tensor, unused: Tensor, vocab_size: int) -> Tensor:
             return token_scatter(weights, input_ids, vocab_size, ignore_ids=SPECIAL_IDS, impl=impl)
 
-        return inputs.bind(scatter, resolve_impl(impl, inputs.weights.device))
+        return inputs.bind(scatter, chosen_impl(inputs.weights, impl))
 
     return build
 
