@@ -52,7 +52,7 @@ def call_key(tensors: Sequence[object], options: tuple[object, ...]) -> Key | No
                 return None
     except RuntimeError:  # sparse and nested tensors have no strides: the checks report them
         return None
-    kind = first.device.type
+    kind = "cuda" if first.is_cuda else "cpu"  # device.type makes a string, which takes as long as the rest
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return together % ALIGNMENT == 0, *facts, autocast, tf32_allowed(first.dtype), *options, *map(type, options)
 

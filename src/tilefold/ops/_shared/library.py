@@ -31,10 +31,11 @@ def define_op(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable
 
 def run(function: Callable[..., Any], *args: Any) -> Any:
     """Call an implementation with the GPU of its first argument, a tensor, as the current one, and outside autocast."""
-    device, device_type = args[0].device, args[0].device.type
-    if device_type == "cuda" and device.index != torch.cuda.current_device():
+    device, on_gpu = args[0].device, args[0].is_cuda
+    if on_gpu and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return run(function, *args)
+    device_type = "cuda" if on_gpu else device.type  # which makes a string, as slowly as the rest of this
     if not torch.is_autocast_enabled(device_type):
         return function(*args)
     with torch.autocast(device_type, enabled=False):

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.call_cache import CallCache, Key, call_key
-from tilefold.ops._shared.checks import dtype_name
+from tilefold.ops._shared import impl as impls
+from tilefold.ops._shared.call_cache import CallCache, Key, call_key, is_aligned
 from tilefold.ops._shared.fallback import triton_or_tiled
-from tilefold.ops._shared.impl import resolve_impl, settled
+from tilefold.ops._shared.impl import settled
 from tilefold.ops._shared.library import define_op, forbid_double_backward, gradient_needs_dispatcher, is_plain, run
 from tilefold.ops.entmax_attention import _tiled
 from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from tilefold.ops.entmax_attention._triton.launch import ForwardPlan
     from tilefold.ops.entmax_attention._triton.launch_backward import BackwardPlan
 
-TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? alpha, Tensor? key_padding_mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k,"
     " Tensor? seed"
@@ -35,7 +34,7 @@ END = COUNT + len(Options._fields)  # of options after them
 
 Needs = tuple[bool, bool, bool, bool]  # which of q, k, v and alpha want a gradient
 Saved = tuple[Tensor | None, Tensor, Tensor | None]  # what delta is made from, statistics, map of live blocks
-Forward = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # output, and what is saved
+Forward = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # output, and what is saved
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -48,20 +47,7 @@ def chosen_impl(q: Tensor, impl: str = "auto") -> str:
         ValueError: for an unknown name.
         RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
     """
-    return _chosen(q, impl, "entmax_attention")
-
-
-def _chosen(q: Tensor, impl: str, operator: str) -> str:
-    """See :func:`chosen_impl`; without an ``operator``, as if no kernel of it had been given up."""
-    resolved = resolve_impl(impl, q.device, operator)
-    if resolved == "triton" and q.dtype not in TRITON_DTYPES:
-        if impl == "auto":
-            return "tiled"
-        names = ", ".join(dtype_name(dtype) for dtype in TRITON_DTYPES)
-        raise TypeError(
-            f"q must have dtype {names} for impl='triton', got {dtype_name(q.dtype)}; use impl='auto' or impl='tiled'."
-        )
-    return resolved
+    return impls.chosen_impl("entmax_attention", "q", q, impl)
 
 
 @functools.cache
@@ -79,7 +65,7 @@ class Call:
         options: of the attention.
         impl: the implementation that runs, or while a compiler traces the one that was asked for.
         with_gradient: whether what backward needs is kept.
-        with_support: whether the kernels count the support.
+        with_support: whether the support is counted. Without either there are no statistics.
         cast: the dtype that autocast gives q, k and v, if it is another one.
         plan: how the kernels are launched for tensors like these, where that was worked out.
     """
@@ -96,13 +82,18 @@ CALLS: CallCache[Call] = CallCache()  # by the arguments of the public function,
 _BACKWARD: CallCache[BackwardPlan] = CallCache()
 
 
+def _plan(tensors: AttentionTensors, call: Call, aligned: bool) -> ForwardPlan:
+    plan: ForwardPlan = _kernels().plan_forward(tensors, call.options, call.with_gradient, call.with_support, aligned)
+    return plan
+
+
 def planned(key: Key | None, tensors: AttentionTensors, call: Call) -> Call:
     """``call`` with a plan for tensors like these, kept as ``key``; as it is where no kernels or no ``key`` are."""
     if key is None or call.impl not in ("triton", "auto"):
         return call
 
     def plan() -> Call:
-        made = _kernels().plan_forward(tensors, call.options, call.with_gradient, call.with_support)
+        made = _plan(tensors, call, is_aligned(key))
         return CALLS.keep(key, dataclasses.replace(call, plan=made))
 
     return triton_or_tiled("entmax_attention", call.impl, tensors.q.device, plan, lambda: call)
@@ -120,7 +111,7 @@ def _run_forward(q: Tensor, tensors: AttentionTensors, call: Call) -> Forward:
     def kernels() -> Forward:
         plan = call.plan
         if plan is None:
-            plan = _kernels().plan_forward(tensors, call.options, call.with_gradient, call.with_support)
+            plan = _plan(tensors, call, aligned=False)
         return _kernels().forward(plan, tensors)  # type: ignore[no-any-return]
 
     return triton_or_tiled("entmax_attention", call.impl, q.device, kernels, tiled)
@@ -169,8 +160,10 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = CALLS.find(key) or planned(key, tensors, Call(options, impl, with_gradient, with_support))
     out, out2, stats, live = _run_forward(tensors.q, tensors, call)
     if out2 is None or live is None:  # operators return tensors only
-        nothing = _promised(tensors, options, with_gradient, asked)
-        out2, live = nothing[0] if out2 is None else out2, nothing[1] if live is None else live
+        promised = _promised(tensors, options, with_gradient, asked)
+        out2, live = promised[0] if out2 is None else out2, promised[1] if live is None else live
+    if stats is None or not (with_gradient or with_support):
+        stats = out.new_empty(0, dtype=torch.promote_types(out.dtype, torch.float32))
     return out, out2, stats, live
 
 
@@ -181,7 +174,7 @@ def _promised(tensors: AttentionTensors, options: Options, with_gradient: bool, 
     after the tiled path takes over, which needs neither tensor.
     """
     q = tensors.q
-    if q.device.type == "meta" or _chosen(q, asked, "") != "triton":
+    if q.device.type == "meta" or impls.chosen_impl("", "q", q, asked) != "triton":
         return q.new_empty(0), q.new_empty(0, dtype=torch.int32)
     live = live_shape(tensors, options)
     return torch.empty_like(q) if with_gradient else q.new_empty(0), q.new_empty(live, dtype=torch.int32)
@@ -190,9 +183,9 @@ def _promised(tensors: AttentionTensors, options: Options, with_gradient: bool, 
 @torch.library.register_fake("tilefold::entmax_attention")
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tensors, options = AttentionTensors(*args[:COUNT]), Options(*args[COUNT:END])
-    with_gradient, _, impl = args[END:]
+    with_gradient, with_support, impl = args[END:]
     wide = torch.promote_types(tensors.q.dtype, torch.float32)
-    stats = tensors.q.new_empty((4, *tensors.stats_shape), dtype=wide)
+    stats = tensors.q.new_empty((4, *tensors.stats_shape) if with_gradient or with_support else (0,), dtype=wide)
     out2, live = _promised(tensors, options, with_gradient, impl)
     return torch.empty_like(tensors.q), out2, stats, live
 
@@ -307,7 +300,7 @@ class _Attention(torch.autograd.Function):
 
 
 def attention(tensors: AttentionTensors, call: Call) -> tuple[Tensor, Tensor]:
-    """Output and statistics ``[4, B, H, Nq]``; a ``call`` that has a plan has plain tensors."""
+    """Output and statistics ``[4, B, H, Nq]``, if the call has any; a ``call`` that has a plan has plain tensors."""
     q, k, v, alpha = tensors[:4]
     if call.plan is None and not is_plain(*tensors):
         arguments = (*tensors, *call.options, call.with_gradient, call.with_support, call.impl)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+from tilefold.ops._shared.checks import check_cu_seqlens
 from tilefold.ops.entmax_attention._problem import AttentionTensors
 
 
@@ -27,19 +28,11 @@ def check_offsets(tensors: AttentionTensors, max_seqlen_k: int) -> None:
     Raises:
         ValueError: for offsets that do not describe the rows, or keys that are longer than ``max_seqlen_k``.
     """
-    sides = (("cu_seqlens_q", tensors.cu_seqlens_q, tensors.q), ("cu_seqlens_k", tensors.cu_seqlens_k, tensors.k))
-    for name, offsets, of in sides:
-        if offsets is None:
-            continue
-        values, rows = offsets.tolist(), of.size(0)
-        lengths = [after - before for before, after in itertools.pairwise(values)]
-        if values[0] != 0 or values[-1] != rows or min(lengths, default=0) < 0:
-            raise ValueError(
-                f"{name} must start with 0, never fall and end at the number of rows {rows}, got {values}; build it as "
-                "the cumulative sum of the sequence lengths with a 0 in front."
-            )
-        longest = max(lengths, default=0)
-        if name == "cu_seqlens_k" and longest > max_seqlen_k:
-            raise ValueError(
-                f"max_seqlen_k must be at least {longest}, the longest sequence of keys, got {max_seqlen_k}."
-            )
+    cu_q, cu_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    if cu_q is None or cu_k is None:
+        return
+    check_cu_seqlens("cu_seqlens_q", cu_q, tensors.q.size(0), "q")
+    check_cu_seqlens("cu_seqlens_k", cu_k, tensors.k.size(0), "k")
+    longest = max((after - before for before, after in itertools.pairwise(cu_k.tolist())), default=0)
+    if longest > max_seqlen_k:
+        raise ValueError(f"max_seqlen_k must be at least {longest}, the longest sequence of keys, got {max_seqlen_k}.")

@@ -133,12 +133,13 @@ def resident_kernel(
             slope *= factor
         acc = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         store_rows(out_ptr + to_out, i, so_n, mask_m, finish(acc, mass, empty, broken), D, BLOCK_D)
-        if PACKED:
-            offs = h.to(tl.int64) * Tq + q_base + i
-        else:
-            offs = plane.to(tl.int64) * Nq + i
-        root, mass = last_step(y, mass, total, support, y + rest, KIND)
-        store_stats(stats_ptr, offs, stat_size, mask_m, peak, root, mass, support, empty, broken)
+        if GRADIENT or SUPPORT:
+            if PACKED:
+                offs = h.to(tl.int64) * Tq + q_base + i
+            else:
+                offs = plane.to(tl.int64) * Nq + i
+            root, mass = last_step(y, mass, total, support, y + rest, KIND)
+            store_stats(stats_ptr, offs, stat_size, mask_m, peak, root, mass, support, empty, broken)
         if GRADIENT:
             acc2 = tl.dot(slope.to(v.dtype), v, input_precision=PRECISION)
             store_rows(out2_ptr + to_out, i, so_n, mask_m, finish(acc2, total, empty, broken), D, BLOCK_D)

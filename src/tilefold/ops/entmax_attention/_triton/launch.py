@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared._triton.launch import Step, aligned
+from tilefold.ops._shared._triton.launch import Step
 from tilefold.ops._shared._triton.tensors import as_bytes, contiguous, power_of_two, sm_count
 from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops._shared.internals import hooked
 from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
 from tilefold.ops.entmax_attention._triton.forward import output_kernel, resident_kernel
 from tilefold.ops.entmax_attention._triton.layout import is_readable, layout_of, outline, read_strides, readable
@@ -29,6 +30,7 @@ from tilefold.ops.entmax_attention.configs import (
 )
 
 Shape = tuple[int, ...]
+Forward = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 def _processors(device: torch.device) -> int:
@@ -46,8 +48,9 @@ class ForwardPlan:
     """How a call is launched, but for its tensors.
 
     Attributes:
+        aligned: whether q, k, v and whatever is given besides begin at multiples of 16 bytes.
         with_gradient: whether what delta is made from is kept.
-        stats: shape of the statistics.
+        stats: shape of the statistics; ``None`` where nobody reads them.
         scratch: shapes of the map of live blocks, the maxima, the lists and their lengths; ``None`` without a map.
         copies: whether q, k, v or the output must be copied for the kernels.
         tables: of a packed batch, and
@@ -56,8 +59,9 @@ class ForwardPlan:
         roots, output: the two of others. All ``None`` where there is no query.
     """
 
+    aligned: bool
     with_gradient: bool
-    stats: Shape
+    stats: Shape | None
     scratch: tuple[Shape, Shape, Shape, Shape] | None
     copies: bool
     tables: Tables | None = None
@@ -67,28 +71,28 @@ class ForwardPlan:
     output: Step | None = None
 
 
-def forward(plan: ForwardPlan, tensors: AttentionTensors) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Output, what delta is made from (if a gradient is asked for), statistics, map of live blocks (if there is one).
+def forward(plan: ForwardPlan, tensors: AttentionTensors) -> Forward:
+    """Output, what delta is made from (if a gradient is asked for), statistics and the map of live blocks (if any).
 
     ``tensors`` are like those that the plan was made for.
     """
     q, k, v, alpha, mask, cu_q, cu_k, seed = tensors
-    device, out = q.device, torch.empty_like(q)
+    out = torch.empty_like(q)
     out2 = torch.empty_like(q) if plan.with_gradient else None
-    stats = torch.empty(plan.stats, dtype=torch.float32, device=device)
+    stats = None if plan.stats is None else q.new_empty(plan.stats, dtype=torch.float32)
     live = maxima = lists = counts = None
     if plan.scratch is not None:
-        live = torch.empty(plan.scratch[0], dtype=torch.int32, device=device)
-        maxima = torch.empty(plan.scratch[1], dtype=torch.float32, device=device)
-        lists = torch.empty(plan.scratch[2], dtype=torch.int32, device=device)
-        counts = torch.empty(plan.scratch[3], dtype=torch.int32, device=device)
+        live = q.new_empty(plan.scratch[0], dtype=torch.int32)
+        maxima = q.new_empty(plan.scratch[1], dtype=torch.float32)
+        lists = q.new_empty(plan.scratch[2], dtype=torch.int32)
+        counts = q.new_empty(plan.scratch[3], dtype=torch.int32)
     alpha, mask, cu_q, cu_k = contiguous(alpha), as_bytes(mask), contiguous(cu_q), contiguous(cu_k)
     target, target2 = out, out if out2 is None else out2
     if plan.copies:
         q, k, v = readable(q), readable(k), readable(v)
         if not is_readable(out):  # like q, so only a strange q needs a copy back
             target, target2 = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (out, target2))
-    same = aligned(q, k, v, alpha, mask, cu_q, cu_k, seed)
+    same = plan.aligned and not hooked()
     batch = start = None
     if plan.tables is not None:
         batch, start, _, _ = plan.tables(same, cu_q, cu_k)
@@ -107,7 +111,9 @@ def forward(plan: ForwardPlan, tensors: AttentionTensors) -> tuple[Tensor, Tenso
     return out, out2, stats, live
 
 
-def plan_forward(tensors: AttentionTensors, options: Options, with_gradient: bool, with_support: bool) -> ForwardPlan:
+def plan_forward(
+    tensors: AttentionTensors, options: Options, with_gradient: bool, with_support: bool, aligned: bool
+) -> ForwardPlan:
     """How calls with tensors like these are launched."""
     q, k, v, out = tensors.q, tensors.k, tensors.v, outline(tensors.q)
     layout = layout_of(tensors, options)
@@ -127,7 +133,8 @@ def plan_forward(tensors: AttentionTensors, options: Options, with_gradient: boo
         scratch = live, (programs, blocks, rows), (q.size(1), tiles, blocks), (q.size(1), tiles)
     copies = not all(is_readable(tensor) for tensor in (q, k, v, out))
     packed = tensors.packed
-    place = (with_gradient, (4, *tensors.stats_shape), scratch, copies)
+    stats = (4, *tensors.stats_shape) if with_gradient or with_support or not resident else None
+    place = (aligned, with_gradient, stats, scratch, copies)
     if q.numel() == 0:
         return ForwardPlan(*place)
     tables = Tables(layout.batch, tiles, rows) if packed else None

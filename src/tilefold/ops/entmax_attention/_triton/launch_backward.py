@@ -71,7 +71,7 @@ def backward(plan: BackwardPlan, dout: Tensor, tensors: AttentionTensors, saved:
     if plan.copies:
         q, k, v, dout, out2 = (readable(t) for t in (q, k, v, dout, out2))
     alpha, mask, cu_q, cu_k = contiguous(alpha), as_bytes(mask), contiguous(cu_q), contiguous(cu_k)
-    delta = torch.empty(plan.rows, dtype=torch.float32, device=q.device)
+    delta = q.new_empty(plan.rows, dtype=torch.float32)
     dalpha = None
     if need_alpha:  # a packed batch may have rows of no sequence, should its offsets be broken
         dalpha = torch.empty_like(delta) if cu_q is None else torch.zeros_like(delta)
@@ -98,8 +98,7 @@ def _filled(
     if lists is None or live is None:
         return None, None
     shape, step = lists
-    listed = torch.empty(shape, dtype=torch.int32, device=live.device)
-    count = torch.empty(shape[:2], dtype=torch.int32, device=live.device)
+    listed, count = live.new_empty(shape), live.new_empty(shape[:2])
     step(same, live, listed, count, *tables)
     return listed, count
 
