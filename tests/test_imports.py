@@ -1,13 +1,16 @@
-"""What importing the package costs and needs, each in a fresh interpreter."""
+"""What importing the package costs and needs, each in a fresh interpreter; which module may import which."""
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.import_graph import PACKAGE, circles, import_graph, sources
 
 SOURCES = Path(__file__).resolve().parents[1] / "src"
 HEAVY = ("triton", "transformers", "sentence_transformers", "datasets", "pyarrow", "matplotlib", "seismic", "bm25s")
@@ -90,3 +93,104 @@ result = CliRunner().invoke(cli.app, ["--help"])
 assert result.exit_code == 0, result.output
 """
     assert loaded_after(code, (*HEAVY, "torch")) == set()
+
+
+# Room -> rooms that it may import beside itself. Modules at the top of the package are below all rooms.
+ARROWS = {
+    "ops": set(),
+    "nn": {"ops"},
+    "losses": {"ops"},
+    "retrieval": {"ops"},
+    "testing": {"ops"},
+    "integrations": {"nn", "ops"},
+    "recipes": {"integrations", "retrieval"},
+    "bench": {"ops", "testing"},
+    "cli": {"bench", "integrations", "ops", "recipes", "retrieval"},
+}
+# An operator's files of one name, with whatever follows it, are one implementation.
+IMPLEMENTATIONS = ("_reference", "_tiled", "_triton")
+# What stands above them in a room.
+DISPATCH = ("api", "_library", "_torch_ops")
+# Files that read sys.modules for another reason than to import what lies there.
+LOOKS_AT_LOADED_MODULES = {
+    "retrieval/bm25.py": "hides JAX from bm25s",
+}
+# Exceptions that are to go: an entry that is no longer needed fails its test.
+CIRCLES_LEFT: list[list[str]] = []
+BACKWARD_LEFT: set[tuple[str, str]] = {
+    ("tilefold.ops.entmax_attention._reference", "tilefold.ops.entmax"),  # the specification names the other one
+}
+
+
+def arrows() -> list[tuple[str, str]]:
+    return [(module, target) for module, targets in import_graph().items() for target in sorted(targets)]
+
+
+def room(module: str) -> str:
+    """``""`` for a module at the top of the package, which is no room."""
+    name = module.partition(".")[2].partition(".")[0]
+    return name if name in ARROWS else ""
+
+
+def family(part: str, names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if part == name or part.startswith(f"{name}_")), None)
+
+
+def is_backward_among_operators(module: str, target: str) -> bool:
+    """``tilefold.ops.<operator>.<file>``: operators use ``_shared`` alone; implementations nothing above or beside."""
+    here, there = module.split(".")[2:], target.split(".")[2:]
+    if not here or here[0].partition("_")[0] in ("implementations", "checks"):  # the doors to all operators
+        return False
+    if not there:
+        return True
+    if here[0] != there[0]:
+        return there[0] != "_shared"
+    mine, other = (family([*parts, ""][1], IMPLEMENTATIONS) for parts in (here, there))
+    if mine is None:
+        return False
+    return len(there) == 1 or family(there[1], DISPATCH) is not None or other not in (None, mine)
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    assert circles(import_graph()) == CIRCLES_LEFT
+
+
+def test_arrows_between_rooms_point_one_way() -> None:
+    backward = {
+        (module, target)
+        for module, target in arrows()
+        if target == "tilefold"
+        or (module != "tilefold" and not room(module) and room(target))
+        or (room(module) and room(target) and room(target) not in {room(module), *ARROWS[room(module)]})
+        or (room(module) == room(target) == "ops" and is_backward_among_operators(module, target))
+    }
+    assert backward == BACKWARD_LEFT
+
+
+def test_the_rooms_of_the_arrows_are_those_of_the_package() -> None:
+    assert set(ARROWS) == {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+
+
+def test_modules_with_an_underscore_are_imported_by_their_own_package_only() -> None:
+    crossing = set()
+    for module, target in arrows():
+        parts = target.split(".")
+        private = next((place for place, part in enumerate(parts) if part.startswith("_")), None)
+        if private is not None and parts[:private] != module.split(".")[:private]:
+            crossing.add((module, target))
+    assert crossing == set()
+
+
+def test_no_arrow_is_hidden_in_loaded_modules_or_in_a_string() -> None:
+    hidden = []
+    for path in sources().values():
+        name = str(path.relative_to(PACKAGE))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.modules":
+                hidden += [f"{name}:{node.lineno}"] if name not in LOOKS_AT_LOADED_MODULES else []
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+                text = ast.unparse(node.args[0])
+                hidden += [f"{name}:{node.lineno}"] if "tilefold" in text else []
+    assert hidden == []
+    for name in LOOKS_AT_LOADED_MODULES:
+        assert "sys.modules" in (PACKAGE / name).read_text(encoding="utf-8"), f"{name} does no longer: take it out"

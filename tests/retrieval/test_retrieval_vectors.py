@@ -159,7 +159,7 @@ def test_a_shard_written_by_another_program_is_checked_too(make_vectors: Make, t
     def forge(table: pa.Table) -> None:
         pq.write_table(table, tmp_path / "part-00000.parquet")
         manifest = json.loads((tmp_path / "manifest.json").read_text())
-        from tilefold.retrieval._files import sha256_file
+        from tilefold._files import sha256_file
 
         manifest["shards"][0]["sha256"] = sha256_file(tmp_path / "part-00000.parquet")
         (tmp_path / "manifest.json").write_text(json.dumps(manifest))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ def _run(args: list[str], debug: bool) -> int:
         sys.stderr.write('Error: the tilefold command needs typer and rich: pip install "tilefold[cli]"\n')
         return 1
     try:
-        outcome = typer.main.get_command(sys.modules[__name__].app)(args, prog_name="tilefold", standalone_mode=False)
+        outcome = typer.main.get_command(_app())(args, prog_name="tilefold", standalone_mode=False)
         code = outcome if isinstance(outcome, int) else 0
     except typer.Exit as leave:
         code = leave.exit_code
@@ -73,6 +74,7 @@ def _say(text: str) -> None:
     stderr().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
+@functools.cache
 def _app() -> Any:
     import typer
 
@@ -104,6 +106,5 @@ def _app() -> Any:
 
 def __getattr__(name: str) -> Any:
     if name == "app":
-        globals()["app"] = app = _app()
-        return app
+        return _app()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilefold._files import read_json, write_json
 from tilefold.cli import _common, _demo_plan
 from tilefold.cli._demo_data import collection_digest, contents
 from tilefold.cli._demo_plan import Plan, Size
@@ -54,7 +55,6 @@ class Workspace:
 
 def read_plan(where: Workspace) -> Plan | None:
     """The plan of an earlier run of the same demo; its saved results fit only that plan."""
-    from tilefold.recipes._run import read_json
 
     kept = read_json(where.folder / PLAN)
     try:
@@ -65,7 +65,6 @@ def read_plan(where: Workspace) -> Plan | None:
 
 def write_plan(where: Workspace, plan: Plan) -> None:
     """Save the plan for a resumed run."""
-    from tilefold.recipes._run import write_json
 
     where.folder.mkdir(parents=True, exist_ok=True)
     write_json(where.folder / PLAN, plan.to_dict())
@@ -289,7 +288,6 @@ def head_shapes(count: int) -> tuple[tuple[int, int, int, int], ...]:
 def compare_heads(where: Workspace, count: int) -> tuple[list[HeadMeasurement], bool]:
     """Time the stock and the fused head at `count` batch sizes, or read them from ``<folder>/heads.json``."""
     from tilefold.bench import head_comparison
-    from tilefold.recipes._run import write_json
 
     path = where.folder / "heads.json"
     if path.is_file():

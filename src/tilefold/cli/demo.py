@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tilefold._files import write_json
 from tilefold.cli import _common, _demo_data, _demo_plan, _demo_report, _demo_steps
 from tilefold.cli._demo_progress import Stages
 
@@ -38,7 +39,6 @@ def demo(
 
     Runs offline on a CPU. A second run reuses the results of the first; an interrupted run is resumed.
     """
-    from tilefold.recipes._run import write_json
     from tilefold.retrieval.errors import MissingPackageError
 
     asked = _asked(minutes, full, quick)

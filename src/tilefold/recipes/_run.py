@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import signal
 import threading
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from tilefold._files import read_json, write_json
 
 RECORD = "tilefold_training.json"
 WHOLE = "tilefold_whole.json"
@@ -176,19 +177,3 @@ def replace_dir(source: Path, target: Path) -> None:
     source.replace(target)
     if old.exists():
         shutil.rmtree(old)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that a reader sees the old file or the whole new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    temporary.replace(path)
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file, or ``None`` when it is missing or is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None

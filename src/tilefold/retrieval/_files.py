@@ -1,8 +1,7 @@
-"""Atomic files and directories, JSON and checksums."""
+"""Directories that appear whole, JSON that is checked, and packages that may be missing."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import tempfile
@@ -13,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
-from tilefold._files import atomic_file, umask
+from tilefold._files import umask
 from tilefold.retrieval.errors import DataError, MissingPackageError
 
 
@@ -74,11 +73,6 @@ def _swap(new: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def write_json(path: Path, value: Any) -> None:
-    with atomic_file(path) as temporary:
-        temporary.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-
-
 def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
     """The JSON object in `path`; FileNotFoundError or DataError otherwise, ending in `remedy`."""
     try:
@@ -113,11 +107,3 @@ def numbered_lines(stream: TextIO, path: Path) -> Iterator[tuple[int, str]]:
         yield from enumerate(stream, start=1)
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: expected UTF-8 text, got other bytes ({error}). Re-encode it.") from error
-
-
-def sha256_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from tilefold._files import atomic_file
-from tilefold.retrieval._files import read_json_object, sha256_file, write_json
+from tilefold._files import atomic_file, sha256_file, write_json
+from tilefold.retrieval._files import read_json_object
 from tilefold.retrieval.errors import DataError
 
 MANIFEST_NAME = "manifest.json"

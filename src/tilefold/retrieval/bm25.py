@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tilefold.retrieval._files import atomic_directory, require, write_json
+from tilefold._files import write_json
+from tilefold.retrieval._files import atomic_directory, require
 from tilefold.retrieval._ranking import check_k, top_positive
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
