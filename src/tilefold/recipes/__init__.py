@@ -1,4 +1,4 @@
-"""What to train: one typed configuration and one ``train`` for each published system."""
+"""Training of published systems: one typed configuration and one ``train`` each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which attention a recipe trains with."""
+"""The attention that a recipe trains with."""
 # ruff: noqa: PLC0415 - transformers is imported by the functions that need it
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class AttentionChoice:
     """The fields of a recipe that choose its attention; the class of a recipe inherits from this one.
 
     Attributes:
-        attention: ``"softmax"``, ``"entmax"``, or ``None`` for what the base model has: softmax, if it is a stock one.
+        attention: ``"softmax"``, ``"entmax"``, or ``None`` for that of the base model (softmax in a stock one).
         alpha: of entmax, in [1, 2]; ``None`` takes 1.5.
         anneal_alpha: share of the steps, in [0, 1], over which alpha rises from 1, which is softmax; 0 for none.
     """

@@ -1,4 +1,4 @@
-"""What makes a training step cheaper without another loss: batches with little padding, and layers that stay."""
+"""Cheaper training steps with the same loss: batches with little padding, and frozen layers."""
 # ruff: noqa: PLC0415 - sentence-transformers is imported by the function that needs it
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from typing import Any
 
 __all__ = ["freeze_lower_layers", "length_grouped_batches"]
 
-POOL = 8  # batches whose texts are sorted by length together
+POOL = 8  # batches per pool; the texts of a pool are sorted by length
 
 
 def freeze_lower_layers(model: Any, layers: int) -> None:
-    """Keep the embeddings, a decoder tied to them and the lowest `layers` layers of `model` as they are.
+    """Freeze the embeddings, a decoder tied to them, and the lowest `layers` layers of `model`.
 
-    Autograd then stops above them: they cost a forward pass and no backward pass.
+    Autograd then stops above them: they have a forward pass and no backward pass.
 
     Raises:
-        ValueError: if the model has fewer layers, or none that can be told.
+        ValueError: if the model has fewer layers, or its layers are not found.
     """
     network = model[0].model
     count = getattr(network.config, "num_hidden_layers", None)

@@ -10,7 +10,7 @@ __all__ = ["check_count", "check_number", "check_seed"]
 
 
 def check_count(name: str, value: Any, optional: bool) -> None:
-    """Refuse what is no whole number of at least 1 (or ``None``, where that is allowed)."""
+    """Raise an error unless the value is a whole number of at least 1 (or ``None``, where that is allowed)."""
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -18,13 +18,13 @@ def check_count(name: str, value: Any, optional: bool) -> None:
 
 
 def check_number(name: str, value: Any, accept: Callable[[float], bool], expected: str) -> None:
-    """Refuse what is no finite number that `accept` takes."""
+    """Raise an error unless the value is a finite number that `accept` takes."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not accept(value):
         raise ValueError(f"{name} must be a number {expected}, got {value!r}.")
 
 
 def check_seed(value: Any) -> None:
-    """Refuse what no random generator takes as a seed."""
+    """Raise an error unless the value is a valid seed."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
         raise ValueError(f"seed must be a whole number of at least 0 and below 2^32, got {value!r}.")

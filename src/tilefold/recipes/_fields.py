@@ -1,4 +1,4 @@
-"""A recipe to a dictionary and back."""
+"""Converts a recipe to a dictionary and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Fields:
     """What the dataclass of every recipe inherits."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Field names and values, fit for JSON."""
+        """Field names and values, as a JSON object."""
         return asdict(self)  # type: ignore[call-overload, no-any-return]
 
     @classmethod
@@ -22,7 +22,7 @@ class Fields:
         """The inverse of :meth:`to_dict`.
 
         Raises:
-            ValueError: for a name that is no field, or a value out of range.
+            ValueError: for an unknown field, or a value out of range.
         """
         known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
         if unknown := sorted(set(values) - known):

@@ -1,4 +1,4 @@
-"""The files of a training run: checkpoints that are whole, a model that appears at once."""
+"""The files of a training run: complete checkpoints, and a model that is moved into place atomically."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Checkpoint:
 
 
 class TrainingRun:
-    """Where one run keeps its things: ``<output_dir>`` when done, ``<output_dir>.training`` until then."""
+    """The folders of a run: ``<output_dir>`` when done, ``<output_dir>.training`` until then."""
 
     def __init__(self, output_dir: Path, recipe: dict[str, Any], data: str) -> None:
         self.output_dir = output_dir
@@ -37,10 +37,10 @@ class TrainingRun:
         self.settings: dict[str, Any] = {"recipe": recipe, "data": data}
 
     def finished(self, *, overwrite: bool, resume: bool) -> dict[str, Any] | None:
-        """The result that a finished run left here, if it is this very run.
+        """The result of a finished run in this folder, if it has the same recipe and data.
 
         Raises:
-            FileExistsError: if something else is in the way and `overwrite` is not set.
+            FileExistsError: if the folder holds something else and `overwrite` is not set.
         """
         if not self.output_dir.exists() or (self.output_dir.is_dir() and not any(self.output_dir.iterdir())):
             return None
@@ -51,7 +51,7 @@ class TrainingRun:
             )
         if resume and record.get("settings") == self.settings:
             left = read_json(self.work_dir / RECORD)
-            if left is not None and left.get("settings") == self.settings:  # killed after the model was in place
+            if left is not None and left.get("settings") == self.settings:  # interrupted after the model was in place
                 shutil.rmtree(self.work_dir)
             return self._result(record)
         if overwrite:
@@ -62,7 +62,7 @@ class TrainingRun:
         )
 
     def open(self, *, resume: bool) -> Checkpoint | None:
-        """Prepare the work folder; the newest whole checkpoint in it, or ``None`` for a fresh start."""
+        """Prepare the work folder; return its newest complete checkpoint, or ``None`` for a new run."""
         left = read_json(self.work_dir / RECORD)
         if resume and left is not None:
             if left.get("settings") != self.settings:
@@ -78,7 +78,7 @@ class TrainingRun:
         return None
 
     def finish(self, model: Any, result: dict[str, Any]) -> None:
-        """Save `model` beside, then move it into place and drop the checkpoints."""
+        """Save `model` in a temporary folder, move it into place, and delete the checkpoints."""
         made = self.work_dir / "model"
         if made.exists():
             shutil.rmtree(made)
@@ -112,7 +112,7 @@ class TrainingRun:
 
 
 def make_watcher(progress: Callable[[int, int, float | None], None] | None, run: TrainingRun) -> Any:
-    """A trainer callback that reports steps, keeps the last loss and marks checkpoints that are whole."""
+    """A trainer callback that reports steps, keeps the last loss and marks complete checkpoints."""
     from transformers import TrainerCallback  # noqa: PLC0415 - heavy
 
     class Watcher(TrainerCallback):  # type: ignore[misc]
@@ -139,7 +139,7 @@ def make_watcher(progress: Callable[[int, int, float | None], None] | None, run:
 
 @contextmanager
 def heeding_interrupts(watcher: Any) -> Iterator[None]:
-    """Make Ctrl-C count at the next step at the latest.
+    """Make Ctrl-C stop training at the next step at the latest.
 
     Python drops a ``KeyboardInterrupt`` that is raised while a destructor or a callback from C runs, and the training
     would go on.
@@ -168,7 +168,7 @@ def digest(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def replace_dir(source: Path, target: Path) -> None:
-    """Move `source` to `target`; what lay there is out of the way first, and gone after."""
+    """Move `source` to `target`, replacing what was there."""
     old = target.with_name(target.name + ".old")
     if old.exists():
         shutil.rmtree(old)

@@ -1,4 +1,4 @@
-"""What every recipe's ``train`` does: pairs, one resumable run, a stock model at the end."""
+"""The common part of every recipe's ``train``: pairs, one resumable run, a stock model."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ class Recipe(Protocol):
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a ``train`` did.
+    """The result of ``train``.
 
     Attributes:
         model_dir: the finished stock model.
         steps: optimiser steps of the model.
         loss: mean training loss of the last steps that were logged.
         seconds: wall time of this call.
-        resumed_from: the step that this call went on from, 0 for a fresh run.
-        reused: the folder already held the finished model of this very recipe and data.
-        bf16, fused: as they ran.
+        resumed_from: the step that this call resumed from, 0 for a new run.
+        reused: whether the folder already held the finished model of this recipe and data.
+        bf16, fused: whether the run used them.
     """
 
     model_dir: str
@@ -78,7 +78,7 @@ def run_training(
     load: Callable[[], Any],
     fit: Callable[[Any, list[tuple[str, str]], _run.TrainingRun, _run.Checkpoint | None, bool], float | None],
 ) -> TrainResult:
-    """Return what a finished run left, or ``load()`` a model, ``fit(model, pairs, run, checkpoint, bf16)`` and save it.
+    """Return a finished run's result, or ``load()``, ``fit(model, pairs, run, checkpoint, bf16)`` and save a model.
 
     Raises:
         ValueError, FileExistsError: see ``train`` of a recipe.

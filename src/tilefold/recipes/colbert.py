@@ -32,27 +32,27 @@ LARGEST_DIMENSION = 4096
 
 @dataclass(frozen=True)
 class ColbertRecipe(AttentionChoice, Fields):
-    """What to train and how; every field is checked on construction.
+    """Configuration of a ColBERT training run; every field is checked on construction.
 
     Attributes:
         base_model: ``"minilm"`` for the packaged MiniLM, else a folder or a Hugging Face name: of any encoder, of a
             SentenceTransformer, or of a multi-vector model, whose projection, query length and skipped words are kept.
-        max_steps: optimiser steps; ``None`` goes by ``epochs``.
+        max_steps: optimiser steps; ``None`` uses ``epochs``.
         epochs: passes over the training pairs when ``max_steps`` is ``None``.
-        batch_size: pairs in a step; every other document of a batch is a negative.
+        batch_size: pairs per step; every other document of a batch is a negative.
         learning_rate: peak of the linear schedule.
         warmup_ratio: share of the steps over which the learning rate rises.
         dimension: of the projection that is put on a backbone without one, a multiple of 8; ``None`` puts none, and
             token vectors are as wide as the backbone.
         similarity_scale: factor on the MaxSim scores before the softmax.
-        query_length: tokens read of a query.
-        expand_queries: fill queries up to ``query_length`` with mask tokens that are scored too, as ColBERT does.
+        query_length: maximum tokens per query.
+        expand_queries: pad queries to ``query_length`` with mask tokens that are scored too, as ColBERT does.
         skip_punctuation: keep no vectors of punctuation in documents.
-        max_length: tokens that the saved model reads of a document.
-        train_max_length: tokens read of a document while training; ``None`` takes ``max_length``.
+        max_length: maximum tokens per document of the saved model.
+        train_max_length: the same while training; ``None`` takes ``max_length``.
         bf16: bf16 autocast; ``None`` uses it where the hardware has it.
         fused: train with the fused similarity.
-        save_steps: steps between checkpoints, from which a killed run goes on.
+        save_steps: steps between checkpoints, from which an interrupted run is resumed.
         seed: of the projection, the data order and dropout.
         attention, alpha, anneal_alpha: see :class:`AttentionChoice`.
     """
@@ -112,13 +112,13 @@ def train(
     progress: Progress | None = None,
     verbose: bool = False,
 ) -> TrainResult:
-    """Train on the pairs of the collection's ``"train"`` split and leave a stock MultiVectorEncoder in `output_dir`.
+    """Train on the pairs of the collection's ``"train"`` split and save a stock MultiVectorEncoder in `output_dir`.
 
-    Interrupted and finished runs are treated as by :func:`tilefold.recipes.splade.train`, and so are the arguments.
+    Arguments, and the treatment of interrupted and finished runs, are those of :func:`tilefold.recipes.splade.train`.
 
     Raises:
         ValueError: for a collection without training pairs, or checkpoints of another recipe or data.
-        FileExistsError: if `output_dir` holds something that this call would not have made.
+        FileExistsError: if `output_dir` holds something other than a model of this recipe and data.
         MissingPackageError: if sentence-transformers or the packaged model is not installed.
     """
 
@@ -194,13 +194,13 @@ def _with_own_modules(model: MultiVectorEncoder, recipe: ColbertRecipe, *, keep_
 
 
 def _known_punctuation(tokenizer: Any) -> list[str]:
-    """The punctuation marks that are one token each; others cannot be skipped by their token."""
+    """The punctuation marks that are a single token; only those can be skipped."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     return [mark for mark in string.punctuation if tokenizer.convert_tokens_to_ids(mark) not in (None, unknown)]
 
 
 def _positions(model: MultiVectorEncoder) -> int:
-    """Tokens that the backbone can read."""
+    """Maximum number of tokens of the backbone."""
     length = model.max_seq_length
     return length if isinstance(length, int) and length > 0 else 1 << 30
 
@@ -215,7 +215,7 @@ def _fit(
     progress: Progress | None,
     verbose: bool,
 ) -> float | None:
-    """Run the stock trainer over `model` in place; the mean loss that it logged last."""
+    """Train `model` in place with the stock trainer; return the mean loss that it logged last."""
     from datasets import Dataset
     from sentence_transformers import MultiVectorEncoderTrainer
     from sentence_transformers.multi_vector_encoder import losses

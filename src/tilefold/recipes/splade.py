@@ -30,29 +30,29 @@ __all__ = ["SpladeRecipe", "TrainResult", "load_base_model", "supports_bf16", "t
 
 @dataclass(frozen=True)
 class SpladeRecipe(AttentionChoice, Fields):
-    """What to train and how; every field is checked on construction.
+    """Configuration of a SPLADE training run; every field is checked on construction.
 
     Attributes:
         base_model: ``"minilm"`` for the packaged MiniLM, else a folder or a Hugging Face name of a masked LM.
-        max_steps: optimiser steps; ``None`` goes by ``epochs``.
+        max_steps: optimiser steps; ``None`` uses ``epochs``.
         epochs: passes over the training pairs when ``max_steps`` is ``None``.
-        batch_size: pairs in a step; every other document of a batch is a negative.
+        batch_size: pairs per step; every other document of a batch is a negative.
         learning_rate: peak of the linear schedule.
         warmup_ratio: share of the steps over which the learning rate rises.
         query_regularizer, document_regularizer: weights of the FLOPS terms.
         regularizer_warmup_ratio: share of the steps over which those weights rise, quadratically.
         similarity_scale: factor on the dot products before the softmax.
-        max_length: tokens that the saved model reads.
-        train_max_length: tokens read while training; ``None`` takes ``max_length``.
-        start_deviations: where ``"minilm"`` starts the decoder bias of each term by itself; ``None`` gives all terms
-            one, by `start_percentile`.
-        start_percentile: where ``"minilm"`` starts its decoder bias, see :func:`minilm_splade`.
-        frozen_layers: lowest layers of the encoder that keep their weights, and the embeddings (with a decoder that is
-            tied to them) with them; they cost no backward pass. 0 trains everything.
-        group_by_length: fill batches with documents of similar length, so that little is padding.
+        max_length: maximum tokens per text of the saved model.
+        train_max_length: the same while training; ``None`` takes ``max_length``.
+        start_deviations: initial decoder bias of ``"minilm"``, a value per term; ``None`` gives all terms the same,
+            from `start_percentile`.
+        start_percentile: initial decoder bias of ``"minilm"``, see :func:`minilm_splade`.
+        frozen_layers: number of lowest encoder layers that are frozen, together with the embeddings (and a decoder tied
+            to them); they have no backward pass. 0 trains everything.
+        group_by_length: batches of documents of similar length, with little padding.
         bf16: bf16 autocast; ``None`` uses it where the hardware has it.
         fused: train with the fused head.
-        save_steps: steps between checkpoints, from which a killed run goes on.
+        save_steps: steps between checkpoints, from which an interrupted run is resumed.
         seed: of the data order, dropout and the sample for the decoder bias.
         attention, alpha, anneal_alpha: see :class:`AttentionChoice`.
     """
@@ -118,21 +118,21 @@ def train(
     progress: Progress | None = None,
     verbose: bool = False,
 ) -> TrainResult:
-    """Train on the pairs of the collection's ``"train"`` split and leave a stock SparseEncoder in `output_dir`.
+    """Train on the pairs of the collection's ``"train"`` split and save a stock SparseEncoder in `output_dir`.
 
-    Checkpoints lie in ``<output_dir>.training`` until the end; the finished model appears in one rename. A run that
-    was killed goes on from its last whole checkpoint when called again with the same recipe and data, and a finished
-    one is returned as it is. Equal recipes, data and machines give equal models.
+    Checkpoints lie in ``<output_dir>.training`` until the end; the finished model is moved into place atomically. An
+    interrupted run is resumed from its last complete checkpoint by the same call (recipe and data), and a finished run
+    is returned unchanged. Equal recipes, data and machines give equal models.
 
     Args:
-        resume: go on from, or return, what an earlier call left; otherwise checkpoints are discarded.
+        resume: resume or return an earlier run; with False, its checkpoints are discarded.
         overwrite: replace a finished model in `output_dir`.
         progress: called as ``progress(step, steps, loss)`` after every step; loss is ``None`` until it is known.
         verbose: let the libraries log.
 
     Raises:
         ValueError: for a collection without training pairs, or checkpoints of another recipe or data.
-        FileExistsError: if `output_dir` holds something that this call would not have made.
+        FileExistsError: if `output_dir` holds something other than a model of this recipe and data.
         MissingPackageError: if sentence-transformers or the packaged model is not installed.
     """
 
@@ -190,7 +190,7 @@ def _fit(
     progress: Progress | None,
     verbose: bool,
 ) -> float | None:
-    """Run the stock trainer over `model` in place; the mean loss that it logged last."""
+    """Train `model` in place with the stock trainer; return the mean loss that it logged last."""
     from datasets import Dataset
     from sentence_transformers.sparse_encoder import SparseEncoderTrainer
     from transformers.trainer_callback import PrinterCallback

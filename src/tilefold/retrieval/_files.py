@@ -29,7 +29,7 @@ def require(module: str, package: str, purpose: str) -> Any:
 
 @contextmanager
 def atomic_directory(path: Path, *, own_names: AnyCollection[str]) -> Iterator[Path]:
-    """Yield a temporary directory beside `path`; it takes the place of `path` when the block ends well.
+    """Yield a temporary directory beside `path`, which replaces `path` if the block ends without an error.
 
     A directory that already holds anything but `own_names` is never replaced.
     """
@@ -50,11 +50,13 @@ def check_replaceable(path: Path, own_names: AnyCollection[str]) -> None:
     if not path.exists():
         return
     if not path.is_dir():
-        raise FileExistsError(f"{path}: expected a new or an own directory, got a file. Choose another path.")
+        raise FileExistsError(
+            f"{path}: expected a new directory or one that tilefold wrote, got a file. Choose another path."
+        )
     strange = sorted(entry.name for entry in path.iterdir() if entry.name not in own_names)
     if strange:
         raise FileExistsError(
-            f"{path}: expected a new or an own directory, got one with other files "
+            f"{path}: expected a new directory or one that tilefold wrote, got one with other files "
             f"({', '.join(strange[:3])}). Choose another path; nothing was overwritten."
         )
 
@@ -87,13 +89,13 @@ def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def json_line(value: Any) -> str:
-    """`value` as a line of JSON that UTF-8 can hold: readable, escaped only where a text has half a surrogate pair."""
+    """`value` as a line of JSON in UTF-8; escapes are used only where a text has half a surrogate pair."""
     line = json.dumps(value, ensure_ascii=False)
     return (line if is_unicode(line) else json.dumps(value)) + "\n"
 
 
 def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can hold `text`, which half a surrogate pair cannot be in."""
+    """Whether UTF-8 can encode `text`; it cannot encode half a surrogate pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -102,7 +104,7 @@ def is_unicode(text: str) -> bool:
 
 
 def numbered_lines(stream: TextIO, path: Path) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers, from 1; ``DataError`` that names `path` for bytes that are no UTF-8."""
+    """Lines with their numbers, from 1; ``DataError`` that names `path` for bytes that are not UTF-8."""
     try:
         yield from enumerate(stream, start=1)
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Choose the best scores of a row, ties in a fixed order."""
+"""The best scores of a row, with ties in a fixed order."""
 
 from __future__ import annotations
 

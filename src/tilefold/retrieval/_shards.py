@@ -1,4 +1,4 @@
-"""Folders of shards and a manifest: written whole, resumed where they stopped, checked when read."""
+"""Folders of shards with a manifest: written atomically, resumable, checked when read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REMEDY = "Write the vectors again (tilefold encode)."
 
 
 class Manifest(Protocol):
-    """What every folder of shards says of itself."""
+    """The fields that every manifest has."""
 
     kind: str
     n_documents: int
@@ -33,17 +33,16 @@ class ShardWriter(Generic[M]):
     """Write a folder shard by shard; one writer at a time may use it.
 
     Shards and manifest are replaced atomically, and a shard counts only once the manifest lists it, so that an
-    interrupted writer can go on where it stopped.
+    interrupted writer can be resumed.
 
     Args:
         path: the folder, made when missing.
-        manifest: of a fresh start.
-        resume: go on with what an earlier writer left in `path` if it was made the same way. Otherwise, and
-            with ``resume=False``, earlier shards are discarded.
+        manifest: the manifest of a new folder.
+        resume: keep the shards of an earlier writer with the same settings. With False, they are discarded.
 
     Raises:
         FileExistsError: `path` holds files but no manifest, so it is not a folder of vectors.
-        DataError: ``resume=True`` and the earlier vectors were made in another way, or are of another layout.
+        DataError: ``resume=True`` and the earlier vectors have other settings or another layout.
     """
 
     suffix: ClassVar[str]
@@ -62,7 +61,7 @@ class ShardWriter(Generic[M]):
             self._save()
             for stale in self.path.glob(shards):
                 stale.unlink()
-        for name in (shards, MANIFEST_NAME):  # left by a process that was killed
+        for name in (shards, MANIFEST_NAME):  # left by an interrupted process
             for left in self.path.glob(f".{name}.*.tmp"):
                 left.unlink()
 
@@ -87,12 +86,12 @@ class ShardWriter(Generic[M]):
         if changed:
             detail = "; ".join(f"{name}: {before.get(name)!r} before, {now.get(name)!r} now" for name in changed)
             raise DataError(
-                f"{self.path}: holds vectors that were made in another way ({detail}). "
+                f"{self.path}: holds vectors with other settings ({detail}). "
                 "Choose another folder, or pass resume=False to write them again."
             )
 
     def has_shard(self, number: int) -> bool:
-        """Whether shard `number` is whole: listed in the manifest, and its file is there and unchanged."""
+        """Whether shard `number` is complete: listed in the manifest, with an unchanged file."""
         if number >= len(self.manifest.shards):
             return False
         shard = self.manifest.shards[number]
@@ -139,7 +138,7 @@ def check_whole(folder: Path, manifest: Manifest) -> None:
     if not manifest.complete:
         raise DataError(
             f"{folder}: expected complete vectors, got {len(manifest.shards)} shard(s) of an unfinished run. "
-            "Run the same `tilefold encode` again; it goes on where it stopped."
+            "Run the same `tilefold encode` again to resume it."
         )
 
 

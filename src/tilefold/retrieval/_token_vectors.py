@@ -21,9 +21,9 @@ class TokenVectors:
 
     Attributes:
         ids: N unique, non-empty strings.
-        offsets: int64 ``[N + 1]``; text `i` has rows ``offsets[i]`` to ``offsets[i + 1]``, which may be none.
+        offsets: int64 ``[N + 1]``; text `i` has rows ``offsets[i]`` to ``offsets[i + 1]``, possibly none.
         values: ``[T, D]`` fp16, fp32 or int8.
-        scales: ``[T]`` fp32, what int8 values are multiplied with; else None.
+        scales: ``[T]`` fp32 factors of int8 values, else None.
 
     Raises:
         DataError: shapes or dtypes that do not fit, offsets that do not rise from 0 to T, an empty or repeated id.
@@ -44,7 +44,7 @@ class TokenVectors:
         if int(offsets[0]) != 0 or int(offsets[-1]) != values.size(0) or bool((offsets.diff() < 0).any()):
             raise DataError(f"offsets: expected offsets that rise from 0 to {values.size(0)}, got others.")
         if (self.scales is not None) != (values.dtype == torch.int8):
-            raise DataError(f"scales: expected them for int8 values and no others, got values in {values.dtype}.")
+            raise DataError(f"scales: expected for int8 values only, got values in {values.dtype}.")
         if self.scales is not None and (
             self.scales.dtype != torch.float32 or tuple(self.scales.shape) != (values.size(0),)
         ):
@@ -52,7 +52,7 @@ class TokenVectors:
 
     @classmethod
     def pack(cls, ids: Sequence[str], vectors: Sequence[Tensor], dimension: int, storage: str) -> TokenVectors:
-        """From one ``[n_i, D]`` tensor a text, on any device; the result is on the CPU.
+        """From one ``[n_i, D]`` tensor per text, on any device; the result is on the CPU.
 
         Raises:
             ValueError: an unknown `storage`.
@@ -71,7 +71,9 @@ class TokenVectors:
         if not bool(finite.all()):
             at = int((~finite).nonzero()[0])
             owner = ids[int(torch.searchsorted(offsets, at, right=True)) - 1]
-            raise DataError(f"vectors: expected finite numbers that {storage} holds, got others for {owner!r}.")
+            raise DataError(
+                f"vectors: expected finite numbers within the range of {storage}, got others for {owner!r}."
+            )
         if storage == "fp16":
             return cls(list(ids), offsets, half.cpu())
         quantized = quantize_tokens(packed, "int8")
@@ -92,7 +94,7 @@ class TokenVectors:
         return values if self.scales is None else values * self.scales[low:high, None]
 
     def packed(self) -> Tensor | QuantizedTokens:
-        """What :func:`tilefold.ops.maxsim` takes, with ``offsets`` as its cu_seqlens."""
+        """The document argument of :func:`tilefold.ops.maxsim`, with ``offsets`` as its ``cu_seqlens_d``."""
         return self.values if self.scales is None else QuantizedTokens(self.values, self.scales)
 
     def take(self, chosen: Sequence[int]) -> TokenVectors:
@@ -109,7 +111,7 @@ class TokenVectors:
         """All texts of `parts`, at least one, of one dimension and storage, in order."""
         lengths = torch.cat([part.offsets.diff() for part in parts])
         scales = [part.scales for part in parts if part.scales is not None]
-        with torch.autocast("cpu", enabled=False):  # which knows no fp16 on the CPU
+        with torch.autocast("cpu", enabled=False):  # numpy, because torch lacks the operation for fp16 on the CPU
             values = torch.cat([part.values for part in parts])
         return cls(
             [name for part in parts for name in part.ids],

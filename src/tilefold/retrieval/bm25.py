@@ -114,7 +114,7 @@ def _language(name: str) -> tuple[frozenset[str], Callable[[str], str]]:
 
 @contextmanager
 def _without_jax() -> Iterator[None]:
-    """Import as if JAX were absent: where it is installed, bm25s runs it at import, and it takes 75% of a free GPU.
+    """Import as if JAX were absent: bm25s starts JAX at import if it is installed, which takes 75% of a GPU's memory.
 
     The scores here come from numpy. A JAX that was already imported is left as it is.
     """
@@ -180,7 +180,7 @@ class BM25Index:
         return len(self._engine.vocab_dict)
 
     def search(self, queries: Mapping[str, str], k: int) -> Run:
-        """The at most `k` best documents for each query; documents that share no word are not returned."""
+        """At most `k` best documents per query; documents that share no word with it are not returned."""
         check_k(k)
         run: Run = {}
         for query_id, text in queries.items():

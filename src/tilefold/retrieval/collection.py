@@ -29,7 +29,7 @@ class Document:
 
     @property
     def contents(self) -> str:
-        """Title and text as one string, a line break between them: what every encoder and BM25 reads."""
+        """Title and text as one string, separated by a line break: the input of every encoder and of BM25."""
         return f"{self.title}\n{self.text}" if self.title and self.text else self.title or self.text
 
 
@@ -54,7 +54,7 @@ class Collection:
         return {document.id: document.contents for document in self.documents.values()}
 
     def split_qrels(self, split: str) -> dict[str, dict[str, int]]:
-        """The judgements of `split`; a KeyError-free lookup that names the splits there are."""
+        """The judgements of `split`; the error for an unknown split names the known ones."""
         try:
             return self.qrels[split]
         except KeyError:
@@ -75,7 +75,7 @@ class Collection:
         ]
 
     def save_beir(self, path: str | Path) -> None:
-        """Write a BEIR folder. It appears whole or not at all; only an earlier BEIR folder is replaced.
+        """Write a BEIR folder atomically; only an earlier BEIR folder is replaced.
 
         Raises:
             FileExistsError: `path` holds other files.
@@ -112,8 +112,8 @@ def load_beir(path: str | Path, unknown: Literal["error", "drop"] = "error") -> 
 
     Args:
         path: the folder.
-        unknown: what to do with judgements that name a query or a document which is not there
-            (a corpus cut down to a sample has them): raise, or leave them out.
+        unknown: ``"error"``, or ``"drop"`` to leave out judgements of queries or documents that are not in the
+            collection (in a sample of a corpus).
 
     Raises:
         FileNotFoundError: the folder, the corpus, the queries or every qrels file is missing.
@@ -156,7 +156,7 @@ def _read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _json_object(line: str, path: Path, number: int) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # malformed, a number of thousands of digits, nested too deeply
+    except (ValueError, RecursionError) as error:  # malformed JSON, a number with thousands of digits, too deep nesting
         raise DataError(
             f"{path}:{number}: expected one JSON object a line, got malformed JSON ({error}). Fix that line."
         ) from error

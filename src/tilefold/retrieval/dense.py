@@ -1,4 +1,4 @@
-"""Dense retrieval with a sentence-transformers bi-encoder, as a baseline to compare with."""
+"""Dense retrieval with a sentence-transformers bi-encoder, as a baseline."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def dense_run(
     batch_size: int = 64,
     query_chunk: int = 256,
 ) -> Run:
-    """The `k` best documents for each query by the model's own similarity, over all documents.
+    """The `k` best documents per query by the model's own similarity, over all documents.
 
     Args:
         model: a ``SentenceTransformer``; its ``encode_document``, ``encode_query`` and ``similarity`` are used,
             so prompts and cosine or dot product are those that the model was trained with.
         documents: id -> contents.
         queries: id -> text.
-        k: documents for each query; all of them when there are fewer.
+        k: documents per query; all of them when there are fewer.
         batch_size: texts encoded at a time.
         query_chunk: queries scored at a time, which bounds the scores in memory to ``[query_chunk, N]``.
 
@@ -53,7 +53,7 @@ def rank_by_similarity(
     k: int,
     query_chunk: int = 256,
 ) -> Run:
-    """The `k` best documents for each query by ``model.similarity`` of vectors that are there already."""
+    """The `k` best documents per query by ``model.similarity`` of given vectors."""
     check_k(k)
     run: Run = {}
     for start in range(0, len(query_ids), query_chunk):

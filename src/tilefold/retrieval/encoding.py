@@ -17,7 +17,7 @@ __all__ = ["encode_collection", "encode_queries", "model_fingerprint"]
 Kind = Literal["document", "query"]
 T = TypeVar("T")
 _SAMPLES_A_TENSOR = 1024
-_TOO_MANY = 16  # texts that fail one after the other, a whole shard of them: the model is at fault, not they
+_TOO_MANY = 16  # when every text of a shard of at least this size fails, the model is at fault, not the texts
 
 
 def encode_collection(
@@ -33,10 +33,10 @@ def encode_collection(
     progress: Callable[[int, int], None] | None = None,
     resume: bool = True,
 ) -> VectorManifest:
-    """Encode `texts` into a folder of vectors, shard by shard, and go on where an earlier run stopped.
+    """Encode `texts` into a folder of vectors, shard by shard, resuming an earlier run.
 
     A shard holds `shard_size` consecutive texts and is encoded in batches of similar length. It is written
-    whole or not at all, so that a crash or an interrupt costs at most the shard in progress. A text that
+    atomically, so that a crash or an interrupt costs at most the shard in progress. A text that
     cannot be encoded (not a string, an error or NaN in the model) is left out and listed with the reason in
     ``manifest.failed``; the others are not lost.
 
@@ -46,19 +46,19 @@ def encode_collection(
         output_dir: the folder; see :mod:`tilefold.retrieval.vectors`.
         kind: ``"document"`` uses the model's document prompt and route, ``"query"`` those of queries.
         batch_size: texts encoded at a time.
-        shard_size: texts in a shard.
-        top_k: heaviest terms kept for each text; None keeps what the model's own ``max_active_dims`` keeps.
+        shard_size: texts per shard.
+        top_k: heaviest terms kept per text; None uses the model's own ``max_active_dims``.
         min_weight: terms are kept above this weight.
         progress: called as ``progress(texts done, texts in all)`` after each shard, and once at the start.
-        resume: keep the whole shards of an earlier run with the same model, texts and settings; they are
-            compared, and a difference is an error. With False, earlier vectors are discarded.
+        resume: keep the complete shards of an earlier run; a different model, text or setting is an error. With False,
+            earlier vectors are discarded.
 
     Returns:
         The complete manifest.
 
     Raises:
         ValueError: a wrong argument, or no text.
-        DataError: ``resume=True`` and the folder holds vectors made in another way; or every text failed, or every one
+        DataError: ``resume=True`` and the folder holds vectors with other settings; or every text failed, or every one
             of a shard of at least 16, which points at the model and not at the texts.
         FileExistsError: the folder holds other files.
     """
@@ -99,7 +99,7 @@ def write_shards(
     encode: Callable[[list[str]], tuple[Any, dict[str, str]]],
     progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Write the shards that `writer` does not have; ``encode(ids)`` gives their vectors, and what failed with reasons.
+    """Write the shards that `writer` lacks; ``encode(ids)`` returns their vectors, and the failed ids with reasons.
 
     Raises:
         DataError: every text failed, or every one of a shard of at least 16, which points at the model and not at the
@@ -150,8 +150,8 @@ def encode_queries(
 def model_fingerprint(model: Any) -> str:
     """SHA-256 over the names, shapes and a sample of every weight, the prompts and the length limit.
 
-    Up to 1,024 evenly spaced values of each tensor enter, so that it costs little on a large model and any
-    training step changes it; it is no proof against a deliberate forgery.
+    Up to 1,024 evenly spaced values of each tensor are hashed, so that it is cheap for a large model and any training
+    step changes it; it does not detect deliberate forgery.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
@@ -193,9 +193,9 @@ def _encode(
 def encode_each(
     texts: Mapping[str, str], ids: Sequence[str], batch_size: int, run: Callable[[list[str]], T]
 ) -> tuple[list[T], dict[str, str]]:
-    """``run(batch)`` for batches of `ids` of similar length, longest first, and why the texts left out failed.
+    """``run(batch)`` for batches of `ids` of similar length, longest first, and the reasons of failed texts.
 
-    A batch that fails is halved until the text at fault is alone, so that it does not lose the others.
+    A batch that fails is halved until the failing text is alone, so that the others are not lost.
     """
     failed: dict[str, str] = {}
     done: list[T] = []
@@ -203,7 +203,7 @@ def encode_each(
     def attempt(batch: list[str]) -> None:
         try:
             done.append(run(batch))
-        except Exception as error:  # any fault of one text must not lose the others
+        except Exception as error:  # an error of one text must not lose the others
             if len(batch) == 1:
                 failed[batch[0]] = f"{type(error).__name__}: {error}"
                 return
@@ -239,7 +239,7 @@ def _tokenizer(model: Any) -> Any:
 
 
 def _vocab_size(model: Any, kind: Kind) -> int:
-    """Length of the vectors that `model` makes, seen on one word: stock models need not know it beforehand."""
+    """Length of the model's vectors, found by encoding one word, because stock models need not declare it."""
     vectors = _run(model, ["a"], kind, None)
     if vectors.ndim != 2:
         raise ValueError(

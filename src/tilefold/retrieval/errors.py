@@ -1,4 +1,4 @@
-"""Exceptions of the retrieval rooms. All are also built-in exceptions, so plain handlers catch them."""
+"""Exceptions of ``tilefold.retrieval``, each also a subclass of a built-in exception."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ __all__ = ["DataError", "MissingPackageError", "VocabularyMismatchError"]
 
 
 class DataError(ValueError):
-    """A file or an array does not hold what it should; the message names the place and the remedy."""
+    """The content of a file or an array is wrong; the message names the place and the remedy."""
 
 
 class VocabularyMismatchError(ValueError):
-    """Vectors of one vocabulary met vectors or an index of another."""
+    """Vectors of one vocabulary were combined with vectors or an index of another."""
 
 
 class MissingPackageError(ImportError):

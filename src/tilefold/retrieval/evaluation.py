@@ -67,7 +67,7 @@ def evaluate_per_query(
     table = {query_id: dict.fromkeys(measures, 0.0) for query_id in judged}
     if kept:
         for metric in ir_measures.iter_calc(list(dict.fromkeys(parsed)), judged, kept):
-            for name, measure in zip(measures, parsed, strict=True):  # two names may be one measure
+            for name, measure in zip(measures, parsed, strict=True):  # two names may denote one measure
                 if measure == metric.measure:
                     table[metric.query_id][name] = float(metric.value)
     return table
@@ -167,7 +167,7 @@ def read_trec_provenance(path: str | Path) -> Provenance:
 
 
 def active_terms(vectors: SparseVectors) -> float:
-    """Mean number of non-zero terms a vector. 0 when there is no vector."""
+    """Mean number of non-zero terms per vector; 0 when there is no vector."""
     return float(np.count_nonzero(vectors.data)) / len(vectors) if len(vectors) else 0.0
 
 

@@ -31,13 +31,12 @@ def interpolate(
 
     Args:
         runs: at least one run.
-        weights: one finite number a run; equal weights of ``1 / len(runs)`` when None.
+        weights: one finite number per run; equal weights of ``1 / len(runs)`` when None.
         normalization: see above.
-        k: documents kept for each query.
+        k: documents kept per query.
 
     Returns:
-        A run over the union of queries, documents by falling score; equal scores keep the order in which the
-        runs brought them.
+        A run over the union of queries, documents by descending score; equal scores keep the order of the runs.
     """
     weights = _check(runs, weights, k)
     normalizers: dict[str, Callable[[_Scores], tuple[dict[str, float], float]]] = {

@@ -2,8 +2,8 @@
 
 Documents are the docstrings of the standard library's modules, classes and functions, with the dotted name as
 title. Where a docstring is a summary line and a body, the summary line is cut out and becomes a query whose
-one relevant document is the body. Python sources are parsed, never imported; of the modules written in C a
-fixed list that is free of side effects is imported.
+one relevant document is the body. Python sources are parsed, never imported; of the modules written in C, a
+fixed list without side effects is imported.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ _Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def cache_key() -> str:
-    """Names the installed standard library and this builder: equal keys give equal collections."""
+    """A key of the installed standard library and of this builder: equal keys give equal collections."""
     where = f"{sysconfig.get_paths()['stdlib']}\n{sys.version}"
     digest = hashlib.sha256(where.encode()).hexdigest()[:8]
     return f"{platform.python_implementation().lower()}-{platform.python_version()}-{digest}-v{BUILDER_VERSION}"
@@ -127,7 +127,7 @@ def build_pydocs() -> Collection:
     Returns:
         A collection with the splits ``train`` and ``test`` (400 queries, or a quarter of them all when there
         are fewer than 1,600). Documents have at least 8 words. Identical texts appear once; a summary line
-        that opens more than one docstring stays in its documents and is no query.
+        that opens more than one docstring stays in its documents and is not a query.
 
     Raises:
         RuntimeError: this Python has no library sources (a stripped or zipped installation).
@@ -250,6 +250,6 @@ def _documented(value: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _tidy(text: str) -> str:
-    """Without trailing blanks and without characters that do not survive UTF-8."""
+    """Without trailing blanks, and without characters that UTF-8 cannot encode."""
     lines = (line.rstrip() for line in text.strip().splitlines())
     return "\n".join(lines).encode("utf-8", "replace").decode("utf-8")

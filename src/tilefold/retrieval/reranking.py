@@ -34,17 +34,17 @@ def rerank(
     device: str | torch.device | None = None,
     impl: str = "auto",
 ) -> Run:
-    """Score the best candidates of each query by MaxSim, and order them by that.
+    """Score the best candidates of each query by MaxSim, and sort them by it.
 
     ``score = sum over query tokens i of max over document tokens j of q_i . d_j``, exact, in fp32. A shard of a store
-    is scored by one call over the pairs wanted from it: on the CPU in place, memory-mapped; on a GPU only the
+    is scored by one call over the pairs that are in it: on the CPU in place, memory-mapped; on a GPU only the
     candidates' rows are copied there, each once.
 
     Args:
         run: query id -> document id -> score of a first retriever, in any order.
         queries: token vectors of every query in `run`.
         documents: token vectors of the candidates; :func:`tilefold.retrieval.open_tokens`, or in memory.
-        depth: candidates of a query that are scored, those with the highest first scores; all of them when None.
+        depth: candidates per query to score, those with the highest first scores; all of them when None.
         tail: what becomes of candidates that were not scored, because they are below `depth` or have no token vector
             (empty, or listed as failed when the documents were encoded): ``"keep"`` puts them after the others, in
             their first order; ``"drop"`` leaves them out.
@@ -120,7 +120,7 @@ def _scores(
     """MaxSim of the (query row, document row) pairs."""
     if not index.numel():
         return []
-    if device.type != "cpu":  # what no pair asks for stays where it is
+    if device.type != "cpu":  # only rows that a pair needs are copied
         rows, inverse = torch.unique(index[:, 1], return_inverse=True)
         documents, index = documents.take(rows.tolist()), torch.stack([index[:, 0], inverse], dim=1)
     packed = documents.packed()

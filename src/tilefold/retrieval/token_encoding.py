@@ -39,7 +39,7 @@ def encode_tokens(
     progress: Callable[[int, int], None] | None = None,
     resume: bool = True,
 ) -> TokenManifest:
-    """Encode `texts` into a folder of token vectors, shard by shard, and go on where an earlier run stopped.
+    """Encode `texts` into a folder of token vectors, shard by shard, resuming an earlier run.
 
     Shards, failed texts, resuming and errors are those of :func:`tilefold.retrieval.encode_collection`.
 
@@ -48,20 +48,20 @@ def encode_tokens(
         texts: id -> text, in a fixed order.
         output_dir: the folder; see :mod:`tilefold.retrieval.tokens`.
         kind: ``"document"`` or ``"query"``: the model's prompt, length, expansion and skipped words.
-        storage: ``"fp16"``, or ``"int8"`` with one scale a token: half the bytes, and entries are off by at most half
-            of 1/127 of the token's largest.
+        storage: ``"fp16"``, or ``"int8"`` with one scale per token: half the bytes, and an error of at most half of
+            1/127 of the token's largest entry.
         batch_size: texts encoded at a time.
-        shard_size: texts in a shard.
-        source: folder or name that `model` was loaded from, kept so that queries can be encoded with it.
+        shard_size: texts per shard.
+        source: folder or name that `model` was loaded from, stored so that queries can be encoded with it.
         progress: called as ``progress(texts done, texts in all)`` after each shard, and once at the start.
-        resume: keep the whole shards of an earlier run with the same model, texts and settings.
+        resume: keep the complete shards of an earlier run with the same model, texts and settings.
 
     Returns:
         The complete manifest.
 
     Raises:
         ValueError: a wrong argument, or no text.
-        DataError: ``resume=True`` and the folder holds vectors made in another way; or every text of a shard failed.
+        DataError: ``resume=True`` and the folder holds vectors with other settings; or every text of a shard failed.
         FileExistsError: the folder holds other files.
     """
     _check(kind, storage, batch_size, texts)
@@ -109,7 +109,7 @@ def encode_texts(
 def token_model_fingerprint(model: Any) -> str:
     """:func:`tilefold.retrieval.encoding.model_fingerprint` with the settings of every module of the model.
 
-    Lengths, query expansion and skipped words are in it; paths are not.
+    Lengths, query expansion and skipped words are included; paths are not.
     """
     digest = hashlib.sha256(model_fingerprint(model).encode())
     for module in model.children():
@@ -120,13 +120,13 @@ def token_model_fingerprint(model: Any) -> str:
 
 
 def token_dimension(model: Any, kind: Kind) -> int:
-    """Entries of the vectors that `model` makes, seen on one word."""
+    """Dimension of the model's vectors, found by encoding one word."""
     if not hasattr(model, "encode_query") or not hasattr(model, "similarity_fn_name"):
         raise ValueError(f"model: expected a MultiVectorEncoder, got {type(model).__name__}.")
     (vectors,) = _run(model, ["a"], kind)
     if not isinstance(vectors, Tensor) or vectors.dim() != 2:
         raise ValueError(
-            f"model: expected a MultiVectorEncoder, got {type(model).__name__}, whose vectors for one text are no "
+            f"model: expected a MultiVectorEncoder, got {type(model).__name__}, whose vectors for one text are not a "
             "tensor [tokens, D]."
         )
     return int(vectors.size(1))
@@ -156,7 +156,7 @@ def _encode(
 
 
 def _run(model: Any, batch: list[str], kind: Kind) -> list[Tensor]:
-    """One ``[n, D]`` tensor a text."""
+    """One ``[n, D]`` tensor per text."""
     encode = model.encode_document if kind == "document" else model.encode_query
     with torch.no_grad():
         vectors: list[Tensor] = encode(batch, batch_size=len(batch), show_progress_bar=False)

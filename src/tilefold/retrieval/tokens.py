@@ -1,4 +1,4 @@
-"""Token vectors of a multi-vector model on disk: safetensors shards and a manifest that says when they are whole.
+"""Token vectors of a multi-vector model on disk: safetensors shards, and a manifest that lists complete ones.
 
 A folder of token vectors holds ``part-00000.safetensors``, ... and ``manifest.json`` (:class:`TokenManifest`). A shard
 packs the vectors of its N texts, T in all: ``values`` ``[T, D]`` fp16 or int8, for int8 ``scales`` ``[T]`` fp32 (see
@@ -33,19 +33,19 @@ _DTYPES = {"fp16": torch.float16, "int8": torch.int8}
 
 @dataclass
 class TokenManifest:
-    """What a folder of token vectors holds.
+    """The manifest of a folder of token vectors.
 
     Attributes:
-        dimension: entries of a vector.
+        dimension: D, the length of a vector.
         storage: ``"fp16"`` or ``"int8"``.
         model_name: the model that made the vectors, if known.
-        model_fingerprint: what :func:`tilefold.retrieval.token_encoding.token_model_fingerprint` gave for it.
+        model_fingerprint: its :func:`tilefold.retrieval.token_encoding.token_model_fingerprint`.
         model_source: folder or name that the model was loaded from, if known.
         kind: ``"document"`` or ``"query"``.
         n_documents, n_tokens: texts and vectors in all shards.
         shards: ``{"file", "rows", "tokens", "sha256"}`` for each shard, in order.
         settings, failed, complete: as in :class:`tilefold.retrieval.VectorManifest`.
-        layout, schema_version: of this folder.
+        layout, schema_version: the format of this folder.
     """
 
     dimension: int
@@ -74,13 +74,12 @@ class TokenVectorWriter(ShardWriter[TokenManifest]):
 
     Args:
         path: the folder, made when missing.
-        manifest: with what the vectors are; a fresh one.
-        resume: go on with what an earlier writer left in `path` if it was made the same way; a difference is an
-            error. With False, earlier shards are discarded.
+        manifest: the manifest of a new folder.
+        resume: keep the shards of an earlier writer; other settings are an error. With False, they are discarded.
 
     Raises:
         FileExistsError: `path` holds files but no manifest.
-        DataError: the earlier vectors were made in another way, or are sparse vectors.
+        DataError: the earlier vectors have other settings, or are sparse vectors.
     """
 
     suffix = "safetensors"
@@ -145,9 +144,9 @@ def read_token_manifest(path: str | Path) -> TokenManifest:
 
 
 class TokenStore:
-    """A folder of token vectors, memory-mapped: what is not scored is not read, but for one check of its checksum.
+    """A memory-mapped folder of token vectors: a shard is read when it is scored, and its checksum compared once.
 
-    Made by :func:`open_tokens`. ``ids`` maps each id to (shard, row); ``manifest`` is that of the folder.
+    Created by :func:`open_tokens`. ``ids`` maps each id to (shard, row); ``manifest`` is that of the folder.
     """
 
     def __init__(self, folder: Path, manifest: TokenManifest, *, verify: bool = True) -> None:
@@ -192,7 +191,7 @@ class TokenStore:
         """The vectors of some texts, copied into memory, in the given order.
 
         Raises:
-            KeyError: a text that is not in the store.
+            KeyError: a text is not in the store.
         """
         wanted = list(names)
         rows: dict[int, list[int]] = {}
@@ -244,7 +243,7 @@ def _open(path: Path) -> Any:
     _safetensors()
     try:
         return require("safetensors", "safetensors", "Reading token vectors").safe_open(str(path), framework="pt")
-    except Exception as error:  # safetensors raises its own class, or OSError for a file that ends too early
+    except Exception as error:  # safetensors raises its own exception, or OSError for a truncated file
         raise DataError(f"{path}: expected a shard of token vectors, got ({error}). {REMEDY}") from error
 
 

@@ -1,10 +1,10 @@
-"""Sparse vectors on disk: Parquet shards and a manifest that says when they are whole.
+"""Sparse vectors on disk: Parquet shards, and a manifest that lists complete ones.
 
 A folder of vectors holds ``part-00000.parquet``, ``part-00001.parquet``, ... with the columns ``id``
 (string), ``indices`` (list of int32) and ``weights`` (list of float32), and ``manifest.json``
 (:class:`VectorManifest`).
 Shards and manifest are replaced atomically and a shard counts only once the manifest lists it, so that an
-interrupted writer can go on where it stopped.
+interrupted writer can be resumed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SCHEMA_VERSION = 1
 
 @dataclass
 class VectorManifest:
-    """What a folder of vectors holds.
+    """The manifest of a folder of vectors.
 
     Attributes:
         vocab_size, fingerprint: of the vocabulary; see :class:`SparseVectors`.
@@ -52,8 +52,8 @@ class VectorManifest:
         kind: ``"document"`` or ``"query"``.
         n_documents: rows in all shards.
         shards: ``{"file", "rows", "nonzeros", "sha256"}`` for each shard, in order.
-        settings: how the vectors were made; two writers may share a folder only if these are equal.
-        failed: id -> reason, for texts that have no vector.
+        settings: how the vectors were computed; a writer resumes a folder only if these are equal.
+        failed: id -> reason, for texts that could not be encoded.
         complete: whether the writer finished.
         schema_version: of this layout.
     """
@@ -89,12 +89,11 @@ class SparseVectorWriter(ShardWriter[VectorManifest]):
     Args:
         path: the folder, made when missing.
         vocab_size, fingerprint, model_name, kind, settings: see :class:`VectorManifest`.
-        resume: go on with what an earlier writer left in `path` if it was made the same way. Otherwise, and
-            with ``resume=False``, earlier shards are discarded.
+        resume: keep the shards of an earlier writer with the same settings. With False, they are discarded.
 
     Raises:
         FileExistsError: `path` holds files but no manifest, so it is not a folder of vectors.
-        DataError: ``resume=True`` and the earlier vectors were made in another way.
+        DataError: ``resume=True`` and the earlier vectors have other settings.
     """
 
     suffix = "parquet"
@@ -136,7 +135,7 @@ def _load_manifest(folder: Path) -> VectorManifest:
     if layout != "sparse":
         raise DataError(
             f"{folder}: expected sparse vectors, got token vectors of a multi-vector model. "
-            "They serve to rerank (--rerank); encode with a SparseEncoder for an index."
+            "Token vectors are for reranking (--rerank); encode with a SparseEncoder for an index."
         )
     known = {item.name for item in fields(VectorManifest)}
     version = value.get("schema_version")
@@ -173,7 +172,7 @@ def read_vectors(path: str | Path) -> SparseVectors:
 
 
 def read_rows(path: str | Path, names: Iterable[str]) -> SparseVectors:
-    """The vectors of those `names` that a folder holds, in its order; of shards without one, only ids are read.
+    """The vectors of those `names` that a folder holds, in its order; only ids are read of shards without one.
 
     Raises:
         FileNotFoundError, DataError: as :func:`read_vectors`, for the shards that are read.
@@ -193,7 +192,7 @@ def read_rows(path: str | Path, names: Iterable[str]) -> SparseVectors:
 
 
 def iter_shards(path: str | Path, manifest: VectorManifest | None = None) -> Iterator[SparseVectors]:
-    """Yield the listed shards one at a time, checked; for collections larger than memory."""
+    """Yield the listed shards one at a time, checked, for collections larger than memory."""
     folder = Path(path)
     manifest = manifest or _load_manifest(folder)
     for shard in manifest.shards:
@@ -216,7 +215,7 @@ def write_vectors(
     kind: str = "document",
     shard_size: int = 65536,
 ) -> VectorManifest:
-    """Write vectors that are in memory to the folder `path`, replacing vectors that were there."""
+    """Write vectors in memory to the folder `path`, replacing vectors that were there."""
     if shard_size < 1:
         raise ValueError(f"shard_size: expected at least 1, got {shard_size}.")
     writer = SparseVectorWriter(
@@ -240,7 +239,7 @@ def _arrow() -> tuple[Any, Any]:
 def _write_parquet(vectors: SparseVectors, path: Path) -> None:
     pa, pq = _arrow()
     if vectors.indices.size > np.iinfo(np.int32).max:
-        raise ValueError(f"vectors: expected fewer than 2^31 weights a shard, got {vectors.indices.size}.")
+        raise ValueError(f"vectors: expected fewer than 2^31 weights per shard, got {vectors.indices.size}.")
     offsets = pa.array(vectors.indptr.astype(np.int32))
     table = pa.table(
         {
@@ -254,7 +253,7 @@ def _write_parquet(vectors: SparseVectors, path: Path) -> None:
 
 @contextmanager
 def _as_data_error(path: Path) -> Iterator[None]:
-    """What Arrow raises for a file that is damaged or holds something else, as one error that names it."""
+    """Turn Arrow's errors for a damaged or foreign file into one ``DataError`` that names it."""
     pa, _ = _arrow()
     try:
         yield
@@ -298,7 +297,7 @@ def export_jsonl(
     contents: Mapping[str, str] | None = None,
     scale: float | None = None,
 ) -> None:
-    """Write one ``{"id", "contents", "vector": {token: weight}}`` a line, as Anserini and Pyserini read it.
+    """Write one line ``{"id", "contents", "vector": {token: weight}}`` per vector, as Anserini and Pyserini read it.
 
     Args:
         tokens: token of each index; the index itself, as text, when None.
@@ -308,7 +307,7 @@ def export_jsonl(
 
     Raises:
         VocabularyMismatchError: a weight at an index for which there is no token.
-        DataError: two terms of one vector share their token text, so that the line could not hold both.
+        DataError: two terms of one vector have the same token text, and a JSON object cannot hold both.
     """
     highest = int(vectors.indices.max()) if vectors.indices.size else -1
     if tokens is not None and highest >= len(tokens):

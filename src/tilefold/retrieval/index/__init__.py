@@ -1,4 +1,4 @@
-"""Sparse indexes behind one protocol: ``exact`` (numpy, nothing to install) and ``seismic`` (approximate)."""
+"""Sparse indexes with one interface: ``exact`` (numpy) and ``seismic`` (approximate, needs pyseismic-lsr)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def build_index(vectors: SparseVectors, backend: str = "exact", **options: Any) 
     Args:
         vectors: the documents.
         backend: ``"exact"`` or ``"seismic"``.
-        options: of the backend; ``exact`` has none, ``seismic`` those of
+        options: options of the backend; ``exact`` has none, ``seismic`` those of
             :class:`tilefold.retrieval.index.seismic.SeismicOptions`.
 
     Raises:

@@ -31,12 +31,12 @@ _OWN_NAMES = (MANIFEST_NAME, "ids.json", *(f"{name}.npy" for name in _ARRAYS))
 
 
 class ExactIndex:
-    """Term-at-a-time exact inner products: the truth that approximate backends are measured against.
+    """Term-at-a-time exact inner products: the ground truth for approximate backends.
 
     For every term the postings are the documents, ascending, and their weights; a query adds the postings of
-    its terms, ascending, to one float32 score for each document. Results do not depend on batch or threads;
-    equal scores are in document order. Time follows the postings touched and the number of documents; memory
-    is 8 bytes a weight and 8 bytes a term.
+    its terms, ascending, to one float32 score per document. Results do not depend on batch or threads; equal
+    scores are in document order. Time grows with the postings read and the number of documents; memory is
+    8 bytes per weight and 8 bytes per term.
     """
 
     backend: ClassVar[str] = "exact"

@@ -1,4 +1,4 @@
-"""What every sparse index offers, and the manifest that all of them keep on disk."""
+"""The interface of every sparse index, and the manifest that all of them write."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ _REMEDY = "Build the index again (tilefold index)."
 
 
 class Hit(NamedTuple):
-    """A document found, and the inner product of its vector and the query's (an estimate, if the backend is
-    approximate)."""
+    """A document, and the inner product of its vector and the query's (an estimate if the backend is approximate)."""
 
     id: str
     score: float
@@ -52,9 +51,9 @@ class Described(Protocol):
 class SparseIndex(Described, Protocol):
     """A searchable set of sparse vectors.
 
-    ``search`` gives for each query the at most `k` best documents by inner product, best first; documents
+    ``search`` returns for each query at most `k` documents by inner product, best first; documents
     that share no term with the query are not returned, and an empty query finds nothing. ``save`` writes a
-    directory that appears whole or not at all; ``load`` (or :func:`tilefold.retrieval.load_index`) reads it.
+    directory atomically; ``load`` (or :func:`tilefold.retrieval.load_index`) reads it.
     """
 
     @classmethod
@@ -69,7 +68,7 @@ class SparseIndex(Described, Protocol):
 
 
 def hits_to_run(queries: SparseVectors, hits: Sequence[Sequence[Hit]]) -> Run:
-    """``{query id: {document id: score}}`` of what ``index.search(queries, k)`` returned."""
+    """``{query id: {document id: score}}`` of the result of ``index.search(queries, k)``."""
     return {qid: {hit.id: hit.score for hit in row} for qid, row in zip(queries.ids, hits, strict=True)}
 
 
@@ -147,7 +146,7 @@ def read_manifest(path: str | Path, backend: str) -> dict[str, Any]:
 
 
 def read_ids(path: Path, n_documents: int) -> list[str]:
-    """The ids of the ``n_documents`` documents of a saved index; ``DataError`` for a file that says otherwise."""
+    """The ids of the ``n_documents`` documents of a saved index; ``DataError`` if the file holds another number."""
     ids = read_json_object(path, _REMEDY).get("ids")
     if not isinstance(ids, list) or len(ids) != n_documents:
         raise DataError(f"{path}: expected the ids of {n_documents} documents, got others. {_REMEDY}")

@@ -1,6 +1,6 @@
 """Approximate search with Seismic (Bruch, Nardini, Rulli and Venturini, SIGIR 2024), package pyseismic-lsr.
 
-What this wrapper guards against, seen in pyseismic-lsr 0.5.4: it prints while it builds and saves; a component
+Behaviour of pyseismic-lsr 0.5.4 that this wrapper handles: it prints while it builds and saves; a component
 beyond its dimension is accepted and corrupts the answer; ``k = 0`` panics; queries may come back in another
 order; weights are kept in 16-bit floats; and time to build grows with the vocabulary even where no document
 uses a term, so terms are renumbered to those in use.
@@ -49,14 +49,14 @@ class SeismicOptions:
     """Build options (the first five) and defaults of a search.
 
     Attributes:
-        n_postings: postings kept for a term, on average.
+        n_postings: postings kept per term, on average.
         centroid_fraction: clusters of a posting list, as a fraction of its documents.
         min_cluster_size: documents of the smallest cluster.
         summary_energy: fraction of a cluster's weight that its summary keeps.
         doc_cut: heaviest terms of a document that clustering looks at.
         query_cut: heaviest terms of a query that choose the clusters to look into; scores use all terms.
-        heap_factor: lower looks into more clusters: slower and closer to exact. In [0, 1].
-        num_threads: 0 is one a core.
+        heap_factor: in [0, 1]; a lower one visits more clusters, which is slower and closer to exact.
+        num_threads: 0 is one per core.
     """
 
     n_postings: int = 3500
@@ -93,7 +93,7 @@ class SeismicIndex:
     """Clustered inverted lists with summaries; documents are found approximately.
 
     Scores are inner products of all query terms with weights rounded to 16-bit floats (relative error below
-    1e-3). Building uses random clustering, so two builds may differ in what they miss.
+    1e-3). Building uses random clustering, so two builds may miss different documents.
     """
 
     backend: ClassVar[str] = "seismic"
@@ -294,7 +294,7 @@ def _version() -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Send what native code prints to the process's standard streams nowhere; turn its panics into errors."""
+    """Discard what native code prints to the standard streams, and turn its panics into errors."""
     saved: list[tuple[int, int]] = []
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
