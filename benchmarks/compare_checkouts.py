@@ -1,6 +1,6 @@
 """Time two checkouts of tilefold on the same device in turns: did a change make any row slower?
 
-    python benchmarks/compare_checkouts.py ../before . --output results.csv
+    python -m benchmarks.compare_checkouts ../before . --output results.csv
 
 Each checkout runs in a process of its own, which builds the inputs of a case, passes its correctness gate and then
 times when it is told to; the two take turns (before, after, after, before, ...), so that a clock that drifts touches
@@ -98,8 +98,8 @@ def compare(sides: list[Side], op: str, case: str, rounds: int, seconds: float) 
         side.send("build", op, case)
     built = [side.answer() for side in sides]
     rows: list[dict[str, Any]] = []
-    for side, found in zip(("before", "after"), built, strict=True):
-        rows += [EMPTY | {"op": op, "case": case, "note": f"{side}: {note}"} for note in found["failed"]]
+    for name, found in zip(("before", "after"), built, strict=True):
+        rows += [EMPTY | {"op": op, "case": case, "note": f"{name}: {note}"} for note in found["failed"]]
     for impl, phase in (pair for pair in built[0]["runs"] if pair in built[1]["runs"]):
         medians: tuple[list[float], list[float]] = ([], [])
         for turn in range(rounds):
@@ -146,7 +146,8 @@ def serve(device_type: str) -> None:
     from tilefold.bench.registry import get_spec  # noqa: PLC0415
     from tilefold.bench.timing import TimeBudget, time_all  # noqa: PLC0415
 
-    device, runs = torch.device(device_type), {}
+    device = torch.device(device_type)
+    runs: dict[tuple[str, str], Any] = {}
     for line in sys.stdin:
         verb, *arguments = json.loads(line)
         answer: Any = None

@@ -1,7 +1,7 @@
 """Does the fused head train as good a retriever? The same seeds and data, stock beside fused, nDCG@10 of both.
 
-    python benchmarks/effectiveness.py --prepare small --data scifact=PATH --data jaquad=PATH --tokenizer PATH
-    python benchmarks/effectiveness.py --data scifact=small/scifact --data jaquad=small/jaquad \
+    python -m benchmarks.effectiveness --prepare small --data scifact=PATH --data jaquad=PATH --tokenizer PATH
+    python -m benchmarks.effectiveness --data scifact=small/scifact --data jaquad=small/jaquad \
         --tokenizer small/tokenizer --seeds 0 1 2 --jobs 4 --output results
 
 Each run trains a SPLADE encoder with `tilefold.recipes.splade` (the stock trainer, loss and data order of
@@ -36,10 +36,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from effectiveness_data import evaluation_split, prepare, with_splits
-
+from benchmarks.effectiveness_data import evaluation_split, prepare, with_splits
 from tilefold.recipes.splade import SpladeRecipe
-from tilefold.retrieval.collection import Collection, load_collection
+from tilefold.retrieval.collection import Collection
+from tilefold.retrieval.datasets import load_collection
 
 TOLERANCE = 0.005  # of nDCG@10, on the mean over the seeds
 MEASURES = ("nDCG@10", "R@100")

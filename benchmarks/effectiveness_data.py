@@ -6,7 +6,8 @@ import random
 from collections.abc import Mapping
 from pathlib import Path
 
-from tilefold.retrieval.collection import Collection, load_collection
+from tilefold.retrieval.collection import Collection
+from tilefold.retrieval.datasets import load_collection
 
 WHOLE = 6000  # `prepare` leaves collections of up to this many documents whole
 HELD_OUT = 4  # without training judgements, every fourth query is held out for evaluation

@@ -1,6 +1,6 @@
 """Seconds of the first call of ``entmax_attention`` at lengths that were never seen: what compiling and tuning cost.
 
-    python benchmarks/entmax_first_call.py --peer adasplash-v2
+    python -m benchmarks.entmax_first_call --peer adasplash-v2
 
 Prints one line per length, in a fresh process with an empty kernel cache: the first length pays for compiling, later
 ones for whatever depends on the length.

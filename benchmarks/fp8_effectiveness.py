@@ -1,6 +1,6 @@
 """What an fp8 head costs in nDCG@10: one trained model, encoded with its own head and with the quantised one.
 
-    python benchmarks/fp8_effectiveness.py --model MODEL [--data pydocs] [--split test] [--device cuda]
+    python -m benchmarks.fp8_effectiveness --model MODEL [--data pydocs] [--split test] [--device cuda]
 
 The CPU multiplies the same rounded numbers as a GPU, in fp32, so the answer does not depend on the device.
 """

@@ -1,6 +1,6 @@
 """Host microseconds of eager calls: how long the processor is busy before a call returns, with nothing to wait for.
 
-    python benchmarks/host_time.py --output results.csv
+    python -m benchmarks.host_time --output results.csv
 
 Tensors are tiny, so that the device always keeps up. A sample is the time to enqueue ``--calls`` calls on an idle
 device, fewer than its queue holds, divided by their number; between samples the script waits for the device. The first

@@ -1,7 +1,7 @@
 """Count what a maintainer has to carry: lines, long argument lists, ``Any``, suppressions, private names, copies.
 
-    python benchmarks/house_counts.py
-    python benchmarks/house_counts.py --ref d430b8e --ref HEAD --output benchmarks/results/house/counts.csv
+    python -m benchmarks.house_counts
+    python -m benchmarks.house_counts --ref d430b8e --ref HEAD --output benchmarks/results/house/counts.csv
 
 Without ``--ref`` the working tree is counted, otherwise what git archives of each commit. The rules:
 

