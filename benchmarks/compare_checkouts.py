@@ -1,4 +1,4 @@
-"""Time two checkouts of tilefold on the same device in turns: did a change make any row slower?
+"""Time two checkouts of tilefold alternately on one device, to find rows that became slower.
 
     python -m benchmarks.compare_checkouts ../before . --output results.csv
 
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 class Side:
-    """A process that runs one checkout and answers one request a line."""
+    """A process that runs one checkout and answers one request per line."""
 
     def __init__(self, checkout: Path, device: str) -> None:
         environment = dict(os.environ, PYTHONPATH=f"{checkout.resolve() / 'src'}{os.pathsep}" + _python_path())
@@ -76,7 +76,7 @@ class Side:
         print(json.dumps(request), file=self._process.stdin, flush=True)
 
     def answer(self) -> Any:
-        """What the oldest unanswered request came to."""
+        """The answer to the oldest unanswered request."""
         for line in self._process.stdout or ():
             if line.startswith("answer "):
                 return json.loads(line.removeprefix("answer "))

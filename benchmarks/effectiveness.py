@@ -1,4 +1,4 @@
-"""Does the fused head train as good a retriever? The same seeds and data, stock beside fused, nDCG@10 of both.
+"""Compare nDCG@10 of SPLADE models trained with the stock and with the fused head, with equal seeds and data.
 
     python -m benchmarks.effectiveness --prepare small --data scifact=PATH --data jaquad=PATH --tokenizer PATH
     python -m benchmarks.effectiveness --data scifact=small/scifact --data jaquad=small/jaquad \
@@ -89,7 +89,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """For progress lines."""
+        """The run's name in progress lines."""
         return f"{self.dataset}, seed {self.seed}, {self.side}, {self.precision}"
 
 
@@ -252,20 +252,20 @@ def run_all(jobs: Sequence[Job], processes: int) -> Iterator[tuple[Job, dict[str
         for job in jobs:
             yield _attempt(job)
         return
-    # every process would start a thread for each core
+    # otherwise every process starts one thread per core
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         futures = {pool.submit(_attempt, job): job for job in jobs}
         for future in as_completed(futures):
-            error = future.exception()  # a process that was killed
+            error = future.exception()  # the process was killed
             yield future.result() if error is None else (futures[future], None, f"{type(error).__name__}: {error}")
 
 
 def _attempt(job: Job) -> tuple[Job, dict[str, Any] | None, str]:
     try:
         return job, run_job(job), ""
-    except Exception as error:  # one run must not take the others along
+    except Exception as error:  # the failure of one run must not end the others
         return job, None, f"{type(error).__name__}: {error}"
 
 
@@ -394,7 +394,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"[{time.monotonic() - started:5.0f} s] {job.name}: {value}", flush=True)
         if row is not None:
             rows.append(row)
-            if arguments.output is not None:  # after every run: what ends early keeps what it has
+            if arguments.output is not None:  # saved after every run, so that an interrupt keeps the finished ones
                 path = save(rows, arguments.output, arguments.device)
     held = report(rows)
     if rows and arguments.output is not None:

@@ -14,7 +14,7 @@ HELD_OUT = 4  # without training judgements, every fourth query is held out for 
 
 
 def evaluation_split(collection: Collection) -> str:
-    """`"test"` or `"dev"`, whichever there is first."""
+    """`"test"` if there is one, else `"dev"`."""
     for split in ("test", "dev"):
         if split in collection.qrels:
             return split

@@ -1,4 +1,4 @@
-"""What an fp8 head costs in nDCG@10: one trained model, encoded with its own head and with the quantised one.
+"""Compare nDCG@10 of one trained model, encoded with its own head and with its head in fp8.
 
     python -m benchmarks.fp8_effectiveness --model MODEL [--data pydocs] [--split test] [--device cuda]
 

@@ -1,4 +1,4 @@
-"""Host microseconds of eager calls: how long the processor is busy before a call returns, with nothing to wait for.
+"""CPU microseconds of eager calls: the time before a call returns, with nothing to wait for.
 
     python -m benchmarks.host_time --output results.csv
 
@@ -77,7 +77,7 @@ def row(name: str, prepare: Callable[[], Call], calls: int, samples: int) -> dic
 
 
 def timed(call: Call, calls: int, samples: int) -> list[float]:
-    """Microseconds of host time a call, in each sample."""
+    """Microseconds of CPU time per call, in each sample."""
     for _ in range(10):  # compiles, tunes, plans, and fills the allocator's pool
         call()
     times = []

@@ -1,8 +1,8 @@
-"""What a MaxSim score finds: nDCG@10 of BM25's candidates reranked in fp32, bf16, fp16, int8 and fp8.
+"""Compare nDCG@10 of BM25's candidates reranked by MaxSim in fp32, bf16, fp16, int8 and fp8.
 
     python -m benchmarks.maxsim_effectiveness --data FOLDER [--split test] [--device cpu] [--output benchmarks/results]
 
-Token vectors are those of all-MiniLM-L6-v2, normalised, 384 numbers a token, or of any MultiVectorEncoder (`--model`).
+Token vectors are normalised ones of all-MiniLM-L6-v2, 384 numbers per token, or of a MultiVectorEncoder (`--model`).
 Two questions, each with its tolerance on the mean nDCG@10:
 
 * is the operator exact: its scores beside plain torch in fp32 *on the same rounded vectors* (5e-4)?

@@ -203,3 +203,14 @@ def test_the_tables_of_benchmarks_hold_the_committed_results(first: str) -> None
             else:
                 half = 0.5 * 10 ** -len(text.partition(".")[2])
                 assert abs(min(values) - float(text)) <= half + 1e-9, shown
+
+
+COUNTED = "bytes?|bits?|numbers?|weights?|scales?|vectors?|pairs?|alphas?|evaluations?|instructions?|programs?|ms|KB|MB"
+UNIT = "token|row|entry|head|pair|query|document|text|step|layer|rank|sequence|score|program|second|multiprocessor|tile"
+A_FOR_PER = re.compile(rf"\b(?:one|two|\d[\d.,]*|{COUNTED}) an? (?:{UNIT})\b(?! of\b)")
+
+
+@pytest.mark.parametrize("path", [p for p in DOCUMENTS if "ops" not in p.parts], ids=label)
+def test_rates_are_written_with_per(path: Path) -> None:
+    text = re.sub(r"\s+", " ", path.read_text(encoding="utf-8"))
+    assert not (found := A_FOR_PER.findall(text)), f"{label(path)}: write 'per' instead of 'a' in {found}"

@@ -80,7 +80,7 @@ def _systems_table(results: dict[str, Any]) -> Any:
     table = Table(
         title=f"pydocs, {results['documents']} documents, {results['queries']} test queries that training never saw"
     )
-    for name in ("system", "nDCG@10", "recall@100", "terms a query", "terms a document"):
+    for name in ("system", "nDCG@10", "recall@100", "terms per query", "terms per document"):
         table.add_column(name, justify="left" if name == "system" else "right")
     active = results["active_terms"]
     for name, scores in results["systems"].items():
