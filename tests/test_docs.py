@@ -205,6 +205,13 @@ def test_the_tables_of_benchmarks_hold_the_committed_results(first: str) -> None
                 assert abs(min(values) - float(text)) <= half + 1e-9, shown
 
 
+def test_the_results_that_the_readme_names_are_in_the_tables_of_benchmarks() -> None:
+    first = (ROOT / "README.md").read_text(encoding="utf-8").partition("```sh")[0]
+    named = re.findall(r"\d[\d,.]*(?= (?:→|ms|MiB|to \d|pairs))", first)
+    measured = re.findall(r"\d[\d,.]*\d|\d", (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8"))
+    assert len(named) >= 12 and not set(named) - set(measured)
+
+
 COUNTED = "bytes?|bits?|numbers?|weights?|scales?|vectors?|pairs?|alphas?|evaluations?|instructions?|programs?|ms|KB|MB"
 UNIT = "token|row|entry|head|pair|query|document|text|step|layer|rank|sequence|score|program|second|multiprocessor|tile"
 A_FOR_PER = re.compile(rf"\b(?:one|two|\d[\d.,]*|{COUNTED}) an? (?:{UNIT})\b(?! of\b)")
