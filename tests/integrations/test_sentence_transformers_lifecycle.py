@@ -6,11 +6,13 @@ import copy
 import json
 import pickle
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import sentence_transformers
 import torch
 from sentence_transformers import SparseEncoder
 
@@ -25,6 +27,18 @@ def model(tiny_folder: Path) -> SparseEncoder:
 
 def encode(model: SparseEncoder) -> torch.Tensor:
     return model.encode(TEXTS).to_dense()
+
+
+def test_the_first_lines_of_python_in_the_readme_accelerate_a_model(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readme = Path(__file__).resolve().parents[2] / "README.md"
+    example = re.findall(r"^```python\n(.*?)^```", readme.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)[0]
+    stock = SparseEncoder
+    monkeypatch.setattr(sentence_transformers, "SparseEncoder", lambda name: stock(str(tiny_folder), device="cpu"))
+    namespace: dict[str, object] = {}
+    exec(compile(example, "README.md", "exec"), namespace)  # noqa: S102
+    assert is_accelerated(namespace["model"])
 
 
 RELOAD_WITHOUT_TILEFOLD = """
