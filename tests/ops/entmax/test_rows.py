@@ -165,7 +165,7 @@ def evaluations(x: torch.Tensor, alpha: float, method: str = "halley") -> torch.
     """How often each row of ``x`` is evaluated until its root is found, by ``"halley"`` or ``"bisection"``."""
     d = x.amax(dim=-1, keepdim=True) - x
     e = torch.tensor([[alpha - 1]], dtype=x.dtype, device=x.device)
-    return solve(d, e, kind_of(alpha), method=method)[2]
+    return solve(d, e, kind_of(None, alpha), method=method)[2]
 
 
 @here_only

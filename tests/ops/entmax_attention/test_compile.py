@@ -37,7 +37,7 @@ def check(compiled: Compiled, capability: int, tensor_cores: bool = False, loope
 
 
 # shorter than a tile of warps, one row a program, the longest in registers (backward's and forward's), read again
-LENGTHS = {"generic": (16, 200, 2048, 40_000, 4096), "square": (200, 40_000), "linear": (200, 40_000),
+LENGTHS = {"generic": (16, 200, 2048, 40_000, 4096), "entmax15": (200, 40_000), "sparsemax": (200, 40_000),
            "softmax": (200, 4096, 40_000)}  # fmt: skip
 
 
@@ -48,7 +48,7 @@ LENGTHS = {"generic": (16, 200, 2048, 40_000, 4096), "square": (200, 40_000), "l
 def test_row_kernels_build_without_spills(capability: int, kind: str, dtype: str) -> None:
     types = dict.fromkeys(["x_ptr", "out_ptr", "dp_ptr", "p_ptr", "dx_ptr"], f"*{dtype}")
     types |= {"alpha_ptr": "*fp32", "dalpha_ptr": "*fp32", "support_ptr": "*i32", "R": "i32", "n": "i32",
-              "alpha": "fp32"}  # fmt: skip
+              "alpha_value": "fp32"}  # fmt: skip
     for n in LENGTHS[kind] if capability == 90 else LENGTHS[kind][-1:]:
         needs = {"NEED_X": True, "NEED_ALPHA": kind == "generic"}
         for kernel, config, own in (
@@ -159,11 +159,12 @@ def build(name: str, dtype: torch.dtype, dim: int, kind: str, capability: int, *
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize(("capability", "dim", "kind"), [(80, 64, "square"), (90, 64, "square"), (90, 64, "generic"),
-                                                         (90, 128, "square"), (100, 64, "square")])  # fmt: skip
+@pytest.mark.parametrize(("capability", "dim", "kind"), [(80, 64, "entmax15"), (90, 64, "entmax15"),
+                                                         (90, 64, "generic"),
+                                                         (90, 128, "entmax15"), (100, 64, "entmax15")])  # fmt: skip
 def test_attention_kernels_build_without_spills(capability: int, dim: int, kind: str, name: str) -> None:
     compiled = build(name, torch.bfloat16, dim, kind, capability)
-    if (capability, kind, dim, name) == (90, "square", 64, "output"):
+    if (capability, kind, dim, name) == (90, "entmax15", 64, "output"):
         check_spills(compiled, END_SPILLS)
     elif (capability, name) in ((80, "dq"), (80, "output")):
         check_spills(compiled, KNOWN_SPILLS["bf16", dim, capability])
@@ -176,20 +177,20 @@ def test_attention_kernels_build_without_spills(capability: int, dim: int, kind:
 )
 def test_masks_and_layouts_spill_next_to_nothing(options: dict[str, bool]) -> None:
     for name in KERNELS[1:]:
-        compiled = build(name, torch.bfloat16, 64, "square", 90, **options)
+        compiled = build(name, torch.bfloat16, 64, "entmax15", 90, **options)
         check_spills(compiled, MASK_SPILLS, MASK_LOOPED, name)
 
 
 def test_counting_the_support_spills_next_to_nothing() -> None:
     for name in ("resident", "inference", "output"):
-        compiled = build(name, torch.bfloat16, 64, "square", 90, SUPPORT=True)
+        compiled = build(name, torch.bfloat16, 64, "entmax15", 90, SUPPORT=True)
         check_spills(compiled, MASK_SPILLS, MASK_LOOPED, name)
 
 
 def test_256_keys_stay_in_registers_where_nothing_is_hidden() -> None:
     config = configs.config_for(torch.bfloat16, 64, tf32=False, capability=(9, 0))
     assert config.resident_simple == 256
-    check(build("resident", torch.bfloat16, 64, "square", 90, BLOCK_N=256), 90, tensor_cores=True)
+    check(build("resident", torch.bfloat16, 64, "entmax15", 90, BLOCK_N=256), 90, tensor_cores=True)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -202,7 +203,7 @@ def test_every_head_dimension_fits_the_chip(capability: int, dtype: torch.dtype,
     for name in KERNELS if dim == 256 else ("resident", "dq", "dkv"):  # dq and dkv need most
         if name == "resident" and not is_built(dtype, dim, capability):
             continue
-        compiled = build(name, dtype, dim, "square", capability)
+        compiled = build(name, dtype, dim, "entmax15", capability)
         looped = LOOPED.get((release(), NAMES[dtype], capability, name), 0.0)
         assert compiled.shared <= limit, f"{name} needs too much shared memory: {compiled}"
         check_spills(compiled, spilled, TILE_LOOPED if (dtype, dim) == (torch.float32, 256) else looped, name)
@@ -210,7 +211,12 @@ def test_every_head_dimension_fits_the_chip(capability: int, dtype: torch.dtype,
 
 @pytest.mark.parametrize(
     ("dtype", "kind"),
-    [(torch.bfloat16, "softmax"), (torch.bfloat16, "linear"), (torch.bfloat16, "generic"), (torch.float32, "linear")],
+    [
+        (torch.bfloat16, "softmax"),
+        (torch.bfloat16, "sparsemax"),
+        (torch.bfloat16, "generic"),
+        (torch.float32, "sparsemax"),
+    ],
     ids=str,
 )
 def test_every_formula_builds_with_the_gradient_of_alpha(dtype: torch.dtype, kind: str) -> None:

@@ -127,15 +127,13 @@ def no_kernel_builds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return impl
 
     from tilefold.ops._shared import impl as shared_impl
-    from tilefold.ops.entmax import _library as entmax_library
     from tilefold.ops.entmax_attention import _torch_ops as attention_library
     from tilefold.ops.lsr_head import _choice as head_choice
     from tilefold.ops.lsr_head import _quantized
     from tilefold.ops.maxsim import _choice as maxsim_choice
     from tilefold.ops.maxsim import _library as maxsim_library
-    from tilefold.ops.token_scatter import _choice as scatter_choice
 
-    for module in (shared_impl, head_choice, _quantized, maxsim_choice, scatter_choice, entmax_library):
+    for module in (shared_impl, head_choice, _quantized, maxsim_choice):
         monkeypatch.setattr(module, "resolve_impl", resolve)
     caches = (attention_library._kernels, maxsim_library._implementation)
     for cache in caches:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.ops.conftest import Target
 from tilefold.ops import token_scatter
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.token_scatter import _library
+from tilefold.ops.token_scatter import _torch_ops
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.token_scatter import (
     LAYOUTS,
@@ -320,7 +320,7 @@ BLIND = [
 @pytest.fixture
 def nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What happens on a GPU, where looking at values would cost a synchronisation."""
-    monkeypatch.setattr(_library, "looks_are_free", lambda weights: False)
+    monkeypatch.setattr(_torch_ops, "host_may_read", lambda device, impl: False)
 
 
 @pytest.mark.usefixtures("nobody_looks")

@@ -29,12 +29,12 @@ from torch import Tensor
 
 EVALUATIONS = 100  # bound of the loop; rows of any shape take 3 to 6, a bracket of 2^-24 at most 24 more
 
-SOFTMAX, SQUARE, LINEAR, GENERIC = "softmax", "square", "linear", "generic"
+SOFTMAX, ENTMAX15, SPARSEMAX, GENERIC = "softmax", "entmax15", "sparsemax", "generic"
 
 
-def kind_of(alpha: float | None) -> str:
-    """The closed form that a constant alpha has: 1 softmax, 1.5 squares, 2 sparsemax; ``None`` is a tensor of them."""
-    return {1.0: SOFTMAX, 1.5: SQUARE, 2.0: LINEAR}.get(alpha, GENERIC) if alpha is not None else GENERIC
+def kind_of(alpha: Tensor | None, alpha_value: float) -> str:
+    """The closed form that an alpha has, if it is a number: 1 softmax, 1.5 entmax15, 2 sparsemax."""
+    return GENERIC if alpha is not None else {1.0: SOFTMAX, 1.5: ENTMAX15, 2.0: SPARSEMAX}.get(alpha_value, GENERIC)
 
 
 def log_weights(d: Tensor, log_peak: Tensor, e: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def _evaluate(d: Tensor, y: Tensor, e: Tensor, kind: str) -> tuple[Tensor, Tenso
         )
         return f, u, q
     x = (y - d).clamp_min(0)
-    if kind == SQUARE:
+    if kind == ENTMAX15:
         f, u = (x * x).sum(dim=-1, keepdim=True), x.sum(dim=-1, keepdim=True)
         return f, u, (x > 0).to(x.dtype).sum(dim=-1, keepdim=True)
     f, u = x.sum(dim=-1, keepdim=True), (x > 0).to(x.dtype).sum(dim=-1, keepdim=True)
@@ -133,16 +133,16 @@ def probabilities(d: Tensor, y: Tensor, e: Tensor, kind: str) -> Tensor:
     if kind == GENERIC:
         return torch.exp(log_weights(d, y, e))
     x = (y - e * d).clamp_min(0)
-    return x * x if kind == SQUARE else x
+    return x * x if kind == ENTMAX15 else x
 
 
 def slopes(p: Tensor, e: Tensor, kind: str) -> Tensor:
     """``u = p^(1-e)`` on the support and 0 elsewhere: the Jacobian of a row is ``diag(u) - u u^T / sum u``."""
     if kind == SOFTMAX:
         return p
-    if kind == SQUARE:
+    if kind == ENTMAX15:
         return p.sqrt()
-    if kind == LINEAR:
+    if kind == SPARSEMAX:
         return torch.where(p.isnan(), p, (p > 0).to(p.dtype))
     return torch.where(p == 0, 0.0, torch.exp((1 - e) * torch.log(torch.where(p == 0, 1.0, p))))
 

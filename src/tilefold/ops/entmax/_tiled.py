@@ -19,15 +19,15 @@ from tilefold.ops._shared.entmax_root import (
 TILE_ELEMENTS = 1 << 18  # entries of a block: its few temporaries stay in the cache
 
 
-def forward(x: Tensor, alpha: Tensor | None, constant: float) -> tuple[Tensor, Tensor]:
+def forward(x: Tensor, alpha: Tensor | None, alpha_value: float) -> tuple[Tensor, Tensor]:
     """``[R, n]`` probabilities in the dtype of ``x`` and ``[R]`` int32 support sizes; ``alpha`` is ``[R]``."""
-    kind = kind_of(None if alpha is not None else constant)
+    kind = kind_of(alpha, alpha_value)
     out = torch.empty_like(x)
     support = torch.empty(x.size(0), dtype=torch.int32, device=x.device)
     rows = max(1, TILE_ELEMENTS // max(x.size(1), 1))
     for r in range(0, x.size(0), rows):
         s = x[r : r + rows].to(torch.promote_types(x.dtype, torch.float32))
-        e = _exponent(alpha, constant, s, r, rows)
+        e = _exponent(alpha, alpha_value, s, r, rows)
         peak = s.amax(dim=-1, keepdim=True)
         proper = peak.isfinite() & (e >= 0) & (e <= 1)
         d = torch.where(proper, peak - s, 0.0)
@@ -44,17 +44,17 @@ def forward(x: Tensor, alpha: Tensor | None, constant: float) -> tuple[Tensor, T
 
 
 def backward(
-    dp: Tensor, p: Tensor, alpha: Tensor | None, constant: float, need_x: bool, need_alpha: bool
+    dp: Tensor, p: Tensor, alpha: Tensor | None, alpha_value: float, need_x: bool, need_alpha: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradient of ``x`` ``[R, n]`` in its dtype, and of ``alpha`` ``[R]`` in fp32 (fp64)."""
-    kind = kind_of(None if alpha is not None else constant)
+    kind = kind_of(alpha, alpha_value)
     wide = torch.promote_types(p.dtype, torch.float32)
     dx = torch.empty_like(p) if need_x else None
     dalpha = torch.empty(p.size(0), dtype=wide, device=p.device) if need_alpha else None
     rows = max(1, TILE_ELEMENTS // max(p.size(1), 1))
     for r in range(0, p.size(0), rows):
         tile, grad = p[r : r + rows].to(wide), dp[r : r + rows].to(wide)
-        e = _exponent(alpha, constant, tile, r, rows)
+        e = _exponent(alpha, alpha_value, tile, r, rows)
         u = slopes(tile, e, kind)
         total = u.sum(dim=-1, keepdim=True)
         total = torch.where(total == 0, 1.0, total)
@@ -67,7 +67,7 @@ def backward(
     return dx, dalpha
 
 
-def _exponent(alpha: Tensor | None, constant: float, like: Tensor, r: int, rows: int) -> Tensor:
+def _exponent(alpha: Tensor | None, alpha_value: float, like: Tensor, r: int, rows: int) -> Tensor:
     if alpha is None:
-        return torch.full((1, 1), constant - 1, dtype=like.dtype, device=like.device)
+        return torch.full((1, 1), alpha_value - 1, dtype=like.dtype, device=like.device)
     return alpha[r : r + rows, None].to(like.dtype) - 1

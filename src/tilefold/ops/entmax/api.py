@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_choice, check_dtype, check_same_device, check_tensor
 from tilefold.ops._shared.impl import IMPLS, check_interpreted, settled
-from tilefold.ops.entmax import _library, _reference
+from tilefold.ops.entmax import _reference, _torch_ops
 
 
 def entmax(
@@ -31,7 +31,7 @@ def entmax(
 
     Args:
         x: scores; fp16, bf16, fp32 or fp64.
-        alpha: a number in [1, 2], or a tensor that broadcasts to ``x`` with size 1 in ``dim`` (one alpha a row, or a
+        alpha: a number in [1, 2], or a tensor that broadcasts to ``x`` with size 1 in ``dim`` (one alpha per row or
             head, or for all), differentiable. On a GPU, where looking costs a synchronisation, a tensor's value
             outside [1, 2] makes its rows NaN instead of raising.
         dim: the dimension that sums to 1.
@@ -53,11 +53,11 @@ def entmax(
     if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim must be an integer in [{-x.dim()}, {x.dim() - 1}] for x of {x.dim()} dims, got {dim!r}.")
     per_row = _check_alpha(alpha, x, dim)
-    constant = 0.0 if isinstance(alpha, Tensor) else float(alpha)
+    alpha_value = 0.0 if isinstance(alpha, Tensor) else float(alpha)
     rows = x.movedim(dim, -1)
     shape = rows.shape
     if not torch.compiler.is_compiling():
-        impl = settled(impl, _library.chosen_impl(x, impl))
+        impl = settled(impl, _torch_ops.chosen_impl(x, impl))
         check_interpreted(impl, x.device, x.dtype)
     if x.numel() == 0 or shape[-1] == 0:
         p, support = x.clone(), x.new_zeros(shape[:-1], dtype=torch.int32)
@@ -65,11 +65,11 @@ def entmax(
     flat = rows.reshape(-1, shape[-1])
     alphas = None if per_row is None else per_row.movedim(dim, -1).expand(*shape[:-1], 1).reshape(-1)
     if impl == "reference":
-        given = torch.full((1,), constant, dtype=torch.float64, device=x.device) if alphas is None else alphas
+        given = torch.full((1,), alpha_value, dtype=torch.float64, device=x.device) if alphas is None else alphas
         flat_p = _reference.entmax(flat, given[:, None])
         flat_support = (flat_p > 0).sum(dim=-1, dtype=torch.int32)
     else:
-        flat_p, flat_support = _library.entmax_rows(flat, alphas, constant, impl)
+        flat_p, flat_support = _torch_ops.entmax_rows(flat, alphas, alpha_value, impl)
     p = flat_p.view(shape).movedim(-1, dim)
     return (p, flat_support.view(shape[:-1])) if return_support_size else p
 

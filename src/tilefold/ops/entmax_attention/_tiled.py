@@ -27,7 +27,7 @@ def forward(tensors: AttentionTensors, options: Options) -> tuple[Tensor, None, 
     out = torch.zeros_like(q)
     stats = torch.zeros(4, *tensors.stats_shape, dtype=wide, device=q.device)
     stats[0] = -math.inf
-    kind = kind_of(None if alpha is not None else options.alpha_value)
+    kind = kind_of(alpha, options.alpha_value)
     for group in _groups(tensors):
         target, places = group.queries(out), stats[group.stats_at]
         for first, last, scores, _, values, _ in _blocks(group, tensors, options, wide):
@@ -48,7 +48,7 @@ def backward(
     seed, wide = tensors.seed, stats.dtype
     dq, dk, dv = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (q, k, v))
     dalpha = torch.zeros(q.size(1), dtype=wide, device=q.device)
-    kind = kind_of(None if alpha is not None else options.alpha_value)
+    kind = kind_of(alpha, options.alpha_value)
     e = _exponents(alpha, options, wide, q.device)
     for group in _groups(tensors):
         places = stats[group.stats_at]

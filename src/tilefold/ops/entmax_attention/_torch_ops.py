@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared import impl as impls
+from tilefold.ops._shared import impl as implementations
 from tilefold.ops._shared.call_cache import CallCache, Key, call_key, is_aligned
 from tilefold.ops._shared.fallback import triton_or_tiled
 from tilefold.ops._shared.impl import settled
@@ -47,7 +47,7 @@ def chosen_impl(q: Tensor, impl: str = "auto") -> str:
         ValueError: for an unknown name.
         RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
     """
-    return impls.chosen_impl("entmax_attention", "q", q, impl)
+    return implementations.chosen_impl("entmax_attention", "q", q, impl)
 
 
 @functools.cache
@@ -174,7 +174,7 @@ def _promised(tensors: AttentionTensors, options: Options, with_gradient: bool, 
     after the tiled path takes over, which needs neither tensor.
     """
     q = tensors.q
-    if q.device.type == "meta" or impls.chosen_impl("", "q", q, asked) != "triton":
+    if q.device.type == "meta" or implementations.chosen_impl("", "q", q, asked) != "triton":
         return q.new_empty(0), q.new_empty(0, dtype=torch.int32)
     live = live_shape(tensors, options)
     return torch.empty_like(q) if with_gradient else q.new_empty(0), q.new_empty(live, dtype=torch.int32)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.activation import differentiable_activate
+from tilefold.ops.token_scatter._problem import Problem, check_values
 
 
 def first_winner(weights: Tensor, holds: Tensor) -> Tensor:
@@ -27,21 +28,22 @@ def first_winner(weights: Tensor, holds: Tensor) -> Tensor:
     return (is_best & holds).to(torch.uint8).argmax(dim=1)
 
 
-def token_scatter(
-    weights: Tensor,
-    input_ids: Tensor,
-    valid: Tensor,
-    vocab_size: int,
-    reduce: str,
-    activation: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """``[B, V]`` scores of padded ``weights`` and ``input_ids`` ``[B, S]`` under the bool mask ``valid`` ``[B, S]``."""
+def token_scatter(problem: Problem) -> Tensor:
+    """``[B, V]`` scores; reads values on the host, and checks them."""
+    valid, weights, ids, out_dtype = check_values(problem), problem.weights, problem.input_ids, problem.out_dtype
+    if problem.cu_seqlens is not None:
+        lengths = problem.cu_seqlens.diff()
+        longest = int(lengths.max()) if lengths.numel() else 0
+        inside = torch.arange(longest, device=weights.device) < lengths[:, None]
+        places = inside.nonzero(as_tuple=True)
+        weights, ids, valid = (t.new_zeros(inside.shape).index_put(places, t) for t in (weights, ids, valid))
+    if valid.size(1) == 0:
+        return weights.new_zeros(valid.size(0), problem.vocab_size, dtype=out_dtype) + weights.sum().to(out_dtype)
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32)).masked_fill(~valid, 0)
-    entries = torch.arange(vocab_size, device=weights.device)
-    holds = (input_ids[:, :, None] == entries) & valid[:, :, None]  # [B, S, V]
-    values = differentiable_activate(weights, activation)  # [B, S]
-    if reduce == "sum":
+    entries = torch.arange(problem.vocab_size, device=weights.device)
+    holds = (ids[:, :, None] == entries) & valid[:, :, None]  # [B, S, V]
+    values = differentiable_activate(weights, problem.activation)  # [B, S]
+    if problem.reduce == "sum":
         return torch.where(holds, values[:, :, None], 0).sum(dim=1).to(out_dtype)
     scores = values.gather(1, first_winner(weights.detach(), holds))  # [B, V]
     # an entry that no token holds scores 0, and so does one whose best value is negative

@@ -8,29 +8,16 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.activation import activate
-from tilefold.ops.token_scatter._layout import batch_size, counted_tokens
+from tilefold.ops.token_scatter._problem import Problem, counted_tokens
 from tilefold.ops.token_scatter._segments import group_by_entry
 
 
-def scatter(
-    weights: Tensor,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    vocab_size: int,
-    reduce: str,
-    activation: str,
-    ignore_ids: tuple[int, ...],
-    out_dtype: torch.dtype,
-    top_k: int | None,
-    min_weight: float,
-) -> Tensor:
+def scatter(problem: Problem, top_k: int | None, min_weight: float) -> Tensor:
     """``[B, V]`` CSR tensor of the scores above ``min_weight``, at most ``top_k`` of each row."""
-    tokens = counted_tokens(weights, input_ids, attention_mask, cu_seqlens, vocab_size, ignore_ids)
-    batch = batch_size(weights, cu_seqlens)
+    tokens, batch, vocab_size = counted_tokens(problem), problem.batch, problem.vocab_size
     groups = group_by_entry(tokens.entry)
-    scores = groups.reduce(activate(tokens.weights, activation), reduce)
-    if reduce == "max":
+    scores = groups.reduce(activate(tokens.weights, problem.activation), problem.reduce)
+    if problem.reduce == "max":
         scores = scores.clamp(min=0)  # as against an entry that no token holds; NaN stays
     kept = ~(scores <= min_weight)
     rows, columns = groups.entry[kept] // vocab_size, groups.entry[kept] % vocab_size
@@ -46,7 +33,7 @@ def scatter(
         return torch.sparse_csr_tensor(
             row_starts,
             columns,
-            scores.to(out_dtype),
+            scores.to(problem.out_dtype),
             size=(batch, vocab_size),
             device=scores.device,  # torch would take its default device
             check_invariants=False,

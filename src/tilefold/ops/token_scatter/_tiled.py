@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from tilefold.ops._shared.activation import activate, slope_from_logit
-from tilefold.ops.token_scatter._layout import CountedTokens, batch_size, counted_tokens, sequence_of_tokens
+from tilefold.ops.token_scatter._problem import CountedTokens, Problem, counted_tokens, sequence_of_tokens
 from tilefold.ops.token_scatter._segments import group_by_entry
 
 
-def forward(
-    weights: Tensor,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    vocab_size: int,
-    reduce: str,
-    activation: str,
-    ignore_ids: Sequence[int],
-    out_dtype: torch.dtype,
-    with_counted: bool,
-) -> tuple[Tensor, Tensor]:
+def forward(problem: Problem, with_counted: bool) -> tuple[Tensor, Tensor]:
     """Scores ``[B, V]``, and which tokens the gradient goes to (uint8 like ``weights``; empty unless asked for)."""
-    tokens = counted_tokens(weights, input_ids, attention_mask, cu_seqlens, vocab_size, ignore_ids)
-    batch = batch_size(weights, cu_seqlens)
-    scores = torch.zeros(batch * vocab_size, dtype=out_dtype, device=weights.device)
-    values = activate(tokens.weights, activation)
+    weights, vocab_size, out_dtype = problem.weights, problem.vocab_size, problem.out_dtype
+    tokens = counted_tokens(problem)
+    scores = torch.zeros(problem.batch * vocab_size, dtype=out_dtype, device=weights.device)
+    values = activate(tokens.weights, problem.activation)
     takes = tokens.index
-    if reduce == "sum":
+    if problem.reduce == "sum":
         groups = group_by_entry(tokens.entry)
         scores[groups.entry] = groups.reduce(values, "sum").to(out_dtype)
     elif with_counted:
@@ -45,7 +32,7 @@ def forward(
     if with_counted:
         counted[takes] = 1
         counted = counted.view(weights.shape)
-    return scores.view(batch, vocab_size), counted
+    return scores.view(problem.batch, vocab_size), counted
 
 
 def _winners(tokens: CountedTokens) -> Tensor:

@@ -19,9 +19,8 @@ from tilefold.ops._shared.checks import (
     dtype_name,
 )
 from tilefold.ops._shared.impl import IMPLS, settled
-from tilefold.ops.token_scatter import _library, _reference, _sparse
-from tilefold.ops.token_scatter._choice import chosen_impl
-from tilefold.ops.token_scatter._layout import check_cu_seqlens, check_ids, valid_tokens
+from tilefold.ops.token_scatter import _reference, _sparse, _torch_ops
+from tilefold.ops.token_scatter._problem import Problem
 
 REDUCTIONS = ("max", "sum")
 MAX_IGNORED = 64  # each is a comparison in the kernels
@@ -81,20 +80,17 @@ def token_scatter(
         ValueError: for shapes, devices, ids, ``cu_seqlens`` or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
-    weights = _check(weights, input_ids, vocab_size, attention_mask, cu_seqlens, reduce, activation)
-    ignored = _check_ignore_ids(ignore_ids)
-    out_dtype = _check_out_dtype(out_dtype, weights.dtype)
+    problem = _checked(
+        Problem(
+            weights, input_ids, attention_mask, cu_seqlens, vocab_size, reduce, activation,
+            _ignored(ignore_ids), _out_dtype(out_dtype, weights),
+        )
+    )  # fmt: skip
     if torch.compiler.is_compiling():
         check_choice("impl", impl, IMPLS)  # the operator chooses when it runs: a device cannot be asked in a trace
     else:
-        impl = settled(impl, chosen_impl(weights, impl))
-    if impl == "reference":
-        return _run_reference(
-            weights, input_ids, attention_mask, cu_seqlens, vocab_size, reduce, activation, ignored, out_dtype
-        )
-    return _library.scatter(
-        weights, input_ids, attention_mask, cu_seqlens, vocab_size, reduce, activation, ignored, out_dtype, impl
-    )
+        impl = settled(impl, _torch_ops.chosen_impl(problem.weights, impl))
+    return _reference.token_scatter(problem) if impl == "reference" else _torch_ops.scatter(problem, impl)
 
 
 def token_scatter_sparse(
@@ -128,39 +124,23 @@ def token_scatter_sparse(
     Returns:
         ``[B, V]`` ``torch.sparse_csr`` tensor with int64 indices, sorted within each row.
     """
-    weights = _check(weights, input_ids, vocab_size, attention_mask, cu_seqlens, reduce, activation)
-    ignored = _check_ignore_ids(ignore_ids)
-    out_dtype = _check_out_dtype(out_dtype, weights.dtype)
+    problem = _checked(
+        Problem(
+            weights, input_ids, attention_mask, cu_seqlens, vocab_size, reduce, activation,
+            _ignored(ignore_ids), _out_dtype(out_dtype, weights),
+        )
+    )  # fmt: skip
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
         raise ValueError(f"top_k must be a positive integer or None, got {top_k!r}.")
     if not isinstance(min_weight, (int, float)) or math.isnan(min_weight):
         raise ValueError(f"min_weight must be a Python number, got {min_weight!r}; -inf keeps every entry.")
     with torch.no_grad():
-        return _sparse.scatter(
-            weights,
-            input_ids,
-            attention_mask,
-            cu_seqlens,
-            vocab_size,
-            reduce,
-            activation,
-            ignored,
-            out_dtype,
-            top_k,
-            min_weight,
-        )
+        return _sparse.scatter(problem, top_k, min_weight)
 
 
-def _check(
-    weights: Tensor,
-    input_ids: Tensor,
-    vocab_size: int,
-    attention_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    reduce: str,
-    activation: str,
-) -> Tensor:
-    """Check everything that can be checked without reading a value; return the weights like ``input_ids``."""
+def _checked(problem: Problem) -> Problem:
+    """Check everything that can be checked without reading a value; return it with weights like ``input_ids``."""
+    weights, input_ids, attention_mask, cu_seqlens, vocab_size, reduce, activation = problem[:7]
     check_choice("reduce", reduce, REDUCTIONS)
     check_choice("activation", activation, ACTIVATIONS)
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, (int, torch.SymInt)) or vocab_size < 1:
@@ -192,10 +172,10 @@ def _check(
             raise ValueError(f"cu_seqlens must have shape [B + 1], got {list(cu_seqlens.shape)}.")
     others = {"input_ids": input_ids, "attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
     check_same_device("weights", weights, others)
-    return weights
+    return Problem(weights, *problem[1:])
 
 
-def _check_ignore_ids(ignore_ids: Iterable[int] | None) -> tuple[int, ...]:
+def _ignored(ignore_ids: Iterable[int] | None) -> tuple[int, ...]:
     if ignore_ids is None:
         return ()
     if isinstance(ignore_ids, Tensor):
@@ -215,37 +195,10 @@ def _check_ignore_ids(ignore_ids: Iterable[int] | None) -> tuple[int, ...]:
     return tuple(i for i in unique if -(1 << 63) <= i < 1 << 63)  # no token can hold the others
 
 
-def _check_out_dtype(out_dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
+def _out_dtype(out_dtype: torch.dtype | None, weights: Tensor) -> torch.dtype:
     if out_dtype is None:
-        return default
+        return check_tensor("weights", weights).dtype
     if out_dtype not in FLOAT_DTYPES:
         names = ", ".join(dtype_name(dtype) for dtype in FLOAT_DTYPES)
         raise TypeError(f"out_dtype must be one of {names} or None, got {out_dtype!r}.")
     return out_dtype
-
-
-def _run_reference(
-    weights: Tensor,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    vocab_size: int,
-    reduce: str,
-    activation: str,
-    ignore_ids: tuple[int, ...],
-    out_dtype: torch.dtype,
-) -> Tensor:
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, weights.size(0))
-        lengths = cu_seqlens.diff()
-        longest = int(lengths.max()) if lengths.numel() else 0
-        inside = torch.arange(longest, device=weights.device) < lengths[:, None]
-        places = inside.nonzero(as_tuple=True)
-        weights = weights.new_zeros(inside.shape).index_put(places, weights)
-        input_ids = input_ids.new_zeros(inside.shape).index_put(places, input_ids)
-        attention_mask = inside
-    valid = valid_tokens(input_ids, attention_mask, ignore_ids)
-    check_ids(input_ids, valid, vocab_size)
-    if valid.size(1) == 0:
-        return weights.new_zeros(valid.size(0), vocab_size, dtype=out_dtype) + weights.sum().to(out_dtype)
-    return _reference.token_scatter(weights, input_ids, valid, vocab_size, reduce, activation, out_dtype)

@@ -1,8 +1,8 @@
 """Alpha-entmax inside kernels: weights, row sums and steps of the root; the maths heads ``_shared/entmax_root.py``.
 
-``KIND`` is ``"softmax"``, ``"square"`` (alpha = 1.5), ``"linear"`` (alpha = 2) or ``"generic"``. The unknown ``y`` of a
-row is ``c`` for the two in the middle, whose distances are multiplied by ``e = alpha - 1``, and ``log p_max`` for the
-others. The middle ones need no transcendental function for an entry.
+``KIND`` is ``"softmax"``, ``"entmax15"`` (alpha = 1.5), ``"sparsemax"`` (alpha = 2) or ``"generic"``. The unknown ``y``
+of a row is ``c`` for the two in the middle, whose distances are multiplied by ``e = alpha - 1``, and ``log p_max`` for
+the others. The middle ones need no transcendental function for an entry.
 """
 
 import triton
@@ -13,7 +13,7 @@ from tilefold.ops._shared.impl import triton_interpreted
 
 # the interpreter calls a reducing function of ours once an entry, but knows sums and maxima
 INTERPRETED = tl.constexpr(triton_interpreted())
-MOST_EVALUATIONS = tl.constexpr(100)
+MAX_EVALUATIONS = tl.constexpr(100)
 TOLERANCE = tl.constexpr(1e-6)  # of a row's mass; what is left is divided out
 
 
@@ -33,10 +33,10 @@ def log_weight(d, y, inverse_c, e):
 @triton.jit
 def weight(d, y, inverse_c, e, KIND: tl.constexpr):
     """``p`` of distances ``d`` (times e for the closed forms)."""
-    if KIND == "square":
+    if KIND == "entmax15":
         x = tl.maximum(y - d, 0.0)
         p = x * x
-    elif KIND == "linear":
+    elif KIND == "sparsemax":
         p = tl.maximum(y - d, 0.0)
     elif KIND == "softmax":
         p = tl.exp(y - d)
@@ -48,10 +48,10 @@ def weight(d, y, inverse_c, e, KIND: tl.constexpr):
 @triton.jit
 def weight_and_slope(d, y, inverse_c, e, KIND: tl.constexpr):
     """``p`` and ``u = p^(1-e)`` on the support."""
-    if KIND == "square":
+    if KIND == "entmax15":
         u = tl.maximum(y - d, 0.0)
         p = u * u
-    elif KIND == "linear":
+    elif KIND == "sparsemax":
         p = tl.maximum(y - d, 0.0)
         u = tl.where(p > 0, 1.0, 0.0)
     elif KIND == "softmax":
@@ -67,11 +67,11 @@ def weight_and_slope(d, y, inverse_c, e, KIND: tl.constexpr):
 @triton.jit
 def row_terms(d, y, inverse_c, e, KIND: tl.constexpr):
     """The terms of F, U and Q for every distance."""
-    if KIND == "square":
+    if KIND == "entmax15":
         u = tl.maximum(y - d, 0.0)
         f = u * u
         q = tl.where(u > 0, 1.0, 0.0)
-    elif KIND == "linear":
+    elif KIND == "sparsemax":
         f = tl.maximum(y - d, 0.0)
         u = tl.where(f > 0, 1.0, 0.0)
         q = u
@@ -110,7 +110,7 @@ def sum_terms(f, u, q, KIND: tl.constexpr):
         f = tl.sum(f, axis=1)
         u = tl.sum(u, axis=1)
         q = tl.sum(q, axis=1)
-    elif KIND == "linear":
+    elif KIND == "sparsemax":
         f, u = tl.reduce((f, u), 1, _add2)
         q = u
     else:
@@ -140,7 +140,7 @@ def row_peak(s):
 @triton.jit
 def bracket(n, e, KIND: tl.constexpr):
     """Where the root of a row of ``n`` entries (at least 1) lies."""
-    if (KIND == "square") | (KIND == "linear"):
+    if (KIND == "entmax15") | (KIND == "sparsemax"):
         low = tl.exp(-e * tl.log(n)) * (1 - 1e-6)
         high = tl.zeros_like(low) + 1.0
     else:
@@ -165,11 +165,11 @@ def next_root(y, f, u, q, low, high, before, found, e, KIND: tl.constexpr):
     low = tl.where(f <= 1, y, low)
     high = tl.where(f >= 1, y, high)
     ratio = f / tl.maximum(u, 1e-30)
-    if KIND == "square":
+    if KIND == "entmax15":
         s = 1 - tl.rsqrt(tl.maximum(f, 1e-30))
         damping = 0.5 * s * (q * ratio / tl.maximum(u, 1e-30) - 1)
         step = y - s * ratio / (1 - tl.where(damping < 0.75, damping, 0.0))
-    elif KIND == "linear":
+    elif KIND == "sparsemax":
         step = y - (f - 1) / tl.maximum(u, 1e-30)
     elif KIND == "softmax":
         step = y - tl.log(f)
@@ -188,7 +188,7 @@ def next_root(y, f, u, q, low, high, before, found, e, KIND: tl.constexpr):
         )
     good = (step >= low - 1e-5) & (step <= high + 1e-5) & (residual <= 0.5 * before)
     new = tl.where(good, tl.minimum(tl.maximum(step, low), high), 0.5 * (low + high))
-    if (KIND == "square") | (KIND == "linear"):
+    if (KIND == "entmax15") | (KIND == "sparsemax"):
         still = tl.abs(new - y) <= 1.2e-7 * y
     else:
         still = tl.abs(new - y) <= 1.2e-7 * tl.maximum(tl.abs(y), 1.0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilefold.ops._shared._triton.activation import nan_max
 from tilefold.ops._shared._triton.entmax import (
-    MOST_EVALUATIONS,
+    MAX_EVALUATIONS,
     alpha_terms,
     bracket,
     inverse_peak,
@@ -21,6 +21,7 @@ from tilefold.ops._shared._triton.entmax import (
     weight,
 )
 from tilefold.ops._shared._triton.launch import launch
+from tilefold.ops._shared._triton.tensors import cdiv
 from tilefold.ops._shared.entmax_root import kind_of
 from tilefold.ops.entmax.configs import RowsConfig, gradient_config, rows_config
 
@@ -37,28 +38,28 @@ def _scores(x_ptr, offs, cols, n, mask_r):
 def _distances(s, peak, e, KIND: tl.constexpr):
     """Distances from the maximum, times e for the closed forms; inf where there is no entry."""
     d = peak[:, None] - s
-    if (KIND == "square") | (KIND == "linear"):
+    if (KIND == "entmax15") | (KIND == "sparsemax"):
         d *= e[:, None]
     return d
 
 
 @triton.jit
-def _exponents(alpha_ptr, alpha, rows, mask_r, HAS_ALPHA: tl.constexpr):
+def _exponents(alpha_ptr, alpha_value, rows, mask_r, HAS_ALPHA: tl.constexpr):
     if HAS_ALPHA:
         return tl.load(alpha_ptr + rows, mask=mask_r, other=1.5).to(tl.float32) - 1
     else:
-        return tl.zeros_like(rows).to(tl.float32) + (alpha - 1)
+        return tl.zeros_like(rows).to(tl.float32) + (alpha_value - 1)
 
 
-@triton.jit(do_not_specialize=["R", "n", "alpha"])
+@triton.jit(do_not_specialize=["R", "n", "alpha_value"])
 def _forward_kernel(
-    x_ptr, alpha_ptr, out_ptr, support_ptr, R, n, alpha,
+    x_ptr, alpha_ptr, out_ptr, support_ptr, R, n, alpha_value,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, RESIDENT: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_r = rows < R
     offs = rows.to(tl.int64) * n
-    e = _exponents(alpha_ptr, alpha, rows, mask_r, HAS_ALPHA)
+    e = _exponents(alpha_ptr, alpha_value, rows, mask_r, HAS_ALPHA)
     places = tl.arange(0, BLOCK_N)
     # Entries are gathered into a tile and reduced after the loop: once a row instead of once a tile, and Triton 3.6
     # fails on a maximum or sum of a loop's loads that is used twice (OptimizeThreadLocality).
@@ -87,7 +88,7 @@ def _forward_kernel(
     if RESIDENT:
         d = _distances(s, peak, e, KIND)
     evaluation = 0
-    while evaluation < MOST_EVALUATIONS:
+    while evaluation < MAX_EVALUATIONS:
         inverse_c = inverse_peak(y, e, KIND)
         if RESIDENT:
             f, u, q = row_sums(d, y[:, None], inverse_c[:, None], e[:, None], KIND)
@@ -104,7 +105,7 @@ def _forward_kernel(
             f, u, q = sum_terms(f_terms, u_terms, q_terms, KIND)
         mass = tl.where(found, mass, f)
         y, low, high, before, found = next_root(y, f, u, q, low, high, before, found, e, KIND)
-        evaluation = tl.where(tl.min(found.to(tl.int32), axis=0) > 0, MOST_EVALUATIONS, evaluation + 1)
+        evaluation = tl.where(tl.min(found.to(tl.int32), axis=0) > 0, MAX_EVALUATIONS, evaluation + 1)
 
     scale = tl.where(empty, 0.0, 1.0 / mass)
     inverse_c = inverse_peak(y, e, KIND)
@@ -128,9 +129,9 @@ def _gradient_tile(dp_ptr, p_ptr, offs, cols, n, mask_r, e, KIND: tl.constexpr):
     inside = mask_r[:, None] & (cols < n)[None, :]
     grad = tl.load(dp_ptr + offs[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
     p = tl.load(p_ptr + offs[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
-    if KIND == "square":
+    if KIND == "entmax15":
         u = tl.sqrt(p)
-    elif KIND == "linear":
+    elif KIND == "sparsemax":
         u = tl.where(p == 0, 0.0, 1.0) + (p - p)  # NaN stays NaN
     elif KIND == "softmax":
         u = p
@@ -139,16 +140,16 @@ def _gradient_tile(dp_ptr, p_ptr, offs, cols, n, mask_r, e, KIND: tl.constexpr):
     return grad, p, u
 
 
-@triton.jit(do_not_specialize=["R", "n", "alpha"])
+@triton.jit(do_not_specialize=["R", "n", "alpha_value"])
 def _backward_kernel(
-    dp_ptr, p_ptr, alpha_ptr, dx_ptr, dalpha_ptr, R, n, alpha,
+    dp_ptr, p_ptr, alpha_ptr, dx_ptr, dalpha_ptr, R, n, alpha_value,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr,
     RESIDENT: tl.constexpr, NEED_X: tl.constexpr, NEED_ALPHA: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_r = rows < R
     offs = rows.to(tl.int64) * n
-    e = _exponents(alpha_ptr, alpha, rows, mask_r, HAS_ALPHA)
+    e = _exponents(alpha_ptr, alpha_value, rows, mask_r, HAS_ALPHA)
     places = tl.arange(0, BLOCK_N)
     zeros = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)  # sums are gathered in tiles, as in forward
     if RESIDENT:
@@ -188,7 +189,7 @@ def _backward_kernel(
 
 
 def forward(
-    x: Tensor, alpha: Tensor | None, constant: float, config: RowsConfig | None = None
+    x: Tensor, alpha: Tensor | None, alpha_value: float, config: RowsConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """``[R, n]`` probabilities in the dtype of ``x`` and ``[R]`` int32 support sizes; ``alpha`` is ``[R]``."""
     rows, n = x.shape
@@ -198,11 +199,11 @@ def forward(
         return out, support.zero_()
     config = rows_config(n) if config is None else config
     constants = {
-        "BLOCK_R": config.block_r, "BLOCK_N": config.block_n, "KIND": kind_of(None if alpha is not None else constant),
+        "BLOCK_R": config.block_r, "BLOCK_N": config.block_n, "KIND": kind_of(alpha, alpha_value),
         "HAS_ALPHA": alpha is not None, "RESIDENT": config.resident, "num_warps": config.num_warps,
     }  # fmt: skip
-    arguments = (x, alpha, out, support, rows, n, constant)
-    launch(_forward_kernel, (-(-rows // config.block_r), 1, 1), arguments, constants)
+    arguments = (x, alpha, out, support, rows, n, alpha_value)
+    launch(_forward_kernel, (cdiv(rows, config.block_r), 1, 1), arguments, constants)
     return out, support
 
 
@@ -210,7 +211,7 @@ def backward(
     dp: Tensor,
     p: Tensor,
     alpha: Tensor | None,
-    constant: float,
+    alpha_value: float,
     need_x: bool,
     need_alpha: bool,
     config: RowsConfig | None = None,
@@ -223,10 +224,10 @@ def backward(
         return dx, None if dalpha is None else dalpha.zero_()
     config = gradient_config(n) if config is None else config
     constants = {
-        "BLOCK_R": config.block_r, "BLOCK_N": config.block_n, "KIND": kind_of(None if alpha is not None else constant),
+        "BLOCK_R": config.block_r, "BLOCK_N": config.block_n, "KIND": kind_of(alpha, alpha_value),
         "HAS_ALPHA": alpha is not None, "RESIDENT": config.resident, "NEED_X": need_x, "NEED_ALPHA": need_alpha,
         "num_warps": config.num_warps,
     }  # fmt: skip
-    arguments = (dp.contiguous(), p, alpha, dx, dalpha, rows, n, constant)
-    launch(_backward_kernel, (-(-rows // config.block_r), 1, 1), arguments, constants)
+    arguments = (dp.contiguous(), p, alpha, dx, dalpha, rows, n, alpha_value)
+    launch(_backward_kernel, (cdiv(rows, config.block_r), 1, 1), arguments, constants)
     return dx, dalpha

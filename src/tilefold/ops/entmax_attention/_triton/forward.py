@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tilefold.ops._shared._triton.entmax import MOST_EVALUATIONS, inverse_peak, row_peak
+from tilefold.ops._shared._triton.entmax import MAX_EVALUATIONS, inverse_peak, row_peak
 from tilefold.ops.entmax_attention._triton.rows import (
     LANES,
     add_terms,
@@ -111,14 +111,14 @@ def resident_kernel(
         found = broken | empty | ~mask_m
         rest = tl.zeros_like(peak)
         evaluation = 0
-        while evaluation < MOST_EVALUATIONS:
+        while evaluation < MAX_EVALUATIONS:
             none = tl.zeros((BLOCK_M, LANES), tl.float32)
             f, u, n = add_terms(s, peak, y, inverse_peak(y, e, KIND), scale, e, none, none, none, KIND, EXACT)
             y, low, high, few, many, before, found, rest = improve(
                 y, tl.sum(f, axis=1), tl.sum(u, axis=1), tl.sum(n, axis=1), low, high, few, many, before, found, rest,
                 e, KIND, TOLERANCE, NEAR,
             )  # fmt: skip
-            evaluation = tl.where(tl.min(found.to(tl.int32), axis=0) > 0, MOST_EVALUATIONS, evaluation + 1)
+            evaluation = tl.where(tl.min(found.to(tl.int32), axis=0) > 0, MAX_EVALUATIONS, evaluation + 1)
         inverse_c = inverse_peak(y, e, KIND)
         v = load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)
         p, slope = weights(s, peak[:, None], y[:, None], inverse_c[:, None], scale, e, KIND, EXACT)
@@ -228,7 +228,7 @@ def output_kernel(
             mass += lane_sums(p)
             if SUPPORT:
                 support += lane_sums(one_if_positive(slope))
-            if GRADIENT or (KIND == "square"):
+            if GRADIENT or (KIND == "entmax15"):
                 total += lane_sums(slope)
             if DROPOUT:
                 factor = dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, keep_scale)

@@ -37,7 +37,7 @@ def layout_of(tensors: AttentionTensors, options: Options) -> Layout:
         "GROUP": heads // k.size(1),
         "D": dim,
         "BLOCK_D": power_of_two(dim),
-        "KIND": kind_of(None if alpha is not None else options.alpha_value),
+        "KIND": kind_of(alpha, options.alpha_value),
         "HAS_ALPHA": alpha is not None,
         "CAUSAL": options.causal,
         "WINDOW": options.window >= 0,

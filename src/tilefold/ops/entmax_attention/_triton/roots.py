@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from tilefold.ops._shared._triton.activation import nan_max
-from tilefold.ops._shared._triton.entmax import MOST_EVALUATIONS, inverse_peak, row_peak, row_sums
+from tilefold.ops._shared._triton.entmax import MAX_EVALUATIONS, inverse_peak, row_peak, row_sums
 from tilefold.ops.entmax_attention._triton.rows import (
     LANES,
     add_terms,
@@ -186,7 +186,7 @@ def tile_roots(
         found = idle
         rest = tl.zeros_like(peak)
         evaluation = 0
-        while evaluation < MOST_EVALUATIONS:
+        while evaluation < MAX_EVALUATIONS:
             inverse_c = inverse_peak(y, e, KIND)
             f = tl.zeros((BLOCK_M, LANES), tl.float32)
             u = tl.zeros((BLOCK_M, LANES), tl.float32)
@@ -205,7 +205,7 @@ def tile_roots(
                 y, tl.sum(f, axis=1), tl.sum(u, axis=1), tl.sum(n, axis=1), low, high, few, many, before, found, rest,
                 e, KIND, TOLERANCE, NEAR,
             )  # fmt: skip
-            evaluation = tl.where(tl.min(found.to(tl.int32), axis=0) > 0, MOST_EVALUATIONS, evaluation + 1)
+            evaluation = tl.where(tl.min(found.to(tl.int32), axis=0) > 0, MAX_EVALUATIONS, evaluation + 1)
 
         reach = y + rest
         if LISTS:

@@ -43,10 +43,10 @@ def add_terms(
 ):  # fmt: skip
     """Add the terms of F, U and Q of a tile of scores to ``[rows, LANES]`` sums."""
     peak, y, inverse_c = peak[:, None], y[:, None], inverse_c[:, None]
-    if KIND == "square":
+    if KIND == "entmax15":
         x = excess(s, peak, y, scale, e, EXACT)
         return f + lane_sums(x * x), u + lane_sums(x), n + lane_sums(one_if_positive(x))
-    elif KIND == "linear":
+    elif KIND == "sparsemax":
         x = excess(s, peak, y, scale, e, EXACT)
         n += lane_sums(one_if_positive(x))
         return f + lane_sums(x), n, n
@@ -84,7 +84,7 @@ def subset_step(y, f, u, e, KIND: tl.constexpr):
 @triton.jit
 def part_sums(s, peak, y, inverse_c, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
     """F and U of rows of scores."""
-    if KIND == "square":
+    if KIND == "entmax15":
         x = excess(s, peak[:, None], y[:, None], scale, e, EXACT)
         return tl.sum(x * x, axis=1), tl.sum(x, axis=1)
     else:
@@ -118,7 +118,7 @@ def parts_bound(
 @triton.jit
 def widen(y, high, KIND: tl.constexpr):
     """Rounding must not make a bound unsafe."""
-    if (KIND == "square") | (KIND == "linear"):
+    if (KIND == "entmax15") | (KIND == "sparsemax"):
         return tl.minimum(y * (1 + 1e-5), high)
     else:
         return tl.minimum(y + 1e-5, high)
@@ -141,7 +141,7 @@ def improve(
     less than the mass, so that step is ``left / 2 u`` at most. ``NEAR`` bounds what it changes in the weights of the
     values, which stay those of ``y``, relative to their sum; ``rest`` is as far up as the last step may go.
     """
-    if KIND == "square":
+    if KIND == "entmax15":
         residual = tl.abs(f - 1)
         low = tl.where(f <= 1, y, low)
         few = tl.where(f <= 1, n, few)
@@ -172,7 +172,7 @@ def improve(
 @triton.jit
 def last_step(y, f, u, n, reach, KIND: tl.constexpr):
     """The root by F and U at ``y``, no farther up than ``reach``, and its mass by the support ``n``; see `improve`."""
-    if KIND == "square":
+    if KIND == "entmax15":
         newton = 0.5 * (f - 1) / tl.maximum(u, 1e-30)
         new = tl.minimum(y - tl.where(tl.abs(f - 1) < 0.5, newton, 0.0), reach)
         t = y - new

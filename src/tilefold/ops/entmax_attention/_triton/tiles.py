@@ -178,7 +178,7 @@ def scaled(s, scale, EXACT: tl.constexpr):
 def distances(s, peak, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
     """How far scores lie below the peak of their row, times e for the closed forms."""
     d = peak - scaled(s, scale, EXACT)
-    if (KIND == "square") | (KIND == "linear"):
+    if (KIND == "entmax15") | (KIND == "sparsemax"):
         d *= e
     return d
 
@@ -209,10 +209,10 @@ def one_if_positive(x):
 @triton.jit
 def weights(s, peak, y, inverse_c, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
     """``p`` and ``u = p^(2 - alpha)`` on the support."""
-    if KIND == "square":
+    if KIND == "entmax15":
         u = excess(s, peak, y, scale, e, EXACT)
         return u * u, u
-    elif KIND == "linear":
+    elif KIND == "sparsemax":
         p = excess(s, peak, y, scale, e, EXACT)
         return p, one_if_positive(p)
     else:
@@ -222,7 +222,7 @@ def weights(s, peak, y, inverse_c, scale, e, KIND: tl.constexpr, EXACT: tl.const
 @triton.jit
 def alive(d, y, inverse_c, e, KIND: tl.constexpr):
     """Whether a distance is inside the support: the very comparison that weights are made with."""
-    if (KIND == "square") | (KIND == "linear"):
+    if (KIND == "entmax15") | (KIND == "sparsemax"):
         return d < y
     elif KIND == "softmax":
         return d < float("inf")

@@ -1,4 +1,4 @@
-"""The scatter and its gradient: one program a sequence, work O(S), and no float is ever added or compared in a race.
+"""The scatter and its gradient: one program per sequence, work O(S), and no float is ever added or compared in a race.
 
 All tokens with the same id must meet somewhere. Each writes its position to the id's place in a table; whichever
 write lasts names the meeting point, a slot beside that token. It does not matter which it is, since all read the same,
@@ -9,8 +9,6 @@ any order: a maximum of (weight, lowest token) as int64 keys, or a sum of weight
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +16,8 @@ from torch import Tensor
 
 from tilefold.ops._shared._triton.activation import activate, slope_from_logit
 from tilefold.ops._shared._triton.launch import launch
-from tilefold.ops.token_scatter._layout import batch_size
+from tilefold.ops._shared._triton.tensors import as_bytes, contiguous
+from tilefold.ops.token_scatter._problem import Problem, batch_size
 from tilefold.ops.token_scatter._triton.tokens import (
     exponent_above,
     kind_of,
@@ -146,21 +145,11 @@ def _gather_kernel(
                 tl.store(dweights_ptr + t, nan.to(dweights_ptr.dtype.element_ty), mask=t < T)
 
 
-def forward(
-    weights: Tensor,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    vocab_size: int,
-    reduce: str,
-    activation: str,
-    ignore_ids: Sequence[int],
-    out_dtype: torch.dtype,
-    with_counted: bool,
-) -> tuple[Tensor, Tensor]:
+def forward(problem: Problem, with_counted: bool) -> tuple[Tensor, Tensor]:
     """Scores ``[B, V]``, and which tokens the gradient goes to (uint8 like ``weights``; empty unless asked for)."""
-    device, tokens, batch = weights.device, weights.numel(), batch_size(weights, cu_seqlens)
-    packed = cu_seqlens is not None
+    weights, vocab_size, out_dtype = problem.weights, problem.vocab_size, problem.out_dtype
+    device, tokens, batch = weights.device, weights.numel(), problem.batch
+    packed, sums = problem.cu_seqlens is not None, problem.reduce == "sum"
     scores = torch.zeros(batch, vocab_size, dtype=out_dtype, device=device)
     counted = torch.empty(weights.shape if with_counted else (0,), dtype=torch.uint8, device=device)
     if batch == 0 or (tokens == 0 and not packed):
@@ -172,20 +161,16 @@ def forward(
     else:
         table = scores.view(_TABLE_DTYPES[out_dtype.itemsize])
     slots = torch.empty(tokens, dtype=torch.int64, device=device)
-    meets = torch.empty(2 * tokens if reduce == "sum" else tokens, dtype=torch.int32, device=device)
-    if attention_mask is not None:
-        attention_mask = attention_mask.contiguous()
-        if attention_mask.dtype == torch.bool:
-            attention_mask = attention_mask.view(torch.uint8)
+    meets = torch.empty(2 * tokens if sums else tokens, dtype=torch.int32, device=device)
     config = scatter_config(bound, device)
     arguments = (
-        weights.contiguous(), input_ids.contiguous(), attention_mask, _contiguous(cu_seqlens), scores, table, slots,
-        meets, counted, batch, length, tokens, vocab_size,
+        weights.contiguous(), problem.input_ids.contiguous(), as_bytes(problem.attention_mask),
+        contiguous(problem.cu_seqlens), scores, table, slots, meets, counted, batch, length, tokens, vocab_size,
     )  # fmt: skip
     constants = {
-        "SUM": reduce == "sum", "ACTIVATION": activation, "IGNORE": tuple(ignore_ids), "IGNORED": len(ignore_ids),
-        "HAS_MASK": attention_mask is not None, "PACKED": packed, "WITH_COUNTED": with_counted, "BLOCK": config.block,
-        "SCAN": SCAN, "num_warps": config.num_warps,
+        "SUM": sums, "ACTIVATION": problem.activation, "IGNORE": tuple(problem.ignore_ids),
+        "IGNORED": len(problem.ignore_ids), "HAS_MASK": problem.attention_mask is not None, "PACKED": packed,
+        "WITH_COUNTED": with_counted, "BLOCK": config.block, "SCAN": SCAN, "num_warps": config.num_warps,
     }  # fmt: skip
     launch(_scatter_kernel, (batch, 1, 1), arguments, constants)
     return scores, counted
@@ -206,10 +191,10 @@ def backward(
         return dweights
     length = 0 if packed else weights.size(1)
     config = scatter_config(tokens if packed else length, weights.device)
-    # packed lengths are not known here: as many programs a sequence as the average one can use
+    # packed lengths are not known here: as many programs per sequence as the average one can use
     programs = max(1, min(16, tokens // (batch * config.block)))
     arguments = (
-        dscores, weights.contiguous(), input_ids.contiguous(), counted, _contiguous(cu_seqlens), dweights,
+        dscores, weights.contiguous(), input_ids.contiguous(), counted, contiguous(cu_seqlens), dweights,
         batch, length, tokens, *dscores.stride(),
     )  # fmt: skip
     constants = {
@@ -218,7 +203,3 @@ def backward(
     }  # fmt: skip
     launch(_gather_kernel, (batch, programs, 1), arguments, constants)
     return dweights
-
-
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()

@@ -1,12 +1,46 @@
-"""Which tokens count and where they lie: padded ``[B, S]`` and packed ``[T]`` input, and what is wrong with either."""
+"""What is scattered, which tokens count, where they lie in padded and packed input, and checks of their values."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from tilefold.ops._shared.checks import check_cu_seqlens
+
+
+class Problem(NamedTuple):
+    """What the token scatter is asked for.
+
+    Attributes:
+        weights: ``[B, S]``, packed ``[T]``.
+        input_ids: of the same shape, int32 or int64.
+        attention_mask: ``[B, S]``, nonzero = valid, or ``None``.
+        cu_seqlens: ``[B + 1]`` offsets of a packed batch, or ``None``.
+        vocab_size: V.
+        reduce: ``"max"`` or ``"sum"``.
+        activation: one of :data:`tilefold.ops._shared.activation.ACTIVATIONS`.
+        ignore_ids: ids whose tokens do not count.
+        out_dtype: of the scores.
+    """
+
+    weights: Tensor
+    input_ids: Tensor
+    attention_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    vocab_size: int
+    reduce: str
+    activation: str
+    ignore_ids: Sequence[int]
+    out_dtype: torch.dtype
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        return batch_size(self.weights, self.cu_seqlens)
 
 
 def batch_size(weights: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -30,26 +64,17 @@ def sequence_of_tokens(input_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return torch.searchsorted(cu_seqlens[1:].long().contiguous(), tokens, right=True)
 
 
-def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
-    """Check the values of ``cu_seqlens`` on the host.
+def check_values(problem: Problem) -> Tensor:
+    """Check offsets and ids on the host; return :func:`valid_tokens`.
 
     Raises:
-        ValueError: unless it starts with 0, never falls, and ends at the number of tokens.
+        ValueError: for broken ``cu_seqlens``, or ids outside of the vocabulary.
     """
-    values = cu_seqlens.tolist()
-    falls = next((i for i in range(1, len(values)) if values[i] < values[i - 1]), None)
-    if values[0] != 0:
-        problem = f"cu_seqlens[0] = {values[0]}"
-    elif falls is not None:
-        problem = f"cu_seqlens[{falls}] = {values[falls]} after {values[falls - 1]}"
-    elif values[-1] != tokens:
-        problem = f"cu_seqlens[-1] = {values[-1]} with {tokens} tokens in weights"
-    else:
-        return
-    raise ValueError(
-        f"cu_seqlens must start with 0, never fall and end at the number of tokens T of weights, got {problem}; "
-        "build it as the cumulative sum of the sequence lengths with a 0 in front."
-    )
+    if problem.cu_seqlens is not None:
+        check_cu_seqlens("cu_seqlens", problem.cu_seqlens, problem.weights.size(0), "weights", "tokens")
+    valid = valid_tokens(problem.input_ids, problem.attention_mask, problem.ignore_ids)
+    check_ids(problem.input_ids, valid, problem.vocab_size)
+    return valid
 
 
 def check_ids(input_ids: Tensor, valid: Tensor, vocab_size: int) -> None:
@@ -83,26 +108,16 @@ class CountedTokens:
     index: Tensor
 
 
-def counted_tokens(
-    weights: Tensor,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    vocab_size: int,
-    ignore_ids: Sequence[int],
-) -> CountedTokens:
+def counted_tokens(problem: Problem) -> CountedTokens:
     """Gather the valid tokens; reads values on the host, and checks them.
 
     Raises:
         ValueError: for broken ``cu_seqlens``, or ids outside of the vocabulary.
     """
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, weights.size(0))
-    valid = valid_tokens(input_ids, attention_mask, ignore_ids)
-    check_ids(input_ids, valid, vocab_size)
-    index = valid.flatten().nonzero().squeeze(1)
+    weights, input_ids = problem.weights, problem.input_ids
+    index = check_values(problem).flatten().nonzero().squeeze(1)
     wide = torch.promote_types(weights.dtype, torch.float32)
     # index_select: several times faster than indexing on the CPU
-    sequence = sequence_of_tokens(input_ids, cu_seqlens).flatten().index_select(0, index)
-    entry = sequence * vocab_size + input_ids.flatten().index_select(0, index)
+    sequence = sequence_of_tokens(input_ids, problem.cu_seqlens).flatten().index_select(0, index)
+    entry = sequence * problem.vocab_size + input_ids.flatten().index_select(0, index)
     return CountedTokens(weights.flatten().index_select(0, index).to(wide), entry, index)

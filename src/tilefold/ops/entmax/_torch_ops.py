@@ -9,16 +9,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.checks import dtype_name
+from tilefold.ops._shared import impl as implementations
 from tilefold.ops._shared.fallback import triton_or_tiled
-from tilefold.ops._shared.impl import resolve_impl, settled
+from tilefold.ops._shared.impl import settled
 from tilefold.ops._shared.library import define_op, forbid_double_backward
 from tilefold.ops.entmax import _tiled
 
 T = TypeVar("T")
-TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-__all__ = ["chosen_impl", "entmax_rows"]
 
 
 def chosen_impl(x: Tensor, impl: str = "auto") -> str:
@@ -30,15 +27,7 @@ def chosen_impl(x: Tensor, impl: str = "auto") -> str:
         ValueError: for an unknown name.
         RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
     """
-    resolved = resolve_impl(impl, x.device, "entmax")
-    if resolved == "triton" and x.dtype not in TRITON_DTYPES:
-        if impl == "auto":
-            return "tiled"
-        names = ", ".join(dtype_name(dtype) for dtype in TRITON_DTYPES)
-        raise TypeError(
-            f"x must have dtype {names} for impl='triton', got {dtype_name(x.dtype)}; use impl='auto' or impl='tiled'."
-        )
-    return resolved
+    return implementations.chosen_impl("entmax", "x", x, impl)
 
 
 def _compute(impl: str, x: Tensor, call: Callable[[ModuleType], T]) -> T:
@@ -53,31 +42,31 @@ def _compute(impl: str, x: Tensor, call: Callable[[ModuleType], T]) -> T:
     return triton_or_tiled("entmax", impl, x.device, by_kernels, lambda: call(_tiled))
 
 
-@define_op("entmax", "(Tensor x, Tensor? alpha, float constant, str impl) -> (Tensor p, Tensor support)")
-def _forward(x: Tensor, alpha: Tensor | None, constant: float, impl: str) -> tuple[Tensor, Tensor]:
+@define_op("entmax", "(Tensor x, Tensor? alpha, float alpha_value, str impl) -> (Tensor p, Tensor support)")
+def _forward(x: Tensor, alpha: Tensor | None, alpha_value: float, impl: str) -> tuple[Tensor, Tensor]:
     if alpha is not None and alpha.device.type == "cpu" and not bool(((alpha >= 1) & (alpha <= 2)).all()):
         bad = alpha[~((alpha >= 1) & (alpha <= 2))][0].item()
         raise ValueError(f"alpha must lie in [1, 2], got {bad}; parametrise it, for instance as 1 + sigmoid(theta).")
     given = None if alpha is None else alpha.contiguous()  # one alpha for all rows comes expanded
-    result: tuple[Tensor, Tensor] = _compute(impl, x, lambda m: m.forward(x.contiguous(), given, constant))
+    result: tuple[Tensor, Tensor] = _compute(impl, x, lambda m: m.forward(x.contiguous(), given, alpha_value))
     return result
 
 
 @torch.library.register_fake("tilefold::entmax")
-def _(x: Tensor, alpha: Tensor | None, constant: float, impl: str) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, alpha: Tensor | None, alpha_value: float, impl: str) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.size(0), dtype=torch.int32)
 
 
 @define_op(
     "entmax_backward",
-    "(Tensor dp, Tensor p, Tensor? alpha, float constant, bool need_x, bool need_alpha, str impl)"
+    "(Tensor dp, Tensor p, Tensor? alpha, float alpha_value, bool need_x, bool need_alpha, str impl)"
     " -> (Tensor dx, Tensor dalpha)",
 )
 def _backward(
-    dp: Tensor, p: Tensor, alpha: Tensor | None, constant: float, need_x: bool, need_alpha: bool, impl: str
+    dp: Tensor, p: Tensor, alpha: Tensor | None, alpha_value: float, need_x: bool, need_alpha: bool, impl: str
 ) -> tuple[Tensor, Tensor]:
     given = None if alpha is None else alpha.contiguous()
-    inputs = (dp, p, given, constant, need_x, need_alpha)
+    inputs = (dp, p, given, alpha_value, need_x, need_alpha)
     grads: tuple[Tensor | None, Tensor | None] = _compute(impl, p, lambda m: m.backward(*inputs))
     dx, dalpha = grads
     wide = torch.promote_types(p.dtype, torch.float32)
@@ -87,7 +76,7 @@ def _backward(
 
 @torch.library.register_fake("tilefold::entmax_backward")
 def _(
-    dp: Tensor, p: Tensor, alpha: Tensor | None, constant: float, need_x: bool, need_alpha: bool, impl: str
+    dp: Tensor, p: Tensor, alpha: Tensor | None, alpha_value: float, need_x: bool, need_alpha: bool, impl: str
 ) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(p.dtype, torch.float32) if alpha is None else alpha.dtype
     return (
@@ -100,7 +89,7 @@ forbid_double_backward("entmax_backward", "entmax")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, alpha, ctx.constant, ctx.impl = inputs
+    _, alpha, ctx.alpha_value, ctx.impl = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[0], alpha)
@@ -111,13 +100,13 @@ def _autograd(ctx: Any, dp: Tensor | None, _: Tensor | None) -> tuple[Tensor | N
         return None, None, None, None
     need_x, need_alpha = ctx.needs_input_grad[:2]
     p, alpha = ctx.saved_tensors
-    dx, dalpha = torch.ops.tilefold.entmax_backward(dp, p, alpha, ctx.constant, need_x, need_alpha, ctx.impl)
+    dx, dalpha = torch.ops.tilefold.entmax_backward(dp, p, alpha, ctx.alpha_value, need_x, need_alpha, ctx.impl)
     return dx if need_x else None, dalpha if need_alpha else None, None, None
 
 
 torch.library.register_autograd("tilefold::entmax", _autograd, setup_context=_setup_context)
 
 
-def entmax_rows(x: Tensor, alpha: Tensor | None, constant: float, impl: str) -> tuple[Tensor, Tensor]:
+def entmax_rows(x: Tensor, alpha: Tensor | None, alpha_value: float, impl: str) -> tuple[Tensor, Tensor]:
     """Probabilities ``[R, n]`` and support sizes ``[R]`` of the rows of ``x``; ``alpha`` is ``[R]`` or ``None``."""
-    return torch.ops.tilefold.entmax(x, alpha, constant, impl)  # type: ignore[no-any-return]
+    return torch.ops.tilefold.entmax(x, alpha, alpha_value, impl)  # type: ignore[no-any-return]
