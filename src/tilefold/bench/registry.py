@@ -12,6 +12,7 @@ SPEC_MODULES: dict[str, str] = {
     "lsr_head": "tilefold.bench.lsr_head.spec",
     "maxsim": "tilefold.bench.maxsim.spec",
     "token_scatter": "tilefold.bench.token_scatter.spec",
+    "entmax": "tilefold.bench.entmax.spec",
     "entmax_attention": "tilefold.bench.entmax_attention.spec",
 }
 

@@ -31,6 +31,13 @@ def test_ours_and_the_baselines_compute_the_same_function(variant: str, dtype: s
     assert all(row.forward_p50_ms > 0 and row.forward_backward_p50_ms > 0 for row in rows)
 
 
+def test_ours_and_the_dense_ways_to_csr_compute_the_same_scores() -> None:
+    case = replace(TINY, variant="csr")
+    rows = run_case(SPEC, case, replace(OPTIONS, impls=("tilefold", "tilefold-csr", "scatter-reduce")), CEILINGS)
+    assert [row.status for row in rows] == ["ok"] * 3, [row.note for row in rows]
+    assert all(row.forward_p50_ms > 0 and row.forward_backward_p50_ms is None for row in rows)
+
+
 def rows_of(scatter) -> list[BenchRow]:
     candidate = Implementation("candidate", lambda inputs: inputs.bind(scatter, "wrong"), "ours")
     return run_case(replace(SPEC, implementations=(candidate,)), TINY, OPTIONS, CEILINGS)

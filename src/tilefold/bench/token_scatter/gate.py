@@ -55,7 +55,8 @@ class TokenScatterGate:
         return GateResult(errors, budget_of(kind, self._case.dtype))
 
     def _output_errors(self, out: Tensor, prefix: str) -> dict[str, float]:
-        return {f"{prefix}out": self._error(out, self._inputs.grad_output, 0)}
+        dense = out.to_dense() if out.layout == torch.sparse_csr else out
+        return {f"{prefix}out": self._error(dense, self._inputs.grad_output, 0)}
 
     def _gradient_errors(self, gradients: tuple[Tensor, ...]) -> dict[str, float]:
         (dweights,) = gradients

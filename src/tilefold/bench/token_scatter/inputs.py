@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ class TokenScatterBenchInputs:
         grad_output: ``[B, V]``.
         valid_tokens: tokens that are not special.
         active: share of positive scores.
+        csr: whether the scores are wanted in CSR form, for encoding, which has no gradient.
     """
 
     weights: Tensor
@@ -39,15 +41,36 @@ class TokenScatterBenchInputs:
     grad_output: Tensor
     valid_tokens: int
     active: float
+    csr: bool = False
 
     def bind(self, scatter: Scatter, label: str) -> Runnable:
-        """``scatter(weights, input_ids, unused, vocab_size)`` of these inputs."""
+        """``scatter(weights, input_ids, unused, vocab_size)`` of these inputs; its dense scores to CSR if asked for."""
         arguments = (self.weights, self.input_ids, self.unused, self.grad_output.size(1))
+        if self.csr:
+            return self.bind_csr(lambda: _to_csr(scatter(*arguments)), f"{label}, to_sparse_csr")
         return bind(scatter, arguments, (self.weights,), self.grad_output, label)
+
+    def bind_csr(self, scatter: Callable[[], Tensor], label: str) -> Runnable:
+        """``scatter()``, which returns CSR scores of these inputs."""
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return scatter()
+
+        return Runnable(forward, label=label)
+
+
+def _to_csr(scores: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+        return scores.to_sparse_csr()
 
 
 def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> TokenScatterBenchInputs:
-    """Random inputs of ``case``; ``"ragged"`` ones are padded on the right to three times their length."""
+    """Random inputs of ``case``; ``"ragged"`` ones are padded on the right to three times their length.
+
+    Of ``"csr"`` ones the scores are wanted in CSR form.
+    """
     batch, length, vocab = (case.dims[name] for name in "BSV")
     generator = torch.Generator(device=device).manual_seed(seed)
     weights = torch.randn(batch, length, generator=generator, device=device).to(DTYPES[case.dtype])
@@ -65,4 +88,6 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> TokenSc
     entry = (torch.arange(batch, device=device)[:, None] * vocab + ids)[counts & (weights > 0)]
     active = torch.unique(entry).numel() / (batch * vocab)
     grad_output = torch.randn(batch, vocab, generator=generator, device=device).to(weights.dtype)
-    return TokenScatterBenchInputs(weights.requires_grad_(), ids, unused, grad_output, int(counts.sum().item()), active)
+    weights.requires_grad_()
+    valid = int(counts.sum().item())
+    return TokenScatterBenchInputs(weights, ids, unused, grad_output, valid, active, case.variant == "csr")

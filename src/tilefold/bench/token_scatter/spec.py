@@ -8,18 +8,21 @@ from torch import Tensor
 
 from tilefold.bench.dtypes import DTYPES
 from tilefold.bench.runnables import Runnable
-from tilefold.bench.spec import BenchCase, BenchSpec, Implementation, Phase, Requirement, Work
+from tilefold.bench.spec import BenchCase, BenchSpec, Implementation, NotApplicable, Phase, Requirement, Work
 from tilefold.bench.token_scatter.baselines import BASELINES
 from tilefold.bench.token_scatter.gate import TokenScatterGate
 from tilefold.bench.token_scatter.inputs import SPECIAL_IDS, TokenScatterBenchInputs, make_inputs
-from tilefold.ops.token_scatter import chosen_impl, token_scatter
+from tilefold.ops.token_scatter import chosen_impl, token_scatter, token_scatter_sparse
 
 
 def work(case: BenchCase, inputs: TokenScatterBenchInputs, phase: Phase) -> Work:
     """Least work: every id and every weight that counts is read, every score written; backward visits winners."""
     item, tokens = inputs.weights.element_size(), inputs.valid_tokens
     ids = inputs.input_ids.numel() * inputs.input_ids.element_size()
-    nbytes = float(ids + item * (tokens + inputs.grad_output.numel()))
+    scores = inputs.grad_output.numel()
+    nbytes = float(ids + item * (tokens + scores))
+    if inputs.csr:  # a value and an int64 index per positive score
+        nbytes = float(ids + item * tokens + (item + 8) * inputs.active * scores)
     if phase == "forward_backward":
         # one byte per token that says who won, written and read; one gradient read per winner, one written per token
         winners = inputs.active * inputs.grad_output.numel()
@@ -46,6 +49,15 @@ def _ours(impl: str) -> Callable[[TokenScatterBenchInputs], Runnable]:
     return build
 
 
+def _csr(inputs: TokenScatterBenchInputs) -> Runnable:
+    if not inputs.csr:
+        raise NotApplicable("token_scatter_sparse returns CSR scores")
+    vocab = inputs.grad_output.size(1)
+    return inputs.bind_csr(
+        lambda: token_scatter_sparse(inputs.weights, inputs.input_ids, vocab, ignore_ids=SPECIAL_IDS), "torch"
+    )
+
+
 def _case(B: int, S: int, V: int, variant: str = "max", device: str = "cuda", *, quick: bool = False) -> BenchCase:
     dtype = "bfloat16" if device == "cuda" else "float32"
     name = f"{'cpu-' if device == 'cpu' else ''}{B}x{S}x{V}-{variant}"
@@ -61,11 +73,15 @@ CASES = (
     _case(256, 512, 30522),
     _case(4, 8192, 250002),
     _case(32, 8192, 250002),
+    _case(8, 8192, 250002),
+    _case(8, 8192, 30522),
+    *(_case(B, S, V, "csr") for B, S in ((32, 512), (8, 8192)) for V in (250002, 30522)),
     _case(64, 32, 30522, quick=True),
     CPU_TRAIN,
     _case(8, 256, 30522, "ragged", "cpu"),
     _case(32, 512, 30522, device="cpu"),
     _case(4, 512, 250002, device="cpu"),
+    _case(4, 512, 250002, "csr", "cpu"),
     _case(16, 32, 30522, device="cpu", quick=True),
 )
 
@@ -91,7 +107,8 @@ SPEC = BenchSpec(
     cases=CASES,
     implementations=(
         Implementation("tilefold", _ours("auto"), "ours"),
-        Implementation("tiled", _ours("tiled"), "ours", default_on=()),
+        Implementation("tiled", _ours("tiled"), "ours", default_on=("cuda",)),
+        Implementation("tilefold-csr", _csr, "ours"),
         Implementation("reference", _ours("reference"), "ours", default_on=()),
         *BASELINES,
     ),
