@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tilefold.recipes import SpladeRecipe, train
 from tilefold.recipes._cheaper import length_grouped_batches
-from tilefold.recipes.splade import total_steps
+from tilefold.recipes._training import total_steps
 from tilefold.retrieval.collection import Collection
 
 RUN_AND_HANG = """

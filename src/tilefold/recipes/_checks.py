@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["check_count", "check_number", "check_seed"]
+__all__ = ["check_count", "check_flag", "check_number", "check_training"]
 
 
 def check_count(name: str, value: Any, optional: bool) -> None:
@@ -24,7 +24,33 @@ def check_number(name: str, value: Any, accept: Callable[[float], bool], expecte
         raise ValueError(f"{name} must be a number {expected}, got {value!r}.")
 
 
-def check_seed(value: Any) -> None:
-    """Raise an error unless the value is a valid seed."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
-        raise ValueError(f"seed must be a whole number of at least 0 and below 2^32, got {value!r}.")
+def check_flag(name: str, value: Any) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}.")
+
+
+def check_training(recipe: Any) -> None:
+    """Refuse values out of range in the fields that every recipe has.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    if not isinstance(recipe.base_model, str) or not recipe.base_model:
+        raise ValueError(f"base_model must be 'minilm', a folder or a model name, got {recipe.base_model!r}.")
+    for name in ("batch_size", "max_length", "save_steps"):
+        check_count(name, getattr(recipe, name), optional=False)
+    for name in ("max_steps", "train_max_length"):
+        check_count(name, getattr(recipe, name), optional=True)
+    for name in ("epochs", "learning_rate", "similarity_scale"):
+        check_number(name, getattr(recipe, name), lambda value: value > 0, "greater than 0")
+    check_number("warmup_ratio", recipe.warmup_ratio, lambda value: 0 <= value < 1, "in [0, 1)")
+    seed = recipe.seed
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be a whole number of at least 0 and below 2^32, got {seed!r}.")
+    if recipe.train_max_length is not None and recipe.train_max_length > recipe.max_length:
+        raise ValueError(
+            f"train_max_length must not exceed max_length ({recipe.max_length}), got {recipe.train_max_length}."
+        )
+    if recipe.bf16 not in (None, True, False):
+        raise ValueError(f"bf16 must be True, False or None (by hardware), got {recipe.bf16!r}.")

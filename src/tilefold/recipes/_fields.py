@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
-__all__ = ["Fields"]
+__all__ = ["DictMixin"]
 
-R = TypeVar("R", bound="Fields")
+R = TypeVar("R", bound="DictMixin")
 
 
-class Fields:
+class DictMixin:
     """What the dataclass of every recipe inherits."""
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,23 +1,33 @@
 """The common part of every recipe's ``train``: pairs, one resumable run, a stock model."""
+# ruff: noqa: PLC0415 - heavy packages are imported by the functions that need them
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tilefold.recipes import _run
-from tilefold.recipes._attention import register_entmax, use_attention
+from tilefold.recipes._attention import attention_callbacks, register_entmax, use_attention
 from tilefold.recipes.precision import supports_bf16
 from tilefold.recipes.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
 
-__all__ = ["Progress", "Recipe", "TrainResult", "run_training", "total_steps", "training_pairs"]
+__all__ = [
+    "Progress",
+    "Recipe",
+    "TrainResult",
+    "TrainingJob",
+    "run_trainer",
+    "run_training",
+    "total_steps",
+    "training_pairs",
+]
 
 Progress = Callable[[int, int, "float | None"], None]
 
@@ -33,6 +43,18 @@ class Recipe(Protocol):
 
     @property
     def batch_size(self) -> int: ...
+
+    @property
+    def learning_rate(self) -> float: ...
+
+    @property
+    def warmup_ratio(self) -> float: ...
+
+    @property
+    def save_steps(self) -> int: ...
+
+    @property
+    def seed(self) -> int: ...
 
     @property
     def bf16(self) -> bool | None: ...
@@ -67,6 +89,30 @@ class TrainResult:
     fused: bool
 
 
+@dataclass(frozen=True)
+class TrainingJob:
+    """What is trained, on what, from where.
+
+    Attributes:
+        recipe: its fields become the trainer's arguments.
+        model: trained in place.
+        pairs: texts of (query, relevant document).
+        run: where checkpoints go.
+        checkpoint: the one to resume from, or ``None``.
+        bf16: whether to train under bf16 autocast.
+        progress, verbose: as in ``train`` of a recipe.
+    """
+
+    recipe: Recipe
+    model: Any
+    pairs: list[tuple[str, str]]
+    run: _run.TrainingRun
+    checkpoint: _run.Checkpoint | None
+    bf16: bool
+    progress: Progress | None
+    verbose: bool
+
+
 def run_training(
     recipe: Recipe,
     collection: Collection,
@@ -74,11 +120,12 @@ def run_training(
     *,
     resume: bool,
     overwrite: bool,
+    progress: Progress | None,
     verbose: bool,
     load: Callable[[], Any],
-    fit: Callable[[Any, list[tuple[str, str]], _run.TrainingRun, _run.Checkpoint | None, bool], float | None],
+    fit: Callable[[TrainingJob], float | None],
 ) -> TrainResult:
-    """Return a finished run's result, or ``load()``, ``fit(model, pairs, run, checkpoint, bf16)`` and save a model.
+    """Return a finished run's result, or ``load()`` a model, ``fit(job)`` and save it.
 
     Raises:
         ValueError, FileExistsError: see ``train`` of a recipe.
@@ -97,7 +144,7 @@ def run_training(
         register_entmax()
         model = load()
         use_attention(model, recipe)
-        loss = fit(model, pairs, run, checkpoint, bf16)
+        loss = fit(TrainingJob(recipe, model, pairs, run, checkpoint, bf16, progress, verbose))
         result = TrainResult(
             model_dir=str(output_dir),
             steps=total_steps(recipe, len(pairs)),
@@ -110,6 +157,64 @@ def run_training(
         )
         run.finish(model, asdict(result))
     return result
+
+
+def run_trainer(
+    job: TrainingJob,
+    trainer_class: Any,
+    arguments_class: Any,
+    loss: Any,
+    callbacks: Sequence[Any] = (),
+    batch_sampler: Any = "no_duplicates",
+) -> float | None:
+    """Run a stock trainer over the job's model in place; returns the mean loss that it logged last."""
+    from datasets import Dataset
+    from transformers.trainer_callback import PrinterCallback
+
+    card = job.model.model_card_data
+    card.widget = card.widget or [{"text": job.pairs[0][0]}]  # otherwise the card draws examples with a progress bar
+    watcher = _run.make_watcher(job.progress, job.run)
+    queries, documents = zip(*job.pairs, strict=True)
+    trainer = trainer_class(
+        model=job.model,
+        args=arguments_class(**_settings(job), batch_sampler=batch_sampler),
+        train_dataset=Dataset.from_dict({"query": list(queries), "document": list(documents)}),
+        loss=loss,
+        callbacks=[*callbacks, *attention_callbacks(job.recipe), watcher],
+    )
+    if not job.verbose:
+        trainer.remove_callback(PrinterCallback)
+    with _run.heeding_interrupts(watcher):
+        trainer.train(resume_from_checkpoint=str(job.checkpoint.path) if job.checkpoint else None)
+    last: float | None = watcher.loss
+    return last
+
+
+def _settings(job: TrainingJob) -> dict[str, Any]:
+    """The trainer's arguments, without the sampler."""
+    import torch
+
+    steps = total_steps(job.recipe, len(job.pairs))
+    on_gpu = torch.cuda.is_available()
+    return {
+        "output_dir": str(job.run.work_dir),
+        "max_steps": steps,
+        "per_device_train_batch_size": job.recipe.batch_size,
+        "learning_rate": job.recipe.learning_rate,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": int(job.recipe.warmup_ratio * steps),
+        "weight_decay": 0.0,
+        "bf16": job.bf16,
+        "use_cpu": not on_gpu,
+        "dataloader_pin_memory": on_gpu,
+        "save_strategy": "steps",
+        "save_steps": job.recipe.save_steps,
+        "save_total_limit": 2,
+        "logging_steps": max(1, min(10, steps)),
+        "report_to": "none",
+        "disable_tqdm": not job.verbose,
+        "seed": job.recipe.seed,
+    }
 
 
 def training_pairs(collection: Collection) -> list[tuple[str, str]]:

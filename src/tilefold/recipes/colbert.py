@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilefold.recipes import _run
-from tilefold.recipes._attention import AttentionChoice, attention_callbacks
-from tilefold.recipes._checks import check_count, check_number, check_seed
-from tilefold.recipes._fields import Fields
-from tilefold.recipes._training import Progress, TrainResult, run_training, total_steps
+from tilefold.recipes._attention import AttentionChoice
+from tilefold.recipes._checks import check_count, check_flag, check_training
+from tilefold.recipes._fields import DictMixin
+from tilefold.recipes._training import Progress, TrainingJob, TrainResult, run_trainer, run_training
 from tilefold.recipes.loading import saved_kind, saved_modules
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ LARGEST_DIMENSION = 4096
 
 
 @dataclass(frozen=True)
-class ColbertRecipe(AttentionChoice, Fields):
+class ColbertRecipe(AttentionChoice, DictMixin):
     """Configuration of a ColBERT training run; every field is checked on construction.
 
     Attributes:
@@ -77,29 +76,16 @@ class ColbertRecipe(AttentionChoice, Fields):
 
     def __post_init__(self) -> None:
         self.check_attention()
-        if not isinstance(self.base_model, str) or not self.base_model:
-            raise ValueError(f"base_model must be 'minilm', a folder or a model name, got {self.base_model!r}.")
-        optional = ("max_steps", "train_max_length", "dimension")
-        for name in ("batch_size", "query_length", "max_length", "save_steps", *optional):
-            check_count(name, getattr(self, name), optional=name in optional)
-        for name in ("epochs", "learning_rate", "similarity_scale"):
-            check_number(name, getattr(self, name), lambda value: value > 0, "greater than 0")
-        check_seed(self.seed)
-        check_number("warmup_ratio", self.warmup_ratio, lambda value: 0 <= value < 1, "in [0, 1)")
+        check_training(self)
+        check_count("query_length", self.query_length, optional=False)
+        check_count("dimension", self.dimension, optional=True)
         if self.dimension is not None and (self.dimension % DIMENSIONS_PER_STEP or self.dimension > LARGEST_DIMENSION):
             raise ValueError(
                 f"dimension must be a multiple of {DIMENSIONS_PER_STEP} up to {LARGEST_DIMENSION} or None, got "
                 f"{self.dimension}."
             )
-        if self.train_max_length is not None and self.train_max_length > self.max_length:
-            raise ValueError(
-                f"train_max_length must not exceed max_length ({self.max_length}), got {self.train_max_length}."
-            )
         for name in ("expand_queries", "skip_punctuation", "fused"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        if self.bf16 not in (None, True, False):
-            raise ValueError(f"bf16 must be True, False or None (by hardware), got {self.bf16!r}.")
+            check_flag(name, getattr(self, name))
 
 
 def train(
@@ -125,11 +111,16 @@ def train(
     def load() -> MultiVectorEncoder:
         return load_base_model(recipe)
 
-    def fit(model: Any, pairs: Any, run: _run.TrainingRun, checkpoint: Any, bf16: bool) -> float | None:
-        return _fit(recipe, model, pairs, run, checkpoint, bf16, progress, verbose)
-
     return run_training(
-        recipe, collection, output_dir, resume=resume, overwrite=overwrite, verbose=verbose, load=load, fit=fit
+        recipe,
+        collection,
+        output_dir,
+        resume=resume,
+        overwrite=overwrite,
+        progress=progress,
+        verbose=verbose,
+        load=load,
+        fit=lambda job: _fit(recipe, job),
     )
 
 
@@ -205,71 +196,19 @@ def _positions(model: MultiVectorEncoder) -> int:
     return length if isinstance(length, int) and length > 0 else 1 << 30
 
 
-def _fit(
-    recipe: ColbertRecipe,
-    model: MultiVectorEncoder,
-    pairs: list[tuple[str, str]],
-    run: _run.TrainingRun,
-    checkpoint: _run.Checkpoint | None,
-    bf16: bool,
-    progress: Progress | None,
-    verbose: bool,
-) -> float | None:
-    """Train `model` in place with the stock trainer; return the mean loss that it logged last."""
-    from datasets import Dataset
-    from sentence_transformers import MultiVectorEncoderTrainer
+def _fit(recipe: ColbertRecipe, job: TrainingJob) -> float | None:
+    """Train the job's model in place; the mean loss that was logged last."""
+    from sentence_transformers import MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
     from sentence_transformers.multi_vector_encoder import losses
-    from transformers.trainer_callback import PrinterCallback
 
     from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
 
-    model.model_card_data.widget = model.model_card_data.widget or [{"text": pairs[0][0]}]  # else it draws a bar
+    model = job.model
     length = model[0].document_length
     model[0].document_length = min(length, recipe.train_max_length or recipe.max_length)
     loss = losses.MultiVectorMultipleNegativesRankingLoss(
         model, scale=recipe.similarity_scale, similarity_fct=colbert_scores if recipe.fused else None
     )
-    watcher = _run.make_watcher(progress, run)
-    trainer = MultiVectorEncoderTrainer(
-        model=model,
-        args=_arguments(recipe, run, len(pairs), bf16, verbose),
-        train_dataset=Dataset.from_dict(
-            {"query": [query for query, _ in pairs], "document": [text for _, text in pairs]}
-        ),
-        loss=loss,
-        callbacks=[*attention_callbacks(recipe), watcher],
-    )
-    if not verbose:
-        trainer.remove_callback(PrinterCallback)
-    with _run.heeding_interrupts(watcher):
-        trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
+    last = run_trainer(job, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments, loss)
     model[0].document_length = length
-    last: float | None = watcher.loss
     return last
-
-
-def _arguments(recipe: ColbertRecipe, run: _run.TrainingRun, n_pairs: int, bf16: bool, verbose: bool) -> Any:
-    import torch
-    from sentence_transformers import MultiVectorEncoderTrainingArguments
-
-    steps = total_steps(recipe, n_pairs)
-    return MultiVectorEncoderTrainingArguments(
-        output_dir=str(run.work_dir),
-        max_steps=steps,
-        per_device_train_batch_size=recipe.batch_size,
-        learning_rate=recipe.learning_rate,
-        lr_scheduler_type="linear",
-        warmup_steps=int(recipe.warmup_ratio * steps),
-        weight_decay=0.0,
-        bf16=bf16,
-        use_cpu=not torch.cuda.is_available(),
-        batch_sampler="no_duplicates",
-        dataloader_pin_memory=torch.cuda.is_available(),
-        save_strategy="steps",
-        save_steps=recipe.save_steps,
-        save_total_limit=2,
-        logging_steps=max(1, min(10, steps)),
-        report_to="none",
-        disable_tqdm=not verbose,
-        seed=recipe.seed,
-    )

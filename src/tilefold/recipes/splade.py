@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilefold.recipes import _run
-from tilefold.recipes._attention import AttentionChoice, attention_callbacks
+from tilefold.recipes._attention import AttentionChoice
 from tilefold.recipes._cheaper import freeze_lower_layers, length_grouped_batches
-from tilefold.recipes._checks import check_count, check_number, check_seed
-from tilefold.recipes._fields import Fields
-from tilefold.recipes._training import Progress, TrainResult, run_training, total_steps
+from tilefold.recipes._checks import check_count, check_flag, check_number, check_training
+from tilefold.recipes._fields import DictMixin
+from tilefold.recipes._training import Progress, TrainingJob, TrainResult, run_trainer, run_training
 from tilefold.recipes.precision import supports_bf16
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ __all__ = ["SpladeRecipe", "TrainResult", "load_base_model", "supports_bf16", "t
 
 
 @dataclass(frozen=True)
-class SpladeRecipe(AttentionChoice, Fields):
+class SpladeRecipe(AttentionChoice, DictMixin):
     """Configuration of a SPLADE training run; every field is checked on construction.
 
     Attributes:
@@ -80,32 +79,18 @@ class SpladeRecipe(AttentionChoice, Fields):
 
     def __post_init__(self) -> None:
         self.check_attention()
-        if not isinstance(self.base_model, str) or not self.base_model:
-            raise ValueError(f"base_model must be 'minilm', a folder or a model name, got {self.base_model!r}.")
-        for name in ("max_steps", "batch_size", "max_length", "train_max_length", "save_steps"):
-            check_count(name, getattr(self, name), optional=name in ("max_steps", "train_max_length"))
-        for name in ("epochs", "learning_rate", "similarity_scale"):
-            check_number(name, getattr(self, name), lambda value: value > 0, "greater than 0")
+        check_training(self)
         for name in ("query_regularizer", "document_regularizer"):
             check_number(name, getattr(self, name), lambda value: value >= 0, "0 or more")
-        check_seed(self.seed)
-        check_number("warmup_ratio", self.warmup_ratio, lambda value: 0 <= value < 1, "in [0, 1)")
         check_number(
             "regularizer_warmup_ratio", self.regularizer_warmup_ratio, lambda value: 0 < value <= 1, "in (0, 1]"
         )
         check_number("start_percentile", self.start_percentile, lambda value: 0 < value < 100, "in (0, 100)")
         if self.start_deviations is not None:
             check_number("start_deviations", self.start_deviations, lambda value: value >= 0, "0 or more, or None")
-        if self.train_max_length is not None and self.train_max_length > self.max_length:
-            raise ValueError(
-                f"train_max_length must not exceed max_length ({self.max_length}), got {self.train_max_length}."
-            )
         if self.frozen_layers != 0:
             check_count("frozen_layers", self.frozen_layers, optional=False)
-        if not isinstance(self.group_by_length, bool):
-            raise ValueError(f"group_by_length must be True or False, got {self.group_by_length!r}.")
-        if self.bf16 not in (None, True, False):
-            raise ValueError(f"bf16 must be True, False or None (by hardware), got {self.bf16!r}.")
+        check_flag("group_by_length", self.group_by_length)
 
 
 def train(
@@ -139,11 +124,16 @@ def train(
     def load() -> SparseEncoder:
         return load_base_model(recipe, [document.contents for document in collection.documents.values()])
 
-    def fit(model: Any, pairs: Any, run: _run.TrainingRun, checkpoint: Any, bf16: bool) -> float | None:
-        return _fit(recipe, model, pairs, run, checkpoint, bf16, progress, verbose)
-
     return run_training(
-        recipe, collection, output_dir, resume=resume, overwrite=overwrite, verbose=verbose, load=load, fit=fit
+        recipe,
+        collection,
+        output_dir,
+        resume=resume,
+        overwrite=overwrite,
+        progress=progress,
+        verbose=verbose,
+        load=load,
+        fit=lambda job: _fit(recipe, job),
     )
 
 
@@ -180,43 +170,27 @@ def make_loss(model: SparseEncoder, recipe: SpladeRecipe) -> Any:
     )
 
 
-def _fit(
-    recipe: SpladeRecipe,
-    model: SparseEncoder,
-    pairs: list[tuple[str, str]],
-    run: _run.TrainingRun,
-    checkpoint: _run.Checkpoint | None,
-    bf16: bool,
-    progress: Progress | None,
-    verbose: bool,
-) -> float | None:
-    """Train `model` in place with the stock trainer; return the mean loss that it logged last."""
-    from datasets import Dataset
-    from sentence_transformers.sparse_encoder import SparseEncoderTrainer
-    from transformers.trainer_callback import PrinterCallback
+def _fit(recipe: SpladeRecipe, job: TrainingJob) -> float | None:
+    """Train the job's model in place; the mean loss that was logged last."""
+    from sentence_transformers.sparse_encoder import SparseEncoderTrainer, SparseEncoderTrainingArguments
 
-    model.model_card_data.widget = model.model_card_data.widget or [{"text": pairs[0][0]}]  # else it draws a bar
+    model = job.model
     if recipe.frozen_layers:
         freeze_lower_layers(model, recipe.frozen_layers)
     length = model.max_seq_length
     model.max_seq_length = min(length, recipe.train_max_length or recipe.max_length)
     loss = make_loss(model, recipe)
-    watcher = _run.make_watcher(progress, run)
-    dataset = Dataset.from_dict({"query": [query for query, _ in pairs], "document": [text for _, text in pairs]})
+    sampler = length_grouped_batches if recipe.group_by_length else "no_duplicates"
     with _head(model, recipe.fused):
-        trainer = SparseEncoderTrainer(
-            model=model,
-            args=_arguments(recipe, run, len(pairs), bf16, verbose),
-            train_dataset=dataset,
-            loss=loss,
-            callbacks=[_regularizer_schedule(recipe, loss), *attention_callbacks(recipe), watcher],
+        last = run_trainer(
+            job,
+            SparseEncoderTrainer,
+            SparseEncoderTrainingArguments,
+            loss,
+            callbacks=[_regularizer_schedule(recipe, loss)],
+            batch_sampler=sampler,
         )
-        if not verbose:
-            trainer.remove_callback(PrinterCallback)
-        with _run.heeding_interrupts(watcher):
-            trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
     model.max_seq_length = length
-    last: float | None = watcher.loss
     return last
 
 
@@ -234,30 +208,3 @@ def _regularizer_schedule(recipe: SpladeRecipe, loss: Any) -> Any:
     )
 
     return SpladeRegularizerWeightSchedulerCallback(loss, warmup_ratio=recipe.regularizer_warmup_ratio)
-
-
-def _arguments(recipe: SpladeRecipe, run: _run.TrainingRun, n_pairs: int, bf16: bool, verbose: bool) -> Any:
-    import torch
-    from sentence_transformers.sparse_encoder import SparseEncoderTrainingArguments
-
-    steps = total_steps(recipe, n_pairs)
-    return SparseEncoderTrainingArguments(
-        output_dir=str(run.work_dir),
-        max_steps=steps,
-        per_device_train_batch_size=recipe.batch_size,
-        learning_rate=recipe.learning_rate,
-        lr_scheduler_type="linear",
-        warmup_steps=int(recipe.warmup_ratio * steps),
-        weight_decay=0.0,
-        bf16=bf16,
-        use_cpu=not torch.cuda.is_available(),
-        batch_sampler=length_grouped_batches if recipe.group_by_length else "no_duplicates",
-        dataloader_pin_memory=torch.cuda.is_available(),
-        save_strategy="steps",
-        save_steps=recipe.save_steps,
-        save_total_limit=2,
-        logging_steps=max(1, min(10, steps)),
-        report_to="none",
-        disable_tqdm=not verbose,
-        seed=recipe.seed,
-    )
