@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from types import TracebackType
 from typing import Any
@@ -13,11 +13,12 @@ class Patches:
 
     Args:
         library: the package's name, for error messages.
+        requirement: the oldest release that fits, as pip takes it.
         places: ``(module, name)`` of each, where ``name`` may be a class and its method, ``"Class.method"``.
     """
 
-    def __init__(self, library: str, places: Sequence[tuple[str, str]]) -> None:
-        self.library = library
+    def __init__(self, library: str, requirement: str, places: Sequence[tuple[str, str]]) -> None:
+        self.library, self.requirement = library, requirement
         self.places = tuple(places)
         self._stock: list[Any] = []
 
@@ -26,19 +27,25 @@ class Patches:
         """Whether the replacements are in place."""
         return bool(self._stock)
 
-    def apply(self, replacements: Sequence[Callable[..., Any]]) -> None:
-        """Put one function in each place; :meth:`undo` restores what was there before the first call.
+    def apply(self, functions: Mapping[str, Callable[..., Any]]) -> Acceleration:
+        """Put the function of its name in each place; :meth:`undo` restores what was there before the first call.
 
         Raises:
             ImportError: if the library is not installed.
             RuntimeError: if it does not have the names.
         """
-        owners = [self._owner(module, name) for module, name in self.places]
+        try:
+            owners = [self._owner(module, name) for module, name in self.places]
+        except ImportError as error:
+            raise ImportError(
+                f'accelerate() changes {self.library}, which cannot be imported; pip install "{self.requirement}".'
+            ) from error
         stock = [getattr(owner, name) for owner, name in owners]
         if not self._stock:
             self._stock = stock
-        for (owner, name), function in zip(owners, replacements, strict=True):
-            setattr(owner, name, function)
+        for (owner, name), (_, place) in zip(owners, self.places, strict=True):
+            setattr(owner, name, functions[place])
+        return Acceleration(self)
 
     def undo(self) -> None:
         """Restore the original functions; does nothing if none was replaced."""
@@ -62,7 +69,20 @@ class Patches:
         return owner, last
 
 
-class Acceleration:
+class Handle:
+    """What ``accelerate`` returns: leave it, or use it as a context manager that calls :meth:`restore` at its end."""
+
+    def restore(self) -> None:
+        """Undo the acceleration."""
+        raise NotImplementedError
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+
+class Acceleration(Handle):
     """Handle of an accelerated library: leave it, or use it as a context that undoes the acceleration at its end."""
 
     def __init__(self, patches: Patches) -> None:
@@ -70,11 +90,6 @@ class Acceleration:
 
     def __enter__(self) -> Acceleration:
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.restore()
 
     def restore(self) -> None:
         """Bring the library's own functions back."""

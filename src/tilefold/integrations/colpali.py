@@ -70,6 +70,7 @@ def maxsim_kd(query: Tensor, doc: Tensor, *, tau: float | None = None, impl: str
 _LOSSES = "colpali_engine.loss.late_interaction_losses"
 _PATCHES = Patches(
     "colpali-engine",
+    "colpali-engine>=0.3.18",
     [
         ("colpali_engine.utils.maxsim", "maxsim_inbatch"),
         ("colpali_engine.utils.maxsim", "maxsim_kd"),
@@ -106,13 +107,7 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
         "maxsim_kd": _bound(maxsim_kd, impl),
         "ColbertModule._inbatch_scores": _inbatch_scores(impl),
     }
-    try:
-        _PATCHES.apply([functions[name] for _, name in _PATCHES.places])
-    except ImportError as error:
-        raise ImportError(
-            'accelerate() changes colpali-engine, which cannot be imported; pip install "colpali-engine>=0.3.18".'
-        ) from error
-    return Acceleration(_PATCHES)
+    return _PATCHES.apply(functions)
 
 
 def restore() -> None:

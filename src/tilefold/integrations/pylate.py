@@ -175,6 +175,7 @@ class ColBERTScores:
 
 _PATCHES = Patches(
     "pylate",
+    "pylate>=1.6",
     [
         (module, name)
         for name, modules in {
@@ -227,13 +228,7 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
         "colbert_kd_scores": _bound(colbert_kd_scores, impl),
         "ColBERTScores.__call__": _bound(ColBERTScores.__call__, impl),
     }
-    try:
-        _PATCHES.apply([functions[name] for _, name in _PATCHES.places])
-    except ImportError as error:
-        raise ImportError(
-            'accelerate() changes PyLate, which cannot be imported; pip install "pylate>=1.6".'
-        ) from error
-    return Acceleration(_PATCHES)
+    return _PATCHES.apply(functions)
 
 
 def restore() -> None:

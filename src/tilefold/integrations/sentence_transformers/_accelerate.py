@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import torch
 from sentence_transformers import SparseEncoder
 from torch import nn
 
+from tilefold.integrations._patches import Handle
 from tilefold.integrations.sentence_transformers._batch import SparseBatchEncoder
 from tilefold.integrations.sentence_transformers._heads import check_head
 from tilefold.integrations.sentence_transformers._pairs import find_pairs
@@ -23,7 +23,7 @@ from tilefold.integrations.sentence_transformers._similarity import (
 from tilefold.ops.implementations import check_impl
 
 
-class Acceleration:
+class Acceleration(Handle):
     """Handle of an accelerated model: leave it, or use it as a context that restores the model at its end.
 
     Attributes:
@@ -37,11 +37,6 @@ class Acceleration:
 
     def __enter__(self) -> Any:
         return self.model
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.restore()
 
     def restore(self) -> None:
         """Make the model stock again."""
