@@ -45,7 +45,7 @@ def _run(args: list[str], debug: bool) -> int:
             raise
         return _report(error)
     if code == INTERRUPTED:  # typer turns Ctrl-C into this code
-        _say("Interrupted. What was finished is kept: run the same command again to go on from there.")
+        _say("Interrupted. Finished work is kept: run the same command again to resume.")
     return code
 
 

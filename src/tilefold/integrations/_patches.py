@@ -13,7 +13,7 @@ class Patches:
 
     Args:
         library: the package's name, for error messages.
-        requirement: the oldest release that fits, as pip takes it.
+        requirement: the oldest supported release, as a pip requirement.
         places: ``(module, name)`` of each, where ``name`` may be a class and its method, ``"Class.method"``.
     """
 
@@ -70,7 +70,7 @@ class Patches:
 
 
 class Handle:
-    """What ``accelerate`` returns: leave it, or use it as a context manager that calls :meth:`restore` at its end."""
+    """The result of ``accelerate``: may be ignored, or used as a context manager that calls :meth:`restore` at its end."""
 
     def restore(self) -> None:
         """Undo the acceleration."""

@@ -25,13 +25,13 @@ def check_number(name: str, value: Any, accept: Callable[[float], bool], expecte
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Refuse what is neither True nor False."""
+    """Raise an error unless the value is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}.")
 
 
 def check_training(recipe: Any) -> None:
-    """Refuse values out of range in the fields that every recipe has.
+    """Raise an error for values out of range in the fields that every recipe has.
 
     Raises:
         ValueError: naming the field.

@@ -91,7 +91,7 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What is trained, on what, from where.
+    """The model, data and starting point of a training run.
 
     Attributes:
         recipe: its fields become the trainer's arguments.

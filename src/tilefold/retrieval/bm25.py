@@ -51,8 +51,8 @@ class BM25Options:
     Attributes:
         language: of stop words and Snowball stemmer: one of `LANGUAGES`, its two letters, any other that Snowball
             stems (without stop words), or ``"none"`` for neither.
-        k1: how slowly a term's repetitions count less; 0 counts none.
-        b: how much a long document counts less, in [0, 1].
+        k1: saturation of term frequency; 0 ignores repetitions.
+        b: normalisation by document length, in [0, 1].
         identifiers: also cut words at underscores and at capitals (``move_to_end``, ``OrderedDict``), for texts about
             programs.
     """
@@ -137,7 +137,7 @@ class BM25Index:
     """BM25 (Lucene's variant) over texts, in memory or saved as a directory like the indexes of sparse vectors."""
 
     backend: ClassVar[str] = "bm25"
-    fingerprint: ClassVar[str | None] = None  # of a model's vocabulary: there is none
+    fingerprint: ClassVar[str | None] = None  # BM25 has no model vocabulary
 
     def __init__(self, engine: Any, ids: list[str], options: BM25Options, provenance: Provenance) -> None:
         self._engine, self._ids = engine, ids

@@ -74,7 +74,7 @@ def evaluate_per_query(
 
 
 def check_measures(measures: Sequence[str]) -> int:
-    """Refuse measures that cannot be computed, before any other work; the deepest cut-off, 0 where there is none.
+    """Raise an error for unknown measures; returns the deepest cut-off, 0 if there is none.
 
     Raises:
         ValueError: an unknown measure, or a cut-off or another parameter that it does not have.
@@ -160,7 +160,7 @@ def read_trec_run(path: str | Path) -> Run:
 
 
 def read_trec_provenance(path: str | Path) -> Provenance:
-    """The model and the texts behind a run, from the tag of its first line; runs of other programs do not say."""
+    """The model and the texts behind a run, from the tag of its first line; unknown for runs of other programs."""
     with Path(path).open(encoding="utf-8") as stream:
         fields = next((line.split() for line in stream if line.strip()), [])
     return Provenance.from_tag(fields[-1]) if len(fields) == 6 else Provenance()

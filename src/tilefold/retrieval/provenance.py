@@ -1,4 +1,4 @@
-"""What made vectors, an index or a run: fingerprints that travel with them, so that mistaken pairs are seen."""
+"""Fingerprints of the model and the texts behind vectors, indexes and runs, so that mismatches are detected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TAG_DIGITS = 16
 
 @dataclass(frozen=True)
 class Provenance:
-    """Fingerprints of what made a file; None is not known.
+    """Fingerprints of the model and the texts behind a file; None if unknown.
 
     Attributes:
         model_fingerprint: of the model, from :func:`tilefold.retrieval.encoding.model_fingerprint`.
@@ -31,12 +31,12 @@ class Provenance:
         return cls(**{item.name: values.get(item.name) for item in fields(cls)})
 
     def to_dict(self) -> dict[str, str | None]:
-        """Fit for a manifest."""
+        """As a JSON object for a manifest."""
         return asdict(self)
 
     @classmethod
     def shared(cls, parts: Iterable[Provenance]) -> Provenance:
-        """What all `parts` agree on."""
+        """The fields that are equal in all `parts`."""
         values = [part.to_dict() for part in parts]
         return cls(**{name: value for name, value in values[0].items() if all(v[name] == value for v in values)})
 
