@@ -100,14 +100,31 @@ class Source:
     tree: ast.Module
 
 
+@dataclass
+class Copy:
+    """A run of lines: of which file, their numbers, and where they stood before."""
+
+    name: str
+    lines: set[int]
+    earlier: str
+    earlier_line: int
+
+    def __str__(self) -> str:
+        return f"{self.name}:{min(self.lines)}-{max(self.lines)} = {self.earlier}:{self.earlier_line}"
+
+
 def main(argv: Sequence[str]) -> int:
     """Count every commit, print the table, write the CSV."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--ref", action="append", default=[], help="a commit; repeat for several; else the working tree"
     )
+    parser.add_argument("--places", action="store_true", help="show where they are in the working tree, and no counts")
     parser.add_argument("--output", type=Path, help="CSV file to write, replaced")
     options = parser.parse_args(argv)
+    if options.places:
+        show_places(ROOT)
+        return 0
     found: dict[str, Counts] = {}
     try:
         for ref in options.ref:
@@ -169,8 +186,10 @@ def count(root: Path) -> Counts:
     for folder, files in sources.items():
         counts["files", folder] = len(files)
         counts["lines", folder] = sum(len(source.text.splitlines()) for source in files)
-        counts["copies of 6 lines or more", folder], counts["copied lines", folder] = copies(files)
-    long = [is_kernel for source in package for is_kernel in _long_functions(source.tree)]
+        copied = copies(files)
+        counts["copies of 6 lines or more", folder] = len(copied)
+        counts["copied lines", folder] = sum(len(copy.lines) for copy in copied)
+    long = [_is_kernel(function) for source in package for function in _long_functions(source.tree)]
     counts["functions with more than 8 parameters", "src, kernels"] = sum(long)
     counts["functions with more than 8 parameters", "src, other"] = len(long) - sum(long)
     counts["Any", "src/tilefold/ops"] = sum(_tokens(s, tokenize.NAME, r"Any$") for s in ops)
@@ -200,12 +219,28 @@ def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunction
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
-def _long_functions(tree: ast.Module) -> Iterator[bool]:
-    """For each function with too many parameters, whether it is a kernel."""
+def _long_functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for function in _functions(tree):
         arguments = function.args
         if len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs) > MAX_PARAMETERS:
-            yield any(re.search(r"\bjit\b", ast.unparse(decorator)) for decorator in function.decorator_list)
+            yield function
+
+
+def _is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(re.search(r"\bjit\b", ast.unparse(decorator)) for decorator in function.decorator_list)
+
+
+def show_places(root: Path) -> None:
+    """Print where the copies, the long argument lists and the private names of ``src`` are."""
+    sources = list(_read(root, "src"))
+    for copy in copies(sources):
+        print(f"copy: {copy}")
+    for source in sources:
+        for function in _long_functions(source.tree):
+            if not _is_kernel(function):
+                print(f"more than {MAX_PARAMETERS} parameters: {source.name}:{function.lineno} {function.name}")
+        for name, uses in private_names(source.tree).items():
+            print(f"private: {source.name} {name} ({uses})")
 
 
 def private_names(tree: ast.Module) -> Counter[str]:
@@ -257,25 +292,28 @@ def _is_private(path: str) -> bool:
     return any(part.startswith("_") and not part.endswith("__") for part in path.split("."))
 
 
-def copies(sources: Sequence[Source]) -> tuple[int, int]:
-    """Runs of lines that stand earlier too, and how many lines they have."""
-    first: dict[tuple[str, ...], tuple[int, int]] = {}
-    runs = lines = 0
-    for number, segment in enumerate(segment for source in sources for segment in _segments(source)):
-        end = 0  # of the run that the last window was in
-        for start in range(len(segment) - MIN_COPIED + 1):
-            window = tuple(segment[start : start + MIN_COPIED])
-            where, at = first.setdefault(window, (number, start))
-            if where == number and at > start - MIN_COPIED:  # itself, or lines that overlap
-                continue
-            runs += start >= end
-            lines += start + MIN_COPIED - max(start, end)
-            end = start + MIN_COPIED
-    return runs, lines
+def copies(sources: Sequence[Source]) -> list[Copy]:
+    """Runs of lines that stand earlier too."""
+    first: dict[tuple[str, ...], Copy] = {}
+    found: list[Copy] = []
+    for source in sources:
+        for segment in _segments(source):
+            last: Copy | None = None
+            for start in range(len(segment) - MIN_COPIED + 1):
+                numbers, window = zip(*segment[start : start + MIN_COPIED], strict=True)
+                here = Copy(source.name, set(numbers), "", 0)
+                there = first.setdefault(window, here)
+                if there.name == here.name and there.lines & here.lines:  # itself, or lines that overlap
+                    continue
+                if last is None or not last.lines & here.lines:
+                    last = Copy(source.name, set(), there.name, min(there.lines))
+                    found.append(last)
+                last.lines |= here.lines
+    return found
 
 
-def _segments(source: Source) -> Iterator[list[str]]:
-    """The lines that can be copies, white space folded, cut at every signature."""
+def _segments(source: Source) -> Iterator[list[tuple[int, str]]]:
+    """The lines that can be copies, with their numbers and white space folded, cut at every signature."""
     passed_over: set[int] = set()
     signatures: set[int] = set()
     for node in ast.walk(source.tree):
@@ -283,13 +321,13 @@ def _segments(source: Source) -> Iterator[list[str]]:
             passed_over |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     for function in _functions(source.tree):
         signatures |= set(range(function.lineno, max(function.body[0].lineno, function.lineno + 1)))
-    segment: list[str] = []
+    segment: list[tuple[int, str]] = []
     for number, line in enumerate(source.text.splitlines(), start=1):
         if number in signatures:
             yield segment
             segment = []
         elif number not in passed_over and re.match(r"\s*[^\s#()\[\]{},:]", line):
-            segment.append(" ".join(line.split()))
+            segment.append((number, " ".join(line.split())))
     yield segment
 
 

@@ -287,7 +287,7 @@ def _measure(cell: _Cell, rows: Sequence[TrainRow], progress: Callable[[str], No
             cell.peak(1)  # libraries and compiled kernels are loaded, the optimiser's state is made
             found[side] = largest_batch(cell.peak, cell.meter.limit_bytes, max_batch=cell.options.max_batch)
         row.largest_capped = "yes" if found[side].capped else "no"
-        row.mib_a_pair = _scaled(found[side].bytes_a_pair, 2**20)
+        row.mib_a_pair = _scaled(found[side].bytes_per_pair, 2**20)
         progress(f"throughput, {side}, batch {found[side].batch}")
         _time_largest(cell, side, row, found[side])
     batch = cell.options.batch or _power_of_two(min(row.largest_batch or 0 for row in rows))

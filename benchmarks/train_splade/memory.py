@@ -28,14 +28,14 @@ class LargestBatch:
         batch: the largest that fitted, 0 if not even one pair did.
         peak_bytes: what it took.
         capped: whether ``max_batch`` ended the search, so that more would fit.
-        bytes_a_pair: what one more pair takes; ``None`` if fewer than two batches fitted.
+        bytes_per_pair: what one more pair takes; ``None`` if fewer than two batches fitted.
         probes: every ``(batch, peak bytes or None)`` in the order tried.
     """
 
     batch: int
     peak_bytes: int
     capped: bool
-    bytes_a_pair: float | None
+    bytes_per_pair: float | None
     probes: tuple[tuple[int, int | None], ...] = field(default_factory=tuple)
 
 
@@ -93,7 +93,7 @@ def _predict(fitted: list[tuple[int, int]], limit: int) -> int:
 
 
 def _slope(fitted: list[tuple[int, int]]) -> float | None:
-    """Bytes a pair, between the largest batch and the largest one of at most half its size: far enough apart."""
+    """Bytes per pair, between the largest batch and the largest one of at most half its size: far enough apart."""
     if len(fitted) < 2:
         return None
     large, more = fitted[-1]

@@ -15,7 +15,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
 
-CHARACTERS_A_TOKEN = 8  # more than any language here has: a text of S times this many is never short of S tokens
+CHARACTERS_PER_TOKEN = 8  # more than any language here has: a text of S times this many is never short of S tokens
 QUERY_LENGTH = 32  # tokens, as SPLADE's authors train on MS MARCO
 POOL = 512  # distinct pairs; larger batches repeat them
 _SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -190,7 +190,7 @@ def text_pairs(collection: Collection, length: int, *, natural: bool = False) ->
     for query, document in named:
         text = contents[place[document]]
         if not natural:
-            text = _filled(contents, place[document], CHARACTERS_A_TOKEN * length)
+            text = _filled(contents, place[document], CHARACTERS_PER_TOKEN * length)
         pairs.append((collection.queries[query], text))
     return pairs
 

@@ -21,6 +21,7 @@ CASES = {
     "lsr_head": [("ragged-2pct", {"B": 3, "S": 17, "D": 24, "V": 301})],
     "maxsim": [(variant, {"Nq": 3, "Lq": 5, "Nd": 4, "Ld": 12, "D": 16}) for variant in ("in-batch", "packed")],
     "token_scatter": [("ragged", {"B": 3, "S": 40, "V": 60})],
+    "entmax": [("normal", {"R": 11, "N": 200})],
     "entmax_attention": [(variant, {"B": 1, "H": 2, "N": 40, "D": 16}) for variant in ("iid", "correlated-causal")],
 }
 

@@ -68,22 +68,38 @@ def test_private_names_are_found_whatever_they_are_imported_as(code: str, names:
     assert set(private_names(ast.parse(code))) == names
 
 
-def source(text: str) -> Source:
-    return Source("a.py", text, ast.parse(text))
+def source(text: str, name: str = "b.py") -> Source:
+    return Source(name, text, ast.parse(text))
+
+
+def sizes(sources: list[Source]) -> list[int]:
+    return [len(copy.lines) for copy in copies(sources)]
 
 
 def test_a_copy_is_six_lines_or_more_whatever_stands_between() -> None:
     body = [f"    line_{i} = {i}" for i in range(8)]
-    one = source("def f():\n" + "\n".join(body))
+    one = source("def f():\n" + "\n".join(body), "a.py")
     spaced = source(
         "def g(a,\n      b):\n    'words'\n" + "\n    # why\n\n".join(line.replace("=", " = ") for line in body)
     )
-    assert copies([one, one]) == (1, 8)
-    assert copies([one, source(one.text.replace("line_4", "other"))]) == (0, 0)
-    assert copies([source("x = 1\n" * 20)]) == (1, 14), "lines overlap with nothing"
-    assert copies([one, spaced]) == (1, 8)
+    assert sizes([one, source(one.text)]) == [8]
+    assert sizes([one, source(one.text.replace("line_4", "other"))]) == []
+    assert sizes([source("x = 1\n" * 20)]) == [14], "lines overlap with nothing"
+    assert sizes([one, spaced]) == [8]
     halves = "def g():\n" + "\n".join(body[:4]) + "\ndef h():\n" + "\n".join(body[4:])
-    assert copies([one, source(halves)]) == (0, 0), "a signature ends a run"
+    assert sizes([one, source(halves)]) == [], "a signature ends a run"
+    (copy,) = copies([one, spaced])
+    assert str(copy) == "b.py:4-25 = a.py:2"
+
+
+def test_places_are_shown_in_place_of_counts(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(house_counts, "ROOT", tree)
+    assert main(["--places"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "more than 8 parameters: src/tilefold/ops/lsr_head/_calls.py:15 long" in lines
+    assert "private: src/tilefold/ops/lsr_head/_calls.py torch._C._cuda_getDevice (1)" in lines
 
 
 def test_commits_are_counted_from_their_archives(

@@ -105,7 +105,7 @@ def test_the_largest_batch_fits_and_one_a_little_larger_does_not(fixed: int, a_p
 def test_memory_that_grows_linearly_takes_few_steps_to_search(a_pair: int, most: int) -> None:
     found = largest_batch(linear_memory(10**8, a_pair), LIMIT)
     assert len(found.probes) <= most
-    assert found.bytes_a_pair == pytest.approx(a_pair)
+    assert found.bytes_per_pair == pytest.approx(a_pair)
     assert found.batch >= 0.95 * (9 * 10**8 // a_pair)
 
 

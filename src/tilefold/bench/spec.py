@@ -68,6 +68,17 @@ def gpu_if_installed(module: str) -> tuple[str, ...]:
     return ("cuda",) if importlib.util.find_spec(module) is not None else ()
 
 
+def ours(
+    build: Callable[[str], Callable[[Any], Runnable]], tiled_on: tuple[str, ...] = ()
+) -> tuple[Implementation, ...]:
+    """An operator's own implementations; ``build`` takes its ``impl=``, ``tiled_on`` is where the tiled one runs too."""
+    return (
+        Implementation("tilefold", build("auto"), "ours"),
+        Implementation("tiled", build("tiled"), "ours", default_on=tiled_on),
+        Implementation("reference", build("reference"), "ours", default_on=()),
+    )
+
+
 class NotApplicable(Exception):  # noqa: N818
     """Raised by an implementation's ``build`` for a case that it cannot compute: its row is skipped, not failed."""
 

@@ -103,9 +103,9 @@ def _run_all(jobs: list[tuple[BenchSpec, list[BenchCase]]], options: RunOptions,
     from rich.console import Console
 
     from tilefold.bench import report
+    from tilefold.bench.claims import verdicts
     from tilefold.bench.provenance import collect
     from tilefold.bench.results import results_file
-    from tilefold.bench.runner import verdicts
 
     provenance = collect(options.device)
     console = Console(width=None if Console().is_terminal else 190)

@@ -11,7 +11,7 @@ from tilefold.bench.entmax.baselines import BASELINES
 from tilefold.bench.entmax.gate import EntmaxGate
 from tilefold.bench.entmax.inputs import ALPHA, EntmaxBenchInputs, make_inputs
 from tilefold.bench.runnables import Runnable
-from tilefold.bench.spec import BenchCase, BenchSpec, Implementation, Phase, Work
+from tilefold.bench.spec import BenchCase, BenchSpec, Phase, Work, ours
 from tilefold.ops import entmax
 from tilefold.ops.entmax import chosen_impl
 
@@ -60,9 +60,7 @@ SPEC = BenchSpec(
     op="entmax",
     cases=CASES,
     implementations=(
-        Implementation("tilefold", _ours("auto"), "ours"),
-        Implementation("tiled", _ours("tiled"), "ours", default_on=("cuda",)),
-        Implementation("reference", _ours("reference"), "ours", default_on=()),
+        *ours(_ours, tiled_on=("cuda",)),
         *BASELINES,
     ),
     baseline="sort",

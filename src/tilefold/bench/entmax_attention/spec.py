@@ -12,7 +12,7 @@ from tilefold.bench.entmax_attention.gate import EntmaxAttentionGate
 from tilefold.bench.entmax_attention.inputs import ALPHA, EntmaxAttentionBenchInputs, make_inputs
 from tilefold.bench.entmax_attention.peers import PEERS
 from tilefold.bench.runnables import Runnable, captured
-from tilefold.bench.spec import BenchCase, BenchSpec, Implementation, Phase, Work
+from tilefold.bench.spec import BenchCase, BenchSpec, Implementation, Phase, Work, ours
 from tilefold.ops.entmax_attention import chosen_impl, entmax_attention
 
 
@@ -71,10 +71,8 @@ SPEC = BenchSpec(
     op="entmax_attention",
     cases=CASES,
     implementations=(
-        Implementation("tilefold", _ours("auto"), "ours"),
+        *ours(_ours),
         Implementation("tilefold-graph", _graph, "ours", default_on=("cuda",)),
-        Implementation("tiled", _ours("tiled"), "ours", default_on=()),
-        Implementation("reference", _ours("reference"), "ours", default_on=()),
         *BASELINES,
         *PEERS,
     ),

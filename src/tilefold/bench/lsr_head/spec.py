@@ -11,7 +11,7 @@ from tilefold.bench.lsr_head.baselines import BASELINES
 from tilefold.bench.lsr_head.gate import LSRHeadGate
 from tilefold.bench.lsr_head.inputs import LSRHeadInputs, make_inputs
 from tilefold.bench.runnables import Runnable
-from tilefold.bench.spec import BenchCase, BenchSpec, Implementation, Phase, Requirement, Work
+from tilefold.bench.spec import BenchCase, BenchSpec, Phase, Requirement, Work, ours
 from tilefold.ops.lsr_head import chosen_impl, lsr_head
 
 
@@ -99,9 +99,7 @@ SPEC = BenchSpec(
     op="lsr_head",
     cases=CASES,
     implementations=(
-        Implementation("tilefold", _ours("auto"), "ours"),
-        Implementation("tiled", _ours("tiled"), "ours", default_on=()),
-        Implementation("reference", _ours("reference"), "ours", default_on=()),
+        *ours(_ours),
         *BASELINES,
     ),
     baseline="eager",

@@ -12,14 +12,14 @@ from tilefold.bench.maxsim.gate import MaxSimGate
 from tilefold.bench.maxsim.inputs import MaxSimBenchInputs, make_inputs
 from tilefold.bench.maxsim.peers import PEERS
 from tilefold.bench.runnables import Runnable, captured
-from tilefold.bench.spec import BenchCase, BenchSpec, Implementation, Phase, Work
+from tilefold.bench.spec import BenchCase, BenchSpec, Implementation, Phase, Work, ours
 from tilefold.ops.maxsim import chosen_impl, maxsim, quantize_tokens
 
 
 def work(case: BenchCase, inputs: MaxSimBenchInputs, phase: Phase) -> Work:
     """Least work: forward multiplies all token pairs and reads each token once; backward moves rows, once each.
 
-    Backward reads the tokens, the scores' gradient and a two-byte winner a query token and document, and writes both
+    Backward reads the tokens, the scores' gradient and a two-byte winner per query token and document, and writes both
     gradients; its arithmetic is negligible.
     """
     rows = case.dims["Nq"] * case.dims["Lq"]
@@ -72,38 +72,37 @@ def _graph(inputs: MaxSimBenchInputs) -> Runnable:
 
 
 def _case(
-    name: str, Nq: int, Lq: int, Nd: int, Ld: int, variant: str, device: str = "cuda", dtype: str = "float16",
+    name: str, sizes: tuple[int, int, int, int], variant: str, device: str = "cuda", dtype: str = "float16",
     *, quick: bool = False,
 ) -> BenchCase:  # fmt: skip
-    dims = {"Nq": Nq, "Lq": Lq, "Nd": Nd, "Ld": Ld, "D": 128}
+    """A case of Nq queries of Lq tokens and Nd documents of Ld tokens."""
+    dims = dict(zip(("Nq", "Lq", "Nd", "Ld"), sizes, strict=True)) | {"D": 128}
     return BenchCase(name, device, dtype, dims, variant, quick)
 
 
 CASES = (
-    _case("rerank-32x1000x300", 1, 32, 1000, 300, "rerank", quick=True),
-    _case("rerank-32x10000x300", 1, 32, 10000, 300, "rerank", quick=True),
-    _case("rerank-24x10000x1030", 1, 24, 10000, 1030, "rerank"),
-    _case("rerank-1024x1000x1024", 1, 1024, 1000, 1024, "rerank"),
-    _case("packed-32x10000x300", 1, 32, 10000, 300, "packed"),
-    _case("in-batch-128x32-128x300", 128, 32, 128, 300, "in-batch", dtype="bfloat16", quick=True),
-    _case("in-batch-64x32-64x1030", 64, 32, 64, 1030, "in-batch", dtype="bfloat16"),
-    _case("in-batch-64x1024-64x1024", 64, 1024, 64, 1024, "in-batch", dtype="bfloat16"),
-    _case("cpu-rerank-32x500x300", 1, 32, 500, 300, "rerank", "cpu", "float32", quick=True),
-    _case("cpu-packed-32x500x300", 1, 32, 500, 300, "packed", "cpu", "float32"),
-    _case("cpu-in-batch-16x32-16x300", 16, 32, 16, 300, "in-batch", "cpu", "float32", quick=True),
+    _case("rerank-32x1000x300", (1, 32, 1000, 300), "rerank", quick=True),
+    _case("rerank-32x10000x300", (1, 32, 10000, 300), "rerank", quick=True),
+    _case("rerank-24x10000x1030", (1, 24, 10000, 1030), "rerank"),
+    _case("rerank-1024x1000x1024", (1, 1024, 1000, 1024), "rerank"),
+    _case("packed-32x10000x300", (1, 32, 10000, 300), "packed"),
+    _case("in-batch-128x32-128x300", (128, 32, 128, 300), "in-batch", dtype="bfloat16", quick=True),
+    _case("in-batch-64x32-64x1030", (64, 32, 64, 1030), "in-batch", dtype="bfloat16"),
+    _case("in-batch-64x1024-64x1024", (64, 1024, 64, 1024), "in-batch", dtype="bfloat16"),
+    _case("cpu-rerank-32x500x300", (1, 32, 500, 300), "rerank", "cpu", "float32", quick=True),
+    _case("cpu-packed-32x500x300", (1, 32, 500, 300), "packed", "cpu", "float32"),
+    _case("cpu-in-batch-16x32-16x300", (16, 32, 16, 300), "in-batch", "cpu", "float32", quick=True),
 )
 
 SPEC = BenchSpec(
     op="maxsim",
     cases=CASES,
     implementations=(
-        Implementation("tilefold", _ours("auto"), "ours"),
+        *ours(_ours),
         Implementation("tilefold-graph", _graph, "ours", default_on=("cuda",)),
         Implementation("tilefold-int8", _quantized("int8"), "ours", default_on=("cuda",)),
         Implementation("tilefold-int8-graph", _int8_graph, "ours", default_on=("cuda",)),
         Implementation("tilefold-fp8", _quantized("fp8"), "ours", default_on=("cuda",)),
-        Implementation("tiled", _ours("tiled"), "ours", default_on=()),
-        Implementation("reference", _ours("reference"), "ours", default_on=()),
         *BASELINES,
         *PEERS,
     ),

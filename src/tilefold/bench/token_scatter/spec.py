@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilefold.bench.dtypes import DTYPES
 from tilefold.bench.runnables import Runnable
-from tilefold.bench.spec import BenchCase, BenchSpec, Implementation, NotApplicable, Phase, Requirement, Work
+from tilefold.bench.spec import BenchCase, BenchSpec, Implementation, NotApplicable, Phase, Requirement, Work, ours
 from tilefold.bench.token_scatter.baselines import BASELINES
 from tilefold.bench.token_scatter.gate import TokenScatterGate
 from tilefold.bench.token_scatter.inputs import SPECIAL_IDS, TokenScatterBenchInputs, make_inputs
@@ -106,10 +106,8 @@ SPEC = BenchSpec(
     op="token_scatter",
     cases=CASES,
     implementations=(
-        Implementation("tilefold", _ours("auto"), "ours"),
-        Implementation("tiled", _ours("tiled"), "ours", default_on=("cuda",)),
+        *ours(_ours, tiled_on=("cuda",)),
         Implementation("tilefold-csr", _csr, "ours"),
-        Implementation("reference", _ours("reference"), "ours", default_on=()),
         *BASELINES,
     ),
     baseline="scatter-reduce",
