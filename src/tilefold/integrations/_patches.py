@@ -70,7 +70,7 @@ class Patches:
 
 
 class Handle:
-    """The result of ``accelerate``: may be ignored, or used as a context manager that calls :meth:`restore` at its end."""
+    """The result of ``accelerate``: ignore it, or use it as a context manager that calls :meth:`restore` at its end."""
 
     def restore(self) -> None:
         """Undo the acceleration."""
