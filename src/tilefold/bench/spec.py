@@ -71,7 +71,7 @@ def gpu_if_installed(module: str) -> tuple[str, ...]:
 def ours(
     build: Callable[[str], Callable[[Any], Runnable]], tiled_on: tuple[str, ...] = ()
 ) -> tuple[Implementation, ...]:
-    """An operator's own implementations; ``build`` takes its ``impl=``, ``tiled_on`` is where the tiled one runs too."""
+    """An operator's own implementations; ``build`` takes its ``impl=``, ``tiled_on`` is where the tiled one runs."""
     return (
         Implementation("tilefold", build("auto"), "ours"),
         Implementation("tiled", build("tiled"), "ours", default_on=tiled_on),
