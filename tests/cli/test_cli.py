@@ -267,5 +267,5 @@ def test_ctrl_c_leaves_with_130_and_says_how_to_go_on(work: Path, masked_lm: str
         finally:
             process.kill()
     assert process.returncode == 130
-    assert (out, "run the same command again to go on" in err) == ("", True)
+    assert (out, "run the same command again to resume" in err) == ("", True)
     assert "Traceback" not in err
