@@ -103,7 +103,7 @@ def test_an_interrupted_demo_goes_on_with_its_plan_and_repeats_no_stage(
         during.setattr(_demo_steps, "encode_documents", interrupted)
         code, _, err = run(["demo", "--full", "--output", str(tmp_path)], capsys)
     assert code == 130
-    assert "run the same command again to go on" in err
+    assert "run the same command again to resume" in err
     (plan,) = tmp_path.glob("full-*/plan.json")
     before = plan.read_text()
     code, _, err = run(["demo", "--full", "--output", str(tmp_path)], capsys)
