@@ -19,8 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-OPERATORS = ("lsr_head", "maxsim", "entmax_attention", "token_scatter")
-OURS = ("tilefold", "tilefold-graph", "tilefold-int8", "tilefold-int8-graph", "tilefold-fp8")
+OPERATORS = ("lsr_head", "maxsim", "entmax_attention", "entmax", "token_scatter")
+OURS = ("tilefold", "tilefold-csr", "tilefold-graph", "tilefold-int8", "tilefold-int8-graph", "tilefold-fp8")
 PHASES = ("forward", "forward_backward")
 EMPTY = dict.fromkeys(
     ("op", "case", "impl", "phase", "before_ms", "after_ms", "ratio", "ratio_p20", "ratio_p80", "rounds", "note"), ""
@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("before", type=Path, help="the checkout to compare with")
     parser.add_argument("after", type=Path)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--op", action="append", default=[], choices=OPERATORS, help="all but token_scatter by default")
+    parser.add_argument("--op", action="append", default=[], choices=OPERATORS, help="repeat for several; by default those with results")
     parser.add_argument("--shape", action="append", default=[], help="names of cases; all of the device's by default")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each checkout")
     parser.add_argument("--seconds", type=float, default=0.05, help="of timing a turn")
