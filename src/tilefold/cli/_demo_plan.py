@@ -15,7 +15,7 @@ HEAD_TOKENS = 128
 HEAD_START_SECONDS, HEAD_PASSES = 10.0, 30
 # Reading and sorting, BM25, search, fusion weights, tables: all that does not run the model.
 OTHER_SECONDS = 30.0
-MOST_CORRECTED = 2.0
+MAX_CORRECTION = 2.0
 
 
 @dataclass(frozen=True)
@@ -195,10 +195,10 @@ def refit(plan: Plan, left: float, done: Sequence[str] = (), slowdown: float = 1
     """Reduce or raise the steps, then the head shapes, so that the stages not yet `done` fit into the `left` seconds.
 
     `slowdown` is how many times longer than expected the last stage took. The others are expected to slow down equally,
-    by up to `MOST_CORRECTED` times, because a single stage may have been disturbed.
+    by up to `MAX_CORRECTION` times, because a single stage may have been disturbed.
     There are never fewer steps than the size's fewest: the demo then takes longer, rather than show nothing.
     """
-    believed = min(max(slowdown, 1 / MOST_CORRECTED), MOST_CORRECTED)
+    believed = min(max(slowdown, 1 / MAX_CORRECTION), MAX_CORRECTION)
     plan = replace(plan, speed=plan.speed.slower(believed))
     if plan.minutes == FULL:
         return plan

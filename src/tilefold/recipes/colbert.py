@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["ColbertRecipe", "TrainResult", "load_base_model", "train"]
 
 DIMENSIONS_PER_STEP = 8  # of the kernels
-LARGEST_DIMENSION = 4096
+MAX_DIMENSION = 4096
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class ColbertRecipe(AttentionChoice, DictMixin):
         check_training(self)
         check_count("query_length", self.query_length, optional=False)
         check_count("dimension", self.dimension, optional=True)
-        if self.dimension is not None and (self.dimension % DIMENSIONS_PER_STEP or self.dimension > LARGEST_DIMENSION):
+        if self.dimension is not None and (self.dimension % DIMENSIONS_PER_STEP or self.dimension > MAX_DIMENSION):
             raise ValueError(
-                f"dimension must be a multiple of {DIMENSIONS_PER_STEP} up to {LARGEST_DIMENSION} or None, got "
+                f"dimension must be a multiple of {DIMENSIONS_PER_STEP} up to {MAX_DIMENSION} or None, got "
                 f"{self.dimension}."
             )
         for name in ("expand_queries", "skip_punctuation", "fused"):

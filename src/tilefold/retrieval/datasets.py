@@ -1,4 +1,4 @@
-"""Collections by name: ``pydocs``, kept where caches are, or a BEIR folder."""
+"""Collections by name: ``pydocs`` with its cache, or a BEIR folder."""
 
 from __future__ import annotations
 

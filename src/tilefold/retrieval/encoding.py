@@ -16,7 +16,7 @@ __all__ = ["encode_collection", "encode_queries", "model_fingerprint"]
 
 Kind = Literal["document", "query"]
 T = TypeVar("T")
-_SAMPLES_A_TENSOR = 1024
+_SAMPLES_PER_TENSOR = 1024
 _TOO_MANY = 16  # when every text of a shard of at least this size fails, the model is at fault, not the texts
 
 
@@ -156,7 +156,7 @@ def model_fingerprint(model: Any) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         flat = tensor.detach().reshape(-1)
-        step = max(1, flat.numel() // _SAMPLES_A_TENSOR)
+        step = max(1, flat.numel() // _SAMPLES_PER_TENSOR)
         sample = flat[::step].cpu().double().numpy()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         digest.update(sample.tobytes())

@@ -1,4 +1,4 @@
-"""One batch of texts to sparse rows, by the model that carries :class:`SparseBatchEncoder`."""
+"""Encodes one batch of texts to sparse rows, as an accelerated model does with ``encode_sparse_batch``."""
 
 from __future__ import annotations
 

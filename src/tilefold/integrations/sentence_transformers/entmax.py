@@ -1,4 +1,4 @@
-"""The place of :class:`EntmaxTransformer` in checkpoints, which name it in ``modules.json``."""
+"""Where checkpoints look for :class:`EntmaxTransformer`, by its name in ``modules.json``."""
 
 from tilefold.integrations.transformers.entmax_transformer import EntmaxTransformer
 

@@ -54,7 +54,7 @@ def attention_modules(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def some_attention_modules(model: nn.Module) -> list[nn.Module]:
+def checked_attention_modules(model: nn.Module) -> list[nn.Module]:
     """:func:`attention_modules`.
 
     Raises:
@@ -110,7 +110,7 @@ def set_alpha(model: nn.Module, alpha: float | Sequence[float]) -> None:
     Raises:
         ValueError: for a list of another length, a number outside [1, 2], or a model without attention layers.
     """
-    modules = some_attention_modules(model)
+    modules = checked_attention_modules(model)
     alphas = check_alphas(alpha, len(modules))
     by_config: dict[int, list[tuple[nn.Module, float]]] = {}
     for module, value in zip(modules, alphas, strict=True):
@@ -127,7 +127,7 @@ def set_alpha(model: nn.Module, alpha: float | Sequence[float]) -> None:
 
 def add_learned_alpha(model: nn.Module, initial: float | Sequence[float] = DEFAULT) -> list[EntmaxAlpha]:
     """What ``learn_alpha`` does to a transformers model."""
-    modules = some_attention_modules(model)
+    modules = checked_attention_modules(model)
     starts = check_alphas(initial, len(modules))
     made = [EntmaxAlpha(heads_of(module) or 1, start) for module, start in zip(modules, starts, strict=True)]
     for module, alpha in zip(modules, made, strict=True):

@@ -16,8 +16,8 @@ from tilefold.integrations.transformers._alpha import (
     LEARNED,
     add_learned_alpha,
     attention_modules,
+    checked_attention_modules,
     forget_alpha,
-    some_attention_modules,
 )
 from tilefold.integrations.transformers._attention import MARK, entmax_attention_forward
 from tilefold.nn.entmax import EntmaxAlpha
@@ -33,7 +33,7 @@ def use_softmax(model: nn.Module, attn_implementation: str = "sdpa") -> None:
         model: a transformers model, or any module with one inside.
         attn_implementation: which of transformers' implementations to run.
     """
-    for module in some_attention_modules(model):
+    for module in checked_attention_modules(model):
         forget_alpha(module)
     for inner in outer_models(model):
         inner.set_attn_implementation(attn_implementation)
@@ -71,7 +71,7 @@ def _runs_entmax(module: nn.Module) -> bool:
 def load_learned_alpha(model: nn.Module, name_or_path: str | Path, hub: dict[str, Any]) -> list[EntmaxAlpha]:
     """What ``load_alpha`` does to a transformers model."""
     found = _read_thetas(str(name_or_path), hub)
-    layers = set(some_attention_modules(model))
+    layers = set(checked_attention_modules(model))
     modules = [name for name, module in model.named_modules() if module in layers]
     chosen = {name: _theta_of(name, found) for name in modules}
     if not found or any(theta is None for theta in chosen.values()):

@@ -1,4 +1,4 @@
-"""Alphas that are learned, and models that are switched to entmax attention, with or without sentence-transformers."""
+"""Learned alphas, and the switch of a model to entmax attention; models of sentence-transformers included."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from tilefold.integrations.transformers._alpha import DEFAULT, add_learned_alpha, set_alpha, some_attention_modules
+from tilefold.integrations.transformers._alpha import DEFAULT, add_learned_alpha, checked_attention_modules, set_alpha
 from tilefold.integrations.transformers._attention import MARK, NAME, register
 from tilefold.integrations.transformers._checkpoint import (
     configs,
@@ -85,7 +85,7 @@ def use_entmax(model: nn.Module, alpha: float | list[float] = DEFAULT, *, learn:
     register()
     for inner in outer_models(model):
         inner.set_attn_implementation(NAME)
-    modules = some_attention_modules(model)
+    modules = checked_attention_modules(model)
     stuck = [type(m).__name__ for m in modules if implementation_of(m) != NAME]
     if stuck:
         raise ValueError(f"model must support a choice of attention, got {sorted(set(stuck))}, which do not.")
