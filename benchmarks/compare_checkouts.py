@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("before", type=Path, help="the checkout to compare with")
     parser.add_argument("after", type=Path)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--op", action="append", default=[], choices=OPERATORS, help="repeat for several; by default those with results")
+    parser.add_argument("--op", action="append", default=[], choices=OPERATORS, help="by default the first three")
     parser.add_argument("--shape", action="append", default=[], help="names of cases; all of the device's by default")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each checkout")
     parser.add_argument("--seconds", type=float, default=0.05, help="of timing a turn")
