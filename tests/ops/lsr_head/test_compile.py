@@ -13,8 +13,10 @@ from tests.ops.cross_compile import Compiled, check_spills, compile_kernel
 from tilefold.ops._shared._triton.releases import lean_places, why_no_warp_roles
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.lsr_head import configs
-from tilefold.ops.lsr_head._triton import pack, quantize, sum_pooling
+from tilefold.ops.lsr_head._triton import one_token, pack, quantize, sum_pooling
 from tilefold.ops.lsr_head._triton.launch_backward import SCAN_BLOCK
+from tilefold.ops.lsr_head._triton.launch_one_token import FIND_BLOCK
+from tilefold.ops.lsr_head._triton.launch_sum import CHECK_BLOCK, CLEAR_BLOCK
 from tilefold.ops.lsr_head._triton.max_backward import (
     _count_kernel,
     _dhidden_kernel,
@@ -41,14 +43,14 @@ def common_types(dtype: torch.dtype) -> dict[str, str]:
     element = f"*{NAMES[torch.bfloat16 if dtype == FP8 else dtype]}"
     types = dict.fromkeys(
         ["weight_ptr", "rows_ptr", "bias_ptr", "out_ptr", "dscores_ptr", "scores_ptr", "dhidden_ptr", "dweight_ptr",
-         "hidden_ptr", "grad_ptr", "dlogits_ptr"],
+         "hidden_ptr", "grad_ptr", "dlogits_ptr", "clean_ptr"],
         element,
     )  # fmt: skip
     types |= dict.fromkeys(["offset_ptr", "position_ptr", "cu_ptr", "ok_ptr", "count_ptr", "code_ptr", "first_ptr",
                             "length_ptr", "part_winner_ptr"], "*i32")  # fmt: skip
     types |= {"code64_ptr": "*i64", "values_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
-    types |= dict.fromkeys(["B", "V", "T", "N", "S", "D", "uniform_length", "units", "round_to", "SPLITS", "split_v",
-                            "stride_db", "stride_dv", "stride_out", "v_start", "v_end"], "i32")  # fmt: skip
+    types |= dict.fromkeys(["B", "V", "T", "N", "S", "D", "uniform_length", "length", "splits", "multiple", "SPLITS",
+                            "split_v", "stride_db", "stride_dv", "stride_out", "v_start", "v_end"], "i32")  # fmt: skip
     types |= {"winner_ptr": "*u16", "part_ptr": "*fp32", "dbias_ptr": "*fp32", "place_ptr": "*i64", "mask_ptr": "*u8",
               "row_scale_ptr": "*fp32", "weight_scale_ptr": "*fp32", "logit_scale": "fp32"}  # fmt: skip
     return types
@@ -219,24 +221,56 @@ def test_sum_pooling_builds_without_spills(capability, dtype, offsets):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_packing_builds_without_spills(capability, offsets):
     types = common_types(torch.bfloat16) | {"cu_ptr": offsets}
-    checking = compile_kernel(
-        sum_pooling._check_offsets_kernel, types, {"BLOCK": sum_pooling.CHECK_BLOCK}, capability, 4, 3
-    )
+    checking = compile_kernel(sum_pooling._check_offsets_kernel, types, {"BLOCK": CHECK_BLOCK}, capability, 4, 3)
     check(checking, capability, tensor_cores=False)
-    rows = {"D": DIM, "BLOCK_ROWS": pack.BLOCK_ROWS, "BLOCK_D": pack.BLOCK_D, "GROUP": configs.HOPPER_16BIT.group}
+    rows = {"D": DIM, "BLOCK_ROWS": pack.BLOCK_ROWS, "BLOCK_D": pack.BLOCK_D, "GROUP": configs.HOPPER_16BIT.group,
+            "BLOCK_EMPTY": pack.BLOCK_EMPTY, "WITH_WINNERS": True, "NO_WINNER": 65535}  # fmt: skip
+    masked = {"SCAN": pack.SCAN, "HAS_MASK": True, **rows}
+    clearing = {"D": DIM, "BLOCK_ROWS": CLEAR_BLOCK[0], "BLOCK_D": CLEAR_BLOCK[1]}
     for kernel, constants in (
-        (pack._count_kernel, {"SCAN": pack.SCAN, "HAS_MASK": True}),
-        (pack._copy_padded_kernel, {"SCAN": pack.SCAN, "HAS_MASK": True, **rows}),
+        (pack._count_kernel, {"SCAN": pack.SCAN}),
+        (pack._copy_padded_kernel, masked | {"BLOCK_B": 0, "BLOCK_S": 0}),
+        (pack._copy_padded_kernel, masked | {"BLOCK_B": 4, "BLOCK_S": 1024}),
+        (pack._copy_padded_kernel, masked | {"BLOCK_B": 256, "BLOCK_S": 16}),
         (pack._copy_packed_kernel, {"SCAN_B": 64, **rows}),
+        (sum_pooling._clear_masked_kernel, clearing),
     ):
         check(compile_kernel(kernel, types, constants, capability, 4, 3), capability, tensor_cores=False)
 
 
+ONE_TOKEN_LAYOUTS = {"masked": (False, True, "*i32"), "packed": (True, False, "*i32"), "long": (True, False, "*i64")}
+
+
+@pytest.mark.parametrize("batch", [16, 1024])
+@pytest.mark.parametrize("layout", ONE_TOKEN_LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=NAMES.get)
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_combining_units_builds_without_spills(capability):
+def test_one_token_builds_without_spills(capability, dtype, layout, batch):
+    config = configs.one_token_config_for(dtype, tf32=False)
+    packed, masked, offsets = ONE_TOKEN_LAYOUTS[layout]
+    types = common_types(dtype) | {"cu_ptr": offsets}
+    flags = {"PACKED": packed, "MASKED": masked, "LAST": True, "NO_WINNER": 65535}
+    tile = {"D": DIM, "BLOCK_B": config.rows(batch), "ACTIVATION": "log1p_relu", "PRECISION": config.precision} | flags
+    forward = tile | {"BLOCK_V": config.block_v, "BLOCK_K": config.block_k, "HAS_BIAS": True}
+    scaled = {"SCALED": dtype == torch.float16}
+    gradient = tile | {"BLOCK_V": config.gradient_block_v, "BLOCK_D": config.gradient_block_d} | scaled
+    stored = {"D": DIM, "BLOCK_B": 4, "BLOCK_D": 256} | flags
+    needed = {"NEED_WEIGHT": True, "NEED_BIAS": True}
+    for kernel, constants, warps, stages in (
+        (one_token._find_kernel, {"LAST": True, "NO_WINNER": 65535, "BLOCK": FIND_BLOCK}, 4, 3),
+        (one_token._forward_kernel, forward, config.num_warps, config.num_stages),
+        (one_token._weight_gradient_kernel, gradient | needed, config.gradient_warps, config.gradient_stages),
+        (one_token._split_gradient_kernel, gradient, config.gradient_warps, config.gradient_stages),
+        (one_token._store_rows_kernel, stored, 4, 3),
+    ):
+        check(compile_kernel(kernel, types, constants, capability, warps, stages), capability, tensor_cores=False)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_combining_splits_builds_without_spills(capability):
     constants = {
         "BLOCK_T": 256, "BLOCK": 1024, "ACTIVATION": "log1p_relu", "HAS_BIAS": True, "HAS_POSITIONS": True,
-        "WITH_WINNERS": True, "UNIFORM": False, "NO_WINNER": 65535, "CHECKED": True, "QUANTIZED": False,
+        "WITH_WINNERS": True, "UNIFORM": False, "QUANTIZED": False,
     }  # fmt: skip
     compiled = compile_kernel(_combine_kernel, common_types(torch.bfloat16), constants, capability, 4, 3)
     check(compiled, capability, tensor_cores=False)

@@ -15,6 +15,7 @@ import torch
 from tests.ops.conftest import Target
 from tilefold.ops import lsr_head
 from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops.lsr_head._problem import POOLINGS
 from tilefold.testing import assert_within_budget
 from tilefold.testing.lsr_head import (
     DENSITIES,
@@ -27,7 +28,6 @@ from tilefold.testing.lsr_head import (
 )
 
 INTERPRETED = triton_interpreted()
-POOLINGS = ("max", "sum", "mean", "cls", "last")
 ACTIVATIONS = ("log1p_relu", "log1p_log1p_relu", "relu", "softplus", "none")
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
 SHAPE = (5, 19, 24, 21) if INTERPRETED else (5, 37, 40, 70)

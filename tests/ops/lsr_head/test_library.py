@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,12 @@ from torch import Tensor
 
 from tilefold.ops import lsr_head, quantize_weight
 from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops.lsr_head._problem import POOLINGS
 from tilefold.ops.lsr_head.api import chosen_impl
 from tilefold.testing import assert_within_budget
 from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results, lsr_head_truth, with_one_answer
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="this part needs no interpreter")
-POOLINGS = ("max", "sum", "mean", "cls", "last")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 F32 = torch.float32
 ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -40,39 +41,25 @@ def leaves(inputs: LSRHeadInputs) -> tuple[Tensor, Tensor, Tensor | None]:
 def op_samples(device: str) -> list[tuple[str, str, tuple[Any, ...]]]:
     """(name, case, arguments) for every operator that the LSR head registers."""
     samples: list[tuple[str, str, tuple[Any, ...]]] = []
-    for layout, dtype in (("full", F32), ("right", torch.float16), ("packed", F32)):
+    forward = torch.ops.tilefold.lsr_head
+    for pooling, (layout, dtype) in itertools.product(
+        POOLINGS, (("full", F32), ("right", torch.float16), ("packed", F32))
+    ):
         inputs = lsr_head_inputs(5, 9, 16, 21, layout=layout, dtype=dtype, device=device)
-        impl = chosen_impl(inputs.hidden)
-        head = leaves(inputs)
-        place = (inputs.attention_mask, inputs.cu_seqlens)
-        case, bias_dtype = f"{layout}-{dtype}", dtype
-        samples.append(("lsr_head_max", case, (*head, *place, "relu", 1.0, dtype, dtype, True, impl)))
-        samples.append(("lsr_head_sum", case, (*head, *place, "softplus", 0.5, dtype, dtype, True, impl)))
+        options = (pooling, "softplus", 0.5, dtype, dtype, True, chosen_impl(inputs.hidden))
+        hidden, weight, bias = leaves(inputs)
+        place, case = (inputs.attention_mask, inputs.cu_seqlens), f"{pooling}-{layout}-{dtype}"
+        samples.append(("lsr_head", case, (hidden, *place, weight, None, bias, *options)))
+        plain = (inputs.hidden, *place, inputs.weight, None, inputs.bias)
         with torch.no_grad():
-            plain = (inputs.hidden, inputs.weight, inputs.bias)
-            out = torch.ops.tilefold.lsr_head_max(*plain, *place, "log1p_relu", 1.0, dtype, dtype, True, impl)
-        rounded = quantize_weight(inputs.weight)
-        rounded_head = (inputs.hidden, rounded.values, rounded.scale, inputs.bias, *place)
-        samples.append(("lsr_head_max_fp8", case, (*rounded_head, "relu", 1.0, dtype, impl)))
-        back = (inputs.dscores, *out, inputs.hidden, inputs.weight, inputs.cu_seqlens, "log1p_relu", 1.0, dtype)
-        for needs in ((True, True, bias_dtype), (False, True, None), (True, False, None)):
-            samples.append(("lsr_head_max_backward", f"{case}-{needs}", (*back, *needs, impl)))
-        for needs in ((True, True, True), (False, False, True)):
-            arguments = (inputs.dscores, *plain, *place, "relu", 1.0, dtype, False, *needs, impl)
-            samples.append(("lsr_head_sum_backward", f"{case}-{needs}", arguments))
-    token, weight, bias = (
-        torch.randn(4, 16, device=device),
-        torch.randn(21, 16, device=device),
-        torch.randn(21, device=device),
-    )
-    token, weight, bias = (t.requires_grad_() for t in (token, weight, bias))
-    samples.append(("lsr_head_token", "fp32", (token, weight, bias, "log1p_relu", 1.0, F32, F32)))
-    samples.append(("lsr_head_token", "no bias", (token, weight, None, "none", 2.0, torch.float16, F32)))
-    dscores, scores = torch.randn(2, 4, 21, device=device)
-    arguments = (dscores, scores, token.detach(), weight.detach(), "softplus", 1.0, F32, True, True, F32)
-    samples.append(("lsr_head_token_backward", "fp32", arguments))
-    offsets = torch.tensor([0, 3, 3, 7], device=device)
-    samples += [("check_cu_seqlens", str(kind), (offsets.to(kind), 7)) for kind in (torch.int32, torch.int64)]
+            saved = forward(*plain, *options)
+        for needs in ((True, True, dtype), (False, True, None), (True, False, None)):
+            back = (inputs.dscores, *saved, *plain, *options, *needs)
+            samples.append(("lsr_head_backward", f"{case}-{needs}", back))
+        if pooling == "max":
+            rounded = quantize_weight(inputs.weight)
+            quantized = (inputs.hidden, *place, rounded.values, rounded.scale, inputs.bias, *options[:5], False, "auto")
+            samples.append(("lsr_head", f"fp8-{case}", quantized))
     return samples
 
 
@@ -80,7 +67,7 @@ def test_every_registered_operator_has_a_sample() -> None:
     prefix = "tilefold::"
     names = [str(name) for name in torch._C._dispatch_get_all_op_names()]
     ours = {n.removeprefix(prefix).split(".")[0] for n in names if n.startswith(prefix)}
-    ours = {name for name in ours if name.startswith("lsr_head") or name == "check_cu_seqlens"}
+    ours = {name for name in ours if name.startswith("lsr_head")}
     assert ours == {name for name, _, _ in op_samples("cpu")}
 
 
@@ -89,7 +76,7 @@ def test_operators_pass_opcheck(device: str) -> None:
     for name, case, arguments in op_samples(device):
         operator = getattr(torch.ops.tilefold, name).default
         # the schema check compares inputs by arithmetic that fp8 does not have
-        checks = ("test_faketensor", "test_aot_dispatch_dynamic") if name == "lsr_head_max_fp8" else ALL_CHECKS
+        checks = ("test_faketensor", "test_aot_dispatch_dynamic") if case.startswith("fp8") else ALL_CHECKS
         try:
             torch.library.opcheck(operator, arguments, test_utils=checks)
         except Exception as error:
@@ -103,10 +90,9 @@ def test_gradients_of_transposed_operands_have_the_strides_that_the_fake_kernels
         hidden = inputs.hidden.transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
         weight = inputs.weight.T.contiguous().T.requires_grad_()
         place = (inputs.attention_mask, inputs.cu_seqlens)
-        impl = chosen_impl(hidden)
-        for name, rest in (("lsr_head_max", (F32, F32, True, impl)), ("lsr_head_sum", (F32, F32, False, impl))):
-            operator = getattr(torch.ops.tilefold, name).default
-            torch.library.opcheck(operator, (hidden, weight, None, *place, "relu", 1.0, *rest))
+        for pooling in POOLINGS:
+            options = (pooling, "relu", 1.0, F32, F32, True, chosen_impl(hidden))
+            torch.library.opcheck(torch.ops.tilefold.lsr_head.default, (hidden, *place, weight, None, None, *options))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.ops.conftest import Target
 from tilefold.ops import lsr_head
+from tilefold.ops.lsr_head._problem import POOLINGS
 from tilefold.testing import assert_within_budget, budget
 from tilefold.testing.lsr_head import (
     LSRHeadInputs,
@@ -61,9 +62,6 @@ def fp32_gradients(target: Target, inputs: LSRHeadInputs, dscores: Tensor, pooli
     inputs = dataclasses.replace(inputs.cast(torch.float32), dscores=dscores)
     with torch.autocast(target.device, dtype=torch.float16):
         return lsr_head_results(inputs, pooling=pooling, out_dtype=torch.float32, impl=target.impl)
-
-
-POOLINGS = ("max", "sum", "mean", "cls", "last")
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)

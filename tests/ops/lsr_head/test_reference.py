@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from tilefold.ops import lsr_head
+from tilefold.ops.lsr_head._problem import POOLINGS
 
-POOLINGS = ("max", "sum", "mean", "cls", "last")
 ACTIVATIONS = ("log1p_relu", "log1p_log1p_relu", "relu", "softplus", "none")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from tests.ops.conftest import Target
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.lsr_head._layout import length_bound
+from tilefold.ops.lsr_head._problem import HeadOptions, Tokens, Vocabulary
 from tilefold.testing import nan_poisoned_empty
 from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results, with_one_answer
 
 RAGGED = ("right", "left", "holes", "packed")
+OPTIONS = HeadOptions("max", "relu", 1.0, torch.float32, torch.float32, training=True, impl="triton")
 SHAPES = [(5, 19, 16, 21), (3, 40, 8, 33), (4, 1, 8, 17)]
 
 
@@ -43,31 +45,34 @@ def sequence(inputs: LSRHeadInputs, b: int) -> Tensor:
     return inputs.hidden[int(inputs.cu_seqlens[b]) : int(inputs.cu_seqlens[b + 1])]
 
 
+@pytest.mark.parametrize("max_mask", [4096, 0], ids=["counted in place", "counted before"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("layout", RAGGED)
 def test_every_row_of_a_group_is_a_token_with_its_place_and_the_first_one_is_repeated(
-    kernels: Target, layout: str, shape: tuple[int, ...]
+    kernels: Target, layout: str, shape: tuple[int, ...], max_mask: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tilefold.ops.lsr_head._triton.launch import as_bytes
-    from tilefold.ops.lsr_head._triton.pack import alignment
-    from tilefold.ops.lsr_head._triton.steps import Plan, run_plan
+    from tilefold.ops._shared._triton.tensors import as_bytes
+    from tilefold.ops.lsr_head._triton import pack
 
+    monkeypatch.setattr(pack, "MAX_MASK", max_mask)
     group = 16
     inputs = lsr_head_inputs(*shape, layout=layout, device=kernels.device)
-    hidden, mask, cu_seqlens = inputs.hidden, inputs.attention_mask, inputs.cu_seqlens
-    batch = None if cu_seqlens is None else cu_seqlens.numel() - 1
-    aligned = alignment(hidden.shape, hidden.dtype, mask is not None, batch, group)
-    tensors = {"hidden": hidden, "mask": as_bytes(mask), "cu_seqlens": cu_seqlens}
+    tokens = Tokens(inputs.hidden, as_bytes(inputs.attention_mask), inputs.cu_seqlens)
+    packing = pack.plan_packing(tokens, 2000, OPTIONS, group)
+    assert packing is not None and (packing.count is None) == (layout == "packed" or max_mask > 0)
+    scores = torch.full((tokens.batch, 2000), math.inf, device=kernels.device)
+    winners = torch.full((tokens.batch, 2000), 7, dtype=torch.int32, device=kernels.device).to(torch.uint16)
     with nan_poisoned_empty():
-        used = run_plan(Plan(aligned.steps, aligned.pieces), tensors, hidden.device)
-    offsets, rows, positions = (used[name] for name in ("offsets", "rows", "positions"))
-    assert offsets is not None and rows is not None and positions is not None and int(offsets[0]) == 0
+        rows, offsets, positions = packing(False, tokens, scores, winners)
+    assert positions is not None and int(offsets[0]) == 0
     for b, places in enumerate(valid_places(inputs)):
         start, end = int(offsets[b]), int(offsets[b + 1])
         assert end - start == -(-len(places) // group) * group
         expected = torch.cat([places, places[:1].expand(end - start - len(places))])
         assert positions[start:end].tolist() == expected.tolist()
-        assert torch.equal(rows[start:end], sequence(inputs, b)[expected.to(hidden.device)])
+        assert torch.equal(rows[start:end], sequence(inputs, b)[expected.to(rows.device)])
+        empty = len(places) == 0
+        assert (scores[b] == (0 if empty else math.inf)).all() and (winners[b].int() == (65535 if empty else 7)).all()
 
 
 @pytest.fixture
@@ -96,7 +101,7 @@ def later_columns_win() -> Iterator[None]:
 def test_a_repeated_row_that_wins_by_an_ulp_is_the_token_that_it_repeats(
     kernels: Target, layout: str, largest: int
 ) -> None:
-    from tilefold.ops.lsr_head._triton import max_forward
+    from tilefold.ops.lsr_head import _triton
 
     inputs = lsr_head_inputs(5, 19, 16, 21, layout=layout, device=kernels.device)
     inputs = dataclasses.replace(inputs, hidden=inputs.hidden.clone(), weight=inputs.weight.clone())
@@ -108,10 +113,8 @@ def test_a_repeated_row_that_wins_by_an_ulp_is_the_token_that_it_repeats(
             sequence(inputs, b)[..., 0] = -sequence(inputs, b)[..., 0].abs() - 1
             sequence(inputs, b)[int(valid[largest]), 0] = 2
     with nan_poisoned_empty():
-        _, winners = max_forward(
-            hidden, weight, None, inputs.attention_mask, inputs.cu_seqlens, "relu", 1.0, torch.float32, torch.float32,
-            True, length_bound(hidden),
-        )  # fmt: skip
+        tokens = Tokens(hidden, inputs.attention_mask, inputs.cu_seqlens)
+        _, (_, winners) = _triton.forward(tokens, Vocabulary(weight, None, None), OPTIONS, aligned=True)
     for b, valid in enumerate(places):
         if len(valid):
             logits = sequence(inputs, b)[valid] @ weight.T

@@ -128,12 +128,11 @@ def no_kernel_builds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     from tilefold.ops._shared import impl as shared_impl
     from tilefold.ops.entmax_attention import _torch_ops as attention_library
-    from tilefold.ops.lsr_head import _choice as head_choice
     from tilefold.ops.lsr_head import _quantized
     from tilefold.ops.maxsim import _choice as maxsim_choice
     from tilefold.ops.maxsim import _library as maxsim_library
 
-    for module in (shared_impl, head_choice, _quantized, maxsim_choice):
+    for module in (shared_impl, _quantized, maxsim_choice):
         monkeypatch.setattr(module, "resolve_impl", resolve)
     caches = (attention_library._kernels, maxsim_library._implementation)
     for cache in caches:
@@ -171,7 +170,7 @@ def test_a_gradient_that_cannot_be_built_is_computed_by_the_tiled_path(
     from tilefold.ops.lsr_head import _tiled
 
     kernels = Unbuildable("_triton")
-    kernels.max_forward = _tiled.max_forward  # type: ignore[attr-defined]
+    kernels.forward = lambda *call: (None, _tiled.forward(*call[:3]))  # type: ignore[attr-defined]
     put_kernels(monkeypatch, "lsr_head", kernels)
     hidden, weight = seeded(2, 5, 16), seeded(40, 16)
     scores = tilefold.lsr_head(hidden, weight)
@@ -327,15 +326,42 @@ def test_a_release_without_warp_roles_is_told_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_launch_gives_up_what_the_release_cannot_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilefold.ops.lsr_head._problem import HeadOptions, Tokens, Vocabulary
     from tilefold.ops.lsr_head._triton import launch_forward
 
     asked: list[tuple[torch.dtype, torch.device]] = []
     monkeypatch.setattr(launch_forward, "give_up_missing", lambda dtype, device: asked.append((dtype, device)))
-    monkeypatch.setattr(launch_forward, "planned", lambda tensors, wanted: (None, configs.INTERPRETED))
-    monkeypatch.setattr(launch_forward, "run_plan", lambda plan, tensors, device: {})
-    wanted = launch_forward.Asked(1, "none", 1.0, False, False)
-    launch_forward._ran({"weight": torch.empty(8, 16, dtype=torch.bfloat16)}, wanted, CPU)
+    monkeypatch.setattr(launch_forward, "plan_max_forward", lambda *call: lambda tokens, vocabulary: None)
+    tokens, dtype = Tokens(torch.empty(1, 3, 16), None, None), torch.bfloat16
+    vocabulary = Vocabulary(torch.empty(8, 16), None, None)
+    launch_forward.max_forward(
+        tokens, vocabulary, HeadOptions("max", "none", 1.0, dtype, dtype, training=False, impl="triton"), True
+    )
     assert asked == [(torch.bfloat16, CPU)]
+
+
+def test_a_kernel_that_cannot_be_built_is_planned_anew_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilefold.ops.lsr_head._problem import HeadOptions, Tokens, Vocabulary
+    from tilefold.ops.lsr_head._triton import launch_forward
+
+    class Plan:
+        def __init__(self) -> None:
+            self.config = next(c for c in ladder if given_up(configs.kernel_name(c), CPU) is None)
+
+        def __call__(self, tokens: Tokens, vocabulary: Vocabulary) -> str:
+            tried.append(self.config)
+            if self.config in configs.NEXT_BEST:
+                raise KernelUnavailableError("_max_forward_kernel", "broken")
+            return "scores"
+
+    ladder = (configs.HOPPER_16BIT, configs.TMA_16BIT, configs.AMPERE_16BIT)
+    tried: list[Any] = []
+    monkeypatch.setattr(launch_forward, "plan_max_forward", lambda *call: Plan())
+    vocabulary, dtype = Vocabulary(torch.empty(8, 16), None, None), torch.bfloat16
+    options = HeadOptions("max", "none", 1.0, dtype, dtype, training=False, impl="triton")
+    with pytest.warns(FallbackWarning, match="the same results, a slower forward pass"):
+        plan, scores = launch_forward.max_forward(Tokens(torch.empty(1, 3, 16), None, None), vocabulary, options, True)
+    assert tried == list(ladder) and plan.config == ladder[-1] and scores == "scores"
 
 
 def test_devices_with_little_shared_memory_get_small_tiles() -> None:

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.activation import ACTIVATIONS
 from tilefold.ops._shared.checks import (
     FLOAT_DTYPES,
     check_choice,
@@ -16,26 +17,69 @@ from tilefold.ops._shared.checks import (
     check_tensor,
     dtype_name,
 )
-from tilefold.ops._shared.impl import IMPLS, check_interpreted, settled
-from tilefold.ops.lsr_head._activation import ACTIVATIONS
+from tilefold.ops._shared.impl import IMPLS, check_interpreted, chosen_impl, settled
+from tilefold.ops.lsr_head._problem import POOLINGS, Asked, HeadOptions, Tokens
 from tilefold.ops.lsr_head._quantized import QuantizedWeight, chosen_quantized_impl
 
-POOLINGS = ("max", "sum", "mean", "cls", "last")
+
+def checked_options(
+    tokens: Tokens, weight: Tensor | QuantizedWeight, bias: Tensor | None, asked: Asked, main_grad: Tensor | None
+) -> HeadOptions:
+    """The options of a call, all of whose arguments fit together as far as that shows without reading a value."""
+    quantized = isinstance(weight, QuantizedWeight)
+    compute_dtype, out_dtype = check_head(tokens, weight, bias, asked)
+    training = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad
+        for tensor in (tokens.hidden, None if isinstance(weight, QuantizedWeight) else weight, bias)
+    )
+    if isinstance(weight, QuantizedWeight):
+        _check_inference(training, main_grad)
+    elif main_grad is not None:
+        _check_main_grad(main_grad, weight, asked)
+    impl = asked.impl
+    if torch.compiler.is_compiling():
+        check_choice("impl", impl, IMPLS)  # the operators choose when they run: a device cannot be asked in a trace
+    else:
+        hidden = tokens.hidden
+        chosen = chosen_quantized_impl(hidden, impl) if quantized else chosen_impl("lsr_head", "hidden", hidden, impl)
+        impl = settled(impl, chosen)
+        check_interpreted(impl, hidden.device, hidden.dtype if quantized else compute_dtype, out_dtype)
+    return HeadOptions(
+        asked.pooling, asked.activation, float(asked.logit_scale), out_dtype, compute_dtype, training, impl
+    )
 
 
 def check_head(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    attention_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    pooling: str,
-    activation: str,
-    logit_scale: float,
-) -> torch.dtype:
-    """Check everything that can be checked without reading a value; return the dtype of the products."""
-    check_choice("pooling", pooling, POOLINGS)
-    check_choice("activation", activation, ACTIVATIONS)
+    tokens: Tokens, weight: Tensor | QuantizedWeight, bias: Tensor | None, asked: Asked
+) -> tuple[torch.dtype, torch.dtype]:
+    """Check what a head of any kind asks of its arguments; return the dtypes of the products and of the scores."""
+    if isinstance(weight, QuantizedWeight):
+        check_tensor("hidden", tokens.hidden)
+        stand_in = torch.empty((), dtype=tokens.hidden.dtype, device=weight.device).expand(weight.shape)
+        compute_dtype = _check_plain_head(tokens, stand_in, bias, asked)
+        if asked.pooling != "max":
+            raise ValueError(
+                f"pooling must be 'max' with a QuantizedWeight, got {asked.pooling!r}; use the weight in 16 bits."
+            )
+        if tokens.hidden.dtype == torch.float64:
+            raise TypeError(
+                "hidden must be fp16, bf16 or fp32 with a QuantizedWeight, got float64; use hidden.float()."
+            )
+    else:
+        compute_dtype = _check_plain_head(tokens, weight, bias, asked)
+    if asked.out_dtype is None:
+        return compute_dtype, compute_dtype
+    if asked.out_dtype not in FLOAT_DTYPES:
+        names = ", ".join(dtype_name(dtype) for dtype in FLOAT_DTYPES)
+        raise TypeError(f"out_dtype must be one of {names} or None, got {asked.out_dtype!r}.")
+    return compute_dtype, asked.out_dtype
+
+
+def _check_plain_head(tokens: Tokens, weight: Tensor, bias: Tensor | None, asked: Asked) -> torch.dtype:
+    """The dtype of the products of a head whose arguments fit together."""
+    (hidden, attention_mask, cu_seqlens), logit_scale = tokens, asked.logit_scale
+    check_choice("pooling", asked.pooling, tuple(POOLINGS))
+    check_choice("activation", asked.activation, ACTIVATIONS)
     if not isinstance(logit_scale, (int, float)) or not -math.inf < logit_scale < math.inf:
         raise ValueError(
             f"logit_scale must be a finite Python number, got {logit_scale!r}; "
@@ -94,45 +138,21 @@ def _check_dtypes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.
     return hidden.dtype
 
 
-def check_quantized_head(
-    hidden: Tensor,
-    weight: QuantizedWeight,
-    bias: Tensor | None,
-    attention_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    pooling: str,
-    activation: str,
-    logit_scale: float,
-    out_dtype: torch.dtype | None,
-    impl: str,
-) -> tuple[torch.dtype, str]:
-    """The checks of the plain head, for a weight in fp8; return the dtype of the scores and the implementation."""
-    check_tensor("hidden", hidden)
-    stand_in = torch.empty((), dtype=hidden.dtype, device=weight.device).expand(weight.shape)
-    compute_dtype = check_head(hidden, stand_in, bias, attention_mask, cu_seqlens, pooling, activation, logit_scale)
-    if pooling != "max":
-        raise ValueError(f"pooling must be 'max' with a QuantizedWeight, got {pooling!r}; use the weight in 16 bits.")
-    if hidden.dtype == torch.float64:
-        raise TypeError("hidden must be fp16, bf16 or fp32 with a QuantizedWeight, got float64; use hidden.float().")
-    if torch.is_grad_enabled() and (hidden.requires_grad or (bias is not None and bias.requires_grad)):
+def _check_inference(training: bool, main_grad: Tensor | None) -> None:
+    if training:
         raise ValueError(
             "hidden and bias must not require a gradient with a QuantizedWeight, which is for inference; use "
             "torch.no_grad(), or train with the weight in 16 bits."
         )
-    out_dtype = check_out_dtype(out_dtype, compute_dtype)
-    if torch.compiler.is_compiling():
-        check_choice("impl", impl, IMPLS)
-    else:
-        impl = settled(impl, chosen_quantized_impl(hidden, impl))
-        check_interpreted(impl, hidden.device, hidden.dtype, out_dtype)
-    return out_dtype, impl
+    if main_grad is not None:
+        raise ValueError("weight_main_grad must be None with a QuantizedWeight, which has no gradient; leave it out.")
 
 
-def check_main_grad(main_grad: Tensor, weight: Tensor, pooling: str, impl: str) -> None:
-    if pooling != "max" or impl == "reference":
+def _check_main_grad(main_grad: Tensor, weight: Tensor, asked: Asked) -> None:
+    if asked.pooling != "max" or asked.impl == "reference":
         raise ValueError(
-            f"weight_main_grad must be None with pooling={pooling!r} and impl={impl!r}, got a tensor; only max pooling "
-            "of the tiled and triton implementations accumulates, elsewhere add weight.grad to it yourself."
+            f"weight_main_grad must be None with pooling={asked.pooling!r} and impl={asked.impl!r}, got a tensor; only "
+            "max pooling of the tiled and triton implementations accumulates, elsewhere add weight.grad to it yourself."
         )
     check_shape(
         "weight_main_grad", check_tensor("weight_main_grad", main_grad), "V D", V=weight.size(0), D=weight.size(1)
@@ -154,12 +174,3 @@ def check_main_grad(main_grad: Tensor, weight: Tensor, pooling: str, impl: str) 
             "weight_main_grad must be None where weight needs no gradient, got a tensor; call weight.requires_grad_() "
             "or leave it out."
         )
-
-
-def check_out_dtype(out_dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
-    if out_dtype is None:
-        return default
-    if out_dtype not in FLOAT_DTYPES:
-        names = ", ".join(dtype_name(dtype) for dtype in FLOAT_DTYPES)
-        raise TypeError(f"out_dtype must be one of {names} or None, got {out_dtype!r}.")
-    return out_dtype

@@ -1,7 +1,7 @@
 """The LSR head over a vocabulary that is sharded across ranks: DTensor in, DTensor out.
 
 Bias, maximum, sum and activation are column-local, so a rank that holds some rows of ``weight`` makes the same columns
-of the scores without a word to the others. Only ``dhidden`` sums over columns: one all-reduce in backward.
+of the scores without communication. Only ``dhidden`` sums over columns: one all-reduce in backward.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed
 from torch import Tensor
 
 from tilefold.ops._shared.checks import check_tensor, dtype_name
-from tilefold.ops.lsr_head._layout import batch_size
+from tilefold.ops.lsr_head._problem import Tokens
 from tilefold.ops.lsr_head._sparse import csr_from_entries
 
 if TYPE_CHECKING:
@@ -61,12 +61,7 @@ def is_distributed(*tensors: object) -> bool:
 
 
 def parallel_head(
-    head: Callable[..., Tensor],
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    layout: dict[str, Tensor | None],
-    options: dict[str, Any],
+    head: Callable[..., Tensor], tokens: Tokens, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
 ) -> Tensor:
     """Run ``head`` on this rank's rows of ``weight``; ``[B, V]`` as a DTensor, ``Shard(1)`` where the vocabulary is.
 
@@ -75,8 +70,8 @@ def parallel_head(
     """
     from torch.distributed.tensor import DTensor, Partial, Shard  # noqa: PLC0415
 
-    sharding, whole, local_layout = _check(hidden, weight, bias, layout)
-    local_weight, local_bias = _local(weight), _local(bias)
+    sharding, local = _check(tokens, weight, bias)
+    whole, local_weight, local_bias = local.hidden, _local(weight), _local(bias)
     if options.get("weight_main_grad") is not None:
         options["weight_main_grad"] = _local(options["weight_main_grad"])
     autocast: Any = nullcontext()
@@ -89,10 +84,10 @@ def parallel_head(
         whole = replica.to_local(grad_placements=sharding.placements(Partial()))
     with autocast:
         if local_weight.size(0) == 0:  # fewer rows than ranks
-            scores = _no_columns(whole, local_weight, local_bias, local_layout)
+            scores = _no_columns(local._replace(hidden=whole), local_weight, local_bias)
             scores = scores.to(options["out_dtype"] or _default_dtype(whole))
         else:
-            scores = head(whole, local_weight, local_bias, **local_layout, **options)
+            scores = head(weight=local_weight, bias=local_bias, **local._replace(hidden=whole)._asdict(), **options)
     shape = torch.Size((scores.size(0), sharding.vocab))
     return DTensor.from_local(
         scores, sharding.mesh, sharding.placements(Shard(1)), run_check=False, shape=shape, stride=(shape[1], 1)
@@ -100,23 +95,19 @@ def parallel_head(
 
 
 def parallel_head_sparse(
-    head: Callable[..., Tensor],
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    layout: dict[str, Tensor | None],
-    options: dict[str, Any],
+    head: Callable[..., Tensor], tokens: Tokens, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
 ) -> Tensor:
     """The same plain CSR ``[B, V]`` on every rank: kept entries are gathered, ``top_k`` chooses among all of them."""
-    sharding, whole, local_layout = _check(hidden, weight, bias, layout)
-    local_weight, wide = _local(weight), torch.promote_types(whole.dtype, torch.float32)
+    sharding, local = _check(tokens, weight, bias)
+    whole, local_weight = local.hidden, _local(weight)
+    wide = torch.promote_types(whole.dtype, torch.float32)
     out_dtype = options.pop("out_dtype") or _default_dtype(whole)
     with torch.no_grad():
         if local_weight.size(0) == 0:  # fewer rows than ranks
-            counts = torch.zeros(batch_size(whole, local_layout["cu_seqlens"]), dtype=torch.int64, device=whole.device)
+            counts = torch.zeros(local.batch, dtype=torch.int64, device=whole.device)
             columns, values = counts.new_zeros(0), whole.new_zeros(0, dtype=wide)
         else:
-            mine = head(whole, local_weight, _local(bias), **local_layout, **options, out_dtype=wide)
+            mine = head(weight=local_weight, bias=_local(bias), **local._asdict(), **options, out_dtype=wide)
             counts, columns, values = mine.crow_indices().diff(), mine.col_indices(), mine.values()
         rows = torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts)
         entries = _gather_entries(rows, columns + sharding.first_column(), values, sharding)
@@ -125,12 +116,11 @@ def parallel_head_sparse(
         return csr_from_entries(*entries, (counts.numel(), sharding.vocab), out_dtype)
 
 
-def _check(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, layout: dict[str, Tensor | None]
-) -> tuple[VocabularySharding, Tensor, dict[str, Any]]:
-    """The sharding of the vocabulary, and ``hidden`` and ``layout`` as the plain tensors that every rank holds."""
+def _check(tokens: Tokens, weight: Tensor, bias: Tensor | None) -> tuple[VocabularySharding, Tokens]:
+    """The sharding of the vocabulary, and ``tokens`` as the plain tensors that every rank holds."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415
 
+    hidden = tokens.hidden
     check_tensor("hidden", hidden)
     check_tensor("weight", weight)
     if not isinstance(weight, DTensor):
@@ -149,15 +139,14 @@ def _check(
             "weight.device_mesh, [Replicate()]), or let tilefold.nn.parallel.VocabularyParallel do it. If the ranks "
             "hold different rows (FSDP), read the weight inside the forward of its FSDP module, where it is whole."
         )
-    for name, value in {"hidden": hidden, **layout}.items():
+    for name, value in tokens._asdict().items():
         _check_replicated(name, value, mesh)
     if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
         raise TypeError(
             f"weight must have the dtype of hidden ({dtype_name(hidden.dtype)}), got {dtype_name(weight.dtype)}; "
             "cast one of them, or run under torch.autocast."
         )
-    local_layout = {name: None if value is None else _local(value) for name, value in layout.items()}
-    return sharding, hidden.to_local(), local_layout
+    return sharding, Tokens(*map(_local, tokens))
 
 
 def _vocabulary_dim(weight: DTensor) -> int | None:
@@ -226,10 +215,11 @@ def _default_dtype(hidden: Tensor) -> torch.dtype:
     return hidden.dtype
 
 
-def _no_columns(hidden: Tensor, weight: Tensor, bias: Tensor | None, layout: dict[str, Any]) -> Tensor:
+def _no_columns(tokens: Tokens, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Scores ``[B, 0]`` with a graph: this rank has no rows, but takes part in the sum of the gradients."""
+    hidden = tokens.hidden
     nothing = hidden.sum(dim=tuple(range(hidden.dim() - 1))).to(weight.dtype)
-    scores = nothing.expand(batch_size(hidden, layout["cu_seqlens"]), -1) @ weight.T
+    scores = nothing.expand(tokens.batch, -1) @ weight.T
     return scores if bias is None else scores + bias
 
 

@@ -13,7 +13,7 @@ from tilefold.ops._shared.checks import check_dtype, check_shape, check_tensor
 from tilefold.ops._shared.impl import resolve_impl
 from tilefold.ops._shared.library import is_plain, run
 from tilefold.ops.lsr_head import _tiled
-from tilefold.ops.lsr_head._layout import length_bound
+from tilefold.ops.lsr_head._problem import HeadOptions, Tokens, Vocabulary
 
 FP8 = torch.float8_e4m3fn
 QUANTIZED_HEAD = "lsr_head with an fp8 weight"
@@ -24,7 +24,7 @@ SLAB_V = 16384  # rows that are converted at a time
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A decoder weight in fp8 (e4m3) with one scale a row: ``weight[v, d] = scale[v] * values[v, d]``, rounded.
+    """A decoder weight in fp8 (e4m3) with one scale per row: ``weight[v, d] = scale[v] * values[v, d]``, rounded.
 
     Half the bytes of bf16, twice its product rate. Make it with :func:`quantize_weight`, give it to
     :func:`tilefold.ops.lsr_head` in place of the weight.
@@ -118,7 +118,7 @@ def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fake_quantized(rows: Tensor) -> Tensor:
-    """``[..., D]`` rounded to fp8 with a scale a row, and back, in fp32."""
+    """``[..., D]`` rounded to fp8 with a scale per row, and back, in fp32."""
     values, scale = quantize_rows(rows)
     return values.float() * scale[..., None]
 
@@ -141,33 +141,17 @@ def chosen_quantized_impl(hidden: Tensor, impl: str = "auto") -> str:
     return resolved
 
 
-def max_forward(
-    hidden: Tensor,
-    weight: QuantizedWeight,
-    bias: Tensor | None,
-    attention_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    activation: str,
-    logit_scale: float,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions) -> tuple[Tensor, Tensor]:
     """The same rounded operands, multiplied in fp32 by the tiled path, a slab of the vocabulary at a time."""
-    rounded = fake_quantized(hidden)
+    values, scale, bias = vocabulary
+    if scale is None:
+        raise ValueError("weight_scale must be a tensor of a quantised head, got None.")
+    rounded = tokens._replace(hidden=fake_quantized(tokens.hidden))
     slabs = []
-    for v0 in range(0, weight.size(0), SLAB_V):
+    for v0 in range(0, values.size(0), SLAB_V):
         part = slice(v0, v0 + SLAB_V)
-        scores, _ = _tiled.max_forward(
-            rounded,
-            weight[part].dequantize(),
-            None if bias is None else bias[part].float(),
-            attention_mask,
-            cu_seqlens,
-            activation,
-            logit_scale,
-            out_dtype,
-            torch.float32,
-            False,
-            length_bound(hidden),
-        )
+        weight = QuantizedWeight(values[part], scale[part]).dequantize()
+        slab = Vocabulary(weight, None, None if bias is None else bias[part].float())
+        scores, winners = _tiled.forward(rounded, slab, options)
         slabs.append(scores)
-    return torch.cat(slabs, dim=1)
+    return torch.cat(slabs, dim=1), winners.new_empty(0, values.size(0))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 # A row of zeros divides by nothing smaller. Times these and their inverses, numbers stay within fp32.
-LEAST_POWER, MOST_POWER = 2.0**-100, 2.0**100
+MIN_POWER, MAX_POWER = 2.0**-100, 2.0**100
 HEADROOM = 2.0**14  # the largest number becomes less than twice that, below fp16's 65504
 EXPONENT = 0x7F800000  # the bits of fp32 that say which power of two
 
@@ -19,4 +19,4 @@ def largest_finite(grad: Tensor, dim: int) -> Tensor:
 def unit_of(largest: Tensor) -> Tensor:
     """The power of two, in fp32, that fp32 numbers up to ``largest`` fit fp16 divided by: exactly, on the device."""
     power = (largest.view(torch.int32) & EXPONENT).view(torch.float32)
-    return power.clamp_(LEAST_POWER, MOST_POWER).div_(HEADROOM)
+    return power.clamp_(MIN_POWER, MAX_POWER).div_(HEADROOM)

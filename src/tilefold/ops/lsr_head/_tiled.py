@@ -12,8 +12,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from tilefold.ops.lsr_head._activation import activate, activate_in_place, slope_from_score, slope_in_place
-from tilefold.ops.lsr_head._layout import PackedRows, no_winner, pack_rows, winner_dtype
+from tilefold.ops._shared.activation import activate, activate_in_place, slope_from_score, slope_in_place
+from tilefold.ops.lsr_head import _one_token
+from tilefold.ops.lsr_head._problem import (
+    Gradients,
+    HeadOptions,
+    Needs,
+    PackedRows,
+    Saved,
+    Tokens,
+    Vocabulary,
+    no_winner,
+    pack_rows,
+    winner_dtype,
+    winners_shape,
+)
 from tilefold.ops.lsr_head._tiles import keep_maximum, max_tiles, sequence_tiles, vocabulary_tiles
 
 SLAB_ENTRIES = 1 << 22  # (sequence, vocabulary) pairs whose gradients are sorted at a time
@@ -25,79 +38,97 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def max_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    attention_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    activation: str,
-    logit_scale: float,
-    out_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    with_winners: bool,
-    length_bound: int,
-) -> tuple[Tensor, Tensor]:
-    """Scores ``[B, V]`` in ``out_dtype``, and winners ``[B, V]`` (uint16 or int32; empty unless asked for)."""
-    packed = _packed_in_compute_dtype(hidden, attention_mask, cu_seqlens)
-    batch, vocab = len(packed.offsets) - 1, weight.size(0)
-    scores = torch.zeros(batch, vocab, dtype=packed.rows.dtype, device=hidden.device)
-    winners = torch.zeros(batch if with_winners else 0, vocab, dtype=torch.int32, device=hidden.device)
-    for v0, v1, i, j, before, tokens in max_tiles(packed, weight, logit_scale):
-        keep_maximum(scores[i:j, v0:v1], winners[i:j, v0:v1] if with_winners else None, tokens, before)
-    # the activation and the bias commute with the maximum, so they wait for all of it
-    scores = activate(scores if bias is None else scores + bias.to(scores.dtype), activation)
-    empty = [b for b, (i, j) in enumerate(zip(packed.offsets[:-1], packed.offsets[1:], strict=True)) if i == j]
-    scores[empty] = 0
-    if with_winners:
-        winners = _positions_in_sequence(winners, packed, attention_mask, length_bound)
-    return scores.to(out_dtype), winners
+def forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions) -> tuple[Tensor, Tensor]:
+    """Scores ``[B, V]`` in ``out_dtype``, and winners (uint16 or int32; empty where none are kept)."""
+    if options.pooling == "max":
+        return _max_forward(tokens, vocabulary, options)
+    if options.pooling in ("sum", "mean"):
+        scores = _sum_forward(tokens, vocabulary, options)
+        shape = winners_shape(tokens, vocabulary.weight.size(0), options)
+        return scores, torch.empty(shape, dtype=winner_dtype(tokens.length_bound), device=scores.device)
+    return _one_token.forward(tokens, vocabulary, options)
 
 
-def max_backward(
+def backward(
     dscores: Tensor,
-    scores: Tensor,
-    winners: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    cu_seqlens: Tensor | None,
-    activation: str,
-    logit_scale: float,
-    compute_dtype: torch.dtype,
-    needs: tuple[bool, bool, bool],
-    main_grad: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    saved: Saved,
+    tokens: Tokens,
+    vocabulary: Vocabulary,
+    options: HeadOptions,
+    needs: Needs,
+    main_grad: Tensor | None,
+) -> Gradients:
     """Gradients of hidden, weight and bias (``None`` where not needed), each in its parameter's dtype.
 
     With ``main_grad``, fp32 ``[V, D]``, the weight's gradient is added to it and not returned.
-
-    Both matrix gradients are weighted sums of gathered rows, one owner each: the weight's row ``v`` sums
-    ``g[b, v] * hidden[b, winner[b, v]]`` over b, the hidden row sums ``g[b, v] * weight[v]`` over what it won.
     """
-    need_hidden, need_weight, need_bias = needs
+    if options.pooling == "max":
+        gradients = _max_backward(dscores, saved, tokens, vocabulary, options, needs, main_grad)
+    elif options.pooling in ("sum", "mean"):
+        gradients = _sum_backward(dscores, tokens, vocabulary, options, needs)
+    else:
+        gradients = _one_token.backward(dscores, saved, tokens, vocabulary, options, needs)
+    dhidden, dweight, dbias = gradients
+    return dhidden, dweight, dbias if dbias is None or needs.bias is None else dbias.to(needs.bias)
+
+
+def _max_forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions) -> tuple[Tensor, Tensor]:
+    hidden, (weight, _, bias), with_winners = tokens.hidden, vocabulary, options.training
+    bound = tokens.length_bound
+    packed = _packed_in_compute_dtype(tokens)
+    batch, vocab = len(packed.offsets) - 1, weight.size(0)
+    scores = torch.zeros(batch, vocab, dtype=packed.rows.dtype, device=hidden.device)
+    winners = torch.zeros(batch if with_winners else 0, vocab, dtype=torch.int32, device=hidden.device)
+    for v0, v1, i, j, before, logits in max_tiles(packed, weight, options.logit_scale):
+        keep_maximum(scores[i:j, v0:v1], winners[i:j, v0:v1] if with_winners else None, logits, before)
+    # the activation and the bias commute with the maximum, so they wait for all of it
+    scores = activate(scores if bias is None else scores + bias.to(scores.dtype), options.activation)
+    empty = [b for b, (i, j) in enumerate(zip(packed.offsets[:-1], packed.offsets[1:], strict=True)) if i == j]
+    scores[empty] = 0
+    winners = _positions_in_sequence(winners, packed, tokens) if with_winners else winners.to(winner_dtype(bound))
+    return scores.to(options.out_dtype), winners
+
+
+def _max_backward(
+    dscores: Tensor,
+    saved: Saved,
+    tokens: Tokens,
+    vocabulary: Vocabulary,
+    options: HeadOptions,
+    needs: Needs,
+    main_grad: Tensor | None,
+) -> Gradients:
+    """Both matrix gradients are weighted sums of gathered rows, one owner each.
+
+    The weight's row ``v`` sums ``g[b, v] * hidden[b, winner[b, v]]`` over b, the hidden row sums
+    ``g[b, v] * weight[v]`` over what it won.
+    """
+    (scores, winners), (hidden, _, cu_seqlens), weight = saved, tokens, vocabulary.weight
+    if scores is None or winners is None:
+        raise ValueError("scores and winners must be tensors in the backward pass of max pooling, got None.")
     dtype = wide_dtype(hidden.dtype)
     rows = hidden.reshape(-1, hidden.size(-1))
     batch, vocab = scores.shape
-    if cu_seqlens is None:
-        starts = torch.arange(batch, device=hidden.device) * (hidden.size(1) if hidden.dim() == 3 else 0)
-    else:
+    starts = torch.arange(batch, device=hidden.device) * tokens.length
+    if cu_seqlens is not None:
         starts = cu_seqlens[:-1].long()
-    dhidden = torch.zeros(rows.shape, dtype=dtype, device=hidden.device) if need_hidden else None
+    dhidden = torch.zeros(rows.shape, dtype=dtype, device=hidden.device) if needs.hidden else None
     dweight = (
         torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
-        if need_weight and main_grad is None
+        if needs.weight and main_grad is None
         else None
     )
-    dbias = torch.zeros(vocab, dtype=dtype, device=hidden.device) if need_bias else None
-    compute_rows = rows.to(dtype) if need_weight else rows
+    dbias = torch.zeros(vocab, dtype=dtype, device=hidden.device) if needs.bias is not None else None
+    compute_rows = rows.to(dtype) if needs.weight else rows
     slab = max(1, min(SLAB_V, SLAB_ENTRIES // max(batch, 1)))
     for v0 in range(0, vocab, slab):
         v1 = min(v0 + slab, vocab)
-        grad, row = _logit_gradient(dscores, scores, winners, starts, v0, v1, activation, dtype)  # [Vs, B]
+        columns = dscores[:, v0:v1], scores[:, v0:v1], winners[:, v0:v1]
+        grad, row = _logit_gradient(*columns, starts, options.activation, dtype)  # [Vs, B]
         if dbias is not None:
             dbias[v0:v1] = grad.sum(dim=1)
         entry_v, entry_b = grad.nonzero(as_tuple=True)  # sorted by vocabulary entry, then by sequence
-        entry_grad = grad[entry_v, entry_b] * logit_scale
+        entry_grad = grad[entry_v, entry_b] * options.logit_scale
         entry_row = row[entry_v, entry_b]
         target = main_grad if main_grad is not None else dweight
         if target is not None:
@@ -125,67 +156,47 @@ def _add_or_store(target: Tensor, gradient: Tensor, add: bool) -> None:
         target.copy_(gradient)
 
 
-def sum_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    attention_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    activation: str,
-    logit_scale: float,
-    out_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    mean: bool,
-) -> Tensor:
+def _sum_forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions) -> Tensor:
     """``[B, V]`` sum or mean over valid tokens of the activated logits."""
-    packed = _packed_in_compute_dtype(hidden, attention_mask, cu_seqlens)
+    hidden, (weight, _, bias) = tokens.hidden, vocabulary
+    packed = _packed_in_compute_dtype(tokens)
     batch, vocab = len(packed.offsets) - 1, weight.size(0)
     scores = torch.zeros(batch, vocab, dtype=packed.rows.dtype, device=hidden.device)
     for v0, v1, tile_weight, tile_bias in vocabulary_tiles(weight, bias, packed.rows.dtype):
-        for piece, logits in sequence_tiles(packed, tile_weight, logit_scale):
+        for piece, logits in sequence_tiles(packed, tile_weight, options.logit_scale):
             if tile_bias is not None:
                 logits.add_(tile_bias)
-            scores[piece.first : piece.last, v0:v1] += activate_in_place(logits, activation).sum(dim=1)
-    if mean:
+            scores[piece.first : piece.last, v0:v1] += activate_in_place(logits, options.activation).sum(dim=1)
+    if options.pooling == "mean":
         scores /= _lengths(packed, scores)[:, None]
-    return scores.to(out_dtype)
+    return scores.to(options.out_dtype)
 
 
-def sum_backward(
-    dscores: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    attention_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    activation: str,
-    logit_scale: float,
-    compute_dtype: torch.dtype,
-    mean: bool,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _sum_backward(
+    dscores: Tensor, tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions, needs: Needs
+) -> Gradients:
     """Gradients of sum and mean pooling: every token counts, so each tile of logits is computed again."""
-    need_hidden, need_weight, need_bias = needs
-    packed = _packed_in_compute_dtype(hidden, attention_mask, cu_seqlens)
+    hidden, (weight, _, bias) = tokens.hidden, vocabulary
+    packed = _packed_in_compute_dtype(tokens)
     rows = packed.rows
     grad = dscores.to(rows.dtype)
-    if mean:
+    if options.pooling == "mean":
         grad = grad / _lengths(packed, grad)[:, None]
-    drows = torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device) if need_hidden else None
-    dweight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device) if need_weight else None
-    dbias = torch.zeros(weight.size(0), dtype=rows.dtype, device=rows.device) if need_bias else None
+    drows = torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device) if needs.hidden else None
+    dweight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device) if needs.weight else None
+    dbias = torch.zeros(weight.size(0), dtype=rows.dtype, device=rows.device) if needs.bias is not None else None
     for v0, v1, tile_weight, tile_bias in vocabulary_tiles(weight, bias, rows.dtype):
         tile_dweight = torch.zeros_like(tile_weight)
-        for piece, logits in sequence_tiles(packed, tile_weight, logit_scale):
+        for piece, logits in sequence_tiles(packed, tile_weight, options.logit_scale):
             if tile_bias is not None:
                 logits.add_(tile_bias)
             tile_grad = grad[piece.first : piece.last, None, v0:v1]
-            dlogits = slope_in_place(logits, activation).mul_(tile_grad).flatten(0, 1)
+            dlogits = slope_in_place(logits, options.activation).mul_(tile_grad).flatten(0, 1)
             if dbias is not None:
                 dbias[v0:v1] += dlogits.sum(dim=0)
             if drows is not None:
-                drows[piece.start : piece.end].addmm_(dlogits, tile_weight, alpha=logit_scale)
-            tile_dweight.addmm_(dlogits.T, rows[piece.start : piece.end], alpha=logit_scale)
+                drows[piece.start : piece.end].addmm_(dlogits, tile_weight, alpha=options.logit_scale)
+            tile_dweight.addmm_(dlogits.T, rows[piece.start : piece.end], alpha=options.logit_scale)
         if dweight is not None:
             dweight[v0:v1] = tile_dweight
     dhidden = None
@@ -198,19 +209,17 @@ def sum_backward(
     return dhidden, dweight, dbias
 
 
-def _packed_in_compute_dtype(hidden: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> PackedRows:
-    packed = pack_rows(hidden, mask, cu_seqlens)
-    return PackedRows(packed.rows.to(wide_dtype(hidden.dtype)), packed.offsets, packed.index)
+def _packed_in_compute_dtype(tokens: Tokens) -> PackedRows:
+    packed = pack_rows(tokens)
+    return PackedRows(packed.rows.to(wide_dtype(tokens.hidden.dtype)), packed.offsets, packed.index)
 
 
-def _positions_in_sequence(
-    winners: Tensor, packed: PackedRows, attention_mask: Tensor | None, length_bound: int
-) -> Tensor:
+def _positions_in_sequence(winners: Tensor, packed: PackedRows, tokens: Tokens) -> Tensor:
     """Turn the count of valid tokens before the winner into its position, and mark empty sequences."""
-    dtype = winner_dtype(length_bound)
+    dtype = winner_dtype(tokens.length_bound)
     offsets = torch.tensor(packed.offsets, device=winners.device)
-    if packed.index is not None and attention_mask is not None:
-        position = packed.index % attention_mask.size(1)
+    if packed.index is not None:
+        position = packed.index % tokens.length
         last_row = max(position.numel() - 1, 0)
         if position.numel():
             winners = position[(winners + offsets[:-1, None]).clamp_(max=last_row)]
@@ -219,20 +228,12 @@ def _positions_in_sequence(
 
 
 def _logit_gradient(
-    dscores: Tensor,
-    scores: Tensor,
-    winners: Tensor,
-    starts: Tensor,
-    v0: int,
-    v1: int,
-    activation: str,
-    dtype: torch.dtype,
+    dscores: Tensor, scores: Tensor, winners: Tensor, starts: Tensor, activation: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """``[Vs, B]`` gradient of the winning logits of a slab, and the row of hidden that holds each winner."""
-    winner = winners[:, v0:v1].to(torch.int32)
+    winner = winners.to(torch.int32)
     has_winner = winner != no_winner(winners.dtype)
-    score = scores[:, v0:v1].to(dtype)
-    grad = dscores[:, v0:v1].to(dtype) * slope_from_score(score, activation)
+    grad = dscores.to(dtype) * slope_from_score(scores.to(dtype), activation)
     grad = torch.where(has_winner, grad, torch.zeros_like(grad))
     row = torch.where(has_winner, winner, 0) + starts[:, None]
     return grad.T, row.T

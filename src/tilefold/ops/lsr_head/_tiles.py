@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilefold.ops.lsr_head._layout import PackedRows
+from tilefold.ops.lsr_head._problem import PackedRows
 
 TILE_ELEMENTS = 1 << 22  # logits of one tile: 16 MiB in fp32, so that it stays in the last-level cache
 BLOCK_V = 4096  # vocabulary entries of a tile
@@ -34,18 +34,18 @@ class Piece(NamedTuple):
     end: int
 
 
-def _pieces(offsets: list[int], most_rows: int, most_sequences: int | None = None) -> list[Piece]:
-    """Cut a batch into pieces of at most ``most_rows`` rows: runs of whole sequences, and parts of longer ones."""
+def _pieces(offsets: list[int], max_rows: int, max_sequences: int | None = None) -> list[Piece]:
+    """Cut a batch into pieces of at most ``max_rows`` rows: runs of whole sequences, and parts of longer ones."""
     pieces, first = [], 0
     batch = len(offsets) - 1
     while first < batch:
         last, start = first + 1, offsets[first]
-        if offsets[last] - start > most_rows:
-            cuts = [*range(start, offsets[last], most_rows), offsets[last]]
+        if offsets[last] - start > max_rows:
+            cuts = [*range(start, offsets[last], max_rows), offsets[last]]
             pieces += [Piece(first, last, *cut) for cut in itertools.pairwise(cuts)]
         else:
-            most = batch if most_sequences is None else min(batch, first + most_sequences)
-            while last < most and offsets[last + 1] - start <= most_rows:
+            limit = batch if max_sequences is None else min(batch, first + max_sequences)
+            while last < limit and offsets[last + 1] - start <= max_rows:
                 last += 1
             if offsets[last] > start:
                 pieces.append(Piece(first, last, start, offsets[last]))
@@ -62,9 +62,9 @@ def max_tiles(
     overwritten by the next.
     """
     pieces = _pieces(packed.offsets, TILE_ELEMENTS // BLOCK_V)
-    most = max((piece.end - piece.start for piece in pieces), default=0)
+    largest = max((piece.end - piece.start for piece in pieces), default=0)
     # one buffer for all tiles: fresh pages for each would cost a sixth of the products' time
-    tile = packed.rows.new_empty(most * min(BLOCK_V, weight.size(0)))
+    tile = packed.rows.new_empty(largest * min(BLOCK_V, weight.size(0)))
     for v0, v1, tile_weight, _ in vocabulary_tiles(weight, None, packed.rows.dtype):
         for piece in pieces:
             rows = packed.rows[piece.start : piece.end]
@@ -98,8 +98,8 @@ def sequence_tiles(packed: PackedRows, tile_weight: Tensor, logit_scale: float) 
     width = tile_weight.size(0)
     together = None if packed.uniform_length is not None else 1
     pieces = _pieces(packed.offsets, TILE_ELEMENTS // max(width, 1), together)
-    most = max((piece.end - piece.start for piece in pieces), default=0)
-    tile = tile_weight.new_empty(most, width)
+    largest = max((piece.end - piece.start for piece in pieces), default=0)
+    tile = tile_weight.new_empty(largest, width)
     for piece in pieces:
         logits = tile[: piece.end - piece.start]
         torch.mm(packed.rows[piece.start : piece.end], tile_weight.T, out=logits)

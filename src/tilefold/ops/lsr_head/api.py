@@ -7,18 +7,29 @@ import math
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.checks import check_choice
-from tilefold.ops._shared.impl import IMPLS, check_interpreted, settled
-from tilefold.ops.lsr_head import _library, _parallel, _reference
-from tilefold.ops.lsr_head._arguments import check_head, check_main_grad, check_out_dtype, check_quantized_head
-from tilefold.ops.lsr_head._calls import Signature, call_signature, new_plans, plans_of
-from tilefold.ops.lsr_head._choice import chosen_impl
-from tilefold.ops.lsr_head._layout import batch_size, sequence_mask
+from tilefold.ops._shared import impl as implementations
+from tilefold.ops._shared.call_cache import call_key
+from tilefold.ops._shared.checks import check_cu_seqlens
+from tilefold.ops.lsr_head import _parallel, _reference, _torch_ops
+from tilefold.ops.lsr_head._arguments import check_head, checked_options
+from tilefold.ops.lsr_head._problem import Asked, HeadOptions, Tokens, Vocabulary, sequence_mask
 from tilefold.ops.lsr_head._quantized import QuantizedWeight
 from tilefold.ops.lsr_head._sparse import SparseRows
 
 # Vocabulary columns that lsr_head_sparse holds in dense form at a time, for the whole batch.
 SPARSE_BLOCK_V = 16384
+
+
+def chosen_impl(hidden: Tensor, impl: str = "auto") -> str:
+    """Which implementation ``lsr_head(hidden, ..., impl=impl)`` runs: ``"reference"``, ``"tiled"`` or ``"triton"``.
+
+    ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, else ``"tiled"``.
+
+    Raises:
+        ValueError: for an unknown name.
+        RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
+    """
+    return implementations.chosen_impl("lsr_head", "hidden", hidden, impl)
 
 
 def lsr_head(
@@ -55,7 +66,7 @@ def lsr_head(
     Args:
         hidden: ``[B, S, D]`` token states, or ``[T, D]`` packed ones with ``cu_seqlens``; fp16, bf16, fp32 or fp64.
         weight: ``[V, D]`` decoder weight, dtype of ``hidden`` (any floating dtype under autocast); or, for max pooling
-            without gradients, a :class:`QuantizedWeight`: token states are then rounded to fp8 too, with a scale each.
+            without gradients, a :class:`QuantizedWeight`: token states are then rounded to fp8 too.
         bias: ``[V]`` decoder bias, or ``None``.
         attention_mask: ``[B, S]``, nonzero = valid, in any pattern (padding on either side, holes). Real-valued
             term weights are not part of this contract: a nonzero value only says "valid".
@@ -78,65 +89,28 @@ def lsr_head(
         ValueError: for shapes, devices, masks, ``cu_seqlens`` or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
-    given = (pooling, activation, type(logit_scale), logit_scale, out_dtype, impl)
-    tensors = (hidden, weight, bias, attention_mask, cu_seqlens, weight_main_grad)
-    signature = call_signature(*tensors, given)
-    plans = plans_of(signature)
-    if plans is not None and (known := _library.scores_again(plans, *tensors)) is not None:
-        return known
+    tokens, asked = Tokens(hidden, attention_mask, cu_seqlens), Asked(pooling, activation, logit_scale, out_dtype, impl)
     if isinstance(weight, QuantizedWeight):
-        out_dtype, impl = check_quantized_head(
-            hidden, weight, bias, attention_mask, cu_seqlens, pooling, activation, logit_scale, out_dtype, impl
-        )
-        if weight_main_grad is not None:
-            raise ValueError(
-                "weight_main_grad must be None with a QuantizedWeight, which has no gradient; leave it out."
-            )
-        plans = new_plans(signature)
-        return _library.quantized_max_head(
-            hidden, weight, bias, attention_mask, cu_seqlens, activation, float(logit_scale), out_dtype, impl, plans
-        )
-    if _parallel.is_distributed(hidden, weight, bias):
-        layout = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
-        named = {"pooling": pooling, "activation": activation, "logit_scale": logit_scale, "out_dtype": out_dtype}
-        named |= {"weight_main_grad": weight_main_grad, "impl": impl}
-        return _parallel.parallel_head(lsr_head, hidden, weight, bias, layout, named)
-    compute_dtype = check_head(hidden, weight, bias, attention_mask, cu_seqlens, pooling, activation, logit_scale)
-    out_dtype = check_out_dtype(out_dtype, compute_dtype)
-    if weight_main_grad is not None:
-        check_main_grad(weight_main_grad, weight, pooling, impl)
-    if torch.compiler.is_compiling():
-        check_choice("impl", impl, IMPLS)  # the operators choose when they run: a device cannot be asked in a trace
+        vocabulary = Vocabulary(weight.values, weight.scale, bias)
     else:
-        impl = settled(impl, chosen_impl(hidden, impl))
-        check_interpreted(impl, hidden.device, compute_dtype, out_dtype)
-    if impl == "reference":
-        return _run_reference(
-            hidden, weight, bias, attention_mask, cu_seqlens, pooling, activation, logit_scale, out_dtype
-        )
-    inputs = (hidden, weight, bias, attention_mask, cu_seqlens)
-    options = (activation, float(logit_scale), out_dtype, compute_dtype)
-    return _pooled(pooling, inputs, options, impl, weight_main_grad, signature)
+        vocabulary = Vocabulary(weight, None, bias)
+    wanted = torch.is_grad_enabled() and (_has_gradient(hidden), _has_gradient(weight), _has_gradient(bias))
+    given = (*asked, wanted, _has_gradient(weight_main_grad))
+    key = call_key((*tokens, *vocabulary, weight_main_grad), given)
+    scores = None if key is None else _torch_ops.again(key, tokens, vocabulary, weight_main_grad)
+    if scores is not None:
+        return scores
+    if not isinstance(weight, QuantizedWeight) and _parallel.is_distributed(hidden, weight, bias):
+        named = asked._asdict() | {"weight_main_grad": weight_main_grad}
+        return _parallel.parallel_head(lsr_head, tokens, weight, bias, named)
+    options = checked_options(tokens, weight, bias, asked, weight_main_grad)
+    if options.impl == "reference" and not isinstance(weight, QuantizedWeight):
+        return _run_reference(tokens, weight, bias, options)
+    return _torch_ops.head(key, tokens, vocabulary, options, weight_main_grad)
 
 
-def _pooled(
-    pooling: str,
-    inputs: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
-    options: tuple[str, float, torch.dtype, torch.dtype],
-    impl: str,
-    weight_main_grad: Tensor | None,
-    signature: Signature | None,
-) -> Tensor:
-    """The scores of a checked call, by its pooling."""
-    plans = new_plans(signature)
-    if pooling == "max":
-        return _library.max_head(*inputs, *options, impl, weight_main_grad, plans)
-    if pooling in ("cls", "last"):
-        hidden, weight, bias, attention_mask, cu_seqlens = inputs
-        token, valid = _pooled_token(hidden, attention_mask, cu_seqlens, last=pooling == "last")
-        scores = _library.token_head(token, weight, bias, *options)
-        return scores.masked_fill(~valid[:, None], 0)
-    return _library.sum_head(*inputs, *options, pooling == "mean", impl, plans)
+def _has_gradient(tensor: object) -> bool:
+    return getattr(tensor, "requires_grad", False)
 
 
 def lsr_head_sparse(
@@ -160,7 +134,7 @@ def lsr_head_sparse(
     for fp64 input). Not differentiable: the result carries no graph.
 
     Args:
-        top_k: keep at most this many entries a row, the largest; among equal ones the lowest vocabulary index.
+        top_k: keep at most this many entries per row, the largest; among equal ones the lowest vocabulary index.
             ``None`` keeps all.
         min_weight: keep entries strictly greater than this; NaN is always kept, so that it is seen.
 
@@ -170,55 +144,33 @@ def lsr_head_sparse(
         ``[B, V]`` ``torch.sparse_csr`` tensor with int64 indices, sorted within each row; with DTensor arguments the
         plain, whole tensor on every rank.
     """
+    tokens, asked = Tokens(hidden, attention_mask, cu_seqlens), Asked(pooling, activation, logit_scale, out_dtype, impl)
     if not isinstance(weight, QuantizedWeight) and _parallel.is_distributed(hidden, weight, bias):
-        layout = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
-        options = {"pooling": pooling, "activation": activation, "logit_scale": logit_scale, "out_dtype": out_dtype}
-        options |= {"top_k": top_k, "min_weight": min_weight, "impl": impl}
-        return _parallel.parallel_head_sparse(lsr_head_sparse, hidden, weight, bias, layout, options)
-    inputs = (attention_mask, cu_seqlens, pooling, activation, logit_scale)
-    if isinstance(weight, QuantizedWeight):
-        out_dtype, _ = check_quantized_head(hidden, weight, bias, *inputs, out_dtype, impl)
-    else:
-        out_dtype = check_out_dtype(out_dtype, check_head(hidden, weight, bias, *inputs))
+        named = asked._asdict() | {"top_k": top_k, "min_weight": min_weight}
+        return _parallel.parallel_head_sparse(lsr_head_sparse, tokens, weight, bias, named)
+    _, out_dtype = check_head(tokens, weight, bias, asked)
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
         raise ValueError(f"top_k must be a positive integer or None, got {top_k!r}.")
     if not isinstance(min_weight, (int, float)) or math.isnan(min_weight):
         raise ValueError(f"min_weight must be a Python number, got {min_weight!r}; -inf keeps every entry.")
     vocab = weight.size(0)
-    rows = SparseRows(batch_size(hidden, cu_seqlens), vocab, top_k, min_weight, hidden.device)
+    rows = SparseRows(tokens.batch, vocab, top_k, min_weight, hidden.device)
+    wide = asked._replace(out_dtype=torch.promote_types(hidden.dtype, torch.float32))
     with torch.no_grad():
         for v0 in range(0, vocab, SPARSE_BLOCK_V):
-            v1 = min(v0 + SPARSE_BLOCK_V, vocab)
+            part = slice(v0, v0 + SPARSE_BLOCK_V)
             scores = lsr_head(
-                hidden,
-                weight[v0:v1],
-                None if bias is None else bias[v0:v1],
-                attention_mask=attention_mask,
-                cu_seqlens=cu_seqlens,
-                pooling=pooling,
-                activation=activation,
-                logit_scale=logit_scale,
-                out_dtype=torch.promote_types(hidden.dtype, torch.float32),
-                impl=impl,
+                weight=weight[part], bias=None if bias is None else bias[part], **tokens._asdict(), **wide._asdict()
             )
             rows.add(scores, v0)
         return rows.to_csr(out_dtype)
 
 
-def _run_reference(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    attention_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    pooling: str,
-    activation: str,
-    logit_scale: float,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _run_reference(tokens: Tokens, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> Tensor:
+    hidden, attention_mask, cu_seqlens = tokens
     with torch.autocast(hidden.device.type, enabled=False):
         if cu_seqlens is not None:
-            _library.check_cu_seqlens(cu_seqlens, hidden.size(0))
+            check_cu_seqlens("cu_seqlens", cu_seqlens, hidden.size(0), "hidden")
             lengths = cu_seqlens[1:] - cu_seqlens[:-1]
             longest = int(lengths.max()) if lengths.numel() else 0
             valid = sequence_mask(cu_seqlens, longest)
@@ -229,41 +181,10 @@ def _run_reference(
         else:
             valid = attention_mask != 0
         if hidden.size(1) == 0:
+            out_dtype = options.out_dtype
             return (hidden.sum() + weight.sum()).to(out_dtype) * hidden.new_zeros(
                 hidden.size(0), weight.size(0), dtype=out_dtype
             )
-        return _reference.lsr_head(hidden, weight, bias, valid, pooling, activation, float(logit_scale), out_dtype)
-
-
-def _pooled_token(
-    hidden: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, *, last: bool
-) -> tuple[Tensor, Tensor]:
-    """The first or last valid token of each sequence ``[B, D]``, zeros where there is none, and ``[B]`` valid."""
-    broken = None
-    if cu_seqlens is not None:
-        cu_seqlens, rows = _library.checked_cu_seqlens(cu_seqlens, hidden.size(0)), hidden.size(0)
-        broken = _library.broken_cu_seqlens(cu_seqlens, rows)
-        valid = (cu_seqlens.diff() > 0) | broken
-        row = (cu_seqlens[1:] - 1 if last else cu_seqlens[:-1]).clamp(0, max(rows - 1, 0))
-        flat = hidden
-    else:
-        batch, length, dim = hidden.shape
-        flat = hidden.reshape(batch * length, dim)
-        mask = hidden.new_ones(batch, length) if attention_mask is None else attention_mask
-        places = torch.arange(length, device=hidden.device)
-        if last:
-            place = torch.where(mask != 0, places, -1).amax(dim=1) if length else mask.new_full((batch,), -1)
-        else:
-            place = torch.where(mask != 0, places, length).amin(dim=1) if length else mask.new_zeros(batch)
-        valid = (place >= 0) & (place < length)
-        row = place.long() + torch.arange(batch, device=hidden.device) * length
-    if flat.size(0) == 0:
-        nothing = hidden.sum(dim=tuple(range(hidden.dim() - 1)))  # zeros [D] that keep the graph
-        token = nothing.expand(valid.numel(), -1)
-        valid = torch.zeros_like(valid) if broken is None else valid & broken
-    else:
-        token = flat[torch.where(valid, row, 0)]
-    token = token.masked_fill(~valid[:, None], 0)
-    if broken is not None:
-        token = token.masked_fill(broken, math.nan)
-    return token, valid
+        return _reference.lsr_head(
+            hidden, weight, bias, valid, options.pooling, options.activation, options.logit_scale, options.out_dtype
+        )

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from tilefold.ops._shared._triton import releases
+from tilefold.ops._shared._triton.tensors import power_of_two
 from tilefold.ops._shared.fallback import give_up, given_up
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.tf32 import tf32_allowed
@@ -234,3 +235,58 @@ def sum_config(dtype: torch.dtype, device: torch.device) -> SumConfig:
     if device.type != "cuda" or triton_interpreted():
         return SUM_INTERPRETED
     return sum_config_for(torch.cuda.get_device_capability(device), dtype, tf32_allowed(dtype))
+
+
+@dataclass(frozen=True)
+class OneTokenConfig:
+    """Tiles of the kernels that take one token per sequence.
+
+    Attributes:
+        max_rows: sequences of a tile at most, where there are as many.
+        block_v, block_k: vocabulary entries and hidden dimensions of a forward tile.
+        num_warps, num_stages: warps of a forward program, depth of its load pipeline.
+        gradient_block_v, gradient_block_d: vocabulary entries and hidden dimensions of the gradients' tiles.
+        gradient_warps, gradient_stages: of the gradients' programs.
+        gradient_programs: programs of the hidden gradient on a multiprocessor.
+        precision: ``input_precision`` of fp32 products.
+    """
+
+    max_rows: int = 64
+    block_v: int = 64
+    block_k: int = 64
+    num_warps: int = 4
+    num_stages: int = 4
+    gradient_block_v: int = 64
+    gradient_block_d: int = 128
+    gradient_warps: int = 4
+    gradient_stages: int = 3
+    gradient_programs: int = 2
+    precision: str = "ieee"
+
+    def rows(self, batch: int) -> int:
+        """Sequences of a tile."""
+        return min(self.max_rows, power_of_two(batch))
+
+
+ONE_TOKEN_FP32 = OneTokenConfig(
+    max_rows=32, block_k=32, num_stages=2, gradient_block_v=32, gradient_block_d=64, gradient_stages=2,
+    precision="tf32x3",
+)  # fmt: skip
+ONE_TOKEN_INTERPRETED = OneTokenConfig(
+    max_rows=16, block_v=16, block_k=16, num_stages=1, gradient_block_v=16, gradient_block_d=16, gradient_stages=1,
+    gradient_programs=1,
+)  # fmt: skip
+
+
+def one_token_config_for(dtype: torch.dtype, tf32: bool) -> OneTokenConfig:
+    """The configuration for poolings of one token; ``tf32`` allows TF32 products of fp32 input."""
+    if dtype == torch.float32:
+        return replace(ONE_TOKEN_FP32, precision="tf32") if tf32 else ONE_TOKEN_FP32
+    return OneTokenConfig()
+
+
+def one_token_config(dtype: torch.dtype, device: torch.device) -> OneTokenConfig:
+    """The configuration for ``dtype`` on ``device``."""
+    if device.type != "cuda" or triton_interpreted():
+        return ONE_TOKEN_INTERPRETED
+    return one_token_config_for(dtype, tf32_allowed(dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -35,3 +36,21 @@ def as_bytes(mask: Tensor | None) -> Tensor | None:
         return None
     mask = mask.contiguous()
     return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+
+
+class Scratch:
+    """Memory that a plan's launches write, allocated anew in each call: ``scratch()``.
+
+    What has no element is made once, and holds no memory.
+    """
+
+    __slots__ = ("_device", "_dtype", "_nothing", "_shape")
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._shape, self._dtype, self._device = shape, dtype, device
+        self._nothing = None if math.prod(shape) else torch.empty(shape, dtype=dtype, device=device)
+
+    def __call__(self) -> Tensor:
+        if self._nothing is not None:
+            return self._nothing
+        return torch.empty(self._shape, dtype=self._dtype, device=self._device)

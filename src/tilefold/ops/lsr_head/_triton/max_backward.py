@@ -15,16 +15,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilefold.ops._shared._triton.activation import slope_from_score
 from tilefold.ops._shared._triton.offsets import narrowed
-from tilefold.ops.lsr_head._triton.activation import slope_from_score
 
 LAST = tl.constexpr(2147483647)
 # An entry of a list packs the vocabulary index above the row inside its tile.
 ROW_BITS = tl.constexpr(5)
 ROW_MASK = tl.constexpr(31)
 MAX_VOCAB = 1 << (31 - 5)
-LEAST_POWER = tl.constexpr(2.0**-100)
-MOST_POWER = tl.constexpr(2.0**100)
+MIN_POWER = tl.constexpr(2.0**-100)
+MAX_POWER = tl.constexpr(2.0**100)
 HEADROOM = tl.constexpr(2.0**14)  # the largest g of a row becomes less than twice that, below fp16's 65504
 
 
@@ -65,7 +65,7 @@ def _won_rows(scores_ptr, winner_ptr, offs, mask, ALWAYS_ACTIVE: tl.constexpr, N
 def _power_of_two(largest, before):
     """The power of two in ``largest``, or the one of ``before`` if that is larger."""
     exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
-    return tl.maximum(before, tl.minimum(exponent.to(tl.float32, bitcast=True), MOST_POWER))
+    return tl.maximum(before, tl.minimum(exponent.to(tl.float32, bitcast=True), MAX_POWER))
 
 
 @triton.jit
@@ -164,7 +164,7 @@ def _dhidden_kernel(
     last = tl.load(place_ptr + (tile + 1).to(tl.int64) * SPLITS - 1)
     rows = tl.arange(0, BLOCK_R)
     acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    power = tl.full((), LEAST_POWER, tl.float32)
+    power = tl.full((), MIN_POWER, tl.float32)
     for e0 in range(first, last, BLOCK_E):
         e = e0 + tl.arange(0, BLOCK_E)
         code = tl.load(code_ptr + e, mask=e < last, other=0)  # [BLOCK_E]
@@ -216,7 +216,7 @@ def _dweight_kernel(
         mask_d = d < D
         acc = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
         dbias = tl.zeros((BLOCK_V,), tl.float32)
-        power = tl.full((BLOCK_V,), LEAST_POWER, tl.float32)
+        power = tl.full((BLOCK_V,), MIN_POWER, tl.float32)
         total = 0
         for b0 in range(0, B, BLOCK_B):
             b = b0 + tl.arange(0, BLOCK_B)

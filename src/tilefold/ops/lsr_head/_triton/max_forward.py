@@ -1,9 +1,9 @@
 """Max pooling, forward: one persistent kernel whose running maximum and winner stay in registers.
 
-A program walks (vocabulary tile, unit) items; a unit is a run of token tiles. The tile of logits is
+A program walks (vocabulary tile, split) items; a split is a run of token tiles. The tile of logits is
 ``[BLOCK_V, BLOCK_T]``, the maximum runs along its tokens. Sequences are whole groups of GROUP rows, so a tile that
 holds several is reduced group by group first and each sequence then picks its groups. A sequence cut by the border
-of two units leaves its partial maxima in a small buffer, which the second kernel puts together.
+of two splits leaves its partial maxima in a small buffer, which the second kernel puts together.
 
 All steps of all items form one flat loop, so that loads of the next tile are in flight during a tile's reduction.
 """
@@ -13,15 +13,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilefold.ops.lsr_head._triton.activation import nan_max
+from tilefold.ops._shared._triton.activation import nan_max
 from tilefold.ops.lsr_head._triton.sequences import (
     LAST,
     column_terms,
     merge,
     sequence_offset,
+    split_tiles_of,
     store_partial,
     store_scores,
-    unit_tiles_of,
 )
 
 
@@ -53,11 +53,11 @@ def _first_sequence(offset_ptr, row, B, uniform_length, UNIFORM: tl.constexpr):
     return seq
 
 
-@triton.jit(do_not_specialize=["B", "T", "uniform_length", "units", "round_to", "logit_scale"])
+@triton.jit(do_not_specialize=["B", "T", "uniform_length", "splits", "multiple", "logit_scale"])
 def _max_forward_kernel(
     weight_src, rows_src, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr,
     part_ptr, part_winner_ptr,
-    B, V, T, uniform_length, units, round_to, logit_scale,
+    B, V, T, uniform_length, splits, multiple, logit_scale,
     D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_SCALE: tl.constexpr,
     WITH_WINNERS: tl.constexpr, UNIFORM: tl.constexpr, QUANTIZED: tl.constexpr, USE_TMA: tl.constexpr,
@@ -65,27 +65,27 @@ def _max_forward_kernel(
 ):  # fmt: skip
     K_STEPS: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
-    n_tiles, unit_tiles = unit_tiles_of(n_rows, units, round_to, BLOCK_T)
-    n_units = tl.cdiv(n_tiles, unit_tiles)
-    n_items = tl.cdiv(V, BLOCK_V) * n_units
+    n_tiles, split_tiles = split_tiles_of(n_rows, splits, multiple, BLOCK_T)
+    n_splits = tl.cdiv(n_tiles, split_tiles)
+    n_items = tl.cdiv(V, BLOCK_V) * n_splits
     item = tl.program_id(0)
     stride = tl.num_programs(0)
 
     total_tiles = 0
     for i in range(item, n_items, stride):
-        unit = i % n_units
-        total_tiles += tl.minimum(unit_tiles, n_tiles - unit * unit_tiles)
+        split = i % n_splits
+        total_tiles += tl.minimum(split_tiles, n_tiles - split * split_tiles)
 
-    unit = item % n_units
-    v0 = (item // n_units) * BLOCK_V
-    unit_row = unit * unit_tiles * BLOCK_T
-    last_row = tl.minimum(unit_row + unit_tiles * BLOCK_T, n_tiles * BLOCK_T)
-    r0 = unit_row
-    seq = _first_sequence(offset_ptr, unit_row, B, uniform_length, UNIFORM)
+    split = item % n_splits
+    v0 = (item // n_splits) * BLOCK_V
+    split_row = split * split_tiles * BLOCK_T
+    last_row = tl.minimum(split_row + split_tiles * BLOCK_T, n_tiles * BLOCK_T)
+    r0 = split_row
+    seq = _first_sequence(offset_ptr, split_row, B, uniform_length, UNIFORM)
     start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)
     end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
     best = tl.full((BLOCK_V,), float("-inf"), tl.float32)
-    winner = tl.zeros((BLOCK_V,), tl.int32) + tl.maximum(start, unit_row)
+    winner = tl.zeros((BLOCK_V,), tl.int32) + tl.maximum(start, split_row)
     acc = tl.zeros((BLOCK_V, BLOCK_T), tl.float32)
     k = 0
     for _ in tl.range(0, total_tiles * K_STEPS):
@@ -121,9 +121,9 @@ def _max_forward_kernel(
                 tile_best, place = _reduce_tokens(acc, 1, BLOCK_T, WITH_WINNERS)
                 best, winner = merge(best, winner, tile_best, r0 + place, WITH_WINNERS)
                 if end == r1:
-                    if start < unit_row:
+                    if start < split_row:
                         store_partial(
-                            best, winner, 2 * unit, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS
+                            best, winner, 2 * split, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS
                         )
                     else:
                         store_scores(
@@ -155,9 +155,9 @@ def _max_forward_kernel(
                     best, winner = merge(best, winner, seq_best, r0 + seq_place, WITH_WINNERS)
                     more = end <= r1
                     if more:
-                        if start < unit_row:
+                        if start < split_row:
                             store_partial(
-                                best, winner, 2 * unit, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS
+                                best, winner, 2 * split, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS
                             )
                         elif end > start:
                             store_scores(
@@ -174,52 +174,43 @@ def _max_forward_kernel(
             k = 0
             r0 += BLOCK_T
             if r0 == last_row:
-                if (start < last_row) & (seq < B):  # the sequence goes on in the next unit
-                    slot = 2 * unit + tl.where(start < unit_row, 0, 1)
+                if (start < last_row) & (seq < B):  # the sequence goes on in the next split
+                    slot = 2 * split + tl.where(start < split_row, 0, 1)
                     store_partial(best, winner, slot, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS)
                 item += stride
-                unit = item % n_units
-                v0 = (item // n_units) * BLOCK_V
-                unit_row = unit * unit_tiles * BLOCK_T
-                last_row = tl.minimum(unit_row + unit_tiles * BLOCK_T, n_tiles * BLOCK_T)
-                r0 = unit_row
-                seq = _first_sequence(offset_ptr, unit_row, B, uniform_length, UNIFORM)
+                split = item % n_splits
+                v0 = (item // n_splits) * BLOCK_V
+                split_row = split * split_tiles * BLOCK_T
+                last_row = tl.minimum(split_row + split_tiles * BLOCK_T, n_tiles * BLOCK_T)
+                r0 = split_row
+                seq = _first_sequence(offset_ptr, split_row, B, uniform_length, UNIFORM)
                 start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)
                 end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
                 best = tl.full((BLOCK_V,), float("-inf"), tl.float32)
-                winner = tl.zeros((BLOCK_V,), tl.int32) + tl.maximum(start, unit_row)
+                winner = tl.zeros((BLOCK_V,), tl.int32) + tl.maximum(start, split_row)
 
 
-@triton.jit(do_not_specialize=["B", "T", "uniform_length", "units", "round_to"])
+@triton.jit(do_not_specialize=["B", "T", "uniform_length", "splits", "multiple"])
 def _combine_kernel(
-    weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, ok_ptr, out_ptr, winner_ptr, part_ptr, part_winner_ptr,
-    B, V, T, uniform_length, units, round_to,
+    weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr, part_ptr, part_winner_ptr,
+    B, V, T, uniform_length, splits, multiple,
     BLOCK_T: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr, WITH_WINNERS: tl.constexpr, UNIFORM: tl.constexpr, NO_WINNER: tl.constexpr,
-    CHECKED: tl.constexpr, QUANTIZED: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, WITH_WINNERS: tl.constexpr, UNIFORM: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
-    """Finish the sequences that units cut, and write the empty ones."""
+    """Finish the sequences that splits cut."""
     seq = tl.program_id(0)
     offs_v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask_v = offs_v < V
     start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)
     end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
-    _, unit_tiles = unit_tiles_of(n_rows, units, round_to, BLOCK_T)
-    unit_rows = unit_tiles * BLOCK_T
-    if start == end:
-        empty = 0.0
-        if CHECKED:
-            empty = tl.where(tl.load(ok_ptr) != 0, 0.0, float("nan"))
-        offs = seq.to(tl.int64) * V + offs_v
-        tl.store(out_ptr + offs, (tl.zeros((BLOCK,), tl.float32) + empty).to(out_ptr.dtype.element_ty), mask=mask_v)
-        if WITH_WINNERS:
-            tl.store(winner_ptr + offs, tl.full((BLOCK,), NO_WINNER, winner_ptr.dtype.element_ty), mask=mask_v)
-    elif start // unit_rows != (end - 1) // unit_rows:
+    _, split_tiles = split_tiles_of(n_rows, splits, multiple, BLOCK_T)
+    split_rows = split_tiles * BLOCK_T
+    if (start < end) & (start // split_rows != (end - 1) // split_rows):
         best = tl.full((BLOCK,), float("-inf"), tl.float32)
         winner = tl.zeros((BLOCK,), tl.int32) + start
-        for unit in range(start // unit_rows, (end - 1) // unit_rows + 1):
-            slot = 2 * unit + tl.where(start < unit * unit_rows, 0, 1)
+        for split in range(start // split_rows, (end - 1) // split_rows + 1):
+            slot = 2 * split + tl.where(start < split * split_rows, 0, 1)
             offs = slot.to(tl.int64) * V + offs_v
             part = tl.load(part_ptr + offs, mask=mask_v, other=0.0)  # [BLOCK]
             part_winner = winner

@@ -4,7 +4,7 @@ One warp loads tiles by TMA into a ring of shared-memory buffers. Two groups of 
 vocabulary tile, ``[64, BLOCK_T]`` logits in registers. Each group goes through the ring at its own pace, so the
 tensor cores work for one group while the other reduces its tile: the reduction costs no time of its own.
 
-The walk over items, units and sequences, and what is stored, is that of ``max_forward``.
+The walk over items, splits and sequences, and what is stored, is that of ``max_forward``.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tilefold.ops._shared._triton.activation import nan_max
 from tilefold.ops._shared._triton.releases import gluon_tma_load
-from tilefold.ops.lsr_head._triton.activation import nan_max
 from tilefold.ops.lsr_head._triton.sequences import (
     column_terms,
     merge,
     sequence_offset,
+    split_tiles_of,
     store_partial,
     store_scores,
-    unit_tiles_of,
 )
 
 HALF_V = gl.constexpr(64)
@@ -113,18 +113,18 @@ def _reduce_groups(
 @gluon.jit
 def _load_tiles(
     weight_desc, rows_desc, w_ring, h_ring, full, empty,
-    V, n_tiles, unit_tiles, K_STEPS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
+    V, n_tiles, split_tiles, K_STEPS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: fill the ring in the order in which the groups read it."""
-    n_units = gl.cdiv(n_tiles, unit_tiles)
-    n_items = gl.cdiv(V, 2 * HALF_V) * n_units
+    n_splits = gl.cdiv(n_tiles, split_tiles)
+    n_items = gl.cdiv(V, 2 * HALF_V) * n_splits
     step = 0
     for item in range(gl.program_id(0), n_items, gl.num_programs(0)):
-        unit = item % n_units
-        v0 = (item // n_units) * 2 * HALF_V
-        t0 = unit * unit_tiles
-        t1 = gl.minimum(t0 + unit_tiles, n_tiles)
+        split = item % n_splits
+        v0 = (item // n_splits) * 2 * HALF_V
+        t0 = split * split_tiles
+        t1 = gl.minimum(t0 + split_tiles, n_tiles)
         for t in range(t0, t1):
             for k in range(K_STEPS):
                 slot = step % STAGES
@@ -142,7 +142,7 @@ def _load_tiles(
 def _fold_tiles(
     w_ring, h_ring, full, empty, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, out_ptr,
     winner_ptr, part_ptr, part_winner_ptr,
-    B, V, n_rows, n_tiles, unit_tiles, uniform_length, logit_scale,
+    B, V, n_rows, n_tiles, split_tiles, uniform_length, logit_scale,
     HALF: gl.constexpr, K_STEPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_POSITIONS: gl.constexpr, HAS_SCALE: gl.constexpr,
     WITH_WINNERS: gl.constexpr, UNIFORM: gl.constexpr, QUANTIZED: gl.constexpr, LEAN_PLACES: gl.constexpr,
@@ -151,23 +151,23 @@ def _fold_tiles(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 32 if QUANTIZED else 16])
     column: gl.constexpr = gl.SliceLayout(1, layout)
     N_GROUPS: gl.constexpr = BLOCK_T // GROUP
-    n_units = gl.cdiv(n_tiles, unit_tiles)
-    n_items = gl.cdiv(V, 2 * HALF_V) * n_units
+    n_splits = gl.cdiv(n_tiles, split_tiles)
+    n_items = gl.cdiv(V, 2 * HALF_V) * n_splits
     step = 0
     for item in range(gl.program_id(0), n_items, gl.num_programs(0)):
-        unit = item % n_units
-        offs_v = (item // n_units) * 2 * HALF_V + HALF * HALF_V + gl.arange(0, HALF_V, layout=column)
+        split = item % n_splits
+        offs_v = (item // n_splits) * 2 * HALF_V + HALF * HALF_V + gl.arange(0, HALF_V, layout=column)
         mask_v = offs_v < V
         scale, bias = column_terms(weight_scale_ptr, bias_ptr, offs_v, mask_v, HAS_BIAS, QUANTIZED)
-        t0 = unit * unit_tiles
-        t1 = gl.minimum(t0 + unit_tiles, n_tiles)
-        unit_row = t0 * BLOCK_T
-        seq = _first_sequence(offset_ptr, unit_row, B, uniform_length, UNIFORM)
+        t0 = split * split_tiles
+        t1 = gl.minimum(t0 + split_tiles, n_tiles)
+        split_row = t0 * BLOCK_T
+        seq = _first_sequence(offset_ptr, split_row, B, uniform_length, UNIFORM)
         start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)
         end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
         next_end = sequence_offset(offset_ptr, seq + 2, B, uniform_length, UNIFORM)  # on its way before it is needed
         best = gl.full([HALF_V], float("-inf"), gl.float32, layout=column)
-        winner = gl.full([HALF_V], 0, gl.int32, layout=column) + gl.maximum(start, unit_row)
+        winner = gl.full([HALF_V], 0, gl.int32, layout=column) + gl.maximum(start, split_row)
         for t in range(t0, t1):
             acc = gl.zeros([HALF_V, BLOCK_T], gl.float32, layout=layout)
             for k in range(K_STEPS):
@@ -196,9 +196,9 @@ def _fold_tiles(
                 tile_best, tile_place = _reduce_tile(acc, BLOCK_T, WITH_WINNERS, LEAN_PLACES)
                 best, winner = merge(best, winner, tile_best, r0 + tile_place, WITH_WINNERS)
                 if end == r1:
-                    if start < unit_row:
+                    if start < split_row:
                         store_partial(
-                            best, winner, 2 * unit, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS
+                            best, winner, 2 * split, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS
                         )
                     else:
                         store_scores(
@@ -229,9 +229,9 @@ def _fold_tiles(
                     best, winner = merge(best, winner, seq_best, r0 + seq_place, WITH_WINNERS)
                     more = end <= r1
                     if more:
-                        if start < unit_row:
+                        if start < split_row:
                             store_partial(
-                                best, winner, 2 * unit, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS
+                                best, winner, 2 * split, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS
                             )
                         elif end > start:
                             store_scores(
@@ -245,16 +245,16 @@ def _fold_tiles(
                         best = gl.full([HALF_V], float("-inf"), gl.float32, layout=column)
                         winner = gl.full([HALF_V], 0, gl.int32, layout=column) + start
                         more = seq < B
-        if (start < t1 * BLOCK_T) & (seq < B):  # the sequence goes on in the next unit
-            slot = 2 * unit + gl.where(start < unit_row, 0, 1)
+        if (start < t1 * BLOCK_T) & (seq < B):  # the sequence goes on in the next split
+            slot = 2 * split + gl.where(start < split_row, 0, 1)
             store_partial(best, winner, slot, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS)
 
 
-@gluon.jit(do_not_specialize=["B", "T", "uniform_length", "units", "round_to", "logit_scale"])
+@gluon.jit(do_not_specialize=["B", "T", "uniform_length", "splits", "multiple", "logit_scale"])
 def max_forward_hopper_kernel(
     weight_desc, rows_desc, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr,
     part_ptr, part_winner_ptr,
-    B, V, T, uniform_length, units, round_to, logit_scale,
+    B, V, T, uniform_length, splits, multiple, logit_scale,
     D: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_POSITIONS: gl.constexpr, HAS_SCALE: gl.constexpr,
     WITH_WINNERS: gl.constexpr, UNIFORM: gl.constexpr, QUANTIZED: gl.constexpr, LEAN_PLACES: gl.constexpr,
@@ -263,7 +263,7 @@ def max_forward_hopper_kernel(
     n_rows = T
     if not UNIFORM:
         n_rows = gl.load(offset_ptr + B)
-    n_tiles, unit_tiles = unit_tiles_of(n_rows, units, round_to, BLOCK_T)
+    n_tiles, split_tiles = split_tiles_of(n_rows, splits, multiple, BLOCK_T)
     w_ring = gl.allocate_shared_memory(weight_desc.dtype, [2 * STAGES, HALF_V, BLOCK_K], weight_desc.layout)
     h_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_T, BLOCK_K], rows_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -277,7 +277,7 @@ def max_forward_hopper_kernel(
                 _fold_tiles,
                 (
                     w_ring, h_ring, full, empty, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr,
-                    out_ptr, winner_ptr, part_ptr, part_winner_ptr, B, V, n_rows, n_tiles, unit_tiles,
+                    out_ptr, winner_ptr, part_ptr, part_winner_ptr, B, V, n_rows, n_tiles, split_tiles,
                     uniform_length, logit_scale, 0, K_STEPS, BLOCK_T, STAGES, GROUP, ACTIVATION, HAS_BIAS,
                     HAS_POSITIONS, HAS_SCALE, WITH_WINNERS, UNIFORM, QUANTIZED, LEAN_PLACES,
                 ),
@@ -286,7 +286,7 @@ def max_forward_hopper_kernel(
                 _fold_tiles,
                 (
                     w_ring, h_ring, full, empty, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr,
-                    out_ptr, winner_ptr, part_ptr, part_winner_ptr, B, V, n_rows, n_tiles, unit_tiles,
+                    out_ptr, winner_ptr, part_ptr, part_winner_ptr, B, V, n_rows, n_tiles, split_tiles,
                     uniform_length, logit_scale, 1, K_STEPS, BLOCK_T, STAGES, GROUP, ACTIVATION, HAS_BIAS,
                     HAS_POSITIONS, HAS_SCALE, WITH_WINNERS, UNIFORM, QUANTIZED, LEAN_PLACES,
                 ),
@@ -294,7 +294,7 @@ def max_forward_hopper_kernel(
             (
                 _load_tiles,
                 (
-                    weight_desc, rows_desc, w_ring, h_ring, full, empty, V, n_tiles, unit_tiles, K_STEPS, BLOCK_T,
+                    weight_desc, rows_desc, w_ring, h_ring, full, empty, V, n_tiles, split_tiles, K_STEPS, BLOCK_T,
                     BLOCK_K, STAGES,
                 ),
             ),

@@ -1,5 +1,7 @@
 """Packs the valid tokens of a batch, each sequence from a multiple of GROUP rows on, without a look from the host.
 
+Scores of empty sequences, which have no row, are written here too.
+
 The rows that round a sequence up to a multiple of GROUP repeat its first valid token, position and all, so the forward
 kernel needs no masks: a sequence is whole groups. A product need not give two equal rows the same bits. Where a
 repeated row wins by an ulp, the winner is the token that it repeats, which is the lowest of any that tie with it.
@@ -7,21 +9,25 @@ repeated row wins by an ulp, the winner is the token that it repeats, which is t
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from tilefold.ops._shared._triton.launch import launcher
+from tilefold.ops._shared._triton.launch import Step
 from tilefold.ops._shared._triton.masks import mask_if
 from tilefold.ops._shared._triton.offsets import narrowed
-from tilefold.ops.lsr_head._triton.launch import cdiv
-from tilefold.ops.lsr_head._triton.steps import Piece, Step
+from tilefold.ops._shared._triton.tensors import Scratch, cdiv, power_of_two
+from tilefold.ops.lsr_head._problem import HeadOptions, Tokens, no_winner, winner_dtype
 
 BLOCK_ROWS = 32  # rows that one program copies
 BLOCK_D = 128
+BLOCK_EMPTY = 1024  # scores of an empty sequence that are written at a time
 SCAN = 1024  # mask entries or sequences that are scanned at a time
+MAX_MASK = 4096  # entries of a mask that every program counts for itself; a launch costs more
 
 
 @triton.jit
@@ -38,33 +44,73 @@ def _valid(mask_ptr, b, s, S, end, HAS_MASK: tl.constexpr):
         return s < end
 
 
+@triton.jit
+def _store_empty(
+    out_ptr, winner_ptr, seq, first, programs, V, value,
+    BLOCK: tl.constexpr, WITH_WINNERS: tl.constexpr, NO_WINNER: tl.constexpr,
+):  # fmt: skip
+    """Write the scores of a sequence without a token, program ``first`` of so many that share the work."""
+    for v0 in range(first * BLOCK, V, programs * BLOCK):
+        v = v0 + tl.arange(0, BLOCK)
+        offs = seq.to(tl.int64) * V + v
+        tl.store(out_ptr + offs, (tl.zeros((BLOCK,), tl.float32) + value).to(out_ptr.dtype.element_ty), mask=v < V)
+        if WITH_WINNERS:
+            tl.store(winner_ptr + offs, tl.full((BLOCK,), NO_WINNER, winner_ptr.dtype.element_ty), mask=v < V)
+
+
 @triton.jit(do_not_specialize=["S"])
-def _count_kernel(mask_ptr, count_ptr, first_ptr, S, SCAN: tl.constexpr, HAS_MASK: tl.constexpr):
+def _count_kernel(mask_ptr, count_ptr, first_ptr, S, SCAN: tl.constexpr):
     """Valid tokens of sequence b, and the place of the first one (S if none)."""
     b = tl.program_id(0).to(tl.int64)
     count = 0
     first = S
     for s0 in range(0, S, SCAN):
         s = s0 + tl.arange(0, SCAN)
-        valid = _valid(mask_ptr, b, s, S, S, HAS_MASK)  # [SCAN]
+        valid = _valid(mask_ptr, b, s, S, S, True)  # [SCAN]
         count += tl.sum(valid.to(tl.int32))
         first = tl.minimum(first, tl.min(tl.where(valid, s, S)))
     tl.store(count_ptr + b, count)
     tl.store(first_ptr + b, first)
 
 
+@triton.jit
+def _counts(
+    mask_ptr, count_ptr, first_ptr, b, B, S,
+    SCAN: tl.constexpr, GROUP: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Where the rows of sequence ``b`` begin, its valid tokens, and the place of the first one (S if none)."""
+    offset = 0
+    if BLOCK_B == 0:  # counted before
+        for start in range(0, b, SCAN):
+            other = start + tl.arange(0, SCAN)
+            offset += tl.sum(_rounded(tl.load(count_ptr + other, mask=other < b, other=0), GROUP))
+        return offset, tl.load(count_ptr + b), tl.load(first_ptr + b)
+    else:
+        seq = tl.arange(0, BLOCK_B)
+        s = tl.arange(0, BLOCK_S)
+        inside = (seq < B)[:, None] & (s < S)[None, :]
+        valid = tl.load(mask_ptr + seq[:, None] * S + s[None, :], mask=inside, other=0) != 0  # [BLOCK_B, BLOCK_S]
+        counts = tl.sum(valid.to(tl.int32), axis=1)
+        offset += tl.sum(tl.where(seq < b, _rounded(counts, GROUP), 0))
+        first = tl.min(tl.where(_valid(mask_ptr, b, s, S, S, True), s, S))
+        return offset, tl.sum(tl.where(seq == b, counts, 0)), first
+
+
 @triton.jit(do_not_specialize=["B", "S"])
 def _copy_padded_kernel(
-    hidden_ptr, mask_ptr, count_ptr, first_ptr, offset_ptr, rows_ptr, position_ptr, B, S,
+    hidden_ptr, mask_ptr, count_ptr, first_ptr, offset_ptr, rows_ptr, position_ptr, out_ptr, winner_ptr, B, S, V,
     D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SCAN: tl.constexpr, GROUP: tl.constexpr,
-    HAS_MASK: tl.constexpr,
+    HAS_MASK: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_EMPTY: tl.constexpr,
+    WITH_WINNERS: tl.constexpr, NO_WINNER: tl.constexpr,
 ):  # fmt: skip
+    """``BLOCK_B`` is 0 where another kernel has counted; without a mask there is nothing to count."""
     b = tl.program_id(0).to(tl.int64)
     s0 = tl.program_id(1) * BLOCK_ROWS
-    offset = 0
-    for start in range(0, b, SCAN):
-        other = start + tl.arange(0, SCAN)
-        offset += tl.sum(_rounded(tl.load(count_ptr + other, mask=other < b, other=0), GROUP))
+    offset = tl.program_id(0) * _rounded(S, GROUP)
+    count = S
+    first = 0
+    if HAS_MASK:
+        offset, count, first = _counts(mask_ptr, count_ptr, first_ptr, b, B, S, SCAN, GROUP, BLOCK_B, BLOCK_S)
     before = 0
     for start in range(0, s0, SCAN):
         s = start + tl.arange(0, SCAN)
@@ -72,34 +118,39 @@ def _copy_padded_kernel(
     s = s0 + tl.arange(0, BLOCK_ROWS)
     valid = _valid(mask_ptr, b, s, S, S, HAS_MASK)  # [BLOCK_ROWS]
     row = (offset + before + tl.cumsum(valid.to(tl.int32)) - 1).to(tl.int64)
-    tl.store(position_ptr + row, s, mask=valid)
+    if WITH_WINNERS:
+        tl.store(position_ptr + row, s, mask=valid)
     for d0 in range(0, D, BLOCK_D):
         d = d0 + tl.arange(0, BLOCK_D)
         inside = valid[:, None] & (d < D)[None, :]
         x = tl.load(hidden_ptr + (b * S + s)[:, None] * D + d[None, :], mask=inside)  # [BLOCK_ROWS, BLOCK_D]
         tl.store(rows_ptr + row[:, None] * D + d[None, :], x, mask=inside)
     if s0 == 0:
-        count = tl.load(count_ptr + b)
-        first = tl.load(first_ptr + b)
         end = offset + _rounded(count, GROUP)
         tl.store(offset_ptr + b, offset)
         if b == B - 1:
             tl.store(offset_ptr + B, end)
         fill = offset + count + tl.arange(0, GROUP)
-        tl.store(position_ptr + fill, first + tl.zeros((GROUP,), tl.int32), mask=fill < end)
+        if WITH_WINNERS:
+            tl.store(position_ptr + fill, first + tl.zeros((GROUP,), tl.int32), mask=fill < end)
         for d0 in range(0, D, BLOCK_D):
             d = d0 + tl.arange(0, BLOCK_D)
             x = tl.load(hidden_ptr + (b * S + first) * D + d, mask=mask_if(d < D, count > 0), other=0.0)
             inside = (fill < end)[:, None] & (d < D)[None, :]
             tl.store(rows_ptr + fill.to(tl.int64)[:, None] * D + d[None, :], x[None, :], mask=inside)
+    if count == 0:
+        _store_empty(
+            out_ptr, winner_ptr, b, tl.program_id(1), tl.num_programs(1), V, 0.0, BLOCK_EMPTY, WITH_WINNERS, NO_WINNER
+        )
 
 
 @triton.jit(do_not_specialize=["B", "T"])
 def _copy_packed_kernel(
-    hidden_ptr, cu_ptr, offset_ptr, ok_ptr, rows_ptr, position_ptr, B, T,
+    hidden_ptr, cu_ptr, offset_ptr, rows_ptr, position_ptr, out_ptr, winner_ptr, B, T, V,
     D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, SCAN_B: tl.constexpr,
+    BLOCK_EMPTY: tl.constexpr, WITH_WINNERS: tl.constexpr, NO_WINNER: tl.constexpr,
 ):  # fmt: skip
-    """Broken ``cu_seqlens`` make every sequence empty and ``ok`` 0."""
+    """Broken ``cu_seqlens`` make every sequence empty, and every score NaN."""
     r = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     seq = tl.zeros((BLOCK_ROWS,), tl.int32)
     offset = tl.zeros((BLOCK_ROWS,), tl.int32)
@@ -117,11 +168,13 @@ def _copy_packed_kernel(
     count = narrowed(tl.load(cu_ptr + seq + 1, mask=valid, other=0)) - first
     place = r - first
     row = (offset + place).to(tl.int64)
-    tl.store(position_ptr + row, place, mask=valid)
+    if WITH_WINNERS:
+        tl.store(position_ptr + row, place, mask=valid)
     repeats = tl.where(valid & (place == 0), _rounded(count, GROUP) - count, 0)
     again = row + count  # where a first token is repeated from
-    for i in range(GROUP - 1):
-        tl.store(position_ptr + again + i, place, mask=repeats > i)
+    if WITH_WINNERS:
+        for i in range(GROUP - 1):
+            tl.store(position_ptr + again + i, place, mask=repeats > i)
     for d0 in range(0, D, BLOCK_D):
         d = d0 + tl.arange(0, BLOCK_D)
         inside = valid[:, None] & (d < D)[None, :]
@@ -132,7 +185,6 @@ def _copy_packed_kernel(
                 mask = (repeats > i)[:, None] & (d < D)[None, :]
                 tl.store(rows_ptr + (again + i)[:, None] * D + d[None, :], x, mask=mask)
     if tl.program_id(0) == 0:
-        tl.store(ok_ptr, ok.to(tl.int32))
         tl.store(offset_ptr, 0)
         total = 0
         for b0 in range(0, B, SCAN_B):
@@ -142,77 +194,93 @@ def _copy_packed_kernel(
             length = tl.where(ok, _rounded(end - start, GROUP), 0)
             tl.store(offset_ptr + 1 + b, total + tl.cumsum(length), mask=b < B)
             total += tl.sum(length)
+    b = tl.program_id(0)
+    while b < B:
+        empty = narrowed(tl.load(cu_ptr + b)) == narrowed(tl.load(cu_ptr + b + 1))
+        if empty | (ok == 0):
+            value = tl.where(ok, 0.0, float("nan"))
+            _store_empty(out_ptr, winner_ptr, b, 0, 1, V, value, BLOCK_EMPTY, WITH_WINNERS, NO_WINNER)
+        b += tl.num_programs(0)
 
 
-class Alignment(NamedTuple):
-    """How rows are made that the forward kernel reads.
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Launches that write the rows that the forward kernel reads, and the scores of empty sequences.
 
     Attributes:
-        steps, pieces: launches that write them, and the scratch that they write: ``rows`` ``[total, D]``, of which the
-            first ``offsets[B]`` are meant; ``offsets`` ``[B + 1]`` int32, multiples of the group; ``positions``
-            ``[total]`` int32, each row's position in its sequence; ``ok`` ``[1]`` int32, 0 for a broken ``cu_seqlens``.
+        count, counts: what counts valid tokens, and ``[B]`` int32 that it writes twice, where a kernel of its own does.
+        copy: what copies rows.
+        rows: ``[total, D]``, of which the first ``offsets[B]`` are meant.
+        offsets: ``[B + 1]`` int32, multiples of the group.
+        positions: ``[total]`` int32, each row's position in its sequence, where winners are kept.
         total: rows, at most.
-        uniform_length: length of every sequence where hidden is read in place; else 0.
     """
 
-    steps: tuple[Step, ...]
-    pieces: tuple[Piece, ...]
+    count: Step | None
+    counts: Scratch | None
+    copy: Step
+    rows: Scratch
+    offsets: Scratch
+    positions: Scratch | None
     total: int
-    uniform_length: int
 
-    @property
-    def in_place(self) -> bool:
-        """Whether the rows are those of hidden."""
-        return not self.pieces
+    def __call__(
+        self, same: bool, tokens: Tokens, scores: Tensor, winners: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Rows, offsets and positions."""
+        hidden, mask, cu_seqlens = tokens
+        rows, offsets = self.rows(), self.offsets()
+        positions = None if self.positions is None else self.positions()
+        if cu_seqlens is not None:
+            self.copy(same, hidden, cu_seqlens, offsets, rows, positions, scores, winners)
+            return rows, offsets, positions
+        count = first = None
+        if self.count is not None and self.counts is not None:
+            count, first = self.counts(), self.counts()
+            self.count(same, mask, count, first)
+        self.copy(same, hidden, mask, count, first, offsets, rows, positions, scores, winners)
+        return rows, offsets, positions
 
 
-def alignment(shape: torch.Size, dtype: torch.dtype, has_mask: bool, batch: int | None, group: int) -> Alignment:
-    """How the valid tokens of hidden are aligned; no copy for unmasked input whose length is a multiple of ``group``.
+def plan_packing(tokens: Tokens, vocab: int, options: HeadOptions, group: int) -> Packing | None:
+    """How valid tokens are packed; ``None`` for unmasked input whose length is a multiple of ``group``.
 
     Args:
-        shape, dtype: of the contiguous ``"hidden"`` that the steps read.
-        has_mask: whether there is a ``"mask"``, contiguous and no bool.
-        batch: number of sequences of packed input with ``"cu_seqlens"``; ``None`` for padded input.
+        tokens: contiguous, in the dtype of products, their mask no bool.
+        vocab: V.
+        options: of the head.
         group: rows that sequences are aligned to.
     """
-    dim = shape[-1]
-    constants = {"D": dim, "BLOCK_ROWS": BLOCK_ROWS, "BLOCK_D": BLOCK_D, "GROUP": group}
-    if batch is not None:
-        return _packed_alignment(shape[0], dim, dtype, batch, group, constants)
-    batch, length = shape[0], shape[1]
-    if not has_mask and length % group == 0:
-        return Alignment((), (), batch * length, length)
-    bound = batch * cdiv(length, group) * group
-    scan: dict[str, Any] = {"SCAN": SCAN, "HAS_MASK": has_mask}
-    count = Step(launcher(_count_kernel, scan), (batch, 1, 1), ("mask", "count", "first", length))
-    copy = Step(
-        launcher(_copy_padded_kernel, constants | scan),
-        (batch, cdiv(length, BLOCK_ROWS), 1),
-        ("hidden", "mask", "count", "first", "offsets", "rows", "positions", batch, length),
+    hidden, mask, cu_seqlens = tokens
+    dim, batch, length, device = hidden.size(-1), tokens.batch, tokens.length, hidden.device
+    constants: dict[str, Any] = {
+        "D": dim, "BLOCK_ROWS": BLOCK_ROWS, "BLOCK_D": BLOCK_D, "GROUP": group, "BLOCK_EMPTY": BLOCK_EMPTY,
+        "WITH_WINNERS": options.training, "NO_WINNER": no_winner(winner_dtype(tokens.length_bound)),
+    }  # fmt: skip
+    count = counts = None
+    if cu_seqlens is not None:
+        n_rows = hidden.size(0)
+        total = max(1, n_rows + batch * (group - 1))
+        grid = max(1, cdiv(n_rows, BLOCK_ROWS)), 1, 1
+        copy = Step(_copy_packed_kernel, grid, (batch, n_rows, vocab), constants | {"SCAN_B": 64})
+    elif mask is None and length % group == 0:
+        return None
+    else:
+        total = batch * cdiv(length, group) * group
+        blocks = power_of_two(batch, 1), power_of_two(length)
+        if mask is None or blocks[0] * blocks[1] > MAX_MASK:
+            blocks = 0, 0
+        if mask is not None and blocks[0] == 0:
+            counts = Scratch((batch,), torch.int32, device)
+            count = Step(_count_kernel, (batch, 1, 1), (length,), {"SCAN": SCAN})
+        constants |= {"SCAN": SCAN, "HAS_MASK": mask is not None, "BLOCK_B": blocks[0], "BLOCK_S": blocks[1]}
+        copy = Step(_copy_padded_kernel, (batch, cdiv(length, BLOCK_ROWS), 1), (batch, length, vocab), constants)
+    return Packing(
+        count,
+        counts,
+        copy,
+        Scratch((total, dim), hidden.dtype, device),
+        Scratch((batch + 1,), torch.int32, device),
+        Scratch((total,), torch.int32, device) if options.training else None,
+        total,
     )
-    pieces = (
-        Piece("rows", (bound, dim), dtype),
-        Piece("offsets", (batch + 1,), torch.int32),
-        Piece("count", (batch,), torch.int32),
-        Piece("first", (batch,), torch.int32),
-        Piece("positions", (bound,), torch.int32),
-    )
-    return Alignment((count, copy), pieces, bound, 0)
-
-
-def _packed_alignment(
-    total: int, dim: int, dtype: torch.dtype, batch: int, group: int, constants: dict[str, Any]
-) -> Alignment:
-    bound = max(1, total + batch * (group - 1))
-    copy = Step(
-        launcher(_copy_packed_kernel, constants | {"SCAN_B": 64}),
-        (max(1, cdiv(total, BLOCK_ROWS)), 1, 1),
-        ("hidden", "cu_seqlens", "offsets", "ok", "rows", "positions", batch, total),
-    )
-    pieces = (
-        Piece("rows", (bound, dim), dtype),
-        Piece("offsets", (batch + 1,), torch.int32),
-        Piece("ok", (1,), torch.int32),
-        Piece("positions", (bound,), torch.int32),
-    )
-    return Alignment((copy,), pieces, bound, 0)

@@ -1,14 +1,13 @@
-"""Token states to fp8 with a scale a row, for the quantised head."""
+"""Token states to fp8 with a scale per row, for the quantised head."""
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
 
-from tilefold.ops._shared._triton.launch import launcher
-from tilefold.ops.lsr_head._triton.launch import cdiv
-from tilefold.ops.lsr_head._triton.steps import Piece, Step
+from tilefold.ops._shared._triton.tensors import power_of_two
 
 FP8_MAX = tl.constexpr(448.0)
 TINY = tl.constexpr(2.0**-126)
@@ -38,12 +37,6 @@ def _quantize_rows_kernel(
         tl.store(values_ptr + offs, x.to(values_ptr.dtype.element_ty), mask=inside)
 
 
-def quantization(source: str, n: int, dim: int, round_to: int) -> tuple[Step, tuple[Piece, ...]]:
-    """How ``[n, dim]`` rows become ``"values"`` in fp8 and ``"row_scale"`` in fp32, a multiple of ``round_to`` long."""
-    block_d = min(1024, triton.next_power_of_2(dim))
-    run = launcher(_quantize_rows_kernel, {"D": dim, "BLOCK_ROWS": BLOCK_ROWS, "BLOCK_D": block_d, "num_warps": 8})
-    pieces = (
-        Piece("values", (n, dim), torch.float8_e4m3fn),
-        Piece("row_scale", (cdiv(n, round_to) * round_to,), torch.float32),
-    )
-    return Step(run, (cdiv(n, BLOCK_ROWS), 1, 1), (source, "values", "row_scale", n)), pieces
+def row_constants(dim: int) -> dict[str, Any]:
+    """The constants of the kernel for rows of ``dim`` entries."""
+    return {"D": dim, "BLOCK_ROWS": BLOCK_ROWS, "BLOCK_D": min(1024, power_of_two(dim, 1)), "num_warps": 8}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import launch
-from tilefold.ops.lsr_head._triton.launch import cdiv
-from tilefold.ops.lsr_head._triton.quantize import BLOCK_ROWS, _quantize_rows_kernel
+from tilefold.ops._shared._triton.tensors import cdiv
+from tilefold.ops.lsr_head._triton.quantize import BLOCK_ROWS, _quantize_rows_kernel, row_constants
 
 
 def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -17,12 +16,6 @@ def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     values = torch.empty(count, dim, dtype=torch.float8_e4m3fn, device=rows.device)
     scale = torch.empty(count, dtype=torch.float32, device=rows.device)
     if count:
-        constants = {
-            "D": dim,
-            "BLOCK_ROWS": BLOCK_ROWS,
-            "BLOCK_D": min(1024, triton.next_power_of_2(dim)),
-            "num_warps": 8,
-        }
         grid = (cdiv(count, BLOCK_ROWS), 1, 1)
-        launch(_quantize_rows_kernel, grid, (rows.contiguous(), values, scale, count), constants)
+        launch(_quantize_rows_kernel, grid, (rows.contiguous(), values, scale, count), row_constants(dim))
     return values, scale

@@ -1,9 +1,9 @@
-"""What the forward kernels share: where sequences and units begin, and how a finished maximum is stored."""
+"""What the forward kernels share: where sequences and splits begin, and how a finished maximum is stored."""
 
 import triton
 import triton.language as tl
 
-from tilefold.ops.lsr_head._triton.activation import activate, nan_max
+from tilefold.ops._shared._triton.activation import activate, nan_max
 
 LAST = tl.constexpr(2147483647)
 
@@ -59,10 +59,10 @@ def store_partial(best, winner, slot, offs_v, mask_v, part_ptr, part_winner_ptr,
 
 
 @triton.jit
-def unit_tiles_of(n_rows, units, round_to, BLOCK_T: tl.constexpr):
-    """Token tiles of all rows, and of one unit (a multiple of round_to)."""
+def split_tiles_of(n_rows, splits, multiple, BLOCK_T: tl.constexpr):
+    """Token tiles of all rows, and of one split (a multiple of multiple)."""
     n_tiles = tl.maximum(tl.cdiv(n_rows, BLOCK_T), 1)
-    return n_tiles, tl.cdiv(tl.cdiv(n_tiles, units), round_to) * round_to
+    return n_tiles, tl.cdiv(tl.cdiv(n_tiles, splits), multiple) * multiple
 
 
 @triton.jit

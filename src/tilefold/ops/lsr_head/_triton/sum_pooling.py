@@ -6,24 +6,11 @@ Forward never stores logits. Backward walks the vocabulary in slabs: one kernel 
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from tilefold.ops._shared._triton.launch import launcher
+from tilefold.ops._shared._triton.activation import activate, slope_from_logit
 from tilefold.ops._shared._triton.offsets import narrowed
-from tilefold.ops.lsr_head._layout import Plans, batch_size
-from tilefold.ops.lsr_head._range import largest_finite, unit_of
-from tilefold.ops.lsr_head._triton.activation import activate, slope_from_logit
-from tilefold.ops.lsr_head._triton.launch import as_bytes, cdiv
-from tilefold.ops.lsr_head._triton.launch_forward import ORDER, Forward
-from tilefold.ops.lsr_head._triton.steps import Piece, Plan, Step, remembered, run_plan, second_time
-from tilefold.ops.lsr_head.configs import SumConfig, sum_config
-
-CHECK_BLOCK = 256  # sequences whose offsets are looked at a time
 
 
 @triton.jit
@@ -143,155 +130,15 @@ def _dlogits_kernel(
         )
 
 
-def _launch_options(
-    hidden: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    activation: str,
-    mean: bool,
-    config: SumConfig,
-) -> dict[str, Any]:
-    return {
-        "D": hidden.size(-1),
-        "BLOCK_V": config.block_v,
-        "BLOCK_T": config.block_t,
-        "BLOCK_K": config.block_k,
-        "ACTIVATION": activation,
-        "HAS_BIAS": bias is not None,
-        "HAS_MASK": mask is not None,
-        "UNIFORM": hidden.dim() == 3,
-        "MEAN": mean,
-        "PRECISION": config.precision,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
-
-
-def sum_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    attention_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    activation: str,
-    logit_scale: float,
-    out_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    mean: bool,
-    plans: Plans | None = None,
-) -> Tensor:
-    """``[B, V]`` sum or mean over valid tokens of the activated logits; NaN where ``cu_seqlens`` is broken.
-
-    ``plans`` receive how calls of this signature are repeated.
-    """
-    batch, vocab = batch_size(hidden, cu_seqlens), weight.size(0)
-    scores = torch.empty(batch, vocab, dtype=out_dtype, device=hidden.device)
-    if batch == 0:
-        return scores
-    config = sum_config(compute_dtype, hidden.device)
-    tensors: dict[str, Tensor | None] = {
-        "hidden": hidden.to(compute_dtype).contiguous(),
-        "weight": weight.to(compute_dtype).contiguous(),
-        "weight_scale": None,
-        "bias": None if bias is None else bias.contiguous(),
-        "mask": as_bytes(attention_mask),
-        "cu_seqlens": None if cu_seqlens is None else cu_seqlens.contiguous(),
-        "scores": scores,
-        "winners": None,
-    }
-    dim = hidden.size(-1)
-    rows, length = hidden.numel() // dim, hidden.size(1) if cu_seqlens is None else 0
-    ok = None if cu_seqlens is None else "ok"
-    run = launcher(_sum_forward_kernel, _launch_options(hidden, bias, attention_mask, activation, mean, config))
-    arguments = ("weight", "hidden", "bias", "mask", "cu_seqlens", ok, "scores", vocab, rows, length, logit_scale)
-    steps = [Step(run, (batch, cdiv(vocab, config.block_v), 1), arguments)]
-    if ok is not None:
-        checking = launcher(_check_offsets_kernel, {"BLOCK": CHECK_BLOCK})
-        steps.insert(0, Step(checking, (1, 1, 1), ("cu_seqlens", "ok", batch, rows)))
-    plan = Plan(tuple(steps), () if ok is None else (Piece("ok", (1,), torch.int32),))
-    used = run_plan(plan, tensors, hidden.device)
-    if plans is not None and ("forward", True) not in plans and second_time(plans, "forward"):
-        replay = remembered(plan, used, ORDER, hidden.device, plans, "forward")
-        if replay is not None:
-            again = Forward(replay, scores, None, (compute_dtype, compute_dtype))
-            plans["forward", True] = plans["forward", False] = again
-    return scores
-
-
-def sum_backward(
-    dscores: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    attention_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    activation: str,
-    logit_scale: float,
-    compute_dtype: torch.dtype,
-    mean: bool,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden, weight (each in its parameter's dtype) and bias (fp32); ``None`` where not needed."""
-    need_hidden, need_weight, need_bias = needs
-    batch, vocab = dscores.shape
-    config = sum_config(compute_dtype, hidden.device)
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    mask = as_bytes(attention_mask)
-    if bias is not None:
-        bias = bias.contiguous()
-    rows = hidden.to(compute_dtype).contiguous().view(-1, hidden.size(-1))
-    compute_weight = weight.to(compute_dtype).contiguous()
-    clean_rows = rows if mask is None else rows.masked_fill(mask.view(-1, 1) == 0, 0)  # 0 * NaN would be NaN
-    drows = torch.zeros(rows.shape, dtype=torch.float32, device=hidden.device) if need_hidden else None
-    dweight = torch.empty(weight.shape, dtype=weight.dtype, device=hidden.device) if need_weight else None
-    dbias = torch.zeros(vocab, dtype=torch.float32, device=hidden.device) if need_bias else None
-    slab = max(config.block_v, config.slab_elements // max(rows.size(0), 1) // config.block_v * config.block_v)
-    slab = min(slab, cdiv(vocab, 8) * 8)
-    dlogits = torch.zeros(rows.size(0), slab, dtype=compute_dtype, device=hidden.device)
-    length = hidden.size(1) if cu_seqlens is None else 0
-    unit: Tensor | None = None
-    scale: float | Tensor = logit_scale
-    if compute_dtype == torch.float16 and batch:
-        # dlogits in units that fp16 holds; whatever is made of them is fp32 until it is taken back
-        dscores = dscores.float()  # in fp16 those of a mean, not yet divided by the length, would not fit
-        unit = _unit_of_dlogits(dscores, mask, cu_seqlens, length, mean)
-        dscores, scale = dscores / unit, unit * logit_scale
-    run = launcher(_dlogits_kernel, _launch_options(hidden, bias, mask, activation, mean, config))
-    for v0 in range(0, vocab, slab):
-        v1 = min(v0 + slab, vocab)
-        if batch:
-            tensors = (dscores, compute_weight, rows, bias, mask, cu_seqlens, dlogits)
-            numbers = (v0, v1, vocab, rows.size(0), length, logit_scale, *dscores.stride(), slab)
-            run((batch, cdiv(v1 - v0, config.block_v), 1), (*tensors, *numbers))
-        part = dlogits[:, : v1 - v0]
-        if drows is not None:
-            drows += _wide_product(part, compute_weight[v0:v1])
-        if dweight is not None:
-            dweight[v0:v1] = _wide_product(part.T, clean_rows) * scale
-        if dbias is not None:
-            dbias[v0:v1] = part.sum(dim=0, dtype=torch.float32)
-    if dbias is not None and unit is not None:
-        dbias *= unit
-    dhidden = None if drows is None else (drows * scale).to(hidden.dtype).view(hidden.shape)
-    return dhidden, dweight, dbias
-
-
-def _unit_of_dlogits(
-    dscores: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, length: int, mean: bool
-) -> Tensor:
-    """What the gradients of all logits, none steeper than 1, are to be divided by in fp16; on the device."""
-    largest = largest_finite(dscores, dim=1)  # [B, 1]
-    if mean and cu_seqlens is not None:
-        largest /= cu_seqlens.diff().clamp(min=1)[:, None]
-    elif mean and mask is not None:
-        largest /= (mask != 0).sum(dim=1, keepdim=True).clamp(min=1)
-    elif mean:
-        largest /= max(length, 1)
-    return unit_of(largest.amax())
-
-
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` handed out in fp32."""
-    if a.dtype == torch.float32:
-        return a @ b
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+@triton.jit(do_not_specialize=["N"])
+def _clear_masked_kernel(
+    rows_ptr, mask_ptr, clean_ptr, N, D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """A copy of rows, those that are masked zero: times a gradient of 0 they could be NaN."""
+    r = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    valid = tl.load(mask_ptr + r, mask=r < N, other=0) != 0
+    offs = r.to(tl.int64)[:, None] * D + d[None, :]
+    inside = (r < N)[:, None] & (d < D)[None, :]
+    x = tl.load(rows_ptr + offs, mask=inside & valid[:, None], other=0.0)  # [BLOCK_ROWS, BLOCK_D]
+    tl.store(clean_ptr + offs, x, mask=inside)

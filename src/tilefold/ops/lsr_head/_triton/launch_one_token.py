@@ -1,0 +1,215 @@
+"""Poolings of one token per sequence: what is launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilefold.ops._shared._triton.launch import Step
+from tilefold.ops._shared._triton.tensors import Scratch, cdiv, contiguous, power_of_two, sm_count
+from tilefold.ops._shared.internals import hooked
+from tilefold.ops.lsr_head._problem import (
+    Gradients,
+    HeadOptions,
+    Needs,
+    Saved,
+    Tokens,
+    Vocabulary,
+    no_winner,
+    winner_dtype,
+)
+from tilefold.ops.lsr_head._triton.one_token import (
+    _find_kernel,
+    _forward_kernel,
+    _split_gradient_kernel,
+    _store_rows_kernel,
+    _weight_gradient_kernel,
+)
+from tilefold.ops.lsr_head._triton.operands import Operands, in_dtype, plan_operands
+from tilefold.ops.lsr_head.configs import OneTokenConfig, one_token_config
+
+FIND_BLOCK = 1024  # entries of a mask that are looked at a time
+
+
+@dataclass(frozen=True, slots=True)
+class OneTokenForward:
+    """Scores of one token per sequence, for all calls that have the key of the first.
+
+    Attributes:
+        options: of the head.
+        operands: how the tensors of a call become operands.
+        scores: ``[B, V]``.
+        find, winners: under a mask, the launch that finds the tokens, and their places ``[B, 1]``.
+        product: the launch that multiplies.
+    """
+
+    options: HeadOptions
+    operands: Operands
+    scores: Scratch
+    find: Step | None
+    winners: Scratch | None
+    product: Step
+
+    def __call__(self, tokens: Tokens, vocabulary: Vocabulary) -> tuple[Tensor, Tensor | None]:
+        """Scores, and the places of the tokens where a mask hides them."""
+        same = self.operands.same()
+        (hidden, mask, cu_seqlens), (weight, _, bias) = self.operands.ready(tokens, vocabulary)
+        scores, winners = self.scores(), None
+        if self.find is not None and self.winners is not None:
+            winners = self.winners()
+            self.find(same, mask, winners)
+        self.product(same, weight, hidden, bias, winners, cu_seqlens, scores)
+        return scores, winners
+
+
+def plan_one_token_forward(
+    tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions, aligned: bool
+) -> OneTokenForward:
+    """The launches of such a call."""
+    operands, tokens, (weight, _, bias) = plan_operands(tokens, vocabulary, options.compute_dtype, aligned)
+    device, batch, (vocab, dim) = tokens.hidden.device, tokens.batch, weight.shape
+    config = one_token_config(options.compute_dtype, device)
+    dtype, masked = winner_dtype(tokens.length_bound), tokens.attention_mask is not None
+    find = None
+    if masked:
+        last = {"LAST": options.pooling == "last", "NO_WINNER": no_winner(dtype), "BLOCK": FIND_BLOCK}
+        find = Step(_find_kernel, (batch, 1, 1), (tokens.length,), last)
+    block_b = config.rows(batch)
+    constants = _flags(tokens, options, masked, dtype) | {
+        "D": dim, "BLOCK_B": block_b, "BLOCK_V": config.block_v, "BLOCK_K": config.block_k,
+        "ACTIVATION": options.activation, "HAS_BIAS": bias is not None, "PRECISION": config.precision,
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip
+    return OneTokenForward(
+        options,
+        operands,
+        Scratch((batch, vocab), options.out_dtype, device),
+        find,
+        Scratch((batch, 1), dtype, device) if masked else None,
+        Step(
+            _forward_kernel,
+            (cdiv(vocab, config.block_v), cdiv(batch, block_b), 1),
+            (batch, vocab, tokens.n_rows, tokens.length, options.logit_scale),
+            constants,
+        ),
+    )
+
+
+def _flags(tokens: Tokens, options: HeadOptions, masked: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """What tells the kernels which row a sequence takes; ``dtype`` is that of winners."""
+    return {
+        "PACKED": tokens.cu_seqlens is not None, "MASKED": masked, "LAST": options.pooling == "last",
+        "NO_WINNER": no_winner(dtype),
+    }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OneTokenBackward:
+    """Gradients of one token per sequence, for all calls that have the key of the first.
+
+    Attributes:
+        dtype: of the operands of products.
+        as_is: whether no tensor has to be cast or copied.
+        aligned: whether all begin at multiples of 16 bytes.
+        shape, hidden_dtype: of the gradient of hidden.
+        of_splits, parts: the launch that adds up splits of the vocabulary, and its sums, fp32.
+        store: the launch that puts them together.
+        of_weight, dweight, dbias: the launch of these gradients, and their memory.
+    """
+
+    dtype: torch.dtype
+    as_is: bool
+    aligned: bool
+    shape: torch.Size
+    hidden_dtype: torch.dtype
+    of_splits: Step | None
+    parts: Scratch
+    store: Step | None
+    of_weight: Step | None
+    dweight: Scratch | None
+    dbias: Scratch | None
+
+    def __call__(
+        self, dscores: Tensor, saved: Saved, tokens: Tokens, vocabulary: Vocabulary, main_grad: Tensor | None
+    ) -> Gradients:
+        """Gradients of hidden, weight and bias."""
+        same = self.aligned and not hooked()
+        (scores, winners), (hidden, _, cu_seqlens), weight = saved, tokens, vocabulary.weight
+        if not self.as_is:
+            scores, winners, cu_seqlens = contiguous(scores), contiguous(winners), contiguous(cu_seqlens)
+            hidden = hidden if self.of_weight is None else in_dtype(hidden, self.dtype)
+            weight = weight if self.of_splits is None else in_dtype(weight, self.dtype)
+        dhidden = None
+        if self.of_splits is not None and self.store is not None:
+            dhidden = torch.zeros(self.shape, dtype=self.hidden_dtype, device=hidden.device)
+            parts = self.parts()
+            self.of_splits(same, dscores, scores, winners, weight, cu_seqlens, parts)
+            self.store(same, winners, cu_seqlens, parts, dhidden)
+        dweight = None if self.dweight is None else self.dweight()
+        dbias = None if self.dbias is None else self.dbias()
+        if self.of_weight is not None:
+            self.of_weight(same, dscores, scores, winners, hidden, cu_seqlens, dweight, dbias)
+        return dhidden, dweight, dbias
+
+
+def plan_one_token_backward(
+    dscores: Tensor,
+    saved: Saved,
+    tokens: Tokens,
+    vocabulary: Vocabulary,
+    options: HeadOptions,
+    needs: Needs,
+    aligned: bool,
+) -> OneTokenBackward:
+    """The launches of such gradients."""
+    hidden, weight, winners = tokens.hidden, vocabulary.weight, saved.winners
+    dtype, device, batch, (vocab, dim) = options.compute_dtype, hidden.device, tokens.batch, weight.shape
+    config = one_token_config(dtype, device)
+    masked = winners is not None and winners.size(0) > 0
+    flags = _flags(tokens, options, masked, winner_dtype(tokens.length_bound))
+    block_b, strides = config.rows(batch), dscores.stride()
+    constants = flags | {
+        "D": dim, "BLOCK_B": block_b, "BLOCK_V": config.gradient_block_v, "BLOCK_D": config.gradient_block_d,
+        "ACTIVATION": options.activation, "SCALED": dtype == torch.float16, "PRECISION": config.precision,
+        "num_warps": config.gradient_warps, "num_stages": config.gradient_stages,
+    }  # fmt: skip
+    sizes = (tokens.n_rows, tokens.length)
+    of_splits = store = of_weight = None
+    splits, split_v = plan_vocabulary_splits(vocab, dim, batch, config, sm_count(device))
+    if needs.hidden:
+        grid = (cdiv(dim, config.gradient_block_d), splits, cdiv(batch, block_b))
+        of_splits = Step(_split_gradient_kernel, grid, (batch, vocab, *sizes, split_v, *strides), constants)
+        block = {"D": dim, "BLOCK_B": 4, "BLOCK_D": min(256, power_of_two(dim))} | flags
+        grid = (cdiv(batch, 4), cdiv(dim, block["BLOCK_D"]), 1)
+        store = Step(_store_rows_kernel, grid, (batch, *sizes, splits, options.logit_scale), block)
+    if needs.weight or needs.bias is not None:
+        tiles = cdiv(vocab, config.gradient_block_v) * (cdiv(dim, config.gradient_block_d) if needs.weight else 1)
+        needed = {"NEED_WEIGHT": needs.weight, "NEED_BIAS": needs.bias is not None}
+        numbers = (batch, vocab, *sizes, options.logit_scale, *strides)
+        of_weight = Step(_weight_gradient_kernel, (tiles, 1, 1), numbers, constants | needed)
+    read = (*saved, tokens.cu_seqlens, hidden, weight)
+    return OneTokenBackward(
+        dtype,
+        hidden.dtype == weight.dtype == dtype and all(t is None or t.is_contiguous() for t in read),
+        aligned,
+        hidden.shape,
+        hidden.dtype,
+        of_splits,
+        Scratch((splits, batch, dim), torch.float32, device),
+        store,
+        of_weight,
+        Scratch((vocab, dim), weight.dtype, device) if needs.weight else None,
+        None if needs.bias is None else Scratch((vocab,), needs.bias, device),
+    )
+
+
+def plan_vocabulary_splits(vocab: int, dim: int, batch: int, config: OneTokenConfig, programs: int) -> tuple[int, int]:
+    """How many splits of the vocabulary keep the device busy, and their length, a multiple of the tile's."""
+    tiles = cdiv(vocab, config.gradient_block_v)
+    beside = cdiv(dim, config.gradient_block_d) * cdiv(batch, config.rows(batch))
+    wanted = max(1, min(tiles, cdiv(config.gradient_programs * programs, beside)))
+    split_v = cdiv(tiles, wanted) * config.gradient_block_v
+    return cdiv(vocab, split_v), split_v

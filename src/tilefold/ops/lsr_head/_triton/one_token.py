@@ -1,0 +1,208 @@
+"""Poolings of one token per sequence (cls and last): a product of B gathered rows, forward and backward.
+
+Under a mask one kernel finds the tokens; of packed and of unmasked input every program knows them. Forward reads the
+weight once and stores activated scores. Backward takes the gradient of a logit from the score and never stores it: one
+kernel owns rows of the weight and entries of the bias, another adds up the products of a split of the vocabulary for
+each sequence, and a third puts the splits together and stores the rows of hidden that were taken. Nothing is atomic.
+
+fp16 has too small a range for gradients of logits. There each row of an operand is SCALED by a power of two, that of
+the largest so far, and so are the sums of its products; see ``max_backward``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilefold.ops._shared._triton.activation import activate, slope_from_score
+from tilefold.ops._shared._triton.offsets import narrowed
+from tilefold.ops.lsr_head._triton.max_backward import HEADROOM, MIN_POWER, _inverse, _power_of_two
+
+CHECK_BLOCK = tl.constexpr(256)  # sequences whose offsets are looked at a time
+
+
+@triton.jit(do_not_specialize=["S"])
+def _find_kernel(mask_ptr, winner_ptr, S, LAST: tl.constexpr, NO_WINNER: tl.constexpr, BLOCK: tl.constexpr):
+    """The place of the first (the LAST) valid token of sequence b."""
+    b = tl.program_id(0).to(tl.int64)
+    place = -1 if LAST else S
+    for s0 in range(0, S, BLOCK):
+        s = s0 + tl.arange(0, BLOCK)
+        valid = tl.load(mask_ptr + b * S + s, mask=s < S, other=0) != 0
+        if LAST:
+            place = tl.maximum(place, tl.max(tl.where(valid, s, -1)))
+        else:
+            place = tl.minimum(place, tl.min(tl.where(valid, s, S)))
+    found = (place >= 0) & (place < S)
+    tl.store(winner_ptr + b, tl.where(found, place, NO_WINNER).to(winner_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _taken_rows(
+    winner_ptr, cu_ptr, b, B, N, length,
+    PACKED: tl.constexpr, MASKED: tl.constexpr, LAST: tl.constexpr, NO_WINNER: tl.constexpr,
+):  # fmt: skip
+    """The rows of hidden that sequences ``b`` take, int64, and whether there is one."""
+    if PACKED:
+        start = narrowed(tl.load(cu_ptr + b, mask=b < B, other=0))
+        end = narrowed(tl.load(cu_ptr + b + 1, mask=b < B, other=0))
+        row = end - 1 if LAST else start
+        valid = (start >= 0) & (end > start) & (end <= N)
+        return row.to(tl.int64), valid
+    elif MASKED:
+        place = tl.load(winner_ptr + b, mask=b < B, other=NO_WINNER).to(tl.int32)
+        return b.to(tl.int64) * length + place, place != NO_WINNER
+    else:
+        return b.to(tl.int64) * length + (length - 1 if LAST else 0), b < B
+
+
+@triton.jit
+def _offsets_are_whole(cu_ptr, B, N):
+    """Whether ``cu_seqlens`` starts with 0, never falls and ends with N."""
+    ok = (narrowed(tl.load(cu_ptr)) == 0) & (narrowed(tl.load(cu_ptr + B)) == N)
+    for b0 in range(0, B, CHECK_BLOCK):
+        b = b0 + tl.arange(0, CHECK_BLOCK)
+        start = narrowed(tl.load(cu_ptr + b, mask=b < B, other=0))
+        end = narrowed(tl.load(cu_ptr + 1 + b, mask=b < B, other=0))
+        ok = ok & (tl.min((end >= start).to(tl.int32)) > 0)
+    return ok
+
+
+@triton.jit(do_not_specialize=["B", "N", "length", "logit_scale"])
+def _forward_kernel(
+    weight_ptr, rows_ptr, bias_ptr, winner_ptr, cu_ptr, out_ptr, B, V, N, length, logit_scale,
+    D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, LAST: tl.constexpr, NO_WINNER: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
+    row, valid = _taken_rows(winner_ptr, cu_ptr, b, B, N, length, PACKED, MASKED, LAST, NO_WINNER)
+    acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
+    for k0 in tl.range(0, D, BLOCK_K):
+        k = k0 + tl.arange(0, BLOCK_K)
+        w = tl.load(
+            weight_ptr + v.to(tl.int64)[:, None] * D + k[None, :], mask=(v < V)[:, None] & (k < D)[None, :], other=0.0
+        )  # [BLOCK_V, BLOCK_K]
+        h = tl.load(
+            rows_ptr + row[:, None] * D + k[None, :], mask=valid[:, None] & (k < D)[None, :], other=0.0
+        )  # [BLOCK_B, BLOCK_K]
+        acc = tl.dot(h, w.T, acc, input_precision=PRECISION)
+    acc *= logit_scale
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
+    scores = tl.where(valid[:, None], activate(acc, ACTIVATION), 0.0)
+    if PACKED:  # broken offsets must not give a plausible number
+        scores = tl.where(_offsets_are_whole(cu_ptr, B, N), scores, float("nan"))
+    offs = b.to(tl.int64)[:, None] * V + v[None, :]
+    tl.store(out_ptr + offs, scores.to(out_ptr.dtype.element_ty), mask=(b < B)[:, None] & (v < V)[None, :])
+
+
+@triton.jit
+def _logit_gradient(
+    dscores_ptr, scores_ptr, b, v, V, stride_db, stride_dv, inside, ACTIVATION: tl.constexpr
+):  # fmt: skip
+    """``dscores * act'`` of sequences ``b`` and entries ``v``, fp32 ``[B, V]``."""
+    offs = b.to(tl.int64)[:, None] * V + v[None, :]
+    score = tl.load(scores_ptr + offs, mask=inside, other=0.0).to(tl.float32)
+    offs = b.to(tl.int64)[:, None] * stride_db + v.to(tl.int64)[None, :] * stride_dv
+    grad = tl.load(dscores_ptr + offs, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside, grad * slope_from_score(score, ACTIVATION), 0.0)
+
+
+@triton.jit(do_not_specialize=["B", "N", "length", "logit_scale"])
+def _weight_gradient_kernel(
+    dscores_ptr, scores_ptr, winner_ptr, rows_ptr, cu_ptr, dweight_ptr, dbias_ptr,
+    B, V, N, length, logit_scale, stride_db, stride_dv,
+    D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, ACTIVATION: tl.constexpr,
+    PACKED: tl.constexpr, MASKED: tl.constexpr, LAST: tl.constexpr, NO_WINNER: tl.constexpr,
+    NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``dweight[v] = sum_b g[b, v] * hidden[row of b]`` and ``dbias[v] = sum_b g[b, v]``, in rising b."""
+    D_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D if NEED_WEIGHT else 1
+    item = tl.program_id(0)
+    v = (item // D_BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
+    d = (item % D_BLOCKS) * BLOCK_D + tl.arange(0, BLOCK_D)
+    acc = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
+    dbias = tl.zeros((BLOCK_V,), tl.float32)
+    power = tl.full((BLOCK_V,), MIN_POWER, tl.float32)
+    for b0 in tl.range(0, B, BLOCK_B):
+        b = b0 + tl.arange(0, BLOCK_B)
+        row, valid = _taken_rows(winner_ptr, cu_ptr, b, B, N, length, PACKED, MASKED, LAST, NO_WINNER)
+        inside = valid[:, None] & (v < V)[None, :]
+        grad = _logit_gradient(dscores_ptr, scores_ptr, b, v, V, stride_db, stride_dv, inside, ACTIVATION)
+        if NEED_BIAS:
+            dbias += tl.sum(grad, axis=0)
+        if NEED_WEIGHT:
+            h = tl.load(
+                rows_ptr + row[:, None] * D + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0
+            )  # [BLOCK_B, BLOCK_D]
+            if SCALED:
+                before = power
+                power = _power_of_two(tl.max(tl.abs(grad), axis=0), before)
+                grad *= (_inverse(power) * HEADROOM)[None, :]
+                acc *= (before * _inverse(power))[:, None]
+            acc = tl.dot(tl.trans(grad.to(h.dtype)), h, acc, input_precision=PRECISION)
+    if NEED_WEIGHT:
+        if SCALED:
+            acc *= (power / HEADROOM)[:, None]
+        acc *= logit_scale
+        offs = v.to(tl.int64)[:, None] * D + d[None, :]
+        tl.store(dweight_ptr + offs, acc.to(dweight_ptr.dtype.element_ty), mask=(v < V)[:, None] & (d < D)[None, :])
+    if NEED_BIAS and item % D_BLOCKS == 0:
+        tl.store(dbias_ptr + v, dbias.to(dbias_ptr.dtype.element_ty), mask=v < V)
+
+
+@triton.jit(do_not_specialize=["B", "N", "length"])
+def _split_gradient_kernel(
+    dscores_ptr, scores_ptr, winner_ptr, weight_ptr, cu_ptr, part_ptr, B, V, N, length, split_v, stride_db, stride_dv,
+    D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, ACTIVATION: tl.constexpr,
+    PACKED: tl.constexpr, MASKED: tl.constexpr, LAST: tl.constexpr, NO_WINNER: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``part[split, b] = sum over v of the split of g[b, v] * weight[v]``, fp32, in rising v."""
+    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    split = tl.program_id(1)
+    b = tl.program_id(2) * BLOCK_B + tl.arange(0, BLOCK_B)
+    _, valid = _taken_rows(winner_ptr, cu_ptr, b, B, N, length, PACKED, MASKED, LAST, NO_WINNER)
+    last = tl.minimum((split + 1) * split_v, V)
+    acc = tl.zeros((BLOCK_B, BLOCK_D), tl.float32)
+    power = tl.full((BLOCK_B,), MIN_POWER, tl.float32)
+    for v0 in tl.range(split * split_v, last, BLOCK_V):
+        v = v0 + tl.arange(0, BLOCK_V)
+        inside = valid[:, None] & (v < last)[None, :]
+        grad = _logit_gradient(dscores_ptr, scores_ptr, b, v, V, stride_db, stride_dv, inside, ACTIVATION)
+        w = tl.load(
+            weight_ptr + v.to(tl.int64)[:, None] * D + d[None, :],
+            mask=(v < last)[:, None] & (d < D)[None, :],
+            other=0.0,
+        )  # [BLOCK_V, BLOCK_D]
+        if SCALED:
+            before = power
+            power = _power_of_two(tl.max(tl.abs(grad), axis=1), before)
+            grad *= (_inverse(power) * HEADROOM)[:, None]
+            acc *= (before * _inverse(power))[:, None]
+        acc = tl.dot(grad.to(w.dtype), w, acc, input_precision=PRECISION)
+    if SCALED:
+        acc *= (power / HEADROOM)[:, None]
+    offs = (split.to(tl.int64) * B + b)[:, None] * D + d[None, :]
+    tl.store(part_ptr + offs, acc, mask=(b < B)[:, None] & (d < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["B", "N", "length", "splits", "logit_scale"])
+def _store_rows_kernel(
+    winner_ptr, cu_ptr, part_ptr, dhidden_ptr, B, N, length, splits, logit_scale,
+    D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
+    LAST: tl.constexpr, NO_WINNER: tl.constexpr,
+):  # fmt: skip
+    """Add up the splits, in their order, and store the rows that were taken; the others are zeros already."""
+    b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    row, valid = _taken_rows(winner_ptr, cu_ptr, b, B, N, length, PACKED, MASKED, LAST, NO_WINNER)
+    mask = valid[:, None] & (d < D)[None, :]
+    total = tl.zeros((BLOCK_B, BLOCK_D), tl.float32)
+    for split in range(splits):
+        offs = (b.to(tl.int64) + split * B)[:, None] * D + d[None, :]
+        total += tl.load(part_ptr + offs, mask=mask, other=0.0)
+    total *= logit_scale
+    tl.store(dhidden_ptr + row[:, None] * D + d[None, :], total.to(dhidden_ptr.dtype.element_ty), mask=mask)
