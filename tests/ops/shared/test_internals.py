@@ -26,7 +26,6 @@ OTHERS = {"ops/_shared/_triton/direct.py"} | {
     f"ops/{path}.py"
     for path in (
         "maxsim/_arguments", "maxsim/_triton/replay", "maxsim/_triton/replay_gradients", "maxsim/_triton/direct",
-        "lsr_head/_calls", "lsr_head/_triton/steps",
     )
 }  # fmt: skip
 needs_triton = pytest.mark.skipif(not triton_installed(), reason="triton is not installed")
