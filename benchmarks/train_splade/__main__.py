@@ -16,7 +16,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.train_splade.measure import CSV_KEY, DEFAULT_MODELS, TrainOptions, TrainRow, run
+from benchmarks.train_splade.measure import run
+from benchmarks.train_splade.options import CSV_KEY, DEFAULT_MODELS, TrainOptions, TrainRow
 from benchmarks.train_splade.report import plot_results, print_cell
 from tilefold.bench.dtypes import parse_dtype
 from tilefold.bench.provenance import Provenance, choose_device, collect

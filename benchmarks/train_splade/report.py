@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from benchmarks.train_splade.measure import TrainRow
+    from benchmarks.train_splade.options import TrainRow
 
 # Sparton, arXiv 2603.25011: batch and speed over the plain head, by vocabulary
 PAPER = {"bert-base": (1.33, 1.14), "xlmr-base": (26.0, 2.5)}

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from benchmarks.train_splade import step as step_module
 from benchmarks.train_splade.__main__ import main
-from benchmarks.train_splade.measure import TrainOptions, TrainRow, run
+from benchmarks.train_splade.measure import run
 from benchmarks.train_splade.memory import RESOLUTION, Meter, fits, is_out_of_memory, largest_batch
+from benchmarks.train_splade.options import TrainOptions, TrainRow
 from benchmarks.train_splade.report import PAPER, markdown_table, plot_results
 from benchmarks.train_splade.setting import (
     MODEL_SIZES,

@@ -1,0 +1,106 @@
+"""What the training benchmark is asked for, and the rows that it answers with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+CSV_KEY = ("model", "length", "checkpointing", "documents", "dtype", "memory_gib", "side")
+DEFAULT_MODELS = ("bert-base", "xlmr-base")
+DEFAULT_LENGTHS = (256, 512)
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What to measure and how.
+
+    Attributes:
+        device: where.
+        models: names in ``MODEL_SIZES``.
+        lengths: S, tokens of a document.
+        checkpointing: with gradient checkpointing of the encoder's layers, without, or both.
+        bf16: bf16 autocast; by default on a GPU.
+        memory_gib: limit of torch's allocator; by default the whole device.
+        batch: the common batch; by default the largest power of two that fits on both sides.
+        max_batch: no larger batch is tried.
+        seconds: time for the steps of one side at one batch.
+        data: ``pydocs`` or a BEIR folder.
+        tokenizer: a folder; by default that of the packaged MiniLM.
+        natural: documents as they are, padded to the longest, in place of ones filled up to S tokens.
+        seed: of the weights and of dropout.
+    """
+
+    device: torch.device
+    models: Sequence[str] = DEFAULT_MODELS
+    lengths: Sequence[int] = DEFAULT_LENGTHS
+    checkpointing: Sequence[bool] = (False, True)
+    bf16: bool | None = None
+    memory_gib: float | None = None
+    batch: int | None = None
+    max_batch: int = 8192
+    seconds: float = 2.0
+    data: str = "pydocs"
+    tokenizer: str | Path | None = None
+    natural: bool = False
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for a length, batch or time that cannot be."""
+        for length in self.lengths:
+            if not 2 < length <= 512:
+                raise ValueError(f"length must be from 3 to 512 tokens, got {length}.")
+        for name, value in (("batch", self.batch), ("max-batch", self.max_batch)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        if not self.seconds >= 0:
+            raise ValueError(f"seconds must be 0 or more, got {self.seconds}.")
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether steps run under bf16 autocast."""
+        return self.device.type == "cuda" if self.bf16 is None else self.bf16
+
+
+@dataclass
+class TrainRow:
+    """One side of one cell: a line of the table and of the CSV; ``None`` for what was not measured."""
+
+    model: str
+    vocab: int
+    hidden: int
+    layers: int
+    length: int
+    query_length: int
+    checkpointing: str
+    documents: str
+    dtype: str
+    memory_gib: float
+    side: str
+    valid_tokens: float
+    tokenizer: str
+    data: str
+    status: str = "ok"
+    note: str = ""
+    batch: int | None = None
+    step_p20_ms: float | None = None
+    step_p50_ms: float | None = None
+    step_p80_ms: float | None = None
+    step_reps: int | None = None
+    peak_gib: float | None = None
+    loss: float | None = None
+    largest_batch: int | None = None
+    largest_capped: str = ""
+    largest_peak_gib: float | None = None
+    mib_a_pair: float | None = None
+    largest_step_p50_ms: float | None = None
+    largest_reps: int | None = None
+    pairs_per_second: float | None = None
+    gate_loss_error: float | None = None
+    gate_gradient_error: float | None = None
+
+    def record(self) -> dict[str, object]:
+        """The row as CSV fields."""
+        return {"op": "train-splade", **asdict(self)}
