@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tilefold.nn._linear import LinearParameters
 from tilefold.ops import lsr_head
 
 
-class LSRHead(nn.Module):
+class LSRHead(LinearParameters):
     """Scores of a sequence over the vocabulary, without the ``[B, S, V]`` logits.
 
     A thin owner of ``weight`` and ``bias`` around :func:`tilefold.ops.lsr_head`, which documents the mathematics. The
@@ -33,9 +33,6 @@ class LSRHead(nn.Module):
         bias: ``[V]`` or ``None``.
     """
 
-    weight: Tensor
-    bias: Tensor | None
-
     def __init__(
         self,
         hidden_size: int,
@@ -48,22 +45,11 @@ class LSRHead(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(hidden_size, vocab_size, bias, device, dtype)
         self.pooling = pooling
         self.activation = activation
         self.logit_scale = logit_scale
         self.impl = impl
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, device=device, dtype=dtype))
-        if bias:
-            self.bias = nn.Parameter(torch.empty(vocab_size, device=device, dtype=dtype))
-        else:
-            self.register_parameter("bias", None)
-        self.reset_parameters()
-
-    @property
-    def hidden_size(self) -> int:
-        """D."""
-        return self.weight.size(1)
 
     @property
     def vocab_size(self) -> int:
@@ -95,13 +81,6 @@ class LSRHead(nn.Module):
         _check_linear(linear)
         self.weight = linear.weight
         self.bias = linear.bias
-
-    def reset_parameters(self) -> None:
-        """Draw fresh parameters as ``nn.Linear`` does: uniform within ``1 / sqrt(D)``."""
-        bound = 1 / math.sqrt(max(self.hidden_size, 1))
-        nn.init.uniform_(self.weight, -bound, bound)
-        if self.bias is not None:
-            nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, hidden: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         """``[B, V]`` scores.

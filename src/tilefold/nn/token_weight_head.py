@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from tilefold.nn._linear import LinearParameters
 from tilefold.ops import token_scatter, token_scatter_sparse
 
 
-class TokenWeightHead(nn.Module):
+class TokenWeightHead(LinearParameters):
     """Scores over the vocabulary from one learned weight per token, without term expansion.
 
     A thin owner of ``weight`` and ``bias`` around :func:`tilefold.ops.token_scatter`, which documents the mathematics.
@@ -37,9 +37,6 @@ class TokenWeightHead(nn.Module):
         bias: ``[1]`` or ``None``.
     """
 
-    weight: Tensor
-    bias: Tensor | None
-
     def __init__(
         self,
         hidden_size: int,
@@ -52,23 +49,12 @@ class TokenWeightHead(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(hidden_size, 1, bias, device, dtype)
         self.vocab_size = vocab_size
         self.reduce = reduce
         self.activation = activation
         self.ignore_ids = tuple(ignore_ids or ())
         self.impl = impl
-        self.weight = nn.Parameter(torch.empty(1, hidden_size, device=device, dtype=dtype))
-        if bias:
-            self.bias = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
-        else:
-            self.register_parameter("bias", None)
-        self.reset_parameters()
-
-    @property
-    def hidden_size(self) -> int:
-        """D."""
-        return self.weight.size(1)
 
     @classmethod
     def from_linear(cls, layer: nn.Linear, vocab_size: int, **options: Any) -> TokenWeightHead:
@@ -94,13 +80,6 @@ class TokenWeightHead(nn.Module):
         head.weight = layer.weight
         head.bias = layer.bias
         return head
-
-    def reset_parameters(self) -> None:
-        """Draw fresh parameters as ``nn.Linear`` does: uniform within ``1 / sqrt(D)``."""
-        bound = 1 / math.sqrt(max(self.hidden_size, 1))
-        nn.init.uniform_(self.weight, -bound, bound)
-        if self.bias is not None:
-            nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(
         self,

@@ -5,17 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tilefold.retrieval._sparse import SparseVectors, vocabulary_fingerprint
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import texts_digest
 from tilefold.retrieval.vectors import SparseVectorWriter, VectorManifest
 
+if TYPE_CHECKING:
+    from tilefold.retrieval._token_vectors import TokenVectors
+
 __all__ = ["encode_collection", "encode_queries", "model_fingerprint"]
 
 Kind = Literal["document", "query"]
-T = TypeVar("T")
+T = TypeVar("T", SparseVectors, "TokenVectors")
 _SAMPLES_PER_TENSOR = 1024
 _TOO_MANY = 16  # when every text of a shard of at least this size fails, the model is at fault, not the texts
 
@@ -181,21 +184,19 @@ def _encode(
         matrix = _run(model, [texts[name] for name in batch], kind, top_k, min_weight)
         return SparseVectors.from_torch(batch, matrix, fingerprint, min_weight)
 
-    done, failed = encode_each(texts, ids, batch_size, run)
-    if not done:
-        return SparseVectors.from_rows({}, _vocab_size(model, kind), fingerprint), failed
-    position = {name: i for i, name in enumerate(ids)}
-    encoded = SparseVectors.concatenate(done)
-    order = sorted(range(len(encoded)), key=lambda i: position[encoded.ids[i]])
-    return encoded.take(order), failed
+    encoded, failed = encode_each(texts, ids, batch_size, run)
+    if encoded is None:
+        encoded = SparseVectors.from_rows({}, _vocab_size(model, kind), fingerprint)
+    return encoded, failed
 
 
 def encode_each(
     texts: Mapping[str, str], ids: Sequence[str], batch_size: int, run: Callable[[list[str]], T]
-) -> tuple[list[T], dict[str, str]]:
-    """``run(batch)`` for batches of `ids` of similar length, longest first, and the reasons of failed texts.
+) -> tuple[T | None, dict[str, str]]:
+    """The vectors of `ids` in their order, and the reasons of failed texts; ``None`` if all of them failed.
 
-    A batch that fails is halved until the failing text is alone, so that the others are not lost.
+    ``run(batch)`` encodes texts of similar length, longest first. A batch that fails is halved until the failing text
+    is alone, so that the others are not lost.
     """
     failed: dict[str, str] = {}
     done: list[T] = []
@@ -220,7 +221,12 @@ def encode_each(
     strings.sort(key=lambda name: len(texts[name]), reverse=True)
     for start in range(0, len(strings), batch_size):
         attempt(strings[start : start + batch_size])
-    return done, {name: failed[name] for name in ids if name in failed}
+    reasons = {name: failed[name] for name in ids if name in failed}
+    if not done:
+        return None, reasons
+    encoded = done[0].concatenate(done)
+    row_of = {name: row for row, name in enumerate(encoded.ids)}
+    return encoded.take([row_of[name] for name in ids if name in row_of]), reasons
 
 
 def _check_settings(kind: str, batch_size: int, top_k: int | None, min_weight: float) -> None:

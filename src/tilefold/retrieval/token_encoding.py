@@ -146,13 +146,10 @@ def _encode(
     def run(batch: list[str]) -> TokenVectors:
         return TokenVectors.pack(batch, _run(model, [texts[name] for name in batch], kind), dimension, storage)
 
-    done, failed = encode_each(texts, ids, batch_size, run)
-    if not done:
-        return TokenVectors.pack([], [], dimension, storage), failed
-    encoded = TokenVectors.concatenate(done)
-    position = {name: i for i, name in enumerate(ids)}
-    order = sorted(range(len(encoded)), key=lambda i: position[encoded.ids[i]])
-    return encoded.take(order), failed
+    encoded, failed = encode_each(texts, ids, batch_size, run)
+    if encoded is None:
+        encoded = TokenVectors.pack([], [], dimension, storage)
+    return encoded, failed
 
 
 def _run(model: Any, batch: list[str], kind: Kind) -> list[Tensor]:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from tilefold.ops.entmax_attention import EntmaxStats, entmax_attention
 from tilefold.testing import assert_within_budget, budget, relative_error
-
-LAYOUTS = ("full", "right", "left", "holes", "packed")
+from tilefold.testing.padding import LAYOUTS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tilefold.ops import lsr_head
 from tilefold.testing import USUAL_SENSITIVITY, assert_within_budget
+from tilefold.testing.padding import LAYOUTS, padding_mask
 
-LAYOUTS = ("full", "right", "left", "holes", "packed")
 DENSITIES = ("mixed", "dense", "sparse")
 _KINKED = ("log1p_relu", "log1p_log1p_relu", "relu")
 
@@ -113,7 +113,7 @@ def lsr_head_inputs(
     shift = {"mixed": 0.0, "dense": 8.0, "sparse": -2.0 - math.sqrt(2 * math.log(max(length, 2)))}[density]
     offset = 0.5 * torch.randn(vocab, generator=generator) + shift
     dscores = torch.randn(batch, vocab, generator=generator)
-    mask = _mask(layout, batch, length, generator)
+    mask = padding_mask(layout, batch, length, generator)
     inputs = LSRHeadInputs(
         hidden.to(device, dtype),
         weight.to(device, dtype),
@@ -123,26 +123,6 @@ def lsr_head_inputs(
         dscores.to(device, dtype),
     )
     return inputs.packed() if layout == "packed" else inputs
-
-
-def _mask(layout: str, batch: int, length: int, generator: torch.Generator) -> Tensor | None:
-    if layout == "full":
-        return None
-    places = torch.arange(length)
-    lengths = torch.randint(min(1, length), length + 1, (batch, 1), generator=generator)
-    if layout == "holes":
-        mask = torch.rand(batch, length, generator=generator) < 0.6
-    elif layout == "left":
-        mask = places >= length - lengths
-    else:
-        mask = places < lengths
-    mask[: max(batch - 1, 0)][:1] = True  # one sequence of the full length
-    if layout == "packed" and batch >= 5:
-        mask[[0, batch // 2, batch - 1]] = False
-        mask[1] = True
-    elif layout in ("left", "holes") and batch >= 2:
-        mask[batch // 2] = False
-    return mask.long()
 
 
 def lsr_head_results(

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tilefold.ops import maxsim, xtr_scores
 from tilefold.testing import assert_within_budget
+from tilefold.testing.padding import LAYOUTS
 
-LAYOUTS = ("full", "right", "left", "holes", "packed")
 PAIRINGS = ("all", "aligned", "grouped", "index")
 
 

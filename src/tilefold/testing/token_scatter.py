@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tilefold.ops import token_scatter
 from tilefold.testing import assert_within_budget
+from tilefold.testing.padding import LAYOUTS, padding_mask
 
-LAYOUTS = ("full", "right", "left", "holes", "packed")
 REDUCTIONS = ("max", "sum")
 
 
@@ -108,29 +108,9 @@ def token_scatter_inputs(
     weights = torch.randn(batch, length, generator=generator)
     ids = zipf_ids((batch, length), vocab, generator)
     dscores = torch.randn(batch, vocab, generator=generator)
-    mask = _mask(layout, batch, length, generator)
+    mask = padding_mask(layout, batch, length, generator)
     inputs = TokenScatterInputs(weights, ids, vocab, mask, None, dscores).cast(dtype).to(device)
     return inputs.packed() if layout == "packed" else inputs
-
-
-def _mask(layout: str, batch: int, length: int, generator: torch.Generator) -> Tensor | None:
-    if layout == "full":
-        return None
-    places = torch.arange(length)
-    lengths = torch.randint(min(1, length), length + 1, (batch, 1), generator=generator)
-    if layout == "holes":
-        mask = torch.rand(batch, length, generator=generator) < 0.6
-    elif layout == "left":
-        mask = places >= length - lengths
-    else:
-        mask = places < lengths
-    mask[: max(batch - 1, 0)][:1] = True  # one sequence as long as can be
-    if layout == "packed" and batch >= 5:
-        mask[[0, batch // 2, batch - 1]] = False
-        mask[1] = True
-    elif layout in ("left", "holes") and batch >= 2:
-        mask[batch // 2] = False
-    return mask.long()
 
 
 def token_scatter_results(inputs: TokenScatterInputs, *, needs: bool = True, **options: Any) -> dict[str, Tensor]:
