@@ -52,23 +52,8 @@ class ExactIndex:
     ) -> None:
         self._ids = ids
         self._offsets, self._documents, self._weights = offsets, documents, weights
-        self._fingerprint, self._provenance = fingerprint, provenance
-
-    @property
-    def n_documents(self) -> int:
-        return len(self._ids)
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._offsets) - 1
-
-    @property
-    def fingerprint(self) -> str | None:
-        return self._fingerprint
-
-    @property
-    def provenance(self) -> Provenance:
-        return self._provenance
+        self.n_documents, self.vocab_size = len(ids), len(offsets) - 1
+        self.fingerprint, self.provenance = fingerprint, provenance
 
     @classmethod
     def build(cls, vectors: SparseVectors, **options: Any) -> ExactIndex:

@@ -109,24 +109,9 @@ class SeismicIndex:
         options: SeismicOptions,
     ) -> None:
         self._engine, self._ids, self._terms = engine, ids, terms
-        self._vocab_size, self._fingerprint, self._provenance = vocab_size, fingerprint, provenance
+        self.n_documents, self.vocab_size = len(ids), vocab_size
+        self.fingerprint, self.provenance = fingerprint, provenance
         self.options = options
-
-    @property
-    def n_documents(self) -> int:
-        return len(self._ids)
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def fingerprint(self) -> str | None:
-        return self._fingerprint
-
-    @property
-    def provenance(self) -> Provenance:
-        return self._provenance
 
     @classmethod
     def build(cls, vectors: SparseVectors, **options: Any) -> SeismicIndex:
