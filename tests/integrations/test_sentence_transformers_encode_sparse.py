@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from sentence_transformers import SparseEncoder
 
 from tests.integrations.splade_models import TEXTS, assert_close
-from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated
+from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated, restore
 
 
 @pytest.fixture
@@ -26,6 +27,19 @@ def test_rows_are_those_of_encode_in_the_order_of_the_texts(model: SparseEncoder
     with accelerate(model):
         assert torch.equal(encode_sparse(model, TEXTS, batch_size=3).to_dense(), got.to_dense())
         assert is_accelerated(model)
+
+
+def test_an_accelerated_model_and_its_copies_carry_the_encoding_of_a_batch(model: SparseEncoder) -> None:
+    accelerate(model)
+    expected = model.encode_sparse_batch(TEXTS, task="document", top_k=8)
+    assert torch.equal(expected.to_dense(), encode_sparse(model, TEXTS, task="document", top_k=8).to_dense())
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.transformers_model.get_output_embeddings().bias.add_(1.0)
+    assert (twin.encode_sparse_batch(TEXTS).values().sum() > expected.values().sum()).all()
+    assert torch.equal(model.encode_sparse_batch(TEXTS, task="document", top_k=8).to_dense(), expected.to_dense())
+    restore(model)
+    assert not hasattr(model, "encode_sparse_batch")
 
 
 def test_top_k_and_min_weight_prune_and_the_model_may_say_how_many(model: SparseEncoder) -> None:

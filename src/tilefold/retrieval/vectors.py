@@ -10,17 +10,14 @@ interrupted writer can be resumed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tilefold._files import atomic_file
-from tilefold.retrieval._files import json_line, require
-from tilefold.retrieval._shards import MANIFEST_NAME, ShardWriter, check_whole, read_layout, shard_file
-from tilefold.retrieval._shards import REMEDY as _REMEDY
+from tilefold.retrieval import _parquet
+from tilefold.retrieval._files import json_line
+from tilefold.retrieval._shards import MANIFEST_NAME, REMEDY, ShardWriter, check_whole, read_layout, shard_file
 from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary, vocabulary_fingerprint
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.provenance import Provenance
@@ -110,7 +107,7 @@ class SparseVectorWriter(ShardWriter[VectorManifest]):
         settings: Mapping[str, Any] | None = None,
         resume: bool = False,
     ) -> None:
-        _arrow()
+        _parquet.arrow()
         manifest = VectorManifest(vocab_size, fingerprint, model_name, kind, settings=dict(settings or {}))
         super().__init__(Path(path), manifest, resume)
 
@@ -121,7 +118,7 @@ class SparseVectorWriter(ShardWriter[VectorManifest]):
         """Write shard `number` (the next one, or one to replace) and list it in the manifest."""
         check_same_vocabulary(self.manifest, vectors, "the folder", "vectors")
         counts = {"rows": len(vectors), "nonzeros": int(vectors.indices.size)}
-        self._write(number, counts, lambda path: _write_parquet(vectors, path), failed)
+        self._write(number, counts, lambda path: _parquet.write(vectors, path), failed)
 
 
 def read_manifest(path: str | Path) -> VectorManifest:
@@ -140,7 +137,7 @@ def _load_manifest(folder: Path) -> VectorManifest:
     known = {item.name for item in fields(VectorManifest)}
     version = value.get("schema_version")
     if version != SCHEMA_VERSION:
-        raise DataError(f"{file}: expected schema_version {SCHEMA_VERSION}, got {version!r}. {_REMEDY}")
+        raise DataError(f"{file}: expected schema_version {SCHEMA_VERSION}, got {version!r}. {REMEDY}")
     try:
         manifest = VectorManifest(**{key: item for key, item in value.items() if key in known})
         well_formed = (
@@ -151,7 +148,7 @@ def _load_manifest(folder: Path) -> VectorManifest:
     except TypeError as error:
         raise DataError(f"{file}: expected a manifest of vectors, got another object ({error}).") from error
     if not well_formed:
-        raise DataError(f"{file}: expected a manifest of vectors, got fields of other types. {_REMEDY}")
+        raise DataError(f"{file}: expected a manifest of vectors, got fields of other types. {REMEDY}")
     return manifest
 
 
@@ -184,7 +181,8 @@ def read_rows(path: str | Path, names: Iterable[str]) -> SparseVectors:
     for shard in manifest.shards:
         if not wanted:
             break
-        rows = [row for row, name in enumerate(_read_ids(shard_file(folder, shard, verify=False))) if name in wanted]
+        names_there = _parquet.read_ids(shard_file(folder, shard, verify=False))
+        rows = [row for row, name in enumerate(names_there) if name in wanted]
         if rows:
             parts.append(_read_shard(folder, shard, manifest).take(rows))
             wanted -= set(parts[-1].ids)
@@ -201,9 +199,9 @@ def iter_shards(path: str | Path, manifest: VectorManifest | None = None) -> Ite
 
 def _read_shard(folder: Path, shard: Mapping[str, Any], manifest: VectorManifest) -> SparseVectors:
     file = shard_file(folder, shard)
-    vectors = _read_parquet(file, manifest)
+    vectors = _parquet.read(file, manifest.vectors)
     if len(vectors) != shard["rows"]:
-        raise DataError(f"{file}: expected {shard['rows']} rows, got {len(vectors)}. {_REMEDY}")
+        raise DataError(f"{file}: expected {shard['rows']} rows, got {len(vectors)}. {REMEDY}")
     return vectors
 
 
@@ -229,64 +227,6 @@ def write_vectors(
     for number, start in enumerate(range(0, len(vectors), shard_size)):
         writer.write_shard(number, vectors.take(range(start, min(start + shard_size, len(vectors)))))
     return writer.finish()
-
-
-def _arrow() -> tuple[Any, Any]:
-    purpose = "Storing vectors"
-    return require("pyarrow", "pyarrow", purpose), require("pyarrow.parquet", "pyarrow", purpose)
-
-
-def _write_parquet(vectors: SparseVectors, path: Path) -> None:
-    pa, pq = _arrow()
-    if vectors.indices.size > np.iinfo(np.int32).max:
-        raise ValueError(f"vectors: expected fewer than 2^31 weights per shard, got {vectors.indices.size}.")
-    offsets = pa.array(vectors.indptr.astype(np.int32))
-    table = pa.table(
-        {
-            "id": pa.array(vectors.ids, pa.string()),
-            "indices": pa.ListArray.from_arrays(offsets, pa.array(vectors.indices, pa.int32())),
-            "weights": pa.ListArray.from_arrays(offsets, pa.array(vectors.data, pa.float32())),
-        }
-    )
-    pq.write_table(table, path, compression="zstd")
-
-
-@contextmanager
-def _as_data_error(path: Path) -> Iterator[None]:
-    """Turn Arrow's errors for a damaged or foreign file into one ``DataError`` that names it."""
-    pa, _ = _arrow()
-    try:
-        yield
-    except (pa.ArrowException, OSError, KeyError, AttributeError) as error:
-        raise DataError(f"{path}: expected Parquet with id, indices and weights, got ({error}). {_REMEDY}") from error
-
-
-def _read_ids(path: Path) -> list[str]:
-    _, pq = _arrow()
-    with _as_data_error(path):
-        ids: list[str] = pq.read_table(path, columns=["id"]).column("id").to_pylist()
-    return ids
-
-
-def _read_parquet(path: Path, manifest: VectorManifest) -> SparseVectors:
-    _, pq = _arrow()
-    with _as_data_error(path):
-        table = pq.read_table(path, columns=["id", "indices", "weights"]).combine_chunks()
-        columns = [table.column(name).combine_chunks() for name in ("id", "indices", "weights")]
-        ids, indices, weights = columns
-        lengths = indices.value_lengths().to_numpy(zero_copy_only=False)
-        same = bool((lengths == weights.value_lengths().to_numpy(zero_copy_only=False)).all())
-        arrays = (
-            indices.flatten().to_numpy(zero_copy_only=False),
-            weights.flatten().to_numpy(zero_copy_only=False),
-        )
-    if not same or any(column.null_count for column in columns):
-        raise DataError(f"{path}: expected as many weights as indices and no nulls, got others. {_REMEDY}")
-    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
-    try:
-        return manifest.vectors(ids.to_pylist(), indptr, *arrays)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error
 
 
 def export_jsonl(

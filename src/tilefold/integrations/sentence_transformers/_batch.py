@@ -28,7 +28,10 @@ class SparseBatchEncoder:
         """``[len(texts), V]`` CSR on the CPU, in one forward pass; arguments as in ``encode_sparse``."""
         options = sparse_options(self.model, top_k, min_weight)
         with evaluating(self.model):
-            return encode_batch(self.model, texts, task, prompt_of(self.model, task), options)
+            rows = encode_batch(self.model, texts, task, prompt_of(self.model, task), options)
+        # clones: tensors of inference mode cannot be used freely outside of it
+        offsets, columns, values = (part.clone() for part in (rows.crow_indices(), rows.col_indices(), rows.values()))
+        return torch.sparse_csr_tensor(offsets, columns, values, rows.shape, check_invariants=False)
 
 
 def sparse_options(model: Any, top_k: int | None, min_weight: float) -> SparseOptions:
