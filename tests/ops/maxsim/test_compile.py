@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.ops.cross_compile import Compiled, check_spills, compile_kernel
+from tilefold.ops._shared._triton.offsets import int32_kernel
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.maxsim import configs
 from tilefold.ops.maxsim._triton import norms, smooth
@@ -25,8 +26,8 @@ CAPABILITIES = (80, 90, 100)
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 SCALES = ["query_scale_ptr", "doc_scale_ptr", "scale_ptr", "dscore_ptr", "score_ptr", "part_ptr", "largest_ptr"]
-INT32 = ["cu_q_ptr", "cu_d_ptr", "row_query_ptr", "list_ptr"]
-INT64 = ["index_ptr", "order_ptr", "first_ptr"]
+INT32 = ["cu_q_ptr", "cu_d_ptr", "index_ptr", "row_query_ptr", "list_ptr"]
+INT64 = ["order_ptr", "first_ptr"]
 SIZES = ["Tq", "Td", "Nq", "Nd", "T", "length_q", "length_d", "tile_rows", "splits", "group", "longest", "stride_q",
          "stride_d", "tiles", "slices"]  # fmt: skip
 
@@ -81,8 +82,6 @@ def test_forward_builds_without_spills(capability: int, dtype: torch.dtype, vari
     winners_in = None if variant == "inference" else 300 if variant == "masked" else 1024
     config = configs.forward_config_for(divmod(capability, 10), dtype, 128, rows, False, winners_in)
     types = types_of(dtype, "*fp32" if variant == "smooth" else "*u16")
-    if variant == "everything":  # offsets in 64 bits, which are checked in 64
-        types |= {"cu_q_ptr": "*i64", "cu_d_ptr": "*i64"}
     if config.use_tma:
         types["doc_src"] = f"tensordesc<{NAMES[dtype]}[{config.block_t},{config.block_k}]>"
     constants = forward_constants(config, 128, **changes)
@@ -160,8 +159,6 @@ def test_backward_builds_without_spills(capability: int, dtype: torch.dtype, pai
     config = configs.backward_config_for(divmod(capability, 10), dtype, tf32=False)
     types = types_of(dtype)
     uniform = pairing != 2
-    if not uniform:
-        types |= {"cu_q_ptr": "*i64", "cu_d_ptr": "*i64"}
     common = {"D": 128, "PAIRING": pairing, "UNIFORM_Q": uniform, "UNIFORM_D": uniform, "NO_WINNER": 65535,
               "HAS_SCALE": not uniform}  # fmt: skip
     own = common | {"BLOCK_R": config.block_r, "BLOCK_D": config.block_d}
@@ -208,22 +205,20 @@ GRADIENTS = [  # kernel, pairing
     ("smooth rows", 2), ("smooth rows", 0), ("smooth rows", 1),
     ("smooth documents", 2), ("smooth documents", 0), ("smooth documents", 1),
 ]  # fmt: skip
-OFFSETS = [("qd", "*i64"), ("d", "*i64"), ("q", "*i64"), ("qd", "*i32")]  # packed sides, width of offsets and indices
 # two of these variants, documents of scaled rows on 9.0 and listed ones on 10.0, put away 16 bytes before their loops
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled and masked"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)
-@pytest.mark.parametrize(("packed", "width"), OFFSETS, ids=str)
+@pytest.mark.parametrize("packed", ["qd", "d", "q"])
 @pytest.mark.parametrize(("which", "pairing"), GRADIENTS, ids=str)
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_gradients_of_packed_tokens_build_with_offsets_of_either_width(
-    capability: int, which: str, pairing: int, packed: str, width: str, dtype: torch.dtype, scaled: bool
+def test_gradients_of_packed_tokens_build_without_spills(
+    capability: int, which: str, pairing: int, packed: str, dtype: torch.dtype, scaled: bool
 ) -> None:
     config = configs.backward_config_for(divmod(capability, 10), dtype, tf32=False)
     kernel, warps, stages, blocks = gradient_kernel(which, config)
     types = types_of(dtype, "*fp32" if which.startswith("smooth") else "*u16")
-    types |= dict.fromkeys(["cu_q_ptr", "cu_d_ptr", "index_ptr"], width)
     constants = {
         "D": 128, "PAIRING": pairing, "UNIFORM_Q": "q" not in packed, "UNIFORM_D": "d" not in packed,
         "HAS_SCALE": scaled, "HAS_QMASK": scaled, "HAS_DMASK": scaled, "HAS_LARGEST": True, "NO_WINNER": 65535,
@@ -255,7 +250,7 @@ def gradient_kernel(which: str, config: configs.BackwardConfig) -> tuple[Any, in
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_small_kernels_build_without_spills(capability: int) -> None:
-    types = types_of(torch.bfloat16) | {"steps": "i32"}
+    types = types_of(torch.bfloat16) | {"steps": "i32", "count": "i32", "int64_ptr": "*i64", "int32_ptr": "*i32"}
     rows = {"D": 128, "BLOCK_R": 16, "BLOCK_D": 128}
     for kernel, constants in (
         (norms.quantize_kernel, rows),
@@ -263,5 +258,6 @@ def test_the_small_kernels_build_without_spills(capability: int) -> None:
         (norms.unit_gradient_kernel, rows),
         (combine_kernel, {"BLOCK": 256, "UNIFORM_Q": False}),
         (row_query_kernel, {"BLOCK": 256}),
+        (int32_kernel, {"BLOCK": 1024}),
     ):
         check(compile_kernel(kernel, types, constants, capability, 4, 3), capability, tensor_cores=False)

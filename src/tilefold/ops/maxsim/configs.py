@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from tilefold.ops._shared._triton.releases import listed_pairs_spill
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.tf32 import tf32_allowed
 
@@ -202,7 +203,9 @@ def backward_config_for(capability: tuple[int, int], dtype: torch.dtype, tf32: b
     """The backward configuration for a compute capability."""
     if dtype == torch.float32:
         return replace(BACKWARD_FP32, precision="tf32") if tf32 else BACKWARD_FP32
-    return replace(BACKWARD_16BIT, block_t=64) if capability >= (10, 0) else BACKWARD_16BIT
+    if capability >= (10, 0) or (capability < (9, 0) and listed_pairs_spill()):
+        return replace(BACKWARD_16BIT, block_t=64)
+    return replace(BACKWARD_16BIT, warps_q=8) if listed_pairs_spill() else BACKWARD_16BIT
 
 
 def backward_config(dtype: torch.dtype, device: torch.device) -> BackwardConfig:

@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 from tilefold.ops._shared._triton.masks import mask_if
-from tilefold.ops._shared._triton.offsets import narrowed
 
 ALL = tl.constexpr(0)
 GROUPED = tl.constexpr(1)
@@ -24,13 +23,12 @@ def bounds(cu_ptr, i, count, rows, length, UNIFORM: tl.constexpr):
         return start, start + length, start >= 0
     else:
         inside = (i >= 0) & (i < count)
-        # checked in the width that they come in: what passes fits 32 bits
         start = tl.load(cu_ptr + i, mask=inside, other=0)
         end = tl.load(cu_ptr + i + 1, mask=inside, other=0)
         ok = (
             (start >= 0) & (end >= start) & (end <= rows) & ((i > 0) | (start == 0)) & ((i < count - 1) | (end == rows))
         )
-        return tl.where(ok, start, 0).to(tl.int32), tl.where(ok, end, 0).to(tl.int32), ok
+        return tl.where(ok, start, 0), tl.where(ok, end, 0), ok
 
 
 @triton.jit
@@ -165,6 +163,6 @@ def item_of(e, first_item, order_ptr, index_ptr, PAIRING: tl.constexpr):
     """Pair, query (for an index) and document of entry ``e`` of a list of pairs."""
     if PAIRING == INDEX:
         pair = tl.load(order_ptr + e).to(tl.int32)
-        return pair, narrowed(tl.load(index_ptr + 2 * pair)), narrowed(tl.load(index_ptr + 2 * pair + 1))
+        return pair, tl.load(index_ptr + 2 * pair), tl.load(index_ptr + 2 * pair + 1)
     else:
         return e, e - first_item, e

@@ -23,11 +23,12 @@ def can_remember(*arguments: object) -> bool:
     """Whether a launch that just ran with these ``arguments`` may be repeated by address.
 
     Kernels are compiled for the alignment of their tensors; under capture nothing ran, and what was allocated is the
-    graph's.
+    graph's. Offsets in int64 are copied first.
     """
     if triton_interpreted() or torch.cuda.is_current_stream_capturing():
         return False
-    return all(not isinstance(argument, Tensor) or argument.data_ptr() % 16 == 0 for argument in arguments)
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    return all(tensor.data_ptr() % 16 == 0 and tensor.dtype != torch.int64 for tensor in tensors)
 
 
 def second_time(plans: dict[Any, Any], name: Any) -> bool:

@@ -9,7 +9,6 @@ in a small buffer, which a second kernel adds up in a fixed order. For listed pa
 import triton
 import triton.language as tl
 
-from tilefold.ops._shared._triton.offsets import narrowed
 from tilefold.ops.maxsim._triton.device import (
     INDEX,
     bounds,
@@ -227,8 +226,8 @@ def listed_pairs_kernel(
 ):  # fmt: skip
     pair = tl.program_id(0)
     if PAIRING == INDEX:
-        query = narrowed(tl.load(index_ptr + 2 * pair.to(tl.int64)))
-        d = narrowed(tl.load(index_ptr + 2 * pair.to(tl.int64) + 1))
+        query = tl.load(index_ptr + 2 * pair.to(tl.int64))
+        d = tl.load(index_ptr + 2 * pair.to(tl.int64) + 1)
     else:
         query = pair // group
         d = pair

@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilefold.ops._shared._triton.launch import DESCRIPTOR_ALIGNMENT, launcher, rows_fit_descriptor
+from tilefold.ops._shared._triton.offsets import in_int32
 from tilefold.ops._shared.fallback import KernelUnavailableError, give_up, given_up
 from tilefold.ops.maxsim._problem import REPLAY, TRAINING, Problem, no_winner
 from tilefold.ops.maxsim._triton.direct import can_remember, second_time
@@ -43,11 +44,6 @@ def as_bytes(mask: Tensor | None) -> Tensor | None:
     return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
 
-def contiguous(tensor: Tensor | None) -> Tensor | None:
-    """The tensor, if there is one, in contiguous memory."""
-    return None if tensor is None else tensor.contiguous()
-
-
 def row_scales(problem: Problem, queries: Tensor, documents: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """By what the rows of either side are multiplied."""
     if problem.normalize:
@@ -79,12 +75,12 @@ def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
         source = TensorDescriptor(documents, list(documents.shape), [documents.size(1), 1], plan.block)
     operands = (
         queries, source, as_bytes(problem.query_mask), as_bytes(problem.document_mask),
-        *row_scales(problem, queries, documents), contiguous(problem.cu_queries), contiguous(problem.cu_documents),
+        *row_scales(problem, queries, documents), in_int32(problem.cu_queries), in_int32(problem.cu_documents),
     )  # fmt: skip
     if plan.kind == "stream":
         arguments: tuple[Any, ...] = (*operands, scores, *plan.numbers)
     elif plan.kind == "listed":
-        arguments = (*operands, contiguous(problem.index), scores, saved, *plan.numbers)
+        arguments = (*operands, in_int32(problem.index), scores, saved, *plan.numbers)
     elif not plan.parts:
         arguments = (*operands, scores, scores, saved, *plan.numbers)
     else:
@@ -125,7 +121,7 @@ def _remember(
     name = REPLAY if saved is None else TRAINING
     if problem.plans is None or name in problem.plans or not second_time(problem.plans, name):
         return
-    if can_remember(*arguments, problem.query_source):
+    if can_remember(*arguments, problem.query_source, problem.cu_queries, problem.cu_documents):
         problem.plans[name] = Replay(problem, plan, arguments, saved, combine)
 
 

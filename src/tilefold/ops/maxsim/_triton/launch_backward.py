@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import Grid, launch, launcher
+from tilefold.ops._shared._triton.offsets import in_int32
 from tilefold.ops.maxsim._problem import GRADIENTS, Problem, no_winner
 from tilefold.ops.maxsim._triton.backward import ddocuments_kernel, dqueries_kernel, dqueries_row_kernel
 from tilefold.ops.maxsim._triton.direct import can_remember, second_time
-from tilefold.ops.maxsim._triton.launch import PAIRINGS, as_bytes, contiguous, layout_flags, row_scales
+from tilefold.ops.maxsim._triton.launch import PAIRINGS, as_bytes, layout_flags, row_scales
 from tilefold.ops.maxsim._triton.norms import unit_gradient_kernel
 from tilefold.ops.maxsim._triton.replay import ALIGNMENT
 from tilefold.ops.maxsim._triton.replay_gradients import (
@@ -95,7 +96,7 @@ class _Pass:
 
     def lists(self, side: int) -> tuple[Tensor | None, Tensor | None]:
         """The pairs of an index sorted by their query (0) or document (1), and where each one's begin."""
-        index = self.problem.index
+        index = self.places[INDEX]
         if index is None:
             return None, None
         count = self.problem.n_documents if side else self.problem.n_queries
@@ -133,9 +134,9 @@ def _places(
         aligned(as_bytes(problem.query_mask)),
         aligned(as_bytes(problem.document_mask)),
     )
-    places[CU_QUERIES] = aligned(contiguous(problem.cu_queries))
-    places[CU_DOCUMENTS] = aligned(contiguous(problem.cu_documents))
-    places[INDEX] = aligned(contiguous(problem.index))
+    places[CU_QUERIES] = aligned(in_int32(problem.cu_queries))
+    places[CU_DOCUMENTS] = aligned(in_int32(problem.cu_documents))
+    places[INDEX] = aligned(in_int32(problem.index))
     # of the scores' gradient, over queries and documents (or pairs)
     places[STRIDE_Q], places[STRIDE_D] = strides if problem.pairing == "all" else (0, strides[0])
     if problem.pairing == "all" and problem.cu_queries is not None and queries.numel():
@@ -176,7 +177,7 @@ def _remember(run: _Pass, side: int, step: Step, arguments: tuple[Any, ...], pro
     plans = run.problem.plans
     if plans is None or not second_time(plans, (GRADIENTS, side)):
         return
-    if not can_remember(*arguments, run.places[CU_QUERIES], run.queries, run.documents):
+    if not can_remember(*arguments, run.problem.cu_queries, run.problem.cu_documents, run.queries, run.documents):
         return
     gradients = plans.get(GRADIENTS)
     if gradients is None:
