@@ -55,6 +55,7 @@ def forward_constants(
     return {
         "D": dim, "BLOCK_Q": config.block_q, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k,
         "UNIFORM_Q": True, "UNIFORM_D": True, "HAS_QMASK": False, "HAS_DMASK": False, "MASK_ZERO": False,
+        "HAS_QSCALE": changes.get("NORMALIZED", False) or dtype == torch.int8,
         "HAS_SCALE": False, "SMOOTH": False, "WITH_SAVED": False, "NO_WINNER": 65535, "USE_TMA": config.use_tma,
         "PRECISION": config.precision, "INTEGER": dtype == torch.int8, "NORMALIZED": False,
     } | changes  # fmt: skip
@@ -254,7 +255,7 @@ def test_the_small_kernels_build_without_spills(capability: int) -> None:
     rows = {"D": 128, "BLOCK_R": 16, "BLOCK_D": 128}
     for kernel, constants in (
         (norms.quantize_kernel, rows),
-        (norms.inverse_norm_kernel, rows),
+        (norms.inverse_norms_kernel, rows),
         (norms.unit_gradient_kernel, rows),
         (combine_kernel, {"BLOCK": 256, "UNIFORM_Q": False}),
         (row_query_kernel, {"BLOCK": 256}),

@@ -13,7 +13,7 @@ import torch
 from tests.ops.conftest import Target
 from tilefold.ops import maxsim
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.maxsim import _library, chosen_impl
+from tilefold.ops.maxsim import _torch_ops, chosen_impl
 
 QUERIES, DOCUMENTS, PACKED = torch.zeros(2, 3, 4), torch.zeros(2, 5, 4), torch.zeros(6, 4)
 OFFSETS = torch.tensor([0, 2, 6], dtype=torch.int32)
@@ -53,19 +53,19 @@ VALUES = [
         {"documents": PACKED, "cu_seqlens_d": torch.tensor([0, 4, 2, 6])},
         "cu_seqlens_d must start with 0, never fall and end at the number of rows T of documents, got "
         "cu_seqlens_d[2] = 2 "
-        "after 4; build it as the cumulative sum of the lengths with a 0 in front.",
+        "after 4; build it as the cumulative sum of the sequence lengths with a 0 in front.",
     ),
     (
         {"queries": PACKED, "cu_seqlens_q": torch.tensor([0, 4])},
         "cu_seqlens_q must start with 0, never fall and end at the number of rows T of queries, got "
         "cu_seqlens_q[-1] = 4 "
-        "with 6 rows in queries; build it as the cumulative sum of the lengths with a 0 in front.",
+        "with 6 rows in queries; build it as the cumulative sum of the sequence lengths with a 0 in front.",
     ),
     (
         {"queries": PACKED, "cu_seqlens_q": torch.tensor([1, 6])},
         "cu_seqlens_q must start with 0, never fall and end at the number of rows T of queries, got "
         "cu_seqlens_q[0] = 1; "
-        "build it as the cumulative sum of the lengths with a 0 in front.",
+        "build it as the cumulative sum of the sequence lengths with a 0 in front.",
     ),
     (
         {"pairing": torch.tensor([[0, 0], [1, 2]])},
@@ -147,7 +147,7 @@ def test_offsets_beyond_32_bits_score_nan_and_no_plausible_number(
     if target.impl != "triton":
         pytest.skip("the host looks")
     # on the CPU too it must not look, as it does not on a GPU
-    monkeypatch.setattr(_library, "check_values", lambda *arguments: None)
+    monkeypatch.setattr(_torch_ops, "check_values", lambda *arguments: None)
     good = torch.tensor([0, 3, 6], device=target.device)
     offsets = {f"cu_seqlens_{name}": good if name != side else good.new_tensor(bad) for name in "qd"}
     leaves = [torch.ones(6, 16, device=target.device, requires_grad=True) for _ in range(2)]
@@ -165,7 +165,7 @@ def test_pair_indices_beyond_32_bits_score_nan_and_no_plausible_number(
 ) -> None:
     if target.impl != "triton":
         pytest.skip("the host looks")
-    monkeypatch.setattr(_library, "check_values", lambda *arguments: None)
+    monkeypatch.setattr(_torch_ops, "check_values", lambda *arguments: None)
     pairs = torch.tensor([[0, 1], [LONG, 1], [0, LONG + 1], [-LONG, 0], [1, 0]], device=target.device)
     leaves = [torch.ones(2, 3, 16, device=target.device, requires_grad=True) for _ in range(2)]
     scores = maxsim(*leaves, pairing=pairs, impl="triton")

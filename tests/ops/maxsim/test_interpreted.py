@@ -10,7 +10,7 @@ pytestmark = NEEDS_INTERPRETER
 # files that share a process, and the least number of tests that must pass in it
 FILES = {
     ("maxsim/test_implementations.py",): 98,
-    ("maxsim/test_properties.py", "maxsim/test_quantized.py", "maxsim/test_xtr.py", "maxsim/test_replay.py"): 33,
+    ("maxsim/test_properties.py", "maxsim/test_quantized.py", "maxsim/test_xtr.py", "maxsim/test_plans.py"): 33,
 }
 
 

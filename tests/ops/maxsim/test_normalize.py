@@ -139,13 +139,17 @@ def test_zero_rows_stay_zero_and_broken_ones_give_nan(impl: str) -> None:
     assert torch.equal(leaves[0].grad[0], torch.zeros(3, 8))
 
 
-def test_sums_of_more_documents_than_a_grids_second_axis_has_programs_are_laid_out_along_the_first() -> None:
+def test_sums_of_more_documents_than_a_grids_second_axis_has_programs_are_laid_out_along_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("triton", reason="the launchers need triton")
     from tilefold.ops.maxsim._problem import Problem
-    from tilefold.ops.maxsim._triton.launch import _combine, _plan
+    from tilefold.ops.maxsim._triton import launch
 
     queries, documents = torch.zeros(1, 16).expand(300, 16), torch.zeros(1, 16).expand(2**25, 16)
     problem = Problem(queries, documents, None, None, None, None, 150, 1, None, "all", False, 0.0, False, 0)  # type: ignore[call-arg]
-    plan = _plan(problem, queries, documents, with_saved=False)
-    x, y, z = _combine(problem, plan, queries.size(0)).grid
+    grids: dict[object, tuple[int, int, int]] = {}
+    monkeypatch.setattr(launch, "Step", lambda kernel, grid, *rest: grids.update({kernel: grid}))
+    launch.plan_forward(problem, problem.operands, False, problem.score_shape)
+    x, y, z = grids[launch.combine_kernel]
     assert x == 2 * 2**25 // 256 and (y, z) == (1, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilefold.ops._shared import call_cache
+from tilefold.ops._shared import call_cache, fallback
 from tilefold.ops._shared.call_cache import CallCache, call_key, is_aligned
 
 
@@ -51,6 +51,13 @@ def test_autocast_and_tf32_tell_calls_apart(monkeypatch: pytest.MonkeyPatch) -> 
     with torch.autocast("cpu", torch.bfloat16):
         assert key(x) != plain
     monkeypatch.setattr(call_cache, "tf32_allowed", lambda dtype: True)
+    assert key(x) != plain
+
+
+def test_what_was_given_up_tells_calls_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(2)
+    plain = key(x)
+    monkeypatch.setattr(fallback, "_GIVEN_UP", {("a kernel", x.device): "why"})
     assert key(x) != plain
 
 

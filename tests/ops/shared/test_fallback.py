@@ -129,12 +129,11 @@ def no_kernel_builds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from tilefold.ops._shared import impl as shared_impl
     from tilefold.ops.entmax_attention import _torch_ops as attention_library
     from tilefold.ops.lsr_head import _quantized
-    from tilefold.ops.maxsim import _choice as maxsim_choice
-    from tilefold.ops.maxsim import _library as maxsim_library
+    from tilefold.ops.maxsim import _torch_ops as maxsim_ops
 
-    for module in (shared_impl, _quantized, maxsim_choice):
+    for module in (shared_impl, _quantized):
         monkeypatch.setattr(module, "resolve_impl", resolve)
-    caches = (attention_library._kernels, maxsim_library._implementation)
+    caches = (attention_library._kernels, maxsim_ops._kernels)
     for cache in caches:
         cache.cache_clear()
     yield

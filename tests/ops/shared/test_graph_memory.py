@@ -18,7 +18,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the launcher needs triton")
 
 from tilefold.ops import entmax, entmax_attention, lsr_head, maxsim, token_scatter
-from tilefold.ops._shared._triton import direct, launch
+from tilefold.ops._shared import internals
+from tilefold.ops._shared._triton import launch
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -92,7 +93,7 @@ def test_another_allocator_is_never_asked_whether_it_captures(
 def test_launches_that_are_repeated_by_triton_pass_addresses() -> None:
     kernel, x = Kernel(), torch.zeros(4)
     compiled = type("Compiled", (), {"run": object(), "__getitem__": lambda self, grid: kernel[grid]})
-    direct.direct(compiled(), (1, 1, 1), (5,))((x, None))
+    internals.bind(compiled(), (1, 1, 1), (5,))((x, None))
     assert kernel.launches == [(x.data_ptr(), None, 5)]
 
 

@@ -21,20 +21,12 @@ SOURCES = Path(tilefold.__file__).parent
 PRIVATE = re.compile(
     r"torch\._(?!dynamo|_)\w|_functorch|forward_ad\._|\bknobs\b|packed_metadata|launch_pdl|backends\.nvidia"
 )
-# rooms that still repeat launches in a way of their own
-OTHERS = {"ops/_shared/_triton/direct.py"} | {
-    f"ops/{path}.py"
-    for path in (
-        "maxsim/_arguments", "maxsim/_triton/replay", "maxsim/_triton/replay_gradients", "maxsim/_triton/direct",
-    )
-}  # fmt: skip
 needs_triton = pytest.mark.skipif(not triton_installed(), reason="triton is not installed")
 
 
 def test_one_file_names_what_is_private() -> None:
     naming = {str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py") if PRIVATE.search(path.read_text())}
-    assert naming - OTHERS == {"ops/_shared/internals.py"}
-    assert naming >= OTHERS, "a file that names none any more must leave the list"
+    assert naming == {"ops/_shared/internals.py"}
 
 
 def test_modes_and_transforms_are_seen() -> None:

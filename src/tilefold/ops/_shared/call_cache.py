@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from tilefold.ops._shared.fallback import everything_given_up
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.internals import in_forward_mode, no_dispatch_mode
 from tilefold.ops._shared.library import PLAIN
@@ -54,7 +55,8 @@ def call_key(tensors: Sequence[object], options: tuple[object, ...]) -> Key | No
         return None
     kind = "cuda" if first.is_cuda else "cpu"  # device.type makes a string, which takes as long as the rest
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return together % ALIGNMENT == 0, *facts, autocast, tf32_allowed(first.dtype), *options, *map(type, options)
+    settings = autocast, tf32_allowed(first.dtype), everything_given_up()
+    return together % ALIGNMENT == 0, *facts, *settings, *options, *map(type, options)
 
 
 def is_aligned(key: Key) -> bool:

@@ -43,6 +43,11 @@ def given_up(kernel: str, device: torch.device) -> str | None:
     return _GIVEN_UP.get((kernel, device))
 
 
+def everything_given_up() -> tuple[tuple[str, torch.device], ...]:
+    """All that was given up in this process, part of what a plan depends on."""
+    return tuple(_GIVEN_UP)
+
+
 def give_up(kernel: str, device: torch.device, why: str, instead: str) -> None:
     """Remember that ``kernel`` cannot run on ``device``, and warn the first time.
 

@@ -1,9 +1,9 @@
 """Late-interaction scores (MaxSim) without the query-token by document-token similarities."""
 
-from tilefold.ops.maxsim._choice import chosen_impl
-from tilefold.ops.maxsim.api import maxsim
+from tilefold.ops.maxsim.api import chosen_impl, maxsim
+from tilefold.ops.maxsim.contrastive import maxsim_contrastive_loss
 from tilefold.ops.maxsim.quantized import QuantizedTokens, quantize_tokens
-from tilefold.ops.maxsim.uses import maxsim_contrastive_loss, maxsim_topk
+from tilefold.ops.maxsim.topk import maxsim_topk
 from tilefold.ops.maxsim.xtr import xtr_scores
 
 __all__ = [

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.nn.functional import cross_entropy
 
 from tilefold.ops._shared.checks import (
     FLOAT_DTYPES,
@@ -20,37 +17,16 @@ from tilefold.ops._shared.checks import (
     check_tensor,
     dtype_name,
 )
-from tilefold.ops._shared.impl import IMPLS, check_interpreted, settled
-from tilefold.ops._shared.internals import no_dispatch_mode
-from tilefold.ops._shared.library import PLAIN, is_plain
-from tilefold.ops._shared.tf32 import tf32_allowed
-from tilefold.ops.maxsim._choice import chosen_impl
-from tilefold.ops.maxsim._library import check_values_of
-from tilefold.ops.maxsim._problem import IMPL, Problem, wide_dtype
+from tilefold.ops._shared.impl import IMPLS, check_interpreted
+from tilefold.ops._shared.library import is_plain
+from tilefold.ops.maxsim._problem import Operands, Options, Problem, wide_dtype
+from tilefold.ops.maxsim._torch_ops import Call, check_values_of, impl_of
 from tilefold.ops.maxsim.quantized import QuantizedTokens
 
 PAIRINGS = ("all", "aligned", "grouped")
 REDUCTIONS = ("sum", "mean")
 MASK_MODES = ("exclude", "zero")
 QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
-
-
-class Request(NamedTuple):
-    """What a call asks for, checked.
-
-    Attributes:
-        problem: rows, layout and options; not to be computed where ``empty``.
-        scales: ``[Td]`` of quantized documents, or ``None``.
-        shape: of the scores.
-        impl: the implementation that runs.
-        empty: whether one side has no element, so that every score is 0.
-    """
-
-    problem: Problem
-    scales: Tensor | None
-    shape: tuple[int, ...]
-    impl: str
-    empty: bool
 
 
 def prepare(
@@ -67,175 +43,65 @@ def prepare(
     temperature: float | None = None,
     normalize: bool = False,
     impl: str = "auto",
-    signature: tuple[Any, ...] | None = None,
-) -> Request:
+) -> tuple[Operands, Call]:
     """Check the arguments of :func:`tilefold.ops.maxsim` and say what they ask for.
 
-    ``signature`` is the call's :func:`call_signature`, if it has one.
+    Returns:
+        The tensors, in the dtype of autocast, and everything else.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`tilefold.ops.maxsim`.
     """
-    if signature is not None and not no_dispatch_mode():  # a transform's call is checked anew: some are refused
-        signature = None
-    seen = None if signature is None else _SEEN.get(signature)
-    scales: Tensor | None = None
-    if seen is not None:
-        if isinstance(documents, QuantizedTokens):
-            scales, documents = documents.scales.reshape(-1).contiguous(), documents.values
-        rest = (cu_seqlens_q, cu_seqlens_d, seen.mode, mask_mode, temperature, normalize)
-        problem = _problem(queries, documents, query_mask, document_mask, None, *rest)
-        problem.plans, problem.final_shape = seen.plans, seen.shape
-        return Request(problem, scales, seen.shape, seen.impl, seen.empty)
     index, mode = _check_options(pairing, reduction, mask_mode, temperature)
+    scales: Tensor | None = None
     if isinstance(documents, QuantizedTokens):
         _check_quantized(queries, normalize)
-        scales = documents.scales.reshape(-1).contiguous()
-        documents = documents.values
+        scales, documents = documents.scales, documents.values
+    dtypes = FLOAT_DTYPES if scales is None else QUANTIZED_DTYPES
     _check_side("queries", queries, query_mask, cu_seqlens_q, False, FLOAT_DTYPES)
-    _check_side(
-        "documents",
-        documents,
-        document_mask,
-        cu_seqlens_d,
-        mode == "grouped",
-        FLOAT_DTYPES if scales is None else QUANTIZED_DTYPES,
-    )
-    _check_together(queries, documents, query_mask, document_mask, cu_seqlens_q, cu_seqlens_d, index)
-    if scales is None:
-        queries, documents = _cast(queries, documents)
+    _check_side("documents", documents, document_mask, cu_seqlens_d, mode == "grouped", dtypes)
+    operands = Operands(queries, documents, query_mask, document_mask, cu_seqlens_q, cu_seqlens_d, index, scales)
+    _check_together(operands)
+    cast = None if scales is not None else _autocast_dtype(queries, documents)
+    operands = cast_to(operands, cast)
+    queries, documents = operands.queries, operands.documents
     if torch.compiler.is_compiling():
         check_choice("impl", impl, IMPLS)  # the operators choose when they run: a device cannot be asked in a trace
     else:
-        impl = settled(impl, chosen_impl(queries, impl))
+        impl = impl_of(queries, documents, impl)
         check_interpreted(impl, queries.device, queries.dtype)
     n_queries = queries.size(0) if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
     n_documents = documents.shape[:-2].numel() if cu_seqlens_d is None else cu_seqlens_d.numel() - 1
     _check_counts(mode, n_queries, n_documents, documents, cu_seqlens_d)
     group = documents.size(1) if documents.dim() == 4 else n_documents // max(n_queries, 1)
-    shape = _score_shape(mode, index, n_queries, n_documents, group)
-    rest = (cu_seqlens_q, cu_seqlens_d, mode, mask_mode, temperature, normalize)
-    problem = _problem(queries, documents, query_mask, document_mask, index, *rest)
-    empty = queries.numel() == 0 or documents.numel() == 0
-    if empty and queries.device.type == "cpu" and is_plain(queries, documents, cu_seqlens_q, cu_seqlens_d, index):
-        check_values_of(problem, n_queries, n_documents)  # no implementation will
-    if signature is not None:
-        if len(_SEEN) >= MOST_SEEN:
-            _SEEN.clear()
-        problem.plans, problem.final_shape = {IMPL: impl}, shape
-        _SEEN[signature] = _Seen(mode, shape, impl, empty, problem.plans)
-    return Request(problem, scales, shape, impl, empty)
-
-
-def _problem(
-    queries: Tensor,
-    documents: Tensor,
-    query_mask: Tensor | None,
-    document_mask: Tensor | None,
-    index: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_d: Tensor | None,
-    mode: str,
-    mask_mode: str,
-    temperature: float | None,
-    normalize: bool,
-) -> Problem:
-    return Problem(
-        queries.reshape(-1, queries.size(-1)),
-        documents.reshape(-1, documents.size(-1)),
-        None if query_mask is None else query_mask.reshape(-1),
-        None if document_mask is None else document_mask.reshape(-1),
-        cu_seqlens_q,
-        cu_seqlens_d,
+    options = Options(
         0 if cu_seqlens_q is not None else queries.size(-2),
         0 if cu_seqlens_d is not None else documents.size(-2),
-        index,
         "grouped" if mode == "aligned" else mode,
         mask_mode == "zero",
         0.0 if temperature is None else float(temperature),
         normalize,
-        _longest_query(queries, documents, cu_seqlens_q, index),
+        _longest_query(operands),
     )
+    empty = queries.numel() == 0 or documents.numel() == 0
+    if empty and queries.device.type == "cpu" and is_plain(queries, documents, cu_seqlens_q, cu_seqlens_d, index):
+        check_values_of(Problem.of(operands, options), n_queries, n_documents)  # no implementation will
+    return operands, Call(options, _score_shape(mode, index, n_queries, n_documents, group), impl, empty, cast)
 
 
-class _Seen(NamedTuple):
-    """What was found about a call that passed the checks."""
-
-    mode: str
-    shape: tuple[int, ...]
-    impl: str
-    empty: bool
-    plans: dict[Any, Any]
+def zeros(operands: Operands, call: Call) -> Tensor:
+    """The scores of an ``empty`` call, part of the graph."""
+    nothing = operands.queries[..., :0].sum()
+    if operands.documents.dtype in FLOAT_DTYPES:
+        nothing = nothing + operands.documents[..., :0].sum()
+    return nothing.to(wide_dtype(operands.queries.dtype)).expand(call.shape).contiguous()
 
 
-# Checks take longer than a small kernel. On a GPU they look at nothing but what makes a signature, so a call like one
-# that passed passes.
-_SEEN: dict[tuple[Any, ...], _Seen] = {}
-MOST_SEEN = 4096
-
-
-def plans_of(signature: tuple[Any, ...]) -> dict[Any, Any] | None:
-    """What calls of this signature worked out, if there were any."""
-    seen = _SEEN.get(signature)
-    return None if seen is None else seen.plans
-
-
-def call_signature(
-    queries: Tensor,
-    documents: Tensor | QuantizedTokens,
-    query_mask: Tensor | None,
-    document_mask: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_d: Tensor | None,
-    options: tuple[Any, ...],
-) -> tuple[Any, ...] | None:
-    """Shapes, dtypes, device and options of a call, or ``None`` where the checks depend on more.
-
-    ``options`` begin with the pairing. Written out, without loops: a third of a small call was spent here.
-    """
-    if torch.compiler.is_compiling() or type(queries) not in PLAIN or not queries.is_cuda:
-        return None
-    if forward_ad._current_level >= 0:  # to be refused
-        return None
-    quantized = type(documents) is QuantizedTokens
-    rows: Any = documents.values if quantized else documents
-    if type(rows) not in PLAIN or not rows.is_cuda or type(options[0]) is not str:
-        return None
-    device, dtype = queries.get_device(), queries.dtype
-    masks = offsets = None
-    if query_mask is not None or document_mask is not None:
-        masks = _facts(query_mask, device), _facts(document_mask, device)
-    if cu_seqlens_q is not None or cu_seqlens_d is not None:
-        offsets = _facts(cu_seqlens_q, device), _facts(cu_seqlens_d, device)
-    if (
-        rows.get_device() != device
-        or (quantized and queries.requires_grad and torch.is_grad_enabled())
-        or (masks is not None and False in masks)
-        or (offsets is not None and False in offsets)
-        # autocast must have nothing to cast
-        or (torch.is_autocast_enabled("cuda") and not dtype == rows.dtype == torch.get_autocast_dtype("cuda"))
-    ):
-        return None
-    tf32 = tf32_allowed(dtype)
-    return queries.shape, dtype, rows.shape, rows.dtype, device, quantized, masks, offsets, tf32, options
-
-
-def _facts(tensor: Tensor | None, device: int) -> tuple[Any, ...] | bool | None:
-    """Shape and dtype of a mask or offsets on the ``device``, and ``False`` for anything else but ``None``."""
-    if tensor is None:
-        return None
-    if type(tensor) not in PLAIN or not tensor.is_cuda or tensor.get_device() != device:
-        return False
-    return tensor.shape, tensor.dtype
-
-
-def zeros(request: Request) -> Tensor:
-    """The scores of an ``empty`` request, part of the graph."""
-    problem = request.problem
-    nothing = problem.queries[..., :0].sum()
-    if problem.documents.dtype in FLOAT_DTYPES:
-        nothing = nothing + problem.documents[..., :0].sum()
-    return nothing.to(wide_dtype(problem.queries.dtype)).expand(request.shape).contiguous()
+def cast_to(operands: Operands, dtype: torch.dtype | None) -> Operands:
+    """Operands with both sides in ``dtype``, if one is given."""
+    if dtype is None:
+        return operands
+    return operands._replace(queries=operands.queries.to(dtype), documents=operands.documents.to(dtype))
 
 
 def _check_options(
@@ -299,15 +165,8 @@ def _check_side(
             raise ValueError(f"{cu_name} must have shape [N + 1], got {list(cu_seqlens.shape)}.")
 
 
-def _check_together(
-    queries: Tensor,
-    documents: Tensor,
-    query_mask: Tensor | None,
-    document_mask: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_d: Tensor | None,
-    index: Tensor | None,
-) -> None:
+def _check_together(operands: Operands) -> None:
+    queries, documents, query_mask, document_mask, cu_seqlens_q, cu_seqlens_d, index, _ = operands
     if documents.size(-1) != queries.size(-1):
         raise ValueError(
             f"documents must have the D of queries ({queries.size(-1)}), got {documents.size(-1)} in shape "
@@ -324,21 +183,21 @@ def _check_together(
     check_same_device("queries", queries, others)
 
 
-def _cast(queries: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+def _autocast_dtype(queries: Tensor, documents: Tensor) -> torch.dtype | None:
+    """The dtype that autocast asks for, if it asks."""
     device_type = queries.device.type
     if (
         torch.float64 not in (queries.dtype, documents.dtype)
         and device_type != "meta"  # has no autocast state to ask for
         and torch.is_autocast_enabled(device_type)
     ):
-        dtype = torch.get_autocast_dtype(device_type)
-        return queries.to(dtype), documents.to(dtype)
+        return torch.get_autocast_dtype(device_type)
     if documents.dtype != queries.dtype:
         raise TypeError(
             f"documents must have the dtype of queries ({dtype_name(queries.dtype)}), got "
             f"{dtype_name(documents.dtype)}; cast one of them, or run under torch.autocast."
         )
-    return queries, documents
+    return None
 
 
 def _check_counts(mode: str, n_queries: int, n_documents: int, documents: Tensor, cu_seqlens_d: Tensor | None) -> None:
@@ -363,59 +222,12 @@ def _score_shape(mode: str, index: Tensor | None, n_queries: int, n_documents: i
     return (n_queries,) if mode == "aligned" else (n_queries, group)
 
 
-def _longest_query(queries: Tensor, documents: Tensor, cu_seqlens_q: Tensor | None, index: Tensor | None) -> int:
-    if index is None:
+def _longest_query(operands: Operands) -> int:
+    queries, documents, offsets = operands.queries, operands.documents, operands.cu_queries
+    if operands.pairs is None:
         return 0
-    if cu_seqlens_q is None:
+    if offsets is None:
         return queries.size(-2)
-    if torch.is_grad_enabled() and (queries.requires_grad or documents.requires_grad) and cu_seqlens_q.numel() > 1:
-        return int(cu_seqlens_q.diff().max())
+    if torch.is_grad_enabled() and (queries.requires_grad or documents.requires_grad) and offsets.numel() > 1:
+        return int(offsets.diff().max())
     return 0
-
-
-def check_scale(scale: object) -> None:
-    """Raise ``ValueError`` unless ``scale`` is a finite number."""
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not -math.inf < scale < math.inf:
-        raise ValueError(f"scale must be a finite Python number, got {scale!r}; multiply queries to learn one.")
-
-
-def check_labels(labels: Tensor | None, n_queries: int, n_documents: int, device: torch.device) -> Tensor:
-    """The document of each query, checked as far as the host can see without waiting; see :func:`labelled_loss`."""
-    if labels is None:
-        if n_documents < n_queries:
-            raise ValueError(
-                f"documents must be at least as many as queries ({n_queries}) without labels, got {n_documents}."
-            )
-        return torch.arange(n_queries, device=device)
-    check_tensor("labels", labels)
-    check_dtype("labels", labels, (torch.int64,), "use labels.long().")
-    if labels.shape != (n_queries,):
-        raise ValueError(f"labels must have shape [{n_queries}], got {list(labels.shape)}.")
-    if labels.device != device:
-        raise ValueError(f"labels must be on the device of queries ({device}), got {labels.device}; move it there.")
-    if n_queries and not n_documents:
-        raise ValueError("documents must be at least one with labels, got none; leave such batches out.")
-    if device.type == "cpu" and n_queries and not torch.compiler.is_compiling():
-        low, high = (int(bound) for bound in labels.aminmax())
-        if low < 0 or high >= n_documents:
-            raise ValueError(
-                f"labels must be at least 0 and below the number of documents ({n_documents}), got "
-                f"{low if low < 0 else high}."
-            )
-    return labels
-
-
-def labelled_loss(
-    scores: Tensor, labels: Tensor | None, checked: Tensor, n_documents: int, first: int = 0, reduction: str = "mean"
-) -> Tensor:
-    """Cross entropy of ``scores`` at the ``checked`` labels plus ``first``, NaN with a label out of range.
-
-    Where the host does not look at the ``labels`` (a GPU, a compiled function), one out of range would be an assertion
-    in a kernel, after which nothing runs on the device any more, or another rank's document.
-    """
-    if labels is None or (labels.device.type == "cpu" and not torch.compiler.is_compiling()):
-        return cross_entropy(scores, checked + first if first else checked, reduction=reduction)
-    within = checked.clamp(0, max(n_documents - 1, 0))
-    # a factor, so that gradients are NaN too
-    factor = torch.where((within == checked).all(), 1.0, math.nan)
-    return cross_entropy(scores, within + first if first else within, reduction=reduction) * factor

@@ -20,16 +20,12 @@ query hold "no winner" too, or infinity where smooth maxima are saved.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-# Names in Problem.plans: what scores tensors of the same shapes and dtypes anew, without and with what backward needs,
-# and what computes their gradients.
-REPLAY, TRAINING, GRADIENTS = "replay", "training", "gradients"
-IMPL = "impl"  # what the first call asked for
 # In uint16 the largest value stands for "no winner"; int32 uses -1.
 NO_WINNER_UINT16 = 65535
 
@@ -49,6 +45,39 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+class Operands(NamedTuple):
+    """The tensors of a call, as the caller gave them: padded or packed.
+
+    Attributes:
+        queries, documents: ``[.., D]``; documents may be the values of quantized ones.
+        query_mask, document_mask: their shapes without D, or ``None``.
+        cu_queries, cu_documents: first rows of packed sequences, or ``None``.
+        pairs: ``[P, 2]`` (query, document), or ``None``.
+        document_scale: factors of quantized documents' rows, or ``None``.
+    """
+
+    queries: Tensor
+    documents: Tensor
+    query_mask: Tensor | None
+    document_mask: Tensor | None
+    cu_queries: Tensor | None
+    cu_documents: Tensor | None
+    pairs: Tensor | None
+    document_scale: Tensor | None = None
+
+
+class Options(NamedTuple):
+    """What a problem says besides its tensors; see :class:`Problem`."""
+
+    query_length: int
+    document_length: int
+    pairing: str
+    mask_zero: bool
+    temperature: float
+    normalize: bool
+    longest_query: int
+
+
 @dataclass
 class Problem:
     """What a MaxSim operator is asked to score.
@@ -64,10 +93,8 @@ class Problem:
         temperature: of the smooth maximum; 0 for the maximum itself.
         normalize: whether rows are divided by their Euclidean norm.
         longest_query: for "index", a bound of the tokens of a query.
-        query_scale, document_scale: ``[Tq]`` and ``[Td]`` fp32 factors of the rows, or ``None``.
-        query_source: the queries that int8 rows were made of.
-        final_shape: of the scores that the caller gets, where it differs from ``score_shape``.
-        plans: what launchers worked out for problems of these shapes, dtypes and options, by their own keys.
+        document_scale: ``[Td]`` fp32 factors of quantized documents' rows, or ``None``.
+        query_scale: ``[Tq]`` fp32 factors of the rows of queries that were quantized too, or ``None``.
     """
 
     queries: Tensor
@@ -84,11 +111,47 @@ class Problem:
     temperature: float
     normalize: bool
     longest_query: int
-    query_scale: Tensor | None = None
     document_scale: Tensor | None = None
-    query_source: Tensor | None = None
-    final_shape: tuple[int, ...] | None = None
-    plans: dict[Any, Any] | None = None
+    query_scale: Tensor | None = None
+
+    @classmethod
+    def of(cls, operands: Operands, options: Options) -> Problem:
+        """The problem of operands in whatever shape."""
+        queries, documents, query_mask, document_mask, cu_queries, cu_documents, pairs, scale = operands
+        return cls(
+            queries.reshape(-1, queries.size(-1)),
+            documents.reshape(-1, documents.size(-1)),
+            None if query_mask is None else query_mask.reshape(-1),
+            None if document_mask is None else document_mask.reshape(-1),
+            cu_queries,
+            cu_documents,
+            options.query_length,
+            options.document_length,
+            pairs,
+            *options[2:],
+            None if scale is None else scale.reshape(-1),
+        )
+
+    @property
+    def operands(self) -> Operands:
+        """The tensors."""
+        return Operands(
+            self.queries, self.documents, self.query_mask, self.document_mask, self.cu_queries, self.cu_documents,
+            self.index, self.document_scale,
+        )  # fmt: skip
+
+    @property
+    def options(self) -> Options:
+        """All but the tensors."""
+        return Options(
+            self.query_length, self.document_length, self.pairing, self.mask_zero, self.temperature, self.normalize,
+            self.longest_query,
+        )  # fmt: skip
+
+    @property
+    def arguments(self) -> tuple[Tensor | int | float | str | None, ...]:
+        """What the registered operators take, in the order of their schema."""
+        return tuple([getattr(self, name) for name in ARGUMENTS])
 
     @property
     def n_queries(self) -> int:
@@ -126,6 +189,9 @@ class Problem:
             return wide_dtype(self.queries.dtype)
         bound = self.documents.size(0) if self.cu_documents is not None else self.document_length
         return torch.uint16 if bound <= NO_WINNER_UINT16 else torch.int32
+
+
+ARGUMENTS = tuple(field.name for field in fields(Problem))[:-2]  # all but the scales
 
 
 def saved_place(problem: Problem, item: Tensor, row: Tensor, start: Tensor) -> Tensor:

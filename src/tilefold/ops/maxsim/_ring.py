@@ -20,9 +20,11 @@ from torch.autograd.function import once_differentiable
 
 from tilefold.ops._shared.checks import FLOAT_DTYPES
 from tilefold.ops._shared.library import run
-from tilefold.ops.maxsim import _library, _reference
-from tilefold.ops.maxsim._arguments import Request, check_labels, check_scale, labelled_loss, prepare
+from tilefold.ops.maxsim import _reference
+from tilefold.ops.maxsim._arguments import prepare
+from tilefold.ops.maxsim._labels import check_labels, check_scale, labelled_loss
 from tilefold.ops.maxsim._problem import Problem, wide_dtype
+from tilefold.ops.maxsim._torch_ops import check_values, compute, compute_gradients
 from tilefold.ops.maxsim.api import kept_tokens
 
 
@@ -108,19 +110,22 @@ class Ring:
         ]
 
 
-def meet(group: dist.ProcessGroup, request: Request | None, options: object, error: Exception | None) -> Ring:
+Held = tuple[Problem, tuple[int, ...]]  # rows, and the shape of their scores
+
+
+def meet(group: dist.ProcessGroup, held: Held | None, options: object, error: Exception | None) -> Ring:
     """Tell the other ranks what this one holds, and hear what they hold.
 
     Args:
         group: the ranks, this one among them.
-        request: this rank's queries and documents, ``None`` with an ``error``.
+        held: this rank's queries and documents, ``None`` with an ``error``.
         options: what must be the same on every rank.
         error: why this rank cannot go on; raised here, and named by the other ranks.
 
     Raises:
         ValueError: on every rank, if ranks do not agree or one cannot go on.
     """
-    part = Part(1, *[0] * (len(Part._fields) - 1)) if request is None else _part(request, options)
+    part = Part(1, *[0] * (len(Part._fields) - 1)) if held is None else _part(*held, options)
     # where gloo is there too, the numbers do not go through a GPU
     over_cpu = "gloo" in str(dist.get_backend_config(group))
     device = torch.device("cpu") if over_cpu else torch.device("cuda", torch.cuda.current_device())
@@ -143,8 +148,8 @@ def meet(group: dist.ProcessGroup, request: Request | None, options: object, err
     return Ring(group, dist.get_rank(group), parts)
 
 
-def _part(request: Request, options: object) -> Part:
-    problem, grad = request.problem, torch.is_grad_enabled()
+def _part(problem: Problem, shape: tuple[int, ...], options: object) -> Part:
+    grad = torch.is_grad_enabled()
     return Part(
         failed=0,
         on_gpu=int(problem.queries.is_cuda),
@@ -153,8 +158,8 @@ def _part(request: Request, options: object) -> Part:
         options=zlib.crc32(repr(options).encode()),
         need_queries=int(grad and problem.queries.requires_grad),
         need_documents=int(grad and problem.documents.requires_grad),
-        queries=request.shape[0],
-        documents=request.shape[1],
+        queries=shape[0],
+        documents=shape[1],
         rows=problem.documents.size(0),
         length=problem.document_length,
         packed=int(problem.cu_documents is not None),
@@ -211,26 +216,29 @@ def loss_over_ranks(
     ranks = ranks_of(group)
     if ranks is None:
         return None
-    request = error = checked = None
+    held = error = checked = None
+    impl = "auto"
     try:  # whatever is wrong here, the other ranks must hear of it
         check_scale(scale)
-        request = prepare(queries, documents, **options)
-        if request.scales is not None:
+        operands, call = prepare(queries, documents, **options)
+        if operands.document_scale is not None:
             raise TypeError("documents must be a torch.Tensor, got QuantizedTokens; give documents.dequantize().")
-        if not request.empty:
-            _library.check_values(request.problem, request.impl)
-        checked = check_labels(labels, request.shape[0], request.shape[1], request.problem.queries.device)
+        held, impl = (Problem.of(operands, call.options), call.shape), call.impl
+        if not call.empty:
+            check_values(held[0], impl)
+        checked = check_labels(labels, call.shape[0], call.shape[1], operands.queries.device)
     except (TypeError, ValueError, RuntimeError) as caught:
-        request, error = None, caught
+        held, error = None, caught
     same = (scale, *(options[name] for name in ("reduction", "mask_mode", "temperature", "normalize")))
-    ring = meet(ranks, request, same, error)
-    if request is None or checked is None:  # meet has raised
+    ring = meet(ranks, held, same, error)
+    if held is None or checked is None:  # meet has raised
         raise ValueError("arguments must fit on every rank of group.")
-    scores = ring_scores(request.problem, ring, request.impl)
-    if options["reduction"] == "mean" and request.problem.queries.numel():
-        scores = scores / kept_tokens(request.problem)
+    problem, shape = held
+    scores = ring_scores(problem, ring, impl)
+    if options["reduction"] == "mean" and problem.queries.numel():
+        scores = scores / kept_tokens(operands, scores.dim())
     before = sum(part.documents for part in ring.parts[: ring.rank])
-    total = labelled_loss(scale * scores, labels, checked, request.shape[1], before, "sum")
+    total = labelled_loss(scale * scores, labels, checked, shape[1], before, "sum")
     return mean_over_ranks(total, ring)
 
 
@@ -332,7 +340,7 @@ def _forward(problem: Problem, shape: tuple[int, int], with_saved: bool, impl: s
         return torch.zeros(shape, dtype=wide_dtype(problem.queries.dtype), device=problem.queries.device), None
     if impl == "reference":
         return _reference.maxsim(problem), None
-    return run(_library.compute, problem.queries, problem, with_saved, impl)  # type: ignore[no-any-return]
+    return run(compute, problem.queries, problem, with_saved, impl)  # type: ignore[no-any-return]
 
 
 def _backward(
@@ -350,4 +358,4 @@ def _backward(
         wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
         grads = iter(torch.autograd.grad(scores, wanted, dscores))
         return next(grads) if needs[0] else None, next(grads) if needs[1] else None
-    return run(_library.compute_gradients, dscores, saved, problem, *needs, impl)  # type: ignore[no-any-return]
+    return run(compute_gradients, dscores, saved, problem.operands, problem.options, needs, impl)  # type: ignore[no-any-return]

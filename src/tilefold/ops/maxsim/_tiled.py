@@ -12,6 +12,8 @@ are copied for them are bounded in :mod:`._blocks`; a row of more than two milli
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,9 @@ BLOCK_WINNER = 16  # tokens among which the winner is looked for, once their blo
 
 def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
     """Scores, and what backward needs (empty unless asked for)."""
+    if problem.documents.dtype == torch.int8:
+        rows, scales = quantized_rows(problem.queries)
+        problem = replace(problem, queries=rows, query_scale=scales)
     queries, documents = sides(problem)
     dtype, device = wide_dtype(problem.queries.dtype), problem.queries.device
     shape = problem.saved_shape if with_saved else (0, 0)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from tilefold.ops.maxsim import _library, _reference
-from tilefold.ops.maxsim._arguments import call_signature, plans_of, prepare, zeros
-from tilefold.ops.maxsim._problem import Problem, wide_dtype
+from tilefold.ops._shared.call_cache import call_key
+from tilefold.ops._shared.impl import chosen_impl as choose
+from tilefold.ops.maxsim import _reference
+from tilefold.ops.maxsim._arguments import cast_to, prepare, zeros
+from tilefold.ops.maxsim._problem import Operands, Problem, wide_dtype
+from tilefold.ops.maxsim._torch_ops import CALLS, Call, check_values, planned
+from tilefold.ops.maxsim._torch_ops import scores as scores_of
 from tilefold.ops.maxsim.quantized import QuantizedTokens, quantize_rows
 
 
@@ -69,99 +75,87 @@ def maxsim(
         ValueError: for shapes, devices, offsets, indices or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
-    tensors = (queries, documents, query_mask, document_mask, cu_seqlens_q, cu_seqlens_d)
-    options = (pairing, reduction, mask_mode, type(temperature), temperature, normalize, impl)
-    signature = call_signature(*tensors, options)
-    if signature is not None:
-        try:
-            plans = plans_of(signature)
-        except TypeError:  # an option that no option can be
-            signature = plans = None
-        if plans is not None and (known := _library.scores_again(plans, *tensors)) is not None:
-            return known if reduction == "sum" else known / _kept_by(known, queries, query_mask, cu_seqlens_q)
-    request = prepare(
-        queries,
-        documents,
-        query_mask=query_mask,
-        document_mask=document_mask,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_d=cu_seqlens_d,
-        pairing=pairing,
-        reduction=reduction,
-        mask_mode=mask_mode,
-        temperature=temperature,
-        normalize=normalize,
-        impl=impl,
-        signature=signature,
-    )
-    problem, scales = request.problem, request.scales
-    if request.empty:
-        return zeros(request)
-    if request.impl == "reference":
-        with torch.autocast(problem.queries.device.type, enabled=False):
-            _library.check_values(problem, request.impl)
-            if scales is None:
-                scores = _reference.maxsim(problem)
-            else:
-                scores = _reference.maxsim(_dequantized(problem, scales)).to(wide_dtype(problem.queries.dtype))
-    elif scales is not None:
-        scores = _library.quantized_scores(problem, scales, request.impl)
+    scales: Tensor | None = None
+    if isinstance(documents, QuantizedTokens):
+        rows, scales = documents.values, documents.scales
     else:
-        scores = _library.scores(problem, request.impl)
-    if reduction == "mean":
-        scores = scores / kept_tokens(problem)
-    return scores.view(request.shape)
+        rows = documents
+    pairs = pairing if isinstance(pairing, Tensor) else None
+    operands = Operands(queries, rows, query_mask, document_mask, cu_seqlens_q, cu_seqlens_d, pairs, scales)
+    training = torch.is_grad_enabled() and any(getattr(side, "requires_grad", False) for side in (queries, rows))
+    options = (None if pairs is not None else pairing, reduction, mask_mode, temperature, normalize, impl, training)
+    key = call_key(operands, options)
+    call = CALLS.find(key)
+    if call is None:
+        operands, call = prepare(
+            queries,
+            documents,
+            query_mask=query_mask,
+            document_mask=document_mask,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_d=cu_seqlens_d,
+            pairing=pairing,
+            reduction=reduction,
+            mask_mode=mask_mode,
+            temperature=temperature,
+            normalize=normalize,
+            impl=impl,
+        )
+        if call.empty:
+            return zeros(operands, call)
+        call = planned(key, operands, call, training)
+    elif call.cast is not None:
+        operands = cast_to(operands, call.cast)
+    scores = _by_reference(operands, call) if call.impl == "reference" else scores_of(operands, call, training)
+    return scores if reduction == "sum" else scores / kept_tokens(operands, scores.dim())
 
 
-def _dequantized(problem: Problem, scales: Tensor) -> Problem:
-    """What the quantized operator stands for, in fp64."""
+def chosen_impl(queries: Tensor, impl: str = "auto") -> str:
+    """Which implementation ``maxsim(queries, ..., impl=impl)`` runs: ``"reference"``, ``"tiled"`` or ``"triton"``.
 
-    def int8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-        return quantize_rows(rows, torch.int8)
+    ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, else ``"tiled"``.
 
-    p = problem
-    rest = (
-        p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.query_length, p.document_length, p.index,
-        p.pairing, p.mask_zero, p.temperature,
-    )  # fmt: skip
-    q = _library.quantized_problem(p.queries, p.documents, scales, *rest, int8_rows=int8_rows)
-    if q.query_scale is None or q.document_scale is None:
+    Raises:
+        ValueError: for an unknown name.
+        RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
+    """
+    return choose("maxsim", "queries", queries, impl)
+
+
+def _by_reference(operands: Operands, call: Call) -> Tensor:
+    problem = Problem.of(operands, call.options)
+    with torch.autocast(problem.queries.device.type, enabled=False):
+        check_values(problem, call.impl)
+        scores = _reference.maxsim(problem if problem.document_scale is None else _dequantized(problem))
+    return scores.to(wide_dtype(problem.queries.dtype)).view(call.shape)
+
+
+def _dequantized(problem: Problem) -> Problem:
+    """What quantized documents, and the queries that are rounded like them, stand for, in fp64."""
+    scale = problem.document_scale
+    if scale is None:
         raise ValueError("documents must come with their scales, got none; make them with quantize_tokens.")
-    queries = q.queries.double() * q.query_scale.double()[:, None]
-    documents = q.documents.float().double() * q.document_scale.double()[:, None]
-    return Problem(queries, documents, *rest, False, 0)
+    queries = problem.queries.double()
+    if problem.documents.dtype == torch.int8:
+        values, query_scale = quantize_rows(problem.queries, torch.int8)
+        queries = values.double() * query_scale.double()[:, None]
+    documents = problem.documents.float().double() * scale.double()[:, None]
+    return replace(problem, queries=queries, documents=documents, document_scale=None)
 
 
-def kept_tokens(problem: Problem) -> Tensor | float:
-    """Kept tokens of each score's query, at least 1."""
-    kept = _kept(problem.query_mask, problem.cu_queries, problem.query_length, problem.queries.size(0))
-    if isinstance(kept, float):
-        return kept
-    if problem.pairing == "all":
-        return kept[:, None]
-    return (
-        kept.repeat_interleave(problem.group)
-        if problem.index is None
-        else kept[problem.index[:, 0].clamp(0, kept.numel() - 1)]
-    )
-
-
-def _kept_by(scores: Tensor, queries: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor | float:
-    """Kept tokens of the query of each of these ``scores``, whose first dimension is that of the queries."""
-    length = 0 if offsets is not None else queries.size(-2)
-    kept = _kept(mask if mask is None else mask.view(-1), offsets, length, queries.size(0))
-    return kept if isinstance(kept, float) or scores.dim() == 1 else kept[:, None]
-
-
-def _kept(mask: Tensor | None, offsets: Tensor | None, length: int, rows: int) -> Tensor | float:
-    """Kept tokens ``[Nq]`` of each query, or of all of them alike, at least 1."""
+def kept_tokens(operands: Operands, dims: int) -> Tensor | float:
+    """Kept tokens of the query of each score, at least 1, for scores of ``dims`` dimensions."""
+    queries, mask, offsets, pairs = operands.queries, operands.query_mask, operands.cu_queries, operands.pairs
     if mask is None and offsets is None:
-        return float(length)
-    if offsets is None:
-        kept = (mask != 0).view(-1, length).sum(dim=1)  # type: ignore[union-attr]
-    elif mask is None:
-        kept = offsets.diff()
+        return float(queries.size(-2))
+    if mask is None:
+        kept = offsets.diff()  # type: ignore[union-attr]
+    elif offsets is None:
+        kept = (mask != 0).sum(dim=1)
     else:
         before = torch.nn.functional.pad((mask != 0).cumsum(0), (1, 0))
-        kept = before[offsets.long().clamp(0, rows)].diff()
-    return kept.clamp(min=1).to(torch.float32)
+        kept = before[offsets.long().clamp(0, mask.size(0))].diff()
+    kept = kept.clamp(min=1).to(torch.float32)
+    if pairs is not None:
+        return kept[pairs[:, 0].clamp(0, kept.numel() - 1)]
+    return kept[:, None] if dims == 2 else kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -93,9 +93,9 @@ BACKWARD_INTERPRETED = BackwardConfig(
 )  # fmt: skip
 INTERPRETED = ForwardConfig(32, 16, 32, num_warps=4, num_stages=1, use_tma=True)
 BY_TMA = "maxsim's kernels with TMA"  # where they cannot be built, others read by pointers
-LARGEST_BLOCK_K = 128
+MAX_BLOCK_K = 128
 QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
-MOST_STREAMED_ROWS = 64  # query tokens of all queries together that one tile of the streaming kernel holds
+MAX_STREAMED_ROWS = 64  # query tokens of all queries together that one tile of the streaming kernel holds
 
 
 def _power_of_two(size: int, low: int, high: int) -> int:
@@ -125,11 +125,11 @@ def forward_config_for(
         block_q, warps = 32 if query_rows <= 32 else 64, 8 if capability >= (10, 0) else 4
         config = ForwardConfig(block_q, 32, block_k, num_warps=warps, num_stages=2, precision="tf32x3")
         return replace(config, precision="tf32") if tf32 else config
-    block_k = _power_of_two(dim, 32 if dtype == torch.int8 else 16, LARGEST_BLOCK_K)  # int8 products take 32 at least
+    block_k = _power_of_two(dim, 32 if dtype == torch.int8 else 16, MAX_BLOCK_K)  # int8 products take 32 at least
     if query_rows <= 64:
         return _few_rows(capability, dtype, query_rows, block_k)
     if capability < (9, 0):
-        block_k = min(block_k, 64) if dim > LARGEST_BLOCK_K else block_k
+        block_k = min(block_k, 64) if dim > MAX_BLOCK_K else block_k
         return ForwardConfig(128, 64, block_k, num_warps=8, num_stages=3)
     config = ForwardConfig(128, 64, block_k, num_warps=8, num_stages=3, use_tma=True)
     if capability < (10, 0) and winners_in is not None:
@@ -176,10 +176,10 @@ def stream_config_for(
 
     It is where documents have 8 bits: their scales, and the conversions of fp8, then fall on rows that are in use.
     """
-    if documents not in QUANTIZED_DTYPES or query_rows > MOST_STREAMED_ROWS or dim > LARGEST_BLOCK_K:
+    if documents not in QUANTIZED_DTYPES or query_rows > MAX_STREAMED_ROWS or dim > MAX_BLOCK_K:
         return None
-    block_q = _power_of_two(query_rows, 16, MOST_STREAMED_ROWS)
-    block_k = _power_of_two(dim, 32, LARGEST_BLOCK_K)  # int8 products take 32 at least
+    block_q = _power_of_two(query_rows, 16, MAX_STREAMED_ROWS)
+    block_k = _power_of_two(dim, 32, MAX_BLOCK_K)  # int8 products take 32 at least
     if capability < (9, 0):
         return ForwardConfig(block_q, 64, block_k, num_warps=4, num_stages=3)
     warps = 8 if capability >= (10, 0) else 4  # products lie in a memory of their own: their copies take registers
@@ -191,7 +191,7 @@ def stream_config(documents: torch.dtype, dim: int, query_rows: int, device: tor
     if device.type != "cuda" or triton_interpreted():
         config = stream_config_for((9, 0), documents, dim, query_rows)
         return config and replace(config, block_t=INTERPRETED.block_t, programs=INTERPRETED.programs)
-    return _stream_config_on(device, documents, dim, min(query_rows, MOST_STREAMED_ROWS + 1))
+    return _stream_config_on(device, documents, dim, min(query_rows, MAX_STREAMED_ROWS + 1))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -200,12 +200,17 @@ def _stream_config_on(device: torch.device, documents: torch.dtype, dim: int, qu
 
 
 def backward_config_for(capability: tuple[int, int], dtype: torch.dtype, tf32: bool) -> BackwardConfig:
-    """The backward configuration for a compute capability."""
+    """The backward configuration for a compute capability: tiles that keep to the registers there."""
     if dtype == torch.float32:
-        return replace(BACKWARD_FP32, precision="tf32") if tf32 else BACKWARD_FP32
-    if capability >= (10, 0) or (capability < (9, 0) and listed_pairs_spill()):
-        return replace(BACKWARD_16BIT, block_t=64)
-    return replace(BACKWARD_16BIT, warps_q=8) if listed_pairs_spill() else BACKWARD_16BIT
+        config = replace(BACKWARD_FP32, precision="tf32") if tf32 else BACKWARD_FP32
+        if capability >= (10, 0):
+            return replace(config, smooth_stages=2)
+        return replace(config, stages_d=1, list_e=16, list_warps=8) if capability < (9, 0) else config
+    if capability >= (10, 0):
+        return replace(BACKWARD_16BIT, block_t=64, stages_d=2)
+    if not listed_pairs_spill():
+        return BACKWARD_16BIT
+    return replace(BACKWARD_16BIT, warps_q=8) if capability >= (9, 0) else replace(BACKWARD_16BIT, block_t=64)
 
 
 def backward_config(dtype: torch.dtype, device: torch.device) -> BackwardConfig:
@@ -218,12 +223,3 @@ def backward_config(dtype: torch.dtype, device: torch.device) -> BackwardConfig:
 @functools.lru_cache(maxsize=64)
 def _backward_config_on(device: torch.device, dtype: torch.dtype, tf32: bool) -> BackwardConfig:
     return backward_config_for(torch.cuda.get_device_capability(device), dtype, tf32)
-
-
-def describe(device: torch.device) -> dict[str, dict[str, object]]:
-    """The configurations in use on ``device`` for D = 128, by dtype and number of query rows, for reports."""
-    return {
-        f"{str(dtype).removeprefix('torch.')}, {rows} query rows": asdict(forward_config(dtype, 128, rows, device))
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)
-        for rows in (32, 4096)
-    }

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilefold.ops.maxsim import _library, _library_xtr, _reference
+from tilefold.ops.maxsim import _reference, _torch_ops_xtr
 from tilefold.ops.maxsim._arguments import prepare, zeros
+from tilefold.ops.maxsim._problem import Problem
+from tilefold.ops.maxsim._torch_ops import check_values
 from tilefold.ops.maxsim.quantized import QuantizedTokens
 
 
@@ -69,7 +71,7 @@ def xtr_scores(
     given: object = documents
     if isinstance(given, QuantizedTokens):
         raise TypeError("documents must be a torch.Tensor, got QuantizedTokens; give documents.dequantize().")
-    request = prepare(
+    operands, call = prepare(
         queries,
         documents,
         query_mask=query_mask,
@@ -79,16 +81,16 @@ def xtr_scores(
         normalize=normalize,
         impl=impl,
     )
-    problem = request.problem
     if impute and torch.is_grad_enabled() and (queries.requires_grad or documents.requires_grad):
         raise ValueError(
             "impute must be False where a gradient is asked for, got True; train without it, score under "
             "torch.no_grad()."
         )
-    if request.empty:
-        return zeros(request)
-    if request.impl == "reference":
+    if call.empty:
+        return zeros(operands, call)
+    if call.impl == "reference":
+        problem = Problem.of(operands, call.options)
         with torch.autocast(problem.queries.device.type, enabled=False):
-            _library.check_values(problem, request.impl)
+            check_values(problem, call.impl)
             return _reference.xtr(problem, top_k, bool(impute))
-    return _library_xtr.scores(problem, top_k, bool(impute), request.impl)
+    return _torch_ops_xtr.scores(operands, call, top_k, bool(impute))

@@ -201,10 +201,13 @@ class Step:
         self._ran = True
 
     def _described(self, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
-        if not self._tma:
-            return tensors
+        """As Triton takes them; a bound launch reads addresses, of which bool's are those of bytes."""
         pairs = zip_longest(tensors, self._tma[: len(tensors)])
-        return [tensor if tma is None or tensor is None else tma.of(tensor) for tensor, tma in pairs]
+        return [
+            tensor.view(torch.uint8) if tma is None and tensor is not None and tensor.dtype == torch.bool
+            else tensor if tma is None or tensor is None else tma.of(tensor)
+            for tensor, tma in pairs
+        ]  # fmt: skip
 
     def _bind(self, arguments: tuple[Any, ...]) -> Launch | None:
         if not isinstance(self._kernel, JITFunction):  # interpreted

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from tilefold.ops._shared._triton.launch import Grid, launch
+from tilefold.ops._shared._triton.launch import Step
 from tilefold.ops._shared._triton.tensors import cdiv
 
 INT32_MAX = tl.constexpr(2147483647)
@@ -31,23 +29,11 @@ def int32_kernel(int64_ptr, int32_ptr, count, BLOCK: tl.constexpr):
     tl.store(int32_ptr + i, tl.minimum(tl.maximum(value, -1), INT32_MAX).to(tl.int32), mask=i < count)
 
 
-def int32_grid(count: int) -> Grid:
-    """The programs of :func:`int32_kernel`."""
-    return cdiv(count, BLOCK), 1, 1
-
-
-INT32_CONSTANTS = {"BLOCK": BLOCK, "num_warps": 4, "num_stages": 1}
-
-
-def in_int32(offsets: Tensor | None) -> Tensor | None:
-    """Offsets or indices, contiguous, in int32, so that kernels are built for one width.
+def int32_step(count: int) -> Step:
+    """What brings ``count`` contiguous int64 offsets or indices to int32, so that kernels are built for one width.
 
     What int32 does not hold becomes -1 or its largest number, which no check lets pass among fewer than ``2**31 - 1``
     rows: cut to its lower half it could be one that fits.
     """
-    if offsets is None or offsets.dtype == torch.int32 or offsets.numel() == 0:
-        return None if offsets is None else offsets.to(torch.int32).contiguous()
-    out = torch.empty(offsets.shape, dtype=torch.int32, device=offsets.device)
-    count = offsets.numel()
-    launch(int32_kernel, int32_grid(count), (offsets.contiguous(), out, count), INT32_CONSTANTS)
-    return out
+    constants = {"BLOCK": BLOCK, "num_warps": 4, "num_stages": 1}
+    return Step(int32_kernel, (cdiv(count, BLOCK), 1, 1), (count,), constants)

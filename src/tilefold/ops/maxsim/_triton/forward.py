@@ -68,7 +68,7 @@ def _query_rows(
     kept = inside
     if HAS_MASK:
         kept = inside & (tl.load(mask_ptr + row, mask=inside, other=0) != 0)
-    scale = tl.zeros(row.shape, tl.float32)
+    scale = tl.full(row.shape, 1.0, tl.float32)
     power = scale
     if HAS_SCALE:
         scale = tl.load(scale_ptr + row, mask=inside, other=0.0)
@@ -98,9 +98,9 @@ def all_pairs_kernel(
     Tq, Td, Nq, Nd, length_q, length_d, tile_rows, splits, temperature, inverse_temperature,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, LQ: tl.constexpr,
     DIRECT: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr,
-    HAS_DMASK: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr, SMOOTH: tl.constexpr,
-    WITH_SAVED: tl.constexpr, NO_WINNER: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
-    INTEGER: tl.constexpr, NORMALIZED: tl.constexpr,
+    HAS_DMASK: tl.constexpr, HAS_QSCALE: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr,
+    SMOOTH: tl.constexpr, WITH_SAVED: tl.constexpr, NO_WINNER: tl.constexpr, USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr, INTEGER: tl.constexpr, NORMALIZED: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -109,7 +109,7 @@ def all_pairs_kernel(
     row = row0 + tl.arange(0, BLOCK_Q)
     inside = tl.arange(0, BLOCK_Q) < rows
     q, kept_q, row_scale, power = _query_rows(
-        query_ptr, query_mask_ptr, query_scale_ptr, row0, rows, row, inside, D, BLOCK_Q, BLOCK_K, HAS_QMASK, HAS_SCALE,
+        query_ptr, query_mask_ptr, query_scale_ptr, row0, rows, row, inside, D, BLOCK_Q, BLOCK_K, HAS_QMASK, HAS_QSCALE,
         NORMALIZED,
     )  # fmt: skip
     first_q = sequence_at(cu_q_ptr, row0, Nq, length_q, UNIFORM_Q)
@@ -220,9 +220,9 @@ def listed_pairs_kernel(
     Tq, Td, Nq, Nd, length_q, length_d, group, longest, temperature, inverse_temperature,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PAIRING: tl.constexpr,
     UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr, HAS_DMASK: tl.constexpr,
-    MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr, SMOOTH: tl.constexpr, WITH_SAVED: tl.constexpr,
-    NO_WINNER: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr, INTEGER: tl.constexpr,
-    NORMALIZED: tl.constexpr,
+    HAS_QSCALE: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr, SMOOTH: tl.constexpr,
+    WITH_SAVED: tl.constexpr, NO_WINNER: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
+    INTEGER: tl.constexpr, NORMALIZED: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0)
     if PAIRING == INDEX:
@@ -244,7 +244,7 @@ def listed_pairs_kernel(
         inside = row < q_end
         q, kept_q, row_scale, power = _query_rows(
             query_ptr, query_mask_ptr, query_scale_ptr, r0, q_end - r0, row, inside, D, BLOCK_Q, BLOCK_K, HAS_QMASK,
-            HAS_SCALE, NORMALIZED,
+            HAS_QSCALE, NORMALIZED,
         )  # fmt: skip
         best, state = fresh(BLOCK_Q, SMOOTH)
         parts = 0

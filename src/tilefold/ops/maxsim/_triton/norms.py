@@ -16,13 +16,9 @@ def inverse_power_of_two(x):
     return tl.maximum(0x7F000000 - exponent, 0x00800000).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["T"])
-def inverse_norm_kernel(rows_ptr, scale_ptr, T, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
-    """``scale = 1 / norm``: of rows brought to the order of 1 first, whose squares neither overflow nor vanish.
-
-    0 for a row whose inverse is no number of fp32 (a norm below ``2**-126``), NaN where it is no normal one.
-    """
-    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+@triton.jit
+def _inverse_norms(rows_ptr, scale_ptr, block, T, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
+    row = block * BLOCK_R + tl.arange(0, BLOCK_R)
     largest = tl.zeros((BLOCK_R,), tl.float32)
     power = inverse_power_of_two(largest)
     square = tl.zeros((BLOCK_R,), tl.float32)
@@ -40,6 +36,24 @@ def inverse_norm_kernel(rows_ptr, scale_ptr, T, D: tl.constexpr, BLOCK_R: tl.con
     scale = tl.where(scale < SMALLEST, float("nan"), scale)
     scale = tl.where(square == float("inf"), 0.0, scale)  # an infinite entry times 0 is NaN where it is used
     tl.store(scale_ptr + row, tl.where((square == 0.0) | (scale > LARGEST), 0.0, scale), mask=row < T)
+
+
+@triton.jit(do_not_specialize=["Tq", "Td"])
+def inverse_norms_kernel(
+    query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, Tq, Td,
+    D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """``scale = 1 / norm``: of rows brought to the order of 1 first, whose squares neither overflow nor vanish.
+
+    0 for a row whose inverse is no number of fp32 (a norm below ``2**-126``), NaN where it is no normal one. The first
+    programs take the queries, the others the documents.
+    """
+    block = tl.program_id(0)
+    of_queries = (Tq + BLOCK_R - 1) // BLOCK_R
+    if block < of_queries:
+        _inverse_norms(query_ptr, query_scale_ptr, block, Tq, D, BLOCK_R, BLOCK_D)
+    else:
+        _inverse_norms(doc_ptr, doc_scale_ptr, block - of_queries, Td, D, BLOCK_R, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["T"])

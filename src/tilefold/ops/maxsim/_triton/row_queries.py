@@ -7,8 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilefold.ops._shared._triton.launch import Grid, Launcher, launcher
-from tilefold.ops.maxsim._triton.rows import cdiv
+from tilefold.ops._shared._triton.launch import Step
+from tilefold.ops._shared._triton.tensors import cdiv
+from tilefold.ops.maxsim._triton import plan as at
+from tilefold.ops.maxsim._triton.plan import Make, Run, Stage
 
 BLOCK = 256
 
@@ -29,15 +31,9 @@ def row_query_kernel(cu_q_ptr, row_query_ptr, Tq, Nq, steps, BLOCK: tl.constexpr
     tl.store(row_query_ptr + row, tl.minimum(low, Nq - 1), mask=row < Tq)
 
 
-def row_queries_launch(rows: int, count: int) -> tuple[Launcher, Grid, tuple[int, int, int]]:
-    """The launcher for ``rows`` of ``count`` queries, its programs and its numbers."""
-    run = launcher(row_query_kernel, {"BLOCK": BLOCK, "num_warps": 4, "num_stages": 1})
-    return run, (cdiv(rows, BLOCK), 1, 1), (rows, count, count.bit_length())
-
-
-def row_queries(offsets: Tensor, rows: int) -> Tensor:
-    """``[rows]`` int32 numbers of the queries that ``offsets`` ``[Nq + 1]`` give the rows to."""
-    out = torch.empty(rows, dtype=torch.int32, device=offsets.device)
-    run, grid, numbers = row_queries_launch(rows, offsets.numel() - 1)
-    run(grid, (offsets, out, *numbers))
-    return out
+def row_queries(queries: Tensor, count: int) -> list[Stage]:
+    """``[Tq]`` int32 numbers of the queries, ``count`` of them, that the offsets give rows of ``queries`` to."""
+    rows = queries.size(0)
+    constants = {"BLOCK": BLOCK, "num_warps": 4, "num_stages": 1}
+    step = Step(row_query_kernel, (cdiv(rows, BLOCK), 1, 1), (rows, count, count.bit_length()), constants)
+    return [Make(at.ROW_QUERY, queries, (rows,), torch.int32), Run(step, (at.CU_QUERIES, at.ROW_QUERY))]

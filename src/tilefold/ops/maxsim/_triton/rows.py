@@ -1,4 +1,4 @@
-"""The launchers of the kernels that go over rows once: norms and quantization."""
+"""Stages of a plan that go over rows once: norms, rounding to int8, the gradient of rows from that of unit vectors."""
 
 from __future__ import annotations
 
@@ -7,38 +7,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared._triton.launch import Grid, launch
-from tilefold.ops.maxsim._triton.norms import inverse_norm_kernel, quantize_kernel
+from tilefold.ops._shared._triton.launch import Grid, Step
+from tilefold.ops._shared._triton.tensors import cdiv
+from tilefold.ops.maxsim._problem import Problem
+from tilefold.ops.maxsim._triton import plan as at
+from tilefold.ops.maxsim._triton.norms import inverse_norms_kernel, quantize_kernel, unit_gradient_kernel
+from tilefold.ops.maxsim._triton.plan import Make, Run, Stage
 
 BLOCK_ROWS, BLOCK_COLUMNS = 16, 128
 
 
-def cdiv(a: int, b: int) -> int:
-    """``ceil(a / b)``; Triton's own costs microseconds a call on the host."""
-    return -(-a // b)
+def _grid(*counts: int) -> Grid:
+    return sum(cdiv(count, BLOCK_ROWS) for count in counts), 1, 1
 
 
-def rows_grid(rows: Tensor) -> Grid:
-    """The grid of a kernel that goes over rows once."""
-    return cdiv(rows.size(0), BLOCK_ROWS), 1, 1
-
-
-def rows_constants(rows: Tensor) -> dict[str, Any]:
-    """The constants of a kernel that goes over rows once."""
+def _constants(rows: Tensor) -> dict[str, Any]:
     return {"D": rows.size(1), "BLOCK_R": BLOCK_ROWS, "BLOCK_D": BLOCK_COLUMNS, "num_warps": 4, "num_stages": 3}
 
 
-def inverse_norms(rows: Tensor) -> Tensor:
-    """``[T]`` fp32, by which rows of norm 1 are made."""
-    scale = torch.empty(rows.size(0), dtype=torch.float32, device=rows.device)
-    launch(inverse_norm_kernel, rows_grid(rows), (rows, scale, rows.size(0)), rows_constants(rows))
-    return scale
+def inverse_norms(problem: Problem) -> list[Stage]:
+    """``[Tq]`` and ``[Td]`` fp32, by which rows of norm 1 are made, in one launch."""
+    queries, counts = problem.queries, (problem.queries.size(0), problem.documents.size(0))
+    step = Step(inverse_norms_kernel, _grid(*counts), counts, _constants(queries))
+    return [
+        Make(at.QUERY_SCALE, queries, counts[:1], torch.float32),
+        Make(at.DOCUMENT_SCALE, queries, counts[1:], torch.float32),
+        Run(step, (at.QUERIES, at.DOCUMENTS, at.QUERY_SCALE, at.DOCUMENT_SCALE)),
+    ]
 
 
-def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in int8 and their scales ``[T]``."""
-    rows = rows.contiguous()
-    values = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
-    scales = torch.empty(rows.size(0), dtype=torch.float32, device=rows.device)
-    launch(quantize_kernel, rows_grid(rows), (rows, values, scales, rows.size(0)), rows_constants(rows))
-    return values, scales
+def int8_queries(queries: Tensor) -> list[Stage]:
+    """The queries in int8, and their scales ``[Tq]``."""
+    step = Step(quantize_kernel, _grid(queries.size(0)), (queries.size(0),), _constants(queries))
+    return [
+        Make(at.INT8_QUERIES, queries, queries.shape, torch.int8),
+        Make(at.QUERY_SCALE, queries, queries.shape[:1], torch.float32),
+        Run(step, (at.QUERIES, at.INT8_QUERIES, at.QUERY_SCALE)),
+    ]
+
+
+def unit_gradient(rows: Tensor, places: tuple[int, int, int, int]) -> Run:
+    """The gradient of ``rows`` from that of their unit vectors, which nobody needs afterwards.
+
+    ``places`` are those of the rows, their inverse norms, the unit vectors' gradient and the result.
+    """
+    step = Step(unit_gradient_kernel, _grid(rows.size(0)), (rows.size(0),), _constants(rows))
+    return Run(step, places, last=(places[2],))

@@ -16,8 +16,9 @@ def stream_kernel(
     query_ptr, doc_src, query_mask_ptr, doc_mask_ptr, query_scale_ptr, doc_scale_ptr, cu_q_ptr, cu_d_ptr, score_ptr,
     Tq, Td, Nq, Nd, length_q, length_d,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, UNIFORM_Q: tl.constexpr,
-    UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr, HAS_DMASK: tl.constexpr, MASK_ZERO: tl.constexpr,
-    HAS_SCALE: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr, INTEGER: tl.constexpr,
+    UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr, HAS_DMASK: tl.constexpr, HAS_QSCALE: tl.constexpr,
+    MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
+    INTEGER: tl.constexpr,
 ):  # fmt: skip
     """Scores ``[Nq, Nd]``: all ``Tq <= BLOCK_Q`` query rows meet every tile; a program owns every so many documents."""
     kind: tl.constexpr = tl.int32 if INTEGER else tl.float32
@@ -31,7 +32,7 @@ def stream_kernel(
     if HAS_QMASK:
         kept_q = inside & (tl.load(query_mask_ptr + row, mask=inside, other=0) != 0)
     row_scale = tl.full((BLOCK_Q,), 1.0, tl.float32)
-    if HAS_SCALE:
+    if HAS_QSCALE:
         row_scale = tl.load(query_scale_ptr + row, mask=inside, other=0.0)
 
     mine = (Nd - split + splits - 1) // splits
@@ -78,7 +79,7 @@ def stream_kernel(
         done = t0 + BLOCK_T >= length
         if done:
             value = tl.reduce(best, 0, nan_max)
-            if HAS_SCALE:
+            if HAS_QSCALE:
                 value *= row_scale
             value = tl.where(kept_q & (parts > 0), value, 0.0)
             for query in range(Nq):

@@ -1,4 +1,4 @@
-"""XTR scores as a ``torch.library`` operator; its gradient is that of the maximum, :mod:`._library`."""
+"""XTR scores as a ``torch.library`` operator; its gradient is that of the maximum, :mod:`._torch_ops`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.library import define_op, is_plain, run
-from tilefold.ops.maxsim._choice import chosen_impl
-from tilefold.ops.maxsim._library import (
+from tilefold.ops.maxsim._problem import Operands, Problem, wide_dtype
+from tilefold.ops.maxsim._torch_ops import (
     PROBLEM_ARGUMENTS,
     PROBLEM_SCHEMA,
+    Call,
     check_values,
     gradients,
+    impl_of,
+    registered_gradients,
     save_problem,
     saved_problem,
 )
-from tilefold.ops.maxsim._problem import Problem, wide_dtype
 
 
 @define_op(
@@ -29,7 +31,7 @@ def _xtr(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     from tilefold.ops.maxsim import _tiled_xtr  # noqa: PLC0415
 
     problem, (top_k, impute, with_saved, impl) = Problem(*args[:PROBLEM_ARGUMENTS]), args[PROBLEM_ARGUMENTS:]
-    chosen_impl(problem.queries, impl)
+    impl_of(problem.queries, problem.documents, impl)
     check_values(problem, "tiled")  # forward runs in torch operations, which look at offsets anyway
     return _tiled_xtr.forward(problem, top_k, impute, with_saved)
 
@@ -48,30 +50,21 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[1], output[2])
-    _save(ctx, inputs, output)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     save_problem(ctx, inputs, output[1], output[2])
     _, ctx.impute, ctx.with_saved, ctx.impl = inputs[PROBLEM_ARGUMENTS:]
 
 
-def _gradients(ctx: Any, dscores: Tensor | None, *, registered: bool) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dscores: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     nothing = (None,) * (PROBLEM_ARGUMENTS + 2)  # the masks and whatever follows
     if dscores is None:
         return (None, None, *nothing)
-    (saved, divisor), arguments = saved_problem(ctx)
-    needs = ctx.needs_input_grad[:2]
-    return *gradients(dscores / divisor, saved, arguments, needs, ctx.impl, registered=registered), *nothing
-
-
-def _backward(ctx: Any, dscores: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dscores is not None and (ctx.impute or not ctx.with_saved):
+    if ctx.impute or not ctx.with_saved:
         raise RuntimeError(
             "tilefold::maxsim_xtr needs with_saved=True and impute=False where a gradient is asked for; call "
             "xtr_scores."
         )
-    return _gradients(ctx, dscores, registered=True)
+    (saved, divisor), problem = saved_problem(ctx)
+    return *registered_gradients(dscores / divisor, saved, problem, ctx.needs_input_grad[:2], ctx.impl), *nothing
 
 
 torch.library.register_autograd("tilefold::maxsim_xtr", _backward, setup_context=_setup_context)
@@ -82,24 +75,34 @@ class _XTR(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output = run(_xtr, *inputs)
-        _save(ctx, inputs, output)
-        return output[0]  # type: ignore[no-any-return]
+        *tensors, ctx.call, top_k = inputs
+        operands = Operands(*tensors)
+        scores, saved, divisor = run(_compute, operands.queries, operands, ctx.call, top_k, False, True)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(saved, divisor, *operands)
+        return scores  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, dscores, registered=False)
+        if dscores is None:
+            return (None,) * 10
+        saved, divisor, *tensors = ctx.saved_tensors
+        operands, needs = Operands(*tensors), ctx.needs_input_grad[:2]
+        return (*gradients(dscores / divisor, saved, operands, ctx.call, needs), *(None,) * 8)
 
 
-def scores(problem: Problem, top_k: int, impute: bool, impl: str) -> Tensor:
-    """XTR scores of ``problem``; what backward needs is kept only if a gradient can be asked for."""
-    p = problem
-    with_saved = torch.is_grad_enabled() and (p.queries.requires_grad or p.documents.requires_grad)
-    inputs = (
-        p.queries, p.documents, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents, p.query_length,
-        p.document_length, p.index, p.pairing, p.mask_zero, p.temperature, p.normalize, p.longest_query, top_k,
-        impute, with_saved, impl,
-    )  # fmt: skip
-    if not is_plain(p.queries, p.documents, p.query_mask, p.document_mask, p.cu_queries, p.cu_documents):
-        return torch.ops.tilefold.maxsim_xtr(*inputs)[0]  # type: ignore[no-any-return]
-    return _XTR.apply(*inputs) if with_saved else run(_xtr, *inputs)[0]  # type: ignore[no-any-return, no-untyped-call]
+def _compute(
+    queries: Tensor, operands: Operands, call: Call, top_k: int, impute: bool, with_saved: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _xtr(*Problem.of(operands, call.options).arguments, top_k, impute, with_saved, call.impl)  # type: ignore[no-any-return]
+
+
+def scores(operands: Operands, call: Call, top_k: int, impute: bool) -> Tensor:
+    """XTR scores of checked operands; what backward needs is kept only if a gradient can be asked for."""
+    training = torch.is_grad_enabled() and (operands.queries.requires_grad or operands.documents.requires_grad)
+    if not is_plain(*operands):
+        arguments = Problem.of(operands, call.options).arguments
+        return torch.ops.tilefold.maxsim_xtr(*arguments, top_k, impute, training, call.impl)[0]  # type: ignore[no-any-return]
+    if training:
+        return _XTR.apply(*operands, call, top_k)  # type: ignore[no-any-return, no-untyped-call]
+    return run(_compute, operands.queries, operands, call, top_k, impute, False)[0]  # type: ignore[no-any-return]

@@ -1,0 +1,153 @@
+"""Plans: what a call allocates and launches, worked out once for tensors of these shapes, strides and dtypes.
+
+The tensors of a call lie in numbered places: those that it gets first, then what its stages make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilefold.ops._shared._triton.launch import Step, aligned
+from tilefold.ops._shared._triton.offsets import int32_step
+from tilefold.ops._shared.call_cache import ALIGNMENT
+from tilefold.ops._shared.internals import hooked
+from tilefold.ops.maxsim._problem import Operands, Problem
+
+# The operands come first; what backward gets besides follows.
+(
+    QUERIES, DOCUMENTS, QUERY_MASK, DOCUMENT_MASK, CU_QUERIES, CU_DOCUMENTS, INDEX, DOCUMENT_SCALE, SAVED, DSCORES,
+    QUERY_SCALE, SCORES, PARTS, INT8_QUERIES, ROW_QUERY, LARGEST, LISTS, ORDER, FIRST, WIDE, DQUERIES, DDOCUMENTS,
+) = range(22)  # fmt: skip
+COUNT = 22
+
+Places = list[Tensor | None]
+Stage = Callable[[Places, bool], None]
+
+
+class Make:
+    """Memory for a result, or for scratch, in a place.
+
+    Args:
+        place: where it goes.
+        like: a tensor of the device.
+        shape, dtype: of the tensor.
+        fill: for all its entries; ``None`` where kernels write every one.
+    """
+
+    __slots__ = ("_device", "_dtype", "_fill", "_place", "_shape")
+
+    def __init__(
+        self, place: int, like: Tensor, shape: Sequence[int], dtype: torch.dtype, fill: float | None = None
+    ) -> None:
+        self._place, self._device, self._shape, self._dtype, self._fill = place, like.device, tuple(shape), dtype, fill
+
+    def __call__(self, places: Places, same: bool) -> None:
+        made = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        if self._fill is not None:
+            # few operations know uint16, in which every bit set is what -1 is in signed integers
+            (made.view(torch.int16) if self._dtype == torch.uint16 else made).fill_(self._fill)
+        places[self._place] = made
+
+
+class Derive:
+    """What torch makes of the tensors of some places, in another: ``places[target] = function(*sources)``."""
+
+    __slots__ = ("_function", "_sources", "_target")
+
+    def __init__(self, target: int, function: Callable[..., Tensor | None], *sources: int) -> None:
+        self._target, self._function, self._sources = target, function, sources
+
+    def __call__(self, places: Places, same: bool) -> None:
+        places[self._target] = self._function(*[places[source] for source in self._sources])
+
+
+class Narrow:
+    """int64 offsets or indices of a place in int32."""
+
+    __slots__ = ("_place", "_shape", "_step")
+
+    def __init__(self, place: int, offsets: Tensor) -> None:
+        self._place, self._shape, self._step = place, offsets.shape, int32_step(offsets.numel())
+
+    def __call__(self, places: Places, same: bool) -> None:
+        offsets = places[self._place]
+        out = torch.empty(self._shape, dtype=torch.int32, device=None if offsets is None else offsets.device)
+        self._step(same, offsets, out)
+        places[self._place] = out
+
+
+class Run:
+    """A launch with the tensors of these places; what lies in ``last`` is not needed after it."""
+
+    __slots__ = ("_last", "_pick", "_step")
+
+    def __init__(self, step: Step, places: Sequence[int], last: Sequence[int] = ()) -> None:
+        self._step, self._last = step, last
+        self._pick: Callable[[Places], tuple[Tensor | None, ...]] = itemgetter(*places)
+
+    def __call__(self, places: Places, same: bool) -> None:
+        self._step(same, *self._pick(places))
+        for place in self._last:
+            places[place] = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The stages of a call, in order.
+
+    Attributes:
+        stages: what is made, derived and launched.
+        results: the places of what it returns.
+        by_tma: whether a kernel reads documents through a TMA descriptor.
+    """
+
+    stages: tuple[Stage, ...]
+    results: tuple[int, ...]
+    by_tma: bool = False
+
+    def __call__(self, *tensors: Tensor | None) -> tuple[Any, ...]:
+        """Run every stage on the current device and stream."""
+        same = aligned(*tensors)
+        if not same:  # kernels are built for aligned tensors: a copy costs less than another build, and adds up alike
+            tensors = tuple([x if x is None or x.data_ptr() % ALIGNMENT == 0 else _copy(x) for x in tensors])
+            same = not hooked()
+        places: Places = [*tensors, *_BLANK[len(tensors) :]]
+        for stage in self.stages:
+            stage(places, same)
+        return tuple([places[place] for place in self.results])
+
+
+_BLANK = (None,) * COUNT
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def copies(operands: Operands, masks: bool = True) -> list[Stage]:
+    """What brings operands to the form that kernels read: contiguous, offsets and pairs in int32."""
+    stages: list[Stage] = []
+    for place, tensor in enumerate(operands):
+        if tensor is None or (place in (QUERY_MASK, DOCUMENT_MASK) and not masks):
+            continue
+        if not tensor.is_contiguous():
+            stages.append(Derive(place, Tensor.contiguous, place))
+        if place in (CU_QUERIES, CU_DOCUMENTS, INDEX) and tensor.dtype == torch.int64 and tensor.numel():
+            stages.append(Narrow(place, tensor))
+    return stages
+
+
+def layout_flags(problem: Problem) -> dict[str, Any]:
+    """The constants that every kernel takes."""
+    return {
+        "D": problem.queries.size(1),
+        "UNIFORM_Q": problem.cu_queries is None,
+        "UNIFORM_D": problem.cu_documents is None,
+        "HAS_SCALE": problem.normalize or problem.document_scale is not None,
+    }

@@ -1,0 +1,188 @@
+"""What a repeated call skips, and what it must look at each time; see also ``tests/ops/shared/test_launches.py``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from tests.ops.conftest import Target
+from tilefold.ops import maxsim, quantize_tokens
+from tilefold.ops._shared import fallback
+from tilefold.ops._shared._triton import launch as shared_launch
+from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops.maxsim import _arguments, _torch_ops, api
+from tilefold.testing.maxsim import MaxSimInputs, maxsim_inputs, maxsim_results
+
+DTYPE = torch.float16
+DEVICE = "cpu" if triton_interpreted() else "cuda"
+kernels = pytest.mark.skipif(False, reason="") if triton_interpreted() else pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(fallback, "_GIVEN_UP", {})
+    _torch_ops.CALLS._plans.clear()
+    yield
+    _torch_ops.CALLS._plans.clear()
+
+
+def given(*shape: int, **layout: Any) -> MaxSimInputs:
+    return maxsim_inputs(*shape, dtype=DTYPE, device=DEVICE, **layout)
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert value.dtype == expected[name].dtype and value.shape == expected[name].shape, name
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("name", ["pairing", "reduction", "mask_mode", "impl", "temperature"])
+def test_options_of_no_hashable_type_are_refused_by_name(name: str) -> None:
+    inputs = maxsim_inputs(2, 3, 4, 5, 8, dtype=torch.float32)
+    with pytest.raises((TypeError, ValueError), match=name):
+        maxsim(inputs.queries, inputs.documents, **{name: ["all"]})
+
+
+@kernels
+def test_a_call_like_an_earlier_one_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[object] = []
+    honest = _arguments.prepare
+    monkeypatch.setattr(api, "prepare", lambda *args, **options: checked.append(options) or honest(*args, **options))
+    inputs = given(3, 4, 5, 9, 16)
+    for needs in ("", "qd", "", "qd", "q"):
+        maxsim_results(inputs, impl="triton", needs=needs)
+    assert len(checked) == 2 and len(_torch_ops.CALLS) == 2  # without and with a gradient
+    documents = quantize_tokens(inputs.documents)
+    for _ in range(3):
+        maxsim(inputs.queries, documents, impl="triton")
+    assert len(checked) == 3
+
+
+@pytest.mark.parametrize("offsets", [[0, 3, 3, 7, 20], [0, 20], [0, 0, 0, 20], [0, 9, 4, 13, 20], [0, 400]], ids=str)
+def test_rows_find_their_query_as_a_search_does(offsets: list[int], target: Target) -> None:
+    if target.impl != "triton":
+        pytest.skip("a kernel's test")
+    from tilefold.ops.maxsim._triton import plan as at
+    from tilefold.ops.maxsim._triton.row_queries import row_queries
+
+    rows = torch.zeros(offsets[-1], 16, device=target.device)
+    cu = torch.tensor(offsets, dtype=torch.int32, device=target.device)
+    stages = row_queries(rows, cu.numel() - 1)
+    (found,) = at.Plan(tuple(stages), (at.ROW_QUERY,))(rows, rows, None, None, cu)
+    every_row = torch.arange(offsets[-1], dtype=torch.int32, device=target.device)
+    expected = torch.searchsorted(cu[1:].contiguous(), every_row, right=True).clamp_(max=cu.numel() - 2)
+    assert torch.equal(found.long(), expected)
+
+
+@kernels
+@pytest.mark.parametrize("pairing", ["all", "index"])
+def test_offsets_and_pairs_in_either_width_give_the_same_bits(pairing: str) -> None:
+    inputs = given(3, 4, 5, 9, 16, pairing=pairing, layout="packed")
+    wide = {name: getattr(inputs, name).long() for name in ("cu_seqlens_q", "cu_seqlens_d")}
+    narrow = {name: offsets.int() for name, offsets in wide.items()}
+    pairs = inputs.pairing if isinstance(inputs.pairing, Tensor) else None
+    leaves = [inputs.queries.requires_grad_(), inputs.documents.requires_grad_()]
+
+    def step(layout: dict[str, Any], kind: torch.dtype) -> list[Tensor]:
+        scores = maxsim(*leaves, **layout, pairing="all" if pairs is None else pairs.to(kind), impl="triton")
+        return [scores.detach(), *torch.autograd.grad(scores, leaves, inputs.dscores)]
+
+    expected = step(narrow, torch.int32)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(step(wide, torch.int64), expected, strict=True))
+
+
+@kernels
+def test_the_longest_of_packed_queries_is_looked_at_in_every_call() -> None:
+    inputs = given(2, 3, 9, 7, 16, pairing="index", layout="packed")
+    rows = inputs.queries.size(0)
+    leaves = [inputs.queries.requires_grad_(), inputs.documents.requires_grad_()]
+    for middle in (1, rows - 1, rows // 2, 1):
+        offsets = torch.tensor([0, middle, rows], dtype=torch.int32, device=DEVICE)
+        layout = inputs.layout | {"cu_seqlens_q": offsets}
+        found, expected = (
+            torch.autograd.grad(maxsim(*leaves, **layout, impl=impl), leaves, inputs.dscores)
+            for impl in ("triton", "tiled")
+        )
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+
+
+@kernels
+def test_autocast_casts_in_every_call() -> None:
+    inputs = given(3, 4, 5, 9, 16, layout="holes")
+    expected = maxsim_results(inputs, impl="triton")
+    leaves = [side.float().requires_grad_() for side in (inputs.queries, inputs.documents)]
+    for _ in range(3):
+        with torch.autocast(DEVICE, dtype=DTYPE):
+            scores = maxsim(*leaves, **inputs.layout, impl="triton")
+        grads = torch.autograd.grad(scores, leaves, inputs.dscores)
+        assert torch.equal(scores, expected["scores"]) and all(grad.dtype == torch.float32 for grad in grads)
+        assert torch.equal(grads[0].to(DTYPE), expected["dqueries"])
+    with pytest.raises(TypeError, match="documents must have the dtype of queries"):
+        maxsim(leaves[0], inputs.documents, impl="triton")
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, when: Any) -> list[str]:
+    """Let launches fail as if their kernels could not be built; the names of those that were tried."""
+    tried: list[str] = []
+    honest = shared_launch.Launcher.__call__
+
+    def launch(self: shared_launch.Launcher, grid: Any, arguments: tuple[Any, ...]) -> None:
+        tried.append(self._kernel.__name__)
+        if when(arguments):
+            raise KernelUnavailableError(self._kernel.__name__, "PTXASError: no such instruction")
+        honest(self, grid, arguments)
+
+    monkeypatch.setattr(shared_launch.Launcher, "__call__", launch)
+    return tried
+
+
+@kernels
+def test_kernels_without_tma_follow_where_those_with_it_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = given(3, 4, 40, 32, 64)
+    expected = maxsim_results(inputs, impl="triton")
+    _torch_ops.CALLS._plans.clear()
+    tried = fail(monkeypatch, lambda arguments: any(hasattr(argument, "block_shape") for argument in arguments))
+    with pytest.warns(FallbackWarning, match="maxsim's kernels with TMA cannot run"):
+        found = maxsim_results(inputs, impl="triton")
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        for _ in range(2):
+            tried.clear()
+            assert_same(maxsim_results(inputs, impl="triton"), found)
+            assert tried.count("all_pairs_kernel") <= 1, "the plan that failed was kept"
+
+
+@kernels
+def test_the_tiled_path_follows_where_a_plan_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilefold.ops._shared import impl as shared_impl
+
+    def resolve(impl: str, device: torch.device, operator: str = "") -> str:
+        return ("triton" if fallback.given_up(operator, device) is None else "tiled") if impl == "auto" else impl
+
+    monkeypatch.setattr(shared_impl, "resolve_impl", resolve)
+    fail(monkeypatch, lambda arguments: True)
+    inputs = given(3, 3, 5, 9, 16, pairing="aligned", layout="holes")
+    expected = maxsim_results(inputs, impl="tiled")
+    leaves = [side.clone().requires_grad_() for side in (inputs.queries, inputs.documents)]
+    with pytest.warns(FallbackWarning, match="^maxsim cannot run on .* instead"):
+        scores = maxsim(*leaves, **inputs.layout)
+    doubled = scores.mul_(2)  # may be changed in place, as any scores
+    assert torch.equal(doubled, 2 * expected["scores"])
+    grads = torch.autograd.grad(doubled, leaves, inputs.dscores / 2)
+    assert torch.equal(grads[0], expected["dqueries"]) and torch.equal(grads[1], expected["ddocuments"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        assert_same(maxsim_results(inputs), expected)
