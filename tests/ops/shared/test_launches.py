@@ -427,4 +427,4 @@ class TestInterpreted:
     pytestmark = NEEDS_INTERPRETER
 
     def test_the_contract_holds_for_interpreted_kernels(self) -> None:
-        assert_pass_interpreted(["shared/test_launches.py"], 14 * len(OPERATORS))
+        assert_pass_interpreted(["shared/test_launches.py"], 13 * len(OPERATORS))
