@@ -58,11 +58,12 @@ def accelerate(model: Any, *, impl: str = "auto", check: bool = True, quantize: 
     and apply :func:`tilefold.ops.maxsim`; reranking and distillation evaluators call them. Its losses, and the other
     evaluators, have functions of their own: pass those of that module (``similarity_fct=``, ``score_functions=``).
 
-    For a SparseEncoder, two forwards are replaced, on the instances: the LM head returns its
-    input, and the SpladePooling after it applies :func:`tilefold.ops.lsr_head`. Routers, tied
-    weights, LoRA on the LM head, flattened inputs, autocast, pickle and deepcopy keep working. ``token_embeddings`` is
-    no longer among the features that the model returns. A second call starts over, with its own ``impl``; call again
-    after an adapter was added to the LM head, or merged into it.
+    For a SparseEncoder, two forwards are replaced, on the instances: the LM head returns its input, and the
+    SpladePooling after it applies :func:`tilefold.ops.lsr_head`. The model also gets ``encode_sparse_batch``, which
+    encodes one batch as :func:`encode_sparse` does and serves :mod:`tilefold.retrieval`. Routers, tied weights, LoRA on
+    the LM head, flattened inputs, autocast, pickle and deepcopy keep working. ``token_embeddings`` is no longer among
+    the features that the model returns. A second call starts over, with its own ``impl``; call again after an adapter
+    was added to the LM head, or merged into it.
 
     Args:
         model: a ``sentence_transformers.SparseEncoder`` with a SpladePooling, or a ``MultiVectorEncoder``.
