@@ -106,7 +106,7 @@ def test_a_bad_line_is_reported_by_file_and_number(beir: Path, name: str, conten
 @pytest.mark.parametrize("name", ["corpus.jsonl", "qrels/test.tsv"])
 def test_bytes_that_are_not_utf8_are_reported(beir: Path, name: str) -> None:
     (beir / name).write_bytes(b'{"_id": "d1", "text": "\xff\xfe"}\n')
-    with pytest.raises(DataError, match=f"{name}: expected UTF-8"):
+    with pytest.raises(DataError, match=rf"{name}:1: expected UTF-8 text, got the byte 0xff at byte 23 of the text"):
         load_beir(beir)
 
 
@@ -131,7 +131,7 @@ def test_judgements_of_absent_documents_can_be_dropped(beir: Path) -> None:
     assert load_beir(beir, unknown="drop").qrels["test"]["q2"] == {"d3": 1}
 
 
-@pytest.mark.parametrize("name", ["corpus.jsonl", "queries.jsonl", "qrels/test.tsv"])
+@pytest.mark.parametrize("name", ["corpus.jsonl", "queries.jsonl"])
 def test_a_missing_file_is_reported_with_the_layout(beir: Path, name: str) -> None:
     (beir / name).unlink()
     with pytest.raises(FileNotFoundError, match=r"A BEIR folder has corpus\.jsonl"):
@@ -139,7 +139,9 @@ def test_a_missing_file_is_reported_with_the_layout(beir: Path, name: str) -> No
 
 
 def test_an_unknown_name_lists_what_is_possible() -> None:
-    with pytest.raises(FileNotFoundError, match=r"expected 'pydocs' or the path of a BEIR folder, got 'msmarco'"):
+    with pytest.raises(
+        FileNotFoundError, match=r"expected 'pydocs', or the path of a BEIR folder or of documents, got 'msmarco'"
+    ):
         load_collection("msmarco")
 
 

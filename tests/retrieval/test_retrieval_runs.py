@@ -161,7 +161,7 @@ def test_a_trec_run_refuses_ids_with_white_space_scores_that_are_not_finite_and_
         write_trec_run({"q": {"a": math.nan}}, tmp_path / "x.run")
     assert not list(tmp_path.iterdir())
     (tmp_path / "x.run").write_bytes(b"q Q0 d\xe9 1 1 tag\n")
-    with pytest.raises(DataError, match=r"x.run: expected UTF-8 text"):
+    with pytest.raises(DataError, match=r"x.run:1: expected UTF-8 text"):
         read_trec_run(tmp_path / "x.run")
 
 

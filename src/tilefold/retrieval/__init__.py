@@ -11,6 +11,8 @@ _HOME = {
     "Document": "collection",
     "Collection": "collection",
     "load_beir": "collection",
+    "load_documents": "collection",
+    "load_queries": "collection",
     "load_collection": "datasets",
     "build_pydocs": "pydocs",
     "SparseVectors": "vectors",

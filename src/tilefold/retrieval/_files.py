@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from tilefold._files import umask
 from tilefold.retrieval.errors import DataError, MissingPackageError
@@ -101,11 +101,3 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def numbered_lines(stream: TextIO, path: Path) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers, from 1; ``DataError`` that names `path` for bytes that are not UTF-8."""
-    try:
-        yield from enumerate(stream, start=1)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: expected UTF-8 text, got other bytes ({error}). Re-encode it.") from error

@@ -1,22 +1,28 @@
-"""Collections in the BEIR layout: ``corpus.jsonl``, ``queries.jsonl`` and ``qrels/<split>.tsv``."""
+"""Collections in the BEIR layout: ``corpus.jsonl``, ``queries.jsonl`` and ``qrels/<split>.tsv``, or the same rows in
+other files.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from tilefold.retrieval._files import atomic_directory, is_unicode, json_line, numbered_lines
+from tilefold.retrieval._files import atomic_directory, is_unicode, json_line
+from tilefold.retrieval._judgements import Known, read_splits
+from tilefold.retrieval._queries import TOPICS, loose_query_rows, query_rows
+from tilefold.retrieval._tables import ROWS, Row, find_table, is_saved_dataset, table_rows
 from tilefold.retrieval.errors import DataError
 
-__all__ = ["Collection", "Document", "load_beir"]
+__all__ = ["Collection", "Document", "load_beir", "load_documents", "load_queries"]
 
-Qrels = dict[str, dict[str, int]]
-
+T = TypeVar("T")
 _BEIR_NAMES = ("corpus.jsonl", "queries.jsonl", "qrels")
-BEIR_LAYOUT = "A BEIR folder has corpus.jsonl, queries.jsonl and qrels/<split>.tsv."
+BEIR_LAYOUT = (
+    "A BEIR folder has corpus.jsonl, and for training and evaluation queries.jsonl and qrels/<split>.tsv; .jsonl.gz, "
+    ".parquet and saved datasets are read, too."
+)
 
 
 @dataclass(frozen=True)
@@ -107,126 +113,108 @@ class Collection:
                 )
 
 
-def load_beir(path: str | Path, unknown: Literal["error", "drop"] = "error") -> Collection:
-    """Read a BEIR folder.
+def load_beir(
+    path: str | Path, unknown: Literal["error", "drop"] = "error", *, documents_only: bool = False
+) -> Collection:
+    """Read a BEIR folder; queries and judgements may be missing.
+
+    The rows of ``corpus`` and ``queries`` are in ``<name>.jsonl``, ``.jsonl.gz`` or ``.parquet``, or in a folder
+    ``<name>/`` of such files or written by ``Dataset.save_to_disk``; queries also in ``queries.tsv`` (id, tab, text) or
+    ``queries.trec`` (TREC topics). Judgements are in ``qrels/<split>.tsv`` (three columns, or the four of TREC),
+    ``.jsonl`` or ``.parquet``.
 
     Args:
-        path: the folder.
+        path: the folder; or the documents alone: a file or a saved dataset.
         unknown: ``"error"``, or ``"drop"`` to leave out judgements of queries or documents that are not in the
             collection (in a sample of a corpus).
+        documents_only: leave queries and judgements unread.
 
     Raises:
-        FileNotFoundError: the folder, the corpus, the queries or every qrels file is missing.
-        DataError: malformed JSONL or TSV, missing or repeated ids, an empty collection, unknown ids in the
+        FileNotFoundError: the folder or the corpus is missing.
+        DataError: malformed rows, missing or repeated ids, an empty corpus or empty queries, unknown ids in the
             judgements. Messages name file and line.
     """
     if unknown not in ("error", "drop"):
         raise ValueError(f"unknown: expected 'error' or 'drop', got {unknown!r}.")
     folder = Path(path)
-    if not folder.is_dir():
+    if not folder.exists():
         raise FileNotFoundError(f"{folder}: no such folder. {BEIR_LAYOUT}")
+    if folder.is_file() or is_saved_dataset(folder):
+        return Collection(folder.resolve().name.partition(".")[0], load_documents(folder), {}, {})
+    corpus = find_table(folder, "corpus", ROWS)
+    if corpus is None:
+        raise FileNotFoundError(f"{folder / 'corpus.jsonl'}: no such file. {BEIR_LAYOUT}")
+    collection = Collection(folder.resolve().name, load_documents(corpus), {}, {})
+    if documents_only:
+        return collection
+    queries = find_table(folder, "queries", (*ROWS, ".tsv", TOPICS))
+    if queries is not None:
+        collection.queries = _texts(query_rows(queries), queries)
+    elif (folder / "qrels").exists():
+        raise FileNotFoundError(f"{folder / 'queries.jsonl'}: no such file, but judgements. {BEIR_LAYOUT}")
+    collection.qrels = read_splits(folder / "qrels", Known(collection.queries, collection.documents, unknown))
+    return collection
+
+
+def load_documents(path: str | Path) -> dict[str, Document]:
+    """Document id -> :class:`Document`, from JSON lines, Parquet, a folder of those, or a saved dataset.
+
+    Rows have ``_id`` (or ``id``), ``text`` and optionally ``title``.
+
+    Raises:
+        DataError: malformed rows, missing or repeated ids, or no row. Messages name file and line.
+    """
     documents: dict[str, Document] = {}
-    for line, row in _read_rows(folder / "corpus.jsonl"):
-        document_id = _text_id(row, folder / "corpus.jsonl", line, documents)
-        title = _string(row, "title", folder / "corpus.jsonl", line, optional=True)
-        documents[document_id] = Document(document_id, title, _string(row, "text", folder / "corpus.jsonl", line))
-    queries: dict[str, str] = {}
-    for line, row in _read_rows(folder / "queries.jsonl"):
-        query_id = _text_id(row, folder / "queries.jsonl", line, queries)
-        queries[query_id] = _string(row, "text", folder / "queries.jsonl", line)
-    for name, found in (("corpus.jsonl", documents), ("queries.jsonl", queries)):
-        if not found:
-            raise DataError(f"{folder / name}: expected at least one line, got an empty file. {BEIR_LAYOUT}")
-    files = sorted((folder / "qrels").glob("*.tsv"))
-    if not files:
-        raise FileNotFoundError(f"{folder / 'qrels'}: no .tsv file with judgements. {BEIR_LAYOUT}")
-    qrels = {file.stem: _read_qrels(file, queries, documents, unknown) for file in files}
-    return Collection(folder.resolve().name, documents, queries, qrels)
+    for where, row in table_rows(Path(path)):
+        name = _id(row, where, documents)
+        documents[name] = Document(name, _string(row, "title", where, optional=True), _string(row, "text", where))
+    return _some(documents, Path(path))
 
 
-def _read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file. {BEIR_LAYOUT}")
-    with path.open(encoding="utf-8-sig") as stream:
-        for number, line in numbered_lines(stream, path):
-            if line.strip():
-                yield number, _json_object(line, path, number)
+def load_queries(path: str | Path) -> dict[str, str]:
+    """Query id -> text, from what :func:`load_beir` reads, or from lines: ``id<tab>text``, or a text (id: its number).
+
+    Raises:
+        FileNotFoundError: no such file.
+        DataError: malformed rows, repeated ids, or no query. Messages name file and line.
+    """
+    file = Path(path)
+    if not file.exists():
+        raise FileNotFoundError(f"{file}: no such file with queries.")
+    return _texts(loose_query_rows(file), file)
 
 
-def _json_object(line: str, path: Path, number: int) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # malformed JSON, a number with thousands of digits, too deep nesting
-        raise DataError(
-            f"{path}:{number}: expected one JSON object a line, got malformed JSON ({error}). Fix that line."
-        ) from error
-    if not isinstance(row, dict):
-        raise DataError(f"{path}:{number}: expected one JSON object a line, got {type(row).__name__}. Fix that line.")
-    return row
+def _texts(rows: Iterable[Row], path: Path) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for where, row in rows:
+        texts[_id(row, where, texts)] = _string(row, "text", where)
+    return _some(texts, path)
 
 
-def _text_id(row: dict[str, Any], path: Path, number: int, seen: dict[str, Any]) -> str:
-    value = row.get("_id")
+def _some(found: dict[str, T], path: Path) -> dict[str, T]:
+    if not found:
+        raise DataError(f"{path}: expected at least one line, got an empty file. {BEIR_LAYOUT}")
+    return found
+
+
+def _id(row: dict[str, Any], where: str, seen: dict[str, Any]) -> str:
+    key = "id" if "_id" not in row and "id" in row else "_id"
+    value = row.get(key)
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str) or not value:
-        raise DataError(f"{path}:{number}: '_id' must be a non-empty string, got {value!r}. Give the line an '_id'.")
+        raise DataError(f"{where}: {key!r} must be a non-empty string, got {value!r}. Give the line an '_id'.")
     if not is_unicode(value):
-        raise DataError(f"{path}:{number}: '_id' must be text that UTF-8 can hold, got {value!r}. Fix that line.")
+        raise DataError(f"{where}: {key!r} must be text that UTF-8 can hold, got {value!r}. Fix that line.")
     if value in seen:
-        raise DataError(f"{path}:{number}: '_id' {value!r} was given before. Ids must be unique.")
+        raise DataError(f"{where}: {key!r} {value!r} was given before. Ids must be unique.")
     return value
 
 
-def _string(row: dict[str, Any], key: str, path: Path, number: int, optional: bool = False) -> str:
+def _string(row: dict[str, Any], key: str, where: str, optional: bool = False) -> str:
     value = row.get(key)
     if value is None and optional:
         return ""
     if not isinstance(value, str):
-        raise DataError(f"{path}:{number}: {key!r} must be a string, got {value!r}. Fix that line.")
+        raise DataError(f"{where}: {key!r} must be a string, got {value!r}. Fix that line.")
     return value
-
-
-def _read_qrels(
-    path: Path, queries: dict[str, str], documents: dict[str, Document], unknown: Literal["error", "drop"]
-) -> Qrels:
-    qrels: Qrels = {}
-    strays: list[str] = []
-    with path.open(encoding="utf-8-sig") as stream:
-        for number, line in numbered_lines(stream, path):
-            fields = line.rstrip("\r\n").split("\t")
-            if not line.strip() or (number == 1 and fields[0] in ("query-id", "query_id", "qid")):
-                continue
-            query_id, document_id, grade = _judgement(fields, path, number)
-            if query_id not in queries or document_id not in documents:
-                what = "query" if query_id not in queries else "document"
-                name = query_id if what == "query" else document_id
-                strays.append(f"{path}:{number}: unknown {what} {name!r}")
-                continue
-            judged = qrels.setdefault(query_id, {})
-            if judged.get(document_id, grade) != grade:
-                raise DataError(
-                    f"{path}:{number}: query {query_id!r} and document {document_id!r} were judged "
-                    f"{judged[document_id]} before, got {grade}. Keep one of the two lines."
-                )
-            judged[document_id] = grade
-    if strays and unknown == "error":
-        raise DataError(
-            f"{strays[0]}; {len(strays)} judgement(s) in this file name queries or documents that are not in "
-            "the collection. Complete the collection, or load it with unknown='drop' to leave them out."
-        )
-    if not qrels:
-        raise DataError(f"{path}: expected at least one judgement of a known query and document, got none.")
-    return qrels
-
-
-def _judgement(fields: list[str], path: Path, number: int) -> tuple[str, str, int]:
-    if len(fields) != 3:
-        raise DataError(
-            f"{path}:{number}: expected 3 tab-separated fields (query-id, corpus-id, score), "
-            f"got {len(fields)}. Fix that line."
-        )
-    try:
-        return fields[0], fields[1], int(fields[2])
-    except ValueError:
-        raise DataError(f"{path}:{number}: expected an integer grade, got {fields[2]!r}. Fix that line.") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Literal
 
 from tilefold.retrieval import pydocs
 from tilefold.retrieval.collection import BEIR_LAYOUT, Collection, load_beir
@@ -23,8 +24,14 @@ def default_cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "tilefold"
 
 
-def load_collection(name_or_path: str | Path, cache_dir: str | Path | None = None) -> Collection:
-    """The built-in collection ``"pydocs"``, or the BEIR folder at a path.
+def load_collection(
+    name_or_path: str | Path,
+    cache_dir: str | Path | None = None,
+    *,
+    unknown: Literal["error", "drop"] = "error",
+    documents_only: bool = False,
+) -> Collection:
+    """The built-in collection ``"pydocs"``, or what :func:`tilefold.retrieval.load_beir` reads at a path.
 
     ``pydocs`` is built once for each Python installation and kept as a BEIR folder under `cache_dir`
     (:func:`default_cache_dir` when None). A damaged or unwritable cache costs only the time to build again.
@@ -34,10 +41,10 @@ def load_collection(name_or_path: str | Path, cache_dir: str | Path | None = Non
     path = Path(name_or_path)
     if not path.exists():
         raise FileNotFoundError(
-            f"collection: expected 'pydocs' or the path of a BEIR folder, got {str(name_or_path)!r}, "
-            f"which is neither. {BEIR_LAYOUT}"
+            f"collection: expected 'pydocs', or the path of a BEIR folder or of documents, got "
+            f"{str(name_or_path)!r}, which is neither. {BEIR_LAYOUT}"
         )
-    return load_beir(path)
+    return load_beir(path, unknown, documents_only=documents_only)
 
 
 def _cached_pydocs(cache_dir: Path) -> Collection:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from tilefold._files import atomic_file
-from tilefold.retrieval._files import numbered_lines, require
+from tilefold.retrieval._files import require
+from tilefold.retrieval._tables import numbered_lines
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
 from tilefold.retrieval.provenance import Provenance
@@ -138,32 +139,36 @@ def read_trec_run(path: str | Path) -> Run:
             query; the message names file and line.
     """
     run: Run = {}
-    with Path(path).open(encoding="utf-8") as stream:
-        for number, line in numbered_lines(stream, Path(path)):
-            fields = line.split()
-            if not fields:
-                continue
-            if len(fields) != 6:
-                raise DataError(f"{path}:{number}: expected 6 fields (query Q0 doc rank score tag), got {len(fields)}.")
-            query_id, _, document_id, _, text, _ = fields
-            try:
-                score = float(text)
-            except ValueError:
-                score = math.nan
-            if not math.isfinite(score):
-                raise DataError(f"{path}:{number}: expected a finite score, got {text!r}.")
-            scores = run.setdefault(query_id, {})
-            if document_id in scores:
-                raise DataError(f"{path}:{number}: document {document_id!r} was already given for query {query_id!r}.")
-            scores[document_id] = score
+    for number, line in numbered_lines(_existing(path)):
+        fields = line.split()
+        if not fields:
+            continue
+        if len(fields) != 6:
+            raise DataError(f"{path}:{number}: expected 6 fields (query Q0 doc rank score tag), got {len(fields)}.")
+        query_id, _, document_id, _, text, _ = fields
+        try:
+            score = float(text)
+        except ValueError:
+            score = math.nan
+        if not math.isfinite(score):
+            raise DataError(f"{path}:{number}: expected a finite score, got {text!r}.")
+        scores = run.setdefault(query_id, {})
+        if document_id in scores:
+            raise DataError(f"{path}:{number}: document {document_id!r} was already given for query {query_id!r}.")
+        scores[document_id] = score
     return run
 
 
 def read_trec_provenance(path: str | Path) -> Provenance:
     """The model and the texts behind a run, from the tag of its first line; unknown for runs of other programs."""
-    with Path(path).open(encoding="utf-8") as stream:
-        fields = next((line.split() for line in stream if line.strip()), [])
+    fields = next((line.split() for _, line in numbered_lines(_existing(path)) if line.strip()), [])
     return Provenance.from_tag(fields[-1]) if len(fields) == 6 else Provenance()
+
+
+def _existing(path: str | Path) -> Path:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path}: no such file with a run; evaluation writes one (--save-run, write_trec_run).")
+    return Path(path)
 
 
 def active_terms(vectors: SparseVectors) -> float:

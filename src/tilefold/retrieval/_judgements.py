@@ -1,0 +1,110 @@
+"""Relevance judgements: BEIR's three columns or TREC's four, JSON lines and Parquet, by split."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tilefold.retrieval._tables import ROWS, TEXT, numbered_lines, table_rows
+from tilefold.retrieval.errors import DataError
+
+Qrels = dict[str, dict[str, int]]
+Judgement = tuple[str, str, str, int]  # where, query, document, grade
+
+_SUFFIXES = (*TEXT, ".qrels", ".trec", *ROWS)
+_HEADERS = ("query-id", "query_id", "qid")
+_COLUMNS = ("query-id", "corpus-id", "score")
+
+
+@dataclass(frozen=True)
+class Known:
+    """Ids of the collection, and what becomes of judgements of others.
+
+    Attributes:
+        queries, documents: ids.
+        unknown: ``"error"`` or ``"drop"``.
+    """
+
+    queries: Container[str]
+    documents: Container[str]
+    unknown: Literal["error", "drop"]
+
+
+def read_splits(folder: Path, known: Known) -> dict[str, Qrels]:
+    """Split -> query id -> document id -> grade, of the files in `folder`; ``test-00000-of-00002`` is a part.
+
+    Raises:
+        DataError: a malformed line, unknown ids where they are errors, a split without a judgement.
+    """
+    splits: dict[str, list[Path]] = {}
+    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+        suffix = max((end for end in _SUFFIXES if file.name.endswith(end)), key=len, default=None)
+        if suffix is not None and not file.name.startswith("."):
+            split = re.sub(r"-\d{5}-of-\d{5}$", "", file.name.removesuffix(suffix))
+            splits.setdefault(split, []).append(file)
+    return {split: _read_split(files, known) for split, files in splits.items()}
+
+
+def _read_split(files: list[Path], known: Known) -> Qrels:
+    qrels: Qrels = {}
+    strays: list[str] = []
+    for where, query, document, grade in (row for file in files for row in _judgements(file)):
+        if query not in known.queries or document not in known.documents:
+            what, name = ("query", query) if query not in known.queries else ("document", document)
+            strays.append(f"{where}: unknown {what} {name!r}")
+            continue
+        judged = qrels.setdefault(query, {})
+        if judged.get(document, grade) != grade:
+            raise DataError(
+                f"{where}: query {query!r} and document {document!r} were judged {judged[document]} before, got "
+                f"{grade}. Keep one of the two lines."
+            )
+        judged[document] = grade
+    if strays and known.unknown == "error":
+        raise DataError(
+            f"{strays[0]}; {len(strays)} judgement(s) in this file name queries or documents that are not in "
+            "the collection. Complete the collection, or load it with unknown='drop' to leave them out."
+        )
+    if not qrels:
+        raise DataError(f"{files[0]}: expected at least one judgement of a known query and document, got none.")
+    return qrels
+
+
+def _judgements(path: Path) -> Iterator[Judgement]:
+    if path.name.endswith(ROWS):
+        for where, row in table_rows(path):
+            yield _judgement([_field(row, name, where) for name in _COLUMNS], where)
+        return
+    for number, line in numbered_lines(path):
+        if not line.strip() or (number == 1 and line.split()[0] in _HEADERS):
+            continue
+        where, fields = f"{path}:{number}", line.rstrip("\r\n").split("\t")
+        if len(fields) == 1:
+            fields = line.split()
+        if len(fields) == 4:  # TREC: query, iteration, document, grade
+            del fields[1]
+        if len(fields) != 3:
+            raise DataError(
+                f"{where}: expected 3 tab-separated fields (query-id, corpus-id, score), or the 4 fields of TREC "
+                f"(query, iteration, document, grade), got {len(fields)}. Fix that line."
+            )
+        yield _judgement(fields, where)
+
+
+def _field(row: dict[str, Any], name: str, where: str) -> str:
+    value = row.get(name)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if value is None:
+        raise DataError(f"{where}: expected the fields {', '.join(_COLUMNS)}, got {', '.join(row)}. Rename them.")
+    return str(value)
+
+
+def _judgement(fields: list[str], where: str) -> Judgement:
+    try:
+        return where, fields[0], fields[1], int(fields[2])
+    except ValueError:
+        raise DataError(f"{where}: expected an integer grade, got {fields[2]!r}. Fix that line.") from None
