@@ -127,13 +127,14 @@ def no_kernel_builds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return impl
 
     from tilefold.ops._shared import impl as shared_impl
-    from tilefold.ops.entmax_attention import _torch_ops as attention_library
+    from tilefold.ops.entmax_attention import _torch_ops as attention_ops
     from tilefold.ops.lsr_head import _quantized
     from tilefold.ops.maxsim import _torch_ops as maxsim_ops
+    from tilefold.ops.token_scatter import _torch_ops as scatter_ops
 
     for module in (shared_impl, _quantized):
         monkeypatch.setattr(module, "resolve_impl", resolve)
-    caches = (attention_library._kernels, maxsim_ops._kernels)
+    caches = (attention_ops._kernels, maxsim_ops._kernels, scatter_ops._kernels)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -205,10 +206,10 @@ def test_a_compiler_is_told_the_shapes_that_come_whichever_path_runs(
 def test_offsets_that_nobody_looked_at_are_checked_by_the_path_that_reads_them(
     no_kernel_builds: None, monkeypatch: pytest.MonkeyPatch, impl: str
 ) -> None:
-    from tilefold.ops.entmax_attention import _torch_ops as attention_library
+    from tilefold.ops.entmax_attention import _torch_ops as attention_ops
 
     # as on a GPU, where nobody looks before the path is chosen
-    monkeypatch.setattr(attention_library, "check_values", lambda *arguments: None)
+    monkeypatch.setattr(attention_ops, "check_values", lambda *arguments: None)
     rows, good, bad = seeded(5, 2, 8), torch.tensor([0, 3, 5]), torch.tensor([0, 3, 4])
     for cu_q, cu_k, bound, text in (
         (bad, good, 5, "cu_seqlens_q must start with 0"),

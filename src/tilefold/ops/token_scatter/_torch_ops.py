@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import functools
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tilefold.ops._shared import impl as implementations
+from tilefold.ops._shared.call_cache import CallCache, Key, call_key, is_aligned
 from tilefold.ops._shared.fallback import triton_or_tiled
 from tilefold.ops._shared.impl import host_may_read, settled
 from tilefold.ops._shared.library import define_op, forbid_double_backward, gradient_needs_dispatcher, is_plain, run
 from tilefold.ops.token_scatter import _tiled
 from tilefold.ops.token_scatter._problem import Problem, check_values
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from tilefold.ops._shared._triton.launch import Step
+    from tilefold.ops.token_scatter._triton.scatter import ForwardPlan
+
 PROBLEM = (
     "Tensor weights, Tensor input_ids, Tensor? attention_mask, Tensor? cu_seqlens, SymInt vocab_size, str reduce,"
     " str activation, int[] ignore_ids, ScalarType out_dtype"
 )
 COUNT = len(Problem._fields)
+Saved = tuple[Tensor, Tensor, Tensor, Tensor | None]  # weights, input_ids, counted, cu_seqlens
 
 
 def chosen_impl(weights: Tensor, impl: str = "auto") -> str:
@@ -36,29 +42,85 @@ def chosen_impl(weights: Tensor, impl: str = "auto") -> str:
     return implementations.chosen_impl("token_scatter", "weights", weights, impl)
 
 
-def _compute(impl: str, weights: Tensor, call: Callable[[ModuleType], T]) -> T:
-    """``call(module)`` with the module that computes with ``impl``."""
-    impl = settled(impl, chosen_impl(weights, impl))
+@functools.cache
+def _kernels() -> ModuleType:
+    from tilefold.ops.token_scatter import _triton
 
-    def by_kernels() -> T:
-        from tilefold.ops.token_scatter import _triton
+    return _triton
 
-        return call(_triton)
 
-    return triton_or_tiled("token_scatter", impl, weights.device, by_kernels, lambda: call(_tiled))
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """How a call runs, checked. Equal to itself only, so that it may be part of a key.
+
+    Attributes:
+        impl: the implementation, or while a compiler traces the one that was asked for.
+        out_dtype: of the scores.
+        with_counted: whether what backward needs is kept.
+        plan: how the kernels are launched for tensors like these, where that was worked out.
+    """
+
+    impl: str
+    out_dtype: torch.dtype
+    with_counted: bool
+    plan: ForwardPlan | None = None
+
+
+CALLS: CallCache[Call] = CallCache()  # by the arguments of the public function, or of the registered operator
+_BACKWARD: CallCache[Step | None] = CallCache()
+
+
+def planned(key: Key | None, problem: Problem, call: Call) -> Call:
+    """``call`` with a plan for tensors like these, kept as ``key``; as it is where no kernels or no ``key`` are."""
+    if key is None or call.impl not in ("triton", "auto"):
+        return call
+
+    def plan() -> Call:
+        made = _kernels().plan_forward(problem, call.with_counted, is_aligned(key))
+        return CALLS.keep(key, dataclasses.replace(call, plan=made))
+
+    return triton_or_tiled("token_scatter", call.impl, problem.weights.device, plan, lambda: call)
+
+
+def _run_forward(weights: Tensor, problem: Problem, call: Call) -> tuple[Tensor, Tensor]:
+    """Scores, and which tokens the gradient goes to; ``weights`` tells :func:`run` the device."""
+
+    def kernels() -> tuple[Tensor, Tensor]:
+        if host_may_read(weights.device, "triton"):
+            check_values(problem)
+        plan = _kernels().plan_forward(problem, call.with_counted, False) if call.plan is None else call.plan
+        return _kernels().forward(plan, problem)  # type: ignore[no-any-return]
+
+    return triton_or_tiled(
+        "token_scatter", call.impl, weights.device, kernels, lambda: _tiled.forward(problem, call.with_counted)
+    )
+
+
+def _run_backward(dscores: Tensor, saved: Saved, activation: str, impl: str, key: Key | None) -> Tensor:
+    """The gradient of the weights; ``key`` is that of the launch, which is worked out anew without one."""
+    weights, _, _, cu_seqlens = saved
+
+    def kernels() -> Tensor:
+        gather = _BACKWARD.find(key)
+        if gather is None:
+            gather = _kernels().plan_backward(dscores, weights, cu_seqlens, activation)
+            if key is not None:
+                _BACKWARD.keep(key, gather)
+        return _kernels().backward(gather, dscores, *saved)  # type: ignore[no-any-return]
+
+    return triton_or_tiled(
+        "token_scatter", impl, weights.device, kernels, lambda: _tiled.backward(dscores, *saved, activation)
+    )
 
 
 @define_op("token_scatter", f"({PROBLEM}, bool with_counted, str impl) -> (Tensor scores, Tensor counted)")
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    problem, (with_counted, impl) = Problem(*args[:COUNT]), args[COUNT:]
-
-    def call(module: ModuleType) -> tuple[Tensor, Tensor]:
-        # the tiled path looks where it reads
-        if module is not _tiled and host_may_read(problem.weights.device, impl):
-            check_values(problem)
-        return module.forward(problem, with_counted)  # type: ignore[no-any-return]
-
-    return _compute(impl, problem.weights, call)
+    problem, (with_counted, asked) = Problem(*args[:COUNT]), args[COUNT:]
+    impl = settled(asked, chosen_impl(problem.weights, asked))
+    options = (*problem[4:7], tuple(problem.ignore_ids), problem.out_dtype, with_counted, impl)
+    key = call_key(problem[:4], ("registered", *options))
+    call = CALLS.find(key) or planned(key, problem, Call(impl, problem.out_dtype, with_counted))
+    return _run_forward(problem.weights, problem, call)
 
 
 @torch.library.register_fake("tilefold::token_scatter")
@@ -76,9 +138,10 @@ def _(*args: Any) -> tuple[Tensor, Tensor]:
     "(Tensor dscores, Tensor weights, Tensor input_ids, Tensor counted, Tensor? cu_seqlens, str activation, str impl)"
     " -> Tensor",
 )
-def _backward(*args: Any) -> Tensor:
-    *inputs, impl = args
-    return _compute(impl, inputs[1], lambda module: module.backward(*inputs))  # type: ignore[no-any-return]
+def _backward(dscores: Tensor, *args: Any) -> Tensor:
+    saved, (activation, impl) = args[:4], args[4:]
+    key = call_key((dscores, *saved), (activation,))
+    return _run_backward(dscores, saved, activation, settled(impl, chosen_impl(saved[0], impl)), key)
 
 
 @torch.library.register_fake("tilefold::token_scatter_backward")
@@ -89,16 +152,12 @@ def _(dscores: Tensor, weights: Tensor, *_: Any) -> Tensor:
 forbid_double_backward("token_scatter_backward", "token_scatter")
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], counted: Tensor) -> None:
-    problem = Problem(*inputs[:COUNT])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(problem.weights, problem.input_ids, counted, problem.cu_seqlens)
-    ctx.activation, (ctx.with_counted, ctx.impl) = problem.activation, inputs[COUNT:]
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    problem = Problem(*inputs[:COUNT])
     ctx.mark_non_differentiable(output[1])
-    _keep(ctx, inputs, output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(problem.weights, problem.input_ids, output[1], problem.cu_seqlens)
+    ctx.activation, (ctx.with_counted, ctx.impl) = problem.activation, inputs[COUNT:]
 
 
 def _autograd(ctx: Any, dscores: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -120,28 +179,32 @@ class _Scatter(torch.autograd.Function):
     """The registered operator and its gradient without the dispatcher, which costs several times the kernels."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        scores, counted = run(_forward, *inputs)
-        _keep(ctx, inputs, counted)
+    def forward(ctx: Any, weights: Tensor, problem: Problem, call: Call) -> Tensor:
+        scores, counted = run(_run_forward, weights, problem, call)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(weights, problem.input_ids, counted, problem.cu_seqlens)
+        ctx.activation, ctx.call = problem.activation, call
         return scores  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dscores is None or gradient_needs_dispatcher(dscores):
-            return _autograd(ctx, dscores, None)
-        inputs = (dscores, *ctx.saved_tensors, ctx.activation, ctx.impl)
-        return (run(_backward, *inputs), *(None,) * (COUNT + 1))
+        if dscores is None:
+            return None, None, None
+        saved, activation, call = ctx.saved_tensors, ctx.activation, ctx.call
+        if gradient_needs_dispatcher(dscores):
+            inputs = (dscores, *saved, activation, call.impl)
+            return torch.ops.tilefold.token_scatter_backward(*inputs), None, None
+        key = None if call.plan is None else (call, dscores.stride())
+        return run(_run_backward, dscores, saved, activation, call.impl, key), None, None
 
 
-def scatter(problem: Problem, impl: str) -> Tensor:
-    """``[B, V]`` scores; what backward needs is kept only if a gradient can be asked for."""
-    with_counted = torch.is_grad_enabled() and problem.weights.requires_grad
-    inputs = (*problem, with_counted, impl)
+def scatter(problem: Problem, call: Call) -> Tensor:
+    """``[B, V]`` scores; a ``call`` that has a plan has plain tensors."""
     scores: Tensor
-    if not is_plain(problem.weights, problem.input_ids, problem.attention_mask, problem.cu_seqlens):
-        scores, _ = torch.ops.tilefold.token_scatter(*inputs)
-    elif with_counted:
-        scores = _Scatter.apply(*inputs)  # type: ignore[no-untyped-call]
+    if call.plan is None and not is_plain(*problem[:4]):
+        scores, _ = torch.ops.tilefold.token_scatter(*problem, call.with_counted, call.impl)
+    elif call.with_counted:
+        scores = _Scatter.apply(problem.weights, problem, call)  # type: ignore[no-untyped-call]
     else:
-        scores, _ = run(_forward, *inputs)
+        scores, _ = run(_run_forward, problem.weights, problem, call)
     return scores

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.activation import ACTIVATIONS
+from tilefold.ops._shared.call_cache import call_key
 from tilefold.ops._shared.checks import (
     FLOAT_DTYPES,
     check_choice,
@@ -21,6 +22,7 @@ from tilefold.ops._shared.checks import (
 from tilefold.ops._shared.impl import IMPLS, settled
 from tilefold.ops.token_scatter import _reference, _sparse, _torch_ops
 from tilefold.ops.token_scatter._problem import Problem
+from tilefold.ops.token_scatter._torch_ops import CALLS, Call
 
 REDUCTIONS = ("max", "sum")
 MAX_IGNORED = 64  # each is a comparison in the kernels
@@ -80,17 +82,25 @@ def token_scatter(
         ValueError: for shapes, devices, ids, ``cu_seqlens`` or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
-    problem = _checked(
-        Problem(
-            weights, input_ids, attention_mask, cu_seqlens, vocab_size, reduce, activation,
-            _ignored(ignore_ids), _out_dtype(out_dtype, weights),
+    ignored, tensors = _ignored(ignore_ids), (weights, input_ids, attention_mask, cu_seqlens)
+    with_counted = torch.is_grad_enabled() and bool(getattr(weights, "requires_grad", False))
+    key = call_key(tensors, (vocab_size, reduce, activation, ignored, out_dtype, impl, with_counted))
+    call = CALLS.find(key)
+    if call is not None:
+        if weights.dim() > input_ids.dim():
+            weights = weights.squeeze(-1)
+        return _torch_ops.scatter(
+            Problem(weights, *tensors[1:], vocab_size, reduce, activation, ignored, call.out_dtype), call
         )
-    )  # fmt: skip
+    problem = _checked(Problem(*tensors, vocab_size, reduce, activation, ignored, _out_dtype(out_dtype, weights)))
     if torch.compiler.is_compiling():
         check_choice("impl", impl, IMPLS)  # the operator chooses when it runs: a device cannot be asked in a trace
     else:
         impl = settled(impl, _torch_ops.chosen_impl(problem.weights, impl))
-    return _reference.token_scatter(problem) if impl == "reference" else _torch_ops.scatter(problem, impl)
+    if impl == "reference":
+        return _reference.token_scatter(problem)
+    call = _torch_ops.planned(key, problem, Call(impl, problem.out_dtype, with_counted))
+    return _torch_ops.scatter(problem, call)
 
 
 def token_scatter_sparse(
