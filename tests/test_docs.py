@@ -218,7 +218,7 @@ UNIT = "token|row|entry|head|pair|query|document|text|step|layer|rank|sequence|s
 A_FOR_PER = re.compile(rf"\b(?:one|two|\d[\d.,]*|{COUNTED}) an? (?:{UNIT})\b(?! of\b)")
 
 
-@pytest.mark.parametrize("path", [p for p in DOCUMENTS if "ops" not in p.parts], ids=label)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=label)
 def test_rates_are_written_with_per(path: Path) -> None:
     text = re.sub(r"\s+", " ", path.read_text(encoding="utf-8"))
     assert not (found := A_FOR_PER.findall(text)), f"{label(path)}: write 'per' instead of 'a' in {found}"

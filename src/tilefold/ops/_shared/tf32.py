@@ -11,7 +11,7 @@ from tilefold.ops._shared.internals import precision_reader
 
 
 def _reader() -> Callable[[], str]:
-    """What reads the precision of fp32 products on a GPU: some microseconds a call count, so as little as there is."""
+    """Reads the precision of fp32 products on a GPU, as cheaply as possible, because microseconds per call count."""
     matmul = torch.backends.cuda.matmul
     # PyTorch 2.9 and newer: one setting behind all switches. Once it was used, the old ones refuse to be read.
     setting = precision_reader()

@@ -1,7 +1,7 @@
 """One description of every layout: rows of tokens, where each sequence lies among them, and which pairs are scored.
 
 Queries and documents are rows ``[T, D]``. Sequence ``i`` of a padded side is rows ``i * length`` to
-``(i + 1) * length``; of a packed side, ``cu[i]`` to ``cu[i + 1]``. A mask has one entry a row.
+``(i + 1) * length``; of a packed side, ``cu[i]`` to ``cu[i + 1]``. A mask has one entry per row.
 
 Pairs are "all" of them, "grouped" (document ``d`` belongs to query ``d // group``; aligned pairs are groups of one) or
 an "index" ``[P, 2]``. What backward needs of each (pair, query token) is saved in one place of a tensor:

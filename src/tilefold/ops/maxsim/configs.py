@@ -118,7 +118,7 @@ def forward_config_for(
     Few query rows make the kernel a stream of document tokens: small tiles, many programs. Many make it a matrix
     product: 128 rows, so that each document token that is loaded meets as many query tokens. Winners, if they are
     kept (``winners_in`` documents of that many tokens, 0 for packed ones), cost as much as the products: more
-    elements a thread, and more tokens a tile where that makes no padding.
+    elements per thread, and more tokens per tile where that makes no padding.
     """
     if dtype == torch.float32:
         block_k = _power_of_two(dim, 16, 32)

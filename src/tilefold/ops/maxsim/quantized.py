@@ -1,4 +1,4 @@
-"""Token vectors in one byte an entry, with one scale a token."""
+"""Token vectors in one byte per entry, with one scale per token."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _unpickled(stored: Tensor, dtype: torch.dtype, scales: Tensor) -> QuantizedT
 
 
 def quantize_tokens(documents: Tensor, dtype: str = "int8") -> QuantizedTokens:
-    """Round token vectors to one byte an entry, symmetrically, with one fp32 scale a token.
+    """Round token vectors to one byte per entry, symmetrically, with one fp32 scale per token.
 
     The token's largest entry becomes 127 (int8) or 448 (fp8 e4m3); each entry is off by at most half a step of
     ``max|x| / 127`` (int8), or by 1/16 of itself (fp8). Not differentiable.

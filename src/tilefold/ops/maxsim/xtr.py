@@ -42,8 +42,8 @@ def xtr_scores(
     ``maxsim(..., reduction="mean")``. A document without a kept token scores 0 with no gradient, and so does an empty
     query. A NaN similarity is larger than any number: it is retrieved, its score is NaN, and it takes one of the
     ``top_k`` places. Retrieval itself and ``Z`` have no gradient. Backward is bitwise deterministic and touches winners
-    only; kept for it are 2 bytes (4 from 65,536 document tokens on) a query token and document. While it runs, forward
-    holds tiles of similarities, ``top_k`` numbers a query token of the tile, and 9 bytes a query token and document.
+    only; kept for it are 2 bytes (4 from 65,536 document tokens on) per query token and document. Forward holds tiles
+    of similarities, ``top_k`` numbers per query token of the tile, and 9 bytes per query token and document.
 
     Args:
         queries: ``[Nq, Lq, D]``, or ``[T, D]`` packed with ``cu_seqlens_q``; fp16, bf16, fp32 or fp64.

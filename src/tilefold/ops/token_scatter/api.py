@@ -124,7 +124,7 @@ def token_scatter_sparse(
     to be known, so values are read on the host, and broken ids or offsets raise on every device.
 
     Args:
-        top_k: keep at most this many entries a row, the largest; among equal ones the lowest vocabulary index.
+        top_k: keep at most this many entries per row, the largest; among equal ones the lowest vocabulary index.
             ``None`` keeps all.
         min_weight: keep entries strictly greater than this; NaN is always kept, so that it is seen. A negative one also
             keeps scores of 0, of entries that a token holds: others are never stored.

@@ -61,7 +61,7 @@ def _forward_kernel(
     offs = rows.to(tl.int64) * n
     e = _exponents(alpha_ptr, alpha_value, rows, mask_r, HAS_ALPHA)
     places = tl.arange(0, BLOCK_N)
-    # Entries are gathered into a tile and reduced after the loop: once a row instead of once a tile, and Triton 3.6
+    # Entries are gathered into a tile and reduced after the loop: once per row instead of once per tile, and Triton 3.6
     # fails on a maximum or sum of a loop's loads that is used twice (OptimizeThreadLocality).
     if RESIDENT:
         s = _scores(x_ptr, offs, places, n, mask_r)

@@ -1,6 +1,6 @@
 """Packed batches: which sequence a tile of rows belongs to, and offsets that describe no rows, all on the device.
 
-The host sees neither lengths nor whether they are right, and a dozen small torch operations a side would take longer
+The host sees neither lengths nor whether they are right, and a dozen small torch operations per side would take longer
 than the attention of a small batch.
 """
 

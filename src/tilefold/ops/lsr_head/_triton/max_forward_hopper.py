@@ -95,7 +95,7 @@ def _reduce_groups(
     acc, N_GROUPS: gl.constexpr, GROUP: gl.constexpr, WITH_WINNERS: gl.constexpr, LEAN_PLACES: gl.constexpr
 ):  # fmt: skip
     """Maximum over what each of the LANES lanes of a row holds of each group, ``[HALF_V, N_GROUPS, LANES]``, and the
-    lowest place in the tile that holds it. The lanes are put together once a sequence, not once a group."""
+    lowest place in the tile that holds it. The lanes are put together once per sequence, not per group."""
     grouped = acc.reshape([HALF_V, N_GROUPS, GROUP // 8, LANES, 2])
     best = gl.reduce(gl.reduce(grouped, 4, nan_max), 2, nan_max)
     place = gl.zeros_like(best).to(gl.int32)

@@ -1,7 +1,7 @@
 """Document gradients of all pairs: each tile of document rows lists the query rows that it won, and adds up those.
 
 A dense product of a one-hot matrix with all query rows costs what the forward pass costs, although each query row has
-one winner a document. A program reads the winners of its document, 16 bits each, keeps the rows that fell into its tile
+one winner per document. A program reads the winners of its document, 16 bits each, keeps the rows in its tile
 in a short list of its own, and multiplies only these. The order of the list is the order of the rows: no atomics, the
 same bits every time.
 """
