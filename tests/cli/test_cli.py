@@ -19,28 +19,7 @@ from tilefold._version import __version__
 from tilefold.retrieval import read_trec_run, read_vectors, write_vectors
 from tilefold.retrieval.errors import DataError
 
-VERBS = ("demo", "train", "encode", "index", "search", "evaluate", "bench", "info")
-
-
-class Outcome:
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run the command line in this process, as its entry point does."""
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-
-    def run(*args: str | Path) -> Outcome:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as leave:
-            cli.main([str(arg) for arg in args])
-        captured = capsys.readouterr()
-        return Outcome(int(leave.value.code or 0), captured.out, captured.err)
-
-    return run
+VERBS = ("demo", "train", "encode", "index", "search", "evaluate", "fuse", "bench", "info")
 
 
 @pytest.fixture(scope="module")
@@ -199,13 +178,13 @@ def test_training_again_returns_the_finished_model(call: Any, work: Path, masked
         (["index", "--vectors", "nothing", "--output", "i"], 1, "nothing"),
         (["index", "--vectors", "{work}/vectors", "--output", "i", "--backend", "faiss"], 2, "expected one of exact"),
         (["search", " "], 2, "got an empty text"),
-        (["search", "x", "--model", "m"], 2, "--model and --index go together"),
+        (["search", "x", "--model", "m"], 2, "--model goes with --index"),
         (["search", "x", "--k", "0"], 2, "--k: expected at least 1"),
         (["search", "x"], 1, "run tilefold demo first"),
-        (["evaluate"], 2, "either --run FILE, or --model and --index"),
+        (["evaluate"], 2, "either --run FILE, or --index"),
         (["evaluate", "--model", "m", "--index", "i", "--k", "0"], 2, "--k: expected at least 1"),
         (["evaluate", "--data", "{work}/data", "--run", "r", "--split", "dev"], 2, "'dev' is not a split of"),
-        (["evaluate", "--data", "{work}/data", "--run", "missing.trec"], 1, "missing.trec"),
+        (["evaluate", "--data", "{work}/data", "--run", "missing.trec"], 2, "there is no file missing.trec"),
     ],
 )
 def test_an_error_is_one_line_on_stderr_with_its_exit_code(

@@ -9,34 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.cli.program import run_cli
 from tests.recipes.small import small_collection
-from tilefold import cli
-
-
-class Outcome:
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
-def run_cli(*args: str | Path) -> int:
-    with pytest.raises(SystemExit) as leave:
-        cli.main([str(arg) for arg in args])
-    return int(leave.value.code or 0)
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run the command line in this process, as its entry point does."""
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-
-    def run(*args: str | Path) -> Outcome:
-        capsys.readouterr()
-        code = run_cli(*args)
-        captured = capsys.readouterr()
-        return Outcome(code, captured.out, captured.err)
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -166,8 +140,8 @@ def test_evaluating_a_reranked_index_and_its_reranked_run_gives_the_same_numbers
         (["search", "x", "{index}", "--rerank", "{work}/asked"], 2, "holds query vectors; encode documents"),
         (["search", "x", "{index}", "--rerank", "{work}/data"], 2, "holds neither token vectors nor a model"),
         (["search", "x", "{index}", "--rerank", "./nothing"], 2, "--rerank: there is no folder ./nothing"),
-        (["search", "x", "{index}", "--rerank", "{sparse}"], 2, "is not a multi-vector model"),
-        (["search", "x", "{index}", "--rerank", "{minilm}"], 2, "is not a multi-vector model"),
+        (["search", "x", "{index}", "--rerank", "{sparse}"], 2, "expected a multi-vector model. Train one"),
+        (["search", "x", "{index}", "--rerank", "{minilm}"], 2, "For token vectors: tilefold train --method colbert"),
         (
             ["search", "x", "{index}", "--rerank", "{work}/late", "--rerank-model", "m"],
             2,
@@ -178,7 +152,11 @@ def test_evaluating_a_reranked_index_and_its_reranked_run_gives_the_same_numbers
             2,
             "with --data",
         ),
-        (["search", "x", "--model", "{work}/late", "--index", "{work}/index"], 2, "no index holds"),
+        (
+            ["search", "x", "--model", "{work}/late", "--index", "{work}/index"],
+            2,
+            "expected a SparseEncoder. Its token",
+        ),
     ],
 )
 def test_an_error_is_one_line_on_stderr_with_its_exit_code(
@@ -228,7 +206,7 @@ def test_token_vectors_that_do_not_fit_are_refused_with_the_reason(
     part.save_beir(tmp_path / "part")
     encode = ("encode", "--model", work / "late", "--data", tmp_path / "part", "--output", tmp_path / "few")
     assert call(*encode).code == 0
-    assert "no token vectors of candidate" in searched("--rerank", tmp_path / "few")
+    assert "few holds token vectors of other documents" in searched("--rerank", tmp_path / "few")
 
     broken = tmp_path / "broken"
     shutil.copytree(work / "tokens", broken)

@@ -31,9 +31,9 @@ def small_collection() -> Collection:
     return Collection("small", documents, queries, {"train": train, "test": test})
 
 
-def small_masked_lm(folder: Path) -> Path:
+def small_masked_lm(folder: Path, seed: int = 0) -> Path:
     """A BertForMaskedLM of two narrow layers over the real MiniLM vocabulary, with its tokenizer."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = transformers.BertConfig(
         vocab_size=30522, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48
     )

@@ -61,7 +61,7 @@ def test_the_program_encodes_with_the_attention_of_a_checkpoint_or_not_at_all(
 ) -> None:
     from sentence_transformers import SparseEncoder
 
-    from tilefold.cli._common import load_encoder
+    from tilefold.cli._models import load_encoder
 
     saved = config(trained)
     assert (saved["attn_implementation"], saved["entmax_alpha"]) == ("entmax", 1.8)

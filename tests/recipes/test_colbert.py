@@ -116,7 +116,7 @@ def test_a_folder_of_something_else_and_a_collection_without_pairs_are_refused(
     ("field", "value"),
     [
         ("base_model", ""),
-        ("max_steps", 0),
+        ("max_steps", -1),
         ("batch_size", 2.5),
         ("dimension", 12),
         ("dimension", 8192),

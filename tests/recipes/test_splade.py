@@ -179,7 +179,7 @@ def test_a_collection_without_training_pairs_is_a_clear_error(recipe, collection
     ("field", "value"),
     [
         ("base_model", ""),
-        ("max_steps", 0),
+        ("max_steps", -1),
         ("batch_size", 2.5),
         ("epochs", float("nan")),
         ("learning_rate", -1.0),

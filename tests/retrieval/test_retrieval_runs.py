@@ -26,6 +26,7 @@ from tilefold.retrieval.bm25 import BM25Options, Tokenizer
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.evaluation import check_measures, read_trec_provenance
 from tilefold.retrieval.provenance import Provenance, texts_digest
+from tilefold.retrieval.tuning import choose_weights
 
 A = {"q": {"x": 3.0, "y": 1.0}}
 B = {"q": {"y": 10.0, "z": 5.0, "x": 0.0}}
@@ -73,6 +74,17 @@ def test_fusion_refuses_wrong_arguments() -> None:
     for fuse in (interpolate, reciprocal_rank_fusion):
         with pytest.raises(ValueError, match="runs: expected finite scores, got others for query 'q'"):
             fuse([A, {"q": {"a": math.nan, "b": 1.0}}])
+
+
+def test_chosen_weights_are_the_best_of_the_grid() -> None:
+    qrels: dict[str, dict[str, int]] = {"q1": {"a": 1}, "q2": {"b": 1}}
+    right = {"q1": {"a": 2.0, "b": 1.0, "c": 0.5}, "q2": {"b": 3.0, "a": 1.0, "c": 0.5}}
+    wrong = {"q1": {"b": 2.0, "c": 1.5, "a": 1.0}, "q2": {"a": 3.0, "c": 2.0, "b": 1.0}}
+    weights, score = choose_weights((wrong, right), qrels, step=0.5)
+    assert score == 1.0 == evaluate(right, qrels, ("nDCG@10",))["nDCG@10"]
+    assert weights == (0.0, 1.0)
+    with pytest.raises(ValueError, match="expected 1 to 300 combinations of weights, got 1001 for 5 runs"):
+        choose_weights([wrong] * 5, qrels)
 
 
 def test_evaluation_follows_the_hand_computation() -> None:

@@ -78,7 +78,7 @@ def _say(text: str) -> None:
 def _app() -> Any:
     import typer
 
-    from tilefold.cli import bench, demo, encode, evaluate, index, info, search, train
+    from tilefold.cli import bench, demo, encode, evaluate, fuse, index, info, search, train
     from tilefold.cli._root import root
 
     app = typer.Typer(
@@ -97,6 +97,7 @@ def _app() -> Any:
         index.index,
         search.search,
         evaluate.evaluate,
+        fuse.fuse,
         bench.bench,
         info.info,
     ):

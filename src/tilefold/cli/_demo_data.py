@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 HELD_OUT = 200  # queries that choose the weights of the fusion
 TEST_QUERIES = 800  # of a planned demo; the full one keeps the collection's own
+DEV, TEST = "dev", "test"
 EXAMPLE_ID, EXAMPLE = "example", "how do I read a csv file"
 
 

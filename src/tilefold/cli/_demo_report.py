@@ -68,6 +68,9 @@ def print_report(results: dict[str, Any], rows: list[HeadMeasurement], plot: Pat
     if plot is not None:
         console.print(f"plot: {plot}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"model: {results['model']}", markup=False, highlight=False, soft_wrap=True)
+    console.print("the rows of the first table by hand:", highlight=False)
+    for line in results["commands"]:
+        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"done in {results['seconds'] / 60:.1f} minutes; now try:", highlight=False)
     console.print(f'  tilefold search "{EXAMPLE}"', markup=False, highlight=False)
     tokens = results["late_interaction"]["tokens"]

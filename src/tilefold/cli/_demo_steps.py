@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -193,6 +192,7 @@ def _encode_documents_once(model: Any, collection: Collection, folder: Path, tic
     import torch
 
     from tilefold.recipes.quiet import quiet_libraries
+    from tilefold.retrieval.provenance import texts_digest
     from tilefold.retrieval.token_encoding import token_model_fingerprint
     from tilefold.retrieval.tokens import TokenManifest, TokenVectorWriter, open_tokens
 
@@ -201,9 +201,10 @@ def _encode_documents_once(model: Any, collection: Collection, folder: Path, tic
         late.save_pretrained(str(folder / "model"), create_model_card=False)
     source = str((folder / "model").resolve())
     dimension = int(model.get_embedding_dimension())
-    manifest = TokenManifest(dimension, "int8", None, token_model_fingerprint(late), source)
-    writer = TokenVectorWriter(folder / "tokens", manifest, resume=False)
     texts = contents(collection)
+    manifest = TokenManifest(dimension, "int8", None, token_model_fingerprint(late), source)
+    manifest.settings["texts_sha256"] = texts_digest(texts)
+    writer = TokenVectorWriter(folder / "tokens", manifest, resume=False)
     dense: list[Any] = []
     tick(0, len(texts), "")
     for number, start in enumerate(range(0, len(texts), TOKEN_SHARD)):
@@ -242,30 +243,12 @@ def rerank_candidates(
 ) -> tuple[tuple[float, ...], Run]:
     """Late interaction over the best candidates of `run`, interpolated with its scores by weights chosen on `dev`."""
     from tilefold.retrieval import interpolate, rerank
+    from tilefold.retrieval.tuning import choose_weights
 
     best = {query: dict(sorted(scores.items(), key=lambda item: -item[1])[:RERANKED]) for query, scores in run.items()}
     late = rerank({query: scores for query, scores in best.items() if scores}, queries, documents)
-    weights, _ = pick_weights((run, late), dev)
+    weights, _ = choose_weights((run, late), dev, measure=NDCG, k=DEPTH)
     return weights, interpolate((run, late), weights, k=DEPTH)
-
-
-def pick_weights(
-    runs: Sequence[Run], qrels: dict[str, dict[str, int]], step: float = 0.1
-) -> tuple[tuple[float, ...], float]:
-    """Interpolation weights with the best nDCG@10 on `qrels`, from a grid that sums to 1, and that nDCG@10."""
-    from tilefold.retrieval.evaluation import evaluate
-    from tilefold.retrieval.fusion import interpolate
-
-    mine = [{query: run[query] for query in qrels if query in run} for run in runs]
-    parts = round(1 / step)
-    best: tuple[float, tuple[float, ...]] = (-1.0, ())
-    for counts in itertools.product(range(parts + 1), repeat=len(runs)):
-        if sum(counts) != parts:
-            continue
-        weights = tuple(count / parts for count in counts)
-        score = evaluate(interpolate(mine, weights, k=DEPTH), qrels, (NDCG,))[NDCG]
-        best = max(best, (score, weights))
-    return best[1], best[0]
 
 
 def overlap(exact: Run, other: Run, k: int = 10) -> float:

@@ -8,24 +8,56 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilefold.cli import _common
+from tilefold.cli import _common, _models
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
     from tilefold.retrieval.fusion import Run
+    from tilefold.retrieval.provenance import Provenance
+    from tilefold.retrieval.reranking import Tail
     from tilefold.retrieval.tokens import TokenStore
 
 HELP = "Rerank by late interaction: token vectors (tilefold encode), or a multi-vector model, which encodes candidates."
 MODEL_HELP = "Multi-vector model for the queries; by default the one that made the token vectors."
 DEPTH_HELP = "Best candidates per query to rerank."
+TAIL_HELP = "Candidates that were not reranked: keep them after the others (default), or drop them."
+WEIGHT_HELP = "Weight of MaxSim in [0, 1] beside the first scores, both from 0 to 1 per query; by default MaxSim alone."
 
 
-def check(rerank: str | None, model: str | None, depth: int | None) -> None:
-    """Raise an error for options that do nothing without --rerank, and for a depth below 1."""
-    for name, value in (("--rerank-model", model), ("--rerank-depth", depth)):
-        if value is not None and rerank is None:
-            raise _common.UsageError(f"{name} goes together with --rerank.")
+@dataclass(frozen=True)
+class RerankOptions:
+    """What to rerank with, how deep, and how its scores are mixed with the first ones."""
+
+    rerank: str
+    model: str | None
+    depth: int | None
+    tail: Tail
+    weight: float | None
+
+
+def options(
+    rerank: str | None, model: str | None, depth: int | None, tail: str | None, weight: float | None
+) -> RerankOptions | None:
+    """The --rerank options of a command, None without --rerank.
+
+    Raises:
+        UsageError: an option that does nothing without --rerank, or a value out of range.
+    """
+    if rerank is None:
+        given = {"--rerank-model": model, "--rerank-depth": depth, "--rerank-tail": tail, "--rerank-weight": weight}
+        for name, value in given.items():
+            _common.refuse(name, value, "goes together with --rerank")
+        return None
     _common.check_at_least_one(rerank_depth=depth)
+    if tail not in (None, "keep", "drop"):
+        raise _common.UsageError(f"--rerank-tail: expected keep or drop, got {tail!r}.")
+    if weight is not None and not 0 <= weight <= 1:
+        raise _common.UsageError(f"--rerank-weight: expected a number in [0, 1], got {weight:g}.")
+    if weight is not None and tail is not None:
+        raise _common.UsageError(
+            "--rerank-tail goes without --rerank-weight, under which every candidate keeps its share."
+        )
+    return RerankOptions(rerank, model, depth, "drop" if tail == "drop" else "keep", weight)
 
 
 @dataclass(frozen=True)
@@ -33,31 +65,42 @@ class Reranker:
     """A multi-vector model, and the token vectors of documents or the texts to encode.
 
     Attributes:
+        options: of the command.
         model: encodes queries, and candidates where there is no store.
         store: token vectors of the documents, or None.
         texts: id -> text, where there is no store.
     """
 
+    options: RerankOptions
     model: Any
     store: TokenStore | None
     texts: Mapping[str, str]
 
-    def __call__(self, queries: Mapping[str, str], run: Run, depth: int | None) -> Run:
-        """`run` with the first `depth` candidates of each query scored and ordered by MaxSim."""
-        from tilefold.retrieval import encode_texts, rerank
+    def __call__(self, queries: Mapping[str, str], run: Run, depth: int | None = None) -> Run:
+        """`run` with the best candidates of each query scored and ordered by MaxSim, or by both scores.
+
+        --rerank-depth of them, else `depth`, else all.
+        """
+        from tilefold.retrieval import encode_texts, interpolate, rerank
 
         reduction = "mean" if self.model.similarity_fn_name == "meanmaxsim" else "sum"
         run = {query: scores for query, scores in run.items() if scores}
         if not run:
             return run
+        depth, weight = self.options.depth or depth, self.options.weight
         encoded = encode_texts(self.model, {query: queries[query] for query in run})
         documents = (
             self.store
             if self.store is not None
             else encode_texts(self.model, self._candidates(run, depth), kind="document")
         )
-        reranked: Run = rerank(run, encoded, documents, depth=depth, reduction=reduction)
-        return reranked
+        tail = self.options.tail if weight is None else "drop"
+        late: Run = rerank(run, encoded, documents, depth=depth, tail=tail, reduction=reduction)
+        if weight is None:
+            return late
+        longest = max(map(len, run.values()))
+        mixed: Run = interpolate([run, late], [1 - weight, weight], k=longest)
+        return mixed
 
     def _candidates(self, run: Run, depth: int | None) -> dict[str, str]:
         """The texts of all candidates."""
@@ -72,11 +115,18 @@ class Reranker:
         return found
 
 
-def load_reranker(rerank: str, model: str | None, collection: Collection | None) -> Reranker:
-    """Load what --rerank and --rerank-model name; `collection` is needed where --rerank is a model."""
+def load_reranker(options: RerankOptions, collection: Collection | None, made_of: Provenance | None) -> Reranker:
+    """Load what --rerank and --rerank-model name.
+
+    Args:
+        options: of the command.
+        collection: the documents; needed where --rerank is a model.
+        made_of: fingerprint of the documents that are reranked, if known; token vectors of others are refused.
+    """
+    rerank, model = options.rerank, options.model
     folder = Path(rerank)
     if (folder / "manifest.json").is_file():
-        return _from_store(folder, model)
+        return _from_store(options, folder, made_of)
     if folder.is_dir() and not (folder / "config.json").is_file() and not (folder / "modules.json").is_file():
         raise _common.UsageError(
             f"--rerank: {rerank} holds neither token vectors nor a model; make token vectors with: "
@@ -89,10 +139,10 @@ def load_reranker(rerank: str, model: str | None, collection: Collection | None)
             "--rerank with a model encodes the candidates' texts: give the collection with --data."
         )
     texts = {name: document.contents for name, document in collection.documents.items()}
-    return Reranker(_common.load_multi_vector(rerank, "--rerank"), None, texts)
+    return Reranker(options, _models.load_multi_vector(rerank, "--rerank"), None, texts)
 
 
-def _from_store(folder: Path, model: str | None) -> Reranker:
+def _from_store(options: RerankOptions, folder: Path, made_of: Provenance | None) -> Reranker:
     from tilefold.retrieval import open_tokens
     from tilefold.retrieval.token_encoding import token_dimension, token_model_fingerprint
 
@@ -102,11 +152,16 @@ def _from_store(folder: Path, model: str | None) -> Reranker:
         raise _common.UsageError(
             f"--rerank: {folder} holds {manifest.kind} vectors; encode documents, without --queries."
         )
-    source = model or manifest.model_source
-    if source is None or (model is None and Path(source).is_absolute() and not Path(source).is_dir()):
+    if made_of is not None and "texts_sha256" in made_of.differs(manifest.provenance):
+        raise _common.CommandError(
+            f"--rerank: {folder} holds token vectors of other documents: of another collection, or of one that has "
+            "changed since. Encode the documents that are searched: tilefold encode --model MULTI_VECTOR_MODEL"
+        )
+    source = options.model or manifest.model_source
+    if source is None or (options.model is None and Path(source).is_absolute() and not Path(source).is_dir()):
         where = "unknown" if source is None else f"no longer in {source}"
         raise _common.UsageError(f"--rerank: the model that made {folder} is {where}; name it with --rerank-model.")
-    encoder = _common.load_multi_vector(source, "--rerank-model")
+    encoder = _models.load_multi_vector(source, "--rerank-model")
     dimension = token_dimension(encoder, "query")
     if dimension != manifest.dimension:
         raise _common.CommandError(
@@ -118,4 +173,4 @@ def _from_store(folder: Path, model: str | None) -> Reranker:
             f"--rerank-model: {source} is not the model that made {folder} (its weights or settings differ); give that "
             "one, or encode the documents with this one."
         )
-    return Reranker(encoder, store, {})
+    return Reranker(options, encoder, store, {})

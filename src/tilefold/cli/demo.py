@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tilefold._files import write_json
-from tilefold.cli import _common, _demo_data, _demo_plan, _demo_report, _demo_steps
+from tilefold.cli import _common, _demo_commands, _demo_data, _demo_plan, _demo_report, _demo_steps, _models
 from tilefold.cli._demo_progress import Stages
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ def _run(
     where = _demo_steps.Workspace.open(output, asked, seed, _demo_data.collection_digest(everything))
     plan, order = _plan(where, asked, seed, collection, stages)
     part = _demo_data.take(collection, order[: plan.documents])
+    part.save_beir(where.folder / "data")
     queries = part.split_queries("test") | part.split_queries("dev") | {_demo_data.EXAMPLE_ID: _demo_data.EXAMPLE}
     bm25 = _bm25(part, queries, stages)
     first, plan = _zero_shot(where, plan, part, queries, stages)
@@ -93,6 +94,8 @@ def _run(
     plot = _demo_report.draw(rows, where.folder / "heads.png")
     results["heads"] = [vars(row) for row in rows]
     results["model"] = str(where.folder / "model")
+    late_weight = results["late_interaction"]["weights"]["maxsim"]
+    results["commands"] = _demo_commands.commands(where.folder, plan, seed, late_weight)
     results["plan"] = plan.to_dict() | {"operations": plan.operations}
     return results, rows, plot, where.folder
 
@@ -184,7 +187,7 @@ def _splade(
 ) -> tuple[dict[str, Any], Plan]:
     from tilefold.retrieval import active_terms, encode_queries, hits_to_run
 
-    encoder = _common.load_encoder(str(where.folder / "model"))
+    encoder = _models.load_encoder(str(where.folder / "model"))
     title = f"encoding the documents: {plan.documents} documents, {plan.tokens:,} tokens"
     with stages.model_step("encoding", title, plan) as done, _common.progress_bar("  encoding") as tick:
         vectors, reused = _demo_steps.encode_documents(where, encoder, part, tick)
@@ -209,11 +212,12 @@ def _splade(
 
 def _evaluate(part: Collection, runs: tuple[Run, Run, Run], first: ZeroShot, stages: Stages) -> dict[str, Any]:
     from tilefold.retrieval import interpolate
+    from tilefold.retrieval.tuning import choose_weights
 
     judged = part.qrels["dev"] | part.qrels["test"]
     runs = tuple({query: scores for query, scores in run.items() if query in judged} for run in runs)  # type: ignore[assignment]
     with stages.step("choosing fusion weights on held-out training queries"):
-        weights, _ = _demo_steps.pick_weights(runs, part.qrels["dev"])
+        weights, _ = choose_weights(runs, part.qrels["dev"], measure=_demo_steps.NDCG, k=_demo_steps.DEPTH)
         fused = interpolate(runs, weights, k=_demo_steps.DEPTH)
     with stages.step("reranking by late interaction; its weight is chosen on the same queries"):
         late_weights, reranked = _demo_steps.rerank_candidates(

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tilefold.cli import _common
+from tilefold.cli import _common, _models
 
 STORAGES = ("fp16", "int8")
 
@@ -46,7 +46,7 @@ def encode(
         texts = collection.queries if split is None else collection.split_queries(split)
     else:
         texts = {name: document.contents for name, document in collection.documents.items()}
-    encoder, kind = _common.load_model(model)
+    encoder, kind = _models.load_model(model)
     _check_options(model, kind, {"--top-k": top_k, "--jsonl": jsonl, "--storage": storage})
     with _common.progress_bar("encoding") as update:
         options: dict[str, Any] = {

@@ -1,75 +1,102 @@
-"""``tilefold evaluate``: evaluates a run, or a model with its index, against relevance judgements."""
-# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
+"""``tilefold evaluate``: evaluates a run, an index, or a dense model against relevance judgements."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from tilefold.cli import _common, _rerank
-
-if TYPE_CHECKING:
-    from tilefold.retrieval.fusion import Run
+from tilefold.cli import _common, _rerank, _retrievers, _scores
 
 
 def evaluate(
     data: Annotated[str, typer.Option(help="pydocs, or a folder in the BEIR layout.")] = "pydocs",
-    split: Annotated[str, typer.Option(help="Split of the judgements.")] = "test",
+    split: Annotated[list[str] | None, typer.Option(help=_scores.SPLIT_HELP)] = None,
     run: Annotated[Path | None, typer.Option(help="A TREC run file to score.")] = None,
-    model: Annotated[str | None, typer.Option(help="Folder or name of a SparseEncoder; with --index.")] = None,
-    index: Annotated[Path | None, typer.Option(help="Index to search; with --model.")] = None,
-    k: Annotated[int, typer.Option(help="Documents to retrieve per query.")] = 100,
-    measure: Annotated[
-        list[str] | None, typer.Option(help="Measure in the notation of ir-measures, such as nDCG@10; may be repeated.")
+    index: Annotated[Path | None, typer.Option(help="Index to search: with --model, but for BM25.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="The SparseEncoder that made --index; or, without --index, a dense model such as minilm."),
     ] = None,
+    k: Annotated[
+        int, typer.Option(help="Documents to retrieve per query; as many as the measures need at least.")
+    ] = 100,
+    measure: Annotated[list[str] | None, typer.Option(help=_scores.MEASURE_HELP)] = None,
+    query_top_k: Annotated[int | None, typer.Option(help=_retrievers.QUERY_TOP_K_HELP)] = None,
+    query_cut: Annotated[int | None, typer.Option(help=_retrievers.QUERY_CUT_HELP)] = None,
+    heap_factor: Annotated[float | None, typer.Option(help=_retrievers.HEAP_FACTOR_HELP)] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Dense: tokens read of a text; by default the model's.")
+    ] = None,
+    other_model: Annotated[bool, typer.Option("--other-model", help=_retrievers.OTHER_MODEL_HELP)] = False,
     rerank: Annotated[str | None, typer.Option(help=_rerank.HELP)] = None,
     rerank_model: Annotated[str | None, typer.Option(help=_rerank.MODEL_HELP)] = None,
     rerank_depth: Annotated[
         int | None, typer.Option(help=_rerank.DEPTH_HELP + " By default all retrieved candidates.")
     ] = None,
-    save_run: Annotated[Path | None, typer.Option(help="Write the run as a TREC file.")] = None,
+    rerank_tail: Annotated[str | None, typer.Option(help=_rerank.TAIL_HELP)] = None,
+    rerank_weight: Annotated[float | None, typer.Option(help=_rerank.WEIGHT_HELP)] = None,
+    save_run: Annotated[Path | None, typer.Option(help=_scores.SAVE_RUN_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The measures as JSON on stdout.")] = False,
 ) -> None:
-    """Evaluate a TREC run, or a model with its index; with --rerank, after reranking the candidates."""
+    """Evaluate a TREC run, an index (with its model, or of BM25), or a dense model; with --rerank, after reranking."""
     if (run is None) == (model is None and index is None):
-        raise _common.UsageError("give either --run FILE, or --model and --index.")
-    if run is None and (model is None or index is None):
-        raise _common.UsageError("--model and --index go together.")
-    _common.check_at_least_one(k=k)
-    _rerank.check(rerank, rerank_model, rerank_depth)
-    from tilefold.retrieval import evaluation
-
-    collection = _common.load_data(data)
-    _common.check_split(collection, split)
-    queries = collection.split_queries(split)
-    reranker = None if rerank is None else _rerank.load_reranker(rerank, rerank_model, collection)
-    scores = evaluation.read_trec_run(run) if run is not None else _search(str(model), Path(str(index)), queries, k)
+        raise _common.UsageError("give either --run FILE, or --index (with --model, but for BM25), or a dense --model.")
+    _check_options(run, index, query_top_k, query_cut, heap_factor, other_model, max_length)
+    _common.check_at_least_one(k=k, query_top_k=query_top_k, max_length=max_length)
+    reranking = _rerank.options(rerank, rerank_model, rerank_depth, rerank_tail, rerank_weight)
+    measures, deepest = _scores.check_measures(measure)
+    _scores.check_writable(save_run, "--save-run")
+    collection, splits = _scores.load_splits(data, split)
+    texts = _scores.texts_of(collection)
+    reranker = None if reranking is None else _rerank.load_reranker(reranking, collection, texts)
+    queries = {query: text for name in splits for query, text in collection.split_queries(name).items()}
+    if run is not None:
+        found = _scores.read_run(run, "--run")
+        _scores.check_texts(found.name, found.provenance, collection, texts)
+    else:
+        retriever: _retrievers.Retriever
+        if index is not None:
+            retriever = _retrievers.open_index(
+                index,
+                model,
+                query_top_k=query_top_k,
+                query_cut=query_cut,
+                heap_factor=heap_factor,
+                other_model=other_model,
+            )
+        else:
+            retriever = _retrievers.load_dense(str(model), collection.contents(), texts, max_length)
+        name = f"--model {model}" if index is None else f"--index {index}"
+        _scores.check_texts(name, retriever.provenance, collection, texts)
+        found = _scores.NamedRun(name, retriever.search(queries, max(k, deepest)), retriever.provenance)
+    _scores.check_answers(found, collection, splits)
     if reranker is not None:
-        scores = reranker(queries, {name: found for name, found in scores.items() if name in queries}, rerank_depth)
-    if save_run is not None:
-        evaluation.write_trec_run(scores, save_run)
-    measures = evaluation.evaluate(scores, collection.qrels[split], measure or evaluation.DEFAULT_MEASURES)
+        judged = {query: results for query, results in found.run.items() if query in queries}
+        found = _scores.NamedRun(found.name, reranker(queries, judged, None if run is not None else k), texts)
+    scores = _scores.score(found, collection, splits, measures, deepest)
+    _scores.save(found, texts, save_run, None if run is not None else k)
     if as_json:
-        facts = {"collection": collection.name, "split": split, "measures": measures}
-        _common.print_json(facts if rerank is None else facts | {"rerank": rerank})
+        result = _scores.facts(collection, scores)
+        _common.print_json(result if rerank is None else result | {"rerank": rerank})
         return
-    from rich.table import Table
-
-    table = Table(title=f"{collection.name}, {split}: {len(collection.qrels[split])} queries")
-    table.add_column("measure")
-    table.add_column("value", justify="right")
-    for name, value in measures.items():
-        table.add_row(name, f"{value:.4f}")
-    _common.stdout().print(table)
+    _scores.print_table(collection, scores)
 
 
-def _search(model: str, index: Path, queries: dict[str, str], k: int) -> Run:
-    from tilefold.retrieval.encoding import encode_queries
-    from tilefold.retrieval.index import hits_to_run, load_index
-
-    loaded = load_index(index)
-    encoder = _common.load_encoder(model)
-    vectors = encode_queries(encoder, queries)
-    return hits_to_run(vectors, loaded.search(vectors, k))
+def _check_options(
+    run: Path | None,
+    index: Path | None,
+    query_top_k: int | None,
+    query_cut: int | None,
+    heap_factor: float | None,
+    other_model: bool,
+    max_length: int | None,
+) -> None:
+    """Refuse what does nothing with what is evaluated."""
+    if index is None:
+        options = {"--query-top-k": query_top_k, "--query-cut": query_cut, "--heap-factor": heap_factor}
+        for name, value in (options | {"--other-model": other_model or None}).items():
+            _common.refuse(name, value, "goes with --index")
+    if index is not None or run is not None:
+        _common.refuse("--max-length", max_length, "goes with a dense --model, without --index")

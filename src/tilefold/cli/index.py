@@ -1,34 +1,86 @@
-"""``tilefold index``: builds an index of encoded documents."""
+"""``tilefold index``: an index of encoded documents, or of their words."""
 # ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from tilefold.cli import _common
 
+# Measured with 120 terms per document on two cores: up to here exact search is faster, smaller, and built in seconds.
+SEISMIC_DOCUMENTS = 50_000
+LONG_VECTOR = 256
+BM25 = "bm25"
+_BACKEND_HELP = (
+    "exact (fastest and smallest up to 50,000 documents at least), bm25 (words, no model: give --data), or seismic "
+    "(approximate, for much larger collections; encode with --top-k 128 or so)."
+)
+
 
 def index(
-    vectors: Annotated[Path, typer.Option(help="Folder that tilefold encode wrote.")],
     output: Annotated[Path, typer.Option(help="Folder for the index.")],
-    backend: Annotated[str, typer.Option(help="exact, or seismic (approximate, for large collections).")] = "exact",
+    vectors: Annotated[Path | None, typer.Option(help="exact, seismic: folder that tilefold encode wrote.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="bm25: the documents: pydocs, or a folder in the BEIR layout.")
+    ] = None,
+    backend: Annotated[str, typer.Option(help=_BACKEND_HELP)] = "exact",
+    language: Annotated[
+        str | None,
+        typer.Option(help="bm25: of Snowball stemmer and stop words, or none for neither; by default english."),
+    ] = None,
+    k1: Annotated[
+        float | None, typer.Option(help="bm25: how soon repetitions of a word count less; by default 1.5.")
+    ] = None,
+    b: Annotated[
+        float | None, typer.Option(help="bm25: how much long documents count less, 0 to 1; by default 0.75.")
+    ] = None,
+    identifiers: Annotated[
+        bool,
+        typer.Option("--identifiers", help="bm25: cut words at underscores and capitals, for texts about programs."),
+    ] = False,
+    n_postings: Annotated[int | None, typer.Option(help="seismic: postings kept per term, on average (3500).")] = None,
+    centroid_fraction: Annotated[
+        float | None, typer.Option(help="seismic: clusters of a term, as a fraction of its documents (0.1).")
+    ] = None,
+    min_cluster_size: Annotated[
+        int | None, typer.Option(help="seismic: documents of the smallest cluster (2).")
+    ] = None,
+    summary_energy: Annotated[
+        float | None, typer.Option(help="seismic: fraction of a cluster's weight in its summary (0.4).")
+    ] = None,
+    doc_cut: Annotated[
+        int | None, typer.Option(help="seismic: heaviest terms of a document used to cluster (15).")
+    ] = None,
+    query_cut: Annotated[
+        int | None, typer.Option(help="seismic: query terms that choose clusters, at search (20).")
+    ] = None,
+    heap_factor: Annotated[
+        float | None, typer.Option(help="seismic: 0 to 1, lower is slower and closer to exact, at search (0.7).")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="seismic: threads, 0 for one per core (0).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
 ) -> None:
-    """Build an index from encoded documents."""
-    from tilefold.retrieval import build_index, read_manifest, read_vectors
-    from tilefold.retrieval.index import BACKENDS
-
-    if backend not in BACKENDS:
-        raise _common.UsageError(f"--backend: expected one of {', '.join(BACKENDS)}, got {backend!r}.")
-    kind = read_manifest(vectors).kind
-    if kind != "document":
-        raise _common.UsageError(f"--vectors: {vectors} holds {kind} vectors; encode documents without --queries.")
+    """Build an index: of encoded documents (exact, seismic), or of the words of a collection (bm25)."""
+    own: dict[str, dict[str, Any]] = {
+        BM25: {"language": language, "k1": k1, "b": b, "identifiers": identifiers or None},
+        "seismic": {
+            "n_postings": n_postings,
+            "centroid_fraction": centroid_fraction,
+            "min_cluster_size": min_cluster_size,
+            "summary_energy": summary_energy,
+            "doc_cut": doc_cut,
+            "query_cut": query_cut,
+            "heap_factor": heap_factor,
+            "num_threads": threads,
+        },
+    }
+    options = _options(backend, own)
     started = time.monotonic()
-    built = build_index(read_vectors(vectors), backend)
+    built = _words(vectors, data, options) if backend == BM25 else _vectors(vectors, data, backend, options)
     built.save(output)
     result = {
         "output": str(output),
@@ -40,3 +92,73 @@ def index(
         _common.print_json(result)
         return
     typer.echo(f"{built.n_documents} documents indexed ({backend}) in {result['seconds']:.1f} s: {output}")
+
+
+def _options(backend: str, own: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The options of `backend` that were given; those of another one are refused."""
+    from tilefold.retrieval.index import BACKENDS
+
+    if backend not in (*BACKENDS, BM25):
+        raise _common.UsageError(f"--backend: expected one of {', '.join((*BACKENDS, BM25))}, got {backend!r}.")
+    for other, values in own.items():
+        for name, value in values.items():
+            if other != backend:
+                option = "threads" if name == "num_threads" else name.replace("_", "-")
+                _common.refuse(f"--{option}", value, f"goes with --backend {other}")
+    return {name: value for name, value in own.get(backend, {}).items() if value is not None}
+
+
+def _words(vectors: Path | None, data: str | None, options: dict[str, Any]) -> Any:
+    from tilefold.retrieval import BM25Index
+    from tilefold.retrieval.bm25 import BM25Options, Tokenizer
+
+    _common.refuse("--vectors", vectors, "goes with the backends exact and seismic; bm25 reads --data")
+    if data is None:
+        raise _common.UsageError("--backend bm25 indexes the words of a collection: give it with --data.")
+    try:
+        Tokenizer(BM25Options(**options))
+    except ValueError as error:
+        raise _common.UsageError(f"--{error}") from error
+    return BM25Index.build(_common.load_data(data).contents(), **options)
+
+
+def _vectors(vectors: Path | None, data: str | None, backend: str, options: dict[str, Any]) -> Any:
+    from tilefold.retrieval import build_index, read_manifest, read_vectors
+
+    _common.refuse("--data", data, f"goes with --backend bm25; {backend} reads --vectors")
+    if vectors is None:
+        raise _common.UsageError(f"--backend {backend} indexes encoded documents: give them with --vectors.")
+    if backend == "seismic":
+        _check_seismic(options)
+    kind = read_manifest(vectors).kind
+    if kind != "document":
+        raise _common.UsageError(f"--vectors: {vectors} holds {kind} vectors; encode documents without --queries.")
+    read = read_vectors(vectors)
+    if backend == "seismic":
+        _advise(len(read), len(read.indices) / max(1, len(read)))
+    return build_index(read, backend, **options)
+
+
+def _check_seismic(options: dict[str, Any]) -> None:
+    from tilefold.retrieval.index.seismic import SeismicOptions
+
+    try:
+        SeismicOptions.parse(options)
+    except ValueError as error:
+        name, _, rest = str(error).partition(":")
+        option = "threads" if name == "num_threads" else name.replace("_", "-")
+        raise _common.UsageError(f"--{option}:{rest}") from error
+
+
+def _advise(documents: int, terms: float) -> None:
+    """Say where Seismic costs more than it gives."""
+    if documents < SEISMIC_DOCUMENTS:
+        _common.note(
+            f"{documents} documents are few for seismic: up to {SEISMIC_DOCUMENTS:,} at least, --backend exact is "
+            "built in seconds, smaller, faster, and misses nothing"
+        )
+    if terms > LONG_VECTOR:
+        _common.note(
+            f"{terms:.0f} terms per document are many for seismic, whose time and size grow with them: "
+            "tilefold encode --top-k 128 keeps the heaviest"
+        )

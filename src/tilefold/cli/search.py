@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilefold.cli import _common, _rerank
+from tilefold.cli import _common, _rerank, _retrievers, _scores
 
 if TYPE_CHECKING:
+    from tilefold.cli._retrievers import SparseRetriever
+    from tilefold.retrieval.bm25 import BM25Index
     from tilefold.retrieval.vectors import SparseVectors
 
 SHOWN_TERMS = 6
@@ -23,34 +25,29 @@ RERANK_DEPTH = 100
 class SearchPaths:
     """What a search reads, and how many terms it keeps of a query."""
 
-    model: str
+    model: str | None
     index: Path
     data: str | None
-    cache: Path | None
     vectors: Path | None
-    query_terms: int | None = None
-
-
-@dataclass(frozen=True)
-class RerankOptions:
-    """What to rerank with, and how many candidates."""
-
-    rerank: str
-    model: str | None
-    depth: int
+    query_top_k: int | None = None
 
 
 def search(
     query: Annotated[str, typer.Argument(help="The query.")],
     demo: Annotated[Path, typer.Option(help="Folder of tilefold demo, used without --index.")] = _common.DEMO_DIR,
-    model: Annotated[str | None, typer.Option(help="Folder or name of a SparseEncoder; with --index.")] = None,
-    index: Annotated[Path | None, typer.Option(help="Index to search; with --model.")] = None,
+    index: Annotated[Path | None, typer.Option(help="Index to search: with --model, but for BM25.")] = None,
+    model: Annotated[str | None, typer.Option(help="The SparseEncoder that made --index.")] = None,
     data: Annotated[str | None, typer.Option(help="The collection, to show titles.")] = None,
     vectors: Annotated[Path | None, typer.Option(help="The encoded documents, to show which terms matched.")] = None,
     k: Annotated[int, typer.Option(help="Documents to show.")] = 10,
+    query_top_k: Annotated[int | None, typer.Option(help=_retrievers.QUERY_TOP_K_HELP)] = None,
+    query_cut: Annotated[int | None, typer.Option(help=_retrievers.QUERY_CUT_HELP)] = None,
+    heap_factor: Annotated[float | None, typer.Option(help=_retrievers.HEAP_FACTOR_HELP)] = None,
+    other_model: Annotated[bool, typer.Option("--other-model", help=_retrievers.OTHER_MODEL_HELP)] = False,
     rerank: Annotated[str | None, typer.Option(help=_rerank.HELP)] = None,
     rerank_model: Annotated[str | None, typer.Option(help=_rerank.MODEL_HELP)] = None,
     rerank_depth: Annotated[int | None, typer.Option(help=_rerank.DEPTH_HELP + " By default 100.")] = None,
+    rerank_weight: Annotated[float | None, typer.Option(help=_rerank.WEIGHT_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The hits as JSON on stdout.")] = False,
 ) -> None:
     """Search an index; without options, the index of the demo.
@@ -59,18 +56,25 @@ def search(
     """
     if not query.strip():
         raise _common.UsageError("query: expected some words, got an empty text.")
-    _common.check_at_least_one(k=k)
-    _rerank.check(rerank, rerank_model, rerank_depth)
+    _common.check_at_least_one(k=k, query_top_k=query_top_k)
+    reranking = _rerank.options(rerank, rerank_model, rerank_depth, None, rerank_weight)
     if rerank_depth is not None and rerank_depth < k:
         raise _common.UsageError(f"--rerank-depth: expected at least --k ({k}), got {rerank_depth}.")
-    if (model is None) != (index is None):
-        raise _common.UsageError("--model and --index go together.")
-    if model is not None and index is not None:
-        paths = SearchPaths(model, index, data, None, vectors)
-    else:
+    if index is None:
+        for name, value in (("--model", model), ("--data", data), ("--vectors", vectors)):
+            _common.refuse(name, value, "goes with --index")
         paths = _demo_paths(demo)
-    reranking = None if rerank is None else RerankOptions(rerank, rerank_model, rerank_depth or max(k, RERANK_DEPTH))
-    hits = _hits(query, paths, k, reranking)
+    else:
+        paths = SearchPaths(model, index, data, vectors)
+    retriever = _retrievers.open_index(
+        paths.index,
+        paths.model,
+        query_top_k=query_top_k or paths.query_top_k,
+        query_cut=query_cut,
+        heap_factor=heap_factor,
+        other_model=other_model,
+    )
+    hits = _hits(query, paths, retriever, k, reranking)
     if as_json:
         _common.print_json({"query": query, "hits": hits})
         return
@@ -89,39 +93,69 @@ def _demo_paths(folder: Path) -> SearchPaths:
     try:
         found = json.loads(record.read_text(encoding="utf-8"))
         at = folder / found["folder"]
-        query_terms = int(found["query_terms"])
+        query_top_k = int(found["query_terms"])
     except (ValueError, KeyError, TypeError) as error:
         raise _common.CommandError(f"{record} is damaged: run tilefold demo again.") from error
-    return SearchPaths(str(at / "model"), at / "index", "pydocs", folder / "data", at / "vectors", query_terms)
+    if not (at / "data").is_dir():
+        raise _common.CommandError(f"the demo in {folder} is of an earlier version: run tilefold demo again.")
+    return SearchPaths(str(at / "model"), at / "index", str(at / "data"), at / "vectors", query_top_k)
 
 
-def _hits(query: str, paths: SearchPaths, k: int, reranking: RerankOptions | None) -> list[dict[str, Any]]:
-    from tilefold.retrieval import encode_queries, load_index, read_rows
-
-    loaded = load_index(paths.index)
-    collection = _common.load_data(paths.data, paths.cache) if paths.data else None
+def _hits(
+    query: str,
+    paths: SearchPaths,
+    retriever: SparseRetriever | BM25Index,
+    k: int,
+    reranking: _rerank.RerankOptions | None,
+) -> list[dict[str, Any]]:
+    collection = _common.load_data(paths.data) if paths.data else None
+    if collection is not None:
+        _scores.check_texts(f"--index {paths.index}", retriever.provenance, collection, _scores.texts_of(collection))
     documents = collection.documents if collection else {}
-    reranker = _rerank.load_reranker(reranking.rerank, reranking.model, collection) if reranking else None
-    encoder = _common.load_encoder(paths.model)
-    encoded = encode_queries(encoder, {"query": query}, top_k=paths.query_terms)
-    first = {hit.id: float(hit.score) for hit in loaded.search(encoded, reranking.depth if reranking else k)[0]}
+    reranker = _rerank.load_reranker(reranking, collection, retriever.provenance) if reranking else None
+    queries = {"query": query}
+    depth = (reranking.depth or max(k, RERANK_DEPTH)) if reranking else k
+    encoded = None
+    if isinstance(retriever, _retrievers.SparseRetriever):
+        encoded = retriever.encode(queries)
+        first = retriever.search_vectors(encoded, depth)["query"]
+    else:
+        first = retriever.search(queries, depth)["query"]
     found = first
     if reranker is not None and first:
-        found = reranker({"query": query}, {"query": first}, None)["query"]
+        found = reranker(queries, {"query": first})["query"]
     first_ranks = {name: rank for rank, name in enumerate(first, start=1)}
     shown = dict(list(found.items())[:k])
-    stored = read_rows(paths.vectors, shown) if paths.vectors else None
-    rows = {name: row for row, name in enumerate(stored.ids)} if stored is not None else {}
+    matched = _matched(paths, retriever, encoded, shown)
     hits = []
     for rank, (name, score) in enumerate(shown.items(), start=1):
         document = documents.get(name)
-        terms = _terms(encoded, stored, rows[name], encoder.tokenizer) if stored and name in rows else []
         title = document.title or document.text[:80] if document else ""
-        hit = {"rank": rank, "id": name, "score": score, "title": title, "terms": terms}
+        hit = {"rank": rank, "id": name, "score": score, "title": title, "terms": matched.get(name, [])}
         if reranking is not None:
             hit["first"] = {"rank": first_ranks[name], "score": first[name]}
         hits.append(hit)
     return hits
+
+
+def _matched(
+    paths: SearchPaths, retriever: SparseRetriever | BM25Index, encoded: SparseVectors | None, shown: dict[str, float]
+) -> dict[str, list[dict[str, Any]]]:
+    """The terms that each document shares with the query, where --vectors holds its vector."""
+    from tilefold.retrieval.vectors import read_manifest, read_rows
+
+    if paths.vectors is None:
+        return {}
+    if encoded is None or not isinstance(retriever, _retrievers.SparseRetriever):
+        raise _common.UsageError(f"--vectors: {paths.index} is a BM25 index, which has none: leave it out.")
+    if retriever.provenance.differs(read_manifest(paths.vectors).provenance):
+        raise _common.CommandError(
+            f"--vectors: {paths.vectors} holds vectors of another model or of other documents than the index "
+            f"{paths.index}. Give those that it was built from, or build it again: tilefold index --vectors "
+            f"{paths.vectors}"
+        )
+    stored = read_rows(paths.vectors, shown)
+    return {name: _terms(encoded, stored, row, retriever.encoder.tokenizer) for row, name in enumerate(stored.ids)}
 
 
 def _terms(encoded: SparseVectors, stored: SparseVectors, row: int, tokenizer: Any) -> list[dict[str, Any]]:

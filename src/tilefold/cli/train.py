@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tilefold.cli import _common
+from tilefold.cli import _common, _models
 
 
 def train(
@@ -19,7 +19,9 @@ def train(
     model: Annotated[
         str, typer.Option(help="minilm, a folder, or a Hugging Face name: of a masked LM, for colbert of any encoder.")
     ] = "minilm",
-    steps: Annotated[int | None, typer.Option(help="Training steps; by default --epochs decides.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Training steps; by default --epochs decides, 0 saves the untrained start.")
+    ] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the training pairs.")] = 4.0,
     batch_size: Annotated[int, typer.Option(help="Pairs per step.")] = 64,
     learning_rate: Annotated[
@@ -34,6 +36,12 @@ def train(
     query_length: Annotated[int | None, typer.Option(help="colbert: tokens per query; by default 32.")] = None,
     expand_queries: Annotated[
         bool, typer.Option("--expand-queries", help="colbert: pad queries with mask tokens that are scored.")
+    ] = False,
+    keep_punctuation: Annotated[
+        bool, typer.Option("--keep-punctuation", help="colbert: keep the vectors of punctuation in documents.")
+    ] = False,
+    group_by_length: Annotated[
+        bool, typer.Option("--group-by-length", help="splade: batches of documents of similar length, for speed.")
     ] = False,
     max_length: Annotated[int, typer.Option(help="Maximum tokens per text.")] = 128,
     train_max_length: Annotated[int | None, typer.Option(help="The same while training; fewer are faster.")] = None,
@@ -72,11 +80,15 @@ def train(
         "seed": seed,
     }
     own: dict[str, dict[str, dict[str, Any]]] = {
-        "splade": {"--regularizer": {"query_regularizer": regularizer, "document_regularizer": regularizer}},
+        "splade": {
+            "--regularizer": {"query_regularizer": regularizer, "document_regularizer": regularizer},
+            "--group-by-length": {"group_by_length": group_by_length or None},
+        },
         "colbert": {
             "--dimension": {"dimension": dimension},
             "--query-length": {"query_length": query_length},
             "--expand-queries": {"expand_queries": expand_queries or None},
+            "--keep-punctuation": {"skip_punctuation": False if keep_punctuation else None},
         },
     }
     result = _train(method, values | _own_values(method, own), data, output, resume, overwrite, verbose)
@@ -84,6 +96,8 @@ def train(
         _common.print_json(asdict(result))
         return
     how = "already trained" if result.reused else f"trained {result.steps} steps in {result.seconds:.0f} s"
+    if not result.steps:
+        how = "untrained start"
     loss = "" if result.loss is None else f", loss {result.loss:.3f}"
     typer.echo(f"{how}{loss}: {result.model_dir}")
     vectors = "TOKENS, then search or evaluate with --rerank TOKENS" if method == "colbert" else "VECTORS"
@@ -119,6 +133,8 @@ def _train(
             module, recipe = splade, splade.SpladeRecipe.from_dict(values)
     except ValueError as error:
         raise _common.UsageError(str(error)) from error
+    if recipe.base_model != _models.PACKAGED:
+        _models.find_model(recipe.base_model, "--model")
     collection = _common.load_data(data)
     with _common.progress_bar("training") as update:
 

@@ -9,12 +9,13 @@ from typing import Any
 __all__ = ["check_count", "check_flag", "check_number", "check_training"]
 
 
-def check_count(name: str, value: Any, optional: bool) -> None:
-    """Raise an error unless the value is a whole number of at least 1 (or ``None``, where that is allowed)."""
+def check_count(name: str, value: Any, optional: bool, least: int = 1) -> None:
+    """Raise an error unless the value is a whole number of at least `least` (or ``None``, where that is allowed)."""
     if value is None and optional:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1{' or None' if optional else ''}, got {value!r}.")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        allowed = f"at least {least}{' or None' if optional else ''}"
+        raise ValueError(f"{name} must be a whole number of {allowed}, got {value!r}.")
 
 
 def check_number(name: str, value: Any, accept: Callable[[float], bool], expected: str) -> None:
@@ -40,8 +41,8 @@ def check_training(recipe: Any) -> None:
         raise ValueError(f"base_model must be 'minilm', a folder or a model name, got {recipe.base_model!r}.")
     for name in ("batch_size", "max_length", "save_steps"):
         check_count(name, getattr(recipe, name), optional=False)
-    for name in ("max_steps", "train_max_length"):
-        check_count(name, getattr(recipe, name), optional=True)
+    check_count("max_steps", recipe.max_steps, optional=True, least=0)
+    check_count("train_max_length", recipe.train_max_length, optional=True)
     for name in ("epochs", "learning_rate", "similarity_scale"):
         check_number(name, getattr(recipe, name), lambda value: value > 0, "greater than 0")
     check_number("warmup_ratio", recipe.warmup_ratio, lambda value: 0 <= value < 1, "in [0, 1)")

@@ -87,6 +87,11 @@ class TrainingRun:
         replace_dir(made, self.output_dir)
         shutil.rmtree(self.work_dir)
 
+    def close(self, checkpoint: Checkpoint | None) -> None:
+        """Drop a work folder that training never began in."""
+        if checkpoint is None:
+            shutil.rmtree(self.work_dir)
+
     def _newest_checkpoint(self) -> Checkpoint | None:
         found: list[Checkpoint] = []
         for path in self.work_dir.glob("checkpoint-*"):

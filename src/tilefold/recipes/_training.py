@@ -14,6 +14,7 @@ from tilefold.recipes import _run
 from tilefold.recipes._attention import attention_callbacks, register_entmax, use_attention
 from tilefold.recipes.precision import supports_bf16
 from tilefold.recipes.quiet import quiet_libraries
+from tilefold.retrieval.provenance import texts_digest
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
@@ -127,13 +128,17 @@ def run_training(
 ) -> TrainResult:
     """Return a finished run's result, or ``load()`` a model, ``fit(job)`` and save it.
 
+    With ``max_steps=0`` the model is saved as it was loaded.
+
     Raises:
         ValueError, FileExistsError: see ``train`` of a recipe.
     """
     started = time.monotonic()
-    pairs = training_pairs(collection)
+    untrained = recipe.max_steps == 0
+    pairs = [] if untrained else training_pairs(collection)
+    data = texts_digest(collection.contents()) if untrained else _run.digest(pairs)
     bf16 = supports_bf16() if recipe.bf16 is None else recipe.bf16
-    run = _run.TrainingRun(Path(output_dir), recipe.to_dict() | {"bf16": bf16}, _run.digest(pairs))
+    run = _run.TrainingRun(Path(output_dir), recipe.to_dict() | {"bf16": bf16}, data)
     finished = run.finished(overwrite=overwrite, resume=resume)
     if finished is not None:
         return TrainResult(
@@ -142,9 +147,14 @@ def run_training(
     checkpoint = run.open(resume=resume)
     with quiet_libraries(verbose):
         register_entmax()
-        model = load()
-        use_attention(model, recipe)
-        loss = fit(TrainingJob(recipe, model, pairs, run, checkpoint, bf16, progress, verbose))
+        try:
+            model = load()
+            use_attention(model, recipe)
+        except Exception:
+            run.close(checkpoint)
+            raise
+        job = TrainingJob(recipe, model, pairs, run, checkpoint, bf16, progress, verbose)
+        loss = None if untrained else fit(job)
         result = TrainResult(
             model_dir=str(output_dir),
             steps=total_steps(recipe, len(pairs)),

@@ -16,7 +16,7 @@ from tilefold.recipes._attention import AttentionChoice
 from tilefold.recipes._checks import check_count, check_flag, check_training
 from tilefold.recipes._fields import DictMixin
 from tilefold.recipes._training import Progress, TrainingJob, TrainResult, run_trainer, run_training
-from tilefold.recipes.loading import saved_kind, saved_modules
+from tilefold.recipes.loading import check_tokenizer, saved_kind, saved_modules, whole_weights
 
 if TYPE_CHECKING:
     from sentence_transformers import MultiVectorEncoder
@@ -36,7 +36,7 @@ class ColbertRecipe(AttentionChoice, DictMixin):
     Attributes:
         base_model: ``"minilm"`` for the packaged MiniLM, else a folder or a Hugging Face name: of any encoder, of a
             SentenceTransformer, or of a multi-vector model, whose projection, query length and skipped words are kept.
-        max_steps: optimiser steps; ``None`` uses ``epochs``.
+        max_steps: optimiser steps; ``None`` uses ``epochs``, 0 leaves the untrained start, which needs no pairs.
         epochs: passes over the training pairs when ``max_steps`` is ``None``.
         batch_size: pairs per step; every other document of a batch is a negative.
         learning_rate: peak of the linear schedule.
@@ -141,7 +141,9 @@ def load_base_model(recipe: ColbertRecipe) -> MultiVectorEncoder:
     local, kind = Path(base).is_dir(), saved_kind(base)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        model = MultiVectorEncoder(base, trust_remote_code=False, local_files_only=local)
+        with whole_weights(base):
+            model = MultiVectorEncoder(base, trust_remote_code=False, local_files_only=local)
+        check_tokenizer(model, base)
         if not isinstance(model[0], Transformer):
             raise ValueError(
                 f"base_model must begin with a Transformer, got {type(model[0]).__name__} in {recipe.base_model}; "

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tilefold.recipes._attention import check_loaded_attention, register_entmax
 from tilefold.recipes.precision import run_fast
 
-__all__ = ["load_saved", "saved_kind", "saved_modules"]
+__all__ = ["check_masked_lm", "check_tokenizer", "load_saved", "saved_kind", "saved_modules", "whole_weights"]
 
 _KINDS = {
     "SparseEncoder": "sparse",
@@ -40,6 +42,23 @@ def saved_kind(name_or_path: str) -> str:
     return "multi-vector" if late else "backbone"
 
 
+def check_masked_lm(name_or_path: str) -> None:
+    """Refuse a backbone without the masked-LM head that SPLADE needs.
+
+    sentence-transformers would put a freshly initialised SparseAutoEncoder on it, and encode with that.
+
+    Raises:
+        ValueError: its configuration names no ``...ForMaskedLM``.
+    """
+    config = _read(name_or_path, "config.json")
+    named = (config.get("architectures") or []) if isinstance(config, dict) else []
+    if isinstance(config, dict) and not any(str(name).endswith("ForMaskedLM") for name in named):
+        raise ValueError(
+            f"{name_or_path} has no masked-LM head (its config.json names {', '.join(map(str, named)) or 'nothing'}), "
+            "and sparse vectors come from one. Take a masked language model, or a SparseEncoder that was trained."
+        )
+
+
 def saved_modules(name_or_path: str) -> list[str]:
     """The classes that ``modules.json`` of a saved model lists, in order; none without that file."""
     listed = _read(name_or_path, "modules.json")
@@ -49,7 +68,8 @@ def saved_modules(name_or_path: str) -> list[str]:
 
 
 def load_saved(name_or_path: str, kind: str) -> Any:
-    """The ``MultiVectorEncoder`` of kind ``"multi-vector"``, or the ``SparseEncoder`` of any other, ready to encode.
+    """The ``MultiVectorEncoder`` of kind ``"multi-vector"``, the ``SentenceTransformer`` of kind ``"dense"``, or the
+    ``SparseEncoder`` of any other, ready to encode.
 
     It runs with the attention that it was saved with, in the precision of
     :func:`tilefold.recipes.precision.fast_inference`. No remote code runs, and a folder is read without a look at the
@@ -57,18 +77,76 @@ def load_saved(name_or_path: str, kind: str) -> Any:
 
     Raises:
         OSError: no such model, here or on the Hugging Face hub.
-        ValueError: a model that was trained with entmax attention and would run softmax.
+        ValueError: a model that was trained with entmax attention and would run softmax; one whose weights are not all
+            in its files, or whose tokenizer is another's.
     """
     import sentence_transformers
 
-    name = "MultiVectorEncoder" if kind == "multi-vector" else "SparseEncoder"
+    names = {"multi-vector": "MultiVectorEncoder", "dense": "SentenceTransformer"}
+    if kind == "backbone":
+        check_masked_lm(name_or_path)
     register_entmax()
     local = Path(name_or_path).is_dir()
-    model = getattr(sentence_transformers, name)(name_or_path, trust_remote_code=False, local_files_only=local)
+    made = getattr(sentence_transformers, names.get(kind, "SparseEncoder"))
+    with whole_weights(name_or_path):
+        model = made(name_or_path, trust_remote_code=False, local_files_only=local)
+    check_tokenizer(model, name_or_path)
     check_loaded_attention(model)
     model.model_card_data.local_files_only = True
     run_fast(model)
     return model
+
+
+@contextmanager
+def whole_weights(name_or_path: str) -> Iterator[None]:
+    """Refuse what transformers loads in this context if it had to initialise weights that are not in the files.
+
+    Poolers are left out: no encoder here uses them, and checkpoints of language models have none.
+
+    Raises:
+        ValueError: naming the first of them.
+    """
+    from transformers import PreTrainedModel
+
+    stock = PreTrainedModel.__dict__["from_pretrained"]
+    fresh: list[str] = []
+
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = kwargs.pop("output_loading_info", False)
+        model, info = stock.__func__(cls, *args, output_loading_info=True, **kwargs)
+        if not getattr(model, "peft_config", None):  # then the report is the adapter's
+            fresh.extend(sorted(key for key in info["missing_keys"] if "pooler" not in key))
+        return (model, info) if asked else model
+
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    try:
+        yield
+    finally:
+        PreTrainedModel.from_pretrained = stock
+    if fresh:
+        raise ValueError(
+            f"{name_or_path}: {len(fresh)} weights are not in its files and would be random, {fresh[0]} first. Fetch "
+            "it whole, or save it again with the class that config.json names."
+        )
+
+
+def check_tokenizer(model: Any, name_or_path: str) -> None:
+    """Refuse a model whose tokenizer has far fewer, or more, tokens than its embeddings.
+
+    Without tokenizer files transformers makes one of a few special tokens, to which every word is unknown.
+
+    Raises:
+        ValueError: saying how many.
+    """
+    try:
+        tokens, rows = len(model.tokenizer), model[0].model.get_input_embeddings().num_embeddings
+    except (AttributeError, TypeError, NotImplementedError):
+        return  # static embeddings, routes, images: nothing to compare
+    if not 0.5 * rows <= tokens <= 1.1 * rows:  # padded vocabularies and added tokens are well within
+        raise ValueError(
+            f"{name_or_path}: its tokenizer has {tokens} tokens and its embeddings {rows}: the tokenizer's files are "
+            "missing or belong to another model. Put those of its own beside the weights."
+        )
 
 
 def _read(name_or_path: str, file: str) -> Any:

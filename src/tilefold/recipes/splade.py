@@ -33,7 +33,7 @@ class SpladeRecipe(AttentionChoice, DictMixin):
 
     Attributes:
         base_model: ``"minilm"`` for the packaged MiniLM, else a folder or a Hugging Face name of a masked LM.
-        max_steps: optimiser steps; ``None`` uses ``epochs``.
+        max_steps: optimiser steps; ``None`` uses ``epochs``, 0 leaves the untrained start, which needs no pairs.
         epochs: passes over the training pairs when ``max_steps`` is ``None``.
         batch_size: pairs per step; every other document of a batch is a negative.
         learning_rate: peak of the linear schedule.
@@ -151,7 +151,21 @@ def load_base_model(recipe: SpladeRecipe, sample_texts: list[str]) -> SparseEnco
         )
     from sentence_transformers import SparseEncoder
 
-    model = SparseEncoder(recipe.base_model, trust_remote_code=False)
+    from tilefold.recipes.loading import check_masked_lm, check_tokenizer, saved_kind, whole_weights
+
+    base = recipe.base_model
+    kind = saved_kind(base)
+    if kind not in ("sparse", "backbone"):
+        raise ValueError(
+            f"base_model: {base} is a {kind} model, without the masked-LM head that SPLADE trains. Take a masked "
+            "language model, a SparseEncoder, or 'minilm'; the method colbert trains from dense and multi-vector "
+            "models."
+        )
+    if kind == "backbone":
+        check_masked_lm(base)
+    with whole_weights(base):
+        model = SparseEncoder(base, trust_remote_code=False, local_files_only=Path(base).is_dir())
+    check_tokenizer(model, base)
     model.max_seq_length = min(recipe.max_length, model.max_seq_length or recipe.max_length)
     model.model_card_data.local_files_only = True
     model.model_card_data.generate_widget_examples = False

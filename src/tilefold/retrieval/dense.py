@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tilefold.retrieval._ranking import check_k
 from tilefold.retrieval.fusion import Run
 
 __all__ = ["dense_run"]
+
+DOCUMENT_CHUNK = 1024  # documents encoded between two reports of progress
 
 
 def dense_run(
@@ -19,6 +21,7 @@ def dense_run(
     *,
     batch_size: int = 64,
     query_chunk: int = 256,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Run:
     """The `k` best documents per query by the model's own similarity, over all documents.
 
@@ -30,6 +33,7 @@ def dense_run(
         k: documents per query; all of them when there are fewer.
         batch_size: texts encoded at a time.
         query_chunk: queries scored at a time, which bounds the scores in memory to ``[query_chunk, N]``.
+        progress: called as ``progress(documents encoded, documents)``.
 
     Raises:
         ValueError: no document, no query, ``k < 1``.
@@ -39,7 +43,14 @@ def dense_run(
         if not texts:
             raise ValueError(f"{name}: expected at least one, got none.")
     settings = {"batch_size": batch_size, "convert_to_tensor": True, "show_progress_bar": False}
-    document_vectors = model.encode_document(list(documents.values()), **settings)
+    import torch  # noqa: PLC0415 - the package is imported without it
+
+    contents, parts = list(documents.values()), []
+    for start in range(0, len(contents), DOCUMENT_CHUNK):
+        parts.append(model.encode_document(contents[start : start + DOCUMENT_CHUNK], **settings))
+        if progress is not None:
+            progress(min(start + DOCUMENT_CHUNK, len(contents)), len(contents))
+    document_vectors = torch.cat(parts)
     query_vectors = model.encode_query(list(queries.values()), **settings)
     return rank_by_similarity(model, document_vectors, query_vectors, list(documents), list(queries), k, query_chunk)
 

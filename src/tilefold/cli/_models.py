@@ -1,0 +1,154 @@
+"""Models that the verbs name: the packaged one, folders and Hugging Face names, refused at once where there is none."""
+# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilefold.cli._common import CommandError, UsageError, first_line, note
+
+if TYPE_CHECKING:
+    from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
+
+__all__ = ["PACKAGED", "find_model", "load_dense", "load_encoder", "load_model", "load_multi_vector"]
+
+PACKAGED = "minilm"
+HUB_TIMEOUT = 5.0  # seconds for the first word from the hub
+_NAMES = {"sparse": "a SparseEncoder", "multi-vector": "a multi-vector model", "dense": "a dense model"}
+
+
+def find_model(name: str, option: str) -> str:
+    """The folder of a model, or a Hugging Face name of which the hub or its local cache knows.
+
+    Raises:
+        UsageError: there is no such folder, and no such name as far as can be told within seconds.
+    """
+    if name == PACKAGED:
+        from tilefold.recipes.backbone import minilm_path
+
+        return str(minilm_path())
+    path = Path(name)
+    if path.is_dir():
+        return name
+    if path.exists():
+        raise UsageError(f"{option}: expected the folder of a model, got the file {name}.")
+    if name.startswith((".", "~")) or path.is_absolute() or name.count("/") > 1 or _parent_is_here(path):
+        raise UsageError(f"{option}: there is no folder {name}; train a model with: tilefold train")
+    if problem := _hub_problem(name):
+        raise UsageError(f"{option}: there is no folder {name}, and {problem}; train a model with: tilefold train")
+    return name
+
+
+def _parent_is_here(path: Path) -> bool:
+    """Whether the first folder of `path` exists, so that it was meant as a path."""
+    return len(path.parts) > 1 and Path(path.parts[0]).exists()
+
+
+def _hub_problem(name: str) -> str | None:
+    """Why `name` cannot be had from the hub, or None; one question without retries."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    problem = None
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT)
+    except EntryNotFoundError:
+        pass  # the model is there, without a file of that name
+    except HFValidationError:
+        problem = "no model can have that name"
+    except GatedRepoError:
+        problem = "the model of that name on the Hugging Face hub is gated: log in with hf auth login"
+    except RepositoryNotFoundError:
+        problem = "no model of that name on the Hugging Face hub"
+    except Exception as error:  # by the library's version: of requests, httpx or its own
+        problem = f"the Hugging Face hub could not be asked for one of that name ({first_line(error)})"
+    return problem
+
+
+def load_encoder(name: str, option: str = "--model") -> SparseEncoder:
+    """A SparseEncoder, with the fused head where its architecture allows."""
+    return load_model(name, option, ("sparse",))[0]
+
+
+def load_multi_vector(name: str, option: str) -> MultiVectorEncoder:
+    """A MultiVectorEncoder."""
+    return load_model(name, option, ("multi-vector",))[0]
+
+
+def load_dense(name: str, option: str = "--model") -> SentenceTransformer:
+    """A SentenceTransformer."""
+    return load_model(name, option, ("dense",))[0]
+
+
+def load_model(
+    name: str, option: str = "--model", kinds: tuple[str, ...] = ("sparse", "multi-vector")
+) -> tuple[Any, str]:
+    """A model of one of `kinds` (``"sparse"``, ``"multi-vector"``, ``"dense"``), and its kind.
+
+    No remote code runs, and a folder is read without a look at the network.
+    """
+    _check_sentence_transformers()
+    from safetensors import SafetensorError
+
+    from tilefold.recipes.loading import load_saved, saved_kind
+    from tilefold.recipes.quiet import quiet_libraries
+
+    path = find_model(name, option)
+    with quiet_libraries():
+        saved = saved_kind(path)
+        kind = "sparse" if saved == "backbone" else saved
+        if kind not in kinds:
+            expected = " or ".join(_NAMES[wanted] for wanted in kinds)
+            raise UsageError(
+                f"{option}: {name} is {_NAMES.get(kind, kind)}; expected {expected}. {_remedy(name, kind, kinds)}"
+            )
+        try:
+            model = load_saved(path, saved)
+        except OSError as error:
+            raise CommandError(f"{option}: {name} could not be loaded ({first_line(error)}).") from error
+        except SafetensorError as error:
+            raise CommandError(
+                f"{option}: the weights in {name} are damaged ({first_line(error)}); fetch or train it again."
+            ) from error
+        except ValueError as error:
+            raise CommandError(f"{option}: {error}") from error
+        if kind == "sparse":
+            _accelerate(model)
+    return model, kind
+
+
+def _remedy(name: str, kind: str, kinds: tuple[str, ...]) -> str:
+    """What can be done where a model of `kind` was given and one of `kinds` is needed."""
+    colbert = "tilefold train --method colbert"
+    if kind == "dense":
+        as_it_is = f"To score it as it is: tilefold evaluate --model {name}. "
+        sparse = f"For sparse vectors: tilefold train with a masked language model, or --model {PACKAGED}."
+        tokens = f"For token vectors: {colbert} --model {name} (--steps 0 --dimension 0 for its own). "
+        return tokens if kinds == ("multi-vector",) else as_it_is + tokens + sparse
+    if kinds == ("multi-vector",):
+        return f"Train one with: {colbert}"
+    if kind == "multi-vector":
+        return f"Its token vectors rerank what an index found: --rerank {name}."
+    if kind == "sparse":
+        return "It searches an index of its own vectors: tilefold encode, tilefold index, then --model with --index."
+    return "Cross-encoders are not used here."
+
+
+def _accelerate(model: Any) -> None:
+    from tilefold.integrations.sentence_transformers import accelerate
+
+    try:
+        accelerate(model)
+    except ValueError as error:
+        note(f"encoding with the plain head: {first_line(error)}")
+
+
+def _check_sentence_transformers() -> None:
+    try:
+        from sentence_transformers import MultiVectorEncoder, SparseEncoder  # noqa: F401 - 6 or later has both
+    except ImportError as error:
+        raise CommandError(
+            'this needs sentence-transformers 6 or later: pip install "tilefold[sentence-transformers]"'
+        ) from error

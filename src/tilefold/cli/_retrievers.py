@@ -1,0 +1,142 @@
+"""What answers queries: an index with the model that made it, a BM25 index, or a dense model over a collection."""
+# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tilefold.cli import _common, _models
+
+if TYPE_CHECKING:
+    from tilefold.retrieval.bm25 import BM25Index
+    from tilefold.retrieval.fusion import Run
+    from tilefold.retrieval.index import SparseIndex
+    from tilefold.retrieval.provenance import Provenance
+    from tilefold.retrieval.vectors import SparseVectors
+
+QUERY_TOP_K_HELP = "Sparse: keep only this many terms of a query."
+QUERY_CUT_HELP = "seismic: heaviest terms of a query that choose the clusters to look into; by default the index's."
+HEAP_FACTOR_HELP = "seismic: lower looks into more clusters, slower and closer to exact; by default the index's."
+OTHER_MODEL_HELP = "Search with another model than the one that made the vectors, such as a query encoder of its own."
+
+
+class Retriever(Protocol):
+    """Answers queries from one collection."""
+
+    @property
+    def provenance(self) -> Provenance: ...
+
+    def search(self, queries: Mapping[str, str], k: int) -> Run:
+        """The `k` best documents for each query."""
+
+
+@dataclass(frozen=True)
+class SparseRetriever:
+    """An index of sparse vectors, and the model that encodes queries for it."""
+
+    index: SparseIndex
+    encoder: Any
+    query_top_k: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def provenance(self) -> Provenance:
+        return self.index.provenance
+
+    def encode(self, queries: Mapping[str, str]) -> SparseVectors:
+        """The queries' vectors."""
+        from tilefold.retrieval.encoding import encode_queries
+
+        return encode_queries(self.encoder, queries, top_k=self.query_top_k)
+
+    def search_vectors(self, vectors: SparseVectors, k: int) -> Run:
+        """The `k` best documents for queries that are encoded."""
+        from tilefold.retrieval.index import hits_to_run
+
+        return hits_to_run(vectors, self.index.search(vectors, k, **self.options))
+
+    def search(self, queries: Mapping[str, str], k: int) -> Run:
+        return self.search_vectors(self.encode(queries), k)
+
+
+@dataclass(frozen=True)
+class DenseRetriever:
+    """A dense model that encodes the whole collection for its answers."""
+
+    model: Any
+    texts: Mapping[str, str]
+    provenance: Provenance
+
+    def search(self, queries: Mapping[str, str], k: int) -> Run:
+        from tilefold.retrieval.dense import dense_run
+
+        with _common.progress_bar("encoding") as update:
+            return dense_run(self.model, self.texts, queries, k, progress=lambda done, total: update(done, total, ""))
+
+
+def open_index(
+    path: Path,
+    model: str | None,
+    *,
+    query_top_k: int | None = None,
+    query_cut: int | None = None,
+    heap_factor: float | None = None,
+    other_model: bool = False,
+) -> SparseRetriever | BM25Index:
+    """The index at `path` with the model that --model names; BM25 has none.
+
+    Raises:
+        UsageError: a model where none is wanted or none where one is, or an option that the backend does not have.
+        CommandError: the model is not the one that made the index.
+    """
+    from tilefold.retrieval.bm25 import BM25Index
+    from tilefold.retrieval.index import load_index
+    from tilefold.retrieval.index.protocol import read_description
+
+    backend = read_description(path)["backend"]
+    options = {"query_cut": query_cut, "heap_factor": heap_factor}
+    given = {name: value for name, value in options.items() if value is not None}
+    if given and backend != "seismic":
+        name = next(iter(given)).replace("_", "-")
+        raise _common.UsageError(f"--{name} is for seismic indexes, and {path} is of backend {backend}: leave it out.")
+    if backend == BM25Index.backend:
+        for option, value in (("--model", model), ("--query-top-k", query_top_k)):
+            if value is not None:
+                raise _common.UsageError(f"{option}: {path} is a BM25 index, which reads words: leave it out.")
+        return BM25Index.load(path)
+    if model is None:
+        raise _common.UsageError(f"--index: {path} holds vectors; name the model that made them with --model.")
+    index, encoder = load_index(path), _models.load_encoder(model)
+    _check_model(path, index.provenance, model, encoder, other_model)
+    return SparseRetriever(index, encoder, query_top_k, given)
+
+
+def _check_model(path: Path, made_by: Provenance, name: str, encoder: Any, other_model: bool) -> None:
+    from tilefold.retrieval.encoding import model_fingerprint
+    from tilefold.retrieval.provenance import Provenance
+
+    if made_by.model_fingerprint is None:
+        _common.note(f"--index: {path} does not say which model made it, so that {name} could not be compared with it")
+        return
+    if not made_by.differs(Provenance(model_fingerprint(encoder))):
+        return
+    if not other_model:
+        raise _common.CommandError(
+            f"--model: {name} is not the model that made the index {path} (its weights or settings differ). Give that "
+            f"one, or make the index again: tilefold encode --model {name}, then tilefold index."
+        )
+    _common.note(f"--model: {name} is not the model that made the index {path}")
+
+
+def load_dense(model: str, texts: Mapping[str, str], made_of: Provenance, max_length: int | None) -> DenseRetriever:
+    """The dense model that --model names, over `texts` with their fingerprint."""
+    from tilefold.retrieval.encoding import model_fingerprint
+    from tilefold.retrieval.provenance import Provenance
+
+    encoder = _models.load_dense(model)
+    if max_length is not None:
+        encoder.max_seq_length = max_length
+    return DenseRetriever(encoder, texts, Provenance(model_fingerprint(encoder), made_of.texts_sha256))

@@ -1,0 +1,166 @@
+"""Shared by evaluate and fuse: runs from files, checks that they belong to a collection, measures, and the table."""
+# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilefold.cli import _common
+
+if TYPE_CHECKING:
+    from tilefold.retrieval.collection import Collection
+    from tilefold.retrieval.fusion import Run
+    from tilefold.retrieval.provenance import Provenance
+
+MEASURE_HELP = "Measure in the notation of ir-measures, such as nDCG@10; may be repeated."
+SPLIT_HELP = "Split of the judgements, by default test; may be repeated."
+SAVE_RUN_HELP = "Write the run as a TREC file."
+
+
+@dataclass(frozen=True)
+class NamedRun:
+    """A run, what it is called in messages, and what made it."""
+
+    name: str
+    run: Run
+    provenance: Provenance
+
+
+def check_measures(measures: Sequence[str] | None) -> tuple[Sequence[str], int]:
+    """The measures asked for, or those by default, and their deepest cut-off."""
+    from tilefold.retrieval import evaluation
+
+    chosen = measures or evaluation.DEFAULT_MEASURES
+    try:
+        return chosen, evaluation.check_measures(chosen)
+    except ValueError as error:
+        raise _common.UsageError(f"--measure: {error}") from error
+
+
+def check_writable(path: Path | None, option: str) -> None:
+    """Refuse, before any work, a file that could not be written after it."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise _common.UsageError(f"{option}: expected a file, got the folder {path}.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise _common.UsageError(f"{option}: {path} cannot be written ({error.strerror or error}).") from error
+
+
+def read_run(path: Path, option: str) -> NamedRun:
+    """A TREC run file."""
+    from tilefold.retrieval import evaluation
+
+    if not path.is_file():
+        raise _common.UsageError(f"{option}: there is no file {path}; tilefold evaluate --save-run writes one.")
+    return NamedRun(f"{option} {path}", evaluation.read_trec_run(path), evaluation.read_trec_provenance(path))
+
+
+def load_splits(data: str, split: Sequence[str] | None) -> tuple[Collection, list[str]]:
+    """The collection, and the splits that were asked for: test if none."""
+    splits = list(dict.fromkeys(split or ["test"]))
+    collection = _common.load_data(data)
+    for name in splits:
+        _common.check_split(collection, name)
+    return collection, splits
+
+
+def save(named: NamedRun, texts: Provenance, path: Path | None, k: int | None = None) -> None:
+    """Write the `k` best of a run, if --save-run is given; its tag says which texts, and which model, made it."""
+    from tilefold.retrieval.evaluation import write_trec_run
+    from tilefold.retrieval.provenance import Provenance
+
+    if path is not None:
+        best = {query: dict(list(scores.items())[:k]) for query, scores in named.run.items()}
+        write_trec_run(best, path, tag=Provenance(named.provenance.model_fingerprint, texts.texts_sha256).tag)
+
+
+def texts_of(collection: Collection) -> Provenance:
+    """The fingerprint of a collection's documents."""
+    from tilefold.retrieval.provenance import Provenance, texts_digest
+
+    return Provenance(texts_sha256=texts_digest(collection.contents()))
+
+
+def check_texts(name: str, made_by: Provenance, collection: Collection, texts: Provenance) -> None:
+    """Refuse what was made from other documents than those of the collection; `name` says what, with its option."""
+    if texts.differs(made_by):
+        raise _common.CommandError(
+            f"{name} was made from other documents than those of {collection.name}: another collection, or one that "
+            "has changed since. Give its own collection with --data, or make it again from this one (tilefold encode, "
+            "tilefold index, tilefold evaluate --save-run)."
+        )
+
+
+def check_answers(named: NamedRun, collection: Collection, splits: Sequence[str]) -> None:
+    """Refuse a run that answers no judged query of one of the splits, or knows no document of the collection."""
+    for split in splits:
+        _check_split_answers(named, collection, split)
+
+
+def _check_split_answers(named: NamedRun, collection: Collection, split: str) -> None:
+    judged = collection.qrels[split]
+    answered = [query for query in judged if named.run.get(query)]
+    if not answered:
+        seen = next(iter(named.run), None)
+        detail = (
+            "it is empty" if seen is None else f"its first query is {seen!r}, that of the split {next(iter(judged))!r}"
+        )
+        raise _common.CommandError(
+            f"{named.name}: no result for any of the {len(judged)} judged queries of {collection.name}, {split} "
+            f"({detail}). Give the collection and the split that it was made for: --data, --split."
+        )
+    found = (document for query in answered for document in named.run[query])
+    if not any(document in collection.documents for document in found):
+        example = next(iter(named.run[answered[0]]))
+        raise _common.CommandError(
+            f"{named.name}: none of its documents is in {collection.name} (it names {example!r}). Give the collection "
+            "that it was made from with --data."
+        )
+    if len(answered) < len(judged):
+        _common.note(
+            f"{named.name}: results for {len(answered)} of the {len(judged)} judged queries of {split}; the others "
+            "count as 0"
+        )
+
+
+def score(
+    named: NamedRun, collection: Collection, splits: Sequence[str], measures: Sequence[str], deepest: int
+) -> dict[str, dict[str, float]]:
+    """Split -> measure -> value."""
+    from tilefold.retrieval import evaluation
+
+    longest = max(map(len, named.run.values()))
+    if longest < min(deepest, len(collection.documents)):
+        _common.note(
+            f"{named.name}: at most {longest} documents per query, so that a cut-off of {deepest} sees no more"
+        )
+    return {split: evaluation.evaluate(named.run, collection.qrels[split], measures) for split in splits}
+
+
+def facts(collection: Collection, scores: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """The scores as ``--json`` prints them: of the first split, and of each."""
+    first = next(iter(scores))
+    return {"collection": collection.name, "split": first, "measures": scores[first], "splits": scores}
+
+
+def print_table(collection: Collection, scores: Mapping[str, Mapping[str, float]]) -> None:
+    """A row per measure, a column per split."""
+    from rich.table import Table
+
+    sizes = ", ".join(f"{split}: {len(collection.qrels[split])} queries" for split in scores)
+    table = Table(title=f"{collection.name}, {sizes}")
+    table.add_column("measure")
+    for split in scores:
+        table.add_column(split if len(scores) > 1 else "value", justify="right")
+    for measure in next(iter(scores.values())):
+        table.add_row(measure, *(f"{values[measure]:.4f}" for values in scores.values()))
+    _common.stdout().print(table)

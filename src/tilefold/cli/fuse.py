@@ -1,0 +1,153 @@
+"""``tilefold fuse``: fuses the runs of several retrievers, with weights chosen on a split if asked."""
+# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import typer
+
+from tilefold.cli import _common, _scores
+
+if TYPE_CHECKING:
+    from tilefold.cli._scores import NamedRun
+    from tilefold.retrieval.collection import Collection
+
+METHODS = ("rrf", "interpolation")
+NORMALIZATIONS = ("min_max", "z_score", "none")
+
+
+def fuse(
+    run: Annotated[
+        list[Path], typer.Option(help="A TREC run file, such as evaluate --save-run writes; twice or more.")
+    ],
+    method: Annotated[
+        str, typer.Option(help="rrf (reciprocal rank fusion), or interpolation (weighted sum of normalised scores).")
+    ] = "rrf",
+    weight: Annotated[
+        list[float] | None, typer.Option(help="interpolation: one per run, in their order; by default equal ones.")
+    ] = None,
+    tune: Annotated[
+        str | None,
+        typer.Option(help="interpolation: choose the weights on this split of --data, by the first measure."),
+    ] = None,
+    normalization: Annotated[
+        str | None, typer.Option(help="interpolation: min_max (default), z_score or none, per query.")
+    ] = None,
+    rrf_k: Annotated[int | None, typer.Option(help="rrf: the constant of 1 / (k + rank); by default 60.")] = None,
+    k: Annotated[int, typer.Option(help="Documents to keep per query; as many as the measures need at least.")] = 100,
+    data: Annotated[
+        str | None, typer.Option(help="The collection of the runs, to measure the fusion: pydocs, or a BEIR folder.")
+    ] = None,
+    split: Annotated[list[str] | None, typer.Option(help=_scores.SPLIT_HELP)] = None,
+    measure: Annotated[list[str] | None, typer.Option(help=_scores.MEASURE_HELP)] = None,
+    save_run: Annotated[Path | None, typer.Option(help=_scores.SAVE_RUN_HELP)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Weights and measures as JSON on stdout.")] = False,
+) -> None:
+    """Fuse runs: measure the fusion with --data, write it with --save-run.
+
+    To choose weights, make the runs with --split dev --split test, and give --method interpolation --tune dev.
+    """
+    _check(method, run, weight, tune, normalization, rrf_k)
+    _common.check_at_least_one(k=k, rrf_k=rrf_k)
+    if data is None:
+        for name, value in (("--split", split), ("--measure", measure), ("--tune", tune)):
+            _common.refuse(name, value, "goes with --data")
+        if save_run is None:
+            raise _common.UsageError("give --data to measure the fusion, or --save-run to write it.")
+    measures, deepest = _scores.check_measures(measure)
+    _scores.check_writable(save_run, "--save-run")
+    named = [_scores.read_run(path, "--run") for path in run]
+    for first, other in itertools.combinations(named, 2):
+        if "texts_sha256" in first.provenance.differs(other.provenance):
+            raise _common.CommandError(f"{first.name} and {other.name} were made from different collections.")
+    collection, splits = (None, []) if data is None else _scores.load_splits(data, split)
+    if collection is not None:
+        _check_runs(named, collection, [*splits, *([tune] if tune else [])])
+    weights = weight
+    if tune is not None and collection is not None:
+        weights = _tuned(named, collection, tune, measures[0])
+    fused = _fused(method, named, weights, normalization, rrf_k, max(k, deepest))
+    _scores.save(fused, fused.provenance, save_run)
+    result: dict[str, Any] = {"method": method, "runs": [str(path) for path in run], "weights": weights}
+    scores = {} if collection is None else _scores.score(fused, collection, splits, measures, deepest)
+    if as_json:
+        _common.print_json(result | ({} if collection is None else _scores.facts(collection, scores)))
+        return
+    if weights is not None:
+        typer.echo("weights: " + ", ".join(f"{path} {value:g}" for path, value in zip(run, weights, strict=True)))
+    if collection is not None:
+        _scores.print_table(collection, scores)
+    if save_run is not None:
+        typer.echo(f"{len(fused.run)} queries: {save_run}")
+
+
+def _check(
+    method: str,
+    run: list[Path],
+    weight: list[float] | None,
+    tune: str | None,
+    normalization: str | None,
+    rrf_k: int | None,
+) -> None:
+    if len(run) < 2:
+        raise _common.UsageError(f"--run: expected two runs or more, got {len(run)}.")
+    if method not in METHODS:
+        raise _common.UsageError(f"--method: expected one of {', '.join(METHODS)}, got {method!r}.")
+    if method == "rrf":
+        for name, value in (("--weight", weight), ("--tune", tune), ("--normalization", normalization)):
+            _common.refuse(name, value, "goes with --method interpolation")
+    else:
+        _common.refuse("--rrf-k", rrf_k, "goes with --method rrf")
+    if weight is not None and tune is not None:
+        raise _common.UsageError("--weight and --tune exclude one another.")
+    if weight is not None and len(weight) != len(run):
+        raise _common.UsageError(f"--weight: expected one for each of {len(run)} runs, got {len(weight)}.")
+    if normalization not in (None, *NORMALIZATIONS):
+        raise _common.UsageError(
+            f"--normalization: expected one of {', '.join(NORMALIZATIONS)}, got {normalization!r}."
+        )
+
+
+def _check_runs(named: list[NamedRun], collection: Collection, splits: list[str]) -> None:
+    """Refuse runs of another collection, or without results for one of the splits."""
+    texts = _scores.texts_of(collection)
+    for split in splits:
+        _common.check_split(collection, split)
+    for each in named:
+        _scores.check_texts(each.name, each.provenance, collection, texts)
+        _scores.check_answers(each, collection, splits)
+
+
+def _tuned(named: list[NamedRun], collection: Collection, split: str, measure: str) -> list[float]:
+    from tilefold.retrieval.tuning import choose_weights
+
+    try:
+        weights, _ = choose_weights([each.run for each in named], collection.qrels[split], measure=measure)
+    except ValueError as error:
+        raise _common.UsageError(f"--tune: {error}") from error
+    return list(weights)
+
+
+def _fused(
+    method: str,
+    named: list[NamedRun],
+    weights: list[float] | None,
+    normalization: str | None,
+    rrf_k: int | None,
+    k: int,
+) -> NamedRun:
+    from tilefold.retrieval.fusion import interpolate, reciprocal_rank_fusion
+    from tilefold.retrieval.provenance import Provenance
+
+    runs = [each.run for each in named]
+    if method == "rrf":
+        whole = reciprocal_rank_fusion(runs, rrf_k or 60)
+        run = {query: dict(list(scores.items())[:k]) for query, scores in whole.items()}
+    else:
+        chosen = cast("Literal['min_max', 'z_score', 'none']", normalization or NORMALIZATIONS[0])
+        run = interpolate(runs, weights, chosen, k=k)
+    made_of = Provenance(texts_sha256=Provenance.shared(each.provenance for each in named).texts_sha256)
+    return _scores.NamedRun("the fusion", run, made_of)
