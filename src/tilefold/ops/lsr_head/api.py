@@ -89,16 +89,16 @@ def lsr_head(
         ValueError: for shapes, devices, masks, ``cu_seqlens`` or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
-    tokens, asked = Tokens(hidden, attention_mask, cu_seqlens), Asked(pooling, activation, logit_scale, out_dtype, impl)
+    tokens = Tokens(hidden, attention_mask, cu_seqlens)
     if isinstance(weight, QuantizedWeight):
         vocabulary = Vocabulary(weight.values, weight.scale, bias)
     else:
         vocabulary = Vocabulary(weight, None, bias)
-    wanted = torch.is_grad_enabled() and (_has_gradient(hidden), _has_gradient(weight), _has_gradient(bias))
-    given = (*asked, wanted, _has_gradient(weight_main_grad))
+    wanted = torch.is_grad_enabled() and tuple(getattr(x, "requires_grad", False) for x in (hidden, weight, bias))
+    asked = Asked(pooling, activation, logit_scale, out_dtype, impl)
+    given = (*asked, wanted, getattr(weight_main_grad, "requires_grad", False))
     key = call_key((*tokens, *vocabulary, weight_main_grad), given)
-    scores = None if key is None else _torch_ops.again(key, tokens, vocabulary, weight_main_grad)
-    if scores is not None:
+    if key is not None and (scores := _torch_ops.again(key, tokens, vocabulary, weight_main_grad)) is not None:
         return scores
     if not isinstance(weight, QuantizedWeight) and _parallel.is_distributed(hidden, weight, bias):
         named = asked._asdict() | {"weight_main_grad": weight_main_grad}
@@ -107,10 +107,6 @@ def lsr_head(
     if options.impl == "reference" and not isinstance(weight, QuantizedWeight):
         return _run_reference(tokens, weight, bias, options)
     return _torch_ops.head(key, tokens, vocabulary, options, weight_main_grad)
-
-
-def _has_gradient(tensor: object) -> bool:
-    return getattr(tensor, "requires_grad", False)
 
 
 def lsr_head_sparse(

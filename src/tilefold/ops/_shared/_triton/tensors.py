@@ -41,16 +41,22 @@ def as_bytes(mask: Tensor | None) -> Tensor | None:
 class Scratch:
     """Memory that a plan's launches write, allocated anew in each call: ``scratch()``.
 
-    What has no element is made once, and holds no memory.
+    It keeps a tensor without memory that says what to allocate: ``torch.empty`` takes twice as long on the host. What
+    has no element is made once.
     """
 
-    __slots__ = ("_device", "_dtype", "_nothing", "_shape")
+    __slots__ = ("_like", "_nothing")
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self._shape, self._dtype, self._device = shape, dtype, device
+        self._like = torch.empty(1, dtype=dtype, device=device).expand(shape)
+        self._like.untyped_storage().resize_(0)
         self._nothing = None if math.prod(shape) else torch.empty(shape, dtype=dtype, device=device)
 
     def __call__(self) -> Tensor:
         if self._nothing is not None:
             return self._nothing
-        return torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        return torch.empty_like(self._like, memory_format=torch.contiguous_format)
+
+    def zeros(self) -> Tensor:
+        """The same memory, zeroed."""
+        return torch.zeros_like(self._like, memory_format=torch.contiguous_format)

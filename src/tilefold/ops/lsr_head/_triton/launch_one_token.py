@@ -114,7 +114,7 @@ class OneTokenBackward:
         dtype: of the operands of products.
         as_is: whether no tensor has to be cast or copied.
         aligned: whether all begin at multiples of 16 bytes.
-        shape, hidden_dtype: of the gradient of hidden.
+        dhidden: the gradient of hidden.
         of_splits, parts: the launch that adds up splits of the vocabulary, and its sums, fp32.
         store: the launch that puts them together.
         of_weight, dweight, dbias: the launch of these gradients, and their memory.
@@ -123,8 +123,7 @@ class OneTokenBackward:
     dtype: torch.dtype
     as_is: bool
     aligned: bool
-    shape: torch.Size
-    hidden_dtype: torch.dtype
+    dhidden: Scratch
     of_splits: Step | None
     parts: Scratch
     store: Step | None
@@ -144,7 +143,7 @@ class OneTokenBackward:
             weight = weight if self.of_splits is None else in_dtype(weight, self.dtype)
         dhidden = None
         if self.of_splits is not None and self.store is not None:
-            dhidden = torch.zeros(self.shape, dtype=self.hidden_dtype, device=hidden.device)
+            dhidden = self.dhidden.zeros()
             parts = self.parts()
             self.of_splits(same, dscores, scores, winners, weight, cu_seqlens, parts)
             self.store(same, winners, cu_seqlens, parts, dhidden)
@@ -195,8 +194,7 @@ def plan_one_token_backward(
         dtype,
         hidden.dtype == weight.dtype == dtype and all(t is None or t.is_contiguous() for t in read),
         aligned,
-        hidden.shape,
-        hidden.dtype,
+        Scratch(tuple(hidden.shape), hidden.dtype, device),
         of_splits,
         Scratch((splits, batch, dim), torch.float32, device),
         store,

@@ -98,7 +98,7 @@ class SumBackward:
         needs: which gradients are asked for.
         slabs: first and last entry of each slab of the vocabulary, and the launch that computes its logits again and
             writes their gradients.
-        width: columns of the gradients of logits that are held at a time.
+        dlogits: gradients of logits of a slab.
         clear, clean: under a mask, the launch that copies rows without what is masked, and the copy.
     """
 
@@ -106,7 +106,7 @@ class SumBackward:
     operands: Operands
     needs: Needs
     slabs: tuple[tuple[int, int, Step], ...]
-    width: int
+    dlogits: Scratch
     clear: Step | None
     clean: Scratch | None
 
@@ -131,12 +131,11 @@ class SumBackward:
             clean = self.clean()
             self.clear(same, hidden, mask, clean)
         # the rows of packed input that no sequence holds, with broken offsets, are not written
-        make = torch.empty if cu_seqlens is None else torch.zeros
-        dlogits = make((rows.size(0), self.width), dtype=options.compute_dtype, device=hidden.device)
+        dlogits = self.dlogits() if cu_seqlens is None else self.dlogits.zeros()
         drows = dweight = dbias = None
         for v0, v1, launch in self.slabs:
             launch(same, dscores, weight, hidden, bias, mask, cu_seqlens, dlogits)
-            part = dlogits if v1 - v0 == self.width else dlogits[:, : v1 - v0]
+            part = dlogits if v1 - v0 == dlogits.size(1) else dlogits[:, : v1 - v0]
             whole = len(self.slabs) == 1
             if needs.hidden:
                 product = _wide_product(part, weight if whole else weight[v0:v1])
@@ -184,7 +183,8 @@ def plan_sum_backward(
         grid = (cdiv(n_rows, CLEAR_BLOCK[0]), cdiv(dim, CLEAR_BLOCK[1]), 1)
         clear = Step(_clear_masked_kernel, grid, (n_rows,), block)
         clean = Scratch((n_rows, dim), hidden.dtype, hidden.device)
-    return SumBackward(options, operands, needs, tuple(slabs), width, clear, clean)
+    dlogits = Scratch((n_rows, width), options.compute_dtype, hidden.device)
+    return SumBackward(options, operands, needs, tuple(slabs), dlogits, clear, clean)
 
 
 def _scaled(values: Tensor, scale: float | Tensor) -> Tensor:
