@@ -32,7 +32,7 @@ def entmax(
     Args:
         x: scores; fp16, bf16, fp32 or fp64.
         alpha: a number in [1, 2], or a tensor that broadcasts to ``x`` with size 1 in ``dim`` (one alpha per row or
-            head, or for all), differentiable. On a GPU, where looking costs a synchronisation, a tensor's value
+            head, or for all), differentiable. On a GPU, where checking costs a synchronisation, a tensor's value
             outside [1, 2] makes its rows NaN instead of raising.
         dim: the dimension that sums to 1.
         return_support_size: also return how many entries of each row are positive.
@@ -43,7 +43,7 @@ def entmax(
         without ``dim``.
 
     Raises:
-        TypeError: for arguments that are no tensors, or of a dtype that is not supported.
+        TypeError: for arguments that are not tensors, or of a dtype that is not supported.
         ValueError: for an alpha outside [1, 2], shapes, devices or a ``dim`` that do not fit.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """

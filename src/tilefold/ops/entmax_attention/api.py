@@ -32,7 +32,7 @@ Rows = tuple[Tensor, Tensor, Tensor]  # thresholds, support sizes and residuals
 
 
 class EntmaxStats(NamedTuple):
-    """What the rows of an attention look like, ``[B, H, Nq]`` each (packed ``[1, H, Tq]``).
+    """Statistics of the rows of an attention, ``[B, H, Nq]`` each (packed ``[1, H, Tq]``).
 
     Attributes:
         tau: fp32 threshold: ``p = [(alpha - 1) s - tau]_+^(1 / (alpha - 1))`` of the scaled scores s; for alpha = 1 the
@@ -97,13 +97,13 @@ def entmax_attention(
     """Attention whose weights are alpha-entmax of the scores, exact zeros included (AdaSplash, arXiv 2502.12082).
 
     ``out_i = sum_j p_ij v_j`` with ``p_i = entmax_alpha(scale * q_i . k_j)`` over the keys j that query i may see. The
-    scores never lie in memory. The root of every row is found to a residual of 1e-6 of its mass (on a GPU 1e-5 for
-    16-bit input), for any scores, and the output is divided by the mass that is left; where only live blocks are
+    scores are never written to memory. The root of every row is found to a residual of 1e-6 of its mass (on a GPU 1e-5
+    for 16-bit input), for any scores, and the output is divided by the mass that is left; where only live blocks are
     visited, what is skipped is proved to be zero. Scores are scaled in fp32 (q is never rounded a second time), and
     backward makes them from the same operands. Backward is bitwise deterministic; one derivative, except for
     ``impl="reference"``.
 
-    Query i stands at the place ``i + Nk - Nq`` of the keys: causal attention and windows are aligned to the end, as
+    Query i has position ``i + Nk - Nq`` among the keys: causal attention and windows are aligned to the end, as
     decoding with a cache needs. A row with nothing to attend to is 0 and passes no gradient. NaN in a query, or in a
     key that a row may see, makes the row NaN; what a key masked by ``key_padding_mask`` holds is never read. Values
     hidden by causality or a window must be finite: their weight is 0, and 0 times NaN is NaN.
@@ -113,13 +113,13 @@ def entmax_attention(
         k, v: ``[B, Hkv, Nk, D]``, or packed ``[Tk, Hkv, D]`` with ``cu_seqlens_k``; ``H`` is a multiple of ``Hkv``.
         alpha: a number in [1, 2] (1 softmax, 2 sparsemax), or a tensor of one or ``[H]``, differentiable. On a GPU a
             tensor's value outside [1, 2] makes its head NaN instead of raising.
-        causal: a query sees no key behind its own place.
-        window: a query sees keys at most this far from its place; 2^30 and more is no window.
-        cu_seqlens_q: ``[B + 1]`` int32 offsets of packed queries. On the CPU offsets that do not describe the rows
-            raise; the kernels, where looking would cost a synchronisation, make every output NaN of them.
+        causal: a query attends to no key after its own position.
+        window: a query attends to keys at most this far from its position; 2^30 and more is no window.
+        cu_seqlens_q: ``[B + 1]`` int32 offsets of packed queries. On the CPU, offsets that do not describe the rows
+            raise; in the kernels, where checking would cost a synchronisation, they make every output NaN.
         cu_seqlens_k: the same of packed keys; both or neither.
         max_seqlen_k: a bound of the length of packed key sequences, which spares work; by default all of k. A longer
-            sequence is an error, but for the kernels, which make every output NaN of it.
+            sequence raises on the torch paths, and makes every output NaN in the kernels.
         key_padding_mask: ``[B, Nk]``, nonzero = keep, in any pattern; not for packed input.
         scale: multiplies the products; by default ``D ** -0.5``.
         dropout_p: probability in [0, 1) that a weight is dropped; the others grow by ``1 / (1 - dropout_p)``.
@@ -127,14 +127,14 @@ def entmax_attention(
             the same weights in every implementation.
         impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see
             :func:`tilefold.ops.entmax_attention.chosen_impl`.
-        return_stats: also return :class:`EntmaxStats`; ``"blocks"`` also counts live blocks, at the price of making the
-            scores once more, in fp32. Nothing waits for the device.
+        return_stats: also return :class:`EntmaxStats`; ``"blocks"`` also counts live blocks, which computes the
+            scores once more, in fp32. Nothing synchronises with the device.
 
     Returns:
         A tensor shaped like ``q``; with ``return_stats`` also the statistics.
 
     Raises:
-        TypeError: for arguments that are no tensors, or of a dtype that is not supported.
+        TypeError: for arguments that are not tensors, or of a dtype that is not supported.
         ValueError: for shapes, devices, masks, offsets or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
@@ -211,8 +211,8 @@ def live_blocks(
     """Count the blocks of an :func:`entmax_attention` that hold a positive weight (AdaSplash, arXiv 2502.12082).
 
     A block is ``block`` queries by ``block`` keys of one sequence and head. It is live if a weight in it is positive,
-    ``(alpha - 1) s > tau`` (for alpha = 1, if ``exp(s - tau)`` is), to the rounding of scores that are made once more
-    in fp32; it is visible if any of its pairs may attend. Nothing waits for the device.
+    ``(alpha - 1) s > tau`` (for alpha = 1, if ``exp(s - tau)`` is), up to the rounding of scores that are computed
+    once more in fp32; it is visible if any of its pairs may attend. Nothing synchronises with the device.
 
     Args:
         q, k: as they were given to :func:`entmax_attention`.

@@ -68,10 +68,10 @@ def lsr_head(
         weight: ``[V, D]`` decoder weight, dtype of ``hidden`` (any floating dtype under autocast); or, for max pooling
             without gradients, a :class:`QuantizedWeight`: token states are then rounded to fp8 too.
         bias: ``[V]`` decoder bias, or ``None``.
-        attention_mask: ``[B, S]``, nonzero = valid, in any pattern (padding on either side, holes). Real-valued
-            term weights are not part of this contract: a nonzero value only says "valid".
+        attention_mask: ``[B, S]``, nonzero = valid, in any pattern (padding on either side, holes). Values are
+            not weights: any nonzero value means "valid".
         cu_seqlens: ``[B + 1]`` int32, ``0 = cu_seqlens[0] <= ... <= cu_seqlens[B] = T``. On the CPU other values
-            raise; on a GPU, where looking costs a synchronisation, they make every score NaN.
+            raise; on a GPU, where checking costs a synchronisation, they make every score NaN.
         pooling: ``"max"``, ``"sum"``, ``"mean"``, ``"cls"`` or ``"last"``.
         activation: ``"log1p_relu"`` (SPLADE), ``"log1p_log1p_relu"`` (OpenSearch l0), ``"relu"``, ``"softplus"`` or
             ``"none"``.
@@ -85,7 +85,7 @@ def lsr_head(
         ``[B, V]`` scores.
 
     Raises:
-        TypeError: for arguments that are no tensors, or of a dtype that is not supported.
+        TypeError: for arguments that are not tensors, or of a dtype that is not supported.
         ValueError: for shapes, devices, masks, ``cu_seqlens`` or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """

@@ -43,7 +43,7 @@ def maxsim(
     fp32 (fp64). Among equal similarities the lowest document token wins and takes the whole gradient. A document
     without a token that takes part scores 0 with every query, with no gradient, and so does an empty query. NaN in a
     kept token gives NaN; what a masked token holds is never read into a result. Backward is bitwise deterministic and
-    keeps 2 bytes (4 from 65,536 document tokens on, and with a temperature) a query token and pair.
+    keeps 2 bytes (4 from 65,536 document tokens on, and with a temperature) per query token and pair.
 
     Args:
         queries: ``[Nq, Lq, D]``, or ``[T, D]`` packed with ``cu_seqlens_q``; fp16, bf16, fp32 or fp64.
@@ -53,13 +53,13 @@ def maxsim(
             integers; with fp8 they stay as they are.
         query_mask, document_mask: their tokens' shape, without D; nonzero = keep, in any pattern.
         cu_seqlens_q, cu_seqlens_d: ``[N + 1]`` int32 first rows of packed sequences, from 0 to T. On the CPU other
-            values raise; on a GPU, where looking costs a synchronisation, the pairs concerned score NaN.
+            values raise; on a GPU, where checking costs a synchronisation, the pairs concerned score NaN.
         pairing: which pairs are scored. ``"all"``; ``"aligned"`` (query b with document b); ``"grouped"`` (query b
             with its own N documents; packed documents follow each other group by group); or a ``[P, 2]`` integer
             tensor of (query, document) pairs, which are scored in place, without a gathered copy.
         reduction: ``"sum"``, or ``"mean"`` over the query's kept tokens.
-        mask_mode: what becomes of a masked document token: ``"exclude"`` leaves it out; ``"zero"`` lets it take part
-            with a similarity of 0, as libraries do that multiply similarities by the mask. A masked query token
+        mask_mode: for masked document tokens: ``"exclude"`` leaves them out; ``"zero"`` gives them a similarity of 0,
+            as libraries do that multiply similarities by the mask. A masked query token
             counts 0 in both.
         temperature: positive number for the smooth maximum, ``None`` for the maximum.
         normalize: divide every token vector by its Euclidean norm; a zero vector stays zero and has no gradient.
@@ -71,7 +71,7 @@ def maxsim(
     With packed queries, an index and a gradient asked for, the longest query is read from the device once.
 
     Raises:
-        TypeError: for arguments that are no tensors, or of a dtype that is not supported.
+        TypeError: for arguments that are not tensors, or of a dtype that is not supported.
         ValueError: for shapes, devices, offsets, indices or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """

@@ -41,7 +41,7 @@ def token_scatter(
     out_dtype: torch.dtype | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Score every vocabulary entry by the weights of the tokens that are that entry; ``[B, S, V]`` never exists.
+    """Score every vocabulary entry by the weights of the tokens with its id, without ``[B, S, V]``.
 
     This is the lexical head of uniCOIL (arXiv 2106.14807), DeepImpact (arXiv 2104.12016) and BGE-M3 (arXiv
     2402.03216). Over the valid tokens s of sequence b with ``input_ids[b, s] == v``::
@@ -62,7 +62,7 @@ def token_scatter(
         weights: ``[B, S]`` or ``[B, S, 1]`` (what a linear layer to one feature gives), or packed ``[T]`` or ``[T, 1]``
             with ``cu_seqlens``; fp16, bf16, fp32 or fp64.
         input_ids: ``[B, S]`` or packed ``[T]``, int32 or int64, valid ones in ``0 .. vocab_size - 1``. On the CPU
-            another id raises; on a GPU, where looking costs a synchronisation, it makes its sequence's scores NaN.
+            another id raises; on a GPU, where checking costs a synchronisation, it makes its sequence's scores NaN.
         vocab_size: V, the number of columns.
         attention_mask: ``[B, S]``, nonzero = valid, in any pattern.
         cu_seqlens: ``[B + 1]`` int32 or int64, ``0 = cu_seqlens[0] <= ... <= cu_seqlens[B] = T``. On the CPU other
@@ -78,7 +78,7 @@ def token_scatter(
         ``[B, V]`` scores.
 
     Raises:
-        TypeError: for arguments that are no tensors, or of a dtype that is not supported.
+        TypeError: for arguments that are not tensors, or of a dtype that is not supported.
         ValueError: for shapes, devices, ids, ``cu_seqlens`` or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
