@@ -160,7 +160,7 @@ def assert_within_budget(
 
 @contextlib.contextmanager
 def nan_poisoned_empty() -> Iterator[None]:
-    """Within it, ``torch.empty``, ``torch.empty_like`` and ``Tensor.new_empty`` return NaN, or SENTINEL for integers.
+    """Within it, ``torch.empty`` and all that is like it return NaN, or SENTINEL for integers.
 
     An element that is never written then shows up as NaN, instead of holding an accidental zero. Not thread-safe.
     """
@@ -174,7 +174,8 @@ def nan_poisoned_empty() -> Iterator[None]:
 
         return call
 
-    places: list[tuple[Any, str]] = [(torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")]
+    places: list[tuple[Any, str]] = [(torch, name) for name in ("empty", "empty_like", "empty_strided")]
+    places.append((Tensor, "new_empty"))
     originals = [getattr(owner, name) for owner, name in places]
     try:
         for (owner, name), original in zip(places, originals, strict=True):

@@ -19,6 +19,7 @@ from tilefold.ops._shared._triton import launch as shared_launch
 from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.maxsim import _arguments, _torch_ops, api
+from tilefold.testing import nan_poisoned_empty
 from tilefold.testing.maxsim import MaxSimInputs, maxsim_inputs, maxsim_results
 
 DTYPE = torch.float16
@@ -65,6 +66,33 @@ def test_a_call_like_an_earlier_one_is_not_checked_again(monkeypatch: pytest.Mon
     for _ in range(3):
         maxsim(inputs.queries, documents, impl="triton")
     assert len(checked) == 3
+
+
+QUANTIZED: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "few queries": ((3, 4, 5, 9, 64), {}),
+    "holes": ((3, 4, 5, 9, 64), {"layout": "holes"}),
+    "long queries": ((2, 3, 70, 20, 64), {"layout": "right"}),
+    "packed": ((3, 4, 5, 9, 64), {"layout": "packed"}),
+    "aligned": ((3, 3, 5, 9, 64), {"pairing": "aligned"}),
+}
+
+
+@kernels
+@pytest.mark.parametrize("kind", ["int8"] if triton_interpreted() else ["int8", "fp8"])
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_quantized_scores_repeat_their_launches(case: str, kind: str) -> None:
+    if kind == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("fp8 products need compute capability 8.9")
+    shape, layout = QUANTIZED[case]
+    inputs = given(*shape, **layout)
+    documents = quantize_tokens(inputs.documents, kind)
+    with nan_poisoned_empty():
+        first, *others = (
+            maxsim(inputs.queries.clone(), documents, **inputs.layout, reduction="mean", impl="triton")
+            for _ in range(4)
+        )
+    assert len(_torch_ops.CALLS) == 1 and bool(first.isfinite().all())
+    assert all(torch.equal(scores, first) for scores in others)
 
 
 @pytest.mark.parametrize("offsets", [[0, 3, 3, 7, 20], [0, 20], [0, 0, 0, 20], [0, 9, 4, 13, 20], [0, 400]], ids=str)

@@ -19,12 +19,15 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.ops.interpreter import NEEDS_INTERPRETER, assert_pass_interpreted
-from tilefold.ops import lsr_head
+from tilefold.ops import lsr_head, maxsim
 from tilefold.ops._shared import call_cache
 from tilefold.ops._shared._triton import launch
 from tilefold.ops._shared.call_cache import CallCache
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.lsr_head import _torch_ops as lsr_head_ops
+from tilefold.ops.maxsim import _torch_ops as maxsim_ops
+from tilefold.ops.maxsim._triton import launch as maxsim_forward
+from tilefold.ops.maxsim._triton import launch_backward as maxsim_backward
 from tilefold.testing import nan_poisoned_empty
 
 gpu = pytest.mark.gpu
@@ -94,7 +97,47 @@ def offsets() -> Tensor:
     return torch.tensor([0, 11, 11, 32], dtype=torch.int32)
 
 
+def late_interaction(
+    documents: tuple[int, ...], launches: int, given: dict[str, Callable[[], Tensor]], *options: dict[str, Any]
+) -> Operator:
+    """MaxSim of two queries of 17 tokens, or as many packed ones."""
+    queries = (34, 16) if "cu_seqlens_q" in given else (2, 17, 16)
+    caches = (maxsim_ops.CALLS, maxsim_forward.PLANS, maxsim_backward.PLANS)
+    return Operator(maxsim, (queries, documents), caches, launches, given, options)
+
+
+def of_queries() -> Tensor:
+    """Two packed queries."""
+    return torch.tensor([0, 20, 34], dtype=torch.int32)
+
+
+def of_documents() -> Tensor:
+    """Three packed documents, one of them empty."""
+    return torch.tensor([0, 7, 7, 20], dtype=torch.int32)
+
+
+def pairs() -> Tensor:
+    """Pairs in int64, one document twice."""
+    return torch.tensor([[0, 1], [1, 1], [1, 0]])
+
+
 OPERATORS: dict[str, Operator] = {
+    "maxsim": late_interaction((3, 5, 16), 3, {}, {}, {"reduction": "mean"}, {"temperature": 1}, {"temperature": 2.0}),
+    "maxsim masked, temperature": late_interaction(
+        (3, 21, 16),
+        3,
+        {"document_mask": lambda: torch.arange(63).view(3, 21) % 3 != 0},
+        {"temperature": 0.5},
+        {"temperature": 0.5, "mask_mode": "zero"},
+    ),
+    "maxsim packed": late_interaction(
+        (20, 16), 5, {"cu_seqlens_q": of_queries, "cu_seqlens_d": of_documents}, {"reduction": "mean"}, {}
+    ),
+    "maxsim grouped, normalised": late_interaction(
+        (2, 2, 5, 16), 7, {}, {"pairing": "grouped", "normalize": True}, {"pairing": "grouped"}
+    ),
+    "maxsim aligned": late_interaction((2, 5, 16), 3, {}, {"pairing": "aligned"}, {"pairing": "all"}),
+    "maxsim listed pairs": late_interaction((3, 5, 16), 5, {"pairing": pairs}, {}, {"mask_mode": "zero"}),
     "lsr_head": head("max", 6),
     "lsr_head masked": head("max", 7, 21, attention_mask=mask),
     "lsr_head packed": head("max", 7, cu_seqlens=offsets),

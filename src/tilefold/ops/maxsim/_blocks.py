@@ -227,12 +227,12 @@ def blocks(side: Side, document_of: Tensor, columns: int | Tensor, elements: int
         own_rows = 0 if own is None else width
         first = begin
         while first < end:
-            most = _fitting(lengths, first, end, limit, elements // width, own_rows)
-            chosen = items[first : first + most]
-            longest = lengths[first + most - 1]
-            step = longest if most > 1 else max(1, min(limit, elements // min(width, column_limit(side.rows.size(1)))))
+            count = _fitting(lengths, first, end, limit, elements // width, own_rows)
+            chosen = items[first : first + count]
+            longest = lengths[first + count - 1]
+            step = longest if count > 1 else max(1, min(limit, elements // min(width, column_limit(side.rows.size(1)))))
             yield Block(side, chosen, document_of[chosen], longest, step)
-            first += most
+            first += count
 
 
 def _classes(count: int, columns: int | Tensor, classes: Tensor | None, items: Tensor) -> list[tuple[int, int, int]]:

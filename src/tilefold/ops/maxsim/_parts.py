@@ -93,16 +93,16 @@ def widest(queries: list[Part]) -> int:
 def _cut(counts: Sequence[int], limit: int) -> list[list[tuple[int, int, int]]]:
     """Parts of pieces: query, number of its first kept token on the side, tokens. Only long queries have several."""
     found: list[list[tuple[int, int, int]]] = []
-    room = place = 0
+    free = place = 0
     for query, count in enumerate(counts):
         left = count
         while left:
-            if room < min(left, limit):
+            if free < min(left, limit):
                 found.append([])
-                room = limit
-            size = min(left, room)
+                free = limit
+            size = min(left, free)
             found[-1].append((query, place, size))
-            place, left, room = place + size, left - size, room - size
+            place, left, free = place + size, left - size, free - size
     return found
 
 

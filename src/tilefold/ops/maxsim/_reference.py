@@ -80,7 +80,7 @@ def maxsim(problem: Problem) -> Tensor:
 
 
 def xtr(problem: Problem, top_k: int, impute: bool) -> Tensor:
-    """XTR scores ``[Nq, Nd]``: of the maxima of :func:`maxsim`, those among the batch's ``top_k`` of a query token."""
+    """XTR scores ``[Nq, Nd]``: of the maxima of :func:`maxsim`, those among the ``top_k`` of each query token."""
     dtype = wide_dtype(problem.queries.dtype)
     q, _, q_kept = padded(problem.queries.to(dtype), problem.query_mask, problem.cu_queries, problem.query_length)
     d, _, d_kept = padded(

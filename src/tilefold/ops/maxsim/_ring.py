@@ -310,7 +310,7 @@ class _RingScores(torch.autograd.Function):
 
 
 def _outgoing(problem: Problem) -> list[Tensor]:
-    """This rank's documents as they travel: rows, one byte a row of mask, int64 offsets; empty where there are none."""
+    """This rank's documents as they travel: rows, a byte of mask per row, int64 offsets; empty where there are none."""
     rows, mask, offsets = problem.documents, problem.document_mask, problem.cu_documents
     return [
         rows.contiguous(),

@@ -5,7 +5,7 @@ of the maximum (:mod:`._tiled_winners`) touches winners only, backward of the sm
 computes each tile again. Products are taken in at least fp32.
 
 **Scratch.** Whatever the lengths, the layout and the pairing, a call holds at most SCRATCH_BYTES (twice that in fp64)
-beyond its inputs and outputs and what backward saves, and BOOKKEEPING_BYTES a token, sequence and pair; gradients of
+beyond its inputs and outputs and what backward saves, and BOOKKEEPING_BYTES per token, sequence and pair; gradients of
 16-bit inputs also in fp32 before they are rounded, and queries in int8 where the documents are. Tiles and the rows that
 are copied for them are bounded in :mod:`._blocks`; a row of more than two million numbers is not cut.
 """

@@ -99,8 +99,10 @@ def _groups(counts: Tensor, offsets: list[int], columns: int) -> Iterator[Group]
     starts = counts.cumsum(0) - counts
     first = next((i for i, length in enumerate(lengths) if length), len(lengths))
     while first < len(lengths):
-        most = max(1, GROUP_ELEMENTS // (columns * lengths[first]))
-        last = bisect_right(lengths, lengths[first] + lengths[first] // 8, lo=first, hi=min(first + most, len(lengths)))
+        limit = max(1, GROUP_ELEMENTS // (columns * lengths[first]))
+        last = bisect_right(
+            lengths, lengths[first] + lengths[first] // 8, lo=first, hi=min(first + limit, len(lengths))
+        )
         items = order[first:last]
         if last == first + 1:
             item = int(items)

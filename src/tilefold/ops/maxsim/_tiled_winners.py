@@ -63,15 +63,15 @@ def _all_pairs(
                 _add_bags(ddocuments[start:stop], query_table, target[has], row, scaled)
 
 
-def _chunks(starts: list[int], ends: list[int], rows: int, most: int) -> Iterator[tuple[int, int, int, int]]:
-    """First and last (excluded) of consecutive documents and of their rows: ``rows`` and ``most`` documents at most.
+def _chunks(starts: list[int], ends: list[int], rows: int, limit: int) -> Iterator[tuple[int, int, int, int]]:
+    """First and last (excluded) of consecutive documents and of their rows: ``rows`` and ``limit`` documents at most.
 
     A longer document comes in parts.
     """
     first = 0
     while first < len(starts):
         last = first + 1
-        while last < len(starts) and ends[last] - starts[first] <= rows and last - first < most:
+        while last < len(starts) and ends[last] - starts[first] <= rows and last - first < limit:
             last += 1
         for start in range(starts[first], ends[last - 1], rows):
             yield first, last, start, min(start + rows, ends[last - 1])

@@ -12,7 +12,7 @@ from tilefold.ops._shared.bytes import as_bytes, from_bytes
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_choice, check_dtype, check_tensor
 
 # the largest number of each format that a token's largest entry is mapped to
-_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+_MAX_VALUE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
@@ -32,7 +32,7 @@ class QuantizedTokens:
     def __post_init__(self) -> None:
         check_tensor("values", self.values)
         check_tensor("scales", self.scales)
-        check_dtype("values", self.values, tuple(_LARGEST), "make them with quantize_tokens.")
+        check_dtype("values", self.values, tuple(_MAX_VALUE), "make them with quantize_tokens.")
         check_dtype("scales", self.scales, (torch.float32,), "use scales.float().")
         if self.scales.shape != self.values.shape[:-1] or self.scales.device != self.values.device:
             raise ValueError(
@@ -98,7 +98,7 @@ def quantize_rows(rows: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     if rows.size(-1) == 0:
         return rows.to(kind), rows.new_zeros(rows.shape[:-1])
     # by a tensor: on a GPU, torch multiplies by the inverse of a number, and a last bit decides ties of the rounding
-    scales = rows.abs().amax(dim=-1) / rows.new_full((), _LARGEST[kind])
+    scales = rows.abs().amax(dim=-1) / rows.new_full((), _MAX_VALUE[kind])
     values = rows / torch.where(scales > 0, scales, 1)[..., None]
     if kind == torch.int8:
         values = values.round_().nan_to_num_(0.0).clamp_(-127, 127)

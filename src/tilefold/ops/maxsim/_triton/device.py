@@ -151,7 +151,7 @@ def finish(
 
 
 @triton.jit
-def fresh(BLOCK_Q: tl.constexpr, SMOOTH: tl.constexpr):
+def init_state(BLOCK_Q: tl.constexpr, SMOOTH: tl.constexpr):
     """The running maximum and state before the first tile."""
     best = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     state = tl.zeros((BLOCK_Q,), tl.float32 if SMOOTH else tl.int32)

@@ -14,7 +14,7 @@ from tilefold.ops.maxsim._triton.device import (
     bounds,
     finish,
     fold_tile,
-    fresh,
+    init_state,
     load_block,
     mask_tile,
     sequence_at,
@@ -130,7 +130,7 @@ def all_pairs_kernel(
     d = split
     t0 = 0
     parts = 0
-    best, state = fresh(BLOCK_Q, SMOOTH)
+    best, state = init_state(BLOCK_Q, SMOOTH)
     start, end, ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
     for _ in tl.range(0, n_tiles):
         length = end - start
@@ -168,7 +168,7 @@ def all_pairs_kernel(
                         tl.store(score_ptr + tl.cast(query, tl.int64) * Nd + d, total)
                     else:
                         tl.store(part_ptr + tl.cast(tile + query, tl.int64) * Nd + d, total)
-            best, state = fresh(BLOCK_Q, SMOOTH)
+            best, state = init_state(BLOCK_Q, SMOOTH)
         parts = tl.where(done, 0, parts)
         t0 = tl.where(done, 0, t0 + BLOCK_T)
         d = tl.where(done, d + splits, d)
@@ -246,7 +246,7 @@ def listed_pairs_kernel(
             query_ptr, query_mask_ptr, query_scale_ptr, r0, q_end - r0, row, inside, D, BLOCK_Q, BLOCK_K, HAS_QMASK,
             HAS_QSCALE, NORMALIZED,
         )  # fmt: skip
-        best, state = fresh(BLOCK_Q, SMOOTH)
+        best, state = init_state(BLOCK_Q, SMOOTH)
         parts = 0
         for t0 in tl.range(0, length, BLOCK_T):
             acc = _products(

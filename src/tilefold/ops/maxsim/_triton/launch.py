@@ -25,18 +25,18 @@ from tilefold.ops.maxsim.configs import BY_TMA, ForwardConfig, forward_config, s
 
 PAIRINGS = {"all": 0, "grouped": 1, "index": 2}
 UNUSED_IN_STREAM = ("SMOOTH", "WITH_SAVED", "NO_WINNER", "NORMALIZED")
-_PLANS: CallCache[Plan] = CallCache()  # of the registered operator's calls
+PLANS: CallCache[Plan] = CallCache()  # of the registered operator's calls
 
 
 def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
     """Scores in fp32, and what backward needs (empty unless asked for)."""
     operands = problem.operands
     key = call_key(operands, (problem.options, with_saved))
-    plan = _PLANS.find(key)
+    plan = PLANS.find(key)
     if plan is None:
         plan = plan_forward(problem, operands, with_saved, problem.score_shape)
         if key is not None:
-            _PLANS.keep(key, plan)
+            PLANS.keep(key, plan)
     try:
         scores, saved = plan(*operands)
     except KernelUnavailableError as error:
@@ -80,7 +80,7 @@ def plan_forward(problem: Problem, operands: Operands, with_saved: bool, shape: 
     elif stored == torch.int8:
         stages += int8_queries(queries)
     add = _add_stream if stream else _add_all_pairs if everything else _add_listed_pairs
-    add(stages, problem, config, constants, (None, tma))
+    add(stages, problem, config, constants, () if tma is None else (None, tma))
     return Plan(tuple(stages), (at.SCORES, at.SAVED), tma is not None)
 
 
@@ -184,5 +184,5 @@ def plan_splits(tiles: int, documents: int, slots: int) -> int:
 
     The split that leaves the fewest documents to the busiest slot, at a price of 0.1 document per program.
     """
-    most = min(documents, 4 * cdiv(slots, tiles))
-    return min(range(1, most + 1), key=lambda n: cdiv(tiles * n, slots) * (cdiv(documents, n) + 0.1))
+    limit = min(documents, 4 * cdiv(slots, tiles))
+    return min(range(1, limit + 1), key=lambda n: cdiv(tiles * n, slots) * (cdiv(documents, n) + 0.1))

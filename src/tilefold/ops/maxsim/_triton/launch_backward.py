@@ -30,7 +30,7 @@ MANY_ROWS = 16384
 MAX_PROGRAMS = 4096  # that keep a list of winners each; the rest of the work is dealt to them
 
 Needs = tuple[bool, bool]  # whether queries and documents want a gradient
-_PLANS: CallCache[Plan] = CallCache()
+PLANS: CallCache[Plan] = CallCache()
 
 
 def backward(
@@ -39,11 +39,11 @@ def backward(
     """Gradients of queries and documents, in their shapes and dtypes; ``None`` where not needed."""
     tensors = (*operands, saved, dscores)
     key = call_key(tensors, (options, needs))
-    plan = _PLANS.find(key)
+    plan = PLANS.find(key)
     if plan is None:
         plan = plan_backward(Problem.of(operands, options), operands, dscores, saved, needs)
         if key is not None:
-            _PLANS.keep(key, plan)
+            PLANS.keep(key, plan)
     dqueries, ddocuments = plan(*tensors)
     return dqueries, ddocuments
 

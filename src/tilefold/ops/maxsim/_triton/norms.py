@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-SMALLEST, LARGEST = (
+MIN_SCALE, MAX_SCALE = (
     tl.constexpr(2.0**-126),
     tl.constexpr(2.0**126),
 )  # a power of two is a normal number, and so is its inverse
@@ -33,9 +33,9 @@ def _inverse_norms(rows_ptr, scale_ptr, block, T, D: tl.constexpr, BLOCK_R: tl.c
         x *= power[:, None]
         square += tl.sum(x * x, axis=1)
     scale = tl.div_rn(power, tl.sqrt_rn(square))
-    scale = tl.where(scale < SMALLEST, float("nan"), scale)
+    scale = tl.where(scale < MIN_SCALE, float("nan"), scale)
     scale = tl.where(square == float("inf"), 0.0, scale)  # an infinite entry times 0 is NaN where it is used
-    tl.store(scale_ptr + row, tl.where((square == 0.0) | (scale > LARGEST), 0.0, scale), mask=row < T)
+    tl.store(scale_ptr + row, tl.where((square == 0.0) | (scale > MAX_SCALE), 0.0, scale), mask=row < T)
 
 
 @triton.jit(do_not_specialize=["Tq", "Td"])

@@ -40,15 +40,16 @@ class Make:
         fill: for all its entries; ``None`` where kernels write every one.
     """
 
-    __slots__ = ("_device", "_dtype", "_fill", "_place", "_shape")
+    __slots__ = ("_device", "_dtype", "_fill", "_place", "_shape", "_strides")
 
     def __init__(
         self, place: int, like: Tensor, shape: Sequence[int], dtype: torch.dtype, fill: float | None = None
     ) -> None:
         self._place, self._device, self._shape, self._dtype, self._fill = place, like.device, tuple(shape), dtype, fill
+        self._strides = torch.empty(self._shape, device="meta").stride()  # with which torch takes half the time
 
     def __call__(self, places: Places, same: bool) -> None:
-        made = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        made = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
         if self._fill is not None:
             # few operations know uint16, in which every bit set is what -1 is in signed integers
             (made.view(torch.int16) if self._dtype == torch.uint16 else made).fill_(self._fill)

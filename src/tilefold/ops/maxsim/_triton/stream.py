@@ -2,7 +2,7 @@
 
 With a query of 32 tokens on the rows, half of Hopper's 64 would be idle. Here a tile of document tokens is on the rows,
 straight from registers where it must be converted first, and the query on the columns. The maximum is kept for each
-place of a tile and taken over the places once a document, so that a tile costs one comparison an element.
+place of a tile and taken over the places once per document, so that a tile costs one comparison per element.
 """
 
 import triton
