@@ -156,6 +156,7 @@ def test_interpolated_reranking_is_that_of_the_python_functions(
         ),
         (["index", "--output", "i", "--backend", "seismic", "--vectors", "v", "--heap-factor", "2"], "--heap-factor: "),
         (["evaluate", "--run", "r", "--query-top-k", "3"], "--query-top-k goes with --index"),
+        (["evaluate", "--run", "r", "--k", "3"], "--k goes with --index or a dense --model"),
         (["evaluate", "--run", "r", "--max-length", "3"], "--max-length goes with a dense --model"),
         (["evaluate", "--run", "r", "--rerank-weight", "1"], "--rerank-weight goes together with --rerank"),
         (["evaluate", "--run", "r", "--rerank", "t", "--rerank-weight", "2"], "expected a number in [0, 1], got 2"),

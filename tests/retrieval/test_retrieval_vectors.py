@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,9 @@ import torch
 from tilefold.retrieval import (
     SparseVectors,
     SparseVectorWriter,
+    build_index,
     export_jsonl,
+    load_index,
     read_manifest,
     read_rows,
     read_vectors,
@@ -23,6 +26,7 @@ from tilefold.retrieval import (
     write_vectors,
 )
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
+from tilefold.retrieval.provenance import Provenance
 
 Make = Callable[..., SparseVectors]
 
@@ -50,6 +54,21 @@ def test_vectors_survive_shards_on_disk_bit_for_bit(make_vectors: Make, tmp_path
     assert manifest.complete and manifest.n_documents == 25
     assert read_manifest(tmp_path / "v") == manifest
     assert same(read_vectors(tmp_path / "v"), vectors)
+
+
+@pytest.mark.parametrize("backend", ["exact", "seismic"])
+def test_model_and_texts_travel_from_vectors_to_disk_to_rows_and_into_an_index(
+    make_vectors: Make, tmp_path: Path, backend: str
+) -> None:
+    made = Provenance("ab" * 32, "cd" * 32)
+    vectors = replace(make_vectors(12), provenance=made)
+    write_vectors(vectors, tmp_path / "v", shard_size=5)
+    stored, rows = read_vectors(tmp_path / "v"), read_rows(tmp_path / "v", vectors.ids[:2])
+    assert {part.provenance for part in (stored, rows, stored.take([3, 1]))} == {made}
+    build_index(stored, backend).save(tmp_path / "i")
+    assert load_index(tmp_path / "i").provenance == made
+    mixed = SparseVectors.concatenate([stored.take([0]), replace(make_vectors(1, prefix="e"), provenance=Provenance())])
+    assert mixed.provenance == Provenance()
 
 
 def test_shards_have_the_documented_columns(make_vectors: Make, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def _app() -> Any:
 
     app = typer.Typer(
         name="tilefold",
-        help="Train, encode, index, search and evaluate neural retrievers.",
+        help="Train, encode, index, search, evaluate and fuse neural retrievers.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,

@@ -9,19 +9,24 @@ import typer
 
 from tilefold.cli import _common, _rerank, _retrievers, _scores
 
+DEPTH = 100
+
 
 def evaluate(
     data: Annotated[str, typer.Option(help="pydocs, or a folder in the BEIR layout.")] = "pydocs",
     split: Annotated[list[str] | None, typer.Option(help=_scores.SPLIT_HELP)] = None,
     run: Annotated[Path | None, typer.Option(help="A TREC run file to score.")] = None,
-    index: Annotated[Path | None, typer.Option(help="Index to search: with --model, but for BM25.")] = None,
+    index: Annotated[
+        Path | None, typer.Option(help="Index to search, with the --model that made it; BM25 has none.")
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(help="The SparseEncoder that made --index; or, without --index, a dense model such as minilm."),
     ] = None,
     k: Annotated[
-        int, typer.Option(help="Documents to retrieve per query; as many as the measures need at least.")
-    ] = 100,
+        int | None,
+        typer.Option(help="Documents per query to rerank and to save, by default 100; measures see what they need."),
+    ] = None,
     measure: Annotated[list[str] | None, typer.Option(help=_scores.MEASURE_HELP)] = None,
     query_top_k: Annotated[int | None, typer.Option(help=_retrievers.QUERY_TOP_K_HELP)] = None,
     query_cut: Annotated[int | None, typer.Option(help=_retrievers.QUERY_CUT_HELP)] = None,
@@ -33,7 +38,7 @@ def evaluate(
     rerank: Annotated[str | None, typer.Option(help=_rerank.HELP)] = None,
     rerank_model: Annotated[str | None, typer.Option(help=_rerank.MODEL_HELP)] = None,
     rerank_depth: Annotated[
-        int | None, typer.Option(help=_rerank.DEPTH_HELP + " By default all retrieved candidates.")
+        int | None, typer.Option(help=_rerank.DEPTH_HELP + " By default --k, or a whole run.")
     ] = None,
     rerank_tail: Annotated[str | None, typer.Option(help=_rerank.TAIL_HELP)] = None,
     rerank_weight: Annotated[float | None, typer.Option(help=_rerank.WEIGHT_HELP)] = None,
@@ -44,6 +49,11 @@ def evaluate(
     if (run is None) == (model is None and index is None):
         raise _common.UsageError("give either --run FILE, or --index (with --model, but for BM25), or a dense --model.")
     _check_options(run, index, query_top_k, query_cut, heap_factor, other_model, max_length)
+    if run is not None:
+        _common.refuse(
+            "--k", k, "goes with --index or a dense --model; --rerank-depth says how much of a run is reranked"
+        )
+    depth = None if run is not None else k or DEPTH
     _common.check_at_least_one(k=k, query_top_k=query_top_k, max_length=max_length)
     reranking = _rerank.options(rerank, rerank_model, rerank_depth, rerank_tail, rerank_weight)
     measures, deepest = _scores.check_measures(measure)
@@ -70,13 +80,13 @@ def evaluate(
             retriever = _retrievers.load_dense(str(model), collection.contents(), texts, max_length)
         name = f"--model {model}" if index is None else f"--index {index}"
         _scores.check_texts(name, retriever.provenance, collection, texts)
-        found = _scores.NamedRun(name, retriever.search(queries, max(k, deepest)), retriever.provenance)
+        found = _scores.NamedRun(name, retriever.search(queries, max(k or DEPTH, deepest)), retriever.provenance)
     _scores.check_answers(found, collection, splits)
     if reranker is not None:
         judged = {query: results for query, results in found.run.items() if query in queries}
-        found = _scores.NamedRun(found.name, reranker(queries, judged, None if run is not None else k), texts)
+        found = _scores.NamedRun(found.name, reranker(queries, judged, depth), texts)
     scores = _scores.score(found, collection, splits, measures, deepest)
-    _scores.save(found, texts, save_run, None if run is not None else k)
+    _scores.save(found, texts, save_run, depth)
     if as_json:
         result = _scores.facts(collection, scores)
         _common.print_json(result if rerank is None else result | {"rerank": rerank})

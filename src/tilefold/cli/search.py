@@ -35,7 +35,9 @@ class SearchPaths:
 def search(
     query: Annotated[str, typer.Argument(help="The query.")],
     demo: Annotated[Path, typer.Option(help="Folder of tilefold demo, used without --index.")] = _common.DEMO_DIR,
-    index: Annotated[Path | None, typer.Option(help="Index to search: with --model, but for BM25.")] = None,
+    index: Annotated[
+        Path | None, typer.Option(help="Index to search, with the --model that made it; BM25 has none.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="The SparseEncoder that made --index.")] = None,
     data: Annotated[str | None, typer.Option(help="The collection, to show titles.")] = None,
     vectors: Annotated[Path | None, typer.Option(help="The encoded documents, to show which terms matched.")] = None,
