@@ -68,6 +68,10 @@ def test_an_index_carries_the_model_and_the_texts_and_is_read_without_them(
     old, new = (call("evaluate", *places, "--index", at, "--json") for at in (tmp_path / "old", work / "index"))
     assert json.loads(old.out) == json.loads(new.out)
     assert "does not say which model made it" in old.err
+    search = ("search", "csv files", "--index", tmp_path / "old", "--model", masked_lm, "--data")
+    assert call(*search, work / "data").code == 0
+    refused = call(*search, work / "elsewhere")
+    assert (refused.code, "none of the documents found is in" in refused.err) == (1, True)
 
 
 @pytest.mark.parametrize("data", ["changed", "elsewhere"])

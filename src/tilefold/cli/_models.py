@@ -15,7 +15,13 @@ __all__ = ["PACKAGED", "find_model", "load_dense", "load_encoder", "load_model",
 
 PACKAGED = "minilm"
 HUB_TIMEOUT = 5.0  # seconds for the first word from the hub
-_NAMES = {"sparse": "a SparseEncoder", "multi-vector": "a multi-vector model", "dense": "a dense model"}
+_NAMES = {
+    "sparse": "a SparseEncoder",
+    "multi-vector": "a multi-vector model",
+    "dense": "a dense model",
+    "cross-encoder": "a cross-encoder",
+    "backbone": "a plain transformers model",
+}
 
 
 def find_model(name: str, option: str) -> str:
@@ -29,6 +35,8 @@ def find_model(name: str, option: str) -> str:
 
         return str(minilm_path())
     path = Path(name)
+    if not name.strip():
+        raise UsageError(f"{option}: expected a folder or a name, got an empty text.")
     if path.is_dir():
         return name
     if path.exists():
@@ -101,9 +109,7 @@ def load_model(
         kind = "sparse" if saved == "backbone" else saved
         if kind not in kinds:
             expected = " or ".join(_NAMES[wanted] for wanted in kinds)
-            raise UsageError(
-                f"{option}: {name} is {_NAMES.get(kind, kind)}; expected {expected}. {_remedy(name, kind, kinds)}"
-            )
+            raise UsageError(f"{option}: {name} is {_NAMES[saved]}; expected {expected}. {_remedy(name, kind, kinds)}")
         try:
             model = load_saved(path, saved)
         except OSError as error:

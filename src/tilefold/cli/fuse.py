@@ -68,7 +68,7 @@ def fuse(
         _check_runs(named, collection, [*splits, *([tune] if tune else [])])
     weights = weight
     if tune is not None and collection is not None:
-        weights = _tuned(named, collection, tune, measures[0])
+        weights = _tuned(named, collection, tune, measures[0], max(k, deepest))
     fused = _fused(method, named, weights, normalization, rrf_k, max(k, deepest))
     _scores.save(fused, fused.provenance, save_run)
     result: dict[str, Any] = {"method": method, "runs": [str(path) for path in run], "weights": weights}
@@ -121,11 +121,11 @@ def _check_runs(named: list[NamedRun], collection: Collection, splits: list[str]
         _scores.check_answers(each, collection, splits)
 
 
-def _tuned(named: list[NamedRun], collection: Collection, split: str, measure: str) -> list[float]:
+def _tuned(named: list[NamedRun], collection: Collection, split: str, measure: str, k: int) -> list[float]:
     from tilefold.retrieval.tuning import choose_weights
 
     try:
-        weights, _ = choose_weights([each.run for each in named], collection.qrels[split], measure=measure)
+        weights, _ = choose_weights([each.run for each in named], collection.qrels[split], measure=measure, k=k)
     except ValueError as error:
         raise _common.UsageError(f"--tune: {error}") from error
     return list(weights)

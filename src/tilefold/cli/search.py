@@ -123,6 +123,11 @@ def _hits(
         first = retriever.search_vectors(encoded, depth)["query"]
     else:
         first = retriever.search(queries, depth)["query"]
+    if documents and first and not first.keys() & documents.keys():
+        raise _common.CommandError(
+            f"--data: none of the documents found is in {paths.data} (the first is {next(iter(first))!r}); give the "
+            f"collection that the index {paths.index} was made from."
+        )
     found = first
     if reranker is not None and first:
         found = reranker(queries, {"query": first})["query"]
