@@ -10,7 +10,12 @@ pytestmark = NEEDS_INTERPRETER
 # files that share a process, and the least number of tests that must pass in it
 FILES = {
     ("entmax_attention/test_implementations.py", "entmax_attention/test_corner_cases.py"): 44,
-    ("entmax/test_rows.py", "entmax_attention/test_triton.py", "entmax_attention/test_replay.py"): 89,
+    (
+        "entmax/test_rows.py",
+        "entmax_attention/test_triton.py",
+        "entmax_attention/test_calls.py",
+        "entmax_attention/test_packing.py",
+    ): 75,
 }
 
 

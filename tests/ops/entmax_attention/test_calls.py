@@ -1,0 +1,241 @@
+"""Calls like an earlier one: errors, masks, lengths and strides of entmax attention.
+
+What holds for the repeated launches of every operator is in ``tests/ops/shared/test_launches.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.conftest import Target
+from tilefold.ops import entmax_attention
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops.entmax_attention import _torch_ops
+from tilefold.testing.entmax_attention import (
+    EntmaxAttentionInputs,
+    assert_entmax_attention_matches,
+    entmax_attention_inputs,
+    entmax_attention_results,
+)
+
+INTERPRETED = triton_interpreted()
+SHORT = 10
+no_interpreter = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter, or what it cannot do")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    for cache in (_torch_ops.CALLS, _torch_ops._BACKWARD):
+        cache._plans.clear()
+
+
+def problem(target: Target, n: int = SHORT, seed: int = 0, **options: Any) -> EntmaxAttentionInputs:
+    sizes: dict[str, Any] = {"kv_heads": 1, "dtype": torch.float32} | options
+    batch = 2 if "layout" in options or not INTERPRETED else 1
+    return entmax_attention_inputs(batch, 2, n, 16, device=target.device, seed=seed, **sizes)
+
+
+def assert_replayed(
+    target: Target, first: EntmaxAttentionInputs, second: EntmaxAttentionInputs, **options: Any
+) -> None:
+    """``second`` gives the same bits after a call like it as it gives afresh."""
+    entmax_attention_results(first, impl=target.impl, **options)
+    assert (len(_torch_ops.CALLS) == 1) == (target.impl == "triton"), (
+        "the first call was not kept, or the second is new"
+    )
+    replayed = entmax_attention_results(second, impl=target.impl, **options)
+    assert len(_torch_ops.CALLS) <= 1, "the second call is not like the first"
+    forget()
+    afresh = entmax_attention_results(second, impl=target.impl, **options)
+    assert replayed.keys() == afresh.keys()
+    for name, value in afresh.items():
+        assert value.stride() == replayed[name].stride(), name
+        torch.testing.assert_close(replayed[name], value, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("layout", ["holes", "packed"])
+def test_another_mask_and_other_lengths_of_the_same_shapes(target: Target, layout: str) -> None:
+    first = problem(target, layout=layout)
+    second = problem(target, layout=layout)
+    for name, tensor in second.layout.items():
+        if layout == "holes":
+            second.layout[name] = tensor.flip(1)
+        else:
+            second.layout[name] = torch.cat([tensor[:1], tensor[1:-1] - 1, tensor[-1:]])
+        assert not torch.equal(second.layout[name], first.layout[name])
+    assert_replayed(target, first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int64, torch.float32], ids=str)
+def test_masks_of_every_dtype_mean_the_same(target: Target, dtype: torch.dtype) -> None:
+    if INTERPRETED and dtype not in (torch.int8, torch.int64):
+        pytest.skip("interpreting takes seconds per case")
+    inputs = problem(target, layout="holes")
+    mask = inputs.layout["key_padding_mask"]
+    out = entmax_attention(inputs.q, inputs.k, inputs.v, key_padding_mask=mask, impl=target.impl)
+    other = (mask * (-3 if dtype.is_signed else 2)).to(dtype)
+    for given in (other, other.T.contiguous().T):
+        assert torch.equal(
+            out, entmax_attention(inputs.q, inputs.k, inputs.v, key_padding_mask=given, impl=target.impl)
+        )
+
+
+def laid_out(tensor: Tensor, how: str) -> Tensor:
+    if how == "tokens first":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if how == "part of a wider one":
+        return torch.cat([tensor, tensor], dim=-1)[..., : tensor.size(-1)]
+    return tensor.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+@pytest.mark.parametrize("how", ["tokens first", "part of a wider one", "last dimension first"])
+def test_other_strides_are_other_calls_and_those_of_the_results(target: Target, how: str) -> None:
+    if INTERPRETED and how == "part of a wider one":
+        pytest.skip("interpreting takes seconds per case")
+    inputs = problem(target)
+    plain = entmax_attention_results(inputs, impl=target.impl)
+    q, k, v = (laid_out(tensor, how) for tensor in (inputs.q, inputs.k, inputs.v))
+    strange = EntmaxAttentionInputs(q, k, v, laid_out(inputs.dout, how), {})
+    found = assert_entmax_attention_matches(strange, impl=target.impl)  # other strides may add up in another order
+    again = entmax_attention_results(strange, impl=target.impl)
+    assert all(torch.equal(again[name], value) for name, value in found.items())
+    assert again["out"].stride() == torch.empty_like(q).stride()
+    assert again["dk"].stride() == torch.empty_like(k).stride()
+    assert torch.equal(entmax_attention_results(inputs, impl=target.impl)["dq"], plain["dq"])
+
+
+def test_dropout_draws_at_every_call(target: Target) -> None:
+    inputs = problem(target)
+    outs = [entmax_attention(inputs.q, inputs.k, inputs.v, dropout_p=0.5, impl=target.impl) for _ in range(2)]
+    assert not torch.equal(*outs)
+
+
+WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"alpha": 1.0}, {"alpha": True}, "alpha must be a number in"),
+    ({"alpha": 1.5}, {"alpha": [1.5]}, "alpha must be a number in"),
+    ({"window": 1}, {"window": True}, "window must be an integer"),
+    ({"window": 2}, {"window": 2.0}, "window must be an integer"),
+    ({"dropout_p": 0}, {"dropout_p": False}, "dropout_p must be a number"),
+    ({"max_seqlen_k": 1}, {"max_seqlen_k": True}, "max_seqlen_k must be an integer"),
+    ({}, {"return_stats": "all"}, "return_stats must be one of"),
+    ({}, {"impl": "flash"}, "impl must be one of"),
+]
+
+
+@pytest.mark.parametrize(("good", "bad", "text"), WRONG, ids=[str(w[1]) for w in WRONG])
+def test_what_equals_a_good_argument_is_no_good_argument(
+    target: Target, good: dict[str, Any], bad: dict[str, Any], text: str
+) -> None:
+    q = torch.randn(1, 1, 4, 16, device=target.device)
+    for _ in range(2):
+        entmax_attention(q, q, q, **{"impl": target.impl} | good)
+        with pytest.raises(ValueError, match=text):
+            entmax_attention(q, q, q, **{"impl": target.impl} | bad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_something_else_than_a_tensor_is_named_under_autocast_too(target: Target, dtype: torch.dtype) -> None:
+    q: Any = torch.randn(1, 1, 4, 16, device=target.device).to(dtype)
+    with torch.autocast(torch.device(target.device).type, dtype=torch.bfloat16):
+        for wrong in ((None, q, q), (q, None, q), (q, q, [q])):
+            with pytest.raises(TypeError, match=r"[qkv] must be a torch.Tensor, got"):
+                entmax_attention(*wrong, impl=target.impl)
+
+
+def test_values_are_checked_at_every_call_where_the_host_may_look(target: Target) -> None:
+    if target.device != "cpu":
+        pytest.skip("looking would wait for the device")
+    q, rows = torch.randn(1, 2, 4, 16), torch.randn(4, 2, 16)
+    entmax_attention(q, q, q, alpha=torch.tensor([1.2, 2.0]), impl=target.impl)
+    with pytest.raises(ValueError, match=r"alpha must lie in \[1, 2\]"):
+        entmax_attention(q, q, q, alpha=torch.tensor([1.2, 2.1]), impl=target.impl)
+    good, bad = torch.tensor([0, 2, 4]), torch.tensor([0, 3, 2])
+    entmax_attention(rows, rows, rows, cu_seqlens_q=good, cu_seqlens_k=good, impl=target.impl)
+    with pytest.raises(ValueError, match="cu_seqlens_k must start with 0"):
+        entmax_attention(rows, rows, rows, cu_seqlens_q=good, cu_seqlens_k=bad, impl=target.impl)
+
+
+def test_saved_tensors_may_come_back_with_other_strides(target: Target) -> None:
+    inputs = problem(target)
+    leaves = [laid_out(t, "tokens first").requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    found = []
+    for packing in (nullcontext(), torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone().contiguous(), _same)):
+        with packing:
+            out = entmax_attention(*leaves, impl=target.impl)
+        assert isinstance(out, Tensor)
+        found.append(torch.autograd.grad(out, leaves, inputs.dout))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@no_interpreter
+def test_autocast_after_a_call_without_it_and_before_one(target: Target) -> None:
+    inputs = problem(target)
+    kind = torch.device(target.device).type
+    rounded = inputs.cast(torch.bfloat16)
+    plain = entmax_attention_results(rounded, impl=target.impl)
+    wide = entmax_attention_results(inputs, impl=target.impl)
+    for _ in range(2):
+        with torch.autocast(kind, dtype=torch.bfloat16):
+            narrow = entmax_attention_results(rounded, impl=target.impl)
+            cast = entmax_attention_results(inputs, impl=target.impl)
+        for name, value in plain.items():
+            assert torch.equal(narrow[name], value), name
+        assert cast["out"].dtype == torch.bfloat16 and torch.equal(cast["out"], plain["out"])
+        assert cast["dq"].dtype == torch.float32
+        assert torch.equal(entmax_attention_results(inputs, impl=target.impl)["dq"], wide["dq"])
+
+
+@no_interpreter
+def test_compilers_see_the_registered_operator_after_eager_calls(target: Target) -> None:
+    inputs = problem(target)
+
+    def loss(q: Tensor) -> Tensor:
+        out = entmax_attention(q, inputs.k, inputs.v, impl=target.impl)
+        assert isinstance(out, Tensor)
+        return (out * inputs.dout).sum()
+
+    eager = entmax_attention_results(inputs, impl=target.impl, needs=("q",))["dq"]
+    leaf = inputs.q.clone().requires_grad_()
+    torch.compile(loss, fullgraph=True, backend="aot_eager")(leaf).backward()
+    assert leaf.grad is not None and torch.equal(leaf.grad, eager)
+    assert torch.equal(entmax_attention_results(inputs, impl=target.impl, needs=("q",))["dq"], eager)
+
+
+@no_interpreter
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+def test_no_call_waits_for_the_device() -> None:
+    target = Target("triton", "cuda")
+    cases: list[tuple[EntmaxAttentionInputs, dict[str, Any]]] = [
+        (problem(target), {}),
+        (problem(target, 1100), {"causal": True}),
+        (problem(target, layout="holes"), {"alpha": torch.tensor([1.2, 1.7], device="cuda")}),
+        (problem(target, layout="packed"), {}),
+    ]
+    for again in (False, True):
+        for inputs, options in cases:
+            leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+            try:
+                torch.cuda.set_sync_debug_mode("error" if again else "default")  # the first call compiles
+                out = entmax_attention(*leaves, **inputs.layout, **options)
+                assert isinstance(out, Tensor)
+                torch.autograd.grad(out, leaves, inputs.dout)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")

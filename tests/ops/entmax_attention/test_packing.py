@@ -1,0 +1,108 @@
+"""Packed batches: tables of tiles, and offsets that describe no rows, which the host does not look at on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.conftest import Target
+from tilefold.ops import entmax_attention
+from tilefold.ops._shared.impl import triton_installed, triton_interpreted
+from tilefold.ops.entmax_attention import _torch_ops
+
+no_interpreter = pytest.mark.skipif(triton_interpreted(), reason="needs no interpreter")
+
+
+def test_broken_offsets_of_a_gpu_make_everything_nan_at_every_call(target: Target) -> None:
+    if target.device == "cpu" or target.impl != "triton":
+        pytest.skip("the host looks")
+    rows = torch.randn(100, 2, 16, device=target.device)
+    good = torch.tensor([0, 40, 100], device=target.device)
+    for _ in range(2):
+        for bad in ([0, 40, 99], [1, 40, 100], [0, 120, 100]):
+            wrong = torch.tensor(bad, device=target.device)
+            for pair in ((wrong, good), (good, wrong)):
+                out = entmax_attention(rows, rows, rows, cu_seqlens_q=pair[0], cu_seqlens_k=pair[1])
+                assert isinstance(out, Tensor) and bool(out.isnan().all())
+        for bound, broken in ((59, True), (60, False), (None, False)):  # the longest has 60 keys
+            out = entmax_attention(rows, rows, rows, cu_seqlens_q=good, cu_seqlens_k=good, max_seqlen_k=bound)
+            assert isinstance(out, Tensor) and bool(out.isnan().all()) == broken == bool(out.isnan().any())
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        torch.tensor([0, 2**32 + 20]),  # cut to 32 bits these two describe the rows
+        torch.tensor([0, 7 - 2**32, 20]),
+        torch.tensor([0, 2**31 - 1, -2, 20], dtype=torch.int32),  # in 32 bits no difference is negative
+    ],
+    ids=["too large", "too small", "wraps"],
+)
+@pytest.mark.parametrize("side", ["q", "k", "both"])
+def test_offsets_beyond_32_bits_give_nan_and_no_plausible_number(
+    target: Target, monkeypatch: pytest.MonkeyPatch, bad: Tensor, side: str
+) -> None:
+    if target.impl != "triton":
+        pytest.skip("the host looks")
+    # on the CPU too it must not look, as it does not on a GPU
+    monkeypatch.setattr(_torch_ops, "check_values", lambda *arguments: None)
+    rows = torch.randn(20, 1, 16, device=target.device, requires_grad=True)
+    good = torch.arange(bad.numel()).clamp(max=1) * 20
+    cu_q, cu_k = (bad if side in (name, "both") else good for name in "qk")
+    offsets = {"cu_seqlens_q": cu_q.to(target.device), "cu_seqlens_k": cu_k.to(target.device)}
+    out = entmax_attention(rows, rows, rows, impl=target.impl, **offsets)
+    assert isinstance(out, Tensor) and bool(out.isnan().all())
+    out.sum().backward()  # reads nothing elsewhere
+
+
+def torch_table(offsets: Tensor, block: int, tiles: int) -> tuple[Tensor, Tensor]:
+    ends = ((offsets.diff() + (block - 1)) // block).clamp_(min=0).cumsum(0)
+    every = torch.arange(tiles, device=offsets.device)
+    of_tile = torch.searchsorted(ends, every, right=True)
+    return of_tile.to(torch.int32), torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
+
+
+@pytest.mark.parametrize("keys", [32, 0])
+@pytest.mark.parametrize("lengths", [[5], [0, 70, 0, 16, 15, 0], [33] * 70, [20, -7, 40], []], ids=str)
+def test_tables_of_packed_batches(target: Target, lengths: list[int], keys: int) -> None:
+    if target.impl != "triton":
+        pytest.skip("only the kernels need tables")
+    from tilefold.ops.entmax_attention._triton.packing import Tables
+
+    cu_q = torch.tensor([0, *lengths], device=target.device).cumsum(0).to(torch.int32)
+    cu_k = 2 * cu_q
+    batch = len(lengths)
+    sizes = (int(cu_q.max()) // 16 + batch + 2, int(cu_k.max()) // 32 + batch + 3)
+    for _ in range(2):
+        made = Tables(batch, sizes[0], 16, sizes[1] if keys else 0, keys)(True, cu_q, cu_k)
+        wanted: tuple[Tensor, ...] = torch_table(cu_q, 16, sizes[0])
+        if keys:
+            wanted += torch_table(cu_k, keys, sizes[1])
+        for found, table in zip(made, wanted, strict=False):
+            assert found is not None and torch.equal(found, table)
+        assert keys or made[2:] == [None, None]
+
+
+@no_interpreter
+@pytest.mark.skipif(not triton_installed(), reason="the kernels need triton")
+@pytest.mark.parametrize("offsets", ["*i32", "*i64"])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_of_packed_batches_build_without_spills(capability: int, offsets: str) -> None:
+    from tests.ops.cross_compile import compile_kernel
+    from tilefold.ops.entmax_attention._triton.packing import _OFFSETS, _TILES, nan_if_broken_kernel, tables_kernel
+
+    tables = dict.fromkeys(["cu_q_ptr", "cu_k_ptr", "q_batch_ptr", "q_start_ptr", "k_batch_ptr", "k_start_ptr"], "*i32")
+    types = {
+        **tables,
+        "out_ptr": "*bf16",
+        **dict.fromkeys(["B", "q_tiles", "k_tiles", "q_rows", "k_rows", "longest"], "i32"),
+    }
+    types |= {"size": "i64", "cu_q_ptr": offsets, "cu_k_ptr": offsets}
+    for kernel, constants in (
+        (tables_kernel, {"ROWS": 64, "KEYS": 64, "BLOCK": _TILES}),
+        (tables_kernel, {"ROWS": 64, "KEYS": 0, "BLOCK": _TILES, "k_batch_ptr": None, "k_start_ptr": None}),
+        (nan_if_broken_kernel, {"BLOCK": _OFFSETS}),
+    ):
+        compiled = compile_kernel(kernel, types, constants, capability, 4, 1)
+        assert compiled.stack == 0 and compiled.local_memory == 0
