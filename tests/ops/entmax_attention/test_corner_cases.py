@@ -146,7 +146,7 @@ def test_09_padding_anywhere_and_packed_batches_are_what_their_sequences_are_alo
 def test_09_lengths_beyond_the_rows_raise_on_the_cpu() -> None:
     q = torch.randn(5, 1, 8)
     good, beyond = torch.tensor([0, 5]), torch.tensor([0, 6])
-    with pytest.raises(ValueError, match=r"cu_seqlens_q must start with 0.*rows 5"):
+    with pytest.raises(ValueError, match=r"cu_seqlens_q must start with 0.*6 with 5 rows"):
         output(q, q, q, cu_seqlens_q=beyond, cu_seqlens_k=good)
 
 

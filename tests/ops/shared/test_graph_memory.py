@@ -160,9 +160,10 @@ def main(when: str) -> None:
             scores = call(*inputs)
             return [scores.detach(), *torch.autograd.grad(scores.float().sin().sum(), inputs)]
 
-        torch.mm(torch.ones(2, 2, device="cuda"), torch.ones(2, 2, device="cuda"))  # cuBLAS has its workspace
-        stream = torch.cuda.Stream()
+        stream, square = torch.cuda.Stream(), torch.ones(2, 2, device="cuda", requires_grad=True)
         with torch.cuda.stream(stream):
+            # torch's own products cannot make their workspaces, of each thread and stream, under capture
+            torch.autograd.grad((square @ square).sum(), square)
             for _ in range(3 if when == "warm" else 0):
                 step()
         torch.cuda.synchronize()
@@ -174,6 +175,7 @@ def main(when: str) -> None:
         torch.cuda.synchronize()
         for tensor, expected in zip(found, step(), strict=True):
             assert torch.equal(tensor, expected), name
+        del found, tensor, graph  # nothing of a graph may be freed while the next one is captured
 
 
 if __name__ == "__main__":

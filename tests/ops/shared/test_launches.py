@@ -47,13 +47,13 @@ class Operator:
         given: shapes, and largest values, of integer tensors that the call gets by name.
         options: keyword arguments that give other results, one set of them for each kind of call.
         caches: the operator's own.
-        launches: kernels of one call and its gradients.
+        launches: kernels of one call and its gradients; as many multiprocessors as the interpreter has need fewer.
     """
 
     call: Callable[..., Tensor]
     shapes: tuple[tuple[int, ...], ...]
     caches: tuple[CallCache[Any], ...]
-    launches: int
+    launches: tuple[int, ...]
     given: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
     options: tuple[dict[str, Any], ...] = ({},)
 
@@ -79,14 +79,15 @@ def dout(scores: Tensor) -> Tensor:
     return values.to(scores.device, scores.dtype)
 
 
-def head(pooling: str, launches: int, length: int = 16, **given: Callable[[], Tensor]) -> Operator:
+def head(pooling: str, launches: int | tuple[int, ...], length: int = 16, **given: Callable[[], Tensor]) -> Operator:
     """The LSR head; rows of 16 values and 16 tokens are read through TMA descriptors where there are some."""
     shape = (2 * length, 16) if "cu_seqlens" in given else (2, length, 16)
     options = ({"pooling": pooling}, {"pooling": pooling, "activation": "softplus"})
     options += ({"pooling": pooling, "logit_scale": 0.5}, {"pooling": pooling, "logit_scale": 1})
     options += ({"pooling": pooling, "out_dtype": torch.float64},) if DEVICE == "cpu" else ()
     caches = (lsr_head_ops.FORWARD_PLANS, lsr_head_ops.BACKWARD_PLANS)
-    return Operator(lsr_head, (shape, (40, 16), (40,)), caches, launches, given, options)
+    counts = launches if isinstance(launches, tuple) else (launches,)
+    return Operator(lsr_head, (shape, (40, 16), (40,)), caches, counts, given, options)
 
 
 def attention(launches: int, *, keys: int = 21, learned: bool = False, **options: Any) -> Operator:
@@ -182,7 +183,7 @@ OPERATORS: dict[str, Operator] = {
     "maxsim listed pairs": late_interaction((3, 5, 16), 5, {"pairing": pairs}, {}, {"mask_mode": "zero"}),
     "lsr_head": head("max", 6),
     "lsr_head masked": head("max", 7, 21, attention_mask=mask),
-    "lsr_head packed": head("max", 7, cu_seqlens=offsets),
+    "lsr_head packed": head("max", (7, 8), cu_seqlens=offsets),
     "lsr_head sum": head("sum", 2),
     "lsr_head mean, masked": head("mean", 3, 21, attention_mask=mask),
     "lsr_head cls, masked": head("cls", 5, 21, attention_mask=mask),
@@ -258,7 +259,7 @@ def test_repeated_launches_give_the_bits_of_the_first(operator: Operator, unboun
             assert first is None or equal(results, first)
             first = results
             assert bool(unbound) == (round_ < 2), unbound
-            assert wanted != slice(None) or len(unbound) in (0, operator.launches), unbound
+            assert wanted != slice(None) or len(unbound) in (0, *operator.launches), unbound
     with torch.no_grad():
         found = [operator(operator.leaves()) for _ in range(3)]
     with torch.inference_mode():
@@ -406,8 +407,8 @@ def test_a_profilers_hooks_hear_of_every_launch(operator: Operator, unbound: lis
         assert equal(operator.step(leaves), results)
     finally:
         knobs.runtime.launch_enter_hook.remove(heard.append)
-    assert len(unbound) == operator.launches
-    assert triton_interpreted() or len(heard) == operator.launches
+    assert len(unbound) in operator.launches
+    assert triton_interpreted() or len(heard) == len(unbound)
     unbound.clear()
     assert equal(operator.step(leaves), results) and not unbound
 
@@ -443,7 +444,7 @@ def test_a_captured_graph_repeats_a_step_and_plans_hold_nothing_of_it(operator: 
 @gpu
 @every_operator
 def test_plans_hold_no_memory_of_a_call(operator: Operator) -> None:
-    leaves, _ = warmed(operator)
+    leaves, results = warmed(operator)
     gc.collect()
     before = torch.cuda.memory_allocated()
     for _ in range(3):
@@ -452,6 +453,7 @@ def test_plans_hold_no_memory_of_a_call(operator: Operator) -> None:
     forget()
     gc.collect()
     assert torch.cuda.memory_allocated() == before
+    assert equal(operator.step(leaves), results)
 
 
 @gpu

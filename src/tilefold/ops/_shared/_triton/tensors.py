@@ -38,6 +38,11 @@ def as_bytes(mask: Tensor | None) -> Tensor | None:
     return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
 
+def one_byte(mask: Tensor | None) -> Tensor | None:
+    """The same in one byte per entry: for kernels that take long to compile, and so are compiled for no other dtype."""
+    return as_bytes(mask if mask is None or mask.dtype.itemsize == 1 else mask != 0)
+
+
 class Scratch:
     """Memory that a plan's launches write, allocated anew in each call: ``scratch()``.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import Step
-from tilefold.ops._shared._triton.tensors import as_bytes, contiguous, power_of_two, sm_count
+from tilefold.ops._shared._triton.tensors import contiguous, one_byte, power_of_two, sm_count
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.internals import hooked
 from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
@@ -86,7 +86,7 @@ def forward(plan: ForwardPlan, tensors: AttentionTensors) -> Forward:
         maxima = q.new_empty(plan.scratch[1], dtype=torch.float32)
         lists = q.new_empty(plan.scratch[2], dtype=torch.int32)
         counts = q.new_empty(plan.scratch[3], dtype=torch.int32)
-    alpha, mask, cu_q, cu_k = contiguous(alpha), as_bytes(mask), contiguous(cu_q), contiguous(cu_k)
+    alpha, mask, cu_q, cu_k = contiguous(alpha), one_byte(mask), contiguous(cu_q), contiguous(cu_k)
     target, target2 = out, out if out2 is None else out2
     if plan.copies:
         q, k, v = readable(q), readable(k), readable(v)

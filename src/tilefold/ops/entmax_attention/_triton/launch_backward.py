@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import Step, aligned
-from tilefold.ops._shared._triton.tensors import as_bytes, cdiv, contiguous
+from tilefold.ops._shared._triton.tensors import cdiv, contiguous, one_byte
 from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
 from tilefold.ops.entmax_attention._triton.backward import dkv_kernel, dq_kernel, key_lists_kernel, query_lists_kernel
 from tilefold.ops.entmax_attention._triton.layout import (
@@ -70,7 +70,7 @@ def backward(plan: BackwardPlan, dout: Tensor, tensors: AttentionTensors, saved:
     dv = like(v) if need_v else None
     if plan.copies:
         q, k, v, dout, out2 = (readable(t) for t in (q, k, v, dout, out2))
-    alpha, mask, cu_q, cu_k = contiguous(alpha), as_bytes(mask), contiguous(cu_q), contiguous(cu_k)
+    alpha, mask, cu_q, cu_k = contiguous(alpha), one_byte(mask), contiguous(cu_q), contiguous(cu_k)
     delta = q.new_empty(plan.rows, dtype=torch.float32)
     dalpha = None
     if need_alpha:  # a packed batch may have rows of no sequence, should its offsets be broken

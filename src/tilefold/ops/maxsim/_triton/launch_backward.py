@@ -84,7 +84,8 @@ def _sorted_pairs(side: int, index: Tensor) -> Tensor:
 def _first_pairs(side: int, count: int, index: Tensor, order: Tensor) -> Tensor:
     """Where the pairs of each of ``count`` queries or documents begin in that order, and where the last one's end."""
     which = torch.arange(count + 1, dtype=index.dtype, device=index.device)
-    return torch.searchsorted(index[:, side].contiguous(), which, sorter=order)
+    # without sorter=, which has its values checked on the host
+    return torch.searchsorted(index[:, side][order], which)
 
 
 @dataclass
