@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tilefold.ops._shared._triton.releases import listed_pairs_spill
+from tilefold.ops._shared._triton.releases import late_interaction_gradients_spill
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.tf32 import tf32_allowed
 
@@ -201,16 +201,14 @@ def _stream_config_on(device: torch.device, documents: torch.dtype, dim: int, qu
 
 def backward_config_for(capability: tuple[int, int], dtype: torch.dtype, tf32: bool) -> BackwardConfig:
     """The backward configuration for a compute capability: tiles that keep to the registers there."""
+    ampere, blackwell, old = capability < (9, 0), capability >= (10, 0), late_interaction_gradients_spill()
     if dtype == torch.float32:
         config = replace(BACKWARD_FP32, precision="tf32") if tf32 else BACKWARD_FP32
-        if capability >= (10, 0):
-            return replace(config, smooth_stages=2)
-        return replace(config, stages_d=1, list_e=16, list_warps=8) if capability < (9, 0) else config
-    if capability >= (10, 0):
-        return replace(BACKWARD_16BIT, block_t=64, stages_d=2)
-    if not listed_pairs_spill():
-        return BACKWARD_16BIT
-    return replace(BACKWARD_16BIT, warps_q=8) if capability >= (9, 0) else replace(BACKWARD_16BIT, block_t=64)
+        config = replace(config, stages_d=1, list_e=16, list_warps=8) if ampere else config
+        return replace(config, smooth_stages=2) if blackwell or (ampere and old) else config
+    narrow = blackwell or (ampere and old)
+    config = replace(BACKWARD_16BIT, block_t=64, stages_d=2) if narrow else BACKWARD_16BIT
+    return replace(config, warps_q=8) if old and not ampere else config
 
 
 def backward_config(dtype: torch.dtype, device: torch.device) -> BackwardConfig:

@@ -18,7 +18,7 @@ fused multiply-add by default (4)      yes    yes    yes    yes    yes    warns
 attention, sm_90, keeps to registers   yes    yes    yes    yes    no (8) no (7)
 roots of one stage get registers (11)  no     yes    yes    yes    yes    yes
 fp32 dk and dv get registers (13)      yes    yes    yes    yes    no     yes
-gradients of listed pairs spill (14)   yes    no     no     no     no     no
+maxsim's gradients spill (14)          yes    no     no     no     no     no
 =====================================  =====  =====  =====  =====  =====  =====
 
 1. There, all roles take the same arguments.
@@ -34,7 +34,8 @@ gradients of listed pairs spill (14)   yes    no     no     no     no     no
 11. Of attention in fp32 with heads wider than 128, on 8.0: the assembler of 3.4 gives that kernel 32.
 12. What 16 of must divide a row behind a descriptor.
 13. In attention, the assembler of 3.8 gives fp32's kernel 32 above head dimension 128, and spills in its loop above 64.
-14. maxsim's in 16 bits: of documents on 8.0 with 128 tokens in a tile, of queries on 9.0 with 4 warps.
+14. Of documents in 16 bits on 8.0 with 128 tokens in a tile, of listed pairs' queries in 16 bits from 9.0 on with 4
+    warps, of smooth maxima in fp32 on 8.0 without a pipeline.
 
 This file imports without Triton.
 """
@@ -127,8 +128,8 @@ def wide_gradients_want_warps() -> bool:
     return release() == (3, 8)
 
 
-def listed_pairs_spill() -> bool:
-    """Whether gradients of listed pairs spill: documents' in wide tiles on 8.0, queries' with 4 warps on 9.0."""
+def late_interaction_gradients_spill() -> bool:
+    """Whether some of maxsim's gradients spill with the tiles that other releases take."""
     return release() == (3, 4)
 
 
