@@ -6,16 +6,8 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.activation import activate, slope_from_score
-from tilefold.ops.lsr_head._problem import (
-    Gradients,
-    HeadOptions,
-    Needs,
-    Saved,
-    Tokens,
-    Vocabulary,
-    no_winner,
-    winner_dtype,
-)
+from tilefold.ops._shared.winners import no_winner, winner_dtype
+from tilefold.ops.lsr_head._problem import Gradients, HeadOptions, Needs, Saved, Tokens, Vocabulary
 from tilefold.ops.lsr_head._range import largest_finite, unit_of
 
 

@@ -12,9 +12,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-# In uint16 the largest value stands for "no valid token"; int32 uses -1.
-NO_WINNER_UINT16 = 65535
-
 
 class Pooling(NamedTuple):
     """What a pooling keeps for its backward pass.
@@ -150,16 +147,6 @@ class BackwardPlan(Protocol):
         self, dscores: Tensor, saved: Saved, tokens: Tokens, vocabulary: Vocabulary, main_grad: Tensor | None
     ) -> Gradients:
         """Launch; the weight's gradient is added to ``main_grad``, if given, and not returned."""
-
-
-def winner_dtype(length_bound: int) -> torch.dtype:
-    """The smallest dtype that holds a token position below ``length_bound`` and the mark for "none"."""
-    return torch.uint16 if length_bound <= NO_WINNER_UINT16 else torch.int32
-
-
-def no_winner(dtype: torch.dtype) -> int:
-    """The stored winner of a sequence without a valid token."""
-    return NO_WINNER_UINT16 if dtype == torch.uint16 else -1
 
 
 def winners_shape(tokens: Tokens, vocab: int, options: HeadOptions) -> tuple[int, int]:

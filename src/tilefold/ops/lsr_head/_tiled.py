@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from tilefold.ops._shared.activation import activate, activate_in_place, slope_from_score, slope_in_place
+from tilefold.ops._shared.winners import no_winner, winner_dtype
 from tilefold.ops.lsr_head import _one_token
 from tilefold.ops.lsr_head._problem import (
     Gradients,
@@ -22,9 +23,7 @@ from tilefold.ops.lsr_head._problem import (
     Saved,
     Tokens,
     Vocabulary,
-    no_winner,
     pack_rows,
-    winner_dtype,
     winners_shape,
 )
 from tilefold.ops.lsr_head._tiles import keep_maximum, max_tiles, sequence_tiles, vocabulary_tiles

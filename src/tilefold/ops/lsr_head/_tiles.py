@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.winners import max_over_tokens
 from tilefold.ops.lsr_head._problem import PackedRows
 
 TILE_ELEMENTS = 1 << 22  # logits of one tile: 16 MiB in fp32, so that it stays in the last-level cache
 BLOCK_V = 4096  # vocabulary entries of a tile
-BLOCK_WINNER = 16  # tokens among which the winner is looked for, once their block is known
 
 
 def vocabulary_tiles(
@@ -114,7 +114,7 @@ def keep_maximum(scores: Tensor, winners: Tensor | None, tokens: Tensor, before:
     Args:
         before: tokens of the one sequence that were folded already, which win ties; 0 for the first part, or wholes.
     """
-    best, winner = _max_over_tokens(tokens, winners is not None)
+    best, winner = max_over_tokens(tokens, winners is not None)
     if before == 0:
         scores.copy_(best)
         if winners is not None:
@@ -125,26 +125,3 @@ def keep_maximum(scores: Tensor, winners: Tensor | None, tokens: Tensor, before:
         rises = (best > scores) | (best.isnan() & ~scores.isnan())
         scores.copy_(torch.where(rises, best, scores))
         winners.copy_(torch.where(rises, winner + before, winners))
-
-
-def _max_over_tokens(logits: Tensor, with_winners: bool) -> tuple[Tensor, Tensor]:
-    """Maximum over dim 1 of ``[n, L, C]`` and the lowest index that holds it; the maximum of a row with NaN is NaN.
-
-    The index is looked for in two steps, first the block of tokens, then the token: a maximum with indices over all
-    tokens costs several times the maximum alone.
-    """
-    length = logits.size(1)
-    if not with_winners:
-        return logits.amax(dim=1), logits.new_empty(0)
-    if length <= BLOCK_WINNER:
-        best, winner = logits.max(dim=1)
-        return best, winner
-    whole = length // BLOCK_WINNER
-    maxima = logits[:, : whole * BLOCK_WINNER].reshape(-1, whole, BLOCK_WINNER, logits.size(2)).amax(dim=2)
-    if whole * BLOCK_WINNER < length:
-        maxima = torch.cat([maxima, logits[:, whole * BLOCK_WINNER :].amax(dim=1, keepdim=True)], dim=1)
-    block = maxima.max(dim=1).indices  # [n, C]
-    places = torch.arange(BLOCK_WINNER, device=logits.device)[None, :, None]
-    tokens = (block[:, None] * BLOCK_WINNER + places).clamp_(max=length - 1)  # [n, 16, C]
-    best, place = logits.gather(1, tokens).max(dim=1)
-    return best, block * BLOCK_WINNER + place

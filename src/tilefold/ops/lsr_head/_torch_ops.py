@@ -16,6 +16,7 @@ from tilefold.ops._shared.checks import check_cu_seqlens
 from tilefold.ops._shared.fallback import KernelUnavailableError, triton_or_tiled
 from tilefold.ops._shared.impl import chosen_impl, host_may_read, settled
 from tilefold.ops._shared.library import define_op, forbid_double_backward, gradient_needs_dispatcher, is_plain, run
+from tilefold.ops._shared.winners import winner_dtype
 from tilefold.ops.lsr_head import _quantized, _tiled
 from tilefold.ops.lsr_head._problem import (
     POOLINGS,
@@ -27,7 +28,6 @@ from tilefold.ops.lsr_head._problem import (
     Saved,
     Tokens,
     Vocabulary,
-    winner_dtype,
     winners_shape,
 )
 

@@ -26,13 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# In uint16 the largest value stands for "no winner"; int32 uses -1.
-NO_WINNER_UINT16 = 65535
-
-
-def no_winner(dtype: torch.dtype) -> int:
-    """The stored winner of a query token that no valid document token answers."""
-    return NO_WINNER_UINT16 if dtype == torch.uint16 else -1
+from tilefold.ops._shared.winners import winner_dtype
 
 
 def winner_bits(position: Tensor, dtype: torch.dtype) -> Tensor:
@@ -188,7 +182,7 @@ class Problem:
         if self.temperature:
             return wide_dtype(self.queries.dtype)
         bound = self.documents.size(0) if self.cu_documents is not None else self.document_length
-        return torch.uint16 if bound <= NO_WINNER_UINT16 else torch.int32
+        return winner_dtype(bound)
 
 
 ARGUMENTS = tuple(field.name for field in fields(Problem))[:-2]  # all but the scales

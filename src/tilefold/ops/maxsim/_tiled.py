@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.winners import max_over_tokens
 from tilefold.ops.maxsim import _tiled_maxima, _tiled_smooth, _tiled_winners
 from tilefold.ops.maxsim._blocks import Block, Side, blocks, column_limit, inverse_norms, own_queries, row_limit, sides
 from tilefold.ops.maxsim._blocks import pairs as pairs_of
@@ -26,7 +27,6 @@ from tilefold.ops.maxsim.quantized import quantize_rows
 
 SCRATCH_BYTES = 96 << 20
 BOOKKEEPING_BYTES = 200
-BLOCK_WINNER = 16  # tokens among which the winner is looked for, once their block is known
 
 
 def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
@@ -177,7 +177,7 @@ def _maxima(block: Block, queries: Tensor, with_winners: bool) -> tuple[Tensor, 
     """
     best = winner = None
     for tile in block.tiles():
-        value, place = _max_over_tokens(tile.tokens @ queries.mT, with_winners)
+        value, place = max_over_tokens(tile.tokens @ queries.mT, with_winners)
         row = tile.rows.gather(1, place) if with_winners else None
         if best is None:
             best, winner = value, row
@@ -189,25 +189,3 @@ def _maxima(block: Block, queries: Tensor, with_winners: bool) -> tuple[Tensor, 
     if best is None:
         raise RuntimeError("a block must hold a token, got none.")
     return best, winner
-
-
-def _max_over_tokens(sims: Tensor, with_winners: bool) -> tuple[Tensor, Tensor]:
-    """Maximum over dim 1 of ``[n, L, C]`` and the lowest index that holds it; NaN if there is one.
-
-    First the block of tokens, then the token: a maximum with indices over all tokens costs several times as much.
-    """
-    length = sims.size(1)
-    if not with_winners:
-        return sims.amax(dim=1), sims.new_empty(0)
-    if length <= BLOCK_WINNER:
-        best, winner = sims.max(dim=1)
-        return best, winner
-    whole = length // BLOCK_WINNER
-    maxima = sims[:, : whole * BLOCK_WINNER].view(sims.size(0), whole, BLOCK_WINNER, sims.size(2)).amax(dim=2)
-    if whole * BLOCK_WINNER < length:
-        maxima = torch.cat([maxima, sims[:, whole * BLOCK_WINNER :].amax(dim=1, keepdim=True)], dim=1)
-    block = maxima.max(dim=1).indices  # [n, C]
-    places = torch.arange(BLOCK_WINNER, device=sims.device)[None, :, None]
-    tokens = (block[:, None] * BLOCK_WINNER + places).clamp_(max=length - 1)  # [n, 16, C]
-    best, place = sims.gather(1, tokens).max(dim=1)
-    return best, (block * BLOCK_WINNER + place).clamp_(max=length - 1)

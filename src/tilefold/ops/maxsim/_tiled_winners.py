@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from tilefold.ops._shared.winners import no_winner
 from tilefold.ops.maxsim._blocks import Side, pairs, row_limit
-from tilefold.ops.maxsim._problem import Problem, no_winner, saved_place, wide_dtype
+from tilefold.ops.maxsim._problem import Problem, saved_place, wide_dtype
 
 SLAB_ENTRIES = 1 << 19  # (document, query token) winners whose gradients are sorted at a time
 

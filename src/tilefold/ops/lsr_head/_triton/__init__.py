@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.winners import no_winner, winner_dtype
 from tilefold.ops.lsr_head._problem import (
     BackwardPlan,
     ForwardPlan,
@@ -19,8 +20,6 @@ from tilefold.ops.lsr_head._problem import (
     Saved,
     Tokens,
     Vocabulary,
-    no_winner,
-    winner_dtype,
     winners_shape,
 )
 from tilefold.ops.lsr_head._triton.launch_backward import plan_max_backward

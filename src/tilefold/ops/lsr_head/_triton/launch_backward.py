@@ -11,7 +11,8 @@ from torch import Tensor
 from tilefold.ops._shared._triton.launch import Step
 from tilefold.ops._shared._triton.tensors import Scratch, cdiv, contiguous, sm_count
 from tilefold.ops._shared.internals import hooked
-from tilefold.ops.lsr_head._problem import Gradients, HeadOptions, Needs, Saved, Tokens, Vocabulary, no_winner
+from tilefold.ops._shared.winners import no_winner
+from tilefold.ops.lsr_head._problem import Gradients, HeadOptions, Needs, Saved, Tokens, Vocabulary
 from tilefold.ops.lsr_head._triton.max_backward import (
     MAX_VOCAB,
     _count_kernel,

@@ -16,7 +16,8 @@ from tilefold.ops._shared._triton.launch import Step, rows_fit_descriptor
 from tilefold.ops._shared._triton.tensors import Scratch, cdiv, sm_count
 from tilefold.ops._shared.fallback import KernelUnavailableError, give_up
 from tilefold.ops._shared.internals import Tma
-from tilefold.ops.lsr_head._problem import HeadOptions, Tokens, Vocabulary, winner_dtype
+from tilefold.ops._shared.winners import winner_dtype
+from tilefold.ops.lsr_head._problem import HeadOptions, Tokens, Vocabulary
 from tilefold.ops.lsr_head._triton.max_forward import _combine_kernel, _max_forward_kernel
 from tilefold.ops.lsr_head._triton.operands import Operands, plan_operands
 from tilefold.ops.lsr_head._triton.pack import Packing, plan_packing

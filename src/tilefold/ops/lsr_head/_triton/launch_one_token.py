@@ -11,16 +11,8 @@ from torch import Tensor
 from tilefold.ops._shared._triton.launch import Step
 from tilefold.ops._shared._triton.tensors import Scratch, cdiv, contiguous, power_of_two, sm_count
 from tilefold.ops._shared.internals import hooked
-from tilefold.ops.lsr_head._problem import (
-    Gradients,
-    HeadOptions,
-    Needs,
-    Saved,
-    Tokens,
-    Vocabulary,
-    no_winner,
-    winner_dtype,
-)
+from tilefold.ops._shared.winners import no_winner, winner_dtype
+from tilefold.ops.lsr_head._problem import Gradients, HeadOptions, Needs, Saved, Tokens, Vocabulary
 from tilefold.ops.lsr_head._triton.one_token import (
     _find_kernel,
     _forward_kernel,

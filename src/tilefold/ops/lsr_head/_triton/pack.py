@@ -21,7 +21,8 @@ from tilefold.ops._shared._triton.launch import Step
 from tilefold.ops._shared._triton.masks import mask_if
 from tilefold.ops._shared._triton.offsets import narrowed
 from tilefold.ops._shared._triton.tensors import Scratch, cdiv, power_of_two
-from tilefold.ops.lsr_head._problem import HeadOptions, Tokens, no_winner, winner_dtype
+from tilefold.ops._shared.winners import no_winner, winner_dtype
+from tilefold.ops.lsr_head._problem import HeadOptions, Tokens
 
 BLOCK_ROWS = 32  # rows that one program copies
 BLOCK_D = 128

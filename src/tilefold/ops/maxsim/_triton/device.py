@@ -3,16 +3,12 @@
 import triton
 import triton.language as tl
 
+from tilefold.ops._shared._triton.activation import nan_max
 from tilefold.ops._shared._triton.masks import mask_if
 
 ALL = tl.constexpr(0)
 GROUPED = tl.constexpr(1)
 INDEX = tl.constexpr(2)
-
-
-@triton.jit
-def nan_max(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -15,7 +15,8 @@ from tilefold.ops._shared._triton.tensors import cdiv, sm_count
 from tilefold.ops._shared.call_cache import CallCache, call_key
 from tilefold.ops._shared.fallback import KernelUnavailableError, give_up, given_up
 from tilefold.ops._shared.internals import Tma
-from tilefold.ops.maxsim._problem import Operands, Problem, no_winner
+from tilefold.ops._shared.winners import no_winner
+from tilefold.ops.maxsim._problem import Operands, Problem
 from tilefold.ops.maxsim._triton import plan as at
 from tilefold.ops.maxsim._triton.forward import all_pairs_kernel, combine_kernel, listed_pairs_kernel
 from tilefold.ops.maxsim._triton.plan import Make, Plan, Run, Stage, copies, layout_flags

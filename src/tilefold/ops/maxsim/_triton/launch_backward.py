@@ -13,7 +13,8 @@ from torch import Tensor
 from tilefold.ops._shared._triton.launch import Grid, Step
 from tilefold.ops._shared._triton.tensors import cdiv
 from tilefold.ops._shared.call_cache import ALIGNMENT, CallCache, call_key
-from tilefold.ops.maxsim._problem import Operands, Options, Problem, no_winner
+from tilefold.ops._shared.winners import no_winner
+from tilefold.ops.maxsim._problem import Operands, Options, Problem
 from tilefold.ops.maxsim._triton import plan as at
 from tilefold.ops.maxsim._triton.backward import ddocuments_kernel, dqueries_kernel, dqueries_row_kernel
 from tilefold.ops.maxsim._triton.launch import PAIRINGS

@@ -8,7 +8,8 @@ place of a tile and taken over the places once per document, so that a tile cost
 import triton
 import triton.language as tl
 
-from tilefold.ops.maxsim._triton.device import bounds, load_block, nan_max
+from tilefold.ops._shared._triton.activation import nan_max
+from tilefold.ops.maxsim._triton.device import bounds, load_block
 
 
 @triton.jit(do_not_specialize=["Tq", "Td", "Nq", "Nd", "length_q", "length_d"])
