@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +54,19 @@ def _parent_is_here(path: Path) -> bool:
     return len(path.parts) > 1 and Path(path.parts[0]).exists()
 
 
+@cache
 def _hub_problem(name: str) -> str | None:
     """Why `name` cannot be had from the hub, or None; one question without retries."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
+    try:
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+        from huggingface_hub.errors import (
+            EntryNotFoundError,
+            GatedRepoError,
+            HFValidationError,
+            RepositoryNotFoundError,
+        )
+    except ImportError:
+        return None  # loading the model says what to install
 
     problem = None
     try:
@@ -97,13 +107,13 @@ def load_model(
 
     No remote code runs, and a folder is read without a look at the network.
     """
+    path = find_model(name, option)
     _check_sentence_transformers()
     from safetensors import SafetensorError
 
     from tilefold.recipes.loading import load_saved, saved_kind
     from tilefold.recipes.quiet import quiet_libraries
 
-    path = find_model(name, option)
     with quiet_libraries():
         saved = saved_kind(path)
         kind = "sparse" if saved == "backbone" else saved

@@ -39,6 +39,7 @@ def encode(
     if storage is not None and storage not in STORAGES:
         raise _common.UsageError(f"--storage: expected one of {', '.join(STORAGES)}, got {storage!r}.")
     _common.check_at_least_one(top_k=top_k, batch_size=batch_size, shard_size=shard_size)
+    _models.find_model(model, "--model")
     collection = _common.load_data(data)
     if split is not None:
         _common.check_split(collection, split)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tilefold.cli import _common, _rerank, _retrievers, _scores
+from tilefold.cli import _common, _models, _rerank, _retrievers, _scores
 
 DEPTH = 100
 
@@ -58,6 +58,9 @@ def evaluate(
     reranking = _rerank.options(rerank, rerank_model, rerank_depth, rerank_tail, rerank_weight)
     measures, deepest = _scores.check_measures(measure)
     _scores.check_writable(save_run, "--save-run")
+    for option, given in (("--model", model), ("--rerank", rerank)):
+        if given is not None:
+            _models.find_model(given, option)
     collection, splits = _scores.load_splits(data, split)
     texts = _scores.texts_of(collection)
     reranker = None if reranking is None else _rerank.load_reranker(reranking, collection, texts)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilefold.cli import _common, _rerank, _retrievers, _scores
+from tilefold.cli import _common, _models, _rerank, _retrievers, _scores
 
 if TYPE_CHECKING:
     from tilefold.cli._retrievers import SparseRetriever
@@ -68,6 +68,9 @@ def search(
         paths = _demo_paths(demo)
     else:
         paths = SearchPaths(model, index, data, vectors)
+    for option, given in (("--model", model), ("--rerank", rerank)):
+        if given is not None:
+            _models.find_model(given, option)
     retriever = _retrievers.open_index(
         paths.index,
         paths.model,

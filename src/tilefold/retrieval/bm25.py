@@ -195,7 +195,7 @@ class BM25Index:
     def save(self, path: str | Path) -> None:
         """Write the index as a directory; only an earlier BM25 index is replaced."""
         with atomic_directory(Path(path), own_names=_OWN_NAMES) as folder:
-            self._engine.save(folder, show_progress=False)
+            self._engine.save(folder)
             write_json(folder / "ids.json", {"ids": self._ids})
             write_manifest(folder, self, {"bm25s": version("bm25s")}, asdict(self.options))
 
@@ -210,7 +210,7 @@ class BM25Index:
         manifest = read_manifest(folder, cls.backend)
         bm25s = _package()
         try:
-            engine = bm25s.BM25.load(folder, mmap=True, show_progress=False)
+            engine = bm25s.BM25.load(folder, mmap=True)
             options = BM25Options(**manifest["options"])
         except (OSError, ValueError, TypeError) as error:
             written = manifest.get("versions", {}).get("bm25s", "unknown")
