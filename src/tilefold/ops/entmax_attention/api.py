@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,59 +21,13 @@ from tilefold.ops._shared.checks import (
 from tilefold.ops._shared.impl import IMPLS, check_interpreted, settled
 from tilefold.ops.entmax_attention import _reference, _torch_ops
 from tilefold.ops.entmax_attention._problem import AttentionTensors, Options, stats_shape
-from tilefold.ops.entmax_attention._sparsity import count_blocks, visible_keys
+from tilefold.ops.entmax_attention._sparsity import count_blocks
+from tilefold.ops.entmax_attention._stats import SPARSITY_BLOCK, EntmaxStats, Rows, described, of_rows
 from tilefold.ops.entmax_attention._torch_ops import CALLS, Call
 from tilefold.ops.entmax_attention._values import check_offsets, check_values
 
-SPARSITY_BLOCK = 64
 # A window of this size or more hides nothing: positions are int32, and so are their sums with a smaller one.
 WIDEST_WINDOW = 1 << 30
-Rows = tuple[Tensor, Tensor, Tensor]  # thresholds, support sizes and residuals
-
-
-class EntmaxStats(NamedTuple):
-    """Statistics of the rows of an attention, ``[B, H, Nq]`` each (packed ``[1, H, Tq]``).
-
-    Attributes:
-        tau: fp32 threshold: ``p = [(alpha - 1) s - tau]_+^(1 / (alpha - 1))`` of the scaled scores s; for alpha = 1 the
-            log of softmax's denominator; NaN for a row with nothing to attend to.
-        support: int32 number of keys with a positive probability, before dropout.
-        residual: fp32 ``|mass - 1|`` of the root, before the mass was divided out.
-        visible: int32 number of keys that the row may see.
-        live_blocks: int32 ``[B, H]`` (packed ``[1, H]``), with ``return_stats="blocks"``: blocks of 64 queries by 64
-            keys with a positive probability, else ``None``.
-        visible_blocks: int32, like it: blocks with a pair that may attend at all; what a mask, causality or a window
-            hides is not called sparse.
-    """
-
-    tau: Tensor
-    support: Tensor
-    residual: Tensor
-    visible: Tensor
-    live_blocks: Tensor | None = None
-    visible_blocks: Tensor | None = None
-
-    def nonzero_share(self) -> Tensor:
-        """``[H]`` fp32: positive probabilities among those that may be, over all rows; NaN where there are none."""
-        return _ratio(self.support.sum(dim=(0, 2)), self.visible.expand_as(self.support).sum(dim=(0, 2)))
-
-    def mean_support(self) -> Tensor:
-        """``[H]`` fp32: positive probabilities of a row, over the rows that see a key."""
-        return _ratio(self.support.sum(dim=(0, 2)), (self.visible.expand_as(self.support) > 0).sum(dim=(0, 2)))
-
-    def live_share(self) -> Tensor:
-        """``[H]`` fp32: live blocks among the visible ones.
-
-        Raises:
-            ValueError: if blocks were not counted.
-        """
-        if self.live_blocks is None or self.visible_blocks is None:
-            raise ValueError("live_blocks must have been counted, got None; call with return_stats='blocks'.")
-        return _ratio(self.live_blocks.sum(dim=0), self.visible_blocks.sum(dim=0))
-
-
-def _ratio(part: Tensor, whole: Tensor) -> Tensor:
-    return part.float() / whole.float()  # a quotient of integers would have torch's default dtype
 
 
 def entmax_attention(
@@ -149,7 +103,9 @@ def entmax_attention(
         check_choice("return_stats", return_stats, (False, True, "blocks"))
         _check_tensors(q, k, v, cu_seqlens_q is not None or cu_seqlens_k is not None)
         _check_layout(q, k, v, cu_seqlens_q, cu_seqlens_k, key_padding_mask)
-        options = _options(q, k, alpha, causal, window, scale, dropout_p, max_seqlen_k, cu_seqlens_q is not None)
+        longest_k = _longest_k(max_seqlen_k, k, cu_seqlens_q is not None)
+        dropout = _dropout(dropout_p)
+        options = Options(_alpha_value(alpha), bool(causal), _window(window), _scale(scale, q), dropout, longest_k)
         if learned is not None:
             _check_alpha(learned, q)
         cast = _autocast_dtype(q, k, v)
@@ -172,8 +128,8 @@ def entmax_attention(
         out, stats = _torch_ops.attention(tensors, call)
         if not return_stats:
             return out
-        rows = _of_rows(stats, learned, call.options)
-    return (out, _described(rows, tensors, call.options, return_stats)) if return_stats else out
+        rows = of_rows(stats, learned, call.options)
+    return (out, described(rows, tensors, call.options, return_stats)) if return_stats else out
 
 
 def _by_reference(tensors: AttentionTensors, options: Options) -> tuple[Tensor, Rows]:
@@ -184,13 +140,6 @@ def _by_reference(tensors: AttentionTensors, options: Options) -> tuple[Tensor, 
     if out.numel() == 0 or k.numel() == 0:  # nothing was computed, which is part of the graph too
         out = out + q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()
     return out, (tau, support, torch.zeros_like(tau))
-
-
-def _described(rows: Rows, tensors: AttentionTensors, options: Options, asked: bool | str) -> EntmaxStats:
-    visible = visible_keys(tensors, options).expand_as(rows[1])
-    if asked != "blocks":
-        return EntmaxStats(*rows, visible)
-    return EntmaxStats(*rows, visible, *count_blocks(tensors, options, rows[0], None, SPARSITY_BLOCK))
 
 
 def live_blocks(
@@ -240,7 +189,8 @@ def live_blocks(
         sizes = {"Tq": q.size(0)} if packed else {"B": q.size(0), "Nq": q.size(2)}
         check_shape("query_padding_mask", query_padding_mask, " ".join(sizes), **sizes)
     check_same_device("q", q, {"tau": tau, "query_padding_mask": query_padding_mask})
-    options = _options(q, k, alpha, causal, window, scale, 0.0, None, packed)
+    longest_k = _longest_k(None, k, packed)
+    options = Options(_alpha_value(alpha), bool(causal), _window(window), _scale(scale, q), 0.0, longest_k)
     learned = None
     if isinstance(alpha, Tensor):
         _check_alpha(alpha, q)
@@ -300,42 +250,41 @@ def _check_layout(
             raise TypeError(f"key_padding_mask must be bool, integer or floating, got {key_padding_mask.dtype}.")
 
 
-def _options(
-    q: Tensor,
-    k: Tensor,
-    alpha: float | Tensor,
-    causal: bool,
-    window: int | None,
-    scale: float | None,
-    dropout_p: float,
-    max_seqlen_k: int | None,
-    packed: bool,
-) -> Options:
+def _alpha_value(alpha: float | Tensor) -> float:
+    if isinstance(alpha, Tensor):
+        return 0.0
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 1 <= alpha <= 2:
+        raise ValueError(f"alpha must be a number in [1, 2] or a tensor of them, got {alpha!r}.")
+    return float(alpha)
+
+
+def _window(window: int | None) -> int:
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 0):
         raise ValueError(f"window must be an integer of at least 0 or None, got {window!r}.")
+    return -1 if window is None or window >= WIDEST_WINDOW else window
+
+
+def _scale(scale: float | None, q: Tensor) -> float:
     if scale is not None and (not isinstance(scale, (int, float)) or not -math.inf < scale < math.inf):
         raise ValueError(
             f"scale must be a finite Python number or None, got {scale!r}; multiply q by a tensor instead."
         )
+    return q.size(-1) ** -0.5 if scale is None else float(scale)
+
+
+def _dropout(dropout_p: float) -> float:
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be a number in [0, 1), got {dropout_p!r}.")
-    if not isinstance(alpha, Tensor) and (
-        isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 1 <= alpha <= 2
-    ):
-        raise ValueError(f"alpha must be a number in [1, 2] or a tensor of them, got {alpha!r}.")
-    longest = k.size(0 if packed else 2)
-    if max_seqlen_k is not None:
-        if isinstance(max_seqlen_k, bool) or not isinstance(max_seqlen_k, int) or max_seqlen_k < 0:
-            raise ValueError(f"max_seqlen_k must be an integer of at least 0 or None, got {max_seqlen_k!r}.")
-        longest = min(longest, max_seqlen_k) if packed else longest
-    return Options(
-        0.0 if isinstance(alpha, Tensor) else float(alpha),
-        bool(causal),
-        -1 if window is None or window >= WIDEST_WINDOW else window,
-        q.size(-1) ** -0.5 if scale is None else float(scale),
-        float(dropout_p),
-        longest,
-    )
+    return float(dropout_p)
+
+
+def _longest_k(max_seqlen_k: int | None, k: Tensor, packed: bool) -> int:
+    rows = k.size(0 if packed else 2)
+    if max_seqlen_k is None:
+        return rows
+    if isinstance(max_seqlen_k, bool) or not isinstance(max_seqlen_k, int) or max_seqlen_k < 0:
+        raise ValueError(f"max_seqlen_k must be an integer of at least 0 or None, got {max_seqlen_k!r}.")
+    return min(rows, max_seqlen_k) if packed else rows
 
 
 def _check_alpha(alpha: Tensor, q: Tensor) -> None:
@@ -368,18 +317,3 @@ def _autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:
         return None
     dtype = torch.get_autocast_dtype(device_type)
     return None if q.dtype == k.dtype == v.dtype == dtype else dtype
-
-
-def _of_rows(stats: Tensor, alpha: Tensor | None, options: Options) -> Rows:
-    """What is told of rows, from peaks, roots, masses and support sizes."""
-    peak, root, mass, support = stats.detach().unbind(0)
-    if alpha is None:
-        e = torch.full((1, 1, 1), options.alpha_value - 1, dtype=stats.dtype, device=stats.device)
-    else:
-        e = alpha.detach().to(stats.dtype).view(1, -1, 1) - 1
-    closed = alpha is None and options.alpha_value in (1.5, 2.0)
-    c = root if closed else torch.exp(e * root)
-    tau = e * peak - c if closed else torch.where(e == 0, peak - root, e * peak - c)
-    empty = peak == -math.inf
-    residual = torch.where(empty, 0.0, (mass - 1).abs())
-    return torch.where(empty, math.nan, tau).float(), support.int(), residual.float()

@@ -137,8 +137,8 @@ def is_resident(tensors: AttentionTensors, options: Options) -> bool:
     if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) >= (10, 0):
         return False  # Triton 3.6 fails to build that kernel there
     config = attention_config(q)
-    most = max(config.resident, config.resident_simple) if is_simple(tensors, options) else config.resident
-    return span(config.resident_rows, options) <= most
+    longest = max(config.resident, config.resident_simple) if is_simple(tensors, options) else config.resident
+    return span(config.resident_rows, options) <= longest
 
 
 def is_short(q: Tensor, options: Options) -> bool:

@@ -39,10 +39,12 @@ def key_lists_kernel(live_ptr, list_ptr, count_ptr, tiles, words, blocks):
     tl.store(count_ptr + row, count)
 
 
-@triton.jit(do_not_specialize=["Nk", "Tk", "Nq", "Tq", "B", "tiles_per", "key_tiles_per", "tiles", "words", "most"])
+@triton.jit(
+    do_not_specialize=["Nk", "Tk", "Nq", "Tq", "B", "tiles_per", "key_tiles_per", "tiles", "words", "list_length"]
+)
 def query_lists_kernel(
     live_ptr, list_ptr, count_ptr, cu_q_ptr, cu_k_ptr, start_ptr, key_batch_ptr, key_start_ptr,
-    Nq, Nk, Tq, Tk, B, tiles_per, key_tiles_per, tiles, words, most,
+    Nq, Nk, Tq, Tk, B, tiles_per, key_tiles_per, tiles, words, list_length,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """For a tile of keys, the tiles of its sequence's queries that one of its blocks is live in."""
@@ -66,7 +68,7 @@ def query_lists_kernel(
             bits = tl.load(live_ptr + offs, mask=inside, other=0) >> (block % 32)
             flags = ((bits & ((1 << (KEYS // BLOCK_N)) - 1)) != 0).to(tl.int32)
             place = count + tl.cumsum(flags, axis=0) - flags
-            tl.store(list_ptr + row * most + place, t, mask=flags > 0)
+            tl.store(list_ptr + row * list_length + place, t, mask=flags > 0)
             count += tl.sum(flags, axis=0)
         tl.store(count_ptr + row, count)
 
@@ -201,14 +203,15 @@ def dq_kernel(
         "threshold",
         "keep_scale",
         "stat_size",
-        "most",
+        "list_length",
     ]
 )
 def dkv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, delta_ptr, stats_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr,
     cu_q_ptr, cu_k_ptr, key_batch_ptr, key_start_ptr, seed_ptr,
     sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, sd_b, sd_h, sd_n, sg_b, sg_h, sg_n, sw_b, sw_h, sw_n,
-    Nq, Nk, Tq, Tk, B, tiles_per, key_tiles_per, window, scale, alpha_value, threshold, keep_scale, stat_size, most,
+    Nq, Nk, Tq, Tk, B, tiles_per, key_tiles_per, window, scale, alpha_value, threshold, keep_scale, stat_size,
+    list_length,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     KEYS: tl.constexpr, QUERIES: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr,
@@ -254,7 +257,7 @@ def dkv_kernel(
                 count = tl.load(count_ptr + row) * (BLOCK_M // QUERIES)
             for place in range(count):
                 if LISTS:
-                    tile = tl.load(list_ptr + row * most + place // (BLOCK_M // QUERIES))
+                    tile = tl.load(list_ptr + row * list_length + place // (BLOCK_M // QUERIES))
                     m0 = tile * BLOCK_M + (place % (BLOCK_M // QUERIES)) * QUERIES
                 else:
                     m0 = (first + place) * QUERIES
