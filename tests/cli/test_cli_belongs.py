@@ -118,6 +118,14 @@ def test_a_run_without_a_judged_query_or_a_known_document_is_an_error(call: Any,
     assert "at most 1 documents per query" in partial.err
 
 
+def test_queries_without_a_relevant_document_are_counted_aloud(call: Any, work: Path, tmp_path: Path) -> None:
+    collection = small_collection()
+    collection.qrels["test"]["q12"] = {"d12": 0}
+    collection.save_beir(tmp_path / "data")
+    found = call("evaluate", "--data", tmp_path / "data", "--run", work / "run.trec")
+    assert "1 of the 4 queries of test have no relevant document and count as 0" in found.err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -70,6 +70,9 @@ def load_splits(data: str, split: Sequence[str] | None) -> tuple[Collection, lis
     collection = _common.load_data(data)
     for name in splits:
         _common.check_split(collection, name)
+        grades = collection.qrels[name].values()
+        if hopeless := sum(not any(grade > 0 for grade in judged.values()) for judged in grades):
+            _common.note(f"{hopeless} of the {len(grades)} queries of {name} have no relevant document and count as 0")
     return collection, splits
 
 
