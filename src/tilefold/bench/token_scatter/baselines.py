@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilefold.bench.runnables import Runnable, compiled
-from tilefold.bench.spec import Implementation
+from tilefold.bench.spec import Implementation, NotApplicable
 from tilefold.bench.token_scatter.inputs import Scatter, TokenScatterBenchInputs
 
 
@@ -31,11 +31,17 @@ def reduced_scatter(weights: Tensor, input_ids: Tensor, unused: Tensor, vocab_si
 
 
 def _eager(scatter: Scatter) -> Callable[[TokenScatterBenchInputs], Runnable]:
-    return lambda inputs: inputs.bind(scatter, "torch")
+    return lambda inputs: _dense_only(inputs, scatter).bind(scatter, "torch")
 
 
 def _compiled(scatter: Scatter) -> Callable[[TokenScatterBenchInputs], Runnable]:
-    return lambda inputs: inputs.bind(compiled(scatter), "torch.compile")
+    return lambda inputs: _dense_only(inputs, scatter).bind(compiled(scatter), "torch.compile")
+
+
+def _dense_only(inputs: TokenScatterBenchInputs, scatter: Scatter) -> TokenScatterBenchInputs:
+    if inputs.csr and scatter is membership_scatter:
+        raise NotApplicable("nobody makes CSR scores in this way")
+    return inputs
 
 
 BASELINES = (
