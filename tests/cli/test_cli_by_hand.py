@@ -81,15 +81,15 @@ def test_bm25_and_dense_runs_are_those_of_the_python_functions(call: Any, work: 
         assert both["splits"]["test"] == r.evaluate(r.read_trec_run(work / f"{name}.trec"), collection.qrels["test"])
 
 
-def test_search_answers_from_words_without_a_model(call: Any, work: Path) -> None:
+def test_search_answers_from_words_without_a_model(call: Any, work: Path, masked_lm: str) -> None:
     place = ("--index", work / "bm25")
     hits = measured(call("search", "random numbers", *place, "--data", work / "data", "--json"))["hits"]
     assert (hits[0]["id"], hits[0]["title"], hits[0]["terms"]) == ("d8", "module8", [])
     reranked = call("search", "random numbers", *place, "--rerank", work / "tokens", "--rerank-weight", "0.1", "--json")
     assert measured(reranked)["hits"][0]["first"]["rank"] >= 1
     for wrong, message in (
-        (("--model", "m"), "--model: "),
-        (("--query-top-k", "3"), "--query-top-k: "),
+        (("--model", masked_lm), "--model does nothing here"),
+        (("--query-top-k", "3"), "--query-top-k does nothing here"),
         (("--heap-factor", "0.5"), "--heap-factor is for seismic indexes"),
         (("--vectors", work / "vectors"), "is a BM25 index, which has none"),
     ):

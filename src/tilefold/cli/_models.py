@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from tilefold.cli._common import CommandError, UsageError, first_line, note
 if TYPE_CHECKING:
     from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
 
-__all__ = ["PACKAGED", "find_model", "load_dense", "load_encoder", "load_model", "load_multi_vector"]
+__all__ = ["PACKAGED", "find_model", "find_models", "load_dense", "load_encoder", "load_model", "load_multi_vector"]
 
 PACKAGED = "minilm"
 HUB_TIMEOUT = 5.0  # seconds for the first word from the hub
@@ -47,6 +48,13 @@ def find_model(name: str, option: str) -> str:
     if problem := _hub_problem(name):
         raise UsageError(f"{option}: there is no folder {name}, and {problem}; train a model with: tilefold train")
     return name
+
+
+def find_models(options: Mapping[str, str | None]) -> None:
+    """Refuse, before any work, options that name no model and no folder; see :func:`find_model`."""
+    for option, name in options.items():
+        if name is not None:
+            find_model(name, option)
 
 
 def _parent_is_here(path: Path) -> bool:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -77,15 +77,22 @@ class DenseRetriever:
             return dense_run(self.model, self.texts, queries, k, progress=lambda done, total: update(done, total, ""))
 
 
-def open_index(
-    path: Path,
-    model: str | None,
-    *,
-    query_top_k: int | None = None,
-    query_cut: int | None = None,
-    heap_factor: float | None = None,
-    other_model: bool = False,
-) -> SparseRetriever | BM25Index:
+@dataclass(frozen=True)
+class IndexOptions:
+    """How an index is searched: the options of search and evaluate that go with --index."""
+
+    query_top_k: int | None = None
+    query_cut: int | None = None
+    heap_factor: float | None = None
+    other_model: bool = False
+
+    def given(self) -> dict[str, Any]:
+        """Option -> value, of those that were given."""
+        values = {f"--{name.replace('_', '-')}": value for name, value in asdict(self).items()}
+        return {option: value for option, value in values.items() if value not in (None, False)}
+
+
+def open_index(path: Path, model: str | None, options: IndexOptions) -> SparseRetriever | BM25Index:
     """The index at `path` with the model that --model names; BM25 has none.
 
     Raises:
@@ -97,21 +104,22 @@ def open_index(
     from tilefold.retrieval.index.protocol import read_description
 
     backend = read_description(path)["backend"]
-    options = {"query_cut": query_cut, "heap_factor": heap_factor}
-    given = {name: value for name, value in options.items() if value is not None}
-    if given and backend != "seismic":
-        name = next(iter(given)).replace("_", "-")
-        raise _common.UsageError(f"--{name} is for seismic indexes, and {path} is of backend {backend}: leave it out.")
+    given = options.given()
+    for option in ("--query-cut", "--heap-factor"):
+        if backend != "seismic":
+            _common.refuse(option, given.get(option), f"is for seismic indexes, and {path} is of backend {backend}")
     if backend == BM25Index.backend:
-        for option, value in (("--model", model), ("--query-top-k", query_top_k)):
-            if value is not None:
-                raise _common.UsageError(f"{option}: {path} is a BM25 index, which reads words: leave it out.")
+        for option, value in (given | {"--model": model}).items():
+            _common.refuse(option, value, f"does nothing here: {path} is a BM25 index, which reads words")
         return BM25Index.load(path)
     if model is None:
         raise _common.UsageError(f"--index: {path} holds vectors; name the model that made them with --model.")
     index, encoder = load_index(path), _models.load_encoder(model)
-    _check_model(path, index.provenance, model, encoder, other_model)
-    return SparseRetriever(index, encoder, query_top_k, given)
+    _check_model(path, index.provenance, model, encoder, options.other_model)
+    search = {"query_cut": options.query_cut, "heap_factor": options.heap_factor}
+    return SparseRetriever(
+        index, encoder, options.query_top_k, {name: value for name, value in search.items() if value is not None}
+    )
 
 
 def _check_model(path: Path, made_by: Provenance, name: str, encoder: Any, other_model: bool) -> None:

@@ -48,19 +48,20 @@ def evaluate(
     """Evaluate a TREC run, an index (with its model, or of BM25), or a dense model; with --rerank, after reranking."""
     if (run is None) == (model is None and index is None):
         raise _common.UsageError("give either --run FILE, or --index (with --model, but for BM25), or a dense --model.")
-    _check_options(run, index, query_top_k, query_cut, heap_factor, other_model, max_length)
+    options = _retrievers.IndexOptions(query_top_k, query_cut, heap_factor, other_model)
+    if index is None:
+        for option in options.given():
+            raise _common.UsageError(f"{option} goes with --index.")
+    if index is not None or run is not None:
+        _common.refuse("--max-length", max_length, "goes with a dense --model, without --index")
     if run is not None:
-        _common.refuse(
-            "--k", k, "goes with --index or a dense --model; --rerank-depth says how much of a run is reranked"
-        )
+        _common.refuse("--k", k, "goes with --index or a dense --model; for --rerank there is --rerank-depth")
     depth = None if run is not None else k or DEPTH
     _common.check_at_least_one(k=k, query_top_k=query_top_k, max_length=max_length)
     reranking = _rerank.options(rerank, rerank_model, rerank_depth, rerank_tail, rerank_weight)
     measures, deepest = _scores.check_measures(measure)
     _scores.check_writable(save_run, "--save-run")
-    for option, given in (("--model", model), ("--rerank", rerank)):
-        if given is not None:
-            _models.find_model(given, option)
+    _models.find_models({"--model": model, "--rerank": rerank})
     collection, splits = _scores.load_splits(data, split)
     texts = _scores.texts_of(collection)
     reranker = None if reranking is None else _rerank.load_reranker(reranking, collection, texts)
@@ -71,14 +72,7 @@ def evaluate(
     else:
         retriever: _retrievers.Retriever
         if index is not None:
-            retriever = _retrievers.open_index(
-                index,
-                model,
-                query_top_k=query_top_k,
-                query_cut=query_cut,
-                heap_factor=heap_factor,
-                other_model=other_model,
-            )
+            retriever = _retrievers.open_index(index, model, options)
         else:
             retriever = _retrievers.load_dense(str(model), collection.contents(), texts, max_length)
         name = f"--model {model}" if index is None else f"--index {index}"
@@ -95,21 +89,3 @@ def evaluate(
         _common.print_json(result if rerank is None else result | {"rerank": rerank})
         return
     _scores.print_table(collection, scores)
-
-
-def _check_options(
-    run: Path | None,
-    index: Path | None,
-    query_top_k: int | None,
-    query_cut: int | None,
-    heap_factor: float | None,
-    other_model: bool,
-    max_length: int | None,
-) -> None:
-    """Refuse what does nothing with what is evaluated."""
-    if index is None:
-        options = {"--query-top-k": query_top_k, "--query-cut": query_cut, "--heap-factor": heap_factor}
-        for name, value in (options | {"--other-model": other_model or None}).items():
-            _common.refuse(name, value, "goes with --index")
-    if index is not None or run is not None:
-        _common.refuse("--max-length", max_length, "goes with a dense --model, without --index")

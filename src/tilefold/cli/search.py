@@ -68,17 +68,9 @@ def search(
         paths = _demo_paths(demo)
     else:
         paths = SearchPaths(model, index, data, vectors)
-    for option, given in (("--model", model), ("--rerank", rerank)):
-        if given is not None:
-            _models.find_model(given, option)
-    retriever = _retrievers.open_index(
-        paths.index,
-        paths.model,
-        query_top_k=query_top_k or paths.query_top_k,
-        query_cut=query_cut,
-        heap_factor=heap_factor,
-        other_model=other_model,
-    )
+    _models.find_models({"--model": model, "--rerank": rerank})
+    options = _retrievers.IndexOptions(query_top_k or paths.query_top_k, query_cut, heap_factor, other_model)
+    retriever = _retrievers.open_index(paths.index, paths.model, options)
     hits = _hits(query, paths, retriever, k, reranking)
     if as_json:
         _common.print_json({"query": query, "hits": hits})
