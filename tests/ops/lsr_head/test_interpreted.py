@@ -9,7 +9,7 @@ from tests.ops.interpreter import NEEDS_INTERPRETER, assert_pass_interpreted
 pytestmark = NEEDS_INTERPRETER
 # files that share a process, and the least number of tests that must pass in it
 FILES = {
-    ("lsr_head/test_corner_cases.py", "lsr_head/test_rows.py"): 175,
+    ("lsr_head/test_calls.py", "lsr_head/test_corner_cases.py", "lsr_head/test_rows.py"): 245,
     ("lsr_head/test_implementations.py", "lsr_head/test_properties.py", "lsr_head/test_quantized.py"): 67,
     ("lsr_head/test_range.py",): 10,
 }

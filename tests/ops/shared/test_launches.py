@@ -84,7 +84,6 @@ def head(pooling: str, launches: int | tuple[int, ...], length: int = 16, **give
     shape = (2 * length, 16) if "cu_seqlens" in given else (2, length, 16)
     options = ({"pooling": pooling}, {"pooling": pooling, "activation": "softplus"})
     options += ({"pooling": pooling, "logit_scale": 0.5}, {"pooling": pooling, "logit_scale": 1})
-    options += ({"pooling": pooling, "out_dtype": torch.float64},) if DEVICE == "cpu" else ()
     caches = (lsr_head_ops.FORWARD_PLANS, lsr_head_ops.BACKWARD_PLANS)
     counts = launches if isinstance(launches, tuple) else (launches,)
     return Operator(lsr_head, (shape, (40, 16), (40,)), caches, counts, given, options)

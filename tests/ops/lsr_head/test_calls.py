@@ -1,0 +1,175 @@
+"""Calls of the LSR head like an earlier one: contracts of its own; the others are in ``shared/test_launches.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.conftest import Target
+from tilefold.nn import LSRHead
+from tilefold.ops import lsr_head, quantize_weight
+from tilefold.ops._shared.fallback import KernelUnavailableError
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops.lsr_head import _torch_ops
+from tilefold.ops.lsr_head._problem import POOLINGS
+from tilefold.testing import nan_poisoned_empty
+from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results
+
+gpu = pytest.mark.gpu
+SHAPE = (3, 21, 16, 40)
+DTYPE = torch.float32 if triton_interpreted() else torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> Iterator[None]:
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    _torch_ops.FORWARD_PLANS._plans.clear()
+    _torch_ops.BACKWARD_PLANS._plans.clear()
+
+
+@pytest.fixture
+def kernels(target: Target) -> Target:
+    if target.impl != "triton":
+        pytest.skip("a kernel's test")
+    return target
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert value.dtype == expected[name].dtype and torch.equal(value, expected[name]), name
+
+
+def leaves_of(inputs: LSRHeadInputs) -> list[Tensor]:
+    return [tensor.clone().requires_grad_() for tensor in (inputs.hidden, inputs.weight, inputs.bias)]
+
+
+@pytest.mark.parametrize("name", ["pooling", "activation", "out_dtype", "impl", "logit_scale"])
+def test_options_of_no_hashable_type_are_refused_by_name(name: str, target: Target) -> None:
+    inputs = lsr_head_inputs(2, 5, 8, 12, device=target.device)
+    with pytest.raises((TypeError, ValueError), match=name):
+        lsr_head(inputs.hidden, inputs.weight, **{name: ["max"]})
+
+
+def test_main_grad_is_added_to_and_checked_when_calls_repeat(kernels: Target) -> None:
+    inputs = lsr_head_inputs(*SHAPE, layout="holes", dtype=DTYPE, device=kernels.device)
+    results, leaves = lsr_head_results(inputs, impl="triton"), leaves_of(inputs)
+    main_grad = torch.zeros(SHAPE[3], SHAPE[2], device=kernels.device)
+    given: dict[str, Any] = {**inputs.layout, "impl": "triton"}
+    for round_ in range(1, 5):
+        scores = lsr_head(*leaves, **given, weight_main_grad=main_grad)
+        dhidden, dbias = torch.autograd.grad(scores, [leaves[0], leaves[2]], inputs.dscores)
+        assert torch.equal(dhidden, results["dhidden"]) and torch.equal(dbias, results["dbias"])
+        if round_ == 1:
+            once = main_grad.clone()
+    torch.testing.assert_close(main_grad, 4 * once)
+    with pytest.raises(ValueError, match="weight_main_grad must be contiguous"):
+        lsr_head(*leaves, **given, weight_main_grad=main_grad.T.contiguous().T)
+    with pytest.raises(ValueError, match="weight_main_grad must be contiguous and must not require a gradient"):
+        lsr_head(*leaves, **given, weight_main_grad=main_grad.clone().requires_grad_())
+    with pytest.raises(TypeError, match="weight_main_grad"):
+        lsr_head(*leaves, **given, weight_main_grad=main_grad.half())
+    with pytest.raises(ValueError, match="weight needs no gradient"):
+        lsr_head(leaves[0], leaves[1].detach(), leaves[2], **given, weight_main_grad=main_grad)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_offsets_of_the_same_shape_are_looked_at_in_every_call(
+    kernels: Target, pooling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_torch_ops, "host_may_read", lambda device, impl: False)  # as on a GPU
+    inputs = lsr_head_inputs(1, 60, 16, 40, device=kernels.device)
+    expected, offsets = [], []
+
+    def scores_of(cu_seqlens: Tensor) -> Tensor:
+        return lsr_head(inputs.hidden[0], inputs.weight, cu_seqlens=cu_seqlens, pooling=pooling, impl="triton")
+
+    for values in ([0, 10, 10, 60], [0, 1, 59, 60], [0, 10, 9, 60], [0, 5, 10, 59], [1, 5, 10, 60], [0, 0, 0, 60]):
+        forget()
+        offsets.append(torch.tensor(values, device=kernels.device))
+        expected.append(scores_of(offsets[-1]))
+    assert [bool(scores.isnan().all()) for scores in expected] == [False, False, True, True, True, False]
+    for _ in range(3):
+        for cu_seqlens, scores in zip(offsets, expected, strict=True):
+            assert torch.equal(scores_of(cu_seqlens).nan_to_num(7), scores.nan_to_num(7))
+    assert len(_torch_ops.FORWARD_PLANS) == 1
+
+
+def test_a_plan_whose_kernel_cannot_be_built_any_more_gives_way_to_another(kernels: Target) -> None:
+    class Broken:
+        options: Any = None
+
+        def __call__(self, *arguments: Any) -> Any:
+            tried.append(self.options.training)
+            raise KernelUnavailableError("_max_forward_kernel", "broken")
+
+    tried: list[bool] = []
+    inputs = lsr_head_inputs(*SHAPE, dtype=DTYPE, device=kernels.device)
+    for needs in ((), ("hidden", "weight", "bias")):
+        expected = lsr_head_results(inputs, needs=needs, impl="triton")
+        for cache in (_torch_ops.FORWARD_PLANS, _torch_ops.BACKWARD_PLANS):
+            for key, plan in list(cache._plans.items()):
+                broken = Broken()
+                broken.options = getattr(plan, "options", None) or _torch_ops.HeadOptions(*[True] * 7)
+                cache.keep(key, broken)  # type: ignore[arg-type]
+        for _ in range(2):
+            assert_same(lsr_head_results(inputs, needs=needs, impl="triton"), expected)
+    assert tried == [False, True, True]
+
+
+@pytest.mark.parametrize("count", [1, 5, 2048, 2049, 5000])
+def test_counts_are_added_up_as_by_torch(count: int, kernels: Target) -> None:
+    from tilefold.ops._shared._triton.launch import launch
+    from tilefold.ops.lsr_head._triton.launch_backward import SCAN_BLOCK
+    from tilefold.ops.lsr_head._triton.max_backward import _scan_kernel
+
+    counts = torch.randint(0, 2**20, (count,), dtype=torch.int32, device=kernels.device)
+    places = torch.full((count,), -1, dtype=torch.int64, device=kernels.device)
+    launch(_scan_kernel, (1, 1, 1), (counts, places, count), {"BLOCK": SCAN_BLOCK, "num_warps": 8})
+    assert torch.equal(places, counts.cumsum(0))
+
+
+@gpu
+@pytest.mark.parametrize("layout", ["full", "holes", "packed"])
+def test_quantized_scores_repeat_their_launches(layout: str) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):  # tiled there
+        pytest.skip("fp8 products need compute capability 8.9")
+    inputs = lsr_head_inputs(5, 37, 64, 200, layout=layout, dtype=torch.bfloat16, device="cuda")
+    weight = quantize_weight(inputs.weight)
+    first = lsr_head(inputs.hidden, weight, inputs.bias, **inputs.layout)
+    for _ in range(3):
+        with nan_poisoned_empty():
+            scores = lsr_head(inputs.hidden.clone(), weight, inputs.bias, **inputs.layout)
+        assert torch.equal(scores, first) and len(_torch_ops.FORWARD_PLANS) == 1
+    with pytest.raises(ValueError, match="must not require a gradient"):
+        lsr_head(inputs.hidden.clone().requires_grad_(), weight, inputs.bias, **inputs.layout)
+
+
+@gpu
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_autocast_the_module_and_the_compiler_give_the_bits_of_a_plain_call(pooling: str) -> None:
+    inputs = lsr_head_inputs(5, 37, 64, 200, layout="holes", dtype=torch.bfloat16, device="cuda")
+    results, leaves = lsr_head_results(inputs, pooling=pooling), leaves_of(inputs)
+    wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    for _ in range(4):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            scores = lsr_head(*wide, **inputs.layout, pooling=pooling)
+        grads = torch.autograd.grad(scores, wide, inputs.dscores)
+        assert torch.equal(scores, results["scores"]) and {g.dtype for g in grads} == {torch.float32}
+        assert torch.equal(grads[1].bfloat16(), results["dweight"])
+    head = LSRHead(64, 200, pooling=pooling, device="cuda", dtype=torch.bfloat16)
+    head.load_state_dict({"weight": inputs.weight, "bias": inputs.bias})
+    assert torch.equal(head(inputs.hidden, inputs.attention_mask).detach(), results["scores"])
+    compiled = torch.compile(lsr_head, backend="aot_eager", fullgraph=True)
+    scores = compiled(*leaves, **inputs.layout, pooling=pooling)
+    grads = torch.autograd.grad(scores, leaves, inputs.dscores)
+    assert all(torch.equal(a, b) for a, b in zip((scores, *grads), results.values(), strict=True))
