@@ -83,6 +83,17 @@ def test_main_grad_is_added_to_and_checked_when_calls_repeat(kernels: Target) ->
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
+def test_gradients_in_fp16_of_transposed_ones_are_those_of_contiguous_ones(kernels: Target, pooling: str) -> None:
+    inputs = lsr_head_inputs(*SHAPE, layout="holes", dtype=torch.float16, device=kernels.device)
+    leaves = leaves_of(inputs)
+    for _ in range(3):
+        scores = lsr_head(*leaves, **inputs.layout, pooling=pooling, impl="triton")
+        expected = torch.autograd.grad(scores, leaves, inputs.dscores, retain_graph=True)
+        found = torch.autograd.grad(scores, leaves, inputs.dscores.T.contiguous().T)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
 def test_offsets_of_the_same_shape_are_looked_at_in_every_call(
     kernels: Target, pooling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -253,14 +253,15 @@ def test_one_token_builds_without_spills(capability, dtype, layout, batch):
     tile = {"D": DIM, "BLOCK_B": config.rows(batch), "ACTIVATION": "log1p_relu", "PRECISION": config.precision} | flags
     forward = tile | {"BLOCK_V": config.block_v, "BLOCK_K": config.block_k, "HAS_BIAS": True}
     scaled = {"SCALED": dtype == torch.float16}
-    gradient = tile | {"BLOCK_V": config.gradient_block_v, "BLOCK_D": config.gradient_block_d} | scaled
+    gradient = tile | {"BLOCK_B": config.gradient_rows, "BLOCK_V": config.gradient_block_v} | scaled
+    gradient |= {"BLOCK_D": config.gradient_block_d}
     stored = {"D": DIM, "BLOCK_B": 4, "BLOCK_D": 256} | flags
     needed = {"NEED_WEIGHT": True, "NEED_BIAS": True}
     for kernel, constants, warps, stages in (
         (one_token._find_kernel, {"LAST": True, "NO_WINNER": 65535, "BLOCK": FIND_BLOCK}, 4, 3),
         (one_token._forward_kernel, forward, config.num_warps, config.num_stages),
-        (one_token._weight_gradient_kernel, gradient | needed, config.gradient_warps, config.gradient_stages),
-        (one_token._split_gradient_kernel, gradient, config.gradient_warps, config.gradient_stages),
+        (one_token._weight_gradient_kernel, gradient | needed, config.weight_warps, config.gradient_stages),
+        (one_token._split_gradient_kernel, gradient, config.hidden_warps, config.gradient_stages),
         (one_token._store_rows_kernel, stored, 4, 3),
     ):
         check(compile_kernel(kernel, types, constants, capability, warps, stages), capability, tensor_cores=False)

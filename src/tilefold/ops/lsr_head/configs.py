@@ -242,29 +242,32 @@ class OneTokenConfig:
     """Tiles of the kernels that take one token per sequence.
 
     Attributes:
-        max_rows: sequences of a tile at most, where there are as many.
+        max_rows: sequences of a forward tile at most, where there are as many.
+        gradient_rows: sequences of a gradient's tile.
         block_v, block_k: vocabulary entries and hidden dimensions of a forward tile.
         num_warps, num_stages: warps of a forward program, depth of its load pipeline.
         gradient_block_v, gradient_block_d: vocabulary entries and hidden dimensions of the gradients' tiles.
-        gradient_warps, gradient_stages: of the gradients' programs.
-        gradient_programs: programs of the hidden gradient on a multiprocessor.
+        weight_warps, hidden_warps, gradient_stages: of the gradients' programs.
+        hidden_programs: programs of the hidden gradient on a multiprocessor.
         precision: ``input_precision`` of fp32 products.
     """
 
     max_rows: int = 64
+    gradient_rows: int = 32
     block_v: int = 64
     block_k: int = 64
     num_warps: int = 4
     num_stages: int = 4
     gradient_block_v: int = 64
     gradient_block_d: int = 128
-    gradient_warps: int = 4
+    weight_warps: int = 8
+    hidden_warps: int = 4
     gradient_stages: int = 3
-    gradient_programs: int = 2
+    hidden_programs: int = 2
     precision: str = "ieee"
 
     def rows(self, batch: int) -> int:
-        """Sequences of a tile."""
+        """Sequences of a forward tile."""
         return min(self.max_rows, power_of_two(batch))
 
 
@@ -273,8 +276,8 @@ ONE_TOKEN_FP32 = OneTokenConfig(
     precision="tf32x3",
 )  # fmt: skip
 ONE_TOKEN_INTERPRETED = OneTokenConfig(
-    max_rows=16, block_v=16, block_k=16, num_stages=1, gradient_block_v=16, gradient_block_d=16, gradient_stages=1,
-    gradient_programs=1,
+    max_rows=16, gradient_rows=16, block_v=16, block_k=16, num_stages=1, gradient_block_v=16, gradient_block_d=16,
+    gradient_stages=1, hidden_programs=1,
 )  # fmt: skip
 
 

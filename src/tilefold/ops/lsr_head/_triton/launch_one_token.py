@@ -161,24 +161,25 @@ def plan_one_token_backward(
     config = one_token_config(dtype, device)
     masked = winners is not None and winners.size(0) > 0
     flags = _flags(tokens, options, masked, winner_dtype(tokens.length_bound))
-    block_b, strides = config.rows(batch), dscores.stride()
+    block_b, strides = config.gradient_rows, dscores.stride()
     constants = flags | {
         "D": dim, "BLOCK_B": block_b, "BLOCK_V": config.gradient_block_v, "BLOCK_D": config.gradient_block_d,
         "ACTIVATION": options.activation, "SCALED": dtype == torch.float16, "PRECISION": config.precision,
-        "num_warps": config.gradient_warps, "num_stages": config.gradient_stages,
+        "num_stages": config.gradient_stages,
     }  # fmt: skip
     sizes = (tokens.n_rows, tokens.length)
     of_splits = store = of_weight = None
     splits, split_v = plan_vocabulary_splits(vocab, dim, batch, config, sm_count(device))
     if needs.hidden:
         grid = (cdiv(dim, config.gradient_block_d), splits, cdiv(batch, block_b))
-        of_splits = Step(_split_gradient_kernel, grid, (batch, vocab, *sizes, split_v, *strides), constants)
+        hidden_constants = constants | {"num_warps": config.hidden_warps}
+        of_splits = Step(_split_gradient_kernel, grid, (batch, vocab, *sizes, split_v, *strides), hidden_constants)
         block = {"D": dim, "BLOCK_B": 4, "BLOCK_D": min(256, power_of_two(dim))} | flags
         grid = (cdiv(batch, 4), cdiv(dim, block["BLOCK_D"]), 1)
         store = Step(_store_rows_kernel, grid, (batch, *sizes, splits, options.logit_scale), block)
     if needs.weight or needs.bias is not None:
         tiles = cdiv(vocab, config.gradient_block_v) * (cdiv(dim, config.gradient_block_d) if needs.weight else 1)
-        needed = {"NEED_WEIGHT": needs.weight, "NEED_BIAS": needs.bias is not None}
+        needed = {"NEED_WEIGHT": needs.weight, "NEED_BIAS": needs.bias is not None, "num_warps": config.weight_warps}
         numbers = (batch, vocab, *sizes, options.logit_scale, *strides)
         of_weight = Step(_weight_gradient_kernel, (tiles, 1, 1), numbers, constants | needed)
     read = (*saved, tokens.cu_seqlens, hidden, weight)
@@ -199,7 +200,7 @@ def plan_one_token_backward(
 def plan_vocabulary_splits(vocab: int, dim: int, batch: int, config: OneTokenConfig, programs: int) -> tuple[int, int]:
     """How many splits of the vocabulary keep the device busy, and their length, a multiple of the tile's."""
     tiles = cdiv(vocab, config.gradient_block_v)
-    beside = cdiv(dim, config.gradient_block_d) * cdiv(batch, config.rows(batch))
-    wanted = max(1, min(tiles, cdiv(config.gradient_programs * programs, beside)))
+    beside = cdiv(dim, config.gradient_block_d) * cdiv(batch, config.gradient_rows)
+    wanted = max(1, min(tiles, cdiv(config.hidden_programs * programs, beside)))
     split_v = cdiv(tiles, wanted) * config.gradient_block_v
     return cdiv(vocab, split_v), split_v

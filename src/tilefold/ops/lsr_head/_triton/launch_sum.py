@@ -122,7 +122,8 @@ class SumBackward:
         scale: float | Tensor = options.logit_scale
         if options.compute_dtype == torch.float16:
             # dlogits in units that fp16 holds; whatever is made of them is fp32 until it is taken back
-            dscores = dscores.float()  # in fp16 those of a mean, not yet divided by the length, would not fit
+            # in fp16 those of a mean, not yet divided by the length, would not fit
+            dscores = dscores.to(torch.float32, memory_format=torch.contiguous_format)
             unit = _unit_of_dlogits(dscores, tokens, options.pooling == "mean")
             dscores, scale = dscores / unit, unit * scale
         rows = hidden.view(-1, hidden.size(-1))
