@@ -126,7 +126,7 @@ def operators() -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]:
     hidden, weight, heads, tokens = rows(3, 33, 64), rows(257, 64), rows(3, 33, 2, 32), rows(66, 2, 32)
     cu = torch.tensor([0, 33, 40, 66], dtype=torch.int32, device="cuda")
     ids = torch.randint(0, 257, (3, 33), device="cuda")
-    packed = {"cu_seqlens_q": cu, "max_seqlen_k": 33}
+    packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_k": 33}
     calls: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
         f"lsr_head {pooling}": (partial(lsr_head, pooling=pooling, impl="triton"), (hidden, weight))
         for pooling in ("max", "sum", "mean", "cls")
