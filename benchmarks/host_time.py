@@ -141,7 +141,10 @@ LSR_HEAD: dict[str, dict[str, Any]] = {
     " masked": {"attention_mask": (2, 16)},
     " packed": {"cu_seqlens": (2, 16)},
     " sum": {"pooling": "sum"},
+    " mean masked": {"pooling": "mean", "attention_mask": (2, 16)},
     " cls": {"pooling": "cls"},
+    " last masked": {"pooling": "last", "attention_mask": (2, 16)},
+    " last packed": {"pooling": "last", "cu_seqlens": (2, 16)},
 }
 
 

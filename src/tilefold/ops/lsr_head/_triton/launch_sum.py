@@ -139,15 +139,16 @@ class SumBackward:
             part = dlogits if v1 - v0 == dlogits.size(1) else dlogits[:, : v1 - v0]
             whole = len(self.slabs) == 1
             if needs.hidden:
-                product = _wide_product(part, weight if whole else weight[v0:v1])
-                drows = product if drows is None else drows.add_(product)
+                if drows is None:
+                    drows = _wide_product(part, weight if whole else weight[v0:v1])
+                else:
+                    drows += _wide_product(part, weight[v0:v1])
             if needs.weight:
-                product = _scaled(_wide_product(part.T, clean), scale)
                 if whole:
-                    dweight = product.to(weight_dtype)
+                    dweight = _scaled(_wide_product(part.T, clean), scale).to(weight_dtype)
                 else:
                     dweight = weight.new_empty(weight.shape, dtype=weight_dtype) if dweight is None else dweight
-                    dweight[v0:v1] = product
+                    dweight[v0:v1] = _scaled(_wide_product(part.T, clean), scale)
             if needs.bias is not None:
                 column = part.sum(dim=0, dtype=torch.float32)
                 column = (column if unit is None else column.mul_(unit)).to(needs.bias)
