@@ -2,25 +2,97 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
+import re
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
+LOCK = ".writing.lock"
+_FULL = re.compile(
+    r"no space left|quota exceeded|file too large|requested and \d+ written|os error (28|27|122)\b", re.I
+)
+_STALE_SECONDS = 3600
+
+
+class InUseError(RuntimeError):
+    """Another process writes to the same folder."""
+
+
+def hold_folder(folder: Path, *, again: bool = True) -> FileLock:
+    """Keep other processes from writing to `folder` until they find it released.
+
+    The lock ends with the process at the latest.
+
+    Args:
+        folder: made when missing.
+        again: whether this process may hold a folder that it holds already.
+
+    Raises:
+        InUseError: it is held elsewhere.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.resolve() / LOCK, timeout=0, thread_local=False, is_singleton=again)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise InUseError(
+            f"{folder}: another process is writing there. Wait for it, or choose another folder."
+        ) from None
+    return lock
+
+
+def release_folder(lock: FileLock) -> None:
+    """Let other processes write to a folder again."""
+    Path(lock.lock_file).unlink(missing_ok=True)
+    lock.release(force=True)
+
+
+@contextmanager
+def naming_full_disk(path: Path) -> Iterator[None]:
+    """Turn errors of a full disk, which the libraries tell in many ways and without a path, into one that names it."""
+    try:
+        yield
+    except Exception as error:
+        if not (isinstance(error, (OSError, RuntimeError)) or "safetensors" in type(error).__module__):
+            raise
+        if isinstance(error, DiskFullError) or not _FULL.search(str(error)):
+            raise
+        raise DiskFullError(
+            f"{path}: could not be written, the disk or the quota is full ({' '.join(str(error).split())}). "
+            "Free some space there, or choose another place; what was complete is kept."
+        ) from error
+
+
+class DiskFullError(OSError):
+    """A file could not be written for want of space."""
+
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; it replaces `path` only when the block ends well."""
+    """Yield a temporary path beside `path`; it replaces `path` only when the block ends well.
+
+    What a killed process left behind, an hour ago or earlier, is removed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with suppress(OSError):
+            if left.is_file() and time.time() - left.stat().st_mtime > _STALE_SECONDS:
+                left.unlink()
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     os.close(handle)
     temporary = Path(name)
     try:
-        yield temporary
+        with naming_full_disk(path):
+            yield temporary
         temporary.chmod(0o666 & ~umask())
         temporary.replace(path)
     except BaseException:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from tilefold._files import atomic_file, sha256_file, write_json
+from tilefold._files import LOCK, atomic_file, hold_folder, release_folder, sha256_file, write_json
 from tilefold.retrieval._files import read_json_object
 from tilefold.retrieval.errors import DataError
 
@@ -23,14 +23,26 @@ class Manifest(Protocol):
     shards: list[dict[str, Any]]
     settings: dict[str, Any]
     failed: dict[str, str]
+    partial: dict[str, Any]
     complete: bool
 
 
 M = TypeVar("M", bound=Manifest)
 
 
-class ShardWriter(Generic[M]):
-    """Write a folder shard by shard; one writer at a time may use it.
+class Vectors(Protocol):
+    """What every kind of vectors has."""
+
+    ids: list[str]
+
+    def __len__(self) -> int: ...
+
+
+V = TypeVar("V", bound=Vectors)
+
+
+class ShardWriter(Generic[M, V]):
+    """Write a folder shard by shard; one process at a time may use it.
 
     Shards and manifest are replaced atomically, and a shard counts only once the manifest lists it, so that an
     interrupted writer can be resumed.
@@ -43,6 +55,7 @@ class ShardWriter(Generic[M]):
     Raises:
         FileExistsError: `path` holds files but no manifest, so it is not a folder of vectors.
         DataError: ``resume=True`` and the earlier vectors have other settings or another layout.
+        InUseError: another process writes there.
     """
 
     suffix: ClassVar[str]
@@ -50,7 +63,10 @@ class ShardWriter(Generic[M]):
 
     def __init__(self, path: Path, manifest: M, resume: bool) -> None:
         self.path = path
+        self._earlier()  # refuses a foreign folder before anything is written there
+        self._lock = hold_folder(path)
         earlier = self._earlier()
+        resume = resume and earlier is not None and bool(earlier.shards or earlier.partial)  # else any settings do
         if earlier is not None and resume:
             self._check_resumable(earlier, manifest)
             manifest = earlier
@@ -68,12 +84,26 @@ class ShardWriter(Generic[M]):
     def _load(self, folder: Path) -> M:
         raise NotImplementedError
 
+    def _check(self, vectors: V) -> None:
+        """Raise an error for vectors that do not belong into this folder."""
+        raise NotImplementedError
+
+    def _counts(self, vectors: V) -> dict[str, int]:
+        """What the manifest says of a shard, its rows among it."""
+        raise NotImplementedError
+
+    def _store(self, vectors: V, path: Path) -> None:
+        raise NotImplementedError
+
+    def _read(self, path: Path) -> V:
+        raise NotImplementedError
+
     def _earlier(self) -> M | None:
         if self.path.is_file():
             raise FileExistsError(f"{self.path}: expected a folder for vectors, got a file.")
         if (self.path / MANIFEST_NAME).exists():
             return self._load(self.path)
-        if self.path.exists() and any(not entry.name.endswith(".tmp") for entry in self.path.iterdir()):
+        if self.path.exists() and any(not entry.name.endswith((".tmp", LOCK)) for entry in self.path.iterdir()):
             raise FileExistsError(
                 f"{self.path}: expected a new folder or one with vectors, got one with other files. "
                 "Choose another path; nothing was overwritten."
@@ -98,29 +128,51 @@ class ShardWriter(Generic[M]):
         file = self.path / str(shard["file"])
         return file.is_file() and sha256_file(file) == shard["sha256"]
 
-    def _write(
-        self, number: int, counts: Mapping[str, int], save: Callable[[Path], None], failed: Mapping[str, str] | None
-    ) -> None:
-        """Write shard `number` (the next one, or one to replace) with ``save(path)`` and list it in the manifest."""
+    def read_partial(self, number: int) -> tuple[list[V], dict[str, str]]:
+        """What :meth:`write_partial` kept of shard `number`: vectors, if any, and failed ids with reasons."""
+        partial = self.manifest.partial
+        file = self.path / str(partial.get("file"))
+        if partial.get("shard") != number or not file.is_file() or sha256_file(file) != partial["sha256"]:
+            return [], {}
+        return [self._read(file)], dict(partial["failed"])
+
+    def write_partial(self, number: int, vectors: V, failed: Mapping[str, str]) -> None:
+        """Keep what is done of shard `number`, until it is written whole or this is called again."""
+        self._check(vectors)
+        file = self.path / f"part-{number:05d}.partial.{self.suffix}"
+        digest = self._save_shard(vectors, file)
+        self.manifest.partial = {"shard": number, "file": file.name, "sha256": digest, "failed": dict(failed)}
+        self._save()
+
+    def _save_shard(self, vectors: V, file: Path) -> str:
+        with atomic_file(file) as temporary:
+            self._store(vectors, temporary)
+            return sha256_file(temporary)
+
+    def write_shard(self, number: int, vectors: V, failed: Mapping[str, str] | None = None) -> None:
+        """Write shard `number` (the next one, or one to replace) and list it in the manifest."""
+        self._check(vectors)
         if not 0 <= number <= len(self.manifest.shards):
             raise ValueError(
                 f"number: expected at most {len(self.manifest.shards)}, the next shard, got {number}. "
                 "Shards are written in order."
             )
         file = self.path / f"part-{number:05d}.{self.suffix}"
-        with atomic_file(file) as temporary:
-            save(temporary)
-            digest = sha256_file(temporary)
-        self.manifest.shards[number : number + 1] = [{"file": file.name, **counts, "sha256": digest}]
+        digest = self._save_shard(vectors, file)
+        self.manifest.shards[number : number + 1] = [{"file": file.name, **self._counts(vectors), "sha256": digest}]
         self.manifest.n_documents = sum(int(part["rows"]) for part in self.manifest.shards)
         self.manifest.failed.update(failed or {})
         self.manifest.complete = False
+        self.manifest.partial = {}
         self._save()
+        for left in self.path.glob(f"part-*.partial.{self.suffix}"):
+            left.unlink()
 
     def finish(self) -> M:
         """Mark the folder as complete."""
         self.manifest.complete = True
         self._save()
+        release_folder(self._lock)
         return self.manifest
 
     def _save(self) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+from tilefold.retrieval._shards import ShardWriter
 from tilefold.retrieval._sparse import SparseVectors, vocabulary_fingerprint
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import texts_digest
@@ -31,6 +35,7 @@ def encode_collection(
     kind: Kind = "document",
     batch_size: int = 32,
     shard_size: int = 1024,
+    save_minutes: float = 1.0,
     top_k: int | None = None,
     min_weight: float = 0.0,
     progress: Callable[[int, int], None] | None = None,
@@ -39,7 +44,7 @@ def encode_collection(
     """Encode `texts` into a folder of vectors, shard by shard, resuming an earlier run.
 
     A shard holds `shard_size` consecutive texts and is encoded in batches of similar length. It is written
-    atomically, so that a crash or an interrupt costs at most the shard in progress. A text that
+    atomically, and what is done of it is kept every `save_minutes`, so that a crash costs at most that. A text that
     cannot be encoded (not a string, an error or NaN in the model) is left out and listed with the reason in
     ``manifest.failed``; the others are not lost.
 
@@ -50,9 +55,10 @@ def encode_collection(
         kind: ``"document"`` uses the model's document prompt and route, ``"query"`` those of queries.
         batch_size: texts encoded at a time.
         shard_size: texts per shard.
+        save_minutes: after this time, and on Ctrl-C, what is done of a shard is kept.
         top_k: heaviest terms kept per text; None uses the model's own ``max_active_dims``.
         min_weight: terms are kept above this weight.
-        progress: called as ``progress(texts done, texts in all)`` after each shard, and once at the start.
+        progress: called as ``progress(texts done, texts in all)`` after each batch, and once at the start.
         resume: keep the complete shards of an earlier run; a different model, text or setting is an error. With False,
             earlier vectors are discarded.
 
@@ -64,10 +70,10 @@ def encode_collection(
         DataError: ``resume=True`` and the folder holds vectors with other settings; or every text failed, or every one
             of a shard of at least 16, which points at the model and not at the texts.
         FileExistsError: the folder holds other files.
+        InUseError: another process writes there.
     """
     _check_settings(kind, batch_size, top_k, min_weight)
-    if shard_size < 1:
-        raise ValueError(f"shard_size: expected at least 1, got {shard_size}.")
+    check_shards(shard_size, save_minutes)
     if not texts:
         raise ValueError("texts: expected at least one, got none.")
     writer = SparseVectorWriter(
@@ -89,20 +95,46 @@ def encode_collection(
         writer,
         texts,
         shard_size,
-        lambda chunk: _encode(model, texts, chunk, kind, batch_size, top_k, min_weight),
+        lambda chunk, part: _encode(model, texts, chunk, kind, batch_size, top_k, min_weight, part),
         progress,
+        save_minutes,
     )
     return writer.finish()
 
 
+@dataclass
+class Part(Generic[T]):
+    """What is done of some texts.
+
+    Attributes:
+        done: vectors, in batches.
+        failed: id -> reason.
+        after: called after each batch.
+    """
+
+    done: list[T] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    after: Callable[[], None] = lambda: None
+
+    def __len__(self) -> int:
+        return sum(map(len, self.done)) + len(self.failed)
+
+    def vectors(self) -> T | None:
+        """All vectors so far, None without any."""
+        return self.done[0].concatenate(self.done) if self.done else None
+
+
 def write_shards(
-    writer: Any,
+    writer: ShardWriter[Any, T],
     texts: Mapping[str, str],
     shard_size: int,
-    encode: Callable[[list[str]], tuple[Any, dict[str, str]]],
+    encode: Callable[[list[str], Part[T]], tuple[T, dict[str, str]]],
     progress: Callable[[int, int], None] | None,
+    save_minutes: float,
 ) -> None:
-    """Write the shards that `writer` lacks; ``encode(ids)`` returns their vectors, and the failed ids with reasons.
+    """Write the shards that `writer` lacks; ``encode(ids, part)`` gives their vectors, and the failed ids with reasons.
+
+    What is done of a shard is kept every `save_minutes`, and on Ctrl-C.
 
     Raises:
         DataError: every text failed, or every one of a shard of at least 16, which points at the model and not at the
@@ -110,20 +142,63 @@ def write_shards(
     """
     ids = list(texts)
     report = progress or (lambda done, total: None)
-    report(0, len(ids))
-    for number, start in enumerate(range(0, len(ids), shard_size)):
-        chunk = ids[start : start + shard_size]
-        if not writer.has_shard(number):
-            vectors, failed = encode(chunk)
-            nothing_yet = writer.manifest.n_documents == 0 and start + shard_size >= len(ids)
-            if failed and not len(vectors) and (len(chunk) >= _TOO_MANY or nothing_yet):
-                name, reason = next(iter(failed.items()))
-                raise DataError(
-                    f"texts: all {len(chunk)} of shard {number} failed, {name!r} first ({reason}). "
-                    "Check the model; earlier shards are kept."
-                )
-            writer.write_shard(number, vectors, failed)
-        report(min(start + shard_size, len(ids)), len(ids))
+    starts = range(0, len(ids), shard_size)
+    missing = {
+        number: ids[start : start + shard_size] for number, start in enumerate(starts) if not writer.has_shard(number)
+    }
+    finished = len(ids) - sum(map(len, missing.values()))
+    report(finished, len(ids))
+    for number, chunk in missing.items():
+        vectors, failed = _encode_shard(
+            writer, number, encode, chunk, save_minutes, functools.partial(_report_more, report, finished, len(ids))
+        )
+        nothing_yet = writer.manifest.n_documents == 0 and number == len(starts) - 1
+        if failed and not len(vectors) and (len(chunk) >= _TOO_MANY or nothing_yet):
+            name, reason = next(iter(failed.items()))
+            raise DataError(
+                f"texts: all {len(chunk)} of shard {number} failed, {name!r} first ({reason}). "
+                "Check the model; earlier shards are kept."
+            )
+        writer.write_shard(number, vectors, failed)
+        finished += len(chunk)
+        report(finished, len(ids))
+
+
+def _report_more(report: Callable[[int, int], None], finished: int, total: int, done: int) -> None:
+    report(finished + done, total)
+
+
+def _encode_shard(
+    writer: ShardWriter[Any, T],
+    number: int,
+    encode: Callable[[list[str], Part[T]], tuple[T, dict[str, str]]],
+    chunk: list[str],
+    save_minutes: float,
+    report: Callable[[int], None],
+) -> tuple[T, dict[str, str]]:
+    """``encode(chunk, part)`` with a part that goes on from what was kept of the shard, and is kept in turn."""
+    part: Part[T] = Part(*writer.read_partial(number))
+    kept, saved = len(part), time.monotonic()
+
+    def save() -> None:
+        nonlocal kept, saved
+        vectors = part.vectors()
+        if vectors is not None and kept < len(part) < len(chunk):
+            writer.write_partial(number, vectors, part.failed)
+        kept, saved = len(part), time.monotonic()
+
+    def after_batch() -> None:
+        if time.monotonic() - saved >= 60 * save_minutes:
+            save()
+        if len(part) < len(chunk):  # what is done of the whole shard counts when it is written
+            report(len(part))
+
+    part.after = after_batch
+    try:
+        return encode(chunk, part)
+    except KeyboardInterrupt:
+        save()
+        raise
 
 
 def encode_queries(
@@ -176,6 +251,7 @@ def _encode(
     batch_size: int,
     top_k: int | None,
     min_weight: float,
+    part: Part[SparseVectors] | None = None,
 ) -> tuple[SparseVectors, dict[str, str]]:
     """Vectors of `ids` that could be encoded, in their order, and the reasons for the others."""
     fingerprint = vocabulary_fingerprint(_tokenizer(model))
@@ -184,22 +260,22 @@ def _encode(
         matrix = _run(model, [texts[name] for name in batch], kind, top_k, min_weight)
         return SparseVectors.from_torch(batch, matrix, fingerprint, min_weight)
 
-    encoded, failed = encode_each(texts, ids, batch_size, run)
+    encoded, failed = encode_each(texts, ids, batch_size, run, part or Part[SparseVectors]())
     if encoded is None:
         encoded = SparseVectors.from_rows({}, _vocab_size(model, kind), fingerprint)
     return encoded, failed
 
 
 def encode_each(
-    texts: Mapping[str, str], ids: Sequence[str], batch_size: int, run: Callable[[list[str]], T]
+    texts: Mapping[str, str], ids: Sequence[str], batch_size: int, run: Callable[[list[str]], T], part: Part[T]
 ) -> tuple[T | None, dict[str, str]]:
     """The vectors of `ids` in their order, and the reasons of failed texts; ``None`` if all of them failed.
 
-    ``run(batch)`` encodes texts of similar length, longest first. A batch that fails is halved until the failing text
-    is alone, so that the others are not lost.
+    ``run(batch)`` encodes texts of similar length, longest first, except what `part` already has. A batch that fails
+    is halved until the failing text is alone, so that the others are not lost.
     """
-    failed: dict[str, str] = {}
-    done: list[T] = []
+    failed, done = part.failed, part.done
+    known = failed.keys() | {name for vectors in done for name in vectors.ids}
 
     def attempt(batch: list[str]) -> None:
         try:
@@ -220,13 +296,24 @@ def encode_each(
             failed[name] = f"expected a string, got {type(texts[name]).__name__}"
     strings.sort(key=lambda name: len(texts[name]), reverse=True)
     for start in range(0, len(strings), batch_size):
-        attempt(strings[start : start + batch_size])
+        batch = [name for name in strings[start : start + batch_size] if name not in known]
+        if batch:
+            attempt(batch)
+            part.after()
     reasons = {name: failed[name] for name in ids if name in failed}
-    if not done:
+    encoded = part.vectors()
+    if encoded is None:
         return None, reasons
-    encoded = done[0].concatenate(done)
     row_of = {name: row for row, name in enumerate(encoded.ids)}
     return encoded.take([row_of[name] for name in ids if name in row_of]), reasons
+
+
+def check_shards(shard_size: int, save_minutes: float) -> None:
+    """Raise an error for sizes and times that no shard has."""
+    if shard_size < 1:
+        raise ValueError(f"shard_size: expected at least 1, got {shard_size}.")
+    if not save_minutes >= 0:
+        raise ValueError(f"save_minutes: expected at least 0, got {save_minutes}.")
 
 
 def _check_settings(kind: str, batch_size: int, top_k: int | None, min_weight: float) -> None:

@@ -14,6 +14,8 @@ from torch import Tensor
 from tilefold.retrieval._token_vectors import STORAGES, TokenVectors
 from tilefold.retrieval.encoding import (
     Kind,
+    Part,
+    check_shards,
     encode_each,
     model_fingerprint,
     model_name,
@@ -35,6 +37,7 @@ def encode_tokens(
     storage: str = "fp16",
     batch_size: int = 32,
     shard_size: int = 1024,
+    save_minutes: float = 1.0,
     source: str | None = None,
     progress: Callable[[int, int], None] | None = None,
     resume: bool = True,
@@ -52,8 +55,9 @@ def encode_tokens(
             1/127 of the token's largest entry.
         batch_size: texts encoded at a time.
         shard_size: texts per shard.
+        save_minutes: after this time, and on Ctrl-C, what is done of a shard is kept.
         source: folder or name that `model` was loaded from, stored so that queries can be encoded with it.
-        progress: called as ``progress(texts done, texts in all)`` after each shard, and once at the start.
+        progress: called as ``progress(texts done, texts in all)`` after each batch, and once at the start.
         resume: keep the complete shards of an earlier run with the same model, texts and settings.
 
     Returns:
@@ -65,8 +69,7 @@ def encode_tokens(
         FileExistsError: the folder holds other files.
     """
     _check(kind, storage, batch_size, texts)
-    if shard_size < 1:
-        raise ValueError(f"shard_size: expected at least 1, got {shard_size}.")
+    check_shards(shard_size, save_minutes)
     dimension = token_dimension(model, kind)
     manifest = TokenManifest(
         dimension,
@@ -82,8 +85,9 @@ def encode_tokens(
         writer,
         texts,
         shard_size,
-        lambda chunk: _encode(model, texts, chunk, kind, batch_size, dimension, storage),
+        lambda chunk, part: _encode(model, texts, chunk, kind, batch_size, dimension, storage, part),
         progress,
+        save_minutes,
     )
     return writer.finish()
 
@@ -140,13 +144,14 @@ def _encode(
     batch_size: int,
     dimension: int,
     storage: str,
+    part: Part[TokenVectors] | None = None,
 ) -> tuple[TokenVectors, dict[str, str]]:
     """Vectors of `ids` that could be encoded, in their order, and the reasons for the others."""
 
     def run(batch: list[str]) -> TokenVectors:
         return TokenVectors.pack(batch, _run(model, [texts[name] for name in batch], kind), dimension, storage)
 
-    encoded, failed = encode_each(texts, ids, batch_size, run)
+    encoded, failed = encode_each(texts, ids, batch_size, run, part or Part[TokenVectors]())
     if encoded is None:
         encoded = TokenVectors.pack([], [], dimension, storage)
     return encoded, failed

@@ -9,7 +9,7 @@ That is the packed layout of :func:`tilefold.ops.maxsim`, which scores a shard i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class TokenManifest:
         kind: ``"document"`` or ``"query"``.
         n_documents, n_tokens: texts and vectors in all shards.
         shards: ``{"file", "rows", "tokens", "sha256"}`` for each shard, in order.
-        settings, failed, complete: as in :class:`tilefold.retrieval.VectorManifest`.
+        settings, failed, partial, complete: as in :class:`tilefold.retrieval.VectorManifest`.
         layout, schema_version: the format of this folder.
     """
 
@@ -59,6 +59,7 @@ class TokenManifest:
     shards: list[dict[str, Any]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    partial: dict[str, Any] = field(default_factory=dict)
     complete: bool = False
     layout: str = LAYOUT
     schema_version: int = SCHEMA_VERSION
@@ -69,8 +70,8 @@ class TokenManifest:
         return Provenance(self.model_fingerprint, self.settings.get("texts_sha256"))
 
 
-class TokenVectorWriter(ShardWriter[TokenManifest]):
-    """Write token vectors shard by shard; one writer at a time may use a folder.
+class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
+    """Write token vectors shard by shard; one process at a time may use a folder.
 
     Args:
         path: the folder, made when missing.
@@ -92,16 +93,22 @@ class TokenVectorWriter(ShardWriter[TokenManifest]):
     def _load(self, folder: Path) -> TokenManifest:
         return read_token_manifest(folder)
 
-    def write_shard(self, number: int, vectors: TokenVectors, failed: Mapping[str, str] | None = None) -> None:
-        """Write shard `number` (the next one, or one to replace) and list it in the manifest."""
+    def _check(self, vectors: TokenVectors) -> None:
         expected = (self.manifest.dimension, _DTYPES[self.manifest.storage])
         if (vectors.dimension, vectors.values.dtype) != expected:
             raise DataError(
                 f"vectors: expected D={expected[0]} in {expected[1]} as in the folder, got "
                 f"{vectors.values.dtype} {list(vectors.values.shape)}."
             )
-        counts = {"rows": len(vectors), "tokens": int(vectors.values.size(0))}
-        self._write(number, counts, lambda path: _write_shard(vectors, path), failed)
+
+    def _counts(self, vectors: TokenVectors) -> dict[str, int]:
+        return {"rows": len(vectors), "tokens": int(vectors.values.size(0))}
+
+    def _store(self, vectors: TokenVectors, path: Path) -> None:
+        _write_shard(vectors, path)
+
+    def _read(self, path: Path) -> TokenVectors:
+        return _read_shard(path)
 
     def _save(self) -> None:
         self.manifest.n_tokens = sum(int(part["tokens"]) for part in self.manifest.shards)

@@ -51,6 +51,7 @@ class VectorManifest:
         shards: ``{"file", "rows", "nonzeros", "sha256"}`` for each shard, in order.
         settings: how the vectors were computed; a writer resumes a folder only if these are equal.
         failed: id -> reason, for texts that could not be encoded.
+        partial: the file that keeps a part of the next shard, its checksum and its failed texts; empty without one.
         complete: whether the writer finished.
         schema_version: of this layout.
     """
@@ -63,6 +64,7 @@ class VectorManifest:
     shards: list[dict[str, Any]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    partial: dict[str, Any] = field(default_factory=dict)
     complete: bool = False
     schema_version: int = SCHEMA_VERSION
 
@@ -80,8 +82,8 @@ class VectorManifest:
         return self.vectors([], [0], [], [])
 
 
-class SparseVectorWriter(ShardWriter[VectorManifest]):
-    """Write vectors shard by shard; one writer at a time may use a folder.
+class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
+    """Write vectors shard by shard; one process at a time may use a folder.
 
     Args:
         path: the folder, made when missing.
@@ -114,11 +116,17 @@ class SparseVectorWriter(ShardWriter[VectorManifest]):
     def _load(self, folder: Path) -> VectorManifest:
         return _load_manifest(folder)
 
-    def write_shard(self, number: int, vectors: SparseVectors, failed: Mapping[str, str] | None = None) -> None:
-        """Write shard `number` (the next one, or one to replace) and list it in the manifest."""
+    def _check(self, vectors: SparseVectors) -> None:
         check_same_vocabulary(self.manifest, vectors, "the folder", "vectors")
-        counts = {"rows": len(vectors), "nonzeros": int(vectors.indices.size)}
-        self._write(number, counts, lambda path: _parquet.write(vectors, path), failed)
+
+    def _counts(self, vectors: SparseVectors) -> dict[str, int]:
+        return {"rows": len(vectors), "nonzeros": int(vectors.indices.size)}
+
+    def _store(self, vectors: SparseVectors, path: Path) -> None:
+        _parquet.write(vectors, path)
+
+    def _read(self, path: Path) -> SparseVectors:
+        return _parquet.read(path, self.manifest.vectors)
 
 
 def read_manifest(path: str | Path) -> VectorManifest:

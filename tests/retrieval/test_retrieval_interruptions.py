@@ -1,0 +1,164 @@
+"""Long work that is interrupted, killed, or meets another process or a full disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tilefold._files import LOCK, DiskFullError, InUseError, atomic_file
+from tilefold.retrieval import (
+    BM25Index,
+    SparseVectorWriter,
+    build_index,
+    encode_collection,
+    read_manifest,
+    read_vectors,
+    write_vectors,
+)
+from tilefold.retrieval.errors import DataError
+
+TEXTS = {f"d{i}": "cats sleep " * (i + 1) for i in range(8)}
+HOLD = """
+import sys
+from pathlib import Path
+from tilefold._files import hold_folder
+lock = hold_folder(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tilefold.retrieval import BM25Index
+from tilefold.retrieval._files import atomic_directory
+with atomic_directory(Path(sys.argv[1]), own_names=()) as folder:
+    (folder / "half").write_text("an index, nearly")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+LIMITED = """
+import resource, sys
+from tilefold.retrieval import build_index, encode_collection, read_vectors, write_trec_run, write_vectors
+vectors = read_vectors(sys.argv[1])
+built = build_index(vectors, "exact")
+run = {f"q{i}": {f"d{j}": 1.0 for j in range(1000)} for i in range(10)}
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+for write in (
+    lambda: built.save(sys.argv[2] + "/index"),
+    lambda: write_trec_run(run, sys.argv[2] + "/run.trec"),
+    lambda: write_vectors(vectors, sys.argv[2] + "/vectors"),
+):
+    try:
+        write()
+    except OSError as error:
+        print(type(error).__name__, error)
+"""
+
+
+def python(code: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def stop_at(count: int) -> Any:
+    def stop(done: int, total: int) -> None:
+        if done == count:
+            raise KeyboardInterrupt
+
+    return stop
+
+
+def test_what_is_done_of_a_shard_survives_an_interrupt_and_the_bits_are_the_same(splade: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"batch_size": 2, "shard_size": 8, "top_k": 20}
+    with pytest.raises(KeyboardInterrupt):
+        encode_collection(splade, TEXTS, tmp_path / "v", progress=stop_at(4), **options)
+    kept = read_manifest(tmp_path / "v").partial
+    assert (kept["shard"], kept["file"]) == (0, "part-00000.partial.parquet")
+    calls: list[tuple[int, int]] = []
+    encode_collection(splade, TEXTS, tmp_path / "v", progress=lambda *at: calls.append(at), **options)
+    assert calls == [(0, 8), (6, 8), (8, 8)], "the first four texts are not encoded again"
+    encode_collection(splade, TEXTS, tmp_path / "whole", **options)
+    one, other = read_vectors(tmp_path / "v"), read_vectors(tmp_path / "whole")
+    assert one.ids == other.ids
+    assert np.array_equal(one.indices, other.indices) and np.array_equal(one.data, other.data)
+    assert sorted(file.name for file in (tmp_path / "v").iterdir()) == ["manifest.json", "part-00000.parquet"]
+
+
+def test_what_is_done_is_kept_by_time_against_a_kill(splade: Any, tmp_path: Path) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(done: int, total: int) -> None:
+        if done == 6:
+            raise Killed
+
+    for minutes, rows in ((0.0, True), (1.0, False)):
+        with pytest.raises(Killed):
+            folder = tmp_path / str(rows)
+            encode_collection(splade, TEXTS, folder, batch_size=2, save_minutes=minutes, top_k=9, progress=kill)
+        assert bool(read_manifest(folder).partial) is rows
+
+
+def test_settings_may_change_until_something_is_written(splade: Any, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        encode_collection(splade, TEXTS, tmp_path, shard_size=8, top_k=20, progress=stop_at(0))
+    assert encode_collection(splade, TEXTS, tmp_path, shard_size=4, top_k=20).complete
+    with pytest.raises(DataError, match="shard_size: 4 before, 8 now"):
+        encode_collection(splade, TEXTS, tmp_path, shard_size=8, top_k=20)
+
+
+def test_a_folder_that_another_process_writes_to_is_refused(splade: Any, tmp_path: Path) -> None:
+    encode_collection(splade, TEXTS, tmp_path, top_k=20)
+    before = (tmp_path / "manifest.json").read_text()
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        with pytest.raises(InUseError, match="another process is writing there"):
+            encode_collection(splade, TEXTS, tmp_path, top_k=5, resume=False)
+        assert (tmp_path / "manifest.json").read_text() == before
+        process.kill()
+    assert encode_collection(splade, TEXTS, tmp_path, top_k=5, resume=False).complete, "a lock ends with its process"
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path, make_vectors: Any) -> None:
+    assert python(KILLED, tmp_path / "index").returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".index.")
+    BM25Index.build({"d": "cats"}, language=None).save(tmp_path / "index")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
+
+
+def test_an_old_half_written_file_is_removed_and_a_young_one_is_not(tmp_path: Path) -> None:
+    old, young = tmp_path / ".run.abc.tmp", tmp_path / ".run.def.tmp"
+    for file in (old, young):
+        file.write_text("half a run")
+    os.utime(old, (0, 0))
+    with atomic_file(tmp_path / "run") as temporary:
+        temporary.write_text("a run")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".run.def.tmp", "run"]
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path: Path, make_vectors: Any) -> None:
+    write_vectors(make_vectors(2000), tmp_path / "v")
+    done = python(LIMITED, tmp_path / "v", tmp_path / "full")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for line, name in zip(lines, ("index", "run.trec", "vectors/part-00000.parquet"), strict=True):
+        assert line.startswith(f"{DiskFullError.__name__} {tmp_path}/full/{name}: could not be written"), line
+    assert sorted(file.name for file in (tmp_path / "full").rglob("*.tmp")) == []
+
+
+def test_a_writer_that_another_one_of_the_process_follows_is_not_in_its_way(tmp_path: Path, make_vectors: Any) -> None:
+    first = SparseVectorWriter(tmp_path, vocab_size=500, fingerprint="f" * 64)
+    first.write_shard(0, make_vectors(3))
+    second = SparseVectorWriter(tmp_path, vocab_size=500, fingerprint="f" * 64, resume=True)
+    assert second.has_shard(0)
+    assert build_index(read_vectors(tmp_path), "exact").n_documents == 3 if second.finish().complete else False
