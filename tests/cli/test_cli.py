@@ -159,7 +159,7 @@ def test_training_again_returns_the_finished_model(call: Any, work: Path, masked
     assert (again.code, "already trained" in again.out) == (0, True)
     other = call("train", *same, "--steps", "3")
     assert other.code == 1
-    assert "differs in max_steps" in other.err
+    assert "differs in --steps" in other.err
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_training_again_returns_the_finished_model(call: Any, work: Path, masked
     [
         (["serch"], 2, "No such command 'serch'"),
         (["train"], 2, "Missing option '--output'"),
-        (["train", "--output", "m", "--batch-size", "0"], 2, "batch_size must be a whole number"),
+        (["train", "--output", "m", "--batch-size", "0"], 2, "--batch-size must be a whole number"),
         (["train", "--output", "m", "--data", "no-such-folder"], 1, "no-such-folder"),
         (["train", "--output", "m", "--seed", "-1"], 2, "seed must be a whole number of at least 0"),
         (["encode", "--model", "m", "--output", "v", "--split", "test"], 2, "together with --queries"),

@@ -42,7 +42,7 @@ def test_stored_vectors_are_those_of_the_model_in_the_order_of_the_texts(splade:
     manifest = encode_collection(
         splade, TEXTS, tmp_path, batch_size=2, shard_size=3, progress=lambda *done: calls.append(done)
     )
-    assert calls == [(0, 7), (3, 7), (6, 7), (7, 7)]
+    assert calls == [(0, 7), (2, 7), (3, 7), (5, 7), (6, 7), (7, 7)]
     assert manifest.complete and manifest.n_documents == 7 and not manifest.failed
     vectors = read_vectors(tmp_path)
     assert vectors.ids == list(TEXTS) and vectors.vocab_size == 30522

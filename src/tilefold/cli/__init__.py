@@ -30,6 +30,9 @@ def _run(args: list[str], debug: bool) -> int:
     except ImportError:
         sys.stderr.write('Error: the tilefold command needs typer and rich: pip install "tilefold[cli]"\n')
         return 1
+    from tilefold.cli._common import keeps
+
+    keeps(None)
     try:
         outcome = typer.main.get_command(_app())(args, prog_name="tilefold", standalone_mode=False)
         code = outcome if isinstance(outcome, int) else 0
@@ -45,12 +48,21 @@ def _run(args: list[str], debug: bool) -> int:
             raise
         return _report(error)
     if code == INTERRUPTED:  # typer turns Ctrl-C into this code
-        _say("Interrupted. Finished work is kept: run the same command again to resume.")
+        _say(_interrupted())
     return code
+
+
+def _interrupted() -> str:
+    from tilefold.cli._common import kept_work
+
+    if kept_work():
+        return "Interrupted. Finished work is kept: run the same command again to resume."
+    return "Interrupted. Nothing was kept."
 
 
 def _report(error: Exception) -> int:
     from tilefold.cli._common import CommandError, UsageError
+    from tilefold.cli._words import in_options
 
     formatted = getattr(error, "format_message", None)  # typer's own errors have it
     usage = formatted is not None
@@ -58,7 +70,7 @@ def _report(error: Exception) -> int:
     known = isinstance(error, (CommandError, ValueError, OSError, ImportError, RuntimeError)) or usage
     if not known or not text:
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    _say(f"Error: {' '.join(text.split())}")
+    _say(f"Error: {in_options(' '.join(text.split()))}")
     context = getattr(error, "ctx", None)
     if context is not None:
         _say(f"Try: {context.command_path} --help")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +29,10 @@ __all__ = [
 ]
 
 DEMO_DIR = Path("tilefold-demo")
+SECONDS_PER_LINE = 60.0
+DATA_HELP = "pydocs, or a folder in the BEIR layout."
+DOCUMENTS_HELP = "pydocs, a BEIR folder, or documents alone (.jsonl, .jsonl.gz, .parquet, or a saved dataset)."
+DROP_UNKNOWN_HELP = "Leave out judgements of queries and documents that the collection lacks, in a sample of one."
 
 
 class CommandError(Exception):
@@ -63,7 +69,11 @@ def print_json(value: Any) -> None:
 
 @contextmanager
 def progress_bar(text: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar on stderr if that is a terminal; yields a function of (done, total, note)."""
+    """Progress on stderr, a bar on a terminal and else a line per minute; yields a function of (done, total, note)."""
+    console = stderr()
+    if not console.is_terminal:
+        yield _line_per_minute(text)
+        return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
@@ -73,8 +83,7 @@ def progress_bar(text: str) -> Iterator[Callable[[int, int, str], None]]:
         TimeRemainingColumn(elapsed_when_finished=True),
         TextColumn("{task.fields[note]}"),
     )
-    console = stderr()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console) as progress:
         task = progress.add_task(text, total=None, note="")
 
         def update(done: int, total: int, note: str = "") -> None:
@@ -83,11 +92,72 @@ def progress_bar(text: str) -> Iterator[Callable[[int, int, str], None]]:
         yield update
 
 
-def load_data(name_or_path: str, cache_dir: Path | None = None) -> Collection:
-    """``pydocs`` or a BEIR folder."""
+def _line_per_minute(text: str) -> Callable[[int, int, str], None]:
+    """What is done, how fast since the start, and the time that is left, on stderr."""
+    first: tuple[float, int] | None = None
+    spoken = time.monotonic()
+
+    def update(done: int, total: int, remark: str = "") -> None:
+        nonlocal first, spoken
+        now = time.monotonic()
+        first = first or (now, done)  # an earlier run may have done some
+        if now - spoken < SECONDS_PER_LINE or done == first[1]:
+            return
+        spoken, rate = now, (done - first[1]) / (now - first[0])
+        parts = [f"{done:,} of {total:,}", remark, f"{rate:.3g} per second", f"{_duration((total - done) / rate)} left"]
+        note(f"{text}: {', '.join(part for part in parts if part)}")
+
+    return update
+
+
+def _duration(seconds: float) -> str:
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if hours < 2 else f"{hours:.1f} h"
+
+
+@contextmanager
+def heartbeat(text: str) -> Iterator[None]:
+    """Print a line per minute on stderr while one call of unknown length runs."""
+    ended, started = threading.Event(), time.monotonic()
+
+    def speak() -> None:
+        while not ended.wait(SECONDS_PER_LINE):
+            note(f"{text}: {_duration(time.monotonic() - started)} so far")
+
+    thread = threading.Thread(target=speak, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+_kept: list[Callable[[], bool]] = []
+
+
+def keeps(check: Callable[[], bool] | None) -> None:
+    """Say how to find out, after Ctrl-C, whether there is work that the same command would go on from; None: never."""
+    _kept[:] = [check] if check else []
+
+
+def kept_work() -> bool:
+    """Whether an interrupted command left work that the same command would go on from."""
+    return any(check() for check in _kept)
+
+
+def load_data(
+    name_or_path: str, cache_dir: Path | None = None, *, drop_unknown: bool = False, documents_only: bool = False
+) -> Collection:
+    """``pydocs``, a BEIR folder, or documents alone."""
     from tilefold.retrieval.datasets import load_collection
 
-    return load_collection(name_or_path, cache_dir=cache_dir)
+    return load_collection(
+        name_or_path,
+        cache_dir,
+        unknown="drop" if drop_unknown else "error",
+        documents_only=documents_only,
+    )
 
 
 def check_at_least_one(**options: int | None) -> None:

@@ -64,10 +64,10 @@ def read_run(path: Path, option: str) -> NamedRun:
     return NamedRun(f"{option} {path}", evaluation.read_trec_run(path), evaluation.read_trec_provenance(path))
 
 
-def load_splits(data: str, split: Sequence[str] | None) -> tuple[Collection, list[str]]:
+def load_splits(data: str, split: Sequence[str] | None, drop_unknown: bool) -> tuple[Collection, list[str]]:
     """The collection, and the splits that were asked for: test if none."""
     splits = list(dict.fromkeys(split or ["test"]))
-    collection = _common.load_data(data)
+    collection = _common.load_data(data, drop_unknown=drop_unknown)
     for name in splits:
         _common.check_split(collection, name)
         grades = collection.qrels[name].values()

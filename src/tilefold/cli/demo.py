@@ -75,6 +75,7 @@ def _asked(minutes: float | None, full: bool, quick: bool) -> float | str:
 def _run(
     asked: float | str, seed: int, output: Path, stages: Stages
 ) -> tuple[dict[str, Any], list[HeadMeasurement], Path | None, Path]:
+    _common.keeps(lambda: any(output.glob("*/plan.json")))
     with stages.step("collection: the documentation of this Python") as done:
         everything = _common.load_data("pydocs", output / "data")
         whole = asked == _demo_plan.FULL

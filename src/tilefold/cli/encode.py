@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tilefold._files import read_json
 from tilefold.cli import _common, _models
 
 STORAGES = ("fp16", "int8")
@@ -17,22 +18,25 @@ STORAGES = ("fp16", "int8")
 def encode(
     model: Annotated[str, typer.Option(help="Folder or Hugging Face name of a SparseEncoder or a MultiVectorEncoder.")],
     output: Annotated[Path, typer.Option(help="Folder for the vectors.")],
-    data: Annotated[str, typer.Option(help="pydocs, or a folder in the BEIR layout.")] = "pydocs",
+    data: Annotated[str, typer.Option(help=_common.DOCUMENTS_HELP)] = "pydocs",
     queries: Annotated[bool, typer.Option("--queries", help="Encode queries instead of documents.")] = False,
     split: Annotated[str | None, typer.Option(help="With --queries: only those of this split.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Sparse: keep only this many terms per text.")] = None,
     storage: Annotated[str | None, typer.Option(help="Token vectors: fp16, or int8 for half the bytes.")] = None,
     batch_size: Annotated[int, typer.Option(help="Texts per batch.")] = 32,
     shard_size: Annotated[int, typer.Option(help="Texts per shard; each shard is saved when it is full.")] = 1024,
+    save_minutes: Annotated[
+        float, typer.Option(min=0, help="What is done of a shard is kept after this time, and on Ctrl-C.")
+    ] = 1.0,
     jsonl: Annotated[
         Path | None, typer.Option(help="Sparse: also write the vectors as JSON lines (Anserini form).")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Keep the shards of an interrupted run.")] = True,
+    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Keep what an interrupted run has encoded.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="The manifest as JSON on stdout.")] = False,
 ) -> None:
     """Encode a collection to sparse vectors, or to token vectors with a multi-vector model (for --rerank).
 
-    The same command again resumes an interrupted run from its last shard.
+    The same command again resumes an interrupted run from what was kept last.
     """
     if split is not None and not queries:
         raise _common.UsageError("--split chooses queries: give it together with --queries.")
@@ -40,20 +44,16 @@ def encode(
         raise _common.UsageError(f"--storage: expected one of {', '.join(STORAGES)}, got {storage!r}.")
     _common.check_at_least_one(top_k=top_k, batch_size=batch_size, shard_size=shard_size)
     _models.find_model(model, "--model")
-    collection = _common.load_data(data)
-    if split is not None:
-        _common.check_split(collection, split)
-    if queries:
-        texts = collection.queries if split is None else collection.split_queries(split)
-    else:
-        texts = {name: document.contents for name, document in collection.documents.items()}
+    texts = _texts(data, queries, split)
     encoder, kind = _models.load_model(model)
     _check_options(model, kind, {"--top-k": top_k, "--jsonl": jsonl, "--storage": storage})
+    _common.keeps(lambda: _has_vectors(output))
     with _common.progress_bar("encoding") as update:
         options: dict[str, Any] = {
             "kind": "query" if queries else "document",
             "batch_size": batch_size,
             "shard_size": shard_size,
+            "save_minutes": save_minutes,
             "progress": lambda done, total: update(done, total, ""),
             "resume": resume,
         }
@@ -73,6 +73,25 @@ def encode(
         _common.note(f"not encoded: {name}: {reason}")
     if len(failed) > 5:
         _common.note(f"and {len(failed) - 5} more; see {output / 'manifest.json'}")
+
+
+def _texts(data: str, queries: bool, split: str | None) -> dict[str, str]:
+    """Id -> text of the documents, or of the queries."""
+    collection = _common.load_data(data, documents_only=not queries, drop_unknown=True)
+    if not queries:
+        return collection.contents()
+    if not collection.queries:
+        raise _common.UsageError(f"--queries: {data} has no queries.")
+    if split is None:
+        return collection.queries
+    _common.check_split(collection, split)
+    return collection.split_queries(split)
+
+
+def _has_vectors(output: Path) -> bool:
+    """Whether an interrupted run kept a shard, or a part of one."""
+    manifest = read_json(output / "manifest.json") or {}
+    return bool(manifest.get("shards") or manifest.get("partial"))
 
 
 def _check_options(model: str, kind: str, given: dict[str, Any]) -> None:

@@ -13,8 +13,9 @@ DEPTH = 100
 
 
 def evaluate(
-    data: Annotated[str, typer.Option(help="pydocs, or a folder in the BEIR layout.")] = "pydocs",
+    data: Annotated[str, typer.Option(help=_common.DATA_HELP)] = "pydocs",
     split: Annotated[list[str] | None, typer.Option(help=_scores.SPLIT_HELP)] = None,
+    drop_unknown: Annotated[bool, typer.Option("--drop-unknown", help=_common.DROP_UNKNOWN_HELP)] = False,
     run: Annotated[Path | None, typer.Option(help="A TREC run file to score.")] = None,
     index: Annotated[
         Path | None, typer.Option(help="Index to search, with the --model that made it; BM25 has none.")
@@ -62,7 +63,7 @@ def evaluate(
     measures, deepest = _scores.check_measures(measure)
     _scores.check_writable(save_run, "--save-run")
     _models.find_models({"--model": model, "--rerank": rerank})
-    collection, splits = _scores.load_splits(data, split)
+    collection, splits = _scores.load_splits(data, split, drop_unknown)
     texts = _scores.texts_of(collection)
     reranker = None if reranking is None else _rerank.load_reranker(reranking, collection, texts)
     queries = {query: text for name in splits for query, text in collection.split_queries(name).items()}

@@ -42,6 +42,7 @@ def fuse(
         str | None, typer.Option(help="The collection of the runs, to measure the fusion: pydocs, or a BEIR folder.")
     ] = None,
     split: Annotated[list[str] | None, typer.Option(help=_scores.SPLIT_HELP)] = None,
+    drop_unknown: Annotated[bool, typer.Option("--drop-unknown", help=_common.DROP_UNKNOWN_HELP)] = False,
     measure: Annotated[list[str] | None, typer.Option(help=_scores.MEASURE_HELP)] = None,
     save_run: Annotated[Path | None, typer.Option(help=_scores.SAVE_RUN_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Weights and measures as JSON on stdout.")] = False,
@@ -53,7 +54,8 @@ def fuse(
     _check(method, run, weight, tune, normalization, rrf_k)
     _common.check_at_least_one(k=k, rrf_k=rrf_k)
     if data is None:
-        for name, value in (("--split", split), ("--measure", measure), ("--tune", tune)):
+        given = {"--split": split, "--drop-unknown": drop_unknown or None, "--measure": measure, "--tune": tune}
+        for name, value in given.items():
             _common.refuse(name, value, "goes with --data")
         if save_run is None:
             raise _common.UsageError("give --data to measure the fusion, or --save-run to write it.")
@@ -63,7 +65,7 @@ def fuse(
     for first, other in itertools.combinations(named, 2):
         if "texts_sha256" in first.provenance.differs(other.provenance):
             raise _common.CommandError(f"{first.name} and {other.name} were made from different collections.")
-    collection, splits = (None, []) if data is None else _scores.load_splits(data, split)
+    collection, splits = (None, []) if data is None else _scores.load_splits(data, split, drop_unknown)
     if collection is not None:
         _check_runs(named, collection, [*splits, *([tune] if tune else [])])
     weights = weight

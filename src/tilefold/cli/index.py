@@ -24,9 +24,7 @@ _BACKEND_HELP = (
 def index(
     output: Annotated[Path, typer.Option(help="Folder for the index.")],
     vectors: Annotated[Path | None, typer.Option(help="exact, seismic: folder that tilefold encode wrote.")] = None,
-    data: Annotated[
-        str | None, typer.Option(help="bm25: the documents: pydocs, or a folder in the BEIR layout.")
-    ] = None,
+    data: Annotated[str | None, typer.Option(help="bm25: the documents. " + _common.DOCUMENTS_HELP)] = None,
     backend: Annotated[str, typer.Option(help=_BACKEND_HELP)] = "exact",
     language: Annotated[
         str | None,
@@ -80,8 +78,9 @@ def index(
     }
     options = _options(backend, own)
     started = time.monotonic()
-    built = _words(vectors, data, options) if backend == BM25 else _vectors(vectors, data, backend, options)
-    built.save(output)
+    with _common.heartbeat(f"indexing ({backend})"):
+        built = _words(vectors, data, options) if backend == BM25 else _vectors(vectors, data, backend, options)
+        built.save(output)
     result = {
         "output": str(output),
         "backend": backend,
@@ -119,7 +118,7 @@ def _words(vectors: Path | None, data: str | None, options: dict[str, Any]) -> A
         Tokenizer(BM25Options(**options))
     except ValueError as error:
         raise _common.UsageError(f"--{error}") from error
-    return BM25Index.build(_common.load_data(data).contents(), **options)
+    return BM25Index.build(_common.load_data(data, documents_only=True).contents(), **options)
 
 
 def _vectors(vectors: Path | None, data: str | None, backend: str, options: dict[str, Any]) -> Any:

@@ -105,7 +105,7 @@ def _hits(
     k: int,
     reranking: _rerank.RerankOptions | None,
 ) -> list[dict[str, Any]]:
-    collection = _common.load_data(paths.data) if paths.data else None
+    collection = _common.load_data(paths.data, documents_only=True) if paths.data else None
     if collection is not None:
         _scores.check_texts(f"--index {paths.index}", retriever.provenance, collection, _scores.texts_of(collection))
     documents = collection.documents if collection else {}

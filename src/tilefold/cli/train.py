@@ -15,7 +15,7 @@ from tilefold.cli import _common, _models
 def train(
     output: Annotated[Path, typer.Option(help="Folder for the trained model.")],
     method: Annotated[str, typer.Option(help="splade (sparse vectors), or colbert (one vector per token).")] = "splade",
-    data: Annotated[str, typer.Option(help="pydocs, or a folder in the BEIR layout.")] = "pydocs",
+    data: Annotated[str, typer.Option(help=_common.DATA_HELP)] = "pydocs",
     model: Annotated[
         str, typer.Option(help="minilm, a folder, or a Hugging Face name: of a masked LM, for colbert of any encoder.")
     ] = "minilm",
@@ -55,6 +55,9 @@ def train(
         bool, typer.Option("--fused/--plain", help="Fused head (splade) or similarity (colbert), or the stock one.")
     ] = True,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal models.")] = 0,
+    save_steps: Annotated[int, typer.Option(help="A checkpoint after so many steps.")] = 25,
+    save_minutes: Annotated[float, typer.Option(min=0, help="A checkpoint after this time at the latest.")] = 5.0,
+    drop_unknown: Annotated[bool, typer.Option("--drop-unknown", help=_common.DROP_UNKNOWN_HELP)] = False,
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="Resume an interrupted run.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a finished model in --output.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the libraries' own logs.")] = False,
@@ -77,6 +80,8 @@ def train(
         "anneal_alpha": anneal_alpha,
         "bf16": bf16,
         "fused": fused,
+        "save_steps": save_steps,
+        "save_minutes": save_minutes,
         "seed": seed,
     }
     own: dict[str, dict[str, dict[str, Any]]] = {
@@ -91,7 +96,12 @@ def train(
             "--keep-punctuation": {"skip_punctuation": False if keep_punctuation else None},
         },
     }
-    result = _train(method, values | _own_values(method, own), data, output, resume, overwrite, verbose)
+    result = _train(method, values | _own_values(method, own), data, drop_unknown, output, resume, overwrite, verbose)
+    if result.exploded:
+        _common.note(
+            f"warning: the ranking loss rose from {result.first_ranking_loss:.3f} to {result.ranking_loss:.3f}: the "
+            "model did not learn; train with a smaller --lr"
+        )
     if as_json:
         _common.print_json(asdict(result))
         return
@@ -117,9 +127,17 @@ def _own_values(method: str, own: dict[str, dict[str, dict[str, Any]]]) -> dict[
 
 
 def _train(
-    method: str, values: dict[str, Any], data: str, output: Path, resume: bool, overwrite: bool, verbose: bool
+    method: str,
+    values: dict[str, Any],
+    data: str,
+    drop_unknown: bool,
+    output: Path,
+    resume: bool,
+    overwrite: bool,
+    verbose: bool,
 ) -> Any:
     from tilefold.recipes import colbert, splade
+    from tilefold.recipes.loading import newest_step
 
     values = {name: value for name, value in values.items() if value is not None}
     if values.get("dimension") == 0:
@@ -135,7 +153,8 @@ def _train(
         raise _common.UsageError(str(error)) from error
     if recipe.base_model != _models.PACKAGED:
         _models.find_model(recipe.base_model, "--model")
-    collection = _common.load_data(data)
+    collection = _common.load_data(data, drop_unknown=drop_unknown)
+    _common.keeps(lambda: newest_step(output) is not None)
     with _common.progress_bar("training") as update:
 
         def progress(step: int, steps: int, loss: float | None) -> None:

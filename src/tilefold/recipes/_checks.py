@@ -39,8 +39,10 @@ def check_training(recipe: Any) -> None:
     """
     if not isinstance(recipe.base_model, str) or not recipe.base_model:
         raise ValueError(f"base_model must be 'minilm', a folder or a model name, got {recipe.base_model!r}.")
-    for name in ("batch_size", "max_length", "save_steps"):
+    for name in ("max_length", "save_steps"):
         check_count(name, getattr(recipe, name), optional=False)
+    check_count("batch_size", recipe.batch_size, optional=False, least=2)  # the others of a batch are the negatives
+    check_number("save_minutes", recipe.save_minutes, lambda value: value >= 0, "of at least 0")
     check_count("max_steps", recipe.max_steps, optional=True, least=0)
     check_count("train_max_length", recipe.train_max_length, optional=True)
     for name in ("epochs", "learning_rate", "similarity_scale"):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tilefold._files import read_json, write_json
+from tilefold._files import LOCK, hold_folder, read_json, release_folder, write_json
 
 RECORD = "tilefold_training.json"
 WHOLE = "tilefold_whole.json"
@@ -31,7 +33,7 @@ class TrainingRun:
 
     def __init__(self, output_dir: Path, recipe: dict[str, Any], data: str) -> None:
         self.output_dir = output_dir
-        self.work_dir = output_dir.with_name(output_dir.name + ".training")
+        self.work_dir = work_folder(output_dir)
         self.recipe = recipe
         self.data = data
         self.settings: dict[str, Any] = {"recipe": recipe, "data": data}
@@ -49,31 +51,35 @@ class TrainingRun:
             raise FileExistsError(
                 f"output_dir {self.output_dir} exists and holds no model that tilefold trained; choose another one."
             )
-        if resume and record.get("settings") == self.settings:
+        if resume and self._same(record):
             left = read_json(self.work_dir / RECORD)
-            if left is not None and left.get("settings") == self.settings:  # interrupted after the model was in place
+            if left is not None and self._same(left):  # interrupted after the model was in place
                 shutil.rmtree(self.work_dir)
             return self._result(record)
         if overwrite:
             return None
         raise FileExistsError(
             f"output_dir {self.output_dir} holds a model of other settings ({self._difference(record)}); "
-            "choose another one, or allow it to be overwritten."
+            "choose another one, or replace it with overwrite=True."
         )
 
     def open(self, *, resume: bool) -> Checkpoint | None:
         """Prepare the work folder; return its newest complete checkpoint, or ``None`` for a new run."""
+        self._lock = hold_folder(self.work_dir)
         left = read_json(self.work_dir / RECORD)
-        if resume and left is not None:
-            if left.get("settings") != self.settings:
+        checkpoint = self._newest_checkpoint() if resume and left is not None else None
+        if checkpoint is not None and left is not None:
+            if not self._same(left):
                 raise ValueError(
                     f"{self.work_dir} holds an interrupted run with other settings ({self._difference(left)}); go on "
-                    "with the same settings, or discard it by training without resume."
+                    "with the same settings, or discard it with resume=False."
                 )
-            return self._newest_checkpoint()
-        if self.work_dir.exists():
-            shutil.rmtree(self.work_dir)
-        self.work_dir.mkdir(parents=True)
+            return checkpoint
+        for entry in self.work_dir.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            elif entry.name != LOCK:
+                entry.unlink()
         write_json(self.work_dir / RECORD, {"settings": self.settings})
         return None
 
@@ -86,11 +92,13 @@ class TrainingRun:
         write_json(made / RECORD, {"settings": self.settings, "result": result})
         replace_dir(made, self.output_dir)
         shutil.rmtree(self.work_dir)
+        release_folder(self._lock)
 
     def close(self, checkpoint: Checkpoint | None) -> None:
         """Drop a work folder that training never began in."""
         if checkpoint is None:
             shutil.rmtree(self.work_dir)
+        release_folder(self._lock)
 
     def _newest_checkpoint(self) -> Checkpoint | None:
         found: list[Checkpoint] = []
@@ -102,6 +110,13 @@ class TrainingRun:
                 found.append(Checkpoint(path, mark["step"]))
         return max(found, key=lambda checkpoint: checkpoint.step, default=None)
 
+    def _same(self, record: dict[str, Any]) -> bool:
+        """Whether a record has this run's settings, but for those that change nothing in the model."""
+        settings = record.get("settings")
+        if not isinstance(settings, dict) or not isinstance(settings.get("recipe"), dict):
+            return False
+        return settings.get("data") == self.data and _training(settings["recipe"]) == _training(self.recipe)
+
     @staticmethod
     def _result(record: dict[str, Any]) -> dict[str, Any] | None:
         result = record.get("result")
@@ -109,35 +124,73 @@ class TrainingRun:
 
     def _difference(self, record: dict[str, Any]) -> str:
         other = record.get("settings") or {}
-        theirs, ours = other.get("recipe") or {}, self.recipe
+        theirs, ours = _training(other.get("recipe") or {}), _training(self.recipe)
         names = sorted(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name))
         if other.get("data") != self.data:
             names.append("training data")
         return "differs in " + ", ".join(names) if names else "unreadable record"
 
 
-def make_watcher(progress: Callable[[int, int, float | None], None] | None, run: TrainingRun) -> Any:
-    """A trainer callback that reports steps, keeps the last loss and marks complete checkpoints."""
+def _training(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The fields that change the model."""
+    return {name: value for name, value in recipe.items() if name not in ("save_steps", "save_minutes")}
+
+
+def newest_step(output_dir: Path) -> int | None:
+    """The step of the newest complete checkpoint of an interrupted run into `output_dir`, None without one."""
+    marks = (read_json(mark) for mark in work_folder(output_dir).glob(f"checkpoint-*/{WHOLE}"))
+    return max((mark["step"] for mark in marks if mark and isinstance(mark.get("step"), int)), default=None)
+
+
+def work_folder(output_dir: Path) -> Path:
+    """Where checkpoints lie until a run is finished."""
+    return output_dir.with_name(output_dir.name + ".training")
+
+
+class TrainingError(RuntimeError):
+    """The training cannot lead to a model."""
+
+
+def make_watcher(
+    progress: Callable[[int, int, float | None], None] | None, run: TrainingRun, save_minutes: float
+) -> Any:
+    """A trainer callback that reports steps, keeps losses, stops where the loss is not finite, asks for checkpoints by
+    time, and marks complete ones. The ranking loss is the loss without its regularisers.
+    """
     from transformers import TrainerCallback  # noqa: PLC0415 - heavy
 
     class Watcher(TrainerCallback):  # type: ignore[misc]
+        first_ranking_loss: float | None = None
+        ranking_loss: float | None = None
         loss: float | None = None
         interrupted = False
+        saved = time.monotonic()
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if logs and "loss" in logs:
                 self.loss = float(logs["loss"])
+                if not math.isfinite(self.loss):
+                    raise TrainingError(
+                        f"the loss is {self.loss} after {state.global_step} steps: the training has diverged. Train "
+                        "with a smaller learning_rate, from the start (resume=False)."
+                    )
+                self.ranking_loss = float(logs.get("base_loss", self.loss))
+                if self.first_ranking_loss is None:
+                    self.first_ranking_loss = self.ranking_loss
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if self.interrupted:
                 raise KeyboardInterrupt
             if progress is not None:
                 progress(state.global_step, state.max_steps, self.loss)
+            if time.monotonic() - self.saved >= 60 * save_minutes:
+                control.should_save = True
 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             folder = run.work_dir / f"checkpoint-{state.global_step}"
             if folder.is_dir():
                 write_json(folder / WHOLE, {"step": state.global_step})
+            self.saved = time.monotonic()
 
     return Watcher()
 

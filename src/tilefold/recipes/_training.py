@@ -10,16 +10,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tilefold._files import naming_full_disk
 from tilefold.recipes import _run
 from tilefold.recipes._attention import attention_callbacks, register_entmax, use_attention
 from tilefold.recipes.precision import supports_bf16
 from tilefold.recipes.quiet import quiet_libraries
 from tilefold.retrieval.provenance import texts_digest
+from tilefold.retrieval.truncation import cut_texts
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
 
 __all__ = [
+    "Losses",
     "Progress",
     "Recipe",
     "TrainResult",
@@ -30,6 +33,7 @@ __all__ = [
     "training_pairs",
 ]
 
+EXPLODED = 4.0
 Progress = Callable[[int, int, "float | None"], None]
 
 
@@ -55,6 +59,9 @@ class Recipe(Protocol):
     def save_steps(self) -> int: ...
 
     @property
+    def save_minutes(self) -> float: ...
+
+    @property
     def seed(self) -> int: ...
 
     @property
@@ -78,6 +85,7 @@ class TrainResult:
         resumed_from: the step that this call resumed from, 0 for a new run.
         reused: whether the folder already held the finished model of this recipe and data.
         bf16, fused: whether the run used them.
+        first_ranking_loss, ranking_loss: loss without regularisers, of the first step of this call and the last ones.
     """
 
     model_dir: str
@@ -88,6 +96,24 @@ class TrainResult:
     reused: bool
     bf16: bool
     fused: bool
+    first_ranking_loss: float | None = None
+    ranking_loss: float | None = None
+
+    @property
+    def exploded(self) -> bool:
+        """Whether the ranking loss rose several times over: the model has lost what it knew."""
+        if self.ranking_loss is None or self.first_ranking_loss is None:
+            return False
+        return self.ranking_loss > EXPLODED * max(self.first_ranking_loss, 1.0)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The mean loss of the steps that were logged last, and the ranking loss of those and of the first step."""
+
+    last: float | None = None
+    ranking: float | None = None
+    first_ranking: float | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +150,7 @@ def run_training(
     progress: Progress | None,
     verbose: bool,
     load: Callable[[], Any],
-    fit: Callable[[TrainingJob], float | None],
+    fit: Callable[[TrainingJob], Losses],
 ) -> TrainResult:
     """Return a finished run's result, or ``load()`` a model, ``fit(job)`` and save it.
 
@@ -154,18 +180,22 @@ def run_training(
             run.close(checkpoint)
             raise
         job = TrainingJob(recipe, model, pairs, run, checkpoint, bf16, progress, verbose)
-        loss = None if untrained else fit(job)
+        with naming_full_disk(run.work_dir):
+            losses = Losses() if untrained else fit(job)
         result = TrainResult(
             model_dir=str(output_dir),
             steps=total_steps(recipe, len(pairs)),
-            loss=loss,
+            loss=losses.last,
+            first_ranking_loss=losses.first_ranking,
+            ranking_loss=losses.ranking,
             seconds=time.monotonic() - started,
             resumed_from=checkpoint.step if checkpoint else 0,
             reused=False,
             bf16=bf16,
             fused=recipe.fused,
         )
-        run.finish(model, asdict(result))
+        with naming_full_disk(run.work_dir):
+            run.finish(model, asdict(result))
     return result
 
 
@@ -176,19 +206,19 @@ def run_trainer(
     loss: Any,
     callbacks: Sequence[Any] = (),
     batch_sampler: Any = "no_duplicates",
-) -> float | None:
-    """Run a stock trainer over the job's model in place; returns the mean loss that it logged last."""
+) -> Losses:
+    """Run a stock trainer over the job's model in place."""
     from datasets import Dataset
     from transformers.trainer_callback import PrinterCallback
 
     card = job.model.model_card_data
     card.widget = card.widget or [{"text": job.pairs[0][0]}]  # otherwise the card draws examples with a progress bar
-    watcher = _run.make_watcher(job.progress, job.run)
-    queries, documents = zip(*job.pairs, strict=True)
+    watcher = _run.make_watcher(job.progress, job.run, job.recipe.save_minutes)
+    queries, documents = (cut_texts(job.model, side) for side in zip(*job.pairs, strict=True))
     trainer = trainer_class(
         model=job.model,
         args=arguments_class(**_settings(job), batch_sampler=batch_sampler),
-        train_dataset=Dataset.from_dict({"query": list(queries), "document": list(documents)}),
+        train_dataset=Dataset.from_dict({"query": queries, "document": documents}),
         loss=loss,
         callbacks=[*callbacks, *attention_callbacks(job.recipe), watcher],
     )
@@ -196,8 +226,7 @@ def run_trainer(
         trainer.remove_callback(PrinterCallback)
     with _run.heeding_interrupts(watcher):
         trainer.train(resume_from_checkpoint=str(job.checkpoint.path) if job.checkpoint else None)
-    last: float | None = watcher.loss
-    return last
+    return Losses(watcher.loss, watcher.ranking_loss, watcher.first_ranking_loss)
 
 
 def _settings(job: TrainingJob) -> dict[str, Any]:
@@ -220,6 +249,8 @@ def _settings(job: TrainingJob) -> dict[str, Any]:
         "save_strategy": "steps",
         "save_steps": job.recipe.save_steps,
         "save_total_limit": 2,
+        "logging_first_step": True,
+        "logging_nan_inf_filter": False,
         "logging_steps": max(1, min(10, steps)),
         "report_to": "none",
         "disable_tqdm": not job.verbose,
@@ -234,6 +265,11 @@ def training_pairs(collection: Collection) -> list[tuple[str, str]]:
         raise ValueError(
             f"collection {collection.name!r} has no pairs in its 'train' split (splits: "
             f"{sorted(collection.qrels) or 'none'}); add qrels/train.tsv with at least one positive judgement."
+        )
+    if len(named) < 2:
+        raise ValueError(
+            f"collection {collection.name!r} has a single pair in its 'train' split, which no other document is a "
+            "negative for; give at least 2 positive judgements."
         )
     return [(collection.queries[query], collection.documents[doc].contents) for query, doc in named]
 

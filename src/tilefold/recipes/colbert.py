@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tilefold.recipes._attention import AttentionChoice
 from tilefold.recipes._checks import check_count, check_flag, check_training
 from tilefold.recipes._fields import DictMixin
-from tilefold.recipes._training import Progress, TrainingJob, TrainResult, run_trainer, run_training
+from tilefold.recipes._training import Losses, Progress, TrainingJob, TrainResult, run_trainer, run_training
 from tilefold.recipes.loading import check_tokenizer, saved_kind, saved_modules, whole_weights
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class ColbertRecipe(AttentionChoice, DictMixin):
         bf16: bf16 autocast; ``None`` uses it where the hardware has it.
         fused: train with the fused similarity.
         save_steps: steps between checkpoints, from which an interrupted run is resumed.
+        save_minutes: time between checkpoints at the latest.
         seed: of the projection, the data order and dropout.
         attention, alpha, anneal_alpha: see :class:`AttentionChoice`.
     """
@@ -72,6 +73,7 @@ class ColbertRecipe(AttentionChoice, DictMixin):
     bf16: bool | None = None
     fused: bool = True
     save_steps: int = 25
+    save_minutes: float = 5.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -198,8 +200,8 @@ def _positions(model: MultiVectorEncoder) -> int:
     return length if isinstance(length, int) and length > 0 else 1 << 30
 
 
-def _fit(recipe: ColbertRecipe, job: TrainingJob) -> float | None:
-    """Train the job's model in place; the mean loss that was logged last."""
+def _fit(recipe: ColbertRecipe, job: TrainingJob) -> Losses:
+    """Train the job's model in place."""
     from sentence_transformers import MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
     from sentence_transformers.multi_vector_encoder import losses
 

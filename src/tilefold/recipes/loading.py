@@ -10,9 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from tilefold.recipes._attention import check_loaded_attention, register_entmax
+from tilefold.recipes._run import newest_step
 from tilefold.recipes.precision import run_fast
 
-__all__ = ["check_masked_lm", "check_tokenizer", "load_saved", "saved_kind", "saved_modules", "whole_weights"]
+__all__ = [
+    "check_masked_lm",
+    "check_tokenizer",
+    "load_saved",
+    "newest_step",
+    "saved_kind",
+    "saved_modules",
+    "whole_weights",
+]
 
 _KINDS = {
     "SparseEncoder": "sparse",

@@ -16,7 +16,7 @@ from tilefold.recipes._attention import AttentionChoice
 from tilefold.recipes._cheaper import freeze_lower_layers, length_grouped_batches
 from tilefold.recipes._checks import check_count, check_flag, check_number, check_training
 from tilefold.recipes._fields import DictMixin
-from tilefold.recipes._training import Progress, TrainingJob, TrainResult, run_trainer, run_training
+from tilefold.recipes._training import Losses, Progress, TrainingJob, TrainResult, run_trainer, run_training
 from tilefold.recipes.precision import supports_bf16
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class SpladeRecipe(AttentionChoice, DictMixin):
         base_model: ``"minilm"`` for the packaged MiniLM, else a folder or a Hugging Face name of a masked LM.
         max_steps: optimiser steps; ``None`` uses ``epochs``, 0 leaves the untrained start, which needs no pairs.
         epochs: passes over the training pairs when ``max_steps`` is ``None``.
-        batch_size: pairs per step; every other document of a batch is a negative.
+        batch_size: pairs per step, at least 2; every other document of a batch is a negative.
         learning_rate: peak of the linear schedule.
         warmup_ratio: share of the steps over which the learning rate rises.
         query_regularizer, document_regularizer: weights of the FLOPS terms.
@@ -52,6 +52,7 @@ class SpladeRecipe(AttentionChoice, DictMixin):
         bf16: bf16 autocast; ``None`` uses it where the hardware has it.
         fused: train with the fused head.
         save_steps: steps between checkpoints, from which an interrupted run is resumed.
+        save_minutes: time between checkpoints at the latest.
         seed: of the data order, dropout and the sample for the decoder bias.
         attention, alpha, anneal_alpha: see :class:`AttentionChoice`.
     """
@@ -75,6 +76,7 @@ class SpladeRecipe(AttentionChoice, DictMixin):
     bf16: bool | None = None
     fused: bool = True
     save_steps: int = 25
+    save_minutes: float = 5.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -184,8 +186,8 @@ def make_loss(model: SparseEncoder, recipe: SpladeRecipe) -> Any:
     )
 
 
-def _fit(recipe: SpladeRecipe, job: TrainingJob) -> float | None:
-    """Train the job's model in place; the mean loss that was logged last."""
+def _fit(recipe: SpladeRecipe, job: TrainingJob) -> Losses:
+    """Train the job's model in place."""
     from sentence_transformers.sparse_encoder import SparseEncoderTrainer, SparseEncoderTrainingArguments
 
     model = job.model

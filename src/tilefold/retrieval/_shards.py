@@ -114,10 +114,14 @@ class ShardWriter(Generic[M, V]):
         before, now = ({name: getattr(m, name) for name in self.identity} | m.settings for m in (earlier, wanted))
         changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         if changed:
-            detail = "; ".join(f"{name}: {before.get(name)!r} before, {now.get(name)!r} now" for name in changed)
+            digests = {"texts_sha256": "other texts", "model_fingerprint": "another model, or other weights"}
+            detail = "; ".join(
+                f"{name}: {digests.get(name) or f'{before.get(name)!r} before, {now.get(name)!r} now'}"
+                for name in changed
+            )
             raise DataError(
                 f"{self.path}: holds vectors with other settings ({detail}). "
-                "Choose another folder, or pass resume=False to write them again."
+                "Go on with the former ones, choose another folder, or write them again with resume=False."
             )
 
     def has_shard(self, number: int) -> bool:

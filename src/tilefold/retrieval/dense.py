@@ -7,6 +7,7 @@ from typing import Any
 
 from tilefold.retrieval._ranking import check_k
 from tilefold.retrieval.fusion import Run
+from tilefold.retrieval.truncation import cut_texts
 
 __all__ = ["dense_run"]
 
@@ -45,7 +46,7 @@ def dense_run(
     settings = {"batch_size": batch_size, "convert_to_tensor": True, "show_progress_bar": False}
     import torch  # noqa: PLC0415 - the package is imported without it
 
-    contents, parts = list(documents.values()), []
+    contents, parts = cut_texts(model, list(documents.values())), []
     for start in range(0, len(contents), DOCUMENT_CHUNK):
         parts.append(model.encode_document(contents[start : start + DOCUMENT_CHUNK], **settings))
         if progress is not None:

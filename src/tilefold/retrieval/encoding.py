@@ -14,6 +14,7 @@ from tilefold.retrieval._shards import ShardWriter
 from tilefold.retrieval._sparse import SparseVectors, vocabulary_fingerprint
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import texts_digest
+from tilefold.retrieval.truncation import cut_texts
 from tilefold.retrieval.vectors import SparseVectorWriter, VectorManifest
 
 if TYPE_CHECKING:
@@ -260,7 +261,7 @@ def _encode(
         matrix = _run(model, [texts[name] for name in batch], kind, top_k, min_weight)
         return SparseVectors.from_torch(batch, matrix, fingerprint, min_weight)
 
-    encoded, failed = encode_each(texts, ids, batch_size, run, part or Part[SparseVectors]())
+    encoded, failed = encode_each(texts, ids, batch_size, run, Part[SparseVectors]() if part is None else part)
     if encoded is None:
         encoded = SparseVectors.from_rows({}, _vocab_size(model, kind), fingerprint)
     return encoded, failed
@@ -344,6 +345,7 @@ def _vocab_size(model: Any, kind: Kind) -> int:
 
 def _run(model: Any, batch: list[str], kind: Kind, top_k: int | None, min_weight: float = 0.0) -> Any:
     """``[len(batch), V]``: dense from a stock model, CSR from one that ``accelerate`` gave ``encode_sparse_batch``."""
+    batch = cut_texts(model, batch)
     encode_sparse_batch = getattr(model, "encode_sparse_batch", None)
     if encode_sparse_batch is not None:
         return encode_sparse_batch(batch, task=kind, top_k=top_k, min_weight=min_weight)

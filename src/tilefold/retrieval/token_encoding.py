@@ -24,6 +24,7 @@ from tilefold.retrieval.encoding import (
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import texts_digest
 from tilefold.retrieval.tokens import TokenManifest, TokenVectorWriter
+from tilefold.retrieval.truncation import cut_texts
 
 __all__ = ["encode_texts", "encode_tokens", "token_model_fingerprint"]
 
@@ -151,7 +152,7 @@ def _encode(
     def run(batch: list[str]) -> TokenVectors:
         return TokenVectors.pack(batch, _run(model, [texts[name] for name in batch], kind), dimension, storage)
 
-    encoded, failed = encode_each(texts, ids, batch_size, run, part or Part[TokenVectors]())
+    encoded, failed = encode_each(texts, ids, batch_size, run, Part[TokenVectors]() if part is None else part)
     if encoded is None:
         encoded = TokenVectors.pack([], [], dimension, storage)
     return encoded, failed
@@ -161,7 +162,7 @@ def _run(model: Any, batch: list[str], kind: Kind) -> list[Tensor]:
     """One ``[n, D]`` tensor per text."""
     encode = model.encode_document if kind == "document" else model.encode_query
     with torch.no_grad():
-        vectors: list[Tensor] = encode(batch, batch_size=len(batch), show_progress_bar=False)
+        vectors: list[Tensor] = encode(cut_texts(model, batch), batch_size=len(batch), show_progress_bar=False)
     return vectors
 
 

@@ -1,0 +1,170 @@
+"""The command line in daily use: collections of production, long work, its own words in errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.program import Outcome, run_cli
+from tests.recipes.small import SUBJECTS, small_collection
+from tests.retrieval.test_retrieval_interruptions import HOLD
+from tilefold.cli import _common
+from tilefold.cli._words import in_options
+from tilefold.retrieval import encoding, read_vectors
+
+Call = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
+    """A folder with a collection, the untrained start of a model, its vectors and an index."""
+    folder = tmp_path_factory.mktemp("daily")
+    small_collection().save_beir(folder / "data")
+    model, vectors = folder / "model", folder / "vectors"
+    start = ("train", "--data", folder / "data", "--model", masked_lm, "--output", model, "--steps", "0")
+    assert run_cli(*start) == 0
+    corpus = folder / "data" / "corpus.jsonl"
+    assert run_cli("encode", "--model", model, "--data", corpus, "--output", vectors, "--top-k", "32") == 0
+    assert run_cli("index", "--vectors", vectors, "--output", folder / "index") == 0
+    return folder
+
+
+def test_a_corpus_alone_is_encoded_and_indexed(work: Path) -> None:
+    assert len(read_vectors(work / "vectors")) == len(SUBJECTS)
+    assert (work / "index" / "index.json").is_file()
+
+
+def test_judgements_of_a_sample_are_dropped_on_request(call: Call, work: Path, tmp_path: Path) -> None:
+    sample = small_collection()
+    sample.save_beir(tmp_path / "sample")
+    rows = (tmp_path / "sample" / "corpus.jsonl").read_text().splitlines()[:-1]
+    (tmp_path / "sample" / "corpus.jsonl").write_text("\n".join(rows) + "\n")
+    (tmp_path / "run.trec").write_text("q12 Q0 d12 1 1.0 x\n")
+    asked = ("evaluate", "--data", tmp_path / "sample", "--run", tmp_path / "run.trec", "--json")
+    refused = call(*asked)
+    assert refused.code == 1 and "or load it with --drop-unknown to leave them out" in refused.err
+    dropped = call(*asked, "--drop-unknown")
+    assert dropped.code == 0, dropped.err
+    assert json.loads(dropped.out)["measures"]["nDCG@10"] == pytest.approx(1 / 3)
+
+
+def test_a_line_per_minute_says_what_is_done_and_what_is_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with _common.progress_bar("training") as update:
+        for minute, step in ((0.0, 40), (0.5, 50), (1.1, 62), (1.5, 70), (2.2, 84)):
+            now = 60 * minute
+            update(step, 240, "loss 1.234")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "training: 62 of 240, loss 1.234, 0.333 per second, 9 min left",
+        "training: 84 of 240, loss 1.234, 0.333 per second, 8 min left",
+    ]
+
+
+def test_work_of_unknown_length_says_that_it_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_common, "SECONDS_PER_LINE", 0.01)
+    with _common.heartbeat("indexing (seismic)"):
+        time.sleep(0.1)
+    assert re.match(r"indexing \(seismic\): 0 s so far\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("Write them again with resume=False.", "Write them again with --fresh."),
+        ("differs in learning_rate, max_steps", "differs in --lr, --steps"),
+        ("seed must be 1", "--seed must be 1"),
+        ("/data/batch_size/x: the seed", "/data/batch_size/x: the seed"),
+    ],
+)
+def test_messages_name_options(message: str, shown: str) -> None:
+    assert in_options(message) == shown
+
+
+def test_what_is_in_the_way_is_named_with_the_option_that_removes_it(
+    call: Call, work: Path, tmp_path: Path, masked_lm: str
+) -> None:
+    asked = ("encode", "--model", work / "model", "--data", work / "data", "--output", tmp_path / "v")
+    assert call(*asked, "--top-k", "8").code == 0
+    other = call(*asked, "--top-k", "9")
+    assert other.code == 1 and "--top-k: 8 before, 9 now" in other.err and "with --fresh" in other.err
+    assert call(*asked, "--top-k", "9", "--fresh").code == 0
+    start = ("train", "--data", work / "data", "--model", masked_lm, "--output", work / "model", "--steps", "0")
+    other = call(*start, "--seed", "1")
+    assert other.code == 1 and "replace it with --overwrite" in other.err
+
+
+def test_training_that_cannot_learn_says_so(call: Call, work: Path, tmp_path: Path, masked_lm: str) -> None:
+    asked = ("train", "--data", work / "data", "--model", masked_lm, "--output", tmp_path / "m")
+    alone = call(*asked, "--batch-size", "1")
+    assert alone.code == 2 and "--batch-size must be a whole number of at least 2" in alone.err
+    exploded = call(*asked, "--batch-size", "4", "--steps", "12", "--lr", "10")
+    assert exploded.code == 0, exploded.err
+    assert re.search(
+        r"warning: the ranking loss rose from .* the model did not learn; train with a smaller --lr", exploded.err
+    )
+
+
+def test_ctrl_c_says_that_work_is_kept_only_where_it_is(
+    call: Call, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = encoding._run
+
+    def interrupted(calls: int, *args: str | Path) -> str:
+        left = iter(range(calls))
+
+        def stop(*arguments: Any, **options: Any) -> Any:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return run(*arguments, **options)
+
+        monkeypatch.setattr(encoding, "_run", stop)
+        outcome = call(*args)
+        assert outcome.code == 130
+        return outcome.err
+
+    asked = ("encode", "--model", work / "model", "--data", work / "data", "--batch-size", "4", "--output")
+    assert interrupted(1, *asked, tmp_path / "nothing") == "Interrupted. Nothing was kept.\n"
+    assert "Finished work is kept" in interrupted(3, *asked, tmp_path / "some")
+    searched = ("search", "csv files", "--index", work / "index", "--model", work / "model")
+    assert interrupted(0, *searched) == "Interrupted. Nothing was kept.\n"
+
+
+def test_a_full_disk_is_named(call: Call, work: Path, tmp_path: Path) -> None:
+    commands = (
+        ("index", "--vectors", work / "vectors", "--output", tmp_path / "index"),
+        ("encode", "--model", work / "model", "--data", work / "data", "--output", tmp_path / "v"),
+    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for command, name in zip(commands, ("index", "v/part-00000.parquet"), strict=True):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))
+        try:
+            outcome = call(*command)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert outcome.code == 1
+        assert f"Error: {tmp_path}/{name}: could not be written, the disk or the quota is full" in outcome.err
+
+
+def test_two_programs_do_not_write_into_one_folder(call: Call, work: Path, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "v")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        outcome = call("encode", "--model", work / "model", "--data", work / "data", "--output", tmp_path / "v")
+        holder.kill()
+    assert outcome.code == 1 and "another process is writing there" in outcome.err
