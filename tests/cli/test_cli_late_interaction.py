@@ -49,7 +49,7 @@ def test_training_again_returns_the_model_and_encoding_again_reports_what_is_the
     result = json.loads(trained.out)
     assert (trained.code, result["reused"], result["steps"], result["fused"]) == (0, True, 2, True)
     other = call(*same, *small, "--query-length", "16")
-    assert (other.code, "differs in query_length" in other.err) == (1, True)
+    assert (other.code, "differs in --query-length" in other.err) == (1, True)
     again = ("encode", "--model", work / "late", "--data", work / "data", "--shard-size", "10")
     encoded = call(*again, "--output", work / "tokens", "--json")
     found = json.loads(encoded.out)
