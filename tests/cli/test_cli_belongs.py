@@ -12,7 +12,7 @@ import transformers
 
 from tests.cli.program import run_cli
 from tests.recipes.small import small_collection, small_masked_lm
-from tilefold.cli import _common
+from tilefold.cli import _common, _models
 from tilefold.retrieval.collection import Document
 
 
@@ -222,6 +222,7 @@ def test_a_name_that_is_no_folder_asks_the_hub_once(call: Any, work: Path, monke
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", offline)
+    _models._hub_problem.cache_clear()
     refused = call("encode", "--model", "nowhere/model", "--data", work / "data", "--output", work / "never")
     assert refused.code == 2
     assert "there is no folder nowhere/model, and the Hugging Face hub could not be asked" in refused.err
