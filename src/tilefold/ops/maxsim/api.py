@@ -82,7 +82,9 @@ def maxsim(
         rows = documents
     pairs = pairing if isinstance(pairing, Tensor) else None
     operands = Operands(queries, rows, query_mask, document_mask, cu_seqlens_q, cu_seqlens_d, pairs, scales)
-    training = torch.is_grad_enabled() and any(getattr(side, "requires_grad", False) for side in (queries, rows))
+    training = torch.is_grad_enabled() and (
+        getattr(queries, "requires_grad", False) or getattr(rows, "requires_grad", False)
+    )
     options = (None if pairs is not None else pairing, reduction, mask_mode, temperature, normalize, impl, training)
     key = call_key(operands, options)
     call = CALLS.find(key)

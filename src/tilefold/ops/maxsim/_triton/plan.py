@@ -50,7 +50,9 @@ class Make:
 
     def __call__(self, places: Places, same: bool) -> None:
         made = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
-        if self._fill is not None:
+        if self._fill == 0:
+            made.zero_()
+        elif self._fill is not None:
             # few operations know uint16, in which every bit set is what -1 is in signed integers
             (made.view(torch.int16) if self._dtype == torch.uint16 else made).fill_(self._fill)
         places[self._place] = made
