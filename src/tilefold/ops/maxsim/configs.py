@@ -206,8 +206,9 @@ def backward_config_for(capability: tuple[int, int], dtype: torch.dtype, tf32: b
         config = replace(BACKWARD_FP32, precision="tf32") if tf32 else BACKWARD_FP32
         config = replace(config, stages_d=1, list_e=16, list_warps=8) if ampere else config
         return replace(config, smooth_stages=2) if blackwell or (ampere and old) else config
-    narrow = blackwell or (ampere and old)
-    config = replace(BACKWARD_16BIT, block_t=64, stages_d=2) if narrow else BACKWARD_16BIT
+    config = BACKWARD_16BIT
+    if blackwell or (ampere and old):
+        config = replace(config, block_t=64, block_e=32 if blackwell else config.block_e, stages_d=2)
     return replace(config, warps_q=8) if old and not ampere else config
 
 
