@@ -13,7 +13,9 @@ import transformers
 from tests.cli.program import run_cli
 from tests.recipes.small import small_collection, small_masked_lm
 from tilefold.cli import _common, _models
+from tilefold.retrieval import write_trec_run
 from tilefold.retrieval.collection import Document
+from tilefold.retrieval.provenance import Provenance
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +92,17 @@ def test_an_index_and_a_run_answer_only_for_the_documents_that_they_were_made_fr
         assert (refused.code, refused.out) == (1, ""), args
         assert f"was made from other documents than those of {data}" in refused.err
         assert "--data" in refused.err
+
+
+def test_runs_of_different_collections_are_not_fused(call: Any, tmp_path: Path) -> None:
+    runs = []
+    for name in ("a", "b"):
+        made = Provenance(texts_sha256=name * 64)
+        write_trec_run({"q": {"d": 1.0}}, tmp_path / name, tag=made.tag)
+        runs += ["--run", tmp_path / name]
+    refused = call("fuse", *runs, "--save-run", tmp_path / "fused")
+    assert (refused.code, "were made from different collections" in refused.err) == (1, True)
+    assert not (tmp_path / "fused").exists()
 
 
 def test_the_terms_of_hits_come_from_the_vectors_of_the_index(call: Any, work: Path, masked_lm: str) -> None:
