@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import resource
@@ -17,7 +18,7 @@ import pytest
 from tests.cli.program import Outcome, run_cli
 from tests.recipes.small import SUBJECTS, small_collection
 from tests.retrieval.test_retrieval_interruptions import HOLD
-from tilefold.cli import _common
+from tilefold.cli import _common, _models
 from tilefold.cli._words import in_options
 from tilefold.retrieval import encoding, read_vectors
 
@@ -168,3 +169,65 @@ def test_two_programs_do_not_write_into_one_folder(call: Call, work: Path, tmp_p
         outcome = call("encode", "--model", work / "model", "--data", work / "data", "--output", tmp_path / "v")
         holder.kill()
     assert outcome.code == 1 and "another process is writing there" in outcome.err
+
+
+QUERIES = "how do I work with csv files\n\nq2\thow do I work with sockets\n"
+
+
+@pytest.mark.parametrize("way", ["-", "file", "shell"])
+def test_many_queries_are_answered_after_loading_once(
+    call: Call, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    loads: list[str] = []
+    load = _models.load_encoder
+    monkeypatch.setattr(_models, "load_encoder", lambda name: loads.append(name) or load(name))
+    (tmp_path / "queries.txt").write_text(QUERIES)
+    monkeypatch.setattr("sys.stdin", io.StringIO("" if way == "file" else QUERIES))
+    asked = {"-": ("-",), "file": ("--queries", tmp_path / "queries.txt"), "shell": ()}[way]
+    outcome = call("search", *asked, "--index", work / "index", "--model", work / "model", "--k", "2", "--json")
+    assert outcome.code == 0, outcome.err
+    answers = [json.loads(line) for line in outcome.out.splitlines()]
+    assert [answer["id"] for answer in answers] == ["1", "q2"]
+    assert [len(answer["hits"]) for answer in answers] == [2, 2]
+    assert len(loads) == 1
+    one = call(
+        "search", answers[1]["query"], "--index", work / "index", "--model", work / "model", "--k", "2", "--json"
+    )
+    assert json.loads(one.out)["hits"] == answers[1]["hits"]
+
+
+def test_a_prompt_reads_queries_until_its_end(call: Call, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal("csv files\nsockets\n"))
+    outcome = call("search", "--index", work / "index", "--model", work / "model")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count("search> ") == 3 and "a query per line; Ctrl-D ends" in outcome.err
+
+
+def test_search_shows_ids_true_shares_and_no_special_tokens(call: Call, work: Path, tmp_path: Path) -> None:
+    asked = ("search", "how do I work with csv files", "--index", work / "index", "--model", work / "model", "--k", "3")
+    explained = (*asked, "--data", work / "data", "--vectors", work / "vectors")
+    hits = json.loads(call(*explained, "--json").out)["hits"]
+    for hit in hits:
+        assert all(term["share"] == pytest.approx(term["contribution"] / hit["score"]) for term in hit["terms"])
+        assert not {"[CLS]", "[SEP]"} & {term["term"] for term in hit["terms"]}
+    table = call(*explained).out
+    first = hits[0]["terms"][0]
+    assert hits[0]["id"] in table and hits[0]["title"] in table and f"{first['term']} {first['share']:.0%}" in table
+    assert hits[0]["id"] in call(*asked).out
+
+
+def test_special_tokens_are_not_stored_on_request(call: Call, work: Path, tmp_path: Path) -> None:
+    asked = ("encode", "--model", work / "model", "--data", work / "data", "--output", tmp_path / "v")
+    assert call(*asked, "--no-special-tokens").code == 0
+    whole, without = (
+        read_vectors(path) for path in (tmp_path / "whole", tmp_path / "v") if path.exists() or call(*asked[:-1], path)
+    )
+    special = set(_models.load_encoder(str(work / "model")).tokenizer.all_special_ids)
+    assert special & set(whole.indices.tolist()) and not special & set(without.indices.tolist())
+    assert whole.indices.size - without.indices.size == sum(term in special for term in whole.indices.tolist())
+    refused = call(*asked)
+    assert refused.code == 1 and "--special-tokens: False before" in refused.err

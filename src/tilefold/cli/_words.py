@@ -18,7 +18,7 @@ _OPTIONS = {
 }
 _SAME = (
     "batch_size", "max_length", "train_max_length", "query_length", "anneal_alpha", "save_steps", "save_minutes",
-    "shard_size", "top_k", "group_by_length", "expand_queries",
+    "shard_size", "special_tokens", "top_k", "group_by_length", "expand_queries",
 )  # fmt: skip
 _WORDS = ("attention", "alpha", "bf16", "dimension", "epochs", "method", "seed", "storage")
 

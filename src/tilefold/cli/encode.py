@@ -22,6 +22,13 @@ def encode(
     queries: Annotated[bool, typer.Option("--queries", help="Encode queries instead of documents.")] = False,
     split: Annotated[str | None, typer.Option(help="With --queries: only those of this split.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Sparse: keep only this many terms per text.")] = None,
+    special_tokens: Annotated[
+        bool | None,
+        typer.Option(
+            "--special-tokens/--no-special-tokens",
+            help="Sparse: keep weights of special tokens such as [CLS], which match in every text (default), or not.",
+        ),
+    ] = None,
     storage: Annotated[str | None, typer.Option(help="Token vectors: fp16, or int8 for half the bytes.")] = None,
     batch_size: Annotated[int, typer.Option(help="Texts per batch.")] = 32,
     shard_size: Annotated[int, typer.Option(help="Texts per shard; each shard is saved when it is full.")] = 1024,
@@ -46,7 +53,9 @@ def encode(
     _models.find_model(model, "--model")
     texts = _texts(data, queries, split)
     encoder, kind = _models.load_model(model)
-    _check_options(model, kind, {"--top-k": top_k, "--jsonl": jsonl, "--storage": storage})
+    _check_options(
+        model, kind, {"--top-k": top_k, "--no-special-tokens": special_tokens, "--jsonl": jsonl, "--storage": storage}
+    )
     _common.keeps(lambda: _has_vectors(output))
     with _common.progress_bar("encoding") as update:
         options: dict[str, Any] = {
@@ -60,7 +69,9 @@ def encode(
         if kind == "multi-vector":
             result, failed = _tokens(encoder, model, texts, output, storage or STORAGES[0], options)
         else:
-            result, failed = _sparse(encoder, texts, output, top_k, jsonl, options)
+            result, failed = _sparse(
+                encoder, texts, output, jsonl, options | {"top_k": top_k, "special_tokens": special_tokens is not False}
+            )
     if as_json:
         _common.print_json(result | {"failed": failed})
         return
@@ -96,7 +107,7 @@ def _has_vectors(output: Path) -> bool:
 
 def _check_options(model: str, kind: str, given: dict[str, Any]) -> None:
     """Raise an error for options of the other kind of model."""
-    foreign = ("--top-k", "--jsonl") if kind == "multi-vector" else ("--storage",)
+    foreign = ("--top-k", "--no-special-tokens", "--jsonl") if kind == "multi-vector" else ("--storage",)
     for name in foreign:
         if given[name] is not None:
             other = "sparse" if kind == "multi-vector" else "multi-vector"
@@ -104,11 +115,11 @@ def _check_options(model: str, kind: str, given: dict[str, Any]) -> None:
 
 
 def _sparse(
-    encoder: Any, texts: Mapping[str, str], output: Path, top_k: int | None, jsonl: Path | None, options: dict[str, Any]
+    encoder: Any, texts: Mapping[str, str], output: Path, jsonl: Path | None, options: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     from tilefold.retrieval import encode_collection, export_jsonl, read_vectors
 
-    manifest = encode_collection(encoder, texts, output, top_k=top_k, **options)
+    manifest = encode_collection(encoder, texts, output, **options)
     if jsonl is not None:
         tokens = encoder.tokenizer.convert_ids_to_tokens(range(manifest.vocab_size))
         export_jsonl(read_vectors(output), jsonl, tokens)

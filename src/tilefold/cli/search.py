@@ -4,36 +4,31 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from tilefold.cli import _common, _models, _rerank, _retrievers, _scores
-
-if TYPE_CHECKING:
-    from tilefold.cli._retrievers import SparseRetriever
-    from tilefold.retrieval.bm25 import BM25Index
-    from tilefold.retrieval.vectors import SparseVectors
+from tilefold.cli import _common, _models, _rerank, _retrievers
+from tilefold.cli._searcher import Searcher, SearchPaths
 
 SHOWN_TERMS = 6
-RERANK_DEPTH = 100
-
-
-@dataclass(frozen=True)
-class SearchPaths:
-    """What a search reads, and how many terms it keeps of a query."""
-
-    model: str | None
-    index: Path
-    data: str | None
-    vectors: Path | None
-    query_top_k: int | None = None
+SHOWN_CHARACTERS = 80
 
 
 def search(
-    query: Annotated[str, typer.Argument(help="The query.")],
+    query: Annotated[
+        str | None, typer.Argument(help="The query; - reads one per line from standard input; without it, a prompt.")
+    ] = None,
+    queries: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file of queries: .jsonl, .parquet, TREC topics (.trec), or a text or id, tab, text per line."
+        ),
+    ] = None,
     demo: Annotated[Path, typer.Option(help="Folder of tilefold demo, used without --index.")] = _common.DEMO_DIR,
     index: Annotated[
         Path | None, typer.Option(help="Index to search, with the --model that made it; BM25 has none.")
@@ -56,8 +51,10 @@ def search(
 
     With --rerank, the best candidates of the index are reordered by late interaction, and scores are MaxSim.
     """
-    if not query.strip():
-        raise _common.UsageError("query: expected some words, got an empty text.")
+    if query is not None:
+        _common.refuse("--queries", queries, "goes without a query")
+        if not query.strip():
+            raise _common.UsageError("query: expected some words, got an empty text.")
     _common.check_at_least_one(k=k, query_top_k=query_top_k)
     reranking = _rerank.options(rerank, rerank_model, rerank_depth, None, rerank_weight)
     if rerank_depth is not None and rerank_depth < k:
@@ -71,14 +68,45 @@ def search(
     _models.find_models({"--model": model, "--rerank": rerank})
     options = _retrievers.IndexOptions(query_top_k or paths.query_top_k, query_cut, heap_factor, other_model)
     retriever = _retrievers.open_index(paths.index, paths.model, options)
-    hits = _hits(query, paths, retriever, k, reranking)
-    if as_json:
-        _common.print_json({"query": query, "hits": hits})
+    searcher = Searcher(paths, retriever, k, reranking)
+    single = query is not None and query != "-"
+    for name, text in [("query", str(query))] if single else _many(query, queries):
+        hits = searcher.answer(text)
+        if as_json and single:
+            _common.print_json({"query": text, "hits": hits})
+        elif as_json:
+            typer.echo(json.dumps({"id": name, "query": text, "hits": hits}, ensure_ascii=False))
+        elif hits:
+            _common.stdout().print(_table(text, hits))
+        else:
+            typer.echo("no document shares a term with this query" + ("" if single else f": {text}"))
+
+
+def _many(query: str | None, queries: Path | None) -> Iterator[tuple[str, str]]:
+    """Ids and texts of the queries in a file, on standard input, or typed at a prompt."""
+    from tilefold.retrieval import load_queries, query_of_line
+
+    if queries is not None:
+        yield from load_queries(queries).items()
         return
-    if not hits:
-        typer.echo("no document shares a term with this query")
-        return
-    _common.stdout().print(_table(query, hits))
+    prompted = query is None and sys.stdin.isatty()
+    if prompted:
+        _common.note("a query per line; Ctrl-D ends")
+    number = 0
+    while line := _line(prompted):
+        number += 1
+        if line.strip():
+            yield query_of_line(line, number)
+
+
+def _line(prompted: bool) -> str:
+    """The next line of standard input, the empty string at its end."""
+    if not prompted:
+        return sys.stdin.readline()
+    try:
+        return input("search> ") + "\n"
+    except EOFError:
+        return ""
 
 
 def _demo_paths(folder: Path) -> SearchPaths:
@@ -98,93 +126,26 @@ def _demo_paths(folder: Path) -> SearchPaths:
     return SearchPaths(str(at / "model"), at / "index", str(at / "data"), at / "vectors", query_top_k)
 
 
-def _hits(
-    query: str,
-    paths: SearchPaths,
-    retriever: SparseRetriever | BM25Index,
-    k: int,
-    reranking: _rerank.RerankOptions | None,
-) -> list[dict[str, Any]]:
-    collection = _common.load_data(paths.data, documents_only=True) if paths.data else None
-    if collection is not None:
-        _scores.check_texts(f"--index {paths.index}", retriever.provenance, collection, _scores.texts_of(collection))
-    documents = collection.documents if collection else {}
-    reranker = _rerank.load_reranker(reranking, collection, retriever.provenance) if reranking else None
-    queries = {"query": query}
-    depth = (reranking.depth or max(k, RERANK_DEPTH)) if reranking else k
-    encoded = None
-    if isinstance(retriever, _retrievers.SparseRetriever):
-        encoded = retriever.encode(queries)
-        first = retriever.search_vectors(encoded, depth)["query"]
-    else:
-        first = retriever.search(queries, depth)["query"]
-    if documents and first and not first.keys() & documents.keys():
-        raise _common.CommandError(
-            f"--data: none of the documents found is in {paths.data} (the first is {next(iter(first))!r}); give the "
-            f"collection that the index {paths.index} was made from."
-        )
-    found = first
-    if reranker is not None and first:
-        found = reranker(queries, {"query": first})["query"]
-    first_ranks = {name: rank for rank, name in enumerate(first, start=1)}
-    shown = dict(list(found.items())[:k])
-    matched = _matched(paths, retriever, encoded, shown)
-    hits = []
-    for rank, (name, score) in enumerate(shown.items(), start=1):
-        document = documents.get(name)
-        title = document.title or document.text[:80] if document else ""
-        hit = {"rank": rank, "id": name, "score": score, "title": title, "terms": matched.get(name, [])}
-        if reranking is not None:
-            hit["first"] = {"rank": first_ranks[name], "score": first[name]}
-        hits.append(hit)
-    return hits
-
-
-def _matched(
-    paths: SearchPaths, retriever: SparseRetriever | BM25Index, encoded: SparseVectors | None, shown: dict[str, float]
-) -> dict[str, list[dict[str, Any]]]:
-    """The terms that each document shares with the query, where --vectors holds its vector."""
-    from tilefold.retrieval.vectors import read_manifest, read_rows
-
-    if paths.vectors is None:
-        return {}
-    if encoded is None or not isinstance(retriever, _retrievers.SparseRetriever):
-        raise _common.UsageError(f"--vectors: {paths.index} is a BM25 index, which has none: leave it out.")
-    if retriever.provenance.differs(read_manifest(paths.vectors).provenance):
-        raise _common.CommandError(
-            f"--vectors: {paths.vectors} holds vectors of another model or of other documents than the index "
-            f"{paths.index}. Give those that it was built from, or build it again: tilefold index --vectors "
-            f"{paths.vectors}"
-        )
-    stored = read_rows(paths.vectors, shown)
-    return {name: _terms(encoded, stored, row, retriever.encoder.tokenizer) for row, name in enumerate(stored.ids)}
-
-
-def _terms(encoded: SparseVectors, stored: SparseVectors, row: int, tokenizer: Any) -> list[dict[str, Any]]:
-    """Query terms that the document contains, by their share of the score, largest first."""
-    query = dict(zip(*(part.tolist() for part in encoded.row(0)), strict=True))
-    document = dict(zip(*(part.tolist() for part in stored.row(row)), strict=True))
-    shares = {term: weight * document[term] for term, weight in query.items() if term in document}
-    ordered = sorted(shares.items(), key=lambda item: (-item[1], item[0]))
-    tokens = tokenizer.convert_ids_to_tokens([term for term, _ in ordered])
-    return [{"term": token, "contribution": share} for token, (_, share) in zip(tokens, ordered, strict=True)]
-
-
 def _table(query: str, hits: list[dict[str, Any]]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=Text(query), title_justify="left")
+    late, titled, explained = "first" in hits[0], any(hit["title"] for hit in hits), any(hit["terms"] for hit in hits)
     table.add_column("#", justify="right")
-    table.add_column("document")
+    table.add_column("id", overflow="fold")
+    if titled:
+        table.add_column("document")
     table.add_column("score", justify="right")
-    late = "first" in hits[0]
     if late:
         table.add_column("before: #, score", justify="right")
-    table.add_column("matched terms (share of the score)")
+    if explained:
+        table.add_column("matched terms, share of the score" + (" before" if late else ""))
     for hit in hits:
-        terms = "  ".join(f"{term['term']} {term['contribution']:.2f}" for term in hit["terms"][:SHOWN_TERMS])
-        name = hit["title"] or hit["id"]
-        before = [f"{hit['first']['rank']}, {hit['first']['score']:.2f}"] if late else []
-        table.add_row(str(hit["rank"]), Text(name), f"{hit['score']:.2f}", *before, Text(terms))
+        row = [Text(str(hit["rank"])), Text(hit["id"])]
+        row += [Text(textwrap.shorten(hit["title"], SHOWN_CHARACTERS, placeholder=" ..."))] if titled else []
+        row += [Text(f"{hit['score']:.2f}")]
+        row += [Text(f"{hit['first']['rank']}, {hit['first']['score']:.2f}")] if late else []
+        terms = "  ".join(f"{term['term']} {term['share']:.0%}" for term in hit["terms"][:SHOWN_TERMS])
+        table.add_row(*row, *([Text(terms)] if explained else []))
     return table

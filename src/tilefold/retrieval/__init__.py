@@ -13,6 +13,7 @@ _HOME = {
     "load_beir": "collection",
     "load_documents": "collection",
     "load_queries": "collection",
+    "query_of_line": "collection",
     "load_collection": "datasets",
     "build_pydocs": "pydocs",
     "SparseVectors": "vectors",

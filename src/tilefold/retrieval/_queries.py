@@ -6,7 +6,6 @@ import html
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from tilefold.retrieval._tables import ROWS, Row, numbered_lines, table_rows
 from tilefold.retrieval.errors import DataError
@@ -53,10 +52,11 @@ def loose_query_rows(path: Path) -> Iterator[Row]:
         return
     for number, line in numbered_lines(path):
         if line.strip():
-            yield f"{path}:{number}", query_of_line(line, number)
+            name, text = query_of_line(line, number)
+            yield f"{path}:{number}", {"_id": name, "text": text}
 
 
-def query_of_line(line: str, number: int) -> dict[str, Any]:
-    """``id<tab>text`` or a text."""
+def query_of_line(line: str, number: int) -> tuple[str, str]:
+    """Id and text of a query: ``id<tab>text``, or a text with the number of its line."""
     name, tab, text = line.strip().partition("\t")
-    return {"_id": name, "text": text} if tab else {"_id": str(number), "text": name}
+    return (name, text) if tab else (str(number), name)

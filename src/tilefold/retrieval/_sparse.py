@@ -184,6 +184,20 @@ class SparseVectors:
             self.provenance,
         )
 
+    def without(self, terms: Sequence[int]) -> SparseVectors:
+        """The same vectors without the weights of some terms."""
+        keep = ~np.isin(self.indices, terms)
+        kept = np.concatenate([np.zeros(1, np.int64), np.cumsum(keep)])
+        return SparseVectors(
+            self.ids,
+            kept[self.indptr],
+            self.indices[keep],
+            self.data[keep],
+            self.vocab_size,
+            self.fingerprint,
+            self.provenance,
+        )
+
     def row(self, i: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Terms and weights of row `i`."""
         low, high = int(self.indptr[i]), int(self.indptr[i + 1])

@@ -11,11 +11,11 @@ from typing import Any, Literal, TypeVar
 
 from tilefold.retrieval._files import atomic_directory, is_unicode, json_line
 from tilefold.retrieval._judgements import Known, read_splits
-from tilefold.retrieval._queries import TOPICS, loose_query_rows, query_rows
+from tilefold.retrieval._queries import TOPICS, loose_query_rows, query_of_line, query_rows
 from tilefold.retrieval._tables import ROWS, Row, find_table, is_saved_dataset, table_rows
 from tilefold.retrieval.errors import DataError
 
-__all__ = ["Collection", "Document", "load_beir", "load_documents", "load_queries"]
+__all__ = ["Collection", "Document", "load_beir", "load_documents", "load_queries", "query_of_line"]
 
 T = TypeVar("T")
 _BEIR_NAMES = ("corpus.jsonl", "queries.jsonl", "qrels")

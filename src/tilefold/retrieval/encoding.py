@@ -39,6 +39,7 @@ def encode_collection(
     save_minutes: float = 1.0,
     top_k: int | None = None,
     min_weight: float = 0.0,
+    special_tokens: bool = True,
     progress: Callable[[int, int], None] | None = None,
     resume: bool = True,
 ) -> VectorManifest:
@@ -59,6 +60,7 @@ def encode_collection(
         save_minutes: after this time, and on Ctrl-C, what is done of a shard is kept.
         top_k: heaviest terms kept per text; None uses the model's own ``max_active_dims``.
         min_weight: terms are kept above this weight.
+        special_tokens: keep weights of the tokenizer's special tokens, such as ``[CLS]``, which match in every text.
         progress: called as ``progress(texts done, texts in all)`` after each batch, and once at the start.
         resume: keep the complete shards of an earlier run; a different model, text or setting is an error. With False,
             earlier vectors are discarded.
@@ -89,6 +91,7 @@ def encode_collection(
             "shard_size": shard_size,
             "top_k": top_k,
             "min_weight": min_weight,
+            **({} if special_tokens else {"special_tokens": False}),
         },
         resume=resume,
     )
@@ -96,7 +99,7 @@ def encode_collection(
         writer,
         texts,
         shard_size,
-        lambda chunk, part: _encode(model, texts, chunk, kind, batch_size, top_k, min_weight, part),
+        lambda chunk, part: _encode(model, texts, chunk, kind, batch_size, top_k, min_weight, part, special_tokens),
         progress,
         save_minutes,
     )
@@ -253,13 +256,16 @@ def _encode(
     top_k: int | None,
     min_weight: float,
     part: Part[SparseVectors] | None = None,
+    special_tokens: bool = True,
 ) -> tuple[SparseVectors, dict[str, str]]:
     """Vectors of `ids` that could be encoded, in their order, and the reasons for the others."""
+    dropped = [] if special_tokens else list(_tokenizer(model).all_special_ids)
     fingerprint = vocabulary_fingerprint(_tokenizer(model))
 
     def run(batch: list[str]) -> SparseVectors:
         matrix = _run(model, [texts[name] for name in batch], kind, top_k, min_weight)
-        return SparseVectors.from_torch(batch, matrix, fingerprint, min_weight)
+        vectors = SparseVectors.from_torch(batch, matrix, fingerprint, min_weight)
+        return vectors.without(dropped) if dropped else vectors
 
     encoded, failed = encode_each(texts, ids, batch_size, run, Part[SparseVectors]() if part is None else part)
     if encoded is None:
