@@ -147,6 +147,7 @@ def test_queries_of_one_split_are_encoded_and_cannot_be_indexed(call: Any, work:
     assert json.loads(outcome.out)["n"] == 4
     lines = [json.loads(line) for line in (tmp_path / "q.jsonl").read_text().splitlines()]
     assert [line["id"] for line in lines] == ["q12", "q13", "q14", "q15"]
+    assert lines[0]["contents"] == small_collection().queries["q12"]
     refused = call("index", "--vectors", vectors, "--output", tmp_path / "index")
     assert refused.code == 2
     assert "holds query vectors" in refused.err

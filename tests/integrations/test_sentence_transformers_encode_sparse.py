@@ -11,6 +11,7 @@ from sentence_transformers import SparseEncoder
 
 from tests.integrations.splade_models import TEXTS, assert_close
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated, restore
+from tilefold.retrieval import SparseVectors, vocabulary_fingerprint
 
 
 @pytest.fixture
@@ -27,6 +28,14 @@ def test_rows_are_those_of_encode_in_the_order_of_the_texts(model: SparseEncoder
     with accelerate(model):
         assert torch.equal(encode_sparse(model, TEXTS, batch_size=3).to_dense(), got.to_dense())
         assert is_accelerated(model)
+
+
+def test_rows_carry_the_vocabulary_into_vectors(model: SparseEncoder) -> None:
+    rows = encode_sparse(model, TEXTS)
+    vectors = SparseVectors.from_torch([f"d{i}" for i in range(len(TEXTS))], rows)
+    assert vectors.fingerprint == vocabulary_fingerprint(model.tokenizer) is not None
+    model.tokenizer.add_tokens(["entirely-new"])
+    assert vocabulary_fingerprint(model.tokenizer) != vectors.fingerprint, "remembered for as many tokens only"
 
 
 def test_an_accelerated_model_and_its_copies_carry_the_encoding_of_a_batch(model: SparseEncoder) -> None:

@@ -292,8 +292,8 @@ def test_encoded_documents_and_queries_score_as_the_model_scores_them(late: Any,
     assert calls == [(0, 5), (2, 5), (4, 5), (5, 5)]
     assert (manifest.complete, manifest.n_documents, manifest.dimension) == (True, 5, D)
     with torch.autocast("cpu", torch.bfloat16):
-        assert encode_texts(late, TEXTS, batch_size=2).ids == list(TEXTS)
-    queries = encode_texts(late, {"q1": "cats asleep", "q2": "trees"})
+        assert encode_texts(late, TEXTS, kind="query", batch_size=2).ids == list(TEXTS)
+    queries = encode_texts(late, {"q1": "cats asleep", "q2": "trees"}, kind="query")
     found = rerank({query: dict.fromkeys(TEXTS, 0.0) for query in queries.ids}, queries, open_tokens(tmp_path / "t"))
     expected = late.similarity(
         late.encode_query(["cats asleep", "trees"]), late.encode_document(list(TEXTS.values()))

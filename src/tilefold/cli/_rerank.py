@@ -88,7 +88,7 @@ class Reranker:
         if not run:
             return run
         depth, weight = self.options.depth or depth, self.options.weight
-        encoded = encode_texts(self.model, {query: queries[query] for query in run})
+        encoded = encode_texts(self.model, {query: queries[query] for query in run}, kind="query")
         documents = (
             self.store
             if self.store is not None

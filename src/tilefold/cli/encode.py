@@ -122,7 +122,7 @@ def _sparse(
     manifest = encode_collection(encoder, texts, output, **options)
     if jsonl is not None:
         tokens = encoder.tokenizer.convert_ids_to_tokens(range(manifest.vocab_size))
-        export_jsonl(read_vectors(output), jsonl, tokens)
+        export_jsonl(read_vectors(output), jsonl, tokens, contents=texts)
     nonzeros = sum(shard["nonzeros"] for shard in manifest.shards)
     result = {
         "output": str(output),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -116,6 +115,7 @@ class SparseVectors:
     ) -> SparseVectors:
         """From a torch tensor ``[N, V]``: dense, sparse COO or CSR; any device, any float dtype.
 
+        Without a `fingerprint`, that of a result of ``encode_sparse`` is taken, its ``vocabulary_fingerprint``.
         Entries that are 0, or positive and not above `min_weight`, are dropped; NaN and negative entries are
         kept so that they are reported.
         """
@@ -123,6 +123,7 @@ class SparseVectors:
         if not isinstance(matrix, torch.Tensor) or matrix.ndim != 2 or matrix.shape[0] != len(ids):
             got = tuple(matrix.shape) if isinstance(matrix, torch.Tensor) else type(matrix).__name__
             raise DataError(f"matrix: expected a tensor [{len(ids)}, V] for {len(ids)} ids, got {got}.")
+        fingerprint = fingerprint or getattr(matrix, "vocabulary_fingerprint", None)
         matrix = matrix.detach()
         if matrix.layout == torch.sparse_csr:
             counts = matrix.crow_indices().diff()
@@ -221,17 +222,6 @@ def check_same_vocabulary(
             f"{right_name}: expected the vocabulary of {left_name} (fingerprint {left.fingerprint[:12]}), "
             f"got another of the same size ({right.fingerprint[:12]}). Encode both with the same model."
         )
-
-
-def vocabulary_fingerprint(tokenizer: Any) -> str | None:
-    """SHA-256 over the (token, index) pairs of a tokenizer's vocabulary; None when it has no vocabulary."""
-    get_vocab = getattr(tokenizer, "get_vocab", None)
-    if get_vocab is None:
-        return None
-    digest = hashlib.sha256()
-    for token, index in sorted(get_vocab().items(), key=lambda item: (item[1], item[0])):
-        digest.update(f"{index}\t{token}\n".encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()
 
 
 def _offsets(lengths: Any) -> npt.NDArray[np.int64]:

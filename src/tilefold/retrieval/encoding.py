@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.retrieval._shards import ShardWriter
-from tilefold.retrieval._sparse import SparseVectors, vocabulary_fingerprint
+from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import texts_digest
 from tilefold.retrieval.truncation import cut_texts

@@ -94,9 +94,9 @@ def encode_tokens(
 
 
 def encode_texts(
-    model: Any, texts: Mapping[str, str], *, kind: Kind = "query", storage: str = "fp16", batch_size: int = 32
+    model: Any, texts: Mapping[str, str], *, kind: Kind, storage: str = "fp16", batch_size: int = 32
 ) -> TokenVectors:
-    """Encode id -> text into memory: queries, or the documents of a few candidates.
+    """Encode id -> text into memory: queries (``kind="query"``), or the documents of a few candidates.
 
     Raises:
         ValueError: a wrong argument, or no text.

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from tilefold._files import atomic_file
+from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.retrieval import _parquet
 from tilefold.retrieval._files import json_line
 from tilefold.retrieval._shards import MANIFEST_NAME, REMEDY, ShardWriter, check_whole, read_layout, shard_file
-from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary, vocabulary_fingerprint
+from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.provenance import Provenance
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.integrations.sentence_transformers._accelerate import accelerate, is_accelerated
 from tilefold.integrations.sentence_transformers._batch import encode_batch, evaluating, prompt_of, sparse_options
 from tilefold.integrations.sentence_transformers._heads import base_linear
@@ -30,7 +31,8 @@ def encode_sparse(
 
     Rows equal those of ``model.encode(texts, max_active_dims=top_k)``, up to the evaluation order of the head. A model
     that is not accelerated is accelerated for the duration of the call. Routes without an LM head (static query
-    embeddings) are encoded densely and made sparse afterwards.
+    embeddings) are encoded densely and made sparse afterwards. The matrix has an attribute ``vocabulary_fingerprint``,
+    by which :class:`tilefold.retrieval.SparseVectors` refuses to be compared with vectors of another vocabulary.
 
     Args:
         model: a ``sentence_transformers.SparseEncoder``.
@@ -59,7 +61,9 @@ def encode_sparse(
                 encode_batch(model, [texts[i] for i in order[start : start + batch_size]], task, prompt, options)
                 for start in range(0, len(texts), batch_size)
             ]
-        return _stack_rows(batches, order, _vocab_size(model))
+        rows = _stack_rows(batches, order, _vocab_size(model))
+    rows.vocabulary_fingerprint = vocabulary_fingerprint(model.tokenizer)  # type: ignore[attr-defined]
+    return rows
 
 
 def _vocab_size(model: Any) -> int:
