@@ -151,7 +151,7 @@ def test_queries_without_a_relevant_document_are_counted_aloud(call: Any, work: 
 def test_measures_and_places_that_do_not_exist_are_found_before_any_work(
     call: Any, work: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
 ) -> None:
-    monkeypatch.setattr(_common, "load_data", lambda *_: pytest.fail("work was done"))
+    monkeypatch.setattr(_common, "load_data", lambda *_, **__: pytest.fail("work was done"))
     filled = [option.replace("{work}", str(work)) for option in options]
     runs = ("--run", work / "run.trec", "--data", work / "data")
     for verb in (("evaluate", *runs), ("fuse", *runs, *runs[:2])):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
@@ -216,7 +217,11 @@ def test_the_walk_through_of_the_documents_runs_from_its_first_line_to_its_last(
     small_collection().save_beir(tmp_path / "small")
     commands = walk_through()
     assert len(commands) > 15
+    Path("queries.txt").write_text("how do I work with sockets\n", encoding="utf-8")
+    Path("topics.trec").write_text("<top><num>7</num><title>sockets</title></top>", encoding="utf-8")
     for words in commands:
+        words, given = (words[:-2], words[-1]) if "<" in words else (words, None)  # noqa: PLW2901
+        monkeypatch.setattr("sys.stdin", io.StringIO(Path(given).read_text(encoding="utf-8") if given else ""))
         small = [{"pydocs": "small"}.get(word, word) for word in words]
         if words[0] == "train":
             small += ["--model", masked_lm, "--steps", "1", "--batch-size", "2"]

