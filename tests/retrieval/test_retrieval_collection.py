@@ -140,7 +140,7 @@ def test_a_missing_file_is_reported_with_the_layout(beir: Path, name: str) -> No
 
 def test_an_unknown_name_lists_what_is_possible() -> None:
     with pytest.raises(
-        FileNotFoundError, match=r"expected 'pydocs', or the path of a BEIR folder or of documents, got 'msmarco'"
+        FileNotFoundError, match=r"expected 'pydocs' or the path of a BEIR folder or of documents, got 'msmarco'"
     ):
         load_collection("msmarco")
 

@@ -41,7 +41,7 @@ def load_collection(
     path = Path(name_or_path)
     if not path.exists():
         raise FileNotFoundError(
-            f"collection: expected 'pydocs', or the path of a BEIR folder or of documents, got "
+            f"collection: expected 'pydocs' or the path of a BEIR folder or of documents, got "
             f"{str(name_or_path)!r}, which is neither. {BEIR_LAYOUT}"
         )
     return load_beir(path, unknown, documents_only=documents_only)
