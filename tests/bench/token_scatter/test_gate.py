@@ -76,4 +76,5 @@ def test_every_default_implementation_passes_on_the_gpu() -> None:
     case = SPEC.case("64x32x30522-max")
     options = replace(OPTIONS, device=torch.device("cuda"))
     rows = run_case(SPEC, case, options, CEILINGS)
-    assert [row.status for row in rows] == ["ok"] * len(rows), [row.note for row in rows]
+    expected = ["skipped" if row.impl == "tilefold-csr" else "ok" for row in rows]  # which gives no dense scores
+    assert [row.status for row in rows] == expected, [row.note for row in rows]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tilefold.ops._shared._triton.releases import late_interaction_gradients_spill
+from tilefold.ops._shared._triton.releases import assembled_by_ptxas_13_4, late_interaction_gradients_spill
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.tf32 import tf32_allowed
 
@@ -204,8 +204,10 @@ def backward_config_for(capability: tuple[int, int], dtype: torch.dtype, tf32: b
     ampere, blackwell, old = capability < (9, 0), capability >= (10, 0), late_interaction_gradients_spill()
     if dtype == torch.float32:
         config = replace(BACKWARD_FP32, precision="tf32") if tf32 else BACKWARD_FP32
-        config = replace(config, stages_d=1, list_e=16, list_warps=8) if ampere else config
-        return replace(config, smooth_stages=2) if blackwell or (ampere and old) else config
+        new = assembled_by_ptxas_13_4()
+        if ampere:
+            config = replace(config, stages_d=1, list_e=16, list_warps=4 if new else 8)
+        return replace(config, smooth_stages=2) if blackwell or (ampere and (old or new)) else config
     config = BACKWARD_16BIT
     if blackwell or (ampere and old):
         config = replace(config, block_t=64, block_e=32 if blackwell else config.block_e, stages_d=2)

@@ -19,6 +19,7 @@ attention, sm_90, keeps to registers   yes    yes    yes    yes    no (8) no (7)
 roots of one stage get registers (11)  no     yes    yes    yes    yes    yes
 fp32 dk and dv get registers (13)      yes    yes    yes    yes    no     yes
 maxsim's gradients spill (14)          yes    no     no     no     no     no
+maxsim's lists keep to 8 warps (15)    yes    yes    yes    yes    yes    no
 =====================================  =====  =====  =====  =====  =====  =====
 
 1. There, all roles take the same arguments.
@@ -36,6 +37,8 @@ maxsim's gradients spill (14)          yes    no     no     no     no     no
 13. In attention, the assembler of 3.8 gives fp32's kernel 32 above head dimension 128, and spills in its loop above 64.
 14. Of documents in 16 bits on 8.0 with 128 tokens in a tile, of listed pairs' queries in 16 bits from 9.0 on with 4
     warps, of smooth maxima in fp32 on 8.0 without a pipeline.
+15. In fp32 on 8.0: with 3.4 and 3.6 they spill with 4 warps, with 3.9 with 8. Of smooth maxima one variant, packed
+    queries whose rows are scaled and masked, puts 24 bytes away in its loop with 3.9 whatever its tiles are.
 
 This file imports without Triton.
 """
@@ -131,6 +134,11 @@ def wide_gradients_want_warps() -> bool:
 def late_interaction_gradients_spill() -> bool:
     """Whether some of maxsim's gradients spill with the tiles that other releases take."""
     return release() == (3, 4)
+
+
+def assembled_by_ptxas_13_4() -> bool:
+    """Whether maxsim's fp32 gradients on 8.0 want 4 warps per list and a pipeline for smooth maxima; see 15."""
+    return release() >= (3, 9)
 
 
 def interpreter_breaks_with(numpy: str) -> bool:
