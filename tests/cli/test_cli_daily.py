@@ -39,9 +39,15 @@ def work(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
     return folder
 
 
-def test_a_corpus_alone_is_encoded_and_indexed(work: Path) -> None:
+def test_a_corpus_alone_is_encoded_and_indexed_and_cannot_be_evaluated(call: Call, work: Path) -> None:
     assert len(read_vectors(work / "vectors")) == len(SUBJECTS)
     assert (work / "index" / "index.json").is_file()
+    corpus = ("--data", work / "data" / "corpus.jsonl")
+    judged = call("evaluate", *corpus, "--index", work / "index", "--model", work / "model")
+    assert judged.code == 2 and "--data: corpus has no judgements" in judged.err
+    asked = call("encode", "--queries", *corpus, "--model", work / "model", "--output", work / "asked")
+    assert asked.code == 2 and "corpus.jsonl has no queries" in asked.err
+    assert not (work / "asked").exists()
 
 
 def test_judgements_of_a_sample_are_dropped_on_request(call: Call, work: Path, tmp_path: Path) -> None:

@@ -175,8 +175,12 @@ def refuse(option: str, value: object, why: str) -> None:
 
 def check_split(collection: Collection, split: str) -> None:
     """Raise an error for a split that the collection does not have."""
+    if not collection.qrels:
+        raise UsageError(
+            f"--data: {collection.name} has no judgements; they belong in qrels/{split}.tsv of a BEIR folder."
+        )
     if split not in collection.qrels:
-        splits = ", ".join(sorted(collection.qrels)) or "none"
+        splits = ", ".join(sorted(collection.qrels))
         raise UsageError(f"--split: {split!r} is not a split of {collection.name}; it has {splits}.")
 
 
