@@ -74,6 +74,11 @@ def _triton_runtime() -> Any:
     return knobs.runtime
 
 
+def specialized(kernel: Any) -> list[bool]:
+    """For which of its arguments Triton builds kernels of their own for 1 and for multiples of 16."""
+    return [not parameter.do_not_specialize for parameter in kernel.params]
+
+
 def hooked() -> bool:
     """Whether a profiler wants to hear of every launch, which Triton's own call tells it."""
     runtime = _triton_runtime()

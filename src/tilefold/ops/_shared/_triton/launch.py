@@ -22,7 +22,7 @@ from tilefold.ops._shared._triton.context import enter_context
 from tilefold.ops._shared._triton.releases import BUILD_OPTIONS, interpreted_rows_count_elements
 from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops._shared.internals import Grid, Launch, Tma, bind, hooked
+from tilefold.ops._shared.internals import Grid, Launch, Tma, bind, hooked, specialized
 
 MAX_LAUNCHERS = 1024  # constants may be as many as shapes are
 DESCRIPTOR_ALIGNMENT = 16  # bytes, of a descriptor's base and rows
@@ -81,7 +81,7 @@ class Launcher:
 
     def _kind(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         if not self._specialized:
-            self._specialized = [not parameter.do_not_specialize for parameter in self._kernel.params]
+            self._specialized = specialized(self._kernel)
         kind: list[Any] = [torch.cuda.current_device()]  # must come first
         for position, argument in enumerate(arguments):
             if argument is None:
