@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -214,3 +215,24 @@ def test_the_tiled_path_follows_where_a_plan_cannot_be_built(monkeypatch: pytest
     with warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)
         assert_same(maxsim_results(inputs), expected)
+
+
+@kernels
+@pytest.mark.parametrize(
+    "offsets", [[0, 9, -1, 20], [0, 9, 3, 20], [0, 15, 9, 20], [0, 5, 30, 20], [0, 12, 2, 20]], ids=str
+)
+def test_offsets_of_queries_that_fall_give_nan_and_no_number_that_nobody_wrote(
+    monkeypatch: pytest.MonkeyPatch, offsets: list[int]
+) -> None:
+    monkeypatch.setattr(_torch_ops, "check_values", lambda problem, impl: None)  # as on a GPU, where nobody looks
+    honest = torch.empty_strided
+    monkeypatch.setattr(torch, "empty_strided", lambda *args, **options: honest(*args, **options).fill_(77))
+    inputs = given(3, 2, 4, 6, 16)
+    queries = torch.randn(20, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE, DTYPE)
+    scores = maxsim(queries, inputs.documents, cu_seqlens_q=torch.tensor(offsets, device=DEVICE), impl="triton")
+    for query, (start, end) in enumerate(pairwise(offsets)):
+        if scores[query].isnan().all():
+            continue
+        alone = maxsim(queries[None, start:end], inputs.documents, impl="reference")[0]
+        assert torch.allclose(scores[query], alone.to(scores.dtype), rtol=1e-3), (query, scores[query], alone)
+    assert scores.isnan().any()

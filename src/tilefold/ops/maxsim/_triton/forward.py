@@ -196,6 +196,9 @@ def combine_kernel(
     if end > start:
         for tile in range(start // tile_rows, (end - 1) // tile_rows + 1):
             total += tl.load(part_ptr + tl.cast(tile + query, tl.int64) * Nd + d, mask=d < Nd, other=0.0)
+        if not UNIFORM_Q:  # offsets that fall elsewhere give its rows to other queries: these parts were not written
+            ok &= sequence_at(cu_q_ptr, start, Nq, length_q, UNIFORM_Q) == query
+            ok &= sequence_at(cu_q_ptr, end - 1, Nq, length_q, UNIFORM_Q) == query
     total = tl.where(ok, total, float("nan"))
     tl.store(score_ptr + query.to(tl.int64) * Nd + d, total, mask=d < Nd)
 
