@@ -33,12 +33,12 @@ NEEDS_INTERPRETER = [
 ]
 
 
-def assert_pass_interpreted(names: Iterable[str], least: int) -> None:
+def assert_pass_interpreted(names: Iterable[str], least: int, *arguments: str) -> None:
     """The files of ``tests/ops`` pass in one process, since starting one takes seconds, and ``least`` tests or more."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment = {key: value for key, value in environment.items() if not key.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += [f"tests/ops/{name}" for name in names]
+    command += [*(f"tests/ops/{name}" for name in names), *arguments]
     child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     output = child.stdout + child.stderr
     assert child.returncode == 0, output[-20000:]

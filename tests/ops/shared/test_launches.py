@@ -18,7 +18,6 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from tests.ops.interpreter import NEEDS_INTERPRETER, assert_pass_interpreted
 from tilefold.ops import entmax_attention, lsr_head, maxsim, token_scatter
 from tilefold.ops._shared import call_cache
 from tilefold.ops._shared._triton import launch
@@ -201,7 +200,6 @@ ON_GPUS_ONLY: dict[str, Operator] = {  # interpreting takes a minute each
     "entmax_attention causal, live blocks listed": attention(6, keys=1100, causal=True),
     "entmax_attention, learned alpha": attention(3, learned=True),
 }
-INTERPRETED = len(OPERATORS)
 OPERATORS |= {} if triton_interpreted() else ON_GPUS_ONLY
 every_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 
@@ -522,12 +520,3 @@ def test_what_is_known_of_a_kernel_does_not_grow_with_the_lengths_it_is_called_w
     assert not kinds(1) & kinds(3, 16) and not kinds(3) & kinds(16) and not kinds(3) & kinds(2**31 + 3)
     assert kinds(0, 16) == kinds(1600) and kinds(2**31) == kinds(2**33)
     assert len({launch.Launcher(_scan_kernel, {})._kind((None, None, value)) for value in range(2000)}) == 1
-
-
-class TestInterpreted:
-    """The contract without a GPU."""
-
-    pytestmark = NEEDS_INTERPRETER
-
-    def test_the_contract_holds_for_interpreted_kernels(self) -> None:
-        assert_pass_interpreted(["shared/test_launches.py"], 13 * INTERPRETED)
