@@ -51,6 +51,9 @@ _HOME = {
     "read_trec_run": "evaluation",
     "active_terms": "evaluation",
     "flops": "evaluation",
+    "TrainingRows": "training_rows",
+    "read_training_rows": "training_rows",
+    "write_training_rows": "training_rows",
 }
 
 __all__ = list(_HOME)

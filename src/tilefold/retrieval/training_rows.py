@@ -1,0 +1,354 @@
+"""Mined negatives and teacher scores on disk: one Parquet file, a row per query and document.
+
+===================  =======  ==============================================================================
+column               type     meaning
+===================  =======  ==============================================================================
+``query_id``         string   rows of a query stand together
+``document_id``      string   at most once per query
+``rank``             int32    in the retriever's list, from 1, judged documents counted; null if not retrieved
+``score``            float32  mined file: the retriever's (null if not retrieved); scored file: the teachers'
+``relevant``         bool     judged relevant; the other rows are negatives
+``retriever_score``  float32  scored file only: what ``score`` was when the rows were mined
+``score:<teacher>``  float32  scored file only: what each teacher gave, before normalisation
+===================  =======  ==============================================================================
+
+A file is scored when it has a column ``score:<teacher>``. What made it is a JSON object under the key ``tilefold``
+of the schema's metadata. ``tilefold mine`` writes such files and ``tilefold score`` adds the teachers; files of other
+programs are read too, of which only ``query_id``, ``document_id`` and ``relevant`` are required (and ``score`` where
+there are teachers).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tilefold._files import atomic_file
+from tilefold.retrieval._files import require
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.provenance import Provenance, texts_digest
+
+if TYPE_CHECKING:
+    from tilefold.retrieval.collection import Collection
+
+__all__ = ["QueryRows", "TrainingRows", "read_training_rows", "write_training_rows"]
+
+TEACHER = "score:"
+METADATA = b"tilefold"
+SCHEMA_VERSION = 1
+_ROWS_PER_GROUP = 1 << 20
+_REMEDY = "Make it again: tilefold mine, then tilefold score."
+
+Floats = npt.NDArray[np.float32]
+
+
+class QueryRows(NamedTuple):
+    """The rows of one query: arrays ``[n]`` in the order of `documents`.
+
+    `rank` is 0 and `retrieved` NaN where the retriever did not return the document; `target` is None, and `teachers`
+    empty, until the rows are scored.
+    """
+
+    query: str
+    documents: list[str]
+    relevant: npt.NDArray[np.bool_]
+    rank: npt.NDArray[np.int32]
+    retrieved: Floats
+    target: Floats | None
+    teachers: dict[str, Floats]
+
+
+@dataclass
+class TrainingRows:
+    """Q queries with N rows over D documents, in memory; rows of query `i` are ``offsets[i]:offsets[i + 1]``.
+
+    Attributes:
+        queries: Q distinct ids.
+        documents: D distinct ids.
+        offsets: int64 ``[Q + 1]``, rising from 0 to N.
+        document: int32 ``[N]``, positions in `documents`; a document at most once per query.
+        relevant: bool ``[N]``.
+        rank: int32 ``[N]``, from 1; 0 where not retrieved.
+        retrieved: float32 ``[N]``, the retriever's score; NaN where not retrieved.
+        teachers: name -> float32 ``[N]``, finite, as the teacher gave it.
+        target: float32 ``[N]``, finite, the score to train with; None without teachers.
+        made_by: JSON object that says what made the rows; ``texts_sha256`` and ``queries_sha256`` are fingerprints.
+
+    Raises:
+        DataError: shapes that do not fit, a document given twice for a query, a teacher's score that is not finite.
+    """
+
+    queries: list[str]
+    documents: list[str]
+    offsets: npt.NDArray[np.int64]
+    document: npt.NDArray[np.int32]
+    relevant: npt.NDArray[np.bool_]
+    rank: npt.NDArray[np.int32]
+    retrieved: Floats
+    teachers: dict[str, Floats] = field(default_factory=dict)
+    target: Floats | None = None
+    made_by: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        n = len(self)
+        if (
+            len(self.offsets) != len(self.queries) + 1
+            or self.offsets[0] != 0
+            or bool((np.diff(self.offsets) < 0).any())
+        ):
+            raise DataError(f"offsets: expected {len(self.queries) + 1} numbers that rise from 0, got others.")
+        columns = {"relevant": self.relevant, "rank": self.rank, "retrieved": self.retrieved, **self._scores()}
+        for name, values in columns.items():
+            if values.shape != (n,):
+                raise DataError(f"{name}: expected {n} values, one per row, got shape {values.shape}.")
+        if bool(self.teachers) != (self.target is not None):
+            raise DataError("target: expected it together with the scores of one teacher at least, got one alone.")
+        for name, values in self._scores().items():
+            if not np.isfinite(values).all():
+                raise DataError(
+                    f"{name}: {self._row(int(np.flatnonzero(~np.isfinite(values))[0]))} has no finite score."
+                )
+        self._check_once()
+
+    def _scores(self) -> dict[str, Floats]:
+        return self.teachers if self.target is None else {**self.teachers, "target": self.target}
+
+    def _check_once(self) -> None:
+        keys = self.query_of_row() * max(1, len(self.documents)) + self.document
+        order = np.argsort(keys, kind="stable")
+        twice = np.flatnonzero(np.diff(keys[order]) == 0)
+        if twice.size:
+            raise DataError(f"rows: {self._row(int(order[twice[0] + 1]))} is given twice. Keep one row of it.")
+
+    def _row(self, at: int) -> str:
+        query = int(np.searchsorted(self.offsets, at, side="right")) - 1
+        return f"document {self.documents[self.document[at]]!r} of query {self.queries[query]!r}"
+
+    def __len__(self) -> int:
+        """N, the number of rows."""
+        return len(self.document)
+
+    @property
+    def scored(self) -> bool:
+        """Whether teachers scored the rows."""
+        return self.target is not None
+
+    @property
+    def provenance(self) -> Provenance:
+        """Fingerprints of the retriever's model and of the documents, where known."""
+        return Provenance.from_dict(self.made_by)
+
+    def query_of_row(self) -> npt.NDArray[np.int64]:
+        """int64 ``[N]``: the position of each row's query."""
+        return np.repeat(np.arange(len(self.queries), dtype=np.int64), np.diff(self.offsets))
+
+    def groups(self) -> Iterator[QueryRows]:
+        """The rows query by query, in order."""
+        for query, low, high in zip(self.queries, self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True):
+            part = slice(low, high)
+            yield QueryRows(
+                query,
+                [self.documents[i] for i in self.document[part].tolist()],
+                self.relevant[part],
+                self.rank[part],
+                self.retrieved[part],
+                None if self.target is None else self.target[part],
+                {name: scores[part] for name, scores in self.teachers.items()},
+            )
+
+    def take(self, keep: npt.NDArray[np.bool_]) -> TrainingRows:
+        """The rows where `keep` ``[N]`` is true; queries without any are left out, documents are not."""
+        counts = np.bincount(self.query_of_row()[keep], minlength=len(self.queries))
+        return TrainingRows(
+            [query for query, count in zip(self.queries, counts.tolist(), strict=True) if count],
+            self.documents,
+            _offsets(counts[counts > 0]),
+            self.document[keep],
+            self.relevant[keep],
+            self.rank[keep],
+            self.retrieved[keep],
+            {name: scores[keep] for name, scores in self.teachers.items()},
+            None if self.target is None else self.target[keep],
+            dict(self.made_by),
+        )
+
+    def check_collection(self, collection: Collection) -> None:
+        """Raise ``DataError`` unless the rows are of the texts of `collection`, as far as can be told.
+
+        Fingerprints are compared where `made_by` has them; ids are always looked up.
+        """
+        for names, known, what in (
+            (self.queries, collection.queries, "query"),
+            (self.documents, collection.documents, "document"),
+        ):
+            stray = next((name for name in names if name not in known), None)
+            if stray is not None:
+                raise DataError(
+                    f"training rows: {what} {stray!r} is not in {collection.name}; they were made from another "
+                    f"collection. Give that one. {_REMEDY}"
+                )
+        digests = {"texts_sha256": collection.contents(), "queries_sha256": queries_of(self, collection)}
+        for key, texts in digests.items():
+            if self.made_by.get(key) not in (None, texts_digest(texts)):
+                what = "documents" if key == "texts_sha256" else "queries"
+                raise DataError(
+                    f"training rows: they were made from other {what} than those of {collection.name}, which has "
+                    f"changed since or is another one. {_REMEDY}"
+                )
+
+
+def queries_of(rows: TrainingRows, collection: Collection) -> dict[str, str]:
+    """Query id -> text, of the queries of `rows`, in their order."""
+    return {query: collection.queries[query] for query in rows.queries}
+
+
+def write_training_rows(rows: TrainingRows, path: str | Path) -> None:
+    """Write the Parquet file of this module's table, atomically.
+
+    Raises:
+        ValueError: there is no row.
+    """
+    pa, pq = _arrow()
+    if not len(rows):
+        raise ValueError("rows: expected at least one row, got none.")
+    fields = [("query_id", pa.string()), ("document_id", pa.string()), ("rank", pa.int32())]
+    fields += [("score", pa.float32()), ("relevant", pa.bool_())]
+    if rows.scored:
+        fields += [("retriever_score", pa.float32()), *((TEACHER + name, pa.float32()) for name in rows.teachers)]
+    made_by = json.dumps({"schema_version": SCHEMA_VERSION, **rows.made_by}, ensure_ascii=False).encode()
+    schema = pa.schema(fields, metadata={METADATA: made_by})
+    query = rows.query_of_row()
+    with atomic_file(Path(path)) as temporary:
+        writer: Any = pq.ParquetWriter(temporary, schema, compression="zstd")
+        with writer:
+            for low in range(0, len(rows), _ROWS_PER_GROUP):
+                writer.write_table(_table(pa, rows, query, slice(low, low + _ROWS_PER_GROUP), schema))
+
+
+def _table(pa: Any, rows: TrainingRows, query: npt.NDArray[np.int64], part: slice, schema: Any) -> Any:
+    rank, retrieved = rows.rank[part], rows.retrieved[part]
+    found = pa.array(retrieved, pa.float32(), mask=np.isnan(retrieved))
+    columns = {
+        "query_id": pa.array([rows.queries[i] for i in query[part].tolist()], pa.string()),
+        "document_id": pa.array([rows.documents[i] for i in rows.document[part].tolist()], pa.string()),
+        "rank": pa.array(rank, pa.int32(), mask=rank == 0),
+        "score": found if rows.target is None else pa.array(rows.target[part], pa.float32()),
+        "relevant": pa.array(rows.relevant[part], pa.bool_()),
+        "retriever_score": found,
+        **{TEACHER + name: pa.array(scores[part], pa.float32()) for name, scores in rows.teachers.items()},
+    }
+    return pa.table([columns[name] for name in schema.names], schema=schema)
+
+
+def read_training_rows(path: str | Path) -> TrainingRows:
+    """Read what :func:`write_training_rows`, or another program, wrote.
+
+    Raises:
+        FileNotFoundError: no such file.
+        DataError: not Parquet, a column is missing or of another type, a null where a value is needed, a score that is
+            not finite, a document twice for one query.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file of training rows. Make one with: tilefold mine")
+    pa, pq = _arrow()
+    try:
+        table = pq.read_table(file, read_dictionary=["query_id", "document_id"]).unify_dictionaries()
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{file}: expected Parquet with training rows, got ({error}). {_REMEDY}") from error
+    try:
+        return _from_table(pa, table)
+    except DataError as error:
+        raise DataError(f"{file}: {error}") from error
+
+
+def _from_table(pa: Any, table: Any) -> TrainingRows:
+    names = [name for name in table.column_names if name.startswith(TEACHER)]
+    needed = ("query_id", "document_id", "relevant", *(("score",) if names else ()))
+    if missing := [name for name in needed if name not in table.column_names]:
+        raise DataError(f"expected the columns {', '.join(needed)}, got none of the name {missing[0]}. {_REMEDY}")
+    queries, query = _ids(pa, table, "query_id")
+    documents, document = _ids(pa, table, "document_id")
+    order = np.argsort(query, kind="stable")  # rows of a query together, in their order
+    retriever = "retriever_score" if names else "score"
+    rank = _numbers(pa, table, "rank", 0.0) if "rank" in table.column_names else np.zeros(len(query), np.float32)
+    found = _numbers(pa, table, retriever, np.nan) if retriever in table.column_names else np.full(len(query), np.nan)
+    return TrainingRows(
+        queries,
+        documents,
+        _offsets(np.bincount(query, minlength=len(queries))),
+        document[order].astype(np.int32),
+        _flags(pa, table)[order],
+        rank[order].astype(np.int32),
+        found[order].astype(np.float32),
+        {name.removeprefix(TEACHER): _numbers(pa, table, name, None)[order] for name in names},
+        _numbers(pa, table, "score", None)[order] if names else None,
+        _made_by(table),
+    )
+
+
+def _ids(pa: Any, table: Any, name: str) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """Distinct ids in the order of their first row, and the position of each row's."""
+    column = table.column(name)
+    if not pa.types.is_dictionary(column.type) or not pa.types.is_string(column.type.value_type):
+        raise DataError(f"{name}: expected strings, got {column.type}.")
+    if column.null_count:
+        raise DataError(f"{name}: expected an id in every row, got {column.null_count} null(s).")
+    column = column.combine_chunks()
+    values = column.dictionary.to_pylist()
+    codes = column.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+    used, first, code = np.unique(codes, return_index=True, return_inverse=True)
+    by_first = np.argsort(first, kind="stable")
+    position = np.empty_like(by_first)
+    position[by_first] = np.arange(len(by_first))
+    return [values[i] for i in used[by_first].tolist()], position[code]
+
+
+def _numbers(pa: Any, table: Any, name: str, null: float | None) -> Floats:
+    """A column as float32; nulls become `null`, and are an error where that is None."""
+    column = table.column(name)
+    if not (pa.types.is_floating(column.type) or pa.types.is_integer(column.type)):
+        raise DataError(f"{name}: expected numbers, got {column.type}.")
+    if column.null_count and null is None:
+        raise DataError(f"{name}: expected a number in every row, got {column.null_count} null(s).")
+    numbers = column.cast(pa.float64(), safe=False)
+    filled = numbers if null is None else numbers.fill_null(null)
+    values: Floats = filled.to_numpy().astype(np.float32)
+    return values
+
+
+def _flags(pa: Any, table: Any) -> npt.NDArray[np.bool_]:
+    column = table.column("relevant")
+    if not pa.types.is_boolean(column.type) or column.null_count:
+        raise DataError(f"relevant: expected true or false in every row, got {column.type} with nulls or numbers.")
+    flags: npt.NDArray[np.bool_] = column.to_numpy()
+    return flags
+
+
+def _made_by(table: Any) -> dict[str, Any]:
+    text = (table.schema.metadata or {}).get(METADATA)
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"metadata: expected JSON, got other text ({error}). {_REMEDY}") from error
+    version = value.pop("schema_version", None) if isinstance(value, dict) else None
+    if version != SCHEMA_VERSION:
+        raise DataError(f"metadata: expected schema_version {SCHEMA_VERSION}, got {version!r}. {_REMEDY}")
+    return dict(value)
+
+
+def _offsets(counts: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(counts, np.int64), dtype=np.int64)])
+
+
+def _arrow() -> tuple[Any, Any]:
+    purpose = "Storing training rows"
+    return require("pyarrow", "pyarrow", purpose), require("pyarrow.parquet", "pyarrow", purpose)
