@@ -197,7 +197,10 @@ def test_smooth_backward_builds_without_spills(capability: int, dtype: torch.dty
         }  # fmt: skip
         for kernel in (smooth.smooth_dqueries_kernel, smooth.smooth_ddocuments_kernel):
             own = {name: value for name, value in constants.items() if name in kernel.arg_names}
-            compiled = compile_kernel(kernel, types, own, capability, config.smooth_warps, config.smooth_stages)
+            compiled = compile_kernel(
+                kernel, types, own, capability, config.smooth_warps, config.smooth_stages,
+                registers=config.smooth_registers,
+            )  # fmt: skip
             check(compiled, capability, tensor_cores=dtype != torch.float32)
 
 
@@ -226,7 +229,8 @@ def test_gradients_of_packed_tokens_build_without_spills(
         "PRECISION": config.precision,
     } | blocks  # fmt: skip
     own = {key: value for key, value in constants.items() if key in kernel.arg_names}
-    compiled = compile_kernel(kernel, types, own, capability, warps, stages)
+    registers = config.smooth_registers if which.startswith("smooth") else None
+    compiled = compile_kernel(kernel, types, own, capability, warps, stages, registers=registers)
     check(compiled, capability, tensor_cores=False, spilled=16)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton import releases
+from tilefold.ops._shared._triton.releases import ALL_REGISTERS
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.tf32 import tf32_allowed
 from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
@@ -73,7 +74,6 @@ class AttentionConfig:
     short_registers: int | None = None
 
 
-ALL_REGISTERS = 255  # that a thread can have: no limit, but for assemblers that would give it fewer
 INTERPRETED = AttentionConfig(32, 16, 4, 1, "ieee", 32, 16, 4, 32, 16, 4, 1, short=0, short_rows=32, short_warps=4)
 
 

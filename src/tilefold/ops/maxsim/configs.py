@@ -7,7 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tilefold.ops._shared._triton.releases import assembled_by_ptxas_13_4, late_interaction_gradients_spill
+from tilefold.ops._shared._triton.releases import (
+    ALL_REGISTERS,
+    assembled_by_ptxas_13_4,
+    late_interaction_gradients_spill,
+)
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.tf32 import tf32_allowed
 
@@ -53,6 +57,7 @@ class BackwardConfig:
         list_warps, list_stages: of its kernel.
         smooth_r, smooth_t, smooth_k: query rows, document tokens and dimensions of a tile of the smooth maximum.
         smooth_warps, smooth_stages: of its kernels.
+        smooth_registers: what a thread of them may take at most, ``None`` for as many as the assembler likes.
         precision: ``input_precision`` of fp32 products.
     """
 
@@ -79,6 +84,7 @@ class BackwardConfig:
     smooth_k: int = 64
     smooth_warps: int = 8
     smooth_stages: int = 2
+    smooth_registers: int | None = None
     precision: str = "ieee"
 
 
@@ -207,6 +213,7 @@ def backward_config_for(capability: tuple[int, int], dtype: torch.dtype, tf32: b
         new = assembled_by_ptxas_13_4()
         if ampere:
             config = replace(config, stages_d=1, list_e=16, list_warps=4 if new else 8)
+            config = replace(config, smooth_registers=ALL_REGISTERS if new else None)
         return replace(config, smooth_stages=2) if blackwell or (ampere and (old or new)) else config
     config = BACKWARD_16BIT
     if blackwell or (ampere and old):

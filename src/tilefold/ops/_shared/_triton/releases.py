@@ -37,8 +37,8 @@ maxsim's lists keep to 8 warps (15)    yes    yes    yes    yes    yes    no
 13. In attention, the assembler of 3.8 gives fp32's kernel 32 above head dimension 128, and spills in its loop above 64.
 14. Of documents in 16 bits on 8.0 with 128 tokens in a tile, of listed pairs' queries in 16 bits from 9.0 on with 4
     warps, of smooth maxima in fp32 on 8.0 without a pipeline.
-15. In fp32 on 8.0: with 3.4 and 3.6 they spill with 4 warps, with 3.9 with 8. Of smooth maxima one variant, packed
-    queries whose rows are scaled and masked, puts 24 bytes away in its loop with 3.9 whatever its tiles are.
+15. In fp32 on 8.0: with 3.4 and 3.6 they spill with 4 warps, with 3.9 with 8. That assembler also holds smooth maxima
+    of packed queries to 128 registers, and spills, unless told how many there are.
 
 This file imports without Triton.
 """
@@ -56,6 +56,7 @@ Release = tuple[int, int]
 TESTED: tuple[Release, ...] = ((3, 4), (3, 5), (3, 6), (3, 7), (3, 8), (3, 9))
 # of every build: budgets of the numerics are those of fused multiply-adds
 BUILD_OPTIONS = {"enable_fp_fusion": True}
+ALL_REGISTERS = 255  # that a thread can have: no limit, but for assemblers that would give it fewer
 INTERPRETER_FAULTS: dict[torch.dtype, str] = {
     torch.bfloat16: "it multiplies the bits of bf16 as integers",
     torch.float8_e4m3fn: "it rounds some numbers to fp8 wrongly, by up to half",

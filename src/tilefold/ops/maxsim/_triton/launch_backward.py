@@ -205,6 +205,8 @@ class _Planning:
 
     def _smooth_constants(self, **others: Any) -> dict[str, Any]:
         config = self.config
+        if config.smooth_registers is not None:
+            others["maxnreg"] = config.smooth_registers
         return self._constants(
             config.smooth_warps, config.smooth_stages, PAIRING=PAIRINGS[self.problem.pairing],
             BLOCK_Q=config.smooth_r, BLOCK_T=config.smooth_t, BLOCK_K=config.smooth_k, BLOCK_D=config.block_dd,
