@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import os
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,7 +20,8 @@ LOCK = ".writing.lock"
 _FULL = re.compile(
     r"no space left|quota exceeded|file too large|requested and \d+ written|os error (28|27|122)\b", re.I
 )
-_STALE_SECONDS = 3600
+SCRATCH = ".tilefold.tmp"  # ends the name of a folder in which something is written before it is put in its place
+_ATTEMPTS, _PAUSE_SECONDS = 8, 0.02
 
 
 class InUseError(RuntimeError):
@@ -77,28 +78,79 @@ class DiskFullError(OSError):
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; it replaces `path` only when the block ends well.
+def hold_path(path: Path) -> Iterator[None]:
+    """Keep other processes from writing the file or folder `path` while the block runs; blocks may be nested.
 
-    What a killed process left behind, an hour ago or earlier, is removed.
+    Raises:
+        InUseError: it is held elsewhere.
+    """
+    folder = path.parent.resolve() / f".{path.name}{SCRATCH}"
+    lock = _hold_scratch(folder, again=True)
+    if lock is None:
+        raise InUseError(f"{path}: another process is writing it. Wait for it, or choose another place.")
+    try:
+        yield
+    finally:
+        if lock.lock_counter == 1:
+            shutil.rmtree(folder, ignore_errors=True)
+        lock.release()
+
+
+@contextmanager
+def scratch_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `path`, which is removed after the block, or by the next one if the process dies.
+
+    A lock in it says that its process lives, however long that takes and wherever it runs.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        with suppress(OSError):
-            if left.is_file() and time.time() - left.stat().st_mtime > _STALE_SECONDS:
-                left.unlink()
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    remove_leftovers(path.parent)
+    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=SCRATCH, dir=path.parent))
+    lock = _hold_scratch(folder, again=False)
     try:
+        if lock is None:
+            raise InUseError(f"{folder}: another process holds this temporary folder. Try again.")
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            lock.release()
+
+
+def _hold_scratch(folder: Path, *, again: bool) -> FileLock | None:
+    """The lock of a scratch folder, None where another process holds it for longer than it takes to remove it."""
+    for attempt in range(_ATTEMPTS):
+        time.sleep(_PAUSE_SECONDS * min(attempt, 1))
+        with suppress(InUseError, FileNotFoundError):
+            lock = hold_folder(folder, again=again)
+            if Path(lock.lock_file).exists():
+                return lock
+            lock.release(force=True)
+    return None
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove the scratch folders in `parent` whose processes have died."""
+    for left in parent.glob(f".*{SCRATCH}"):
+        with suppress(OSError, InUseError):  # of somebody else, gone by now, or alive
+            if not left.is_symlink() and (left / LOCK).is_file():
+                lock = hold_folder(left, again=False)
+                shutil.rmtree(left)
+                lock.release()
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield the path of an empty file that replaces `path` only when the block ends well.
+
+    What killed processes left in the same folder is removed.
+    """
+    with scratch_folder(path) as folder:
+        temporary = folder / path.name
+        temporary.touch()
         with naming_full_disk(path):
             yield temporary
         temporary.chmod(0o666 & ~umask())
         temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def umask() -> int:

@@ -17,7 +17,7 @@ import pytest
 
 from tests.cli.program import Outcome, run_cli
 from tests.recipes.small import SUBJECTS, small_collection
-from tests.retrieval.test_retrieval_interruptions import HOLD
+from tests.retrieval.test_retrieval_interruptions import HOLD, HOLD_PATH
 from tilefold.cli import _common, _models
 from tilefold.cli._words import in_options
 from tilefold.retrieval import encoding, read_vectors
@@ -175,6 +175,19 @@ def test_two_programs_do_not_write_into_one_folder(call: Call, work: Path, tmp_p
         outcome = call("encode", "--model", work / "model", "--data", work / "data", "--output", tmp_path / "v")
         holder.kill()
     assert outcome.code == 1 and "another process is writing there" in outcome.err
+
+
+def test_two_programs_do_not_build_one_index(call: Call, work: Path, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD_PATH, str(tmp_path / "index")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as holder:  # fmt: skip
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        outcome = call("index", "--backend", "bm25", "--data", work / "data", "--output", tmp_path / "index")
+        holder.kill()
+    assert outcome.code == 1 and f"{tmp_path}/index: another process is writing it" in outcome.err
+    assert call("index", "--backend", "bm25", "--data", work / "data", "--output", tmp_path / "index").code == 0
+    assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
 
 
 QUERIES = "how do I work with csv files\n\nq2\thow do I work with sockets\n"

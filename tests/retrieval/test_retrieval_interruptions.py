@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tilefold._files import LOCK, DiskFullError, InUseError, atomic_file
+from tilefold._files import LOCK, DiskFullError, InUseError, atomic_file, hold_path
 from tilefold.retrieval import (
     SparseVectorWriter,
     build_index,
@@ -32,6 +31,14 @@ lock = hold_folder(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
 """
+HOLD_PATH = """
+import sys
+from pathlib import Path
+from tilefold._files import hold_path
+with hold_path(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -39,6 +46,14 @@ from tilefold.retrieval import BM25Index
 from tilefold.retrieval._files import atomic_directory
 with atomic_directory(Path(sys.argv[1]), own_names=()) as folder:
     (folder / "half").write_text("an index, nearly")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+KILLED_FILE = """
+import os, signal, sys
+from pathlib import Path
+from tilefold._files import atomic_file
+with atomic_file(Path(sys.argv[1])) as file:
+    file.write_text("half a run")
     os.kill(os.getpid(), signal.SIGKILL)
 """
 LIMITED = """
@@ -129,20 +144,47 @@ def test_a_folder_that_another_process_writes_to_is_refused(splade: Any, tmp_pat
 
 def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path, make_vectors: Any) -> None:
     assert python(KILLED, tmp_path / "index").returncode == -signal.SIGKILL
-    (left,) = tmp_path.iterdir()
-    assert left.name.startswith(".index.")
+    assert {entry.name[: len(".index.")] for entry in tmp_path.iterdir()} == {".index."}
     build_index(make_vectors(3), "exact").save(tmp_path / "index")
     assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
 
 
-def test_an_old_half_written_file_is_removed_and_a_young_one_is_not(tmp_path: Path) -> None:
-    old, young = tmp_path / ".run.abc.tmp", tmp_path / ".run.def.tmp"
-    for file in (old, young):
-        file.write_text("half a run")
-    os.utime(old, (0, 0))
-    with atomic_file(tmp_path / "run") as temporary:
-        temporary.write_text("a run")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".run.def.tmp", "run"]
+def test_a_killed_save_of_a_file_is_removed_by_the_next_of_any_name(tmp_path: Path) -> None:
+    assert python(KILLED_FILE, tmp_path / "bm25.trec").returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert (left / "bm25.trec").read_text() == "half a run"
+    (tmp_path / ".notes.tmp").write_text("of another program")
+    with atomic_file(tmp_path / "run.trec") as first, atomic_file(tmp_path / "run.jsonl") as second:
+        assert not left.exists() and first.parent.exists(), "that of a living process stays"
+        second.write_text("{}")
+        first.write_text("a run")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".notes.tmp", "run.jsonl", "run.trec"]
+
+
+def test_a_file_that_fails_leaves_the_former_one_alone(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("whole")
+    with pytest.raises(KeyError), atomic_file(tmp_path / "run") as file:
+        file.write_text("half")
+        raise KeyError
+    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("run", "whole")]
+
+
+def test_an_index_that_another_process_writes_is_refused(tmp_path: Path, make_vectors: Any) -> None:
+    built = build_index(make_vectors(3), "exact")
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD_PATH, str(tmp_path / "index")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        with pytest.raises(InUseError, match="another process is writing it"):
+            built.save(tmp_path / "index")
+        built.save(tmp_path / "other")
+        process.kill()
+    built.save(tmp_path / "index")
+    with hold_path(tmp_path / "index"):
+        built.save(tmp_path / "index")
+        assert len(list(tmp_path.iterdir())) == 3, "it is held until the outer block ends"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["index", "other"]
 
 
 def test_a_full_disk_is_named_with_the_file(tmp_path: Path, make_vectors: Any) -> None:

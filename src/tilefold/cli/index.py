@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tilefold._files import hold_path
 from tilefold.cli import _common
 
 # Measured with 120 terms per document on two cores: up to here exact search is faster, smaller, and built in seconds.
@@ -78,7 +79,7 @@ def index(
     }
     options = _options(backend, own)
     started = time.monotonic()
-    with _common.heartbeat(f"indexing ({backend})"):
+    with hold_path(output), _common.heartbeat(f"indexing ({backend})"):
         built = _words(vectors, data, options) if backend == BM25 else _vectors(vectors, data, backend, options)
         built.save(output)
     result = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import shutil
 import tempfile
@@ -13,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tilefold._files import LOCK, InUseError, hold_folder, naming_full_disk, release_folder
+from tilefold._files import hold_path, naming_full_disk, scratch_folder
 from tilefold.retrieval.errors import DataError, MissingPackageError
 
 
@@ -33,33 +32,19 @@ def atomic_directory(path: Path, *, own_names: AnyCollection[str]) -> Iterator[P
     """Yield a temporary directory beside `path`, which replaces `path` if the block ends without an error.
 
     A directory that already holds anything but `own_names` is never replaced. What killed processes left of earlier
-    saves is removed.
+    saves beside it is removed.
+
+    Raises:
+        FileExistsError: `path` holds other files.
+        InUseError: another process writes `path`.
     """
     check_replaceable(path, own_names)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(path)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
-    try:
-        lock = hold_folder(temporary, again=False)  # which says that this process lives
+    with hold_path(path), scratch_folder(path) as temporary:
         made = temporary / "made"
         made.mkdir()
         with naming_full_disk(path):
             yield made
         _swap(made, path)
-        release_folder(lock)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Remove temporary directories of `path` whose lock no process holds any more."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        if (left / LOCK).is_file():
-            try:
-                hold_folder(left, again=False)
-            except InUseError:
-                continue
-            shutil.rmtree(left)
 
 
 def check_replaceable(path: Path, own_names: AnyCollection[str]) -> None:

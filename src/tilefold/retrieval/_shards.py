@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from tilefold._files import LOCK, atomic_file, hold_folder, release_folder, sha256_file, write_json
+from tilefold._files import LOCK, atomic_file, hold_folder, release_folder, remove_leftovers, sha256_file, write_json
 from tilefold.retrieval._files import read_json_object
 from tilefold.retrieval.errors import DataError
 
@@ -77,9 +77,7 @@ class ShardWriter(Generic[M, V]):
             self._save()
             for stale in self.path.glob(shards):
                 stale.unlink()
-        for name in (shards, MANIFEST_NAME):  # left by an interrupted process
-            for left in self.path.glob(f".{name}.*.tmp"):
-                left.unlink()
+        remove_leftovers(self.path)
 
     def _load(self, folder: Path) -> M:
         raise NotImplementedError

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
+from tilefold._files import InUseError
 from tilefold.retrieval import pydocs
 from tilefold.retrieval.collection import BEIR_LAYOUT, Collection, load_beir
 from tilefold.retrieval.errors import DataError
@@ -60,6 +61,6 @@ def _cached_pydocs(cache_dir: Path) -> Collection:
     collection = pydocs.build_pydocs()
     try:
         collection.save_beir(folder)
-    except OSError as error:
+    except (OSError, InUseError) as error:
         _logger.warning("pydocs could not be cached: %s", error)
     return collection
