@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ import numpy as np
 from tilefold._files import write_json
 from tilefold.retrieval._files import atomic_directory, require
 from tilefold.retrieval._ranking import check_k, top_positive
+from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
 from tilefold.retrieval.index.protocol import MANIFEST_NAME, read_ids, read_manifest, write_manifest
@@ -184,13 +186,36 @@ class BM25Index:
         check_k(k)
         run: Run = {}
         for query_id, text in queries.items():
-            tokens = [token for token in self._tokenize(text) if token in self._engine.vocab_dict]
+            tokens = self._known(text)
             if not tokens:
                 run[query_id] = {}
                 continue
             scores = np.asarray(self._engine.get_scores(tokens), dtype=np.float32)
             run[query_id] = {self._ids[i]: float(scores[i]) for i in top_positive(scores, k)}
         return run
+
+    def document_vectors(self) -> SparseVectors:
+        """BM25's weight of each word in each document, over the index's own vocabulary of V words.
+
+        The inner product with a vector of :meth:`query_vectors` is the BM25 score.
+        """
+        data, documents, offsets = (np.asarray(self._engine.scores[name]) for name in _ARRAYS)
+        words = np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets))
+        order = np.lexsort((words, documents))
+        counts = np.bincount(documents, minlength=len(self._ids))
+        rows = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+        return SparseVectors(self._ids, rows, words[order], data[order], len(offsets) - 1, None, self.provenance)
+
+    def query_vectors(self, queries: Mapping[str, str]) -> SparseVectors:
+        """How often each query has each word of the index; other words are left out."""
+        counts = {
+            name: Counter(self._engine.vocab_dict[token] for token in self._known(text))
+            for name, text in queries.items()
+        }
+        return SparseVectors.from_rows(counts, len(self._engine.scores["indptr"]) - 1)
+
+    def _known(self, text: str) -> list[str]:
+        return [token for token in self._tokenize(text) if token in self._engine.vocab_dict]
 
     def save(self, path: str | Path) -> None:
         """Write the index as a directory; only an earlier BM25 index is replaced."""

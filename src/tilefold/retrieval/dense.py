@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tilefold.retrieval._ranking import check_k
 from tilefold.retrieval.fusion import Run
 from tilefold.retrieval.truncation import cut_texts
 
-__all__ = ["dense_run"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["dense_run", "encode_dense", "rank_by_similarity"]
 
 DOCUMENT_CHUNK = 1024  # documents encoded between two reports of progress
 
@@ -43,17 +46,39 @@ def dense_run(
     for name, texts in (("documents", documents), ("queries", queries)):
         if not texts:
             raise ValueError(f"{name}: expected at least one, got none.")
-    settings = {"batch_size": batch_size, "convert_to_tensor": True, "show_progress_bar": False}
+    vectors = encode_dense(model, documents, kind="document", batch_size=batch_size, progress=progress)
+    asked = encode_dense(model, queries, kind="query", batch_size=batch_size)
+    return rank_by_similarity(model, vectors, asked, list(documents), list(queries), k, query_chunk)
+
+
+def encode_dense(
+    model: Any,
+    texts: Mapping[str, str],
+    *,
+    kind: Literal["document", "query"],
+    batch_size: int = 64,
+    progress: Callable[[int, int], None] | None = None,
+) -> torch.Tensor:
+    """The vectors ``[N, D]`` of id -> text with the model's prompt and route for `kind`, on its device.
+
+    Raises:
+        ValueError: no text, or an unknown kind.
+    """
+    if kind not in ("document", "query"):
+        raise ValueError(f"kind: expected 'document' or 'query', got {kind!r}.")
+    if not texts:
+        raise ValueError("texts: expected at least one, got none.")
     import torch  # noqa: PLC0415 - the package is imported without it
 
-    contents, parts = cut_texts(model, list(documents.values())), []
+    contents, parts = list(texts.values()), []
+    contents = cut_texts(model, contents) if kind == "document" else contents
+    encode = model.encode_document if kind == "document" else model.encode_query
     for start in range(0, len(contents), DOCUMENT_CHUNK):
-        parts.append(model.encode_document(contents[start : start + DOCUMENT_CHUNK], **settings))
+        chunk = contents[start : start + DOCUMENT_CHUNK]
+        parts.append(encode(chunk, batch_size=batch_size, convert_to_tensor=True, show_progress_bar=False))
         if progress is not None:
             progress(min(start + DOCUMENT_CHUNK, len(contents)), len(contents))
-    document_vectors = torch.cat(parts)
-    query_vectors = model.encode_query(list(queries.values()), **settings)
-    return rank_by_similarity(model, document_vectors, query_vectors, list(documents), list(queries), k, query_chunk)
+    return torch.cat(parts)
 
 
 def rank_by_similarity(

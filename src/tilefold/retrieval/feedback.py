@@ -1,0 +1,249 @@
+"""Pseudo relevance feedback: a query moved towards the documents that it found, sparse or dense.
+
+Average (Vector-PRF, arXiv 2108.11044): ``q' = mean(q, d_1, .., d_k)``. Rocchio: ``q' = alpha * q + beta * mean(d_1, ..,
+d_k) - gamma * mean(the last m)``. Beside a second ranking there are three places to interpolate (arXiv 2205.00235):
+before feedback, so that the fused ranking chooses its documents; after it; or both. Formulas are those of Pyserini.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.fusion import Run, interpolate
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Feedback", "Interpolation", "expand_dense", "expand_sparse", "feedback_documents", "with_feedback"]
+
+METHODS = ("average", "rocchio")
+PLACES = ("before", "after", "both")
+_DEPTHS = {"average": 3, "rocchio": 5}  # of the published tables
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """How a query becomes another one.
+
+    Attributes:
+        method: ``"average"`` or ``"rocchio"``.
+        depth: k, the best documents that count as relevant; by default 3 for average and 5 for Rocchio.
+        alpha, beta: Rocchio's weights of the query and of the mean of the best documents.
+        gamma: Rocchio's weight of the mean of the worst ones, which is subtracted.
+        bottom: m, how many documents at the end of the ranking are the worst ones; those among the best are not.
+        top_terms: sparse queries keep this many heaviest terms; None keeps all. Equal weights: the lower index stays.
+
+    Raises:
+        ValueError: a value out of range, an option of Rocchio with average, or gamma without bottom.
+    """
+
+    method: Literal["average", "rocchio"] = "average"
+    depth: int | None = None
+    alpha: float = 0.4
+    beta: float = 0.6
+    gamma: float = 0.0
+    bottom: int = 0
+    top_terms: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}.")
+        for name, least in (("depth", 1), ("bottom", 0), ("top_terms", 1)):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}.")
+        for name in ("alpha", "beta", "gamma"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}.")
+        if self.method == "average" and (self.alpha, self.beta, self.gamma, self.bottom) != (0.4, 0.6, 0.0, 0):
+            raise ValueError("alpha, beta, gamma, bottom: expected none of them with method='average', got one.")
+        if bool(self.gamma) != bool(self.bottom):
+            raise ValueError("gamma, bottom: expected both or neither, got one alone.")
+        if self.method == "rocchio" and self.alpha == self.beta == 0:
+            raise ValueError("alpha, beta: expected one above 0, got 0 and 0, which leave nothing of a query.")
+
+    @property
+    def k(self) -> int:
+        """The best documents that count as relevant."""
+        return self.depth or _DEPTHS[self.method]
+
+    def chosen(self, ranking: Iterable[str]) -> tuple[list[str], list[str]]:
+        """The best and the worst documents of a ranking, best first."""
+        ranked = list(ranking)
+        best = ranked[: self.k]
+        return best, ranked[max(len(best), len(ranked) - self.bottom) :] if self.bottom else []
+
+    def weights(self, n_best: int, n_worst: int) -> tuple[float, float, float]:
+        """Weights of the query, of each of the best, and of each of the worst documents."""
+        if self.method == "average":
+            return 1 / (1 + n_best), 1 / (1 + n_best), 0.0
+        return self.alpha, self.beta / max(1, n_best), -self.gamma / max(1, n_worst)
+
+
+@dataclass(frozen=True)
+class Interpolation:
+    """Where and how a second ranking is mixed in: ``weight`` of it, ``1 - weight`` of the one with feedback.
+
+    Attributes:
+        place: ``"before"`` feedback, ``"after"`` it, or ``"both"``.
+        weight: of the second ranking, in [0, 1].
+        normalization: of :func:`tilefold.retrieval.interpolate`. ``"none"`` with weight w orders as Pyserini's
+            ``alpha * second + first`` with ``alpha = w / (1 - w)``, and ``"min_max"`` as its normalised form. A
+            document that one side lacks takes that side's minimum.
+
+    Raises:
+        ValueError: an unknown place, or a weight out of range.
+    """
+
+    place: Literal["before", "after", "both"] = "both"
+    weight: float = 0.5
+    normalization: Literal["min_max", "z_score", "none"] = "min_max"
+
+    def __post_init__(self) -> None:
+        if self.place not in PLACES:
+            raise ValueError(f"place: expected one of {', '.join(PLACES)}, got {self.place!r}.")
+        if not 0 <= self.weight <= 1:
+            raise ValueError(f"weight: expected a number in [0, 1], got {self.weight!r}.")
+
+    def mix(self, run: Run, second: Run, k: int) -> Run:
+        """Both rankings of the queries of `run`, `k` documents each."""
+        other = {query: second[query] for query in run if query in second}
+        return interpolate([run, other], [1 - self.weight, self.weight], self.normalization, k=k)
+
+
+def with_feedback(
+    first: Run, again: Callable[[Run], Run], k: int, second: Run | None = None, mix: Interpolation | None = None
+) -> Run:
+    """A ranking after feedback, interpolated where `mix` says.
+
+    Args:
+        first: the ranking without feedback.
+        again: the ranking of the queries that the documents of a given ranking expand; it calls :func:`expand_sparse`
+            or :func:`expand_dense`, and searches.
+        k: documents per query that an interpolation keeps.
+        second, mix: another ranking of the same queries, and where to interpolate with it.
+
+    Raises:
+        ValueError: one of `second` and `mix` alone.
+    """
+    if (second is None) != (mix is None):
+        raise ValueError("second, mix: expected both or neither, got one alone.")
+    if second is None or mix is None:
+        return again(first)
+    basis = first if mix.place == "after" else mix.mix(first, second, k)
+    found = again(basis)
+    return found if mix.place == "before" else mix.mix(found, second, k)
+
+
+def feedback_documents(run: Run, feedback: Feedback) -> list[str]:
+    """The distinct documents whose vectors :func:`expand_sparse` and :func:`expand_dense` need."""
+    return list(dict.fromkeys(name for scores in run.values() for part in feedback.chosen(scores) for name in part))
+
+
+def expand_sparse(queries: SparseVectors, documents: SparseVectors, run: Run, feedback: Feedback) -> SparseVectors:
+    """The queries after feedback from the documents that `run` ranks first (and last) for them.
+
+    Weights below 0, which Rocchio's gamma can give, become 0; sums are taken in float64. Where fewer than k documents
+    were found, the mean is over those. A query for which none was found stays as it is.
+
+    Args:
+        queries: Q vectors ``[Q, V]``.
+        documents: vectors of at least :func:`feedback_documents`.
+        run: query id -> document id -> score, best first; queries that it lacks stay as they are.
+        feedback: method and weights.
+
+    Raises:
+        VocabularyMismatchError: documents of another vocabulary.
+        DataError: the vector of a document is missing.
+    """
+    check_same_vocabulary(queries, documents, "queries", "documents")
+    row_of = {name: row for row, name in enumerate(documents.ids)}
+    rows = [_expanded(queries.row(i), _parts(name, run, row_of, feedback), documents, feedback)
+            for i, name in enumerate(queries.ids)]  # fmt: skip
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(terms) for terms, _ in rows], dtype=np.int64)])
+    return SparseVectors(
+        queries.ids,
+        offsets,
+        np.concatenate([terms for terms, _ in rows]) if rows else np.zeros(0, np.int32),
+        np.concatenate([weights for _, weights in rows]) if rows else np.zeros(0, np.float32),
+        queries.vocab_size,
+        queries.fingerprint,
+        queries.provenance,
+    )
+
+
+def expand_dense(
+    queries: torch.Tensor,
+    query_ids: Sequence[str],
+    documents: torch.Tensor,
+    document_ids: Sequence[str],
+    run: Run,
+    feedback: Feedback,
+) -> torch.Tensor:
+    """As :func:`expand_sparse`, for dense vectors ``[Q, D]`` and ``[N, D]``: float32 ``[Q, D]``, on their device.
+
+    Vectors are averaged as they are: with a model that compares by cosine, give normalised ones.
+
+    Raises:
+        ValueError: shapes that do not fit, or `top_terms`, which is for sparse queries.
+        DataError: the vector of a document is missing.
+    """
+    for name, vectors, ids in (("queries", queries, query_ids), ("documents", documents, document_ids)):
+        if vectors.ndim != 2 or vectors.shape[0] != len(ids) or vectors.shape[1] != queries.shape[-1]:
+            raise ValueError(f"{name}: expected [{len(ids)}, {queries.shape[-1]}], got {tuple(vectors.shape)}.")
+    if feedback.top_terms is not None:
+        raise ValueError("top_terms: expected None for dense vectors, which have no terms to cut.")
+    double = import_module("torch").float64
+    row_of = {name: row for row, name in enumerate(document_ids)}
+    expanded = queries.float().clone()
+    for i, name in enumerate(query_ids):
+        best, worst = _parts(name, run, row_of, feedback)
+        if best:
+            own, each, each_worst = feedback.weights(len(best), len(worst))
+            total = own * queries[i].to(double) + each * documents[best].to(double).sum(0)
+            expanded[i] = (total + each_worst * documents[worst].to(double).sum(0)).float()
+    return expanded
+
+
+def _parts(query: str, run: Run, row_of: Mapping[str, int], feedback: Feedback) -> tuple[list[int], list[int]]:
+    """Rows of the best and the worst documents of a query."""
+    best, worst = feedback.chosen(run.get(query, {}))
+    missing = next((name for name in (*best, *worst) if name not in row_of), None)
+    if missing is not None:
+        raise DataError(
+            f"documents: expected a vector of {missing!r}, which was found for query {query!r}, got none. Give the "
+            "vectors of the collection that was searched."
+        )
+    return [row_of[name] for name in best], [row_of[name] for name in worst]
+
+
+def _expanded(
+    query: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]],
+    parts: tuple[list[int], list[int]],
+    documents: SparseVectors,
+    feedback: Feedback,
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """Terms, ascending, and positive weights of one query after feedback."""
+    best, worst = parts
+    if not best:
+        return query
+    own, each, each_worst = feedback.weights(len(best), len(worst))
+    weighted = [(query, own), *((documents.row(row), each) for row in best)]
+    weighted += [(documents.row(row), each_worst) for row in worst]
+    terms, where = np.unique(np.concatenate([part[0] for part, _ in weighted]), return_inverse=True)
+    values = np.concatenate([part[1].astype(np.float64) * weight for part, weight in weighted])
+    totals = np.bincount(where, values, minlength=len(terms)).astype(np.float32)
+    keep = np.flatnonzero(totals > 0)
+    if feedback.top_terms is not None and keep.size > feedback.top_terms:
+        keep = np.sort(keep[np.lexsort((terms[keep], -totals[keep]))[: feedback.top_terms]])
+    return terms[keep], totals[keep]
