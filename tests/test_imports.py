@@ -102,8 +102,9 @@ ARROWS = {
     "losses": {"ops"},
     "retrieval": {"ops"},
     "testing": {"ops"},
-    "integrations": {"nn", "ops"},
-    "recipes": {"integrations", "retrieval"},
+    "modules": {"nn", "ops"},
+    "integrations": {"modules", "nn", "ops"},
+    "recipes": {"integrations", "modules", "retrieval"},
     "bench": {"ops", "testing"},
     "cli": {"bench", "integrations", "ops", "recipes", "retrieval"},
 }

@@ -6,6 +6,8 @@ from tilefold._lazy import lazy_exports
 
 _HOME = {
     "ColbertRecipe": "colbert",
+    "EncoderSpec": "encoders",
+    "build_encoder": "encoders",
     "SpladeRecipe": "splade",
     "TrainResult": "splade",
     "train": "splade",

@@ -1,0 +1,16 @@
+"""Modules for a ``SparseEncoder`` that sentence-transformers lacks, each with its own ``save`` and ``load``."""
+
+from __future__ import annotations
+
+from tilefold._lazy import lazy_exports
+
+_HOME = {
+    "FusedPooling": "fused_pooling",
+    "HeadPooling": "head_pooling",
+    "StaticQuery": "static_query",
+    "TokenWeights": "token_weights",
+    "load_encoder": "loading",
+}
+
+__all__ = list(_HOME)
+__getattr__, __dir__ = lazy_exports(globals(), _HOME)

@@ -1,0 +1,116 @@
+"""What a pooling module offers so that ``accelerate`` can run it on hidden states, or to sparse rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["FusedPooling", "Head", "Places", "SparseOptions", "autocasts", "places_of"]
+
+
+class Head(NamedTuple):
+    """The operands of an LM head: ``hidden`` ``[.., D]``, ``weight`` ``[V, D]``, ``bias`` ``[V]`` or ``None``."""
+
+    hidden: Tensor
+    weight: Any  # Tensor or QuantizedWeight
+    bias: Tensor | None
+
+
+class SparseOptions(NamedTuple):
+    """What is kept of a row where poolings return CSR scores in place of dense ones."""
+
+    top_k: int | None
+    min_weight: float
+
+
+class FusedPooling(ABC):
+    """A module that fills ``sentence_embedding`` and knows how to do so without ``[B, S, V]``.
+
+    ``accelerate`` finds such a module by this class and calls :meth:`fused_scores` in place of its ``forward``.
+
+    Attributes:
+        reads_logits: whether it pools the logits of an LM head, which is then fused with it; False for modules that
+            pool something else, and only return CSR rows where those are wanted.
+        quantizable: whether the weight of the head may be given in fp8.
+    """
+
+    reads_logits: bool = True
+    quantizable: bool = False
+
+    @abstractmethod
+    def fused_scores(
+        self,
+        features: dict[str, Any],
+        head: Head | None,
+        *,
+        out_dtype: torch.dtype | None,
+        impl: str,
+        sparse: SparseOptions | None,
+    ) -> Tensor:
+        """``[B, V]`` scores: what ``forward`` puts into ``sentence_embedding``.
+
+        Args:
+            features: those that reach the module; ``token_embeddings`` was taken out if there is a head.
+            head: its operands, ``hidden`` being ``[B, S, D]`` or packed ``[T, D]``; None if `reads_logits` is False.
+            out_dtype: dtype of the scores; None is that of the hidden states.
+            impl: see :func:`tilefold.ops.lsr_head`.
+            sparse: return CSR rows under these options, if the module can; dense rows are pruned by the caller.
+        """
+
+    def check_fusable(self) -> None:  # noqa: B027 - most have nothing to refuse
+        """Raise a ``ValueError`` if the fused operator cannot compute what ``forward`` computes."""
+
+
+class Places(NamedTuple):
+    """Which tokens of a batch count, for padded or packed features.
+
+    Attributes:
+        keep: ``[B, S]`` or packed ``[T]`` bool; None of packed features in which every token counts.
+        cu_seqlens: ``[B + 1]`` of packed features, else None.
+    """
+
+    keep: Tensor | None
+    cu_seqlens: Tensor | None
+
+    def packed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Packed ``tokens`` ``[T, ..]`` without those that do not count, and their ``cu_seqlens``."""
+        offsets = self.cu_seqlens
+        if offsets is None:
+            raise ValueError("features are padded; only packed ones have cu_seqlens.")
+        if self.keep is None:
+            return tokens, offsets
+        counts = torch.cat([offsets.new_zeros(1), self.keep.cumsum(0).to(offsets.dtype)])
+        return tokens[self.keep], counts[offsets.long()]
+
+
+def places_of(features: dict[str, Any], ignore_ids: tuple[int, ...] = ()) -> Places:
+    """The tokens that count: attended to, not in `ignore_ids`, and in ``features["pooling_mask"]`` if there is one.
+
+    ``pooling_mask`` (``[B, S]``, nonzero = counts) lets a module before the pooling confine it to a part of the text,
+    as echo embeddings do to the second copy.
+    """
+    cu_seqlens = features.get("cu_seq_lens_q")
+    keep = None if cu_seqlens is not None else features["attention_mask"] != 0
+    only = features.get("pooling_mask")
+    if only is not None:
+        wanted = only.reshape(-1) != 0 if cu_seqlens is not None else only != 0
+        keep = wanted if keep is None else keep & wanted
+    if ignore_ids:
+        ids = features["input_ids"]
+        ids = ids.reshape(-1) if cu_seqlens is not None else ids
+        others = ~torch.isin(ids, torch.tensor(ignore_ids, device=ids.device))
+        keep = others if keep is None else keep & others
+    return Places(keep, cu_seqlens)
+
+
+def autocasts(tensor: Tensor) -> bool:
+    """Whether autocast applies to ``tensor``; the scores of the modules here are then fp32."""
+    device_type = tensor.device.type
+    return (
+        tensor.dtype != torch.float64
+        and torch.amp.is_autocast_available(device_type)
+        and torch.is_autocast_enabled(device_type)
+    )

@@ -1,0 +1,101 @@
+"""Query encoders without a network, where the stock ``SparseStaticEmbedding`` does not do the job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from tilefold.modules.fused_pooling import FusedPooling, Head, SparseOptions
+from tilefold.ops import token_scatter, token_scatter_sparse
+
+__all__ = ["StaticQuery"]
+
+
+class StaticQuery(FusedPooling, SparseStaticEmbedding):  # type: ignore[misc]
+    """A query has the weight ``max(0, weight[v])`` at each of its distinct tokens v, and 0 elsewhere.
+
+    The stock module does this too, except for three things that are wanted while training: one learned number for all
+    terms (the binary encoder of the unified framework, arXiv 2303.13416), weights that never become negative (the
+    trained IDF of arXiv 2411.04403), and a vocabulary whose matrix has more rows than the tokenizer has tokens, as the
+    document side of such a model has. :meth:`stock` gives the stock module that computes the same.
+
+    Args:
+        tokenizer: of the texts; special tokens are not added.
+        weight: ``[V]``, or ``[1]`` for one number for all terms; ones by default.
+        frozen: whether the weights are not trained.
+        vocab_size: V; by default the length of ``weight``, or of the tokenizer's vocabulary.
+
+    Raises:
+        ValueError: for a ``weight`` of another shape.
+    """
+
+    reads_logits = False
+    config_keys: list[str] = ["frozen", "vocab_size"]  # noqa: RUF012 - the attribute of the stock base class
+
+    def __init__(
+        self, tokenizer: Any, weight: Tensor | None = None, frozen: bool = False, vocab_size: int | None = None
+    ) -> None:
+        if vocab_size is None:
+            vocab_size = len(tokenizer.get_vocab()) if weight is None or weight.numel() == 1 else weight.numel()
+        weight = torch.ones(vocab_size) if weight is None else weight
+        if weight.dim() != 1 or weight.numel() not in (1, vocab_size):
+            raise ValueError(f"weight must have shape [1] or [{vocab_size}], got {list(weight.shape)}.")
+        super().__init__(tokenizer, weight, frozen)
+        self.vocab_size = vocab_size
+        self.num_dimensions = vocab_size
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        """Put ``sentence_embedding`` ``[B, V]`` into ``features``."""
+        features["sentence_embedding"] = self.fused_scores(features, None, out_dtype=None, impl="auto", sparse=None)
+        return features
+
+    def fused_scores(
+        self,
+        features: dict[str, Any],
+        head: Head | None,
+        *,
+        out_dtype: torch.dtype | None,
+        impl: str,
+        sparse: SparseOptions | None,
+    ) -> Tensor:
+        """See :class:`FusedPooling`; there is no LM head."""
+        ids, mask = features["input_ids"], features["attention_mask"]
+        weights = self.weight.expand(ids.shape) if self.weight.numel() == 1 else self.weight[ids]
+        if sparse is not None:
+            return token_scatter_sparse(
+                weights, ids, self.vocab_size, attention_mask=mask, out_dtype=out_dtype, **sparse._asdict()
+            )
+        return token_scatter(weights, ids, self.vocab_size, attention_mask=mask, out_dtype=out_dtype, impl=impl)
+
+    def stock(self) -> SparseStaticEmbedding:
+        """A frozen ``SparseStaticEmbedding`` with the same vectors, which loads without tilefold.
+
+        Raises:
+            ValueError: if the vocabulary is not that of the tokenizer; stock cannot load such weights.
+        """
+        tokens = len(self.tokenizer.get_vocab())
+        if tokens != self.vocab_size:
+            raise ValueError(
+                f"vocab_size must be the number of tokens ({tokens}) for a stock SparseStaticEmbedding, got "
+                f"{self.vocab_size}; keep the StaticQuery."
+            )
+        weight = self.weight.detach().relu().expand(self.vocab_size).clone()
+        return SparseStaticEmbedding(self.tokenizer, weight, frozen=True)
+
+    @classmethod
+    def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> StaticQuery:
+        """Read what ``save`` wrote: the tokenizer, the options and the weights, of whatever length."""
+        named = ("token", "cache_folder", "revision", "local_files_only")
+        given = {key: kwargs[key] for key in named if key in kwargs}
+        config = cls.load_config(model_name_or_path, subfolder=subfolder, **given)
+        weights = cls.load_torch_weights(model_name_or_path, subfolder=subfolder, **given)
+        cache = {"cache_dir": given.pop("cache_folder")} if "cache_folder" in given else {}
+        tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, subfolder=subfolder, **given, **cache)
+        return cls(tokenizer, weights["weight"], **config)
+
+    def __repr__(self) -> str:
+        return f"StaticQuery({self.get_config_dict()}, weights={self.weight.numel()})"

@@ -1,0 +1,143 @@
+"""One learned weight per token, scattered to the vocabulary: term weighting without expansion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from sentence_transformers.base.modules.module import Module
+from torch import Tensor, nn
+
+from tilefold.modules.activation import ACTIVATIONS, activate
+from tilefold.modules.fused_pooling import FusedPooling, Head, SparseOptions, autocasts, places_of
+from tilefold.ops import token_scatter, token_scatter_sparse
+
+__all__ = ["TokenWeights"]
+
+_MAX_IGNORED = 64  # of token_scatter
+
+
+class TokenWeights(FusedPooling, Module):  # type: ignore[misc]
+    """A linear layer gives every token a weight; a term of the vocabulary has the largest one of its tokens.
+
+    With hidden states ``h[b, s]`` of a Transformer (feature extraction) and ``token_scatter``
+    (:func:`tilefold.ops.token_scatter`), over the tokens that count::
+
+        t[b, s] = scale * act(linear(h[b, s]))
+        w[b, v] = max(0, max over s with input_ids[b, s] == v of t[b, s])
+
+    The encoder of uniCOIL (arXiv 2106.14807, ``"relu"``), DeepImpact (arXiv 2104.12016, ``"relu"``), DeepCT (arXiv
+    1910.10687, ``"none"``), the query side of EPIC (arXiv 2004.14245, ``"log1p_softplus"``), and the "MLP" of the
+    unified framework (arXiv 2303.13416, ``"log1p_relu"``).
+
+    ``forward`` also leaves ``t`` in ``features["token_weights"]``, ``[B, S]`` (packed: ``[T]``), which
+    losses of single tokens read.
+
+    Args:
+        hidden_size: D.
+        vocab_size: V.
+        activation: as in :class:`HeadPooling`.
+        scale: start of a learned factor on the weights; None has no such factor.
+        ignore_ids: token ids that get no weight, for instance the special ones.
+
+    Attributes:
+        linear: ``nn.Linear(D, 1)``.
+        scale: ``[1]`` parameter, or None.
+
+    Raises:
+        ValueError: for an unknown name, or a number out of range.
+    """
+
+    reads_logits = False
+    config_keys: list[str] = [  # noqa: RUF012 - the attribute of the stock base class
+        "hidden_size", "vocab_size", "activation", "has_scale", "ignore_ids",
+    ]  # fmt: skip
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        activation: str = "relu",
+        scale: float | None = None,
+        ignore_ids: Iterable[int] = (),
+        has_scale: bool = False,
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}.")
+        self.hidden_size = hidden_size
+        self.vocab_size = vocab_size
+        self.activation = activation
+        self.ignore_ids = sorted({int(i) for i in ignore_ids})
+        self.linear = nn.Linear(hidden_size, 1)
+        if scale is None and not has_scale:
+            self.register_parameter("scale", None)
+        else:
+            self.scale = nn.Parameter(torch.tensor([1.0 if scale is None else float(scale)]))
+
+    @property
+    def has_scale(self) -> bool:
+        """Whether there is a learned factor."""
+        return self.scale is not None
+
+    def weights(self, features: dict[str, Any]) -> Tensor:
+        """``[B, S]`` or packed ``[T]`` weights of the tokens in ``token_embeddings``."""
+        hidden: Tensor = features["token_embeddings"]  # [B, S, D], or [1, T, D] when inputs are flattened
+        if "cu_seq_lens_q" in features:
+            hidden = hidden.squeeze(0)
+        product = self.linear(hidden).squeeze(-1)
+        weights = activate(product.float() if autocasts(hidden) else product, self.activation)
+        return weights if self.scale is None else weights * self.scale
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        """Put ``sentence_embedding`` ``[B, V]`` and ``token_weights`` into ``features``."""
+        features["sentence_embedding"] = self.fused_scores(features, None, out_dtype=None, impl="auto", sparse=None)
+        return features
+
+    def fused_scores(
+        self,
+        features: dict[str, Any],
+        head: Head | None,
+        *,
+        out_dtype: torch.dtype | None,
+        impl: str,
+        sparse: SparseOptions | None,
+    ) -> Tensor:
+        """See :class:`FusedPooling`; there is no LM head."""
+        features["token_weights"] = weights = self.weights(features)
+        few = len(self.ignore_ids) <= _MAX_IGNORED  # the operator compares with each of them
+        places = places_of(features, () if few else tuple(self.ignore_ids))
+        ids, mask, cu_seqlens = features["input_ids"], places.keep, places.cu_seqlens
+        if cu_seqlens is not None:
+            ids, _ = places.packed(ids.reshape(-1))
+            weights, cu_seqlens = places.packed(weights)
+            mask = None
+        arguments: dict[str, Any] = {
+            "attention_mask": mask,
+            "cu_seqlens": cu_seqlens,
+            "activation": "none",
+            "ignore_ids": self.ignore_ids if few else None,
+            "out_dtype": out_dtype,
+        }
+        if sparse is not None:
+            return token_scatter_sparse(weights, ids, self.vocab_size, **arguments, **sparse._asdict())
+        return token_scatter(weights, ids, self.vocab_size, **arguments, impl=impl)
+
+    def get_embedding_dimension(self) -> int:
+        """V."""
+        return self.vocab_size
+
+    def save(self, output_path: str, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> None:
+        """Write the options and the weights."""
+        self.save_config(output_path)
+        self.save_torch_weights(output_path, safe_serialization=safe_serialization)
+
+    @classmethod
+    def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> TokenWeights:
+        """Read what :meth:`save` wrote."""
+        named = ("token", "cache_folder", "revision", "local_files_only")
+        where = {"subfolder": subfolder} | {key: kwargs[key] for key in named if key in kwargs}
+        module = cls(**cls.load_config(model_name_or_path, **where))
+        loaded: TokenWeights = cls.load_torch_weights(model_name_or_path, **where, model=module)
+        return loaded

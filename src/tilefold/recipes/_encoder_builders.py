@@ -1,0 +1,220 @@
+"""The modules of one side, from its record: masked language models, token weights, and sides without a network."""
+# ruff: noqa: PLC0415 - torch and sentence-transformers are imported by the functions that need them
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tilefold.recipes._encoder_spec import Base, EncoderSpec
+
+__all__ = ["build_binary", "build_cls_mlm", "build_idf", "build_mlm", "build_mlp", "load_transformer"]
+
+SMALL_HEAD_SCALE = 1 / 16  # of backbones whose LM head gives logits of a large norm (arXiv 2606.18811)
+SMALL_HEAD_MODELS = ("modernbert", "modernbert-decoder")  # Ettin has these types too
+BINARY_SCALE = 0.3
+
+
+def build_mlm(spec: EncoderSpec, base: Base) -> list[Any]:
+    """A masked language model, and the pooling of its logits: stock ``SpladePooling`` where it has the options."""
+    transformer = _network(spec, base, "fill-mask")
+    return [transformer, head_pooling(spec, transformer, spec.pooling or "max")]
+
+
+def build_cls_mlm(spec: EncoderSpec, base: Base) -> list[Any]:
+    """A masked language model whose logits at the first token are the scores."""
+    transformer = _network(spec, base, "fill-mask")
+    return [transformer, head_pooling(spec, transformer, "cls")]
+
+
+def head_pooling(spec: EncoderSpec, transformer: Any, pooling: str) -> Any:
+    """``SpladePooling`` if the options are its own, else :class:`tilefold.modules.HeadPooling`."""
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+    from tilefold.modules import HeadPooling
+
+    model_type = str(getattr(transformer.model.config, "model_type", ""))
+    usual = SMALL_HEAD_SCALE if model_type in SMALL_HEAD_MODELS else 1.0
+    scale = usual if spec.logit_scale is None else spec.logit_scale
+    activation = spec.activation or "log1p_relu"
+    ignored = transformer.tokenizer.all_special_ids if spec.drop_special_tokens else []
+    stock = {"log1p_relu": "relu", "log1p_log1p_relu": "log1p_relu"}.get(activation)
+    plain = scale == 1 and not ignored and spec.top_k is None and spec.normalize is None
+    if plain and stock is not None and pooling in ("max", "sum"):
+        return SpladePooling(pooling, stock, embedding_dimension=head_rows(transformer))
+    return HeadPooling(
+        pooling, activation, scale, ignored, spec.top_k, spec.normalize, embedding_dimension=head_rows(transformer)
+    )
+
+
+def build_mlp(spec: EncoderSpec, base: Base) -> list[Any]:
+    """A Transformer without its LM head, and a learned weight for every token."""
+    import torch
+
+    from tilefold.modules import TokenWeights
+
+    transformer = _network(spec, base, "feature-extraction")
+    rows = transformer.model.get_input_embeddings().num_embeddings
+    drop = spec.drop_special_tokens is not False
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(base.seed)
+        weights = TokenWeights(
+            transformer.get_embedding_dimension(),
+            rows if base.vocab_size is None else base.vocab_size,
+            activation=spec.activation or "relu",
+            scale=spec.scale,
+            ignore_ids=transformer.tokenizer.all_special_ids if drop else (),
+        )
+    return [transformer, weights]
+
+
+def build_binary(spec: EncoderSpec, base: Base) -> list[Any]:
+    """1 for each distinct token, times a number."""
+    import torch
+
+    scale = BINARY_SCALE if spec.scale is None else spec.scale
+    return [_static(spec, base, torch.tensor([scale]))]
+
+
+def build_idf(spec: EncoderSpec, base: Base) -> list[Any]:
+    """The inverse document frequency of each distinct token."""
+    import torch
+
+    vocab_size = _vocab_size(base)
+    if spec.idf is None:
+        weights = _counted_idf(base, vocab_size)
+    else:
+        weights = [1.0] * vocab_size  # what OpenSearch gives to tokens that the file does not list
+        for token, weight in json.loads(Path(spec.idf).read_text(encoding="utf-8")).items():
+            place = base.tokenizer.convert_tokens_to_ids(token)
+            if place is not None and place != base.tokenizer.unk_token_id:
+                weights[place] = float(weight)
+    return [_static(spec, base, torch.tensor(weights))]
+
+
+def _counted_idf(base: Base, vocab_size: int) -> list[float]:
+    """``log(1 + (N - df + 1/2) / (df + 1/2))``, the IDF of BM25."""
+    if not base.texts:
+        raise ValueError(
+            "an encoder of kind 'idf' needs texts to count document frequencies in, got none; pass texts=[..], or "
+            "idf=, a JSON file of token -> weight."
+        )
+    found: Counter[int] = Counter()
+    for begin in range(0, len(base.texts), 256):
+        batch = list(base.texts[begin : begin + 256])
+        rows = base.tokenizer(batch, add_special_tokens=False, truncation=True, max_length=base.max_length)
+        for row in rows["input_ids"]:
+            found.update(set(row))
+    total = len(base.texts)
+    return [math.log1p((total - found[v] + 0.5) / (found[v] + 0.5)) for v in range(vocab_size)]
+
+
+def _static(spec: EncoderSpec, base: Base, weight: Any) -> Any:
+    """The stock module where it can be trained, saved and loaded with these weights."""
+    from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding
+
+    from tilefold.modules import StaticQuery
+
+    vocab_size = _vocab_size(base)
+    if spec.trainable or len(base.tokenizer.get_vocab()) != vocab_size:
+        module = StaticQuery(base.tokenizer, weight, frozen=not spec.trainable, vocab_size=vocab_size)
+    else:
+        module = SparseStaticEmbedding(base.tokenizer, weight.expand(vocab_size).clone(), frozen=True)
+    module.max_seq_length = base.max_length
+    return module
+
+
+def _vocab_size(base: Base) -> int:
+    if base.vocab_size is None:
+        raise ValueError("an encoder without a network needs the vocabulary of the other side, which has none either.")
+    return base.vocab_size
+
+
+def head_rows(transformer: Any) -> int:
+    """V of a Transformer with an LM head."""
+    return int(transformer.model.get_output_embeddings().weight.shape[0])
+
+
+def _network(spec: EncoderSpec, base: Base, task: str) -> Any:
+    if not spec.shared_network:
+        transformer = load_transformer(spec.base_model or base.base_model, base, task)
+        if spec.layers is not None:
+            keep_lowest_layers(transformer.model, spec.layers)
+        return transformer
+    if base.network is None or base.network.transformer_task != task:
+        raise ValueError(
+            f"shared_network: the document side must have a network for the task {task!r}, as kind {spec.kind!r} does; "
+            "leave it out, and the query side gets a network of its own."
+        )
+    return base.network
+
+
+def keep_lowest_layers(network: Any, layers: int) -> None:
+    """Drop all but the lowest `layers` layers of a transformers model, in place.
+
+    Raises:
+        ValueError: if it has fewer, or its layers are not found.
+    """
+    count = getattr(network.config, "num_hidden_layers", None)
+    stacks = [module for module in network.modules() if type(module).__name__ == "ModuleList" and len(module) == count]
+    if len(stacks) != 1:
+        raise ValueError(f"layers: {type(network).__name__} has no one list of {count} layers; leave it out.")
+    if layers > len(stacks[0]):
+        raise ValueError(f"layers must not exceed the model's {len(stacks[0])}, got {layers}.")
+    del stacks[0][layers:]
+    network.config.num_hidden_layers = layers
+    if isinstance(kinds := getattr(network.config, "layer_types", None), list):
+        network.config.layer_types = kinds[:layers]
+
+
+def load_transformer(base_model: str, base: Base, task: str, **config: Any) -> Any:
+    """The stock ``Transformer`` module of ``"minilm"``, of a folder, or of a Hugging Face name; no remote code runs.
+
+    Args:
+        base_model: as in :class:`EncoderSpec`.
+        base: lengths, samples and seed.
+        task: ``"fill-mask"`` keeps the LM head, ``"feature-extraction"`` leaves it out.
+        config: options of the transformers configuration that are saved with it.
+
+    Raises:
+        ValueError: for a model without the head, files without its weights, or another model's tokenizer.
+    """
+    from tilefold.recipes.backbone import minilm_path, minilm_splade
+
+    if base_model == "minilm" and task == "fill-mask":
+        model = minilm_splade(
+            base.texts,
+            percentile=base.start_percentile,
+            deviations=base.start_deviations,
+            max_length=base.max_length,
+            seed=base.seed,
+            device="cpu",
+        )
+        for name, value in config.items():
+            setattr(model[0].model.config, name, value)
+        return model[0]
+    path = str(minilm_path()) if base_model == "minilm" else base_model
+    return _load(path, base, task, config)
+
+
+def _load(path: str, base: Base, task: str, config: dict[str, Any]) -> Any:
+    from sentence_transformers.base.modules import Transformer
+
+    from tilefold.recipes.loading import check_masked_lm, whole_weights
+
+    if task == "fill-mask":
+        check_masked_lm(path)
+    where = {"local_files_only": Path(path).is_dir(), "trust_remote_code": False}
+    with whole_weights(path):
+        transformer = Transformer(
+            path,
+            transformer_task=task,
+            model_kwargs=dict(where),
+            processor_kwargs=dict(where),
+            config_kwargs=where | config,
+        )
+    transformer.max_seq_length = min(base.max_length, transformer.max_seq_length or base.max_length)
+    return transformer

@@ -1,0 +1,111 @@
+"""One side of a learned sparse encoder, as a checked record, and what both sides are built from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tilefold.recipes._checks import check_count, check_flag, check_number
+from tilefold.recipes._fields import DictMixin
+
+__all__ = ["KINDS", "Base", "EncoderSpec"]
+
+_NETWORK = frozenset({"activation", "layers", "shared_network"})
+_HEAD = _NETWORK | {"logit_scale", "top_k", "normalize"}
+# kind -> the fields, beside `kind` and `base_model`, that apply to it
+KINDS: Mapping[str, frozenset[str]] = {
+    "mlm": _HEAD | {"pooling", "drop_special_tokens"},
+    "cls_mlm": _HEAD,
+    "mlp": _NETWORK | {"scale", "drop_special_tokens"},
+    "binary": frozenset({"scale", "trainable"}),
+    "idf": frozenset({"idf", "trainable"}),
+}
+
+
+@dataclass(frozen=True)
+class EncoderSpec(DictMixin):
+    """The encoder of queries, of documents, or of both; every field is checked on construction.
+
+    Fields that say nothing (None) have the value of the kind. One that the kind does not have is an error.
+
+    Attributes:
+        kind: ``"mlm"`` (an LM head over all tokens: SPLADE), ``"cls_mlm"`` (over the first one: TILDE), ``"mlp"`` (a
+            weight for each token: uniCOIL, DeepImpact), ``"binary"`` (1 for each distinct token, times a number) or
+            ``"idf"`` (a number of its own for each distinct token). The last two need no network.
+        base_model: of this side alone: ``"minilm"``, a folder or a Hugging Face name; None takes the recipe's.
+        pooling: of the LM head, see :class:`tilefold.modules.HeadPooling`; ``"max"``.
+        activation: ``"log1p_relu"`` of heads, ``"relu"`` of ``"mlp"``.
+        logit_scale: factor on the logits: 1, but 1/16 for ModernBERT and Ettin (arXiv 2606.18811).
+        drop_special_tokens: whether positions of special tokens do not count; False for heads, as in SPLADE, True for
+            ``"mlp"``.
+        top_k: keep the largest weights of a text that has more than this many.
+        normalize: ``"l2"`` for vectors of length 1.
+        scale: start of the learned factor on the weights of ``"mlp"`` (None: no such factor); the number of
+            ``"binary"``, 0.3.
+        trainable: whether the numbers of ``"binary"`` (False) or ``"idf"`` (False) are learned.
+        idf: a JSON file of token -> weight; None counts document frequencies in the sample texts.
+        layers: keep only so many of the lowest layers of the base model.
+        shared_network: of the query side: runs the network of the document side, with a pooling of its own.
+    """
+
+    kind: str = "mlm"
+    base_model: str | None = None
+    pooling: str | None = None
+    activation: str | None = None
+    logit_scale: float | None = None
+    drop_special_tokens: bool | None = None
+    top_k: int | None = None
+    normalize: str | None = None
+    scale: float | None = None
+    trainable: bool | None = None
+    idf: str | None = None
+    layers: int | None = None
+    shared_network: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {sorted(KINDS)}, got {self.kind!r}.")
+        allowed = KINDS[self.kind] | {"kind", "base_model"}
+        given = {field.name for field in fields(self) if getattr(self, field.name) not in (None, field.default)}
+        if extra := sorted(given - allowed):
+            raise ValueError(f"{extra[0]} does not apply to an encoder of kind {self.kind!r}; leave it out.")
+        for name in ("top_k", "layers"):
+            check_count(name, getattr(self, name), optional=True)
+        check_flag("shared_network", self.shared_network)
+        for name in ("drop_special_tokens", "trainable"):
+            if getattr(self, name) is not None:
+                check_flag(name, getattr(self, name))
+        for name in ("logit_scale", "scale"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), lambda value: value > 0, "greater than 0")
+
+    @property
+    def has_network(self) -> bool:
+        """Whether texts of this side run through a Transformer."""
+        return self.kind not in ("binary", "idf")
+
+
+@dataclass(frozen=True)
+class Base:
+    """What the encoders of both sides are built from.
+
+    Attributes:
+        base_model: of sides that name none: ``"minilm"``, a folder or a Hugging Face name.
+        max_length: maximum tokens per text; saved with the model.
+        texts: sample documents: they set the decoder bias of ``"minilm"`` and the document frequencies of an IDF.
+        seed: of fresh parameters and samples.
+        start_percentile, start_deviations: decoder bias of ``"minilm"``, see :func:`tilefold.recipes.minilm_splade`.
+        tokenizer, vocab_size: of the side with a network, which is built first; :func:`build_encoder` sets them.
+        network: the Transformer of that side, for a query side that shares it.
+    """
+
+    base_model: str
+    max_length: int
+    texts: Sequence[str] = ()
+    seed: int = 0
+    start_percentile: float = 99.95
+    start_deviations: float | None = None
+    tokenizer: Any = None
+    vocab_size: int | None = None
+    network: Any = None

@@ -1,0 +1,218 @@
+"""Encoders from records: stock modules where they exist, a Router where the sides differ, the same vectors reloaded."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sentence_transformers import SparseEncoder
+from sentence_transformers.base.modules import Router
+from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
+
+from tests.modules.tiny import QUERIES, TEXTS, tiny_masked_lm
+from tilefold.modules import HeadPooling, StaticQuery, TokenWeights, load_encoder
+from tilefold.recipes.encoders import BUILDERS, KINDS, Base, EncoderSpec, build_encoder
+
+
+def built(base: str, *sides: EncoderSpec | None) -> SparseEncoder:
+    """The query side and the document side; one side alone is shared."""
+    query, document = sides if len(sides) == 2 else (None, sides[0])
+    return build_encoder(query, document, Base(base, max_length=32, texts=TEXTS), device="cpu")
+
+
+def vectors(model: SparseEncoder) -> tuple[torch.Tensor, torch.Tensor]:
+    options = {"convert_to_sparse_tensor": False, "show_progress_bar": False}
+    return model.encode_query(QUERIES, **options), model.encode_document(TEXTS[:4], **options)
+
+
+def classes(model: SparseEncoder) -> set[type]:
+    return {type(module) for module in model.modules()}
+
+
+def test_every_kind_has_a_builder() -> None:
+    assert set(BUILDERS) == set(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("query", "document"),
+    [
+        (None, EncoderSpec()),
+        (None, EncoderSpec("mlm", pooling="sum", activation="log1p_log1p_relu")),
+        (EncoderSpec("binary"), EncoderSpec()),
+        (EncoderSpec("idf"), EncoderSpec(activation="log1p_log1p_relu")),
+        (EncoderSpec("mlm"), EncoderSpec("mlm")),
+    ],
+)
+def test_stock_systems_are_stock_and_load_without_tilefold(
+    tiny_lm: str, tmp_path: Path, query: EncoderSpec | None, document: EncoderSpec
+) -> None:
+    model = built(tiny_lm, query, document)
+    model.save_pretrained(str(tmp_path))
+    assert not any("tilefold" in path.read_text() for path in tmp_path.rglob("*.json") if "config" in path.name)
+    assert "tilefold" not in (tmp_path / "modules.json").read_text()
+    for got, expected in zip(vectors(SparseEncoder(str(tmp_path), device="cpu")), vectors(model), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("query", "document", "made"),
+    [
+        (None, EncoderSpec("mlp"), TokenWeights),
+        (None, EncoderSpec("mlp", activation="none", scale=0.5, drop_special_tokens=False), TokenWeights),
+        (EncoderSpec("binary", trainable=True), EncoderSpec("mlp"), StaticQuery),
+        (EncoderSpec("idf", trainable=True), EncoderSpec("mlm", drop_special_tokens=True), StaticQuery),
+        (None, EncoderSpec("cls_mlm"), HeadPooling),
+        (
+            EncoderSpec("mlm", top_k=4, normalize="l2", shared_network=True),
+            EncoderSpec("mlm", pooling="mean", activation="log1p_softplus", logit_scale=0.25),
+            HeadPooling,
+        ),
+    ],
+)
+def test_other_systems_load_with_tilefold_and_have_the_same_vectors(
+    tiny_lm: str, tmp_path: Path, query: EncoderSpec | None, document: EncoderSpec, made: type
+) -> None:
+    model = built(tiny_lm, query, document)
+    assert made in classes(model)
+    model.save_pretrained(str(tmp_path))
+    for got, expected in zip(vectors(load_encoder(str(tmp_path), device="cpu")), vectors(model), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert not list(tmp_path.rglob("*.bin"))
+
+
+def test_plain_sentence_transformers_asks_before_it_imports_our_modules(tiny_lm: str, tmp_path: Path) -> None:
+    model = built(tiny_lm, EncoderSpec("binary", trainable=True), EncoderSpec("mlp"))
+    model.save_pretrained(str(tmp_path))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        SparseEncoder(str(tmp_path), device="cpu")
+    trusting = SparseEncoder(str(tmp_path), device="cpu", trust_remote_code=True)
+    for got, expected in zip(vectors(trusting), vectors(model), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_a_shared_network_is_built_and_saved_once(tiny_lm: str, tmp_path: Path) -> None:
+    model = built(tiny_lm, EncoderSpec("mlm", normalize="l2", shared_network=True), EncoderSpec("mlm"))
+    routes = model[0].sub_modules
+    assert routes["query"][0] is routes["document"][0]
+    model.save_pretrained(str(tmp_path))
+    assert len(list(tmp_path.rglob("model.safetensors"))) == 1
+    loaded = load_encoder(str(tmp_path), device="cpu")
+    assert loaded[0].sub_modules["query"][0] is loaded[0].sub_modules["document"][0]
+    torch.testing.assert_close(vectors(loaded)[0].norm(dim=1), torch.ones(2))
+
+
+def test_asymmetric_systems_have_networks_of_their_own(tiny_lm: str) -> None:
+    routes = built(tiny_lm, EncoderSpec(), EncoderSpec())[0].sub_modules
+    ours, theirs = routes["query"][0].model, routes["document"][0].model
+    assert {id(p) for p in ours.parameters()}.isdisjoint(id(p) for p in theirs.parameters())
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_binary_queries_weigh_each_distinct_token_once(tiny_lm: str) -> None:
+    for trainable, made in ((False, SparseStaticEmbedding), (True, StaticQuery)):
+        model = built(tiny_lm, EncoderSpec("binary", scale=0.25, trainable=trainable), EncoderSpec())
+        assert type(model[0].sub_modules["query"][0]) is made
+        weights, _ = vectors(model)
+        ids = model.tokenizer("csv csv files", add_special_tokens=False)["input_ids"]
+        assert weights[1].nonzero().flatten().tolist() == sorted(set(ids))
+        assert weights[1].unique().tolist() == [0.0, 0.25]
+        assert sum(p.requires_grad for p in model[0].sub_modules["query"].parameters()) == trainable
+
+
+def test_idf_is_that_of_bm25_over_the_sample(tiny_lm: str, tmp_path: Path) -> None:
+    model = built(tiny_lm, EncoderSpec("idf"), EncoderSpec())
+    weight = model[0].sub_modules["query"][0].weight
+    place = model.tokenizer.convert_tokens_to_ids
+    n = len(TEXTS)
+    for token, df in (("functions", n), ("zip", 1), ("submarine", 0)):
+        assert weight[place(token)].item() == pytest.approx(math.log(1 + (n - df + 0.5) / (df + 0.5)), rel=1e-6)
+    listed = tmp_path / "idf.json"
+    listed.write_text(json.dumps({"zip": 7.5, "csv": 0.0, "notatokenatall": 3.0}))
+    read = built(tiny_lm, EncoderSpec("idf", idf=str(listed)), EncoderSpec())[0].sub_modules["query"][0].weight
+    assert [read[place(token)].item() for token in ("zip", "functions", "[UNK]")] == [7.5, 1.0, 1.0]
+
+
+def test_a_trained_static_query_becomes_the_stock_module(tiny_lm: str, tmp_path: Path) -> None:
+    query = built(tiny_lm, EncoderSpec("idf", trainable=True), EncoderSpec())[0].sub_modules["query"][0]
+    with torch.no_grad():
+        query.weight.sub_(1.0)  # some become negative, which stock would return
+    stock = query.stock()
+    assert (query.weight < 0).any() and type(stock) is SparseStaticEmbedding
+    features = query.preprocess(["functions that read zip archives"])
+    torch.testing.assert_close(
+        stock(dict(features))["sentence_embedding"], query(dict(features))["sentence_embedding"], rtol=0, atol=0
+    )
+    query.vocab_size += 2
+    with pytest.raises(ValueError, match="keep the StaticQuery"):
+        query.stock()
+
+
+def test_minilm_is_the_start_of_every_kind_of_network(tmp_path: Path) -> None:
+    model = built("minilm", EncoderSpec("mlp"), EncoderSpec())
+    assert isinstance(model[0], Router) and isinstance(model[0].sub_modules["document"][1], SpladePooling)
+    query, document = vectors(model)
+    assert query.shape == (2, 30522) and document.shape == (4, 30522) and (document > 0).any()
+
+
+def test_modernbert_starts_with_a_sixteenth_of_its_logits(tiny_lm: str, tmp_path: Path) -> None:
+    tiny_masked_lm(tmp_path, "modernbert")
+    model = built(str(tmp_path), EncoderSpec())
+    assert model[1].logit_scale == 1 / 16
+    network = model[0].model
+    assert network.get_output_embeddings().weight is network.get_input_embeddings().weight  # untouched
+    full = built(str(tmp_path), EncoderSpec(logit_scale=1.0))
+    assert type(full[1]) is SpladePooling
+    small, large = vectors(model)[1], vectors(full)[1]
+    torch.testing.assert_close(small.expm1() * 16, large.expm1(), rtol=1e-4, atol=1e-5)
+    assert built(tiny_lm, EncoderSpec("mlm", top_k=2))[1].logit_scale == 1
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+def test_a_side_can_keep_the_lowest_layers_alone(tmp_path: Path, kind: str) -> None:
+    base = tiny_masked_lm(tmp_path / "base", kind)
+    model = built(str(base), EncoderSpec("mlm", layers=1), EncoderSpec())
+    networks = [model[0].sub_modules[name][0].model for name in ("query", "document")]
+    assert [network.config.num_hidden_layers for network in networks] == [1, 2]
+    model.save_pretrained(str(tmp_path / "saved"))
+    for got, expected in zip(vectors(load_encoder(str(tmp_path / "saved"))), vectors(model), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="layers must not exceed the model's 2"):
+        built(str(base), EncoderSpec("mlm", layers=3))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda base: EncoderSpec("spladd"), "kind must be one of"),
+        (lambda base: EncoderSpec("binary", pooling="max"), "pooling does not apply to an encoder of kind 'binary'"),
+        (lambda base: EncoderSpec("mlm", logit_scale=-1.0), "logit_scale must be a number greater than 0"),
+        (lambda base: EncoderSpec("mlm", top_k=0), "top_k must be a whole number"),
+        (lambda base: built(base, EncoderSpec("binary")), "a shared encoder needs a network"),
+        (lambda base: built(base, EncoderSpec("binary"), EncoderSpec("idf")), "one side must have a network"),
+        (lambda base: built(base, EncoderSpec(), EncoderSpec(shared_network=True)), "set it on the query side"),
+        (
+            lambda base: built(base, EncoderSpec("mlp", shared_network=True), EncoderSpec()),
+            "must have a network for the task 'feature-extraction'",
+        ),
+        (
+            lambda base: build_encoder(EncoderSpec("idf"), EncoderSpec(), Base(base, 32), device="cpu"),
+            "needs texts to count document frequencies in",
+        ),
+        (lambda base: HeadPooling("median"), "pooling must be one of"),
+        (lambda base: HeadPooling("cls", ignore_ids=[101]), "ignore_ids must be empty with pooling 'cls'"),
+        (lambda base: TokenWeights(8, 9, activation="gelu"), "activation must be one of"),
+    ],
+)
+def test_wrong_records_are_refused_by_name(tiny_lm: str, make: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make(tiny_lm)
+
+
+def test_records_survive_their_dictionary() -> None:
+    spec = EncoderSpec("mlm", pooling="sum", logit_scale=0.5)
+    assert EncoderSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
