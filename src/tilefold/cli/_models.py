@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,16 @@ from tilefold.cli._common import CommandError, UsageError, first_line, note
 if TYPE_CHECKING:
     from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
 
-__all__ = ["PACKAGED", "find_model", "find_models", "load_dense", "load_encoder", "load_model", "load_multi_vector"]
+__all__ = [
+    "PACKAGED",
+    "find_model",
+    "find_models",
+    "load_dense",
+    "load_encoder",
+    "load_model",
+    "load_multi_vector",
+    "load_untrained",
+]
 
 PACKAGED = "minilm"
 HUB_TIMEOUT = 5.0  # seconds for the first word from the hub
@@ -108,15 +117,51 @@ def load_dense(name: str, option: str = "--model") -> SentenceTransformer:
     return load_model(name, option, ("dense",))[0]
 
 
+def load_untrained(
+    texts_sha256: str, texts: Callable[[], Mapping[str, str]] | None, what: str, option: str = "--model"
+) -> SparseEncoder:
+    """The packaged model as a SparseEncoder without training, for the documents with this fingerprint.
+
+    Args:
+        texts_sha256: of the documents.
+        texts: gives them, where the command has them.
+        what: says in messages which documents are meant.
+        option: of the command.
+    """
+    find_model(PACKAGED, option)
+    _check_sentence_transformers()
+    from tilefold.recipes.untrained import untrained_splade
+
+    try:
+        model = untrained_splade(texts_sha256, texts)
+    except LookupError as error:
+        raise UsageError(
+            f"{option}: {PACKAGED} is the untrained start, made from {what}, and not in the cache of this machine: "
+            "give the documents with --data, or the folder of the model that made the vectors."
+        ) from error
+    except ValueError as error:
+        raise CommandError(
+            f"{option}: {PACKAGED} is the untrained start, made from {what}, and --data holds others: another "
+            "collection, or one that has changed since. Give its own collection with --data."
+        ) from error
+    _accelerate(model)
+    return model
+
+
 def load_model(
     name: str, option: str = "--model", kinds: tuple[str, ...] = ("sparse", "multi-vector")
 ) -> tuple[Any, str]:
     """A model of one of `kinds` (``"sparse"``, ``"multi-vector"``, ``"dense"``), and its kind.
 
-    No remote code runs, and a folder is read without a look at the network.
+    The packaged name is a dense model, or a multi-vector one where only those are of use; as a sparse one it depends on
+    documents, see :func:`load_untrained`. No remote code runs, and a folder is read without a look at the network.
     """
     path = find_model(name, option)
     _check_sentence_transformers()
+    if name == PACKAGED and kinds == ("multi-vector",):
+        from tilefold.recipes.untrained import untrained_colbert
+
+        return untrained_colbert(), kinds[0]
     from safetensors import SafetensorError
 
     from tilefold.recipes.loading import load_saved, saved_kind
@@ -149,7 +194,7 @@ def _remedy(name: str, kind: str, kinds: tuple[str, ...]) -> str:
     if kind == "dense":
         as_it_is = f"To score it as it is: tilefold evaluate --model {name}. "
         sparse = f"For sparse vectors: tilefold train with a masked language model, or --model {PACKAGED}."
-        tokens = f"For token vectors: {colbert} --model {name} (--steps 0 --dimension 0 for its own). "
+        tokens = f"For token vectors: {colbert} --model {name} (--steps 0 --dimension 0 for its own), or {PACKAGED}. "
         return tokens if kinds == ("multi-vector",) else as_it_is + tokens + sparse
     if kinds == ("multi-vector",):
         return f"Train one with: {colbert}"

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from tilefold.retrieval.reranking import Tail
     from tilefold.retrieval.tokens import TokenStore
 
-HELP = "Rerank by late interaction: token vectors (tilefold encode), or a multi-vector model, which encodes candidates."
-MODEL_HELP = "Multi-vector model for the queries; by default the one that made the token vectors."
+HELP = (
+    "Rerank by late interaction: token vectors (tilefold encode), or a multi-vector model, which encodes candidates; "
+    "minilm takes the token states of the packaged one."
+)
+MODEL_HELP = "Multi-vector model for the queries, or minilm; by default the one that made the token vectors."
 DEPTH_HELP = "Best candidates per query to rerank."
 TAIL_HELP = "Candidates that were not reranked: keep them after the others (default), or drop them."
 WEIGHT_HELP = "Weight of MaxSim in [0, 1] beside the first scores, both from 0 to 1 per query; by default MaxSim alone."
@@ -124,10 +127,15 @@ def load_reranker(options: RerankOptions, collection: Collection | None, made_of
         made_of: fingerprint of the documents that are reranked, if known; token vectors of others are refused.
     """
     rerank, model = options.rerank, options.model
-    folder = Path(rerank)
-    if (folder / "manifest.json").is_file():
+    folder, packaged = Path(rerank), rerank == _models.PACKAGED
+    if not packaged and (folder / "manifest.json").is_file():
         return _from_store(options, folder, made_of)
-    if folder.is_dir() and not (folder / "config.json").is_file() and not (folder / "modules.json").is_file():
+    if (
+        not packaged
+        and folder.is_dir()
+        and not (folder / "config.json").is_file()
+        and not (folder / "modules.json").is_file()
+    ):
         raise _common.UsageError(
             f"--rerank: {rerank} holds neither token vectors nor a model; make token vectors with: "
             "tilefold encode --model MULTI_VECTOR_MODEL"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tilefold.retrieval.provenance import Provenance
     from tilefold.retrieval.vectors import SparseVectors
 
+MODEL_HELP = "The SparseEncoder that made --index; minilm for an index of encode --model minilm."
 QUERY_TOP_K_HELP = "Sparse: keep only this many terms of a query."
 QUERY_CUT_HELP = "seismic: heaviest terms of a query that choose the clusters to look into; by default the index's."
 HEAP_FACTOR_HELP = "seismic: lower looks into more clusters, slower and closer to exact; by default the index's."
@@ -92,8 +93,12 @@ class IndexOptions:
         return {option: value for option, value in values.items() if value not in (None, False)}
 
 
-def open_index(path: Path, model: str | None, options: IndexOptions) -> SparseRetriever | BM25Index:
+def open_index(
+    path: Path, model: str | None, options: IndexOptions, texts: Callable[[], Mapping[str, str]] | None = None
+) -> SparseRetriever | BM25Index:
     """The index at `path` with the model that --model names; BM25 has none.
+
+    `texts` gives the documents of --data, from which the untrained start is made again where it is not in the cache.
 
     Raises:
         UsageError: a model where none is wanted or none where one is, or an option that the backend does not have.
@@ -114,12 +119,25 @@ def open_index(path: Path, model: str | None, options: IndexOptions) -> SparseRe
         return BM25Index.load(path)
     if model is None:
         raise _common.UsageError(f"--index: {path} holds vectors; name the model that made them with --model.")
-    index, encoder = load_index(path), _models.load_encoder(model)
+    index = load_index(path)
+    if model == _models.PACKAGED:
+        encoder = _untrained(path, index.provenance.texts_sha256, texts)
+    else:
+        encoder = _models.load_encoder(model)
     _check_model(path, index.provenance, model, encoder, options.other_model)
     search = {"query_cut": options.query_cut, "heap_factor": options.heap_factor}
     return SparseRetriever(
         index, encoder, options.query_top_k, {name: value for name, value in search.items() if value is not None}
     )
+
+
+def _untrained(path: Path, texts_sha256: str | None, texts: Callable[[], Mapping[str, str]] | None) -> Any:
+    if texts_sha256 is None:
+        raise _common.UsageError(
+            f"--model: {_models.PACKAGED} is the untrained start for the documents of an index, and {path} does not "
+            "say which those are: give the folder of the model that made it."
+        )
+    return _models.load_untrained(texts_sha256, texts, f"the documents of {path}")
 
 
 def _check_model(path: Path, made_by: Provenance, name: str, encoder: Any, other_model: bool) -> None:

@@ -5,20 +5,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tilefold._files import read_json
 from tilefold.cli import _common, _models
 
+if TYPE_CHECKING:
+    from tilefold.retrieval.collection import Collection
+
 STORAGES = ("fp16", "int8")
+KINDS = {"sparse": "sparse", "tokens": "multi-vector"}  # of vectors, and of the models that make them
 
 
 def encode(
-    model: Annotated[str, typer.Option(help="Folder or Hugging Face name of a SparseEncoder or a MultiVectorEncoder.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Folder or Hugging Face name of a SparseEncoder or a MultiVectorEncoder; or minilm, without training."
+        ),
+    ],
     output: Annotated[Path, typer.Option(help="Folder for the vectors.")],
     data: Annotated[str, typer.Option(help=_common.DOCUMENTS_HELP)] = "pydocs",
+    kind: Annotated[
+        str | None,
+        typer.Option(help="sparse or tokens: what to make; by default what the model makes, with minilm sparse."),
+    ] = None,
     queries: Annotated[bool, typer.Option("--queries", help="Encode queries instead of documents.")] = False,
     split: Annotated[str | None, typer.Option(help="With --queries: only those of this split.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Sparse: keep only this many terms per text.")] = None,
@@ -43,18 +56,24 @@ def encode(
 ) -> None:
     """Encode a collection to sparse vectors, or to token vectors with a multi-vector model (for --rerank).
 
+    --model minilm is the packaged all-MiniLM-L6-v2 without training: as SPLADE, the start that train --steps 0 makes
+    from the documents of --data; with --kind tokens, its own token states.
+
     The same command again resumes an interrupted run from what was kept last.
     """
     if split is not None and not queries:
         raise _common.UsageError("--split chooses queries: give it together with --queries.")
     if storage is not None and storage not in STORAGES:
         raise _common.UsageError(f"--storage: expected one of {', '.join(STORAGES)}, got {storage!r}.")
+    if kind is not None and kind not in KINDS:
+        raise _common.UsageError(f"--kind: expected one of {', '.join(KINDS)}, got {kind!r}.")
     _common.check_at_least_one(top_k=top_k, batch_size=batch_size, shard_size=shard_size)
     _models.find_model(model, "--model")
-    texts = _texts(data, queries, split)
-    encoder, kind = _models.load_model(model)
+    collection = _common.load_data(data, documents_only=not queries, drop_unknown=True)
+    texts = _texts(collection, data, queries, split)
+    encoder, made = _load(model, kind, collection)
     _check_options(
-        model, kind, {"--top-k": top_k, "--no-special-tokens": special_tokens, "--jsonl": jsonl, "--storage": storage}
+        model, made, {"--top-k": top_k, "--no-special-tokens": special_tokens, "--jsonl": jsonl, "--storage": storage}
     )
     _common.keeps(lambda: _has_vectors(output))
     with _common.progress_bar("encoding") as update:
@@ -66,7 +85,7 @@ def encode(
             "progress": lambda done, total: update(done, total, ""),
             "resume": resume,
         }
-        if kind == "multi-vector":
+        if made == "multi-vector":
             result, failed = _tokens(encoder, model, texts, output, storage or STORAGES[0], options)
         else:
             result, failed = _sparse(
@@ -75,7 +94,7 @@ def encode(
     if as_json:
         _common.print_json(result | {"failed": failed})
         return
-    if kind == "multi-vector":
+    if made == "multi-vector":
         each = f"{result['mean_tokens']:.0f} of {result['dimension']} entries in {result['storage']}"
         typer.echo(f"token vectors of {result['n']} texts, {each} each on average: {output}")
     else:
@@ -86,9 +105,19 @@ def encode(
         _common.note(f"and {len(failed) - 5} more; see {output / 'manifest.json'}")
 
 
-def _texts(data: str, queries: bool, split: str | None) -> dict[str, str]:
+def _load(model: str, kind: str | None, collection: Collection) -> tuple[Any, str]:
+    """The model that makes vectors of `kind`, and its own kind; minilm is a sparse one unless tokens are asked for."""
+    if model != _models.PACKAGED or kind == "tokens":
+        return _models.load_model(model, kinds=tuple(KINDS.values()) if kind is None else (KINDS[kind],))
+    from tilefold.retrieval.provenance import texts_digest
+
+    documents = collection.contents()
+    what = f"the documents of {collection.name}"
+    return _models.load_untrained(texts_digest(documents), lambda: documents, what), "sparse"
+
+
+def _texts(collection: Collection, data: str, queries: bool, split: str | None) -> dict[str, str]:
     """Id -> text of the documents, or of the queries."""
-    collection = _common.load_data(data, documents_only=not queries, drop_unknown=True)
     if not queries:
         return collection.contents()
     if not collection.queries:
@@ -140,7 +169,8 @@ def _tokens(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     from tilefold.retrieval import encode_tokens
 
-    source = str(Path(model).resolve()) if Path(model).is_dir() else model
+    is_path = model != _models.PACKAGED and Path(model).is_dir()
+    source = str(Path(model).resolve()) if is_path else model
     manifest = encode_tokens(encoder, texts, output, storage=storage, source=source, **options)
     result = {
         "output": str(output),

@@ -22,7 +22,7 @@ def evaluate(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="The SparseEncoder that made --index; or, without --index, a dense model such as minilm."),
+        typer.Option(help=_retrievers.MODEL_HELP + " Without --index, a dense model; minilm is all-MiniLM-L6-v2."),
     ] = None,
     k: Annotated[
         int | None,
@@ -73,7 +73,7 @@ def evaluate(
     else:
         retriever: _retrievers.Retriever
         if index is not None:
-            retriever = _retrievers.open_index(index, model, options)
+            retriever = _retrievers.open_index(index, model, options, collection.contents)
         else:
             retriever = _retrievers.load_dense(str(model), collection.contents(), texts, max_length)
         name = f"--model {model}" if index is None else f"--index {index}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +33,7 @@ def search(
     index: Annotated[
         Path | None, typer.Option(help="Index to search, with the --model that made it; BM25 has none.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="The SparseEncoder that made --index.")] = None,
+    model: Annotated[str | None, typer.Option(help=_retrievers.MODEL_HELP)] = None,
     data: Annotated[str | None, typer.Option(help="The collection, to show titles.")] = None,
     vectors: Annotated[Path | None, typer.Option(help="The encoded documents, to show which terms matched.")] = None,
     k: Annotated[int, typer.Option(help="Documents to show.")] = 10,
@@ -67,7 +67,7 @@ def search(
         paths = SearchPaths(model, index, data, vectors)
     _models.find_models({"--model": model, "--rerank": rerank})
     options = _retrievers.IndexOptions(query_top_k or paths.query_top_k, query_cut, heap_factor, other_model)
-    retriever = _retrievers.open_index(paths.index, paths.model, options)
+    retriever = _retrievers.open_index(paths.index, paths.model, options, _texts(paths.data))
     searcher = Searcher(paths, retriever, k, reranking)
     single = query is not None and query != "-"
     for name, text in [("query", str(query))] if single else _many(query, queries):
@@ -80,6 +80,11 @@ def search(
             _common.stdout().print(_table(text, hits))
         else:
             typer.echo("no document shares a term with this query" + ("" if single else f": {text}"))
+
+
+def _texts(data: str | None) -> Callable[[], Mapping[str, str]] | None:
+    """What gives the documents of --data, where they are needed."""
+    return None if data is None else lambda: _common.load_data(data, documents_only=True).contents()
 
 
 def _many(query: str | None, queries: Path | None) -> Iterator[tuple[str, str]]:

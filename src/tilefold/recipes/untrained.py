@@ -1,0 +1,99 @@
+"""The packaged MiniLM without training, ready to encode: what the two recipes save after no step."""
+# ruff: noqa: PLC0415 - heavy packages are imported by the functions that need them
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilefold._files import InUseError
+from tilefold._version import __version__
+from tilefold.recipes.quiet import quiet_libraries
+from tilefold.retrieval._files import atomic_directory
+from tilefold.retrieval.datasets import default_cache_dir
+from tilefold.retrieval.provenance import texts_digest
+
+if TYPE_CHECKING:
+    from sentence_transformers import MultiVectorEncoder, SparseEncoder
+
+__all__ = ["untrained_colbert", "untrained_splade"]
+
+_logger = logging.getLogger(__name__)
+
+
+def untrained_splade(
+    texts_sha256: str,
+    texts: Callable[[], Mapping[str, str]] | None = None,
+    *,
+    cache_dir: str | Path | None = None,
+) -> SparseEncoder:
+    """The SPLADE model that ``train(SpladeRecipe(max_steps=0), collection, ...)`` saves for the documents of a digest.
+
+    Its decoder bias is set from a sample of the documents. It is kept under `cache_dir`, so that queries are encoded
+    later by the very same weights, without the documents.
+
+    Args:
+        texts_sha256: :func:`tilefold.retrieval.provenance.texts_digest` of the documents.
+        texts: gives id -> text of these documents; called only if the model is not in the cache.
+        cache_dir: by default :func:`tilefold.retrieval.datasets.default_cache_dir`.
+
+    Raises:
+        LookupError: the model is not in the cache, and there are no `texts`.
+        ValueError: `texts` are others than those of the digest.
+        MissingPackageError, RuntimeError: see :func:`tilefold.recipes.backbone.minilm_path`.
+    """
+    from tilefold.recipes.loading import load_saved
+    from tilefold.recipes.splade import SpladeRecipe
+
+    recipe = SpladeRecipe(max_steps=0)
+    made_from = json.dumps([__version__, texts_sha256, recipe.to_dict()], sort_keys=True)
+    parent = default_cache_dir() if cache_dir is None else Path(cache_dir)
+    folder = parent / "minilm-splade" / hashlib.sha256(made_from.encode()).hexdigest()[:32]
+    with quiet_libraries():
+        if folder.is_dir():
+            try:
+                return load_saved(str(folder), "sparse")
+            except Exception as error:  # whatever a damaged file raises; it is made again
+                _logger.warning("the cached model in %s is damaged and is made again: %s", folder, error)
+        with tempfile.TemporaryDirectory(prefix="tilefold-minilm-") as made:
+            _start(recipe, texts_sha256, texts).save_pretrained(made)
+            try:
+                names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+                with atomic_directory(folder, own_names=names) as cached:
+                    for file in Path(made).rglob("*"):
+                        target = cached / file.relative_to(made)
+                        target.mkdir(parents=True) if file.is_dir() else target.write_bytes(file.read_bytes())
+            except (OSError, InUseError) as error:
+                _logger.warning("the untrained start could not be cached: %s", error)
+            return load_saved(made, "sparse")
+
+
+def _start(recipe: Any, texts_sha256: str, texts: Callable[[], Mapping[str, str]] | None) -> SparseEncoder:
+    from tilefold.recipes.splade import load_base_model
+
+    if texts is None:
+        raise LookupError("the untrained start of these documents is not in the cache, and is made from them.")
+    found = texts()
+    if texts_digest(found) != texts_sha256:
+        raise ValueError("texts: expected the documents of the digest, got others, or others since. Give those.")
+    return load_base_model(recipe, list(found.values()))
+
+
+def untrained_colbert() -> MultiVectorEncoder:
+    """The late-interaction model that ``ColbertRecipe(max_steps=0, dimension=None)`` saves: the token states of MiniLM.
+
+    Raises:
+        MissingPackageError, RuntimeError: see :func:`tilefold.recipes.backbone.minilm_path`.
+    """
+    from tilefold.recipes.colbert import ColbertRecipe, load_base_model
+    from tilefold.recipes.precision import run_fast
+
+    with quiet_libraries():
+        model = load_base_model(ColbertRecipe(max_steps=0, dimension=None))
+        run_fast(model)
+    return model
