@@ -104,7 +104,7 @@ ARROWS = {
     "testing": {"ops"},
     "modules": {"nn", "ops"},
     "integrations": {"modules", "nn", "ops"},
-    "recipes": {"integrations", "modules", "retrieval"},
+    "recipes": {"integrations", "losses", "modules", "retrieval"},
     "bench": {"ops", "testing"},
     "cli": {"bench", "integrations", "ops", "recipes", "retrieval"},
 }

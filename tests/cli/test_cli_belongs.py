@@ -205,14 +205,14 @@ def test_a_dense_model_is_refused_with_a_remedy_that_works(call: Any, work: Path
     assert f"{dense} is a dense model; expected a SparseEncoder or a multi-vector model" in refused.err
     remedies = (
         f"tilefold evaluate --model {dense}",
-        f"tilefold train --method colbert --model {dense}",
+        f"tilefold train --recipe colbert --model {dense}",
         "--model minilm",
     )
     for remedy in remedies:
         assert remedy in refused.err
     data = ("--data", work / "data")
     assert call("evaluate", "--model", dense, *data).code == 0
-    own = ("--method", "colbert", "--model", dense, "--steps", "0", "--dimension", "0")
+    own = ("--recipe", "colbert", "--model", dense, "--steps", "0", "--dimension", "0")
     assert call("train", *own, *data, "--output", tmp_path / "late").code == 0
     assert call("encode", "--model", tmp_path / "late", *data, "--output", tmp_path / "tokens").code == 0
     circle = call("train", "--model", dense, *data, "--output", tmp_path / "never", "--steps", "1")

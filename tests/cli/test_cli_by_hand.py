@@ -51,7 +51,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
             ("evaluate", *data, *splits, "--model", "minilm", "--save-run", folder / "dense.trec"),
             ("encode", "--model", masked_lm, *data, "--top-k", "64", "--output", folder / "vectors"),
             ("index", "--vectors", folder / "vectors", "--output", folder / "index"),
-            ("train", "--method", "colbert", "--model", masked_lm, "--steps", "0", *data, "--output", folder / "late"),
+            ("train", "--recipe", "colbert", "--model", masked_lm, "--steps", "0", *data, "--output", folder / "late"),
             ("encode", "--model", folder / "late", *data, "--output", folder / "tokens"),
         ):
             assert run_cli(*step) == 0, step

@@ -23,7 +23,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
-        train = ("train", "--method", "colbert", *data, "--model", masked_lm, "--output", folder / "late", *small)
+        train = ("train", "--recipe", "colbert", *data, "--model", masked_lm, "--output", folder / "late", *small)
         assert run_cli(*train) == 0
         tokens = ("encode", "--model", folder / "late", *data, "--shard-size", "10")
         assert run_cli(*tokens, "--output", folder / "tokens") == 0
@@ -44,7 +44,7 @@ def test_training_again_returns_the_model_and_encoding_again_reports_what_is_the
     call: Any, work: Path, masked_lm: str
 ) -> None:
     small = ("--steps", "2", "--batch-size", "4", "--dimension", "16", "--max-length", "24")
-    same = ("train", "--method", "colbert", "--data", work / "data", "--model", masked_lm, "--output", work / "late")
+    same = ("train", "--recipe", "colbert", "--data", work / "data", "--model", masked_lm, "--output", work / "late")
     trained = call(*same, *small, "--json")
     result = json.loads(trained.out)
     assert (trained.code, result["reused"], result["steps"], result["fused"]) == (0, True, 2, True)
@@ -117,15 +117,15 @@ def test_evaluating_a_reranked_index_and_its_reranked_run_gives_the_same_numbers
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
-        (["train", "--output", "m", "--method", "bert"], 2, "expected one of splade, colbert, got 'bert'"),
-        (["train", "--output", "m", "--method", "colbert", "--regularizer", "1"], 2, "belongs to --method splade"),
-        (["train", "--output", "m", "--dimension", "64"], 2, "--dimension belongs to --method colbert"),
+        (["train", "--output", "m", "--recipe", "bert"], 2, "--recipe: expected one of splade, splade-v2,"),
+        (["train", "--output", "m", "--recipe", "colbert", "--regularizer", "1"], 2, "belongs to the sparse recipes"),
+        (["train", "--output", "m", "--dimension", "64"], 2, "--dimension belongs to --recipe colbert"),
         (
-            ["train", "--output", "m", "--method", "colbert", "--dimension", "12"],
+            ["train", "--output", "m", "--recipe", "colbert", "--dimension", "12"],
             2,
             "dimension must be a multiple of 8",
         ),
-        (["train", "--output", "m", "--method", "colbert", "--data", "no-such-folder"], 1, "no-such-folder"),
+        (["train", "--output", "m", "--recipe", "colbert", "--data", "no-such-folder"], 1, "no-such-folder"),
         (["encode", "--output", "v", "--model", "{work}/late", "--top-k", "3"], 2, "--top-k is for sparse models"),
         (["encode", "--output", "v", "--model", "{work}/late", "--jsonl", "x"], 2, "--jsonl is for sparse models"),
         (["encode", "--output", "v", "--model", "{sparse}", "--storage", "int8"], 2, "--storage is for multi-vector"),
@@ -141,7 +141,7 @@ def test_evaluating_a_reranked_index_and_its_reranked_run_gives_the_same_numbers
         (["search", "x", "{index}", "--rerank", "{work}/data"], 2, "holds neither token vectors nor a model"),
         (["search", "x", "{index}", "--rerank", "./nothing"], 2, "--rerank: there is no folder ./nothing"),
         (["search", "x", "{index}", "--rerank", "{sparse}"], 2, "expected a multi-vector model. Train one"),
-        (["search", "x", "{index}", "--rerank", "{minilm}"], 2, "For token vectors: tilefold train --method colbert"),
+        (["search", "x", "{index}", "--rerank", "{minilm}"], 2, "For token vectors: tilefold train --recipe colbert"),
         (
             ["search", "x", "{index}", "--rerank", "{work}/late", "--rerank-model", "m"],
             2,

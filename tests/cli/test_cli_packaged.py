@@ -28,7 +28,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("TILEFOLD_CACHE_DIR", str(folder / "cache"))
         for command in (
             ("train", *data, "--steps", "0", "--output", folder / "splade"),
-            ("train", *data, "--method", "colbert", "--steps", "0", "--dimension", "0", "--output", folder / "colbert"),
+            ("train", *data, "--recipe", "colbert", "--steps", "0", "--dimension", "0", "--output", folder / "colbert"),
             ("encode", *data, "--model", "minilm", "--output", folder / "vectors"),
             ("encode", *data, "--model", "minilm", "--kind", "tokens", "--output", folder / "tokens"),
             ("encode", *data, "--model", folder / "colbert", "--kind", "tokens", "--output", folder / "trained-tokens"),

@@ -90,7 +90,7 @@ def _say(text: str) -> None:
 def _app() -> Any:
     import typer
 
-    from tilefold.cli import bench, demo, encode, evaluate, fuse, index, info, search, train
+    from tilefold.cli import bench, demo, encode, evaluate, fuse, index, info, recipes, search, train
     from tilefold.cli._root import root
 
     app = typer.Typer(
@@ -105,6 +105,7 @@ def _app() -> Any:
     for verb in (
         demo.demo,
         train.train,
+        recipes.recipes,
         encode.encode,
         index.index,
         search.search,

@@ -67,5 +67,5 @@ def _training(size: Size, steps: int, seed: int) -> list[str]:
 def _token_states(size: Size) -> list[str]:
     """The options of ``train`` that save MiniLM's own token states as a late-interaction model."""
     length = str(size.dense_length)
-    untrained = ["--method", "colbert", "--model", "minilm", "--steps", "0", "--dimension", "0", "--keep-punctuation"]
+    untrained = ["--recipe", "colbert", "--model", "minilm", "--steps", "0", "--dimension", "0", "--keep-punctuation"]
     return [*untrained, "--max-length", length, "--query-length", length]

@@ -1,4 +1,4 @@
-"""``tilefold train``: trains a SPLADE or ColBERT model on a collection's training pairs."""
+"""``tilefold train``: trains a model on a collection's training pairs, by the recipe of a published system."""
 # ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
@@ -9,26 +9,38 @@ from typing import Annotated, Any
 
 import typer
 
-from tilefold.cli import _common, _models
+from tilefold.cli import _common, _models, _recipes
+
+_OWN = "by default the recipe's"
 
 
 def train(
     output: Annotated[Path, typer.Option(help="Folder for the trained model.")],
-    method: Annotated[str, typer.Option(help="splade (sparse vectors), or colbert (one vector per token).")] = "splade",
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="A name of tilefold recipes; splade by default, colbert for one vector per token."),
+    ] = None,
+    method: Annotated[str | None, typer.Option(hidden=True)] = None,
     data: Annotated[str, typer.Option(help=_common.DATA_HELP)] = "pydocs",
+    negatives: Annotated[
+        Path | None, typer.Option(help="Mined negatives or teacher scores: Parquet of tilefold mine or score.")
+    ] = None,
     model: Annotated[
-        str, typer.Option(help="minilm, a folder, or a Hugging Face name: of a masked LM, for colbert of any encoder.")
-    ] = "minilm",
+        str | None,
+        typer.Option(help="minilm (as a rule the default), a folder, or a Hugging Face name of a fitting model."),
+    ] = None,
     steps: Annotated[
         int | None, typer.Option(help="Training steps; by default --epochs decides, 0 saves the untrained start.")
     ] = None,
-    epochs: Annotated[float, typer.Option(help="Passes over the training pairs.")] = 4.0,
-    batch_size: Annotated[int, typer.Option(help="Pairs per step.")] = 64,
-    learning_rate: Annotated[
-        float | None, typer.Option("--lr", help="Peak learning rate; by default 2e-4, for colbert 1e-4.")
-    ] = None,
+    epochs: Annotated[float | None, typer.Option(help=f"Passes over the training pairs; {_OWN}.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help=f"Pairs per step; {_OWN}.")] = None,
+    learning_rate: Annotated[float | None, typer.Option("--lr", help=f"Peak learning rate; {_OWN}.")] = None,
     regularizer: Annotated[
-        float | None, typer.Option(help="splade: weight of the FLOPS terms, larger is sparser; by default 0.01.")
+        float | None, typer.Option(help="Sparse recipes: weight of the penalties, larger is sparser.")
+    ] = None,
+    fields: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any field of the recipe, such as document.pooling=sum; may be repeated."),
     ] = None,
     dimension: Annotated[
         int | None, typer.Option(help="colbert: dimension of a vector; by default 128, 0 for the backbone's own.")
@@ -41,9 +53,9 @@ def train(
         bool, typer.Option("--keep-punctuation", help="colbert: keep the vectors of punctuation in documents.")
     ] = False,
     group_by_length: Annotated[
-        bool, typer.Option("--group-by-length", help="splade: batches of documents of similar length, for speed.")
+        bool, typer.Option("--group-by-length", help="Sparse recipes: batches of documents of similar length.")
     ] = False,
-    max_length: Annotated[int, typer.Option(help="Maximum tokens per text.")] = 128,
+    max_length: Annotated[int | None, typer.Option(help=f"Maximum tokens per text; {_OWN}.")] = None,
     train_max_length: Annotated[int | None, typer.Option(help="The same while training; fewer are faster.")] = None,
     attention: Annotated[str | None, typer.Option(help="softmax or entmax; by default the model's own.")] = None,
     alpha: Annotated[float | None, typer.Option(help="alpha of entmax, from 1 (softmax) to 2; by default 1.5.")] = None,
@@ -52,7 +64,7 @@ def train(
         bool | None, typer.Option("--bf16/--fp32", help="By default the faster one on this hardware.")
     ] = None,
     fused: Annotated[
-        bool, typer.Option("--fused/--plain", help="Fused head (splade) or similarity (colbert), or the stock one.")
+        bool, typer.Option("--fused/--plain", help="Fused head (sparse) or similarity (colbert), or the stock one.")
     ] = True,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal models.")] = 0,
     save_steps: Annotated[int, typer.Option(help="A checkpoint after so many steps.")] = 25,
@@ -63,7 +75,7 @@ def train(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the libraries' own logs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
 ) -> None:
-    """Train a SPLADE or ColBERT model, saved as a stock sentence-transformers SparseEncoder or MultiVectorEncoder.
+    """Train a model by the recipe of a published system (tilefold recipes lists them), saved for sentence-transformers.
 
     The same command again resumes an interrupted run from its last checkpoint.
     """
@@ -84,24 +96,23 @@ def train(
         "save_minutes": save_minutes,
         "seed": seed,
     }
-    own: dict[str, dict[str, dict[str, Any]]] = {
-        "splade": {
-            "--regularizer": {"query_regularizer": regularizer, "document_regularizer": regularizer},
-            "--group-by-length": {"group_by_length": group_by_length or None},
-        },
-        "colbert": {
-            "--dimension": {"dimension": dimension},
-            "--query-length": {"query_length": query_length},
-            "--expand-queries": {"expand_queries": expand_queries or None},
-            "--keep-punctuation": {"skip_punctuation": False if keep_punctuation else None},
-        },
+    own = {
+        "--regularizer": regularizer,
+        "--group-by-length": group_by_length or None,
+        "--dimension": dimension,
+        "--query-length": query_length,
+        "--expand-queries": expand_queries or None,
+        "--keep-punctuation": keep_punctuation or None,
     }
-    result = _train(method, values | _own_values(method, own), data, drop_unknown, output, resume, overwrite, verbose)
+    config = _recipes.configure(_recipes.chosen(recipe, method), values, own, fields or [])
+    result = _train(config, data, negatives, drop_unknown, output, resume, overwrite, verbose)
     if result.exploded:
         _common.note(
             f"warning: the ranking loss rose from {result.first_ranking_loss:.3f} to {result.ranking_loss:.3f}: the "
             "model did not learn; train with a smaller --lr"
         )
+    for text in result.warnings:
+        _common.note(f"warning: {text}")
     if as_json:
         _common.print_json(asdict(result))
         return
@@ -110,49 +121,26 @@ def train(
         how = "untrained start"
     loss = "" if result.loss is None else f", loss {result.loss:.3f}"
     typer.echo(f"{how}{loss}: {result.model_dir}")
-    vectors = "TOKENS, then search or evaluate with --rerank TOKENS" if method == "colbert" else "VECTORS"
+    late = type(config).__name__ == "ColbertRecipe"
+    vectors = "TOKENS, then search or evaluate with --rerank TOKENS" if late else "VECTORS"
     typer.echo(f"next: tilefold encode --model {output} --data {data} --output {vectors}")
 
 
-def _own_values(method: str, own: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    """The fields that only the recipe of `method` has; options of another method are errors."""
-    if method not in own:
-        raise _common.UsageError(f"--method: expected one of {', '.join(own)}, got {method!r}.")
-    for other, options in own.items():
-        for name, values in options.items():
-            if other != method and any(value is not None for value in values.values()):
-                raise _common.UsageError(f"{name} belongs to --method {other}: leave it out for {method}.")
-    fields = {name: value for values in own[method].values() for name, value in values.items()}
-    return {name: value for name, value in fields.items() if value is not None}
-
-
 def _train(
-    method: str,
-    values: dict[str, Any],
+    config: Any,
     data: str,
+    negatives: Path | None,
     drop_unknown: bool,
     output: Path,
     resume: bool,
     overwrite: bool,
     verbose: bool,
 ) -> Any:
-    from tilefold.recipes import colbert, splade
+    from tilefold.recipes import catalogue
     from tilefold.recipes.loading import newest_step
 
-    values = {name: value for name, value in values.items() if value is not None}
-    if values.get("dimension") == 0:
-        values["dimension"] = None
-    recipe: Any
-    module: Any
-    try:
-        if method == "colbert":
-            module, recipe = colbert, colbert.ColbertRecipe.from_dict(values)
-        else:
-            module, recipe = splade, splade.SpladeRecipe.from_dict(values)
-    except ValueError as error:
-        raise _common.UsageError(str(error)) from error
-    if recipe.base_model != _models.PACKAGED:
-        _models.find_model(recipe.base_model, "--model")
+    if config.base_model != _models.PACKAGED:
+        _models.find_model(config.base_model, "--model")
     collection = _common.load_data(data, drop_unknown=drop_unknown)
     _common.keeps(lambda: newest_step(output) is not None)
     with _common.progress_bar("training") as update:
@@ -160,10 +148,11 @@ def _train(
         def progress(step: int, steps: int, loss: float | None) -> None:
             update(step, steps, "" if loss is None else f"loss {loss:.3f}")
 
-        return module.train(
-            recipe,
+        return catalogue.train(
+            config,
             collection,
             output,
+            negatives=negatives,
             resume=resume,
             overwrite=overwrite,
             progress=progress,

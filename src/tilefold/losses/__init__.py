@@ -1,15 +1,18 @@
-"""Regularisers of learned sparse retrieval that sentence-transformers lacks, computed over the batch of all ranks.
+"""Losses and regularisers of learned sparse retrieval that sentence-transformers lacks.
 
-Functions take scores ``[B, V]``; the modules plug into ``SpladeLoss`` as ``document_regularizer`` or
-``query_regularizer``.
+Regularisers are computed over the batch of all ranks: functions of the scores ``[B, V]``, and modules that plug into
+``SpladeLoss`` as ``document_regularizer`` or ``query_regularizer``. Ranking losses plug in as its ``loss``.
 """
 
-from tilefold.losses.functional import anti_zero, df_weights, flops, l1
+from tilefold.losses.functional import anti_zero, df_weights, flops, l1, l2
+from tilefold.losses.ranking import PairwiseSoftmaxLoss, TermRecallLoss, WeightedLosses
 from tilefold.losses.regularizers import (
     AntiZeroLoss,
     DFFlopsLoss,
     GlobalFlopsLoss,
     L1Loss,
+    L2Loss,
+    NoPenalty,
     Regularizer,
     RegularizerSum,
 )
@@ -19,10 +22,16 @@ __all__ = [
     "DFFlopsLoss",
     "GlobalFlopsLoss",
     "L1Loss",
+    "L2Loss",
+    "NoPenalty",
+    "PairwiseSoftmaxLoss",
     "Regularizer",
     "RegularizerSum",
+    "TermRecallLoss",
+    "WeightedLosses",
     "anti_zero",
     "df_weights",
     "flops",
     "l1",
+    "l2",
 ]

@@ -45,13 +45,7 @@ def flops(
         ValueError: for shapes, DTensor placements or groups that do not fit.
     """
     columns = columns_of(scores, group)
-    local = columns.local
-    if threshold is not None:
-        counts = (local != 0).sum(dim=1)
-        if columns.shards is not None:
-            dist.all_reduce(counts, group=columns.shards)
-        local = local * (counts > threshold).to(local.dtype)[:, None]
-    mean = _mean_over_rows(local.sum(dim=0), columns)
+    mean = _mean_over_rows(_long_rows(columns, threshold).sum(dim=0), columns)
     if weights is not None:
         if check_tensor("weights", weights).shape != mean.shape:
             raise ValueError(f"weights must have shape [V] with V={mean.size(0)}, got {list(weights.shape)}.")
@@ -59,13 +53,23 @@ def flops(
     return sum_over_columns(mean.square().sum(), columns.shards)
 
 
-def l1(scores: Tensor, *, group: Group = None) -> Tensor:
+def l1(scores: Tensor, *, threshold: float | None = None, group: Group = None) -> Tensor:
     """``mean_b sum_v |scores[b, v]|``: the query penalty of Efficient SPLADE (Lassance and Clinchant, 2207.03834).
 
     Arguments, result and errors are those of :func:`flops`.
     """
     columns = columns_of(scores, group)
-    mean = _mean_over_rows(columns.local.abs().sum()[None], columns)
+    mean = _mean_over_rows(_long_rows(columns, threshold).abs().sum()[None], columns)
+    return sum_over_columns(mean[0], columns.shards)
+
+
+def l2(scores: Tensor, *, threshold: float | None = None, group: Group = None) -> Tensor:
+    """``mean_b sum_v scores[b, v]^2``: shrinks large weights, and leaves small ones nearly alone.
+
+    Arguments, result and errors are those of :func:`flops`.
+    """
+    columns = columns_of(scores, group)
+    mean = _mean_over_rows(_long_rows(columns, threshold).square().sum()[None], columns)
     return sum_over_columns(mean[0], columns.shards)
 
 
@@ -117,6 +121,16 @@ def check_curve(alpha: float, beta: float) -> None:
         raise ValueError(f"alpha must be between 0 and 1, exclusive, got {alpha!r}.")
     if not 0 < beta < math.inf:
         raise ValueError(f"beta must be positive and finite, got {beta!r}.")
+
+
+def _long_rows(columns: Columns, threshold: float | None) -> Tensor:
+    """The scores, with zeros for rows of at most `threshold` nonzero ones."""
+    if threshold is None:
+        return columns.local
+    counts = (columns.local != 0).sum(dim=1)
+    if columns.shards is not None:
+        dist.all_reduce(counts, group=columns.shards)
+    return columns.local * (counts > threshold).to(columns.local.dtype)[:, None]
 
 
 def _mean_over_rows(sums: Tensor, columns: Columns) -> Tensor:

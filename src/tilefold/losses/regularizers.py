@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tilefold.losses._collectives import Group, columns_of
-from tilefold.losses.functional import anti_zero, check_curve, df_weights, flops, l1
+from tilefold.losses.functional import anti_zero, check_curve, df_weights, flops, l1, l2
 
 
 class Regularizer(nn.Module):
@@ -65,12 +65,40 @@ class L1Loss(Regularizer):
     A mean over rows is the same on any number of ranks with equal batches; ``group`` matters where they differ.
 
     Args:
-        group: as in :class:`Regularizer`.
+        threshold, group: as in :class:`GlobalFlopsLoss`.
     """
+
+    def __init__(self, threshold: float | None = None, group: Group = "world") -> None:
+        super().__init__(group)
+        self.threshold = threshold
 
     def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
         """The mean row sum over the rows of all ranks."""
-        return l1(embeddings, group=self.group)
+        return l1(embeddings, threshold=self.threshold, group=self.group)
+
+
+class L2Loss(Regularizer):
+    """``mean_b sum_v w^2``, see :func:`tilefold.losses.l2`.
+
+    Args:
+        threshold, group: as in :class:`GlobalFlopsLoss`.
+    """
+
+    def __init__(self, threshold: float | None = None, group: Group = "world") -> None:
+        super().__init__(group)
+        self.threshold = threshold
+
+    def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
+        """The mean row sum of squares over the rows of all ranks."""
+        return l2(embeddings, threshold=self.threshold, group=self.group)
+
+
+class NoPenalty(Regularizer):
+    """No penalty, for a side of ``SpladeLoss`` that has nothing to learn or nothing to lose."""
+
+    def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
+        """A zero that depends on no score."""
+        return embeddings.new_zeros(())
 
 
 class AntiZeroLoss(Regularizer):
@@ -103,7 +131,7 @@ class DFFlopsLoss(Regularizer):
     Args:
         alpha, beta: of the weights.
         refresh_every: training steps between estimates, or ``None`` for :meth:`set_document_frequency` alone.
-        group: as in :class:`Regularizer`.
+        threshold, group: as in :class:`GlobalFlopsLoss`.
 
     Raises:
         ValueError: if ``refresh_every`` is not positive, or ``alpha`` or ``beta`` out of range.
@@ -113,13 +141,18 @@ class DFFlopsLoss(Regularizer):
     _counts: Tensor | None
 
     def __init__(
-        self, alpha: float = 0.1, beta: float = 10.0, refresh_every: int | None = 100, group: Group = "world"
+        self,
+        alpha: float = 0.1,
+        beta: float = 10.0,
+        refresh_every: int | None = 100,
+        group: Group = "world",
+        threshold: float | None = None,
     ) -> None:
         super().__init__(group)
         if refresh_every is not None and (not isinstance(refresh_every, int) or refresh_every < 1):
             raise ValueError(f"refresh_every must be a positive number of steps or None, got {refresh_every!r}.")
         check_curve(alpha, beta)
-        self.alpha, self.beta, self.refresh_every = alpha, beta, refresh_every
+        self.alpha, self.beta, self.refresh_every, self.threshold = alpha, beta, refresh_every, threshold
         self.register_buffer("weights", None, persistent=False)
         self.register_buffer("_counts", None, persistent=False)
         self._steps = 0
@@ -132,7 +165,7 @@ class DFFlopsLoss(Regularizer):
         """The weighted FLOPS over the rows of all ranks; in training mode the rows are counted too."""
         if self.training and self.refresh_every is not None and torch.is_grad_enabled():
             self._count(embeddings)
-        return flops(embeddings, weights=self.weights, group=self.group)
+        return flops(embeddings, threshold=self.threshold, weights=self.weights, group=self.group)
 
     @torch.no_grad()
     def _count(self, embeddings: Tensor) -> None:

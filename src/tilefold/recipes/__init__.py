@@ -5,12 +5,16 @@ from __future__ import annotations
 from tilefold._lazy import lazy_exports
 
 _HOME = {
+    "RECIPES": "catalogue",
     "ColbertRecipe": "colbert",
     "EncoderSpec": "encoders",
     "build_encoder": "encoders",
+    "LsrRecipe": "lsr",
+    "RegularizerSpec": "lsr",
     "SpladeRecipe": "splade",
     "TrainResult": "splade",
-    "train": "splade",
+    "get_recipe": "catalogue",
+    "train": "catalogue",
     "minilm_splade": "backbone",
     "minilm_path": "backbone",
     "load_dense_minilm": "backbone",

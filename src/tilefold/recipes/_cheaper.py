@@ -42,7 +42,7 @@ def length_grouped_batches(dataset: Any, batch_size: int, **settings: Any) -> An
     """
     from sentence_transformers.base.sampler import DefaultBatchSampler, NoDuplicatesBatchSampler
 
-    lengths = [len(text) for text in dataset["document"]]
+    lengths = [len(text) for text in dataset["document" if "document" in dataset.column_names else "positive"]]
     pools = NoDuplicatesBatchSampler(dataset, batch_size=POOL * batch_size, **settings)
 
     class LengthGrouped(DefaultBatchSampler):  # type: ignore[misc]

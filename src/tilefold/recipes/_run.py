@@ -217,11 +217,11 @@ def heeding_interrupts(watcher: Any) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def digest(pairs: Iterable[tuple[str, str]]) -> str:
-    """SHA-256 of the training pairs, in order."""
+def digest(rows: Iterable[tuple[Any, ...]]) -> str:
+    """SHA-256 of the training rows, in order."""
     sha = hashlib.sha256()
-    for pair in pairs:
-        sha.update(json.dumps(pair).encode())
+    for row in rows:
+        sha.update(json.dumps(row).encode())
     return sha.hexdigest()
 
 

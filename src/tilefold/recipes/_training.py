@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
 
 __all__ = [
+    "Examples",
     "Losses",
     "Progress",
     "Recipe",
     "TrainResult",
     "TrainingJob",
+    "pair_examples",
     "run_trainer",
     "run_training",
     "total_steps",
@@ -86,6 +88,7 @@ class TrainResult:
         reused: whether the folder already held the finished model of this recipe and data.
         bf16, fused: whether the run used them.
         first_ranking_loss, ranking_loss: loss without regularisers, of the first step of this call and the last ones.
+        warnings: what went wrong in the training, and what to do about it.
     """
 
     model_dir: str
@@ -98,6 +101,7 @@ class TrainResult:
     fused: bool
     first_ranking_loss: float | None = None
     ranking_loss: float | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def exploded(self) -> bool:
@@ -109,11 +113,25 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class Losses:
-    """The mean loss of the steps that were logged last, and the ranking loss of those and of the first step."""
+    """The mean loss of the steps that were logged last, the ranking loss of those and of the first step, warnings."""
 
     last: float | None = None
     ranking: float | None = None
     first_ranking: float | None = None
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What a trainer reads.
+
+    Attributes:
+        columns: of the dataset, in the order that the loss reads them: texts, and teacher scores as ``"label"``.
+        pairs: rows of one epoch; the dataset may hold several rows, with other negatives, for each pair.
+    """
+
+    columns: dict[str, list[Any]]
+    pairs: int
 
 
 @dataclass(frozen=True)
@@ -123,7 +141,7 @@ class TrainingJob:
     Attributes:
         recipe: its fields become the trainer's arguments.
         model: trained in place.
-        pairs: texts of (query, relevant document).
+        examples: the dataset.
         run: where checkpoints go.
         checkpoint: the one to resume from, or ``None``.
         bf16: whether to train under bf16 autocast.
@@ -132,7 +150,7 @@ class TrainingJob:
 
     recipe: Recipe
     model: Any
-    pairs: list[tuple[str, str]]
+    examples: Examples
     run: _run.TrainingRun
     checkpoint: _run.Checkpoint | None
     bf16: bool
@@ -151,25 +169,26 @@ def run_training(
     verbose: bool,
     load: Callable[[], Any],
     fit: Callable[[TrainingJob], Losses],
+    examples: Callable[[], Examples] | None = None,
 ) -> TrainResult:
     """Return a finished run's result, or ``load()`` a model, ``fit(job)`` and save it.
 
-    With ``max_steps=0`` the model is saved as it was loaded.
+    With ``max_steps=0`` the model is saved as it was loaded. ``examples()`` makes the dataset; without it, it is the
+    pairs of the collection.
 
     Raises:
         ValueError, FileExistsError: see ``train`` of a recipe.
     """
     started = time.monotonic()
     untrained = recipe.max_steps == 0
-    pairs = [] if untrained else training_pairs(collection)
-    data = texts_digest(collection.contents()) if untrained else _run.digest(pairs)
+    made = Examples({}, 0) if untrained else (examples or (lambda: pair_examples(collection)))()
+    data = texts_digest(collection.contents()) if untrained else _run.digest(zip(*made.columns.values(), strict=True))
     bf16 = supports_bf16() if recipe.bf16 is None else recipe.bf16
     run = _run.TrainingRun(Path(output_dir), recipe.to_dict() | {"bf16": bf16}, data)
     finished = run.finished(overwrite=overwrite, resume=resume)
     if finished is not None:
-        return TrainResult(
-            **finished | {"seconds": time.monotonic() - started, "reused": True, "model_dir": str(output_dir)}
-        )
+        now = {"seconds": time.monotonic() - started, "reused": True, "model_dir": str(output_dir)}
+        return TrainResult(**finished | now | {"warnings": tuple(finished.get("warnings", ()))})
     checkpoint = run.open(resume=resume)
     with quiet_libraries(verbose):
         register_entmax()
@@ -179,12 +198,12 @@ def run_training(
         except Exception:
             run.close(checkpoint)
             raise
-        job = TrainingJob(recipe, model, pairs, run, checkpoint, bf16, progress, verbose)
+        job = TrainingJob(recipe, model, made, run, checkpoint, bf16, progress, verbose)
         with naming_full_disk(run.work_dir):
             losses = Losses() if untrained else fit(job)
         result = TrainResult(
             model_dir=str(output_dir),
-            steps=total_steps(recipe, len(pairs)),
+            steps=total_steps(recipe, made.pairs),
             loss=losses.last,
             first_ranking_loss=losses.first_ranking,
             ranking_loss=losses.ranking,
@@ -193,6 +212,7 @@ def run_training(
             reused=False,
             bf16=bf16,
             fused=recipe.fused,
+            warnings=losses.warnings,
         )
         with naming_full_disk(run.work_dir):
             run.finish(model, asdict(result))
@@ -206,19 +226,25 @@ def run_trainer(
     loss: Any,
     callbacks: Sequence[Any] = (),
     batch_sampler: Any = "no_duplicates",
+    **settings: Any,
 ) -> Losses:
-    """Run a stock trainer over the job's model in place."""
+    """Run a stock trainer over the job's model in place; `settings` are further arguments of the trainer."""
     from datasets import Dataset
     from transformers.trainer_callback import PrinterCallback
 
     card = job.model.model_card_data
-    card.widget = card.widget or [{"text": job.pairs[0][0]}]  # otherwise the card draws examples with a progress bar
+    card.widget = card.widget or [
+        {"text": job.examples.columns["query"][0]}
+    ]  # otherwise the card draws examples with a progress bar
     watcher = _run.make_watcher(job.progress, job.run, job.recipe.save_minutes)
-    queries, documents = (cut_texts(job.model, side) for side in zip(*job.pairs, strict=True))
+    columns = {
+        name: values if name == "label" else cut_texts(job.model, values)
+        for name, values in job.examples.columns.items()
+    }
     trainer = trainer_class(
         model=job.model,
-        args=arguments_class(**_settings(job), batch_sampler=batch_sampler),
-        train_dataset=Dataset.from_dict({"query": queries, "document": documents}),
+        args=arguments_class(**_settings(job), batch_sampler=batch_sampler, **settings),
+        train_dataset=Dataset.from_dict(columns),
         loss=loss,
         callbacks=[*callbacks, *attention_callbacks(job.recipe), watcher],
     )
@@ -233,7 +259,7 @@ def _settings(job: TrainingJob) -> dict[str, Any]:
     """The trainer's arguments, without the sampler."""
     import torch
 
-    steps = total_steps(job.recipe, len(job.pairs))
+    steps = total_steps(job.recipe, job.examples.pairs)
     on_gpu = torch.cuda.is_available()
     return {
         "output_dir": str(job.run.work_dir),
@@ -272,6 +298,12 @@ def training_pairs(collection: Collection) -> list[tuple[str, str]]:
             "negative for; give at least 2 positive judgements."
         )
     return [(collection.queries[query], collection.documents[doc].contents) for query, doc in named]
+
+
+def pair_examples(collection: Collection) -> Examples:
+    """The columns ``"query"`` and ``"document"`` of the pairs."""
+    queries, documents = zip(*training_pairs(collection), strict=True)
+    return Examples({"query": list(queries), "document": list(documents)}, len(queries))
 
 
 def total_steps(recipe: Recipe, n_pairs: int) -> int:

@@ -8,7 +8,7 @@ head is replaced while training runs, so that the ``[B, S, V]`` logits never exi
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from tilefold.recipes._cheaper import freeze_lower_layers, length_grouped_batche
 from tilefold.recipes._checks import check_count, check_flag, check_number, check_training
 from tilefold.recipes._fields import DictMixin
 from tilefold.recipes._training import Losses, Progress, TrainingJob, TrainResult, run_trainer, run_training
+from tilefold.recipes._watch import watch
 from tilefold.recipes.precision import supports_bf16
 
 if TYPE_CHECKING:
@@ -196,6 +197,7 @@ def _fit(recipe: SpladeRecipe, job: TrainingJob) -> Losses:
     length = model.max_seq_length
     model.max_seq_length = min(length, recipe.train_max_length or recipe.max_length)
     loss = make_loss(model, recipe)
+    watcher = watch(loss)
     sampler = length_grouped_batches if recipe.group_by_length else "no_duplicates"
     with _head(model, recipe.fused):
         last = run_trainer(
@@ -203,11 +205,11 @@ def _fit(recipe: SpladeRecipe, job: TrainingJob) -> Losses:
             SparseEncoderTrainer,
             SparseEncoderTrainingArguments,
             loss,
-            callbacks=[_regularizer_schedule(recipe, loss)],
+            callbacks=[_regularizer_schedule(recipe, loss), watcher],
             batch_sampler=sampler,
         )
     model.max_seq_length = length
-    return last
+    return replace(last, warnings=watcher.warnings())
 
 
 def _head(model: SparseEncoder, fused: bool) -> Any:

@@ -127,7 +127,7 @@ def read_token_manifest(path: str | Path) -> TokenManifest:
     if layout != LAYOUT:
         raise DataError(
             f"{folder}: expected token vectors of a multi-vector model, got {layout} vectors. "
-            "Encode the collection with a multi-vector model (tilefold train --method colbert)."
+            "Encode the collection with a multi-vector model (tilefold train --recipe colbert)."
         )
     if value.get("schema_version") != SCHEMA_VERSION:
         raise DataError(

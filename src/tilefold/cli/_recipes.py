@@ -1,0 +1,91 @@
+"""Options of ``tilefold train`` become the configuration of a recipe."""
+# ruff: noqa: PLC0415 - recipes are imported when the verb runs
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tilefold.cli._common import UsageError, note
+
+__all__ = ["chosen", "configure"]
+
+# option -> the kinds of recipe that have it
+_KINDS = {
+    "--regularizer": ("SpladeRecipe", "LsrRecipe"),
+    "--group-by-length": ("SpladeRecipe", "LsrRecipe"),
+    "--dimension": ("ColbertRecipe",),
+    "--query-length": ("ColbertRecipe",),
+    "--expand-queries": ("ColbertRecipe",),
+    "--keep-punctuation": ("ColbertRecipe",),
+}
+
+
+def chosen(recipe: str | None, method: str | None) -> str:
+    """The name that ``--recipe`` gives, or ``--method``, its former name."""
+    if method is not None:
+        if recipe is not None:
+            raise UsageError("--method is the former name of --recipe: leave it out.")
+        note(f"--method is now --recipe: tilefold train --recipe {method}")
+    return recipe or method or "splade"
+
+
+def configure(name: str, values: Mapping[str, Any], own: Mapping[str, Any], fields: list[str]) -> Any:
+    """The recipe `name` with the given `values`, those of `own`, options of some recipes, and of ``--set``."""
+    from tilefold.recipes.catalogue import RECIPES, get_recipe
+
+    if name not in RECIPES:
+        raise UsageError(f"--recipe: expected one of {', '.join(RECIPES)}, got {name!r}.")
+    kind = type(RECIPES[name].recipe).__name__
+    given = {option: value for option, value in own.items() if value is not None}
+    for option in given:
+        if kind not in _KINDS[option]:
+            whose = "--recipe colbert" if _KINDS[option] == ("ColbertRecipe",) else "the sparse recipes"
+            raise UsageError(f"{option} belongs to {whose}: leave it out for {name}.")
+    try:
+        recipe = get_recipe(name, **{field: value for field, value in values.items() if value is not None})
+        return type(recipe).from_dict(_changed(recipe.to_dict(), given, fields))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _changed(recipe: dict[str, Any], given: Mapping[str, Any], fields: list[str]) -> dict[str, Any]:
+    for option, value in given.items():
+        if option == "--regularizer":
+            for side in ("query_regularizer", "document_regularizer"):
+                _put_weight(recipe, side, value)
+        elif option == "--keep-punctuation":
+            recipe["skip_punctuation"] = False
+        elif option == "--dimension":
+            recipe["dimension"] = value or None
+        else:
+            recipe[option.removeprefix("--").replace("-", "_")] = value
+    for text in fields:
+        _set(recipe, text)
+    return recipe
+
+
+def _put_weight(recipe: dict[str, Any], side: str, weight: float) -> None:
+    if not isinstance(recipe[side], dict):
+        recipe[side] = weight
+    elif recipe[side]["kind"] != "none":
+        recipe[side]["weight"] = weight
+
+
+def _set(recipe: dict[str, Any], text: str) -> None:
+    """Apply ``field=value`` or ``field.field=value``; the value is JSON, or a word."""
+    path, mark, word = text.partition("=")
+    *parents, last = path.split(".")
+    if not mark or not last:
+        raise UsageError(f"--set: expected FIELD=VALUE, got {text!r}.")
+    place: Any = recipe
+    for name in parents:
+        place = place.get(name) if isinstance(place, dict) else None
+    if not isinstance(place, dict) or (not parents and last not in place):
+        inside = place if isinstance(place, dict) else recipe
+        raise UsageError(f"--set: there is no field {path!r}; the fields are {', '.join(inside)}.")
+    try:
+        place[last] = json.loads(word)
+    except ValueError:
+        place[last] = word

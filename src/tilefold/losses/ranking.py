@@ -1,0 +1,89 @@
+"""Ranking losses as modules with ``compute_loss_from_embeddings``, which ``SpladeLoss`` takes as its ``loss``.
+
+``embeddings`` are those of its columns: queries ``[B, V]``, relevant documents ``[B, V]``, and one ``[B, V]`` per
+column of negatives. Nothing here needs sentence-transformers to be installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["PairwiseSoftmaxLoss", "TermRecallLoss", "WeightedLosses"]
+
+
+class WeightedLosses(nn.Module):
+    """A weighted sum of losses, as SPLADE-v3 (arXiv 2403.06789) adds KL and MarginMSE.
+
+    Args:
+        terms: pairs of a loss with ``compute_loss_from_embeddings``, ours or sentence-transformers', and a weight.
+
+    Raises:
+        TypeError: if a term has no ``compute_loss_from_embeddings``.
+        ValueError: if there is no term.
+    """
+
+    def __init__(self, terms: Iterable[tuple[nn.Module, float]]) -> None:
+        super().__init__()
+        pairs = list(terms)
+        if not pairs:
+            raise ValueError("terms must be at least one pair of a loss and its weight, got none.")
+        for term, _ in pairs:
+            if not callable(getattr(term, "compute_loss_from_embeddings", None)):
+                raise TypeError(
+                    f"terms must have compute_loss_from_embeddings, got {type(term).__name__}; pass losses that "
+                    "SpladeLoss takes."
+                )
+        self.terms = nn.ModuleList(term for term, _ in pairs)
+        self.weights = [float(weight) for _, weight in pairs]
+
+    def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
+        """``sum_i weight_i * term_i``, a scalar."""
+        values = [
+            weight * term.compute_loss_from_embeddings(embeddings, labels)  # type: ignore[operator]
+            for term, weight in zip(self.terms, self.weights, strict=True)
+        ]
+        return torch.stack(values).sum()
+
+
+class PairwiseSoftmaxLoss(nn.Module):
+    """``mean_b mean_i (1 - P_bi)`` with ``P_bi = softmax(s(q_b, d_b), s(q_b, n_bi))`` of the relevant document.
+
+    The loss of EPIC (MacAvaney et al., arXiv 2004.14245), which has one negative ``n`` per query; with more, each makes
+    a pair of its own.
+    """
+
+    def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
+        """The mean probability of the negatives, a scalar in [0, 1]; labels are not read."""
+        _check_columns(embeddings, 3, "a query, a relevant document and negatives")
+        queries, *documents = (column.to(_wide(column)) for column in embeddings)
+        relevant, *negatives = ((queries * document).sum(dim=1) for document in documents)
+        return torch.sigmoid(torch.stack(negatives) - relevant).mean()
+
+
+class TermRecallLoss(nn.Module):
+    """``sum_bv m_bv (d_bv - q_bv)^2 / sum_bv m_bv``: documents' term weights learn in which queries a term occurs.
+
+    ``m`` marks the terms of the document (its nonzero weights), and ``q_bv`` is 1 if the query has term v, else 0. Over
+    all queries of a document the weight that minimises this is the term's recall, the share of relevant queries with
+    that term, which is the target of DeepCT (Dai and Callan, arXiv 1910.10687).
+    """
+
+    def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
+        """The mean squared error over the terms of the relevant documents, a scalar; labels are not read."""
+        _check_columns(embeddings, 2, "a query and a relevant document")
+        queries, documents = (column.to(_wide(column)) for column in embeddings[:2])
+        present = (documents != 0).to(documents.dtype)
+        target = (queries.detach() != 0).to(documents.dtype)
+        return (present * (documents - target).square()).sum() / present.sum().clamp(min=1)
+
+
+def _wide(scores: Tensor) -> torch.dtype:
+    return torch.promote_types(scores.dtype, torch.float32)
+
+
+def _check_columns(embeddings: Sequence[Tensor], least: int, what: str) -> None:
+    if len(embeddings) < least:
+        raise ValueError(f"embeddings must have at least {least} columns ({what}), got {len(embeddings)}.")

@@ -1,0 +1,49 @@
+"""Tiny models with real tokenizers of about 200 tokens, trained on the texts of the small collection."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+
+from tilefold.retrieval.collection import Collection
+
+VOCABULARY = 200
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def wordpiece(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
+    """A lower-casing WordPiece tokenizer with BERT's special tokens."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token=SPECIAL[1]))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(vocab_size=VOCABULARY, special_tokens=SPECIAL)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B [SEP]",
+        special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
+    )
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=64, **names)
+
+
+def tiny_masked_lm(folder: Path, collection: Collection) -> Path:
+    """A BertForMaskedLM of three narrow layers over a vocabulary of its own."""
+    tokenizer = wordpiece([*collection.contents().values(), *collection.queries.values()])
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=64,
+    )
+    model = transformers.BertForMaskedLM(config)
+    torch.nn.init.normal_(model.bert.embeddings.word_embeddings.weight, std=0.3)
+    model.save_pretrained(str(folder))
+    tokenizer.save_pretrained(str(folder))
+    return folder
