@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,12 +37,13 @@ class Retriever(Protocol):
 
 @dataclass(frozen=True)
 class SparseRetriever:
-    """An index of sparse vectors, and the model that encodes queries for it."""
+    """An index of sparse vectors, and the model (or the words of BM25) that encodes queries for it."""
 
     index: SparseIndex
     encoder: Any
     query_top_k: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    words: BM25Index | None = None
 
     @property
     def provenance(self) -> Provenance:
@@ -51,6 +53,8 @@ class SparseRetriever:
         """The queries' vectors."""
         from tilefold.retrieval.encoding import encode_queries
 
+        if self.words is not None:
+            return self.words.query_vectors(queries)
         return encode_queries(self.encoder, queries, top_k=self.query_top_k)
 
     def search_vectors(self, vectors: SparseVectors, k: int) -> Run:
@@ -71,11 +75,30 @@ class DenseRetriever:
     texts: Mapping[str, str]
     provenance: Provenance
 
-    def search(self, queries: Mapping[str, str], k: int) -> Run:
-        from tilefold.retrieval.dense import dense_run
+    @cached_property
+    def vectors(self) -> Any:
+        """The documents' vectors, encoded once."""
+        from tilefold.retrieval.dense import encode_dense
 
         with _common.progress_bar("encoding") as update:
-            return dense_run(self.model, self.texts, queries, k, progress=lambda done, total: update(done, total, ""))
+            return encode_dense(
+                self.model, self.texts, kind="document", progress=lambda done, total: update(done, total, "")
+            )
+
+    def encode(self, queries: Mapping[str, str]) -> Any:
+        """The queries' vectors."""
+        from tilefold.retrieval.dense import encode_dense
+
+        return encode_dense(self.model, queries, kind="query")
+
+    def search_vectors(self, vectors: Any, names: Sequence[str], k: int) -> Run:
+        """The `k` best documents for queries that are encoded."""
+        from tilefold.retrieval.dense import rank_by_similarity
+
+        return rank_by_similarity(self.model, self.vectors, vectors.to(self.vectors), list(self.texts), names, k)
+
+    def search(self, queries: Mapping[str, str], k: int) -> Run:
+        return self.search_vectors(self.encode(queries), list(queries), k)
 
 
 @dataclass(frozen=True)
@@ -155,6 +178,17 @@ def _check_model(path: Path, made_by: Provenance, name: str, encoder: Any, other
             f"one, or make the index again: tilefold encode --model {name}, then tilefold index."
         )
     _common.note(f"--model: {name} is not the model that made the index {path}")
+
+
+def check_vectors(vectors: Path, retriever: SparseRetriever) -> None:
+    """Refuse --vectors that an index was not built from."""
+    from tilefold.retrieval.vectors import read_manifest
+
+    if retriever.provenance.differs(read_manifest(vectors).provenance):
+        raise _common.CommandError(
+            f"--vectors: {vectors} holds vectors of another model or of other documents than the index. "
+            f"Give those that it was built from, or build it again: tilefold index --vectors {vectors}"
+        )
 
 
 def load_dense(model: str, texts: Mapping[str, str], made_of: Provenance, max_length: int | None) -> DenseRetriever:

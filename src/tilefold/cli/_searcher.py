@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilefold.cli import _common, _rerank, _retrievers, _scores
+from tilefold.cli import _common, _feedback, _rerank, _retrievers, _scores
 
 if TYPE_CHECKING:
     from tilefold.cli._retrievers import SparseRetriever
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tilefold.retrieval.vectors import SparseVectors
 
 RERANK_DEPTH = 100
+Scores = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Searcher:
         retriever: SparseRetriever | BM25Index,
         k: int,
         reranking: _rerank.RerankOptions | None,
+        feedback: _feedback.FeedbackOptions | None = None,
     ) -> None:
         self.paths, self.retriever, self.k = paths, retriever, k
         self.depth = (reranking.depth or max(k, RERANK_DEPTH)) if reranking else k
@@ -50,17 +52,13 @@ class Searcher:
             _scores.check_texts(f"--index {paths.index}", retriever.provenance, collection, texts)
         self.documents = collection.documents if collection else {}
         self._check_vectors()
+        self.feedback = None if feedback is None else _feedback.with_options(feedback, retriever, paths.vectors)
         self.reranker = _rerank.load_reranker(reranking, collection, retriever.provenance) if reranking else None
 
     def answer(self, query: str) -> list[dict[str, Any]]:
         """The `k` best documents: rank, id, score, title (or text), and the terms that they share with the query."""
         queries = {"query": query}
-        encoded = None
-        if isinstance(self.retriever, _retrievers.SparseRetriever):
-            encoded = self.retriever.encode(queries)
-            first = self.retriever.search_vectors(encoded, self.depth)["query"]
-        else:
-            first = self.retriever.search(queries, self.depth)["query"]
+        first, own, asked, encoded = self._first(queries)
         if self.documents and first and not first.keys() & self.documents.keys():
             raise _common.CommandError(
                 f"--data: none of the documents found is in {self.paths.data} (the first is {next(iter(first))!r}); "
@@ -71,7 +69,7 @@ class Searcher:
             found = self.reranker(queries, {"query": first})["query"]
         ranks = {name: rank for rank, name in enumerate(first, start=1)}
         shown = dict(list(found.items())[: self.k])
-        matched = self._matched(encoded, {name: first[name] for name in shown})
+        matched = self._matched(asked, encoded, {name: own[name] for name in shown if name in own})
         hits = []
         for rank, (name, score) in enumerate(shown.items(), start=1):
             document = self.documents.get(name)
@@ -82,35 +80,54 @@ class Searcher:
             hits.append(hit)
         return hits
 
-    def _check_vectors(self) -> None:
-        from tilefold.retrieval.vectors import read_manifest
+    def _first(self, queries: dict[str, str]) -> tuple[Scores, Scores, SparseVectors | None, SparseVectors | None]:
+        """The ranking before reranking, the scores to explain, and the vectors of the query: its own, and as searched.
 
+        They differ where feedback changed the query, and where its ranking was interpolated with another one.
+        """
+        if self.feedback is not None:
+            answers = self.feedback.answers(queries, self.depth)
+            ranked = dict(list(answers.run["query"].items())[: self.depth])
+            return ranked, answers.own["query"], answers.before, answers.after
+        if isinstance(self.retriever, _retrievers.SparseRetriever):
+            encoded = self.retriever.encode(queries)
+            first = self.retriever.search_vectors(encoded, self.depth)["query"]
+            return first, first, encoded, encoded
+        first = self.retriever.search(queries, self.depth)["query"]
+        return first, first, None, None
+
+    def _check_vectors(self) -> None:
         index, vectors = self.paths.index, self.paths.vectors
         if vectors is None:
             return
         if not isinstance(self.retriever, _retrievers.SparseRetriever):
             raise _common.UsageError(f"--vectors: {index} is a BM25 index, which has none: leave it out.")
-        if self.retriever.provenance.differs(read_manifest(vectors).provenance):
-            raise _common.CommandError(
-                f"--vectors: {vectors} holds vectors of another model or of other documents than the index {index}. "
-                f"Give those that it was built from, or build it again: tilefold index --vectors {vectors}"
-            )
+        _retrievers.check_vectors(vectors, self.retriever)
 
-    def _matched(self, encoded: SparseVectors | None, scores: dict[str, float]) -> dict[str, list[dict[str, Any]]]:
-        """The terms that each document shares with the query, where --vectors holds its vector."""
+    def _matched(
+        self, asked: SparseVectors | None, encoded: SparseVectors | None, scores: Scores
+    ) -> dict[str, list[dict[str, Any]]]:
+        """The terms that each document shares with the query as searched, where --vectors holds its vector."""
         from tilefold.retrieval.vectors import read_rows
 
-        if self.paths.vectors is None or encoded is None or not isinstance(self.retriever, _retrievers.SparseRetriever):
+        retriever = self.retriever
+        if self.paths.vectors is None or encoded is None or asked is None:
+            return {}
+        if not isinstance(retriever, _retrievers.SparseRetriever):
             return {}
         stored = read_rows(self.paths.vectors, scores)
-        tokenizer = self.retriever.encoder.tokenizer
-        return {name: _terms(encoded, stored, row, tokenizer, scores[name]) for row, name in enumerate(stored.ids)}
+        tokenizer = retriever.encoder.tokenizer
+        own = None if asked is encoded else set(asked.row(0)[0].tolist())
+        return {name: _terms(encoded, stored, row, tokenizer, scores[name], own) for row, name in enumerate(stored.ids)}
 
 
 def _terms(
-    encoded: SparseVectors, stored: SparseVectors, row: int, tokenizer: Any, score: float
+    encoded: SparseVectors, stored: SparseVectors, row: int, tokenizer: Any, score: float, own: set[int] | None
 ) -> list[dict[str, Any]]:
-    """Query terms that the document contains, by their part of the score, largest first; without special tokens."""
+    """Query terms that the document contains, by their part of the score, largest first; without special tokens.
+
+    After feedback `own` are the terms that the query had before it, and each says whether feedback added it.
+    """
     query = dict(zip(*(part.tolist() for part in encoded.row(0)), strict=True))
     document = dict(zip(*(part.tolist() for part in stored.row(row)), strict=True))
     words = document.keys() & (query.keys() - set(tokenizer.all_special_ids))
@@ -118,5 +135,6 @@ def _terms(
     tokens = tokenizer.convert_ids_to_tokens([term for _, term in ordered])
     return [
         {"term": token, "contribution": part, "share": part / score}
-        for token, (part, _) in zip(tokens, ordered, strict=True)
+        | ({} if own is None else {"feedback": term not in own})
+        for token, (part, term) in zip(tokens, ordered, strict=True)
     ]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tilefold.cli import _common, _models, _rerank, _retrievers, _scores
+from tilefold.cli import _common, _feedback, _models, _rerank, _retrievers, _scores
 
 DEPTH = 100
 
@@ -43,6 +43,18 @@ def evaluate(
     ] = None,
     rerank_tail: Annotated[str | None, typer.Option(help=_rerank.TAIL_HELP)] = None,
     rerank_weight: Annotated[float | None, typer.Option(help=_rerank.WEIGHT_HELP)] = None,
+    vectors: Annotated[Path | None, typer.Option(help="The encoded documents of --index, for --prf.")] = None,
+    prf: _feedback.Method = None,
+    prf_depth: _feedback.Depth = None,
+    prf_terms: _feedback.Terms = None,
+    prf_alpha: _feedback.Alpha = None,
+    prf_beta: _feedback.Beta = None,
+    prf_gamma: _feedback.Gamma = None,
+    prf_bottom: _feedback.Bottom = None,
+    prf_with: _feedback.With = None,
+    prf_place: _feedback.Place = None,
+    prf_weight: _feedback.Weight = None,
+    prf_normalization: _feedback.Normalization = None,
     save_run: Annotated[Path | None, typer.Option(help=_scores.SAVE_RUN_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The measures as JSON on stdout.")] = False,
 ) -> None:
@@ -60,6 +72,22 @@ def evaluate(
     depth = None if run is not None else k or DEPTH
     _common.check_at_least_one(k=k, query_top_k=query_top_k, max_length=max_length)
     reranking = _rerank.options(rerank, rerank_model, rerank_depth, rerank_tail, rerank_weight)
+    feedback = _feedback.options(
+        prf,
+        {
+            "depth": prf_depth,
+            "top_terms": prf_terms,
+            "alpha": prf_alpha,
+            "beta": prf_beta,
+            "gamma": prf_gamma,
+            "bottom": prf_bottom,
+        },
+        {"second": prf_with, "place": prf_place, "weight": prf_weight, "normalization": prf_normalization},
+    )
+    if feedback is None:
+        _common.refuse("--vectors", vectors, "goes together with --prf")
+    elif run is not None:
+        raise _common.UsageError("--prf goes with --index or a dense --model: a run has no vectors.")
     measures, deepest = _scores.check_measures(measure)
     _scores.check_writable(save_run, "--save-run")
     _models.find_models({"--model": model, "--rerank": rerank})
@@ -71,11 +99,12 @@ def evaluate(
         found = _scores.read_run(run, "--run")
         _scores.check_texts(found.name, found.provenance, collection, texts)
     else:
-        retriever: _retrievers.Retriever
-        if index is not None:
-            retriever = _retrievers.open_index(index, model, options, collection.contents)
-        else:
-            retriever = _retrievers.load_dense(str(model), collection.contents(), texts, max_length)
+        opened = (
+            _retrievers.open_index(index, model, options, collection.contents)
+            if index is not None
+            else _retrievers.load_dense(str(model), collection.contents(), texts, max_length)
+        )
+        retriever = opened if feedback is None else _feedback.with_options(feedback, opened, vectors)
         name = f"--model {model}" if index is None else f"--index {index}"
         _scores.check_texts(name, retriever.provenance, collection, texts)
         found = _scores.NamedRun(name, retriever.search(queries, max(k or DEPTH, deepest)), retriever.provenance)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tilefold.cli import _common, _models, _rerank, _retrievers
+from tilefold.cli import _common, _feedback, _models, _rerank, _retrievers
 from tilefold.cli._searcher import Searcher, SearchPaths
 
 SHOWN_TERMS = 6
@@ -45,11 +45,23 @@ def search(
     rerank_model: Annotated[str | None, typer.Option(help=_rerank.MODEL_HELP)] = None,
     rerank_depth: Annotated[int | None, typer.Option(help=_rerank.DEPTH_HELP + " By default 100.")] = None,
     rerank_weight: Annotated[float | None, typer.Option(help=_rerank.WEIGHT_HELP)] = None,
+    prf: _feedback.Method = None,
+    prf_depth: _feedback.Depth = None,
+    prf_terms: _feedback.Terms = None,
+    prf_alpha: _feedback.Alpha = None,
+    prf_beta: _feedback.Beta = None,
+    prf_gamma: _feedback.Gamma = None,
+    prf_bottom: _feedback.Bottom = None,
+    prf_with: _feedback.With = None,
+    prf_place: _feedback.Place = None,
+    prf_weight: _feedback.Weight = None,
+    prf_normalization: _feedback.Normalization = None,
     as_json: Annotated[bool, typer.Option("--json", help="The hits as JSON on stdout.")] = False,
 ) -> None:
     """Search an index; without options, the index of the demo.
 
-    With --rerank, the best candidates of the index are reordered by late interaction, and scores are MaxSim.
+    With --rerank, the best candidates of the index are reordered by late interaction, and scores are MaxSim. With
+    --prf, terms that feedback added to the query are marked +.
     """
     if query is not None:
         _common.refuse("--queries", queries, "goes without a query")
@@ -59,6 +71,20 @@ def search(
     reranking = _rerank.options(rerank, rerank_model, rerank_depth, None, rerank_weight)
     if rerank_depth is not None and rerank_depth < k:
         raise _common.UsageError(f"--rerank-depth: expected at least --k ({k}), got {rerank_depth}.")
+    feedback = _feedback.options(
+        prf,
+        {
+            "depth": prf_depth,
+            "top_terms": prf_terms,
+            "alpha": prf_alpha,
+            "beta": prf_beta,
+            "gamma": prf_gamma,
+            "bottom": prf_bottom,
+        },
+        {"second": prf_with, "place": prf_place, "weight": prf_weight, "normalization": prf_normalization},
+    )
+    if prf_with is not None and prf_with.is_file():
+        raise _common.UsageError(f"--prf-with: {prf_with} is a file; search takes a BM25 index, evaluate also a run.")
     if index is None:
         for name, value in (("--model", model), ("--data", data), ("--vectors", vectors)):
             _common.refuse(name, value, "goes with --index")
@@ -68,7 +94,7 @@ def search(
     _models.find_models({"--model": model, "--rerank": rerank})
     options = _retrievers.IndexOptions(query_top_k or paths.query_top_k, query_cut, heap_factor, other_model)
     retriever = _retrievers.open_index(paths.index, paths.model, options, _texts(paths.data))
-    searcher = Searcher(paths, retriever, k, reranking)
+    searcher = Searcher(paths, retriever, k, reranking, feedback)
     single = query is not None and query != "-"
     for name, text in [("query", str(query))] if single else _many(query, queries):
         hits = searcher.answer(text)
@@ -151,6 +177,9 @@ def _table(query: str, hits: list[dict[str, Any]]) -> Any:
         row += [Text(textwrap.shorten(hit["title"], SHOWN_CHARACTERS, placeholder=" ..."))] if titled else []
         row += [Text(f"{hit['score']:.2f}")]
         row += [Text(f"{hit['first']['rank']}, {hit['first']['score']:.2f}")] if late else []
-        terms = "  ".join(f"{term['term']} {term['share']:.0%}" for term in hit["terms"][:SHOWN_TERMS])
+        terms = "  ".join(
+            f"{'+' * term.get('feedback', False)}{term['term']} {term['share']:.0%}"
+            for term in hit["terms"][:SHOWN_TERMS]
+        )
         table.add_row(*row, *([Text(terms)] if explained else []))
     return table
