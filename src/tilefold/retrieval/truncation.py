@@ -6,25 +6,35 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from tilefold.retrieval._prefix import Beginnings
+
 __all__ = ["cut_texts"]
 
-_CHARACTERS_PER_TOKEN = 16  # of the first attempt; shorter texts than twice that are left alone
+_CHARACTERS_PER_TOKEN = 16  # of the first attempt at white space; shorter texts than twice that are left alone
+_BEGINNINGS = (8, 32, 128, 512)  # characters per token of the attempts anywhere
 _SPACE = re.compile(r"\s")
 
 
 def cut_texts(model: Any, texts: Sequence[str]) -> list[str]:
     """`texts`, of which enormous ones lose the end that `model` would tokenize only to truncate it.
 
-    A text is cut at white space, where tokenizers begin a new word, after at least as many tokens as the model reads,
-    so that it reads the same ones. A text without white space there is left whole, as are those of models that
-    truncate on the left or not at all.
+    A text is cut where its beginning is shown to have the first tokens of the whole, as many as the model reads
+    (:mod:`tilefold.retrieval._prefix`), with white space or without. Where that cannot be shown (a tokenizer without a
+    fast backend, one word that never ends, special tokens in the text), it is cut at white space, where tokenizers
+    begin a new word, and is left whole if there is none. Texts of models that truncate on the left or not at all are
+    left whole.
     """
     limit = _limit(model)
     tokenizer = getattr(model, "tokenizer", None)
     if limit is None or not callable(tokenizer) or getattr(tokenizer, "truncation_side", None) != "right":
         return list(texts)
     longest = 2 * _CHARACTERS_PER_TOKEN * limit
-    return [text if len(text) <= longest else _cut(tokenizer, text, limit) for text in texts]
+    if all(len(text) <= longest for text in texts):
+        return list(texts)
+    fast = getattr(tokenizer, "backend_tokenizer", None) is not None
+    beginnings = Beginnings(tokenizer) if fast else None
+    prompts = {"", *(getattr(model, "prompts", None) or {}).values()}
+    return [text if len(text) <= longest else _cut(tokenizer, beginnings, prompts, text, limit) for text in texts]
 
 
 def _limit(model: Any) -> int | None:
@@ -36,7 +46,15 @@ def _limit(model: Any) -> int | None:
     return max(known) if known else None
 
 
-def _cut(tokenizer: Any, text: str, limit: int) -> str:
+def _cut(tokenizer: Any, beginnings: Beginnings | None, prompts: set[str], text: str, limit: int) -> str:
+    for size in (limit * characters for characters in _BEGINNINGS) if beginnings is not None else ():
+        start = text[:size]
+        if size >= len(text) or all(beginnings.first(prompt + start, limit) is not None for prompt in prompts):
+            return start
+    return _cut_at_space(tokenizer, text, limit)
+
+
+def _cut_at_space(tokenizer: Any, text: str, limit: int) -> str:
     size = _CHARACTERS_PER_TOKEN * limit
     while size < len(text):
         space = _SPACE.search(text, size)
