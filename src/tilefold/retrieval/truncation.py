@@ -47,10 +47,11 @@ def _limit(model: Any) -> int | None:
 
 
 def _cut(tokenizer: Any, beginnings: Beginnings | None, prompts: set[str], text: str, limit: int) -> str:
-    for size in (limit * characters for characters in _BEGINNINGS) if beginnings is not None else ():
-        start = text[:size]
-        if size >= len(text) or all(beginnings.first(prompt + start, limit) is not None for prompt in prompts):
-            return start
+    if beginnings is not None:
+        for size in (limit * characters for characters in _BEGINNINGS):
+            start = text[:size]
+            if size >= len(text) or all(beginnings.first(prompt + start, limit) is not None for prompt in prompts):
+                return start
     return _cut_at_space(tokenizer, text, limit)
 
 
