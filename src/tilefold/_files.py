@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,56 @@ def atomic_file(path: Path) -> Iterator[Path]:
             yield temporary
         temporary.chmod(0o666 & ~umask())
         temporary.replace(path)
+
+
+@contextmanager
+def atomic_directory(path: Path, *, own_names: Collection[str]) -> Iterator[Path]:
+    """Yield a temporary directory beside `path`, which replaces `path` if the block ends without an error.
+
+    A directory that already holds anything but `own_names` is never replaced. What killed processes left of earlier
+    saves beside it is removed.
+
+    Raises:
+        FileExistsError: `path` holds other files.
+        InUseError: another process writes `path`.
+    """
+    check_replaceable(path, own_names)
+    with hold_path(path), scratch_folder(path) as temporary:
+        made = temporary / "made"
+        made.mkdir()
+        with naming_full_disk(path):
+            yield made
+        _swap(made, path)
+
+
+def check_replaceable(path: Path, own_names: Collection[str]) -> None:
+    """Raise FileExistsError when `path` is a file, or a directory with names other than `own_names`."""
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise FileExistsError(
+            f"{path}: expected a new directory or one that tilefold wrote, got a file. Choose another path."
+        )
+    strange = sorted(entry.name for entry in path.iterdir() if entry.name not in own_names)
+    if strange:
+        raise FileExistsError(
+            f"{path}: expected a new directory or one that tilefold wrote, got one with other files "
+            f"({', '.join(strange[:3])}). Choose another path; nothing was overwritten."
+        )
+
+
+def _swap(new: Path, path: Path) -> None:
+    if not path.exists():
+        new.replace(path)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
+    path.replace(old)
+    try:
+        new.replace(path)
+    except OSError:
+        old.replace(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def umask() -> int:

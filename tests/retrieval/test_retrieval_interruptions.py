@@ -43,7 +43,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from tilefold.retrieval import BM25Index
-from tilefold.retrieval._files import atomic_directory
+from tilefold._files import atomic_directory
 with atomic_directory(Path(sys.argv[1]), own_names=()) as folder:
     (folder / "half").write_text("an index, nearly")
     os.kill(os.getpid(), signal.SIGKILL)

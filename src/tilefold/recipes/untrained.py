@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilefold._files import InUseError
+from tilefold._files import InUseError, atomic_directory
 from tilefold._version import __version__
 from tilefold.recipes.quiet import quiet_libraries
-from tilefold.retrieval._files import atomic_directory
 from tilefold.retrieval.datasets import default_cache_dir
 from tilefold.retrieval.provenance import texts_digest
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from tilefold.retrieval._files import atomic_directory, is_unicode, json_line
+from tilefold._files import atomic_directory
+from tilefold.retrieval._files import is_unicode, json_line
 from tilefold.retrieval._judgements import Known, read_splits
 from tilefold.retrieval._queries import TOPICS, loose_query_rows, query_of_line, query_rows
 from tilefold.retrieval._tables import ROWS, Row, find_table, is_saved_dataset, table_rows

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._files import write_json
-from tilefold.retrieval._files import atomic_directory
+from tilefold._files import atomic_directory, write_json
 from tilefold.retrieval._ranking import top_positive
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError

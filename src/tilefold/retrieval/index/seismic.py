@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._files import write_json
-from tilefold.retrieval._files import atomic_directory, require
+from tilefold._files import atomic_directory, write_json
+from tilefold.retrieval._files import require
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import (
