@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from sentence_transformers import MultiVectorEncoder
 
+from tests.recipes.decoder_models import tiny_causal_lm
 from tests.recipes.tiny import tiny_masked_lm
 from tilefold import retrieval
 from tilefold.modules import load_encoder
@@ -26,7 +27,9 @@ def bases(collection: Collection, tmp_path_factory: pytest.TempPathFactory) -> d
     """A tiny base model of each kind that entries name."""
     folder = tmp_path_factory.mktemp("bases")
     masked_lm = str(tiny_masked_lm(folder / "masked-lm", collection))
-    return {"masked-lm": masked_lm, "encoder": masked_lm}
+    texts = [*collection.contents().values(), *collection.queries.values()]
+    causal = str(tiny_causal_lm(folder / "causal-lm", texts=texts))
+    return {"masked-lm": masked_lm, "encoder": masked_lm, "causal-lm": causal, "multi-vector": masked_lm}
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +53,8 @@ def scores(collection: Collection, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def small_recipe(entry: Entry, bases: dict[str, str]) -> Any:
     recipe = get_recipe(entry.name, base_model=bases[entry.base], **SMALL)
+    if entry.name == "splate":  # the head of the model that the ColBERT is made of
+        recipe = replace(recipe, document=replace(recipe.document, head_model=bases["masked-lm"]))
     return replace(recipe, negatives=min(recipe.negatives, 3)) if isinstance(recipe, LsrRecipe) else recipe
 
 

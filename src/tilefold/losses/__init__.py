@@ -4,6 +4,7 @@ Regularisers are computed over the batch of all ranks: functions of the scores `
 ``SpladeLoss`` as ``document_regularizer`` or ``query_regularizer``. Ranking losses plug in as its ``loss``.
 """
 
+from tilefold.losses.activated_lm import ActivatedLmLoss, activated_lm_loss
 from tilefold.losses.functional import anti_zero, df_weights, flops, l1, l2
 from tilefold.losses.ranking import PairwiseSoftmaxLoss, TermRecallLoss, WeightedLosses
 from tilefold.losses.regularizers import (
@@ -18,6 +19,7 @@ from tilefold.losses.regularizers import (
 )
 
 __all__ = [
+    "ActivatedLmLoss",
     "AntiZeroLoss",
     "DFFlopsLoss",
     "GlobalFlopsLoss",
@@ -29,6 +31,7 @@ __all__ = [
     "RegularizerSum",
     "TermRecallLoss",
     "WeightedLosses",
+    "activated_lm_loss",
     "anti_zero",
     "df_weights",
     "flops",

@@ -5,8 +5,13 @@ from __future__ import annotations
 from tilefold._lazy import lazy_exports
 
 _HOME = {
+    "EchoTransformer": "echo",
+    "FrozenTransformer": "splate",
     "FusedPooling": "fused_pooling",
     "HeadPooling": "head_pooling",
+    "LexicalWindow": "window",
+    "ProsperTransformer": "prosper",
+    "SplateHead": "splate",
     "StaticQuery": "static_query",
     "TokenWeights": "token_weights",
     "load_encoder": "loading",

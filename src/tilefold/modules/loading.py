@@ -13,11 +13,25 @@ __all__ = ["load_encoder", "module_classes"]
 
 def module_classes() -> dict[str, type]:
     """Class path in ``modules.json`` -> class, for every module of this room."""
+    from tilefold.modules.echo import EchoTransformer
     from tilefold.modules.head_pooling import HeadPooling
+    from tilefold.modules.prosper import ProsperTransformer
+    from tilefold.modules.splate import FrozenTransformer, SplateHead
     from tilefold.modules.static_query import StaticQuery
     from tilefold.modules.token_weights import TokenWeights
+    from tilefold.modules.window import LexicalWindow
 
-    return {f"{made.__module__}.{made.__qualname__}": made for made in (HeadPooling, StaticQuery, TokenWeights)}
+    room = (
+        EchoTransformer,
+        FrozenTransformer,
+        HeadPooling,
+        LexicalWindow,
+        ProsperTransformer,
+        SplateHead,
+        StaticQuery,
+        TokenWeights,
+    )
+    return {f"{made.__module__}.{made.__qualname__}": made for made in room}
 
 
 def load_encoder(name_or_path: str, **kwargs: Any) -> SparseEncoder:

@@ -13,6 +13,7 @@ __all__ = ["KINDS", "Base", "EncoderSpec"]
 
 _NETWORK = frozenset({"activation", "layers", "shared_network"})
 _HEAD = _NETWORK | {"logit_scale", "top_k", "normalize"}
+_CAUSAL = (_HEAD - {"layers"}) | {"pooling", "drop_special_tokens", "lora"}
 # kind -> the fields, beside `kind` and `base_model`, that apply to it
 KINDS: Mapping[str, frozenset[str]] = {
     "mlm": _HEAD | {"pooling", "drop_special_tokens"},
@@ -20,6 +21,12 @@ KINDS: Mapping[str, frozenset[str]] = {
     "mlp": _NETWORK | {"scale", "drop_special_tokens"},
     "binary": frozenset({"scale", "trainable"}),
     "idf": frozenset({"idf", "trainable"}),
+    "causal": _CAUSAL,
+    "bidirectional": _CAUSAL,
+    "echo": _CAUSAL,
+    "prosper": frozenset({"pooling", "logit_scale", "top_k", "normalize", "literal_residual", "shared_network"}),
+    "bge_m3": frozenset({"shared_network"}),
+    "splate": frozenset({"head_model", "trainable"}),
 }
 
 
@@ -31,10 +38,14 @@ class EncoderSpec(DictMixin):
 
     Attributes:
         kind: ``"mlm"`` (an LM head over all tokens: SPLADE), ``"cls_mlm"`` (over the first one: TILDE), ``"mlp"`` (a
-            weight for each token: uniCOIL, DeepImpact), ``"binary"`` (1 for each distinct token, times a number) or
-            ``"idf"`` (a number of its own for each distinct token). The last two need no network.
+            weight for each token: uniCOIL, DeepImpact), ``"binary"`` (1 for each distinct token, times a number),
+            ``"idf"`` (a number of its own for each distinct token; these two need no network), ``"causal"``,
+            ``"bidirectional"`` or ``"echo"`` (the LM head of a causal language model, see
+            :mod:`tilefold.recipes.decoders`), ``"prosper"`` (:class:`tilefold.modules.ProsperTransformer`),
+            ``"bge_m3"`` (a weight for each token, with BGE-M3's own where the base model has them) or ``"splate"`` (an
+            adapter on a frozen ColBERT, the base model).
         base_model: of this side alone: ``"minilm"``, a folder or a Hugging Face name; None takes the recipe's.
-        pooling: of the LM head, see :class:`tilefold.modules.HeadPooling`; ``"max"``.
+        pooling: of the LM head, see :class:`tilefold.modules.HeadPooling`; ``"max"``, and ``"last"`` for ``"prosper"``.
         activation: ``"log1p_relu"`` of heads, ``"relu"`` of ``"mlp"``.
         logit_scale: factor on the logits: 1, but 1/16 for ModernBERT and Ettin (arXiv 2606.18811).
         drop_special_tokens: whether positions of special tokens do not count; False for heads, as in SPLADE, True for
@@ -43,10 +54,14 @@ class EncoderSpec(DictMixin):
         normalize: ``"l2"`` for vectors of length 1.
         scale: start of the learned factor on the weights of ``"mlp"`` (None: no such factor); the number of
             ``"binary"``, 0.3.
-        trainable: whether the numbers of ``"binary"`` (False) or ``"idf"`` (False) are learned.
+        trainable: whether the numbers of ``"binary"`` (False) or ``"idf"`` (False), or the bias of the head of
+            ``"splate"`` (False), are learned.
         idf: a JSON file of token -> weight; None counts document frequencies in the sample texts.
         layers: keep only so many of the lowest layers of the base model.
         shared_network: of the query side: runs the network of the document side, with a pooling of its own.
+        lora: rank of low-rank updates, which alone are trained; they are merged into the model that is saved.
+        literal_residual: of ``"prosper"``: False leaves the literal residual network out.
+        head_model: of ``"splate"``: the masked language model whose head decodes; ``"minilm"``.
     """
 
     kind: str = "mlm"
@@ -62,6 +77,9 @@ class EncoderSpec(DictMixin):
     idf: str | None = None
     layers: int | None = None
     shared_network: bool = False
+    lora: int | None = None
+    literal_residual: bool | None = None
+    head_model: str | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -70,10 +88,10 @@ class EncoderSpec(DictMixin):
         given = {field.name for field in fields(self) if getattr(self, field.name) not in (None, field.default)}
         if extra := sorted(given - allowed):
             raise ValueError(f"{extra[0]} does not apply to an encoder of kind {self.kind!r}; leave it out.")
-        for name in ("top_k", "layers"):
+        for name in ("top_k", "layers", "lora"):
             check_count(name, getattr(self, name), optional=True)
         check_flag("shared_network", self.shared_network)
-        for name in ("drop_special_tokens", "trainable"):
+        for name in ("drop_special_tokens", "trainable", "literal_residual"):
             if getattr(self, name) is not None:
                 check_flag(name, getattr(self, name))
         for name in ("logit_scale", "scale"):

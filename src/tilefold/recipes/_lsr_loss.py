@@ -12,11 +12,14 @@ __all__ = ["make_loss", "regularizer_schedule"]
 
 
 def make_loss(model: Any, recipe: LsrRecipe) -> Any:
-    """``SpladeLoss`` of the recipe's loss and penalties."""
+    """``SpladeLoss`` of the recipe's loss and penalties; PROSPER's are on base weights."""
     from sentence_transformers.sparse_encoder import losses
 
+    from tilefold.losses.base_splade import BaseSpladeLoss
+
+    made = BaseSpladeLoss if recipe.document.kind == "prosper" else losses.SpladeLoss
     query, document = recipe.query_regularizer, recipe.document_regularizer
-    return losses.SpladeLoss(
+    return made(
         model,
         loss=_ranking_loss(model, recipe),
         document_regularizer_weight=document.weight,

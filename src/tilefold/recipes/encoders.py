@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tilefold._vocabulary import vocabulary_fingerprint
+from tilefold.recipes import _decoder_builders as decoders
 from tilefold.recipes import _encoder_builders as builders
 from tilefold.recipes._encoder_spec import KINDS, Base, EncoderSpec
 
@@ -27,6 +28,12 @@ BUILDERS: Mapping[str, Callable[[EncoderSpec, Base], list[Any]]] = {
     "mlp": builders.build_mlp,
     "binary": builders.build_binary,
     "idf": builders.build_idf,
+    "causal": decoders.build_causal,
+    "bidirectional": decoders.build_causal,
+    "echo": decoders.build_causal,
+    "prosper": decoders.build_prosper,
+    "bge_m3": decoders.build_bge_m3,
+    "splate": decoders.build_splate,
 }
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "check_tokenizer",
     "load_saved",
     "newest_step",
+    "saved_architectures",
     "saved_kind",
     "saved_modules",
     "whole_weights",
@@ -66,6 +67,12 @@ def check_masked_lm(name_or_path: str) -> None:
             f"{name_or_path} has no masked-LM head (its config.json names {', '.join(map(str, named)) or 'nothing'}), "
             "and sparse vectors come from one. Take a masked language model, or a SparseEncoder that was trained."
         )
+
+
+def saved_architectures(name_or_path: str) -> list[str]:
+    """The classes that ``config.json`` of a model names; none without that file."""
+    config = _read(name_or_path, "config.json")
+    return [str(name) for name in (config.get("architectures") or [])] if isinstance(config, dict) else []
 
 
 def saved_modules(name_or_path: str) -> list[str]:

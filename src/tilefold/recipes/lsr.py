@@ -85,6 +85,7 @@ def _fit(recipe: LsrRecipe, job: TrainingJob) -> Losses:
     from tilefold.recipes._cheaper import length_grouped_batches
     from tilefold.recipes._lsr_loss import make_loss, regularizer_schedule
     from tilefold.recipes._watch import watch
+    from tilefold.recipes.decoders import merge_adapters
 
     model = job.model
     length = model.max_seq_length
@@ -103,6 +104,8 @@ def _fit(recipe: LsrRecipe, job: TrainingJob) -> Losses:
             **_routes(recipe, job),
         )
     model.max_seq_length = length
+    if recipe.document.lora is not None:
+        merge_adapters(model)
     return replace(last, warnings=watcher.warnings())
 
 

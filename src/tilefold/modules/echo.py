@@ -1,0 +1,154 @@
+"""Echo inputs (arXiv 2402.15449): a causal model reads every text twice, and only the second copy is pooled.
+
+A token of the second copy has seen the whole text, which in a causal model only the last token of the first has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from sentence_transformers.base.modules import Transformer
+from torch import Tensor
+
+__all__ = ["DOCUMENT_TEMPLATE", "QUERY_TEMPLATE", "EchoTransformer"]
+
+QUERY_TEMPLATE = "Query:{text}\nQuery again:{text}"
+DOCUMENT_TEMPLATE = "Document:{text}\nDocument again:{text}"
+_SLOT = "{text}"
+
+
+class EchoTransformer(Transformer):  # type: ignore[misc]
+    """A ``Transformer`` that reads ``<template with the text twice><eos>`` and offers the second copy for pooling.
+
+    Tokens are joined before padding: ``bos, before, t_1..t_n, between, t_1..t_n, after, eos``. A text is cut to
+    ``n = (max_seq_length - others) // 2`` tokens first, so both copies are equal whatever its length. Padding may be on
+    either side. The ``attention_mask`` that leaves this module marks the second copy only, so that every pooling
+    module, plain or accelerated, pools over it; a row of an empty text has no token there and gets the scores 0.
+
+    A prompt stands before the template, once. Without a task (``encode``), the document's template is used.
+
+    Args:
+        model_name_or_path: as in ``Transformer``.
+        query_template: for ``task="query"``, with ``{text}`` twice.
+        document_template: for every other task.
+        options: those of ``Transformer``.
+
+    Raises:
+        ValueError: for a template that does not have ``{text}`` twice.
+    """
+
+    config_keys: list[str] = [*Transformer.config_keys, "query_template", "document_template"]  # noqa: RUF012 - the attribute of the stock base class
+
+    def __init__(
+        self,
+        model_name_or_path: str,
+        *,
+        query_template: str = QUERY_TEMPLATE,
+        document_template: str = DOCUMENT_TEMPLATE,
+        **options: Any,
+    ) -> None:
+        super().__init__(model_name_or_path, **options)
+        self.query_template = _checked(query_template, "query_template")
+        self.document_template = _checked(document_template, "document_template")
+
+    def preprocess(self, inputs: Sequence[Any], prompt: str | None = None, **kwargs: Any) -> dict[str, Any]:
+        """``input_ids``, ``attention_mask`` and ``pooling_mask``, each ``[B, S]`` int64.
+
+        Args:
+            inputs: B texts.
+            prompt: put before the template.
+            kwargs: ``task`` and ``max_length`` are read.
+
+        Raises:
+            TypeError: for inputs that are not texts.
+            ValueError: if the model's length has no room for one token of each copy.
+        """
+        if not inputs:
+            return {}
+        if not all(isinstance(text, str) for text in inputs):
+            found = next(type(text).__name__ for text in inputs if not isinstance(text, str))
+            raise TypeError(f"inputs must be texts, got {found}; echo inputs have no other form.")
+        task = kwargs.get("task")
+        template = self.query_template if task == "query" else self.document_template
+        before, between, after = template.split(_SLOT)
+        bos, eos = self._ends()
+        head, middle, tail = bos + self._ids((prompt or "") + before), self._ids(between), self._ids(after) + eos
+        others = len(head) + len(middle) + len(tail)
+        limit = self._limit(task, kwargs.get("max_length"))
+        room = None if limit is None else (limit - others) // 2
+        if room is not None and room < 1:
+            raise ValueError(
+                f"max_seq_length must leave room for two copies of a text beside {others} tokens of template and "
+                f"prompt, got {limit}; raise it to {others + 2} or more."
+            )
+        texts = [text.lower() for text in inputs] if self.do_lower_case else list(inputs)
+        rows, starts = [], []
+        for ids in self.tokenizer(
+            texts, add_special_tokens=False, truncation=room is not None, max_length=room, return_attention_mask=False
+        )["input_ids"]:
+            starts.append((len(head) + len(ids) + len(middle), len(ids)))
+            rows.append([*head, *ids, *middle, *ids, *tail])
+        return {**self._padded(rows, starts), "modality": "text", **self._logits_to_keep()}
+
+    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """The features of ``Transformer``, with an ``attention_mask`` of the second copy; the input is left as it is.
+
+        Raises:
+            ValueError: for features that :meth:`preprocess` did not make.
+        """
+        if "pooling_mask" not in features:
+            raise ValueError(
+                f"features must hold pooling_mask, got {sorted(features)}; make them with preprocess(texts), since the "
+                "tokenizer alone does not write a text twice."
+            )
+        own = {key: value for key, value in features.items() if key != "pooling_mask"}
+        out: dict[str, Any] = super().forward(own, **kwargs)
+        return {**out, "attention_mask": features["pooling_mask"]}
+
+    def _can_flatten_inputs(self) -> bool:
+        return False
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+    def _ends(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer puts before and after a text; at the end there is always one."""
+        made = self.tokenizer("a", return_special_tokens_mask=True)
+        ids, special = made["input_ids"], made["special_tokens_mask"]
+        text = special.index(0)
+        bos, eos = ids[:text], ids[text + special[text:].count(0) :]
+        if not eos and self.tokenizer.eos_token_id is not None:
+            eos = [self.tokenizer.eos_token_id]
+        return list(bos), list(eos)
+
+    def _limit(self, task: str | None, max_length: int | None) -> int | None:
+        """The most tokens of a row, both copies and the template together."""
+        side = {"query": self.query_length, "document": self.document_length}.get(task or "")
+        limits = [max_length if max_length is not None else side, self.max_seq_length]
+        known = [limit for limit in limits if limit is not None and limit < 1 << 30]
+        return min(known, default=None)
+
+    def _padded(self, rows: list[list[int]], copies: list[tuple[int, int]]) -> dict[str, Tensor]:
+        width = max(map(len, rows))
+        pad = self.tokenizer.pad_token_id
+        shape = (len(rows), width)
+        ids = torch.full(shape, 0 if pad is None else pad, dtype=torch.int64)
+        mask, pooled = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+        for row, (tokens, (start, length)) in enumerate(zip(rows, copies, strict=True)):
+            shift = width - len(tokens) if self.tokenizer.padding_side == "left" else 0
+            ids[row, shift : shift + len(tokens)] = torch.tensor(tokens)
+            mask[row, shift : shift + len(tokens)] = 1
+            pooled[row, shift + start : shift + start + length] = 1
+        return {"input_ids": ids, "attention_mask": mask, "pooling_mask": pooled}
+
+    def _logits_to_keep(self) -> dict[str, int]:
+        """All logits are kept: one alone could not be pooled."""
+        return {"logits_to_keep": 0} if self.transformer_task == "text-generation" else {}
+
+
+def _checked(template: str, name: str) -> str:
+    if not isinstance(template, str) or template.count(_SLOT) != 2:
+        raise ValueError(f"{name} must hold {_SLOT} twice, got {template!r}.")
+    return template

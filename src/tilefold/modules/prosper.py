@@ -1,0 +1,220 @@
+"""PROSPER's encoder (arXiv 2510.18527): the vector of one token, and a residual that lifts the text's own terms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from sentence_transformers.base.modules import Transformer
+from torch import Tensor, nn
+
+from tilefold.modules.fused_pooling import autocasts
+from tilefold.ops import lsr_head, token_scatter
+
+__all__ = ["ProsperTransformer", "literal_residual"]
+
+POOLINGS = ("last", "cls", "max")
+LITERAL_WEIGHTS = "literal_residual.safetensors"
+
+
+class ProsperTransformer(Transformer):  # type: ignore[misc]
+    """A ``Transformer`` with its LM head, pooling and literal residual network; gives ``sentence_embedding``.
+
+    With hidden states ``h`` ``[S, D]`` before the LM head, and its logits ``H = logit_scale * h @ E.T + b``::
+
+        w  = pool_s log1p(relu(H_s))        base weights      [V]
+        w' = F pool_s log1p(relu(h_s))      importance        [V], F a matrix [V, D] of its own
+        W  = w + I * (max_v w'_v - w')      final weights     [V], I marks the terms that stand in the text
+
+    The vocabulary-wide logits of all tokens never exist, accelerated or not: the head is applied by
+    :func:`tilefold.ops.lsr_head` to the pooled token. Of ``w'`` only its maximum and its values at the tokens of the
+    text are formed. Special tokens are not literal terms. ``base_embedding`` holds ``w``, on which the paper puts its
+    penalty (:class:`tilefold.losses.BaseSpladeLoss`). Windows and norms of either side are a
+    :class:`tilefold.modules.window.LexicalWindow` after it.
+
+    Args:
+        model_name_or_path: as in ``Transformer``, with ``transformer_task="text-generation"`` or ``"fill-mask"``.
+        pooling: ``"last"`` token (the paper), ``"cls"`` (the first), or ``"max"``.
+        literal_residual: with False, ``W = w``.
+        logit_scale: factor on the logits, before the bias.
+        options: those of ``Transformer``.
+
+    Attributes:
+        literal: ``nn.Linear(D, V, bias=False)``, the matrix F, or ``None``.
+        impl: implementation of the operators.
+
+    Raises:
+        ValueError: for an unknown pooling, or a model without a linear LM head.
+    """
+
+    config_keys: list[str] = [*Transformer.config_keys, "pooling", "literal_residual", "logit_scale"]  # noqa: RUF012 - the attribute of the stock base class
+
+    def __init__(
+        self,
+        model_name_or_path: str,
+        *,
+        pooling: str = "last",
+        literal_residual: bool = True,
+        logit_scale: float = 1.0,
+        **options: Any,
+    ) -> None:
+        if pooling not in POOLINGS:
+            raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}.")
+        super().__init__(model_name_or_path, **options)
+        self.pooling = pooling
+        self.literal_residual = literal_residual
+        self.logit_scale = logit_scale
+        self.impl = "auto"
+        decoder = self._head()
+        self.vocab_size = decoder.out_features
+        self.literal = None
+        if literal_residual:
+            self.literal = nn.Linear(decoder.in_features, self.vocab_size, bias=False, dtype=decoder.weight.dtype)
+            nn.init.normal_(self.literal.weight, std=0.02)
+            self.literal.to(decoder.weight.device)
+
+    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """``sentence_embedding`` ``W`` and ``base_embedding`` ``w``, each ``[B, V]``; the input is left as it is."""
+        head = self._head()
+        head.forward = _give_back  # type: ignore[method-assign, assignment]
+        out: dict[str, Any] = super().forward(dict(features), **kwargs)
+        hidden, mask = out.pop("token_embeddings"), out["attention_mask"]  # [B, S, D], [B, S]
+        weight = head.weight
+        if not autocasts(hidden):
+            hidden = hidden.to(weight.dtype)  # some models return fp32 from a half-precision head
+        base = lsr_head(
+            hidden,
+            weight,
+            head.bias,
+            attention_mask=mask,
+            pooling=self.pooling,
+            activation="log1p_relu",
+            logit_scale=self.logit_scale,
+            impl=self.impl,
+        )
+        final = base
+        if self.literal is not None:
+            pooled = pooled_activation(hidden, mask, self.pooling)
+            special = self.tokenizer.all_special_ids
+            final = base + literal_residual(
+                pooled, self.literal.weight, out["input_ids"], mask, ignore_ids=special, impl=self.impl
+            ).to(base.dtype)
+        return {**out, "sentence_embedding": final, "base_embedding": base}
+
+    def get_embedding_dimension(self) -> int:
+        """V."""
+        return self.vocab_size
+
+    def save(self, output_path: str, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> None:
+        """Write what ``Transformer`` writes, and the matrix of the residual beside it."""
+        super().save(output_path, *args, safe_serialization=safe_serialization, **kwargs)
+        if self.literal is not None:
+            weight = self.literal.weight.detach().cpu().contiguous()
+            save_file({"weight": weight}, str(Path(output_path) / LITERAL_WEIGHTS))
+
+    @classmethod
+    def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> ProsperTransformer:
+        """The saved module.
+
+        Raises:
+            FileNotFoundError: if the matrix of the residual is missing.
+            ValueError: if it belongs to another model.
+        """
+        made: ProsperTransformer = super().load(model_name_or_path, subfolder=subfolder, **kwargs)
+        if made.literal is None:
+            return made
+        asked = {
+            name: kwargs[name] for name in ("token", "cache_folder", "revision", "local_files_only") if name in kwargs
+        }
+        found = cls.load_file_path(model_name_or_path, LITERAL_WEIGHTS, subfolder=subfolder, **asked)
+        if found is None:
+            raise FileNotFoundError(
+                f"{model_name_or_path}: {LITERAL_WEIGHTS} is missing, without which the literal residual would be "
+                "random; fetch the checkpoint whole."
+            )
+        weight = load_file(found)["weight"]
+        if weight.shape != made.literal.weight.shape:
+            raise ValueError(
+                f"{found}: the weight must be {list(made.literal.weight.shape)}, got {list(weight.shape)}; it belongs "
+                "to another model."
+            )
+        with torch.no_grad():
+            made.literal.weight.copy_(weight)
+        return made
+
+    def _can_flatten_inputs(self) -> bool:
+        return False
+
+    def _head(self) -> nn.Linear:
+        getter = getattr(self.model, "get_output_embeddings", None)
+        head = getter() if callable(getter) else None
+        if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
+            return head
+        raise ValueError(
+            f"model must have an LM head that is a torch.nn.Linear, got {type(head).__name__} in "
+            f"{type(self.model).__name__}; load it with transformer_task='text-generation' or 'fill-mask', and leave "
+            "the LM head out of adapters and quantisation."
+        )
+
+
+def literal_residual(
+    pooled: Tensor,
+    weight: Tensor,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    ignore_ids: list[int] | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """``I * (max_v w'_v - w')`` with ``w' = pooled @ weight.T``, of which only the entries that are needed are formed.
+
+    Args:
+        pooled: ``[B, D]``.
+        weight: ``[V, D]``.
+        input_ids: ``[B, S]``; the terms of a text, for ``I``.
+        attention_mask: ``[B, S]``, nonzero = keep.
+        ignore_ids: ids that are no terms.
+        impl: implementation of the operators.
+
+    Returns:
+        ``[B, V]`` fp32 (fp64 for fp64 operands), none negative.
+    """
+    device_type = pooled.device.type
+    with torch.autocast(device_type, enabled=False):
+        pooled = pooled.to(weight.dtype)
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        # the rows of the matrix as tokens of one sequence, the texts as its vocabulary: the maximum over rows
+        largest = lsr_head(weight[None], pooled, activation="none", out_dtype=wide, impl=impl)[0]  # [B]
+        own = (weight[input_ids].to(wide) * pooled[:, None].to(wide)).sum(-1)  # [B, S]
+        gap = (largest[:, None] - own).clamp_min(0)  # below 0 by rounding only
+        keep = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
+        if ignore_ids:
+            keep = keep & ~torch.isin(input_ids, torch.tensor(ignore_ids, device=input_ids.device))
+        return token_scatter(
+            gap, input_ids, weight.size(0), attention_mask=keep, reduce="max", activation="none", impl=impl
+        )
+
+
+def pooled_activation(hidden: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
+    """``pool_s log1p(relu(h_s))`` ``[B, D]`` over the valid tokens; zero for a row without any.
+
+    Args:
+        hidden: ``[B, S, D]``.
+        attention_mask: ``[B, S]``, nonzero = keep.
+        pooling: ``"last"``, ``"cls"`` or ``"max"``.
+    """
+    valid = attention_mask != 0
+    if pooling == "max":
+        return hidden.relu().log1p().masked_fill(~valid[:, :, None], 0).amax(dim=1)
+    positions = torch.arange(valid.size(1), device=valid.device).expand_as(valid)
+    chosen = positions.masked_fill(~valid, -1).amax(1) if pooling == "last" else valid.int().argmax(1)
+    rows = torch.arange(valid.size(0), device=valid.device)
+    picked = hidden[rows, chosen].relu().log1p()
+    return picked.masked_fill(~valid.any(1)[:, None], 0)
+
+
+def _give_back(hidden: Tensor) -> Tensor:
+    """Replaces the forward of the LM head, whose weights are read where they are applied."""
+    return hidden

@@ -1,0 +1,180 @@
+"""SPLATE (arXiv 2404.13950): sparse vectors from the token states of a frozen ColBERT, through a trained adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.base.modules.module import Module
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from tilefold.modules.fused_pooling import FusedPooling, Head, SparseOptions, autocasts
+from tilefold.ops import lsr_head, lsr_head_sparse
+
+__all__ = ["FrozenTransformer", "SplateHead"]
+
+WEIGHTS = "model.safetensors"
+
+
+class FrozenTransformer(Transformer):  # type: ignore[misc]
+    """A ``Transformer`` that is never trained: no gradients, and no dropout in training mode either.
+
+    Args:
+        model_name_or_path: as in ``Transformer``.
+        options: those of ``Transformer``.
+    """
+
+    def __init__(self, model_name_or_path: str, **options: Any) -> None:
+        super().__init__(model_name_or_path, **options)
+        self.requires_grad_(False)
+        self.model.eval()
+
+    def train(self, mode: bool = True) -> FrozenTransformer:
+        """Set the mode of this module alone: the network stays in eval mode."""
+        super().train(mode)
+        self.model.eval()
+        return self
+
+    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """As in ``Transformer``, without a graph."""
+        with torch.no_grad():
+            out: dict[str, Any] = super().forward(dict(features), **kwargs)
+        return out
+
+
+class SplateHead(FusedPooling, Module):  # type: ignore[misc]
+    """A residual adapter and a frozen masked-LM head over the token states of a frozen encoder.
+
+    With token states ``h_s`` ``[D]`` and the MLM head ``t -> E LayerNorm(act(T t + c)) + b``::
+
+        x_s   = h_s + W2 gelu(W1 h_s + b1) + b2        only this is trained
+        out_v = max_s log1p(relu(MLM(x_s)_v))          over the tokens of the attention mask
+
+    ``W2`` and ``b2`` start at zero, so the untrained model is the MLM head on ColBERT's states. The head is applied by
+    :func:`tilefold.ops.lsr_head`: logits of all tokens never exist. D is the width of the encoder, whose states before
+    ColBERT's projection are read: they are what an MLM head of the same backbone can decode, and one pass of the
+    backbone serves both this module and the projection that reranks.
+
+    Args:
+        hidden_size: D.
+        vocab_size: V.
+        adapter_size: rows of W1.
+        activation: ``act`` of the MLM head, a name of transformers; ``None`` for a head that is only a decoder.
+        layer_norm_eps: of the MLM head's LayerNorm.
+        norm_bias: whether that LayerNorm has a bias.
+        transform_bias: whether ``T`` has a bias c.
+        logit_scale: factor on the products with E.
+        train_bias: train ``b`` too, from which the sparsity starts.
+
+    Attributes:
+        adapter: W1 and W2.
+        transform, norm, decoder: T, LayerNorm, E with b.
+    """
+
+    reads_logits = False  # of the Transformer before it, which has no head
+    config_keys: list[str] = [  # noqa: RUF012 - the attribute of the stock base class
+        "hidden_size", "vocab_size", "adapter_size", "activation", "layer_norm_eps", "norm_bias", "transform_bias",
+        "logit_scale", "train_bias",
+    ]  # fmt: skip
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        adapter_size: int | None = None,
+        activation: str | None = "gelu",
+        layer_norm_eps: float = 1e-12,
+        norm_bias: bool = True,
+        transform_bias: bool = True,
+        logit_scale: float = 1.0,
+        train_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.adapter_size = hidden_size if adapter_size is None else adapter_size
+        self.activation, self.layer_norm_eps = activation, layer_norm_eps
+        self.norm_bias, self.transform_bias = norm_bias, transform_bias
+        self.logit_scale, self.train_bias = logit_scale, train_bias
+        out = nn.Linear(self.adapter_size, hidden_size)
+        nn.init.zeros_(out.weight)
+        nn.init.zeros_(out.bias)
+        self.adapter = nn.Sequential(nn.Linear(hidden_size, self.adapter_size), nn.GELU(), out)
+        self.transform: nn.Module | None = None
+        self.norm: nn.Module | None = None
+        if activation is not None:
+            self.transform = nn.Linear(hidden_size, hidden_size, bias=transform_bias)
+            self.norm = nn.LayerNorm(hidden_size, eps=layer_norm_eps, bias=norm_bias)
+        self.decoder = nn.Linear(hidden_size, vocab_size)
+        self._freeze()
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        """Put ``sentence_embedding`` ``[B, V]`` into the features."""
+        scores = self.fused_scores(features, None, out_dtype=None, impl="auto", sparse=None)
+        return {**features, "sentence_embedding": scores}
+
+    def fused_scores(
+        self,
+        features: dict[str, Any],
+        head: Head | None,
+        *,
+        out_dtype: torch.dtype | None,
+        impl: str,
+        sparse: SparseOptions | None,
+    ) -> Tensor:
+        """See :class:`FusedPooling`; the LM head is this module's own."""
+        hidden: Tensor = features["token_embeddings"]
+        states = hidden + self.adapter(hidden)
+        if self.transform is not None and self.norm is not None and self.activation is not None:
+            states = self.norm(ACT2FN[self.activation](self.transform(states)))
+        packed = features.get("cu_seq_lens_q")
+        if not autocasts(states):
+            states = states.to(self.decoder.weight.dtype)
+        arguments: dict[str, Any] = {
+            "attention_mask": features["attention_mask"] if packed is None else None,
+            "cu_seqlens": packed,
+            "logit_scale": self.logit_scale,
+            "out_dtype": torch.float32 if autocasts(states) else out_dtype,
+            "impl": impl,
+        }
+        states = states if packed is None else states.squeeze(0)
+        if sparse is not None:
+            return lsr_head_sparse(states, self.decoder.weight, self.decoder.bias, **arguments, **sparse._asdict())
+        return lsr_head(states, self.decoder.weight, self.decoder.bias, **arguments)
+
+    def get_embedding_dimension(self) -> int:
+        """V."""
+        return self.vocab_size
+
+    def save(self, output_path: str, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> None:
+        """Write configuration and weights, as safetensors."""
+        self.save_config(output_path)
+        state = {name: value.detach().cpu().contiguous().clone() for name, value in self.state_dict().items()}
+        save_file(state, str(Path(output_path) / WEIGHTS))
+
+    @classmethod
+    def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> SplateHead:
+        """The saved module.
+
+        Raises:
+            FileNotFoundError: if its weights are missing.
+        """
+        names = ("token", "cache_folder", "revision", "local_files_only")
+        asked = {name: kwargs[name] for name in names if name in kwargs}
+        made = cls(**cls.load_config(model_name_or_path, subfolder=subfolder, **asked))
+        found = cls.load_file_path(model_name_or_path, WEIGHTS, subfolder=subfolder, **asked)
+        if found is None:
+            raise FileNotFoundError(
+                f"{model_name_or_path}: {subfolder}/{WEIGHTS} is missing; fetch the checkpoint whole."
+            )
+        made.load_state_dict(load_file(found))
+        return made
+
+    def _freeze(self) -> None:
+        self.requires_grad_(False)
+        self.adapter.requires_grad_(True)
+        if self.train_bias:
+            self.decoder.bias.requires_grad_(True)

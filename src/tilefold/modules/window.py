@@ -1,0 +1,93 @@
+"""The window of the heaviest terms, and the norm, that follow a sparse vector (PROSPER, arXiv 2510.18527)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sentence_transformers.base.modules.module import Module
+from torch import Tensor
+
+from tilefold.modules.fused_pooling import FusedPooling, Head, SparseOptions
+
+__all__ = ["LexicalWindow", "keep_heaviest"]
+
+
+class LexicalWindow(FusedPooling, Module):  # type: ignore[misc]
+    """Keeps the ``top_k`` heaviest terms of rows that have more, and divides by the Euclidean norm if asked.
+
+    ``out = TopK_k(w) / ||TopK_k(w)||_2``, where ``TopK_k`` leaves a row with at most ``k`` nonzero terms as it is. Both
+    are differentiable through the terms that stay; dropped terms get no gradient. A row of zeros stays zero. Put it
+    after the module that writes ``sentence_embedding`` ``[B, V]``; sparse (CSR) rows come out dense.
+
+    Args:
+        top_k: terms that are kept, at least 1; ``None`` keeps all.
+        normalize: ``"l2"`` or ``None``.
+        embedding_dimension: V, if it is known before the first forward.
+
+    Raises:
+        ValueError: for other values.
+    """
+
+    reads_logits = False
+    config_keys: list[str] = ["top_k", "normalize", "embedding_dimension"]  # noqa: RUF012 - the attribute of the stock base class
+
+    def __init__(
+        self, top_k: int | None = None, normalize: str | None = None, embedding_dimension: int | None = None
+    ) -> None:
+        super().__init__()
+        if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
+            raise ValueError(f"top_k must be a whole number of at least 1 or None, got {top_k!r}.")
+        if normalize not in (None, "l2"):
+            raise ValueError(f"normalize must be 'l2' or None, got {normalize!r}.")
+        self.top_k = top_k
+        self.normalize = normalize
+        self.embedding_dimension = embedding_dimension
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        """Replace ``sentence_embedding``."""
+        scores = self.fused_scores(features, None, out_dtype=None, impl="auto", sparse=None)
+        return {**features, "sentence_embedding": scores}
+
+    def fused_scores(
+        self,
+        features: dict[str, Any],
+        head: Head | None,
+        *,
+        out_dtype: torch.dtype | None,
+        impl: str,
+        sparse: SparseOptions | None,
+    ) -> Tensor:
+        """See :class:`FusedPooling`; there is no LM head."""
+        rows: Tensor = features["sentence_embedding"]
+        rows = rows if rows.layout == torch.strided else rows.to_dense()
+        self.embedding_dimension = rows.size(1)
+        if self.top_k is not None:
+            rows = keep_heaviest(rows, self.top_k)
+        if self.normalize == "l2":
+            norm = rows.norm(dim=1, keepdim=True)
+            rows = rows / norm.where(norm > 0, 1)
+        return rows
+
+    def get_embedding_dimension(self) -> int | None:
+        """V, or None before the first forward."""
+        return self.embedding_dimension
+
+    def save(self, output_path: str, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> None:
+        """Write the configuration; there are no weights."""
+        self.save_config(output_path)
+
+    def extra_repr(self) -> str:
+        """The options."""
+        return f"top_k={self.top_k}, normalize={self.normalize!r}"
+
+
+def keep_heaviest(rows: Tensor, count: int) -> Tensor:
+    """Rows ``[B, V]``, none negative, with all but their `count` largest entries set to zero.
+
+    Rows with fewer nonzero entries do not change. Of equal weights at the border, which ones stay is not defined.
+    """
+    if count >= rows.size(1):
+        return rows
+    best = rows.topk(count, dim=1, sorted=False)
+    return torch.zeros_like(rows).scatter(1, best.indices, best.values)

@@ -1,0 +1,256 @@
+"""The phase before SPLADE training of a causal language model (CSPLADE, arXiv 2504.10816).
+
+Causal LM heads give logits that are mostly negative, and relu of them has no gradient: trained directly, such models
+die. Some thousand steps of next-token prediction from ``log1p(relu(logits))``, beside the usual one, raise them.
+"""
+# ruff: noqa: PLC0415 - torch and transformers are imported by the functions that need them
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tilefold.recipes._checks import check_count, check_number
+from tilefold.recipes._fields import DictMixin
+
+__all__ = ["AdaptationRecipe", "AdaptationResult", "adapt", "pack_texts"]
+
+_DYING = 0.5
+
+
+@dataclass(frozen=True)
+class AdaptationRecipe(DictMixin):
+    """Configuration of the adaptation phase; the defaults are those of the paper.
+
+    Attributes:
+        steps: optimiser steps.
+        batch_size: blocks per step.
+        length: tokens per block of packed text.
+        learning_rate: peak of the cosine schedule.
+        warmup_steps: over which the learning rate rises.
+        activated_weight: the factor of the loss on ``log1p(relu(logits))``.
+        chunk: positions whose logits exist at a time.
+        bf16: bf16 autocast; ``None`` uses it where the hardware has it.
+        seed: of the order of blocks.
+    """
+
+    steps: int = 10_000
+    batch_size: int = 32
+    length: int = 2048
+    learning_rate: float = 1e-5
+    warmup_steps: int = 1000
+    activated_weight: float = 1.0
+    chunk: int = 1024
+    bf16: bool | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "length", "chunk"):
+            check_count(name, getattr(self, name), optional=False)
+        check_count("length", self.length, optional=False, least=2)
+        check_count("warmup_steps", self.warmup_steps, optional=False, least=0)
+        check_number("learning_rate", self.learning_rate, lambda value: value > 0, "greater than 0")
+        check_number("activated_weight", self.activated_weight, lambda value: value >= 0, "of at least 0")
+
+
+@dataclass(frozen=True)
+class AdaptationResult:
+    """What :func:`adapt` reports.
+
+    Attributes:
+        steps: optimiser steps.
+        first_plain, plain: next-token loss of the first and the last step.
+        first_activated, activated: the same of ``log1p(relu(logits))``.
+        first_alive, alive: share of positions with a logit above 0.
+    """
+
+    steps: int
+    first_plain: float
+    plain: float
+    first_activated: float
+    activated: float
+    first_alive: float
+    alive: float
+
+    @property
+    def dying(self) -> bool:
+        """Whether more than half of the positions have no logit above 0: SPLADE would not learn from them."""
+        return self.alive < _DYING
+
+    def to_dict(self) -> dict[str, Any]:
+        """Names and values, as a JSON object."""
+        return asdict(self)
+
+
+def pack_texts(tokenizer: Any, texts: Iterable[str], length: int) -> list[list[int]]:
+    """Token ids of all texts in a row, an end token after each, cut into blocks of `length`; the rest is dropped.
+
+    Raises:
+        ValueError: if the texts do not fill one block.
+    """
+    stream: list[int] = []
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for text in texts:
+        stream += tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"] + end
+    blocks = [stream[start : start + length] for start in range(0, len(stream) - length + 1, length)]
+    if not blocks:
+        raise ValueError(
+            f"texts must fill at least one block of {length} tokens, got {len(stream)} tokens; give more text, or a "
+            "smaller length."
+        )
+    return blocks
+
+
+def adapt(
+    network: Any,
+    tokenizer: Any,
+    texts: Iterable[str],
+    recipe: AdaptationRecipe | None = None,
+    *,
+    progress: Callable[[int, int, float | None], None] | None = None,
+) -> AdaptationResult:
+    """Train a causal language model in place with ``CE(H) + activated_weight * CE(log1p(relu(H)))``.
+
+    Do it before the model is made bidirectional or wrapped for SPLADE; then save it, and name the folder as
+    ``base_model``. Attention is causal here, so a bidirectional model is refused: it would see the token it predicts.
+
+    Args:
+        network: a transformers ``...ForCausalLM``, adapters included.
+        tokenizer: its tokenizer.
+        texts: of the collection, or of any corpus; they are packed into blocks.
+        recipe: the settings.
+        progress: called as ``progress(step, steps, loss)`` after every step.
+
+    Raises:
+        ValueError: for a bidirectional model, one whose logits are not ``head(hidden)``, or too little text.
+        RuntimeError: if the loss is not a number, with the step.
+    """
+    import tempfile
+
+    from transformers import TrainingArguments
+
+    from tilefold.recipes.precision import supports_bf16
+
+    recipe = recipe or AdaptationRecipe()
+    if getattr(network.config, "is_causal", True) is False:
+        raise ValueError(
+            "network must be causal for next-token prediction, got config.is_causal=False; adapt the model first and "
+            "make it bidirectional afterwards."
+        )
+    _check_head(network)
+    blocks = pack_texts(tokenizer, texts, recipe.length)
+    seen: list[Any] = []
+    with tempfile.TemporaryDirectory(prefix="tilefold-adaptation-") as folder:
+        arguments = TrainingArguments(
+            output_dir=str(Path(folder)),
+            max_steps=recipe.steps,
+            per_device_train_batch_size=recipe.batch_size,
+            learning_rate=recipe.learning_rate,
+            lr_scheduler_type="cosine",
+            warmup_steps=recipe.warmup_steps,
+            bf16=supports_bf16() if recipe.bf16 is None else recipe.bf16,
+            seed=recipe.seed,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            use_cpu=next(network.parameters()).device.type == "cpu",
+        )
+        trainer = _trainer_class()(
+            model=network,
+            args=arguments,
+            train_dataset=[{"input_ids": block} for block in blocks],
+            data_collator=_collate,
+        )
+        if arguments.world_size > 1 or arguments.n_gpu > 1:
+            raise ValueError(
+                f"adaptation runs in one process on one device, got {max(arguments.world_size, arguments.n_gpu)}; "
+                "start it without torchrun and with CUDA_VISIBLE_DEVICES=0."
+            )
+        trainer.prepare(recipe, seen, progress)
+        trainer.train()
+    first, last = seen[0], seen[-1]
+    return AdaptationResult(
+        recipe.steps,
+        *(
+            float(value)
+            for name in ("plain", "activated", "alive")
+            for value in (getattr(first, name), getattr(last, name))
+        ),
+    )
+
+
+def _trainer_class() -> Any:
+    from transformers import Trainer
+
+    from tilefold.losses import activated_lm_loss
+
+    class AdaptationTrainer(Trainer):  # type: ignore[misc]
+        def prepare(self, recipe: AdaptationRecipe, seen: list[Any], progress: Any) -> None:
+            self.recipe, self.seen, self.progress = recipe, seen, progress
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            ids = inputs["input_ids"]
+            network = self.accelerator.unwrap_model(model)
+            head = network.get_output_embeddings()
+            with self.accelerator.autocast():
+                hidden = network.base_model(input_ids=ids, use_cache=False).last_hidden_state
+                loss = activated_lm_loss(
+                    hidden[:, :-1].flatten(0, 1),
+                    head.weight,
+                    ids[:, 1:].flatten(),
+                    head.bias,
+                    activated_weight=self.recipe.activated_weight,
+                    chunk=self.recipe.chunk,
+                )
+            self._watch(loss)
+            return (loss.total, {}) if return_outputs else loss.total
+
+        def _watch(self, loss: Any) -> None:
+            step, steps = self.state.global_step + 1, self.recipe.steps
+            if not bool(loss.total.isfinite()):
+                raise RuntimeError(
+                    f"the loss must be a finite number, got {float(loss.total)} at step {step} of {steps}; lower "
+                    "learning_rate, or set bf16=False."
+                )
+            kept = loss._replace(total=loss.total.detach())
+            self.seen[1:] = [kept]  # the first step and the latest
+            if self.progress is not None:
+                self.progress(step, steps, float(kept.total))
+
+    return AdaptationTrainer
+
+
+def _collate(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
+    import torch
+
+    return {"input_ids": torch.tensor([row["input_ids"] for row in rows])}
+
+
+def _check_head(network: Any) -> None:
+    """Refuse a model that does more with its logits than its head: soft-capping, a scale."""
+    import torch
+
+    head = getattr(network, "get_output_embeddings", lambda: None)()
+    if head is None or type(head).forward is not torch.nn.Linear.forward:
+        raise ValueError(
+            f"network must have a plain linear LM head, got {type(head).__name__} in {type(network).__name__}; load a "
+            "...ForCausalLM, and leave lm_head out of adapters."
+        )
+    was_training = network.training
+    network.eval()
+    try:
+        with torch.no_grad():
+            ids = torch.arange(4, device=head.weight.device)[None] % head.out_features
+            hidden = network.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            found, expected = network(input_ids=ids, use_cache=False).logits.float(), head(hidden).float()
+    finally:
+        network.train(was_training)
+    if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
+        raise ValueError(
+            f"logits must be those of the LM head, got changed ones in {type(network).__name__} (soft-capping or a "
+            "scale), which the chunked loss does not reproduce."
+        )

@@ -1,0 +1,214 @@
+"""SPLADE on causal language models: Mistral-SPLADE (arXiv 2408.11119) and CSPLADE (arXiv 2504.10816).
+
+The encoder is ``[Transformer(text-generation), SpladePooling]`` of sentence-transformers, on the LM head of the model,
+tied or not. Three ways to let a token see the text after it:
+
+- ``"causal"``: it does not.
+- ``"bidirectional"``: ``config.is_causal = False``, which transformers 5.2 and later read when they build the attention
+  mask; it is part of the saved ``config.json``, so the checkpoint stays bidirectional.
+- ``"echo"``: :class:`tilefold.modules.echo.EchoTransformer`, which reads every text twice.
+"""
+# ruff: noqa: PLC0415 - torch and sentence-transformers are imported by the functions that need them
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.base.modules import Transformer
+
+__all__ = ["VARIANTS", "add_lora", "causal_splade", "causal_transformer", "merge_adapters"]
+
+VARIANTS = ("causal", "bidirectional", "echo")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_LOGITS = {"text": {"method": "forward", "method_output_name": "logits"}}
+
+
+def causal_splade(
+    base_model: str | Path,
+    variant: str = "causal",
+    *,
+    pooling: str = "max",
+    activation: str = "relu",
+    max_length: int = 128,
+    device: str | None = None,
+    **options: Any,
+) -> SparseEncoder:
+    """A SPLADE ``SparseEncoder`` on a causal language model.
+
+    Args:
+        base_model: a folder or Hugging Face name of a model with a causal LM head (Llama, Mistral, Qwen2, Qwen3, ...).
+        variant: ``"causal"``, ``"bidirectional"`` or ``"echo"``.
+        pooling, activation: of stock ``SpladePooling``.
+        max_length: maximum tokens of an input; the two copies of an echo, and its template, share them.
+        device: as in sentence-transformers, which chooses by default.
+        options: ``query_template`` and ``document_template`` of an echo, ``model_kwargs`` of ``Transformer``.
+
+    Returns:
+        ``[Transformer, SpladePooling]``; saved, all but the echo loads with plain sentence-transformers.
+
+    Raises:
+        ValueError: for an unknown variant, a model without a causal LM head, or one that cannot attend in both
+            directions.
+    """
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+    transformer = causal_transformer(base_model, variant, max_length=max_length, **options)
+    splade = SpladePooling(pooling_strategy=pooling, activation_function=activation)
+    model = SparseEncoder(modules=[transformer, splade], device=device)
+    model.model_card_data.local_files_only = True
+    model.model_card_data.generate_widget_examples = False
+    return model
+
+
+def causal_transformer(
+    base_model: str | Path, variant: str = "causal", *, max_length: int = 128, **options: Any
+) -> Transformer:
+    """The Transformer module of :func:`causal_splade`: logits of all tokens, padding on the left.
+
+    Raises:
+        ValueError: as there.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}.")
+    from sentence_transformers.base.modules import Transformer
+
+    from tilefold.recipes.loading import whole_weights
+
+    base = str(base_model)
+    check_causal_lm(base)
+    local = Path(base).is_dir()
+    kwargs: dict[str, Any] = {
+        "transformer_task": "text-generation",
+        "modality_config": _LOGITS,
+        "module_output_name": "token_embeddings",
+        "processing_kwargs": {"text": {"logits_to_keep": 0}},
+        "model_kwargs": {"local_files_only": local, **options.pop("model_kwargs", {})},
+        "processor_kwargs": {"local_files_only": local},
+        "config_kwargs": {"local_files_only": local},
+    }
+    made: type[Transformer] = Transformer
+    if variant == "echo":
+        from tilefold.modules.echo import EchoTransformer
+
+        made = EchoTransformer
+    with whole_weights(base):
+        transformer = made(base, **kwargs, **options)
+    tokenizer: Any = transformer.tokenizer
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    transformer.max_seq_length = min(max_length, transformer.max_seq_length or max_length)
+    if variant == "bidirectional":
+        transformer.model.config.is_causal = False
+        check_bidirectional(transformer.model)
+    return transformer
+
+
+def check_causal_lm(name_or_path: str) -> None:
+    """Refuse a model without a causal LM head.
+
+    Raises:
+        ValueError: its configuration names no ``...ForCausalLM``.
+    """
+    from tilefold.recipes.loading import saved_architectures
+
+    named = saved_architectures(name_or_path)
+    packaged = name_or_path == "minilm"
+    if packaged or (Path(name_or_path).is_dir() and not any(name.endswith("ForCausalLM") for name in named)):
+        raise ValueError(
+            f"base_model must have a causal LM head, got {name_or_path}, whose config.json names "
+            f"{'BertModel' if packaged else ', '.join(named) or 'nothing'}; name a causal language model (Llama, "
+            "Mistral, Qwen2, Qwen3), or take a recipe for masked ones (splade-v2, splade-pp)."
+        )
+
+
+def check_bidirectional(network: Any) -> None:
+    """Refuse a model that ignores ``config.is_causal = False``: its first token must depend on its last.
+
+    Raises:
+        ValueError: naming its class.
+    """
+    import torch
+
+    was_training = network.training
+    network.eval()
+    try:
+        with torch.no_grad():
+            ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]], device=next(network.parameters()).device)
+            ids %= network.get_input_embeddings().num_embeddings
+            first = network.base_model(input_ids=ids).last_hidden_state[:, 0]
+    finally:
+        network.train(was_training)
+    if torch.equal(first[0], first[1]):
+        raise ValueError(
+            f"variant 'bidirectional' needs a model whose attention reads config.is_causal, got "
+            f"{type(network).__name__}, whose first token does not see its last one; use variant 'echo', or "
+            "transformers 5.2 or later."
+        )
+
+
+def add_lora(transformer: Any, *, rank: int = 16, alpha: int = 32, dropout: float = 0.05) -> list[str]:
+    """Train low-rank updates of the attention and MLP projections only (LoRA, arXiv 2106.09685), through peft.
+
+    Args:
+        transformer: the ``Transformer`` module of an encoder, ``model[0]``.
+        rank, alpha, dropout: of the updates, which are multiplied by ``alpha / rank``.
+
+    Returns:
+        The names of the layers that got one.
+
+    Raises:
+        MissingPackageError: if peft is not installed.
+        ValueError: if the model has none of the usual projections.
+    """
+    from tilefold.retrieval.errors import MissingPackageError
+
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise MissingPackageError("LoRA needs the package peft: pip install peft") from error
+    names = {name.rpartition(".")[2] for name, _ in transformer.model.named_modules()}
+    targets = [name for name in PROJECTIONS if name in names]
+    if not targets:
+        raise ValueError(
+            f"lora needs a model with projections named {', '.join(PROJECTIONS)}, got "
+            f"{type(transformer.model).__name__}; call model.add_adapter with target_modules of your own."
+        )
+    transformer.model.add_adapter(
+        LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, bias="none")
+    )
+    return targets
+
+
+def merge_adapters(model: SparseEncoder) -> int:
+    """Add every LoRA update to its weight and drop the adapters; returns how many layers had one.
+
+    An adapter alone is saved without the model's ``config.json``, and a bidirectional model would load as a causal one.
+    After this the checkpoint is complete, and stock.
+    """
+    merged = 0
+    for network in _networks(model):
+        layers = [(name, module) for name, module in network.named_modules() if _is_lora(module)]
+        for name, layer in layers:
+            layer.merge(safe_merge=True)
+            parent = network.get_submodule(name.rpartition(".")[0])
+            setattr(parent, name.rpartition(".")[2], layer.get_base_layer())
+        if layers:
+            network._hf_peft_config_loaded = False
+            vars(network).pop("peft_config", None)
+            network.requires_grad_(True)
+        merged += len(layers)
+    return merged
+
+
+def _networks(model: Any) -> list[Any]:
+    from sentence_transformers.base.modules import Transformer
+
+    return [module.model for module in model.modules() if isinstance(module, Transformer)]
+
+
+def _is_lora(module: Any) -> bool:
+    return any(base.__name__ == "LoraLayer" for base in type(module).__mro__)

@@ -1,0 +1,127 @@
+"""Builds SPLATE's untrained encoder from a late-interaction model and a masked language model."""
+# ruff: noqa: PLC0415 - torch and sentence-transformers are imported by the functions that need them
+
+from __future__ import annotations
+
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sentence_transformers import MultiVectorEncoder, SparseEncoder
+    from sentence_transformers.base.modules import Transformer
+
+    from tilefold.modules.splate import SplateHead
+
+__all__ = ["mlm_head", "splate_encoder", "splate_modules"]
+
+# where transformers keeps dense layer and LayerNorm of an MLM head, and the name of its activation in the config
+_HEADS = (
+    ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "hidden_act"),  # BERT
+    ("lm_head.dense", "lm_head.layer_norm", None),  # RoBERTa, XLM-R, MPNet: always gelu
+    ("vocab_transform", "vocab_layer_norm", "activation"),  # DistilBERT
+    ("head.dense", "head.norm", "classifier_activation"),  # ModernBERT
+)
+
+
+def splate_encoder(
+    colbert: MultiVectorEncoder, masked_lm: Transformer, *, device: str | None = None, **options: Any
+) -> SparseEncoder:
+    """A ``SparseEncoder`` whose trainable part is an adapter between a frozen ColBERT and a frozen MLM head.
+
+    Args:
+        colbert: any ``MultiVectorEncoder`` on a text Transformer.
+        masked_lm: a ``Transformer`` module (``transformer_task="fill-mask"``) of the same tokenizer and width.
+        device: as in sentence-transformers, which chooses by default.
+        options: ``adapter_size`` and ``train_bias`` of :class:`tilefold.modules.splate.SplateHead`.
+
+    Raises:
+        ValueError: if the two do not fit together.
+    """
+    from sentence_transformers import SparseEncoder
+
+    modules = splate_modules(colbert, masked_lm, **options)
+    model = SparseEncoder(modules=modules, prompts=dict(colbert.prompts), device=device)
+    model.model_card_data.local_files_only = True
+    model.model_card_data.generate_widget_examples = False
+    return model
+
+
+def splate_modules(colbert: MultiVectorEncoder, masked_lm: Transformer, **options: Any) -> list[Any]:
+    """The modules of :func:`splate_encoder`: the ColBERT's Transformer, frozen, and the head.
+
+    Raises:
+        ValueError: if the two do not fit together.
+    """
+    from sentence_transformers.base.modules import Transformer as AnyTransformer
+
+    from tilefold.modules.splate import FrozenTransformer
+
+    trunk: Any = colbert[0]
+    if not isinstance(trunk, AnyTransformer):
+        raise ValueError(f"colbert must begin with a Transformer, got {type(trunk).__name__}.")
+    head = mlm_head(masked_lm.model, **options)
+    width = trunk.get_embedding_dimension()
+    mine, other = (model.tokenizer.get_vocab() for model in (colbert, masked_lm))
+    if width != head.hidden_size or mine != other:
+        raise ValueError(
+            f"masked_lm must have ColBERT's width {width} and its tokenizer of {len(mine)} tokens, got width "
+            f"{head.hidden_size} and {len(other)} tokens; take the masked language model that the ColBERT was made of."
+        )
+    with tempfile.TemporaryDirectory(prefix="tilefold-splate-") as folder:
+        trunk.save(folder)
+        frozen = FrozenTransformer.load(folder, local_files_only=True)
+    frozen.model.config._name_or_path = trunk.model.config._name_or_path
+    return [frozen, head]
+
+
+def mlm_head(network: Any, **options: Any) -> SplateHead:
+    """The head of a masked language model with a fresh adapter before it; its weights are copies.
+
+    Args:
+        network: BERT, RoBERTa, XLM-R, MPNet, DistilBERT or ModernBERT ``...ForMaskedLM`` of transformers.
+        options: ``adapter_size`` and ``train_bias`` of :class:`tilefold.modules.splate.SplateHead`.
+
+    Raises:
+        ValueError: for a head of another structure.
+    """
+    import torch
+
+    from tilefold.modules.splate import SplateHead
+
+    decoder = network.get_output_embeddings()
+    if not isinstance(decoder, torch.nn.Linear):
+        raise ValueError(f"masked_lm must have a linear LM head, got {type(decoder).__name__}; merge adapters first.")
+    found = [
+        (dense, norm, named)
+        for dense_path, norm_path, named in _HEADS
+        if (dense := _inside(network, dense_path)) is not None and (norm := _inside(network, norm_path)) is not None
+    ]
+    if not found:
+        raise ValueError(
+            f"masked_lm must have the MLM head of BERT, RoBERTa, MPNet, DistilBERT or ModernBERT, got "
+            f"{type(network).__name__}."
+        )
+    dense, norm, activation = found[0]
+    head = SplateHead(
+        decoder.in_features,
+        decoder.out_features,
+        activation=getattr(network.config, activation) if activation else "gelu",
+        layer_norm_eps=norm.eps,
+        norm_bias=norm.bias is not None,
+        transform_bias=dense.bias is not None,
+        **options,
+    )
+    with torch.no_grad():
+        for own, source in (("transform", dense), ("norm", norm), ("decoder", decoder)):
+            for name, value in head.get_submodule(own).named_parameters():
+                given = getattr(source, name, None)
+                value.copy_(torch.zeros_like(value) if given is None else given)
+    return head
+
+
+def _inside(network: Any, path: str) -> Any:
+    for name in path.split("."):
+        network = getattr(network, name, None)
+        if network is None:
+            return None
+    return network

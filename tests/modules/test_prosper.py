@@ -1,0 +1,179 @@
+"""PROSPER: the literal residual network, the window, the norm, and the penalty on base weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sentence_transformers import SparseEncoder
+from sentence_transformers.base.modules import Router
+from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss
+
+from tests.recipes.decoder_models import TEXTS, dense, tiny_causal_lm
+from tests.recipes.small import small_masked_lm
+from tilefold.losses import GlobalFlopsLoss
+from tilefold.losses.base_splade import BaseSpladeLoss
+from tilefold.modules.prosper import LITERAL_WEIGHTS, ProsperTransformer, literal_residual, pooled_activation
+from tilefold.modules.window import LexicalWindow, keep_heaviest
+
+KINDS = {
+    "causal": {
+        "transformer_task": "text-generation",
+        "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}},
+        "module_output_name": "token_embeddings",
+        "processing_kwargs": {"text": {"logits_to_keep": 0}},
+    },
+    "masked": {"transformer_task": "fill-mask"},
+}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("bases")
+    return {"causal": tiny_causal_lm(folder / "causal"), "masked": small_masked_lm(folder / "masked")}
+
+
+def prosper(base: Path, kind: str, **options: Any) -> ProsperTransformer:
+    torch.manual_seed(3)
+    return ProsperTransformer(str(base), **KINDS[kind], **options)
+
+
+def two_sides(transformer: ProsperTransformer) -> SparseEncoder:
+    query, document = LexicalWindow(8, "l2"), LexicalWindow(16)
+    return SparseEncoder(
+        modules=[Router.for_query_document([transformer, query], [transformer, document])], device="cpu"
+    )
+
+
+def test_residual_by_hand_and_gradcheck() -> None:
+    pooled = torch.tensor([[1.0, 2.0]], dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, -1.0], [0.5, 0.5]], dtype=torch.float64, requires_grad=True)
+    ids, mask = torch.tensor([[3, 0, 3, 1, 2]]), torch.tensor([[1, 1, 1, 1, 0]])
+    # w' = [1, 4, 1, 1.5], max 4; literal terms 0, 1, 3, and 2 is masked
+    got = literal_residual(pooled, weight, ids, mask)
+    assert got.tolist() == [[3.0, 0.0, 0.0, 2.5]]
+    assert literal_residual(pooled, weight, ids, mask, ignore_ids=[0]).tolist() == [[0.0, 0.0, 0.0, 2.5]]
+    assert torch.autograd.gradcheck(lambda p, w: literal_residual(p, w, ids, mask), (pooled, weight))
+
+
+def test_residual_equals_its_definition_on_random_operands() -> None:
+    torch.manual_seed(0)
+    pooled, weight = (torch.randn(n, 8, dtype=torch.float64, requires_grad=True) for n in (3, 50))
+    ids = torch.randint(0, 50, (3, 7))
+    mask = torch.tensor([[1] * 7, [0, 0, 1, 1, 1, 1, 1], [0] * 7])
+    own = pooled @ weight.T
+    literal = torch.zeros(3, 50, dtype=torch.float64)
+    for row, (tokens, keep) in enumerate(zip(ids, mask, strict=True)):
+        literal[row, tokens[keep == 1]] = 1
+    expected = literal * (own.max(dim=1, keepdim=True).values - own)
+    got = literal_residual(pooled, weight, ids, mask)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    upstream = torch.rand(3, 50, dtype=torch.float64)
+    for a, b in zip(
+        torch.autograd.grad(got, (pooled, weight), upstream),
+        torch.autograd.grad(expected, (pooled, weight), upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("pooling", ["last", "cls", "max"])
+@pytest.mark.parametrize("kind", ["causal", "masked"])
+def test_vectors_follow_the_formula(bases: dict[str, Path], kind: str, pooling: str) -> None:
+    transformer = prosper(bases[kind], kind, pooling=pooling, logit_scale=0.5).double().eval()
+    features = transformer.preprocess(TEXTS)
+    out = transformer(features)
+    head: Any = transformer.model.get_output_embeddings()
+    captured: list[torch.Tensor] = []
+    head.forward = lambda x: captured.append(x) or x
+    transformer.model(**{name: features[name] for name in ("input_ids", "attention_mask")})
+    del head.forward
+    for row, hidden in enumerate(captured[0]):
+        states = hidden[features["attention_mask"][row] == 1]
+        logits = 0.5 * states @ head.weight.T + (0 if head.bias is None else head.bias)
+        pick = {"last": lambda x: x[-1], "cls": lambda x: x[0], "max": lambda x: x.amax(0)}[pooling]
+        base = pick(logits.relu().log1p())
+        importance = transformer.literal.weight @ pick(states.relu().log1p())
+        literal = torch.zeros_like(base)
+        literal[features["input_ids"][row][features["attention_mask"][row] == 1]] = 1
+        literal[transformer.tokenizer.all_special_ids] = 0
+        expected = base + literal * (importance.max() - importance)
+        torch.testing.assert_close(out["base_embedding"][row], base, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(out["sentence_embedding"][row], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_pooled_states_of_any_mask() -> None:
+    hidden = torch.tensor([[[1.0], [2.0], [3.0]], [[4.0], [-1.0], [0.0]], [[5.0], [5.0], [5.0]]])
+    mask = torch.tensor([[1, 1, 0], [0, 1, 0], [0, 0, 0]])
+    picked = {
+        name: pooled_activation(hidden, mask, name).expm1().flatten().round().tolist()
+        for name in ("last", "cls", "max")
+    }
+    assert picked == {"last": [2, 0, 0], "cls": [1, 0, 0], "max": [2, 0, 0]}
+
+
+def test_window_keeps_the_heaviest_of_rows_that_have_more_and_their_gradient() -> None:
+    rows = torch.tensor([[3.0, 0.0, 1.0, 2.0], [0.0, 5.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    assert keep_heaviest(rows, 2).tolist() == [[3, 0, 0, 2], [0, 5, 0, 0], [0, 0, 0, 0]]
+    assert keep_heaviest(rows, 4) is rows
+    out = LexicalWindow(2, "l2")({"sentence_embedding": rows})["sentence_embedding"]
+    torch.testing.assert_close(out[0], rows.new_tensor([3, 0, 0, 2]) / 13**0.5)
+    assert out[1].tolist() == [0, 1, 0, 0] and not out[2].any()
+    torch.manual_seed(0)
+    free = torch.rand(3, 6, dtype=torch.float64, requires_grad=True)
+    window = LexicalWindow(3, "l2")
+    assert torch.autograd.gradcheck(lambda x: window({"sentence_embedding": x})["sentence_embedding"], (free,))
+    for wrong in ({"top_k": 0}, {"normalize": "l1"}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+            LexicalWindow(**wrong)
+
+
+@pytest.mark.parametrize("kind", ["causal", "masked"])
+def test_two_sides_share_a_transformer_and_reload(bases: dict[str, Path], kind: str, tmp_path: Path) -> None:
+    model = two_sides(prosper(bases[kind], kind))
+    queries, documents = dense(model, TEXTS, "query"), dense(model, TEXTS, "document")
+    torch.testing.assert_close(queries.norm(dim=1), torch.ones(4))
+    assert queries.count_nonzero(1).max() <= 8 and 8 < documents.count_nonzero(1).max() <= 16
+    model.save_pretrained(str(tmp_path))
+    again = SparseEncoder(str(tmp_path), device="cpu", trust_remote_code=True)
+    assert torch.equal(dense(again, TEXTS, "query"), queries)
+    routes: Any = again[0].sub_modules
+    assert routes["query"][0] is routes["document"][0]
+    next(tmp_path.rglob(LITERAL_WEIGHTS)).unlink()
+    with pytest.raises(FileNotFoundError, match="without which the literal residual would be random"):
+        SparseEncoder(str(tmp_path), device="cpu", trust_remote_code=True)
+
+
+def test_without_the_residual_final_weights_are_base_weights(bases: dict[str, Path]) -> None:
+    transformer = prosper(bases["causal"], "causal", literal_residual=False).eval()
+    out = transformer(transformer.preprocess(TEXTS))
+    assert transformer.literal is None and out["sentence_embedding"] is out["base_embedding"]
+
+
+def test_penalties_are_of_base_weights_and_train_the_whole_model(bases: dict[str, Path]) -> None:
+    transformer = prosper(bases["masked"], "masked").eval()
+    model = SparseEncoder(modules=[transformer, LexicalWindow(normalize="l2")], device="cpu")
+    ranking = SparseMultipleNegativesRankingLoss(model)
+    loss = BaseSpladeLoss(
+        model, ranking, document_regularizer_weight=0.5, query_regularizer_weight=2.0,
+        document_regularizer=GlobalFlopsLoss(), query_regularizer=GlobalFlopsLoss(),
+    )  # fmt: skip
+    columns = [{**model.preprocess(TEXTS, task=task), "task": task} for task in ("query", "document", "document")]
+    parts = loss(columns)
+    base = [transformer({k: v for k, v in column.items() if k != "task"})["base_embedding"] for column in columns]
+    torch.testing.assert_close(parts["query_regularizer_loss"], 2 * base[0].mean(0).square().sum())
+    torch.testing.assert_close(parts["document_regularizer_loss"], 0.5 * torch.cat(base[1:]).mean(0).square().sum())
+    sum(parts.values()).backward()
+    assert transformer.literal.weight.grad.abs().sum() > 0
+    assert transformer.model.get_output_embeddings().weight.grad.abs().sum() > 0
+    with pytest.raises(ValueError, match="model must give base_embedding"):
+        BaseSpladeLoss(lambda _: {"sentence_embedding": 0}, ranking, 1.0, 1.0)(columns)
+
+
+def test_unknown_poolings_and_heads_are_refused(bases: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match="pooling must be one of last, cls, max, got 'sum'"):
+        prosper(bases["causal"], "causal", pooling="sum")
+    with pytest.raises(ValueError, match=r"model must have an LM head that is a torch\.nn\.Linear"):
+        ProsperTransformer(str(bases["masked"]))
