@@ -66,7 +66,7 @@ class Ranked:
         """One row's ranking; without feedback every place is a plain interpolation."""
         other = next(name for name in self.first if name != retriever)
         first, feedback = self.first[retriever], METHODS[method]
-        mix = None if place == "none" else Interpolation(place, weight)  # type: ignore[arg-type]
+        mix = None if place == "none" else Interpolation(place, weight)
         if feedback is None:
             return first if mix is None else mix.mix(first, self.first[other], DEPTH)
         second = None if mix is None else self.first[other]

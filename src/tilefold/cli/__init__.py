@@ -90,7 +90,7 @@ def _say(text: str) -> None:
 def _app() -> Any:
     import typer
 
-    from tilefold.cli import bench, demo, encode, evaluate, fuse, index, info, recipes, search, train
+    from tilefold.cli import bench, demo, encode, evaluate, fuse, index, info, mine, recipes, search, train
     from tilefold.cli._root import root
 
     app = typer.Typer(
@@ -111,6 +111,7 @@ def _app() -> Any:
         search.search,
         evaluate.evaluate,
         fuse.fuse,
+        mine.mine,
         bench.bench,
         info.info,
     ):

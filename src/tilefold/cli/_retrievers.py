@@ -142,7 +142,28 @@ def open_index(
         return BM25Index.load(path)
     if model is None:
         raise _common.UsageError(f"--index: {path} holds vectors; name the model that made them with --model.")
-    index = load_index(path)
+    return _sparse(path, load_index(path), model, options, texts)
+
+
+def open_vectors(
+    path: Path, model: str | None, options: IndexOptions, texts: Callable[[], Mapping[str, str]]
+) -> SparseRetriever:
+    """Exact search of the encoded documents at `path` with the model that --model names; as :func:`open_index`."""
+    from tilefold.retrieval import build_index, read_manifest, read_vectors
+
+    for option in ("--query-cut", "--heap-factor"):
+        _common.refuse(option, options.given().get(option), "is for seismic indexes, and vectors are searched exactly")
+    if model is None:
+        raise _common.UsageError(f"--vectors: name the model that made {path} with --model.")
+    if (kind := read_manifest(path).kind) != "document":
+        raise _common.UsageError(f"--vectors: {path} holds {kind} vectors; encode documents without --queries.")
+    return _sparse(path, build_index(read_vectors(path), "exact"), model, options, texts)
+
+
+def _sparse(
+    path: Path, index: SparseIndex, model: str, options: IndexOptions, texts: Callable[[], Mapping[str, str]] | None
+) -> SparseRetriever:
+    """The index with its model, once the two are known to belong together."""
     if model == _models.PACKAGED:
         encoder = _untrained(path, index.provenance.texts_sha256, texts)
     else:

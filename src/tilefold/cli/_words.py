@@ -18,9 +18,9 @@ _OPTIONS = {
 }
 _SAME = (
     "batch_size", "max_length", "train_max_length", "query_length", "anneal_alpha", "save_steps", "save_minutes",
-    "shard_size", "special_tokens", "top_k", "group_by_length", "expand_queries",
+    "shard_size", "special_tokens", "top_k", "group_by_length", "expand_queries", "max_score_share",
 )  # fmt: skip
-_WORDS = ("attention", "alpha", "bf16", "dimension", "epochs", "method", "seed", "storage")
+_WORDS = ("attention", "alpha", "bf16", "dimension", "epochs", "margin", "method", "seed", "storage")
 
 _TABLE = _OPTIONS | {name: f"--{name.replace('_', '-')}" for name in _SAME}
 _ANYWHERE = re.compile("|".join(rf"(?<![\w/.-]){re.escape(name)}(?![\w/-])" for name in _TABLE))

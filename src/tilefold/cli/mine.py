@@ -1,0 +1,220 @@
+"""``tilefold mine``: hard negatives for training, from an index, from vectors, from a dense model or from a run."""
+# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tilefold.cli import _common, _models, _retrievers, _scores
+
+if TYPE_CHECKING:
+    from tilefold.retrieval.collection import Collection
+    from tilefold.retrieval.mining import FalseNegatives, Mined, Window
+
+RANKS, PER_QUERY = "1-100", 16
+FILTER_DEPTH = 1000  # a relevant document is looked for that deep
+CHUNK = 1024  # queries searched at a time
+MARGIN_HELP = "Leave out negatives that score within this margin of the query's best relevant document."
+SHARE_HELP = "Leave out negatives above this share, such as 0.95, of the score of the query's best relevant document."
+
+
+def mine(
+    output: Annotated[Path, typer.Option(help="Parquet file to write; tilefold score adds teachers' scores.")],
+    data: Annotated[str, typer.Option(help=_common.DATA_HELP)] = "pydocs",
+    split: Annotated[str, typer.Option(help="Split whose queries get negatives.")] = "train",
+    drop_unknown: Annotated[bool, typer.Option("--drop-unknown", help=_common.DROP_UNKNOWN_HELP)] = False,
+    run: Annotated[Path | None, typer.Option(help="A TREC run to draw from.")] = None,
+    index: Annotated[
+        Path | None, typer.Option(help="Index to draw from, with the --model that made it; BM25 has none.")
+    ] = None,
+    vectors: Annotated[
+        Path | None, typer.Option(help="Encoded documents to search exactly, with the --model that made them.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="The SparseEncoder of --index or --vectors; or alone, a dense model such as minilm."),
+    ] = None,
+    ranks: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Ranks to draw from, such as 1-50; by default {RANKS}. May be repeated with --per-query."),
+    ] = None,
+    per_query: Annotated[
+        list[int] | None, typer.Option(help=f"Negatives per query, by default {PER_QUERY}; one for each --ranks.")
+    ] = None,
+    margin: Annotated[float | None, typer.Option(help=MARGIN_HELP)] = None,
+    max_score_share: Annotated[float | None, typer.Option(help=SHARE_HELP)] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draws where ranks hold more than --per-query.")] = 0,
+    query_top_k: Annotated[int | None, typer.Option(help=_retrievers.QUERY_TOP_K_HELP)] = None,
+    query_cut: Annotated[int | None, typer.Option(help=_retrievers.QUERY_CUT_HELP)] = None,
+    heap_factor: Annotated[float | None, typer.Option(help=_retrievers.HEAP_FACTOR_HELP)] = None,
+    other_model: Annotated[bool, typer.Option("--other-model", help=_retrievers.OTHER_MODEL_HELP)] = False,
+    max_length: Annotated[
+        int | None, typer.Option(help="Dense: tokens read of a text; by default the model's.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="What was mined as JSON on stdout.")] = False,
+) -> None:
+    """Draw hard negatives for the judged queries of a split, into a Parquet file that training reads.
+
+    Documents judged relevant, and ones with the same text, are never negatives. --ranks 1-50 --per-query 50
+    --ranks 1-1000 --per-query 50 takes the best 50 and 50 more of the best 1,000.
+    """
+    windows = _windows(ranks, per_query)
+    false_negatives = check_filter(margin, max_score_share)
+    options = _retrievers.IndexOptions(query_top_k, query_cut, heap_factor, other_model)
+    sources = {"--run": run, "--index": index, "--vectors": vectors}
+    given = [name for name, value in sources.items() if value is not None]
+    if len(given) > 1 or (not given and model is None) or (run is not None and model is not None):
+        raise _common.UsageError(
+            "give one of --run FILE, --index FOLDER (with --model, but for BM25), --vectors FOLDER with --model, or a "
+            "dense --model."
+        )
+    if index is None and vectors is None:
+        for option in options.given():
+            raise _common.UsageError(f"{option} goes with --index or --vectors.")
+    if given:
+        _common.refuse("--max-length", max_length, "goes with a dense --model alone")
+    _common.check_at_least_one(query_top_k=query_top_k, max_length=max_length)
+    _scores.check_writable(output, "--output")
+    _models.find_models({"--model": model})
+    collection, _ = _scores.load_splits(data, [split], drop_unknown)
+    depth = max(window.last for window in windows)
+    depth = depth if false_negatives is None else max(depth, FILTER_DEPTH)
+    source, rankings = _open(run, index, vectors, model, options, max_length, collection, split, depth)
+
+    from tilefold.retrieval.mining import mine_negatives
+
+    mined = mine_negatives(rankings, collection, split, windows, seed=seed, false_negatives=false_negatives)
+    made_by = {
+        "kind": "mined",
+        "collection": collection.name,
+        "split": split,
+        "retriever": source.name,
+        "model_fingerprint": source.provenance.model_fingerprint,
+        "windows": [[window.first, window.last, window.count] for window in windows],
+        "seed": seed,
+        "margin": margin,
+        "max_score_share": max_score_share,
+    }
+    _write(mined, made_by, collection, output, as_json)
+    if not as_json:
+        typer.echo(f"next: tilefold score {output} --teacher CROSS_ENCODER --data {data} --output SCORED")
+
+
+def _windows(ranks: list[str] | None, per_query: list[int] | None) -> list[Window]:
+    """Each --ranks with its --per-query."""
+    from tilefold.retrieval.mining import Window
+
+    spans, counts = ranks or [RANKS], per_query or [PER_QUERY]
+    if len(counts) == 1:
+        counts = counts * len(spans)
+    if len(spans) != len(counts):
+        raise _common.UsageError(f"--per-query: expected one for each of {len(spans)} --ranks, got {len(counts)}.")
+    windows = []
+    for span, count in zip(spans, counts, strict=True):
+        parts = re.fullmatch(r"(\d+)-(\d+)", span)
+        if parts is None:
+            raise _common.UsageError(f"--ranks: expected FIRST-LAST such as 1-50, got {span!r}.")
+        try:
+            windows.append(Window(int(parts[1]), int(parts[2]), count))
+        except ValueError as error:
+            raise _common.UsageError("--" + str(error).replace("count:", "per-query:")) from error
+    return windows
+
+
+def check_filter(margin: float | None, max_score_share: float | None) -> FalseNegatives | None:
+    """The filter of --margin and --max-score-share, None without them."""
+    from tilefold.retrieval.mining import FalseNegatives
+
+    if margin is None and max_score_share is None:
+        return None
+    try:
+        return FalseNegatives(margin, max_score_share)
+    except ValueError as error:
+        raise _common.UsageError("--" + str(error).replace("max_score_share:", "max-score-share:")) from error
+
+
+def _open(
+    run: Path | None,
+    index: Path | None,
+    vectors: Path | None,
+    model: str | None,
+    options: _retrievers.IndexOptions,
+    max_length: int | None,
+    collection: Collection,
+    split: str,
+    depth: int,
+) -> tuple[_scores.NamedRun, Iterator[tuple[str, Mapping[str, float]]]]:
+    """What is drawn from (its run is empty unless it is --run), and its rankings query by query."""
+    texts = _scores.texts_of(collection)
+    if run is not None:
+        named = _scores.read_run(run, "--run")
+        _scores.check_texts(named.name, named.provenance, collection, texts)
+        _scores.check_answers(named, collection, [split])
+        return named, iter(named.run.items())
+    retriever: _retrievers.Retriever
+    if index is not None:
+        name, retriever = f"--index {index}", _retrievers.open_index(index, model, options, collection.contents)
+    elif vectors is not None:
+        name, retriever = f"--vectors {vectors}", _retrievers.open_vectors(vectors, model, options, collection.contents)
+    else:
+        name = f"--model {model}"
+        retriever = _retrievers.load_dense(str(model), collection.contents(), texts, max_length)
+    _scores.check_texts(name, retriever.provenance, collection, texts)
+    queries = collection.split_queries(split)
+    return _scores.NamedRun(name, {}, retriever.provenance), _searched(retriever, queries, depth)
+
+
+def _searched(
+    retriever: _retrievers.Retriever, queries: Mapping[str, str], depth: int
+) -> Iterator[tuple[str, Mapping[str, float]]]:
+    """The rankings of `queries`, some at a time."""
+    left, done = iter(queries.items()), 0
+    with _common.progress_bar("searching") as update:
+        while chunk := dict(itertools.islice(left, CHUNK)):
+            yield from retriever.search(chunk, depth).items()
+            done += len(chunk)
+            update(done, len(queries), "")
+
+
+def _write(mined: Mined, made_by: dict[str, Any], collection: Collection, output: Path, as_json: bool) -> None:
+    from tilefold.retrieval.provenance import texts_digest
+    from tilefold.retrieval.training_rows import queries_of, write_training_rows
+
+    if not mined.queries:
+        raise _common.CommandError(
+            f"no negative was found for any query ({mined.filtered} candidates were left out as possible false "
+            "negatives): draw from more --ranks, or filter less."
+        )
+    rows = mined.rows(made_by)
+    digests = {"texts_sha256": texts_digest(collection.contents())}
+    rows.made_by |= digests | {"queries_sha256": texts_digest(queries_of(rows, collection))}
+    write_training_rows(rows, output)
+    negatives = len(rows) - int(rows.relevant.sum())
+    result = {
+        "output": str(output),
+        "queries": len(rows.queries),
+        "relevant": len(rows) - negatives,
+        "negatives": negatives,
+        "queries_without": mined.without,
+        "queries_short": mined.short,
+        "left_out_by_score": mined.filtered,
+        "left_out_by_text": mined.same_text,
+    }
+    if as_json:
+        _common.print_json(result)
+        return
+    for count, what in (
+        (mined.without, "queries have no negative and are left out"),
+        (mined.short, "queries have fewer negatives than asked for"),
+        (mined.filtered, "candidates were left out as possible false negatives"),
+        (mined.same_text, "candidates were left out because their text is the query's or a relevant document's"),
+    ):
+        if count:
+            _common.note(f"{count} {what}")
+    typer.echo(f"{negatives} negatives for {len(rows.queries)} queries: {output}")

@@ -1,0 +1,260 @@
+"""Hard negatives of judged queries, drawn from the ranking of any retriever.
+
+``sentence_transformers.util.mine_hard_negatives`` serves where one bi-encoder is retriever, corpus and judge at once.
+Not here: it takes pairs of texts and a model, no ranking of an index, of BM25 or of a saved run; it returns texts
+without ids, so that neither other judgements nor a teacher's scores can be joined; it knows one window of ranks, and
+draws without a seed. Its margins keep their meaning here: absolute (`margin`) and relative (`max_score_share`,
+NV-Retriever's TopK-PercPos, arXiv 2407.15831).
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.training_rows import TrainingRows
+
+if TYPE_CHECKING:
+    from tilefold.retrieval.collection import Collection
+
+__all__ = ["FalseNegatives", "Window", "drop_false_negatives", "mine_negatives"]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Up to `count` negatives of the ranks `first` to `last`, which begin at 1 and count judged documents too.
+
+    Raises:
+        ValueError: ranks below 1 or in the wrong order, or no negative.
+    """
+
+    first: int
+    last: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.first <= self.last:
+            raise ValueError(f"ranks: expected FIRST-LAST with 1 <= FIRST <= LAST, got {self.first}-{self.last}.")
+        if self.count < 1:
+            raise ValueError(f"count: expected at least 1 negative, got {self.count}.")
+
+
+@dataclass(frozen=True)
+class FalseNegatives:
+    """Which documents score so close to a query's best judged one that they may be relevant themselves.
+
+    A negative is kept if its score is at most ``s - margin`` and at most ``max_share * s``, where s is the highest
+    score of the query's judged-relevant documents. Where none of those was retrieved, all that was retrieved scored
+    higher, and nothing is kept.
+
+    Raises:
+        ValueError: a negative margin or a share outside of (0, 1].
+    """
+
+    margin: float | None = None
+    max_share: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.margin is not None and not 0 <= self.margin < math.inf:
+            raise ValueError(f"margin: expected a finite number of at least 0, got {self.margin!r}.")
+        if self.max_share is not None and not 0 < self.max_share <= 1:
+            raise ValueError(f"max_score_share: expected a number in (0, 1], got {self.max_share!r}.")
+
+    def limit(self, relevant: Iterable[float], query: str) -> float:
+        """The highest score that a negative of `query` may have, given the scores of its relevant documents.
+
+        Raises:
+            ValueError: a share of a score that is not positive, which says nothing.
+        """
+        if self.margin is None and self.max_share is None:
+            return math.inf
+        best = max((score for score in relevant if not math.isnan(score)), default=-math.inf)
+        if best == -math.inf:
+            return best
+        if self.max_share is not None and best <= 0:
+            raise ValueError(
+                f"max_score_share: the best relevant document of query {query!r} scores {best:g}, and a share of that "
+                "is no limit. Filter by margin, or by scores that are positive."
+            )
+        return min(
+            math.inf if self.margin is None else best - self.margin,
+            math.inf if self.max_share is None else best * self.max_share,
+        )
+
+
+@dataclass
+class Mined:
+    """Rows as they are found, and what was left out.
+
+    Attributes:
+        short: queries with fewer negatives than asked for.
+        without: queries without any, which are left out.
+        filtered: candidates that were left out as possible false negatives.
+        same_text: candidates that were left out because their text is the query's or a relevant document's.
+    """
+
+    queries: list[str] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    documents: dict[str, int] = field(default_factory=dict)
+    document: list[int] = field(default_factory=list)
+    relevant: list[bool] = field(default_factory=list)
+    rank: list[int] = field(default_factory=list)
+    score: list[float] = field(default_factory=list)
+    short: int = 0
+    without: int = 0
+    filtered: int = 0
+    same_text: int = 0
+
+    def add(self, name: str, relevant: bool, rank: int, score: float) -> None:
+        """A row of the last query."""
+        self.document.append(self.documents.setdefault(name, len(self.documents)))
+        self.relevant.append(relevant)
+        self.rank.append(rank)
+        self.score.append(score)
+
+    def rows(self, made_by: Mapping[str, Any]) -> TrainingRows:
+        """What was found, as training rows."""
+        return TrainingRows(
+            self.queries,
+            list(self.documents),
+            np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts, dtype=np.int64)]),
+            np.array(self.document, np.int32),
+            np.array(self.relevant, bool),
+            np.array(self.rank, np.int32),
+            np.array(self.score, np.float32),
+            made_by=dict(made_by),
+        )
+
+
+def mine_negatives(
+    rankings: Iterable[tuple[str, Mapping[str, float]]],
+    collection: Collection,
+    split: str,
+    windows: Sequence[Window],
+    *,
+    seed: int = 0,
+    false_negatives: FalseNegatives | None = None,
+) -> Mined:
+    """Draw negatives for the queries of `split`, and list its relevant documents beside them.
+
+    A document that any split judges relevant for the query is never a negative, nor is one with the text of such a
+    document or of the query. Windows draw in their order, without what earlier ones drew; a window with more candidates
+    than it wants draws at random, for each query from a generator of its own (`seed` and the query's id), so that
+    neither the order nor the other queries change the outcome. Negatives come in the order of their ranks, after the
+    relevant documents.
+
+    Args:
+        rankings: query id and document id -> score, one after the other, so that not all need be in memory. Equal
+            scores keep their order. Queries that `split` does not judge, and ones without a relevant document, are
+            skipped.
+        collection: documents, queries and judgements.
+        split: whose queries get rows.
+        windows: which ranks, and how many of each.
+        seed: of the draws.
+        false_negatives: what else is left out, by the scores of the ranking.
+
+    Raises:
+        ValueError: no window; an unknown split; a share of a score that is not positive.
+        DataError: a document that is not in the collection.
+    """
+    if not windows:
+        raise ValueError("windows: expected at least one, got none.")
+    judged = collection.split_qrels(split)
+    mined = Mined()
+    for query, scores in rankings:
+        positives = [name for name, grade in judged.get(query, {}).items() if grade > 0]
+        if positives:
+            ranked = sorted(scores.items(), key=lambda item: -item[1])
+            candidates = _candidates(mined, query, ranked, collection, false_negatives or FalseNegatives())
+            _take(mined, query, positives, ranked, _draw(candidates, windows, seed, query), windows)
+    return mined
+
+
+def _candidates(
+    mined: Mined,
+    query: str,
+    ranked: list[tuple[str, float]],
+    collection: Collection,
+    false_negatives: FalseNegatives,
+) -> list[int]:
+    """Ranks, from 1, that can be negatives."""
+    splits = (judged.get(query, {}) for judged in collection.qrels.values())
+    excluded = {name for grades in splits for name, grade in grades.items() if grade > 0}
+    texts = {collection.documents[name].contents.strip() for name in excluded} | {collection.queries[query].strip()}
+    limit = false_negatives.limit((score for name, score in ranked if name in excluded), query)
+    candidates = []
+    for rank, (name, score) in enumerate(ranked, start=1):
+        if name in excluded:
+            continue
+        if name not in collection.documents:
+            raise DataError(
+                f"rankings: document {name!r} of query {query!r} is not in {collection.name}. Give the collection that "
+                "was searched."
+            )
+        if score > limit:
+            mined.filtered += 1
+        elif collection.documents[name].contents.strip() in texts:
+            mined.same_text += 1
+        else:
+            candidates.append(rank)
+    return candidates
+
+
+def _draw(candidates: list[int], windows: Sequence[Window], seed: int, query: str) -> list[int]:
+    """The ranks that the windows draw, ascending."""
+    generator = np.random.default_rng([seed, zlib.crc32(query.encode("utf-8", "surrogatepass"))])
+    drawn: set[int] = set()
+    for window in windows:
+        left = [rank for rank in candidates if window.first <= rank <= window.last and rank not in drawn]
+        if len(left) > window.count:
+            left = generator.choice(left, window.count, replace=False).tolist()
+        drawn.update(left)
+    return sorted(drawn)
+
+
+def _take(
+    mined: Mined,
+    query: str,
+    positives: list[str],
+    ranked: list[tuple[str, float]],
+    drawn: list[int],
+    windows: Sequence[Window],
+) -> None:
+    """Add the rows of a query; without a negative it is only counted."""
+    mined.without += not drawn
+    mined.short += 0 < len(drawn) < sum(window.count for window in windows)
+    if not drawn:
+        return
+    place = {name: (rank, score) for rank, (name, score) in enumerate(ranked, start=1)}
+    mined.queries.append(query)
+    mined.counts.append(len(positives) + len(drawn))
+    for name in positives:
+        mined.add(name, True, *place.get(name, (0, math.nan)))
+    for rank in drawn:
+        name, score = ranked[rank - 1]
+        mined.add(name, False, rank, score)
+
+
+def drop_false_negatives(rows: TrainingRows, false_negatives: FalseNegatives) -> TrainingRows:
+    """The rows without negatives that score too high, by the teachers' score if there is one, else the retriever's.
+
+    Queries that lose all their negatives are left out.
+
+    Raises:
+        ValueError: a share of a score that is not positive; no row is left.
+    """
+    keep = rows.relevant.copy()
+    for group, low in zip(rows.groups(), rows.offsets[:-1].tolist(), strict=True):
+        scores = group.retrieved if group.target is None else group.target
+        limit = false_negatives.limit(scores[group.relevant].tolist(), group.query)
+        kept = group.relevant | (scores <= np.float32(limit))
+        keep[low : low + len(kept)] = kept if kept.sum() > group.relevant.sum() else False
+    if not keep.any():
+        raise ValueError("margin, max_score_share: expected that some negative passes, got none. Filter less.")
+    return rows.take(keep)
