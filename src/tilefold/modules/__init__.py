@@ -7,6 +7,7 @@ from tilefold._lazy import lazy_exports
 _HOME = {
     "EchoTransformer": "echo",
     "FrozenTransformer": "splate",
+    "EpicPooling": "epic_pooling",
     "FusedPooling": "fused_pooling",
     "HeadPooling": "head_pooling",
     "LexicalWindow": "window",

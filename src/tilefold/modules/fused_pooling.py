@@ -35,10 +35,12 @@ class FusedPooling(ABC):
         reads_logits: whether it pools the logits of an LM head, which is then fused with it; False for modules that
             pool something else, and only return CSR rows where those are wanted.
         quantizable: whether the weight of the head may be given in fp8.
+        embedding_dimension: V, of modules that read logits; None until it is known.
     """
 
     reads_logits: bool = True
     quantizable: bool = False
+    embedding_dimension: int | None = None
 
     @abstractmethod
     def fused_scores(

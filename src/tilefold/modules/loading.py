@@ -14,6 +14,7 @@ __all__ = ["load_encoder", "module_classes"]
 def module_classes() -> dict[str, type]:
     """Class path in ``modules.json`` -> class, for every module of this room."""
     from tilefold.modules.echo import EchoTransformer
+    from tilefold.modules.epic_pooling import EpicPooling
     from tilefold.modules.head_pooling import HeadPooling
     from tilefold.modules.prosper import ProsperTransformer
     from tilefold.modules.splate import FrozenTransformer, SplateHead
@@ -21,8 +22,9 @@ def module_classes() -> dict[str, type]:
     from tilefold.modules.token_weights import TokenWeights
     from tilefold.modules.window import LexicalWindow
 
-    room = (
+    room: tuple[type, ...] = (
         EchoTransformer,
+        EpicPooling,
         FrozenTransformer,
         HeadPooling,
         LexicalWindow,

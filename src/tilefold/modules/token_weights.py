@@ -9,6 +9,7 @@ import torch
 from sentence_transformers.base.modules.module import Module
 from torch import Tensor, nn
 
+from tilefold.modules._weights import load_with_weights
 from tilefold.modules.activation import ACTIVATIONS, activate
 from tilefold.modules.fused_pooling import FusedPooling, Head, SparseOptions, autocasts, places_of
 from tilefold.ops import token_scatter, token_scatter_sparse
@@ -136,8 +137,4 @@ class TokenWeights(FusedPooling, Module):  # type: ignore[misc]
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> TokenWeights:
         """Read what :meth:`save` wrote."""
-        named = ("token", "cache_folder", "revision", "local_files_only")
-        where = {"subfolder": subfolder} | {key: kwargs[key] for key in named if key in kwargs}
-        module = cls(**cls.load_config(model_name_or_path, **where))
-        loaded: TokenWeights = cls.load_torch_weights(model_name_or_path, **where, model=module)
-        return loaded
+        return load_with_weights(cls, model_name_or_path, subfolder, kwargs)

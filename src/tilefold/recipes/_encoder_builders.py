@@ -11,7 +11,7 @@ from typing import Any
 
 from tilefold.recipes._encoder_spec import Base, EncoderSpec
 
-__all__ = ["build_binary", "build_cls_mlm", "build_idf", "build_mlm", "build_mlp", "load_transformer"]
+__all__ = ["build_binary", "build_cls_mlm", "build_epic", "build_idf", "build_mlm", "build_mlp", "load_transformer"]
 
 SMALL_HEAD_SCALE = 1 / 16  # of backbones whose LM head gives logits of a large norm (arXiv 2606.18811)
 SMALL_HEAD_MODELS = ("modernbert", "modernbert-decoder")  # Ettin has these types too
@@ -50,8 +50,30 @@ def head_pooling(spec: EncoderSpec, transformer: Any, pooling: str) -> Any:
     )
 
 
+def build_epic(spec: EncoderSpec, base: Base) -> list[Any]:
+    """A masked language model that puts out its hidden states, and EPIC's pooling of both."""
+    import torch
+
+    from tilefold.modules import EpicPooling
+
+    transformer = _network(spec, base, "fill-mask", output_hidden_states=True)
+    drop = spec.drop_special_tokens is not False
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(base.seed)
+        pooling = EpicPooling(
+            transformer.model.config.hidden_size,
+            ignore_ids=transformer.tokenizer.all_special_ids if drop else (),
+            embedding_dimension=head_rows(transformer),
+        )
+    return [transformer, pooling]
+
+
 def build_mlp(spec: EncoderSpec, base: Base) -> list[Any]:
-    """A Transformer without its LM head, and a learned weight for every token."""
+    """A Transformer without its LM head, and a learned weight for every token.
+
+    The bias of the linear layer starts at 1, so that every token counts: with the usual start half of the tokens, or
+    all of a text, would have no weight and no gradient.
+    """
     import torch
 
     from tilefold.modules import TokenWeights
@@ -68,6 +90,7 @@ def build_mlp(spec: EncoderSpec, base: Base) -> list[Any]:
             scale=spec.scale,
             ignore_ids=transformer.tokenizer.all_special_ids if drop else (),
         )
+        torch.nn.init.ones_(weights.linear.bias)
     return [transformer, weights]
 
 
@@ -138,9 +161,9 @@ def head_rows(transformer: Any) -> int:
     return int(transformer.model.get_output_embeddings().weight.shape[0])
 
 
-def _network(spec: EncoderSpec, base: Base, task: str) -> Any:
+def _network(spec: EncoderSpec, base: Base, task: str, **config: Any) -> Any:
     if not spec.shared_network:
-        transformer = load_transformer(spec.base_model or base.base_model, base, task)
+        transformer = load_transformer(spec.base_model or base.base_model, base, task, **config)
         if spec.layers is not None:
             keep_lowest_layers(transformer.model, spec.layers)
         return transformer

@@ -18,6 +18,7 @@ _CAUSAL = (_HEAD - {"layers"}) | {"pooling", "drop_special_tokens", "lora"}
 KINDS: Mapping[str, frozenset[str]] = {
     "mlm": _HEAD | {"pooling", "drop_special_tokens"},
     "cls_mlm": _HEAD,
+    "epic": frozenset({"layers", "drop_special_tokens", "top_k"}),
     "mlp": _NETWORK | {"scale", "drop_special_tokens"},
     "binary": frozenset({"scale", "trainable"}),
     "idf": frozenset({"idf", "trainable"}),
@@ -37,20 +38,21 @@ class EncoderSpec(DictMixin):
     Fields that say nothing (None) have the value of the kind. One that the kind does not have is an error.
 
     Attributes:
-        kind: ``"mlm"`` (an LM head over all tokens: SPLADE), ``"cls_mlm"`` (over the first one: TILDE), ``"mlp"`` (a
-            weight for each token: uniCOIL, DeepImpact), ``"binary"`` (1 for each distinct token, times a number),
-            ``"idf"`` (a number of its own for each distinct token; these two need no network), ``"causal"``,
-            ``"bidirectional"`` or ``"echo"`` (the LM head of a causal language model, see
-            :mod:`tilefold.recipes.decoders`), ``"prosper"`` (:class:`tilefold.modules.ProsperTransformer`),
-            ``"bge_m3"`` (a weight for each token, with BGE-M3's own where the base model has them) or ``"splate"`` (an
-            adapter on a frozen ColBERT, the base model).
+        kind: ``"mlm"`` (an LM head over all tokens: SPLADE), ``"cls_mlm"`` (over the first one: TILDE), ``"epic"``
+            (over all, weighted by learned importance and quality), ``"mlp"`` (a weight for each token: uniCOIL,
+            DeepImpact), ``"binary"`` (1 for each distinct token, times a number), ``"idf"`` (a number of its own for
+            each distinct token; these two need no network), ``"causal"``, ``"bidirectional"`` or ``"echo"`` (the LM
+            head of a causal language model, see :mod:`tilefold.recipes.decoders`), ``"prosper"``
+            (:class:`tilefold.modules.ProsperTransformer`), ``"bge_m3"`` (a weight for each token, with BGE-M3's own
+            where the base model has them) or ``"splate"`` (an adapter on a frozen ColBERT, the base model).
         base_model: of this side alone: ``"minilm"``, a folder or a Hugging Face name; None takes the recipe's.
         pooling: of the LM head, see :class:`tilefold.modules.HeadPooling`; ``"max"``, and ``"last"`` for ``"prosper"``.
         activation: ``"log1p_relu"`` of heads, ``"relu"`` of ``"mlp"``.
         logit_scale: factor on the logits: 1, but 1/16 for ModernBERT and Ettin (arXiv 2606.18811).
         drop_special_tokens: whether positions of special tokens do not count; False for heads, as in SPLADE, True for
-            ``"mlp"``.
-        top_k: keep the largest weights of a text that has more than this many.
+            ``"mlp"`` and ``"epic"``.
+        top_k: keep the largest weights of a text that has more than this many. Of ``"epic"``, whose weights are all
+            positive: the ``max_active_dims`` of the model, 1,000.
         normalize: ``"l2"`` for vectors of length 1.
         scale: start of the learned factor on the weights of ``"mlp"`` (None: no such factor); the number of
             ``"binary"``, 0.3.

@@ -25,6 +25,7 @@ __all__ = ["BUILDERS", "KINDS", "Base", "EncoderSpec", "build_encoder"]
 BUILDERS: Mapping[str, Callable[[EncoderSpec, Base], list[Any]]] = {
     "mlm": builders.build_mlm,
     "cls_mlm": builders.build_cls_mlm,
+    "epic": builders.build_epic,
     "mlp": builders.build_mlp,
     "binary": builders.build_binary,
     "idf": builders.build_idf,
@@ -35,6 +36,7 @@ BUILDERS: Mapping[str, Callable[[EncoderSpec, Base], list[Any]]] = {
     "bge_m3": decoders.build_bge_m3,
     "splate": decoders.build_splate,
 }
+EPIC_TERMS = 1000  # that the paper keeps of a passage
 
 
 def build_encoder(
@@ -66,10 +68,20 @@ def build_encoder(
             modules = BUILDERS[document.kind](document, base)
         else:
             modules = [Router.for_query_document(*_both_sides(query, document, base))]
-        model = SparseEncoder(modules=modules, device=device, similarity_fn_name="dot")
+        model = SparseEncoder(
+            modules=modules, device=device, similarity_fn_name="dot", max_active_dims=_most_terms(query, document)
+        )
     model.model_card_data.local_files_only = True
     model.model_card_data.generate_widget_examples = False
     return model
+
+
+def _most_terms(query: EncoderSpec | None, document: EncoderSpec) -> int | None:
+    """The bound on the terms of a vector that encoding needs: EPIC's, whose weights are all positive."""
+    bounds = [
+        EPIC_TERMS if side.top_k is None else side.top_k for side in (query, document) if side and side.kind == "epic"
+    ]
+    return max(bounds, default=None)
 
 
 def _both_sides(query: EncoderSpec, document: EncoderSpec, base: Base) -> tuple[list[Any], list[Any]]:

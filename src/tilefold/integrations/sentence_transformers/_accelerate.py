@@ -11,7 +11,8 @@ from torch import nn
 from tilefold.integrations._patches import Handle
 from tilefold.integrations.sentence_transformers._batch import SparseBatchEncoder
 from tilefold.integrations.sentence_transformers._heads import check_head
-from tilefold.integrations.sentence_transformers._pairs import find_pairs
+from tilefold.integrations.sentence_transformers._own_pooling import FusedOwnPooling, fused_forward
+from tilefold.integrations.sentence_transformers._pairs import find_pairs, find_scorers
 from tilefold.integrations.sentence_transformers._pooling import FusedSpladePooling, pass_hidden_states
 from tilefold.integrations.sentence_transformers._selfcheck import check_pair
 from tilefold.integrations.sentence_transformers._similarity import (
@@ -20,7 +21,10 @@ from tilefold.integrations.sentence_transformers._similarity import (
     is_multi_vector,
     unfuse_similarity,
 )
+from tilefold.modules.fused_pooling import FusedPooling
 from tilefold.ops.implementations import check_impl
+
+_FUSED = (FusedSpladePooling, FusedOwnPooling)
 
 
 class Acceleration(Handle):
@@ -28,7 +32,8 @@ class Acceleration(Handle):
 
     Attributes:
         model: the SparseEncoder or MultiVectorEncoder, accelerated in place.
-        heads: how many LM heads were fused; a Router may have one per route, a MultiVectorEncoder has none.
+        heads: how many LM heads were fused; a Router may have one per route; token weights and a
+            MultiVectorEncoder have none.
     """
 
     def __init__(self, model: Any, heads: int) -> None:
@@ -59,14 +64,15 @@ def accelerate(model: Any, *, impl: str = "auto", check: bool = True, quantize: 
     evaluators, have functions of their own: pass those of that module (``similarity_fct=``, ``score_functions=``).
 
     For a SparseEncoder, two forwards are replaced, on the instances: the LM head returns its input, and the
-    SpladePooling after it applies :func:`tilefold.ops.lsr_head`. The model also gets ``encode_sparse_batch``, which
-    encodes one batch as :func:`encode_sparse` does and serves :mod:`tilefold.retrieval`. Routers, tied weights, LoRA on
-    the LM head, flattened inputs, autocast, pickle and deepcopy keep working. ``token_embeddings`` is no longer among
-    the features that the model returns. A second call starts over, with its own ``impl``; call again after an adapter
-    was added to the LM head, or merged into it.
+    SpladePooling after it, or a pooling of :mod:`tilefold.modules`, applies :func:`tilefold.ops.lsr_head`. The model
+    also gets ``encode_sparse_batch``, which encodes one batch as :func:`encode_sparse` does and serves
+    :mod:`tilefold.retrieval`. Routers, tied weights, LoRA on the LM head, flattened inputs, autocast, pickle and
+    deepcopy keep working. ``token_embeddings`` is no longer among the features that the model returns. A second call
+    starts over, with its own ``impl``; call again after an adapter was added to the LM head, or merged into it.
 
     Args:
-        model: a ``sentence_transformers.SparseEncoder`` with a SpladePooling, or a ``MultiVectorEncoder``.
+        model: a ``sentence_transformers.SparseEncoder`` with a SpladePooling or a module of :mod:`tilefold.modules`, or
+            a ``MultiVectorEncoder``.
         impl: implementation of the operator, see :func:`tilefold.ops.lsr_head`.
         check: run two short texts (for a MultiVectorEncoder: four short sequences of vectors) through the stock and the
             fused model, and raise an error if they disagree. It takes four forwards in eval mode, and changes neither
@@ -81,8 +87,9 @@ def accelerate(model: Any, *, impl: str = "auto", check: bool = True, quantize: 
 
     Raises:
         TypeError: if ``model`` is neither a SparseEncoder nor a MultiVectorEncoder.
-        ValueError: if the model has no LM head before a SpladePooling, or does something with its logits or
-            similarities that the fused operator cannot reproduce; nothing is changed then.
+        ValueError: if the model has no LM head before a pooling (and no module of :mod:`tilefold.modules` that needs
+            none), or does something with its logits or similarities that the fused operator cannot reproduce; nothing
+            is changed then.
         RuntimeError: if the check cannot run the model on its device.
     """
     check_impl(impl)
@@ -106,18 +113,17 @@ def accelerate(model: Any, *, impl: str = "auto", check: bool = True, quantize: 
     pairs = find_pairs(model)
     for pair in pairs:
         check_head(pair.head)
-        if quantize is not None and pair.pooling.pooling_strategy != "max":
-            raise ValueError(
-                f"quantize must be None for pooling {pair.pooling.pooling_strategy!r}, got {quantize!r}; only max "
-                "pooling runs in fp8."
-            )
+        if quantize is not None:
+            _check_quantizable(pair.pooling, quantize)
         if check:
             check_pair(pair, impl)
     for pair in pairs:
         pair.head.forward = pass_hidden_states
-        pair.pooling.forward = FusedSpladePooling(pair.pooling, pair.head, impl, quantize)
+        pair.pooling.forward = fused_forward(pair.pooling, pair.head, impl, quantize, pair.last)
         if _check_head_is_fused not in pair.transformer._forward_pre_hooks.values():
             pair.transformer.register_forward_pre_hook(_check_head_is_fused)
+    for module, last in find_scorers(model):
+        module.forward = fused_forward(module, None, impl, last=last)  # type: ignore[attr-defined]
     model.encode_sparse_batch = SparseBatchEncoder(model)
     return Acceleration(model, heads=len({id(pair.head) for pair in pairs}))
 
@@ -140,7 +146,7 @@ def is_accelerated(model: Any) -> bool:
     """Whether ``model`` has a fused head or fused similarities."""
     return isinstance(model, nn.Module) and (
         has_fused_similarity(model)
-        or any(isinstance(vars(module).get("forward"), FusedSpladePooling) for module in model.modules())
+        or any(isinstance(vars(module).get("forward"), _FUSED) for module in model.modules())
     )
 
 
@@ -150,11 +156,18 @@ def _remove_patches(model: nn.Module) -> None:
         del model.encode_sparse_batch
     for module in model.modules():
         forward = vars(module).get("forward")
-        if forward is pass_hidden_states or isinstance(forward, FusedSpladePooling):
+        if forward is pass_hidden_states or isinstance(forward, _FUSED):
             del module.forward
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if hook is _check_head_is_fused]:
             del hooks[key]
+
+
+def _check_quantizable(pooling: Any, quantize: str) -> None:
+    own = isinstance(pooling, FusedPooling)
+    if not (pooling.quantizable if own else pooling.pooling_strategy == "max"):
+        name = getattr(pooling, "pooling", type(pooling).__name__) if own else pooling.pooling_strategy
+        raise ValueError(f"quantize must be None for pooling {name!r}, got {quantize!r}; only max pooling runs in fp8.")
 
 
 def _check_head_is_fused(transformer: Any, _: Any) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.integrations.sentence_transformers._pooling import SparseOptions, sparse_scores
+from tilefold.integrations.sentence_transformers._pooling import sparse_scores
+from tilefold.modules.fused_pooling import SparseOptions
 
 
 class SparseBatchEncoder:

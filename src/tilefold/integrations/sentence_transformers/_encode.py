@@ -13,7 +13,6 @@ from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.integrations.sentence_transformers._accelerate import accelerate, is_accelerated
 from tilefold.integrations.sentence_transformers._batch import encode_batch, evaluating, prompt_of, sparse_options
 from tilefold.integrations.sentence_transformers._heads import base_linear
-from tilefold.integrations.sentence_transformers._pooling import FusedSpladePooling
 
 
 def encode_sparse(
@@ -68,7 +67,8 @@ def encode_sparse(
 
 def _vocab_size(model: Any) -> int:
     fused = (vars(module).get("forward") for module in model.modules())
-    return next(base_linear(f.head).out_features for f in fused if isinstance(f, FusedSpladePooling))
+    heads = [found for f in fused if (found := getattr(f, "head", None)) is not None]
+    return base_linear(heads[0]).out_features if heads else int(model.get_embedding_dimension())
 
 
 def _stack_rows(batches: list[Tensor], order: list[int], vocab_size: int) -> Tensor:

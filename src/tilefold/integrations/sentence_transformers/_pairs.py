@@ -13,14 +13,26 @@ from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import nn
 
 from tilefold.integrations.sentence_transformers._heads import find_head
+from tilefold.modules.fused_pooling import FusedPooling
 
 
 class SpladePair(NamedTuple):
-    """One route through the model: ``transformer`` runs ``head`` last, ``pooling`` comes next."""
+    """One route through the model: ``transformer`` runs ``head`` last, ``pooling`` comes next.
+
+    ``last`` says that nothing follows the pooling.
+    """
 
     transformer: Any
     head: nn.Module
     pooling: Any
+    last: bool = True
+
+
+class Scorer(NamedTuple):
+    """A module of :mod:`tilefold.modules` that reads no logits; ``last`` says that nothing follows it."""
+
+    module: FusedPooling
+    last: bool
 
 
 def find_pairs(model: nn.Module) -> list[SpladePair]:
@@ -28,7 +40,8 @@ def find_pairs(model: nn.Module) -> list[SpladePair]:
 
     Raises:
         TypeError: if ``model`` is not a SparseEncoder.
-        ValueError: if it has no pair, or a head that also feeds something other than its pooling.
+        ValueError: if it has neither a pair nor a :class:`Scorer`, or a head that also feeds something other than its
+            pooling.
     """
 
     if not isinstance(model, SparseEncoder):
@@ -39,13 +52,15 @@ def find_pairs(model: nn.Module) -> list[SpladePair]:
     pairs: dict[tuple[int, int], SpladePair] = {}
     unpooled: list[Any] = []
     for pipeline in _pipelines(model._modules.values()):
-        poolings = [i for i, module in enumerate(pipeline) if isinstance(module, SpladePooling)]
+        poolings = [i for i, module in enumerate(pipeline) if _pools_logits(module)]
         if not poolings:
             unpooled += [module for module in pipeline if _is_transformer(module)]
             continue
         pair = _pair_at(pipeline, poolings)
-        pairs[id(pair.transformer), id(pair.pooling)] = pair
-    if not pairs:
+        key = id(pair.transformer), id(pair.pooling)
+        known = pairs.get(key, pair)
+        pairs[key] = pair._replace(last=pair.last and known.last)
+    if not pairs and not find_scorers(model):
         found = ", ".join(type(module).__name__ for module in model.modules() if _is_step(module))
         raise ValueError(
             f"model must contain a SpladePooling after a Transformer with an LM head, got {found or 'no modules'}; "
@@ -53,6 +68,17 @@ def find_pairs(model: nn.Module) -> list[SpladePair]:
         )
     _check_exclusive(list(pairs.values()), unpooled)
     return list(pairs.values())
+
+
+def find_scorers(model: nn.Module) -> list[Scorer]:
+    """All distinct modules of ours that read no logits, over all routes of a SparseEncoder."""
+    found: dict[int, Scorer] = {}
+    for pipeline in _pipelines(model._modules.values()):
+        for place, module in enumerate(pipeline, 1):
+            if isinstance(module, FusedPooling) and not module.reads_logits:
+                last = place == len(pipeline) and found.get(id(module), (module, True))[1]
+                found[id(module)] = Scorer(module, last)
+    return list(found.values())
 
 
 def _pipelines(modules: Iterable[nn.Module | None]) -> Iterator[list[Any]]:
@@ -78,16 +104,19 @@ def _pair_at(pipeline: list[Any], poolings: list[int]) -> SpladePair:
     names = " -> ".join(type(module).__name__ for module in pipeline)
     if len(poolings) > 1 or not _is_transformer(before):
         raise ValueError(
-            f"one SpladePooling must directly follow a Transformer, got {names}; a module between them would "
+            f"one pooling of logits must directly follow a Transformer, got {names}; a module between them would "
             "read logits that a fused head never computes."
         )
     pooling = pipeline[position]
+    if isinstance(pooling, FusedPooling):
+        pooling.check_fusable()
+        return SpladePair(before, find_head(before.model), pooling, position == len(pipeline) - 1)
     if type(pooling).forward is not SpladePooling.forward or "forward" in vars(pooling):
         raise ValueError(
             f"SpladePooling must run its own forward, got {type(pooling).__name__} with another one; use the stock "
             "SpladePooling, or call tilefold.ops.lsr_head in your forward."
         )
-    return SpladePair(before, find_head(before.model), pooling)
+    return SpladePair(before, find_head(before.model), pooling, position == len(pipeline) - 1)
 
 
 def _check_exclusive(pairs: list[SpladePair], unpooled: list[Any]) -> None:
@@ -101,11 +130,17 @@ def _check_exclusive(pairs: list[SpladePair], unpooled: list[Any]) -> None:
                 "give that route its own Transformer."
             )
     for pair in pairs:
+        kind = type(pair.pooling).__name__
         if any(other.pooling is pair.pooling and other.head is not pair.head for other in pairs):
             raise ValueError(
-                "a SpladePooling must belong to one LM head, got one that several models share; give each route its "
-                "own SpladePooling (it has no parameters)."
+                f"a {kind} must belong to one LM head, got one that several models share; give each route its own "
+                f"{kind}."
             )
+
+
+def _pools_logits(module: object) -> bool:
+
+    return isinstance(module, SpladePooling) or (isinstance(module, FusedPooling) and module.reads_logits)
 
 
 def _is_transformer(module: object) -> bool:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sentence_transformers.sparse_encoder.modules import SpladePooling
@@ -14,16 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tilefold.integrations.sentence_transformers._heads import head_operands
+from tilefold.modules.fused_pooling import SparseOptions, autocasts
 from tilefold.ops import QuantizedWeight, lsr_head, lsr_head_sparse, quantize_weight
 
 ACTIVATIONS = {"relu": "log1p_relu", "log1p_relu": "log1p_log1p_relu"}  # SpladePooling's name -> the operator's
-
-
-class SparseOptions(NamedTuple):
-    """Options of fused poolings that return CSR scores in place of dense ones."""
-
-    top_k: int | None
-    min_weight: float
 
 
 _sparse_options: ContextVar[SparseOptions | None] = ContextVar("tilefold_sparse_options", default=None)
@@ -37,6 +31,11 @@ def sparse_scores(options: SparseOptions) -> Iterator[None]:
         yield
     finally:
         _sparse_options.reset(token)
+
+
+def sparse_options_now() -> SparseOptions | None:
+    """The options of :func:`sparse_scores`, outside of it None."""
+    return None if torch.compiler.is_compiling() else _sparse_options.get()
 
 
 def pass_hidden_states(hidden: Tensor) -> Tensor:
@@ -53,13 +52,17 @@ class FusedSpladePooling:
         impl: implementation of :func:`tilefold.ops.lsr_head`.
         quantize: ``"fp8"`` to multiply in fp8 where no gradient is needed, or ``None``. The weight is rounded at
             every call, so a changed one is never missed.
+        last: whether no module follows: then it may give CSR rows.
     """
 
-    def __init__(self, pooling: Any, head: nn.Module, impl: str, quantize: str | None = None) -> None:
+    def __init__(
+        self, pooling: Any, head: nn.Module, impl: str, quantize: str | None = None, last: bool = True
+    ) -> None:
         self.pooling = pooling
         self.head = head
         self.impl = impl
         self.quantize = quantize
+        self.last = last
 
     def __call__(self, features: dict[str, Any]) -> dict[str, Any]:
         """Put ``sentence_embedding`` ``[B, V]`` into ``features``, and take the hidden states out of them."""
@@ -80,7 +83,7 @@ class FusedSpladePooling:
     def _score(self, hidden: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         out_dtype = self._output_dtype(hidden, flattened=cu_seqlens is not None)
         hidden, weight, bias = head_operands(self.head, hidden)
-        if not _autocasts(hidden):
+        if not autocasts(hidden):
             hidden = hidden.to(weight.dtype)  # some models return fp32 from a half-precision head
         arguments: dict[str, Any] = {
             "attention_mask": mask,
@@ -94,14 +97,14 @@ class FusedSpladePooling:
         if self.quantize is not None and not torch.is_grad_enabled():
             # at every call, since some changes of a weight cannot be detected (``weight.data``, numpy, a move)
             matrix = quantize_weight(weight)
-        options = None if torch.compiler.is_compiling() else _sparse_options.get()
+        options = None if torch.compiler.is_compiling() or not self.last else _sparse_options.get()
         if options is None:
             return lsr_head(hidden, matrix, bias, **arguments)
         return lsr_head_sparse(hidden, matrix, bias, **arguments, top_k=options.top_k, min_weight=options.min_weight)
 
     def _output_dtype(self, hidden: Tensor, *, flattened: bool) -> torch.dtype:
         """That of the stock module: the dtype of the logits, or what autocast makes of it."""
-        if not _autocasts(hidden):
+        if not autocasts(hidden):
             return hidden.dtype
         pooling, device_type = self.pooling, hidden.device.type
         return stock_output_dtype(
@@ -135,12 +138,3 @@ def stock_output_dtype(
             features["cu_seq_lens_q"] = torch.tensor([0, 1])
         dtype: torch.dtype = stock(features)["sentence_embedding"].dtype
     return dtype
-
-
-def _autocasts(hidden: Tensor) -> bool:
-    device_type = hidden.device.type
-    return (
-        hidden.dtype != torch.float64
-        and torch.amp.is_autocast_available(device_type)
-        and torch.is_autocast_enabled(device_type)
-    )

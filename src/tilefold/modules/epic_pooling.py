@@ -1,0 +1,161 @@
+"""The document encoder of EPIC: an LM head whose logits are weighted by learned token importance and text quality."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from sentence_transformers.base.modules.module import Module
+from torch import Tensor, nn
+
+from tilefold.modules._weights import load_with_weights
+from tilefold.modules.activation import activate
+from tilefold.modules.fused_pooling import FusedPooling, Head, SparseOptions, autocasts, places_of
+from tilefold.ops import lsr_head
+
+__all__ = ["EpicPooling"]
+
+_ALIGNMENT = 8  # columns that are added to the head come in eights, so that rows of the weight stay aligned
+
+
+class EpicPooling(FusedPooling, Module):  # type: ignore[misc]
+    """Passage vectors of EPIC (MacAvaney et al., arXiv 2004.14245), in the order of the unified framework.
+
+    With the last hidden states ``h[b, s]`` of the encoder, the logits of its LM head, and the tokens s that count::
+
+        m[b, s] = log1p(softplus(importance(h[b, s]))), 0 for ignored tokens
+        w[b, v] = log1p(softplus(max(0, max_s m[b, s] * logit[b, s, v]))) * sigmoid(quality(h[b, first]))
+
+    The importance weighs logits *before* the activation. The framework multiplies masked tokens by 0 and lets them
+    take part in the maximum, so that every term of a text with a special token has at least the floor
+    ``log1p(softplus(0)) = 0.5265`` times the quality; here the floor is always there, whatever padding a batch has. All
+    V weights are positive: encode with ``max_active_dims`` (the paper keeps 1,000 terms).
+
+    The Transformer before it must put out its hidden states: ``config_kwargs={"output_hidden_states": True}``.
+
+    :func:`tilefold.integrations.sentence_transformers.accelerate` fuses it exactly: ``m * (W t + b)`` is the product of
+    ``[m * t, m]`` with ``[W, b]``. That costs a copy of the head's weight, ``V (D + 8)`` numbers, per forward, and one
+    of its gradient.
+
+    Args:
+        hidden_size: D.
+        ignore_ids: token ids whose positions have the importance 0, for instance those of CLS and SEP.
+        embedding_dimension: V, if it is known before the first forward.
+
+    Attributes:
+        importance, quality: ``nn.Linear(D, 1)``.
+    """
+
+    config_keys: list[str] = ["hidden_size", "ignore_ids", "embedding_dimension"]  # noqa: RUF012 - of the base class
+
+    def __init__(
+        self, hidden_size: int, ignore_ids: Iterable[int] = (), embedding_dimension: int | None = None
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.ignore_ids = sorted({int(i) for i in ignore_ids})
+        self.embedding_dimension = embedding_dimension
+        self.importance = nn.Linear(hidden_size, 1)
+        self.quality = nn.Linear(hidden_size, 1)
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        """Put ``sentence_embedding`` ``[B, V]`` into ``features``, from logits in ``token_embeddings``."""
+        states, importance = self._importance(features)
+        logits: Tensor = features["token_embeddings"]
+        wide = logits.float() if autocasts(logits) else logits
+        offsets = features.get("cu_seq_lens_q")
+        if offsets is None:
+            attended = features["attention_mask"] != 0
+            weighted = (wide * importance[..., None]).masked_fill(~attended[..., None], 0)
+            best = weighted.max(dim=1).values
+        else:
+            flat, bounds = wide.squeeze(0), offsets.tolist()
+            rows = [flat[a:b] * importance[a:b, None] for a, b in itertools.pairwise(bounds)]
+            best = torch.stack([row.max(dim=0).values for row in rows])
+        features["sentence_embedding"] = self._scores(best, states, features)
+        return features
+
+    def fused_scores(
+        self,
+        features: dict[str, Any],
+        head: Head | None,
+        *,
+        out_dtype: torch.dtype | None,
+        impl: str,
+        sparse: SparseOptions | None,
+    ) -> Tensor:
+        """See :class:`FusedPooling`; rows are dense, as every weight is positive."""
+        if head is None:
+            raise ValueError("EpicPooling must follow an LM head, got no head.")
+        states, importance = self._importance(features)
+        hidden, weight, bias = _weighted(head, importance)
+        offsets = features.get("cu_seq_lens_q")
+        best = lsr_head(
+            hidden,
+            weight,
+            bias,
+            attention_mask=features["attention_mask"] if offsets is None else None,
+            cu_seqlens=offsets,
+            activation="none",
+            out_dtype=torch.float32 if autocasts(hidden) else out_dtype,
+            impl=impl,
+        )
+        return self._scores(best, states, features)
+
+    def get_embedding_dimension(self) -> int | None:
+        """V, or None before the first forward."""
+        return self.embedding_dimension
+
+    def save(self, output_path: str, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> None:
+        """Write the options and the weights."""
+        self.save_config(output_path)
+        self.save_torch_weights(output_path, safe_serialization=safe_serialization)
+
+    @classmethod
+    def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> EpicPooling:
+        """Read what :meth:`save` wrote."""
+        return load_with_weights(cls, model_name_or_path, subfolder, kwargs)
+
+    def _importance(self, features: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Last hidden states ``[B, S, D]`` (packed: ``[T, D]``) and the importance of each token."""
+        layers = features.pop("all_layer_embeddings", None)
+        if layers is None:
+            raise ValueError(
+                "features must have all_layer_embeddings for EpicPooling, got none; load the Transformer with "
+                'config_kwargs={"output_hidden_states": True}.'
+            )
+        states: Tensor = layers[-1]
+        if "cu_seq_lens_q" in features:
+            states = states.squeeze(0)
+        places = places_of(features, tuple(self.ignore_ids))
+        product = self.importance(states).squeeze(-1)
+        weights = activate(product.float() if autocasts(states) else product, "log1p_softplus")
+        return states, weights if places.keep is None else weights * places.keep
+
+    def _scores(self, best: Tensor, states: Tensor, features: dict[str, Any]) -> Tensor:
+        """The floor, the activation and the quality of each text."""
+        offsets = features.get("cu_seq_lens_q")
+        if offsets is None:
+            first = (features["attention_mask"] != 0).int().argmax(dim=1)
+            opening = states[torch.arange(states.size(0), device=states.device), first]
+        else:
+            opening = states[offsets[:-1].long()]
+        quality: Tensor = self.quality(opening)
+        quality = (quality.float() if autocasts(states) else quality).sigmoid()
+        self.embedding_dimension = best.size(1)
+        return activate(best.relu(), "log1p_softplus") * quality
+
+
+def _weighted(head: Head, importance: Tensor) -> Head:
+    """The head whose logits are those of ``head`` times ``importance``, bias included."""
+    hidden, weight, bias = head
+    factor = importance.to(hidden.dtype)[..., None]
+    if bias is None:
+        return Head(hidden * factor, weight, None)
+    more = hidden.new_zeros(*hidden.shape[:-1], _ALIGNMENT - 1)
+    columns = torch.cat(
+        [weight, bias.to(weight.dtype)[:, None], weight.new_zeros(weight.size(0), _ALIGNMENT - 1)], dim=1
+    )
+    return Head(torch.cat([hidden * factor, factor, more], dim=-1), columns, None)

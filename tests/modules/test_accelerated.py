@@ -1,0 +1,159 @@
+"""Models of our modules, accelerated: the same vectors, gradients and sparse rows; search; stock again afterwards."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sentence_transformers import SparseEncoder
+from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+from tests.modules.tiny import QUERIES, TEXTS
+from tilefold import retrieval
+from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated, restore
+from tilefold.modules import FusedPooling, HeadPooling, load_encoder
+from tilefold.recipes.encoders import Base, EncoderSpec, build_encoder
+
+SYSTEMS: dict[str, tuple[EncoderSpec | None, EncoderSpec]] = {
+    "unicoil": (None, EncoderSpec("mlp")),
+    "deepimpact": (EncoderSpec("binary", trainable=True), EncoderSpec("mlp")),
+    "tilde": (EncoderSpec("binary"), EncoderSpec("cls_mlm")),
+    "splade": (None, EncoderSpec("mlm", drop_special_tokens=True, logit_scale=0.5)),
+    "qmlp": (EncoderSpec("mlp", activation="log1p_relu"), EncoderSpec()),
+    "sums": (EncoderSpec("idf"), EncoderSpec("mlm", pooling="sum", drop_special_tokens=True)),
+    "epic": (EncoderSpec("mlp", activation="log1p_softplus"), EncoderSpec("epic")),
+    "windows": (EncoderSpec("mlm", top_k=4, normalize="l2", shared_network=True), EncoderSpec("mlm", top_k=8)),
+}
+DENSE = {"convert_to_sparse_tensor": False, "show_progress_bar": False}
+
+
+@pytest.fixture(scope="module", params=SYSTEMS)
+def model(request: pytest.FixtureRequest, tiny_lm: str) -> SparseEncoder:
+    query, document = SYSTEMS[request.param]
+    return build_encoder(query, document, Base(tiny_lm, max_length=32, texts=TEXTS), device="cpu")
+
+
+def vectors(model: SparseEncoder, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return model.encode_query(QUERIES, **DENSE, **options), model.encode_document(TEXTS, **DENSE, **options)
+
+
+def trained_once(model: SparseEncoder) -> dict[str, torch.Tensor]:
+    """Scores of queries and documents, and every gradient of a fixed sum of their products."""
+    model.zero_grad()
+    found: dict[str, torch.Tensor] = {}
+    for task, texts in (("query", QUERIES), ("document", TEXTS[:2])):
+        features = model.preprocess(texts, task=task)
+        found[task] = model(features, task=task)["sentence_embedding"]
+    weights = torch.rand(found["query"].shape, generator=torch.Generator().manual_seed(0)).double()
+    ((found["query"] * found["document"] * weights).sum() + (found["document"] ** 2).sum()).backward()
+    return found | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def without_dropout(model: SparseEncoder) -> SparseEncoder:
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, (SpladePooling, FusedPooling)):
+            module.train()  # in the other mode stock has no backward
+    return model
+
+
+def test_vectors_and_gradients_are_the_same(model: SparseEncoder) -> None:
+    plain, fused = (without_dropout(copy.deepcopy(model).double()) for _ in range(2))
+    expected = trained_once(plain)
+    with accelerate(fused):
+        got = trained_once(fused)
+    assert got.keys() == expected.keys()
+    assert all(name in got for name, p in model.named_parameters() if p.requires_grad and "pooler" not in name)
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            got[name], value, rtol=1e-8, atol=1e-10, msg=lambda said, name=name: f"{name}: {said}"
+        )
+
+
+def test_sparse_rows_are_those_of_encode(model: SparseEncoder) -> None:
+    expected = vectors(model)
+    few = vectors(model, max_active_dims=3)
+    for place, (task, texts) in enumerate((("query", QUERIES), ("document", TEXTS))):
+        rows = encode_sparse(model, texts, task=task, batch_size=5)
+        torch.testing.assert_close(rows.to_dense(), expected[place], rtol=1e-5, atol=1e-6)
+        best = encode_sparse(model, texts, task=task, top_k=3)
+        torch.testing.assert_close(best.to_dense().sum(1), few[place].sum(1), rtol=1e-5, atol=1e-6)
+        assert encode_sparse(model, [], task=task).shape == (0, expected[place].size(1))
+    assert not is_accelerated(model)
+
+
+def test_search_finds_the_same_with_and_without(model: SparseEncoder, tmp_path: Path) -> None:
+    documents = {f"d{i}": text for i, text in enumerate(TEXTS)}
+    queries = {f"q{i}": text for i, text in enumerate(QUERIES)}
+    runs = []
+    for name in ("plain", "fused"):
+        if name == "fused":
+            accelerate(model)
+            assert is_accelerated(model)
+        retrieval.encode_collection(model, documents, tmp_path / name)
+        index = retrieval.build_index(retrieval.read_vectors(tmp_path / name), "exact")
+        encoded = retrieval.encode_queries(model, queries)
+        runs.append(retrieval.hits_to_run(encoded, index.search(encoded, k=16)))
+    restore(model)
+    assert not is_accelerated(model) and not any("forward" in vars(module) for module in model.modules())
+    for query, found in runs[0].items():
+        assert found and max(found.values()) > 0
+        assert runs[1][query] == pytest.approx(found, rel=1e-5, abs=1e-6)
+
+
+def test_an_accelerated_model_saves_what_a_plain_one_does(model: SparseEncoder, tmp_path: Path) -> None:
+    expected = vectors(model)
+    with accelerate(model):
+        model.save_pretrained(str(tmp_path))
+    loaded = load_encoder(str(tmp_path), device="cpu")
+    for got, value in zip(vectors(loaded), expected, strict=True):
+        torch.testing.assert_close(got, value, rtol=0, atol=0)
+
+
+def test_epic_keeps_a_thousand_terms(tiny_lm: str) -> None:
+    query, document = SYSTEMS["epic"]
+    base = Base(tiny_lm, max_length=32, texts=TEXTS)
+    assert build_encoder(query, document, base, device="cpu").max_active_dims == 1000
+    model = build_encoder(query, EncoderSpec("epic", top_k=5), base, device="cpu")
+    assert (model.encode_document(TEXTS, **DENSE) > 0).sum(1).tolist() == [5] * len(TEXTS)
+
+
+def test_fp8_is_for_the_maximum_alone_and_what_cannot_be_fused_is_refused(tiny_lm: str) -> None:
+    def built(document: EncoderSpec) -> SparseEncoder:
+        return build_encoder(None, document, Base(tiny_lm, max_length=32), device="cpu")
+
+    for spec in (EncoderSpec("cls_mlm"), EncoderSpec("epic")):
+        with pytest.raises(ValueError, match="quantize must be None for pooling"):
+            accelerate(built(spec), quantize="fp8")
+    with accelerate(built(EncoderSpec("mlm", drop_special_tokens=True)), quantize="fp8") as model:
+        rounded = model.encode(TEXTS, **DENSE)
+    exact = model.encode(TEXTS, **DENSE)
+    assert 0 < (rounded - exact).norm() < 0.1 * exact.norm()
+    sums = built(EncoderSpec("mlm", pooling="sum", activation="log1p_softplus"))
+    with pytest.raises(ValueError, match="log1p has to be taken of every token"):
+        accelerate(sums)
+    assert not is_accelerated(sums)
+
+
+def test_rows_are_pruned_after_what_follows_the_pooling(tiny_lm: str) -> None:
+    """A module after the pooling reads whole rows, and nothing but the last one gives sparse ones."""
+    base = build_encoder(None, EncoderSpec(), Base(tiny_lm, max_length=32), device="cpu")
+
+    class Double(HeadPooling):
+        reads_logits = False
+
+        def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+            features["sentence_embedding"] = self.fused_scores(features, None)
+            return features
+
+        def fused_scores(self, features: dict[str, Any], head: Any, **options: Any) -> torch.Tensor:
+            rows: torch.Tensor = features["sentence_embedding"]
+            assert rows.layout == torch.strided
+            return rows / rows.sum(dim=1, keepdim=True)
+
+    model = SparseEncoder(modules=[base[0], base[1], Double()], device="cpu")
+    expected = model.encode(TEXTS, max_active_dims=3, **DENSE)
+    torch.testing.assert_close(encode_sparse(model, TEXTS, top_k=3).to_dense(), expected)
