@@ -34,17 +34,18 @@ class Seen:
     width: int
 
 
-def watch(loss: Any) -> Any:
+def watch(loss: Any, bounded: bool = False) -> Any:
     """Let a ``SpladeLoss`` count terms, and return the trainer callback that reads them.
 
     The callback adds ``query_active_terms`` and ``document_active_terms`` to the logs and stops a training that
-    cannot recover; ``warnings()`` says what else went wrong.
+    cannot recover; ``warnings()`` says what else went wrong. A ``bounded`` model keeps so many terms when it encodes,
+    and may have any number while it trains.
     """
     counters = {}
     for side in ("query", "document"):
         counters[side] = _counting(getattr(loss, f"{side}_regularizer"))
         setattr(loss, f"{side}_regularizer", counters[side])
-    return _callback(counters, loss)
+    return _callback(counters, loss, bounded)
 
 
 def _counting(penalty: Any) -> Any:
@@ -83,7 +84,7 @@ def _counting(penalty: Any) -> Any:
     return Counting()
 
 
-def _callback(counters: dict[str, Any], loss: Any) -> Any:
+def _callback(counters: dict[str, Any], loss: Any, bounded: bool) -> Any:
     from transformers import TrainerCallback
 
     class Watch(TrainerCallback):  # type: ignore[misc]
@@ -126,7 +127,7 @@ def _callback(counters: dict[str, Any], loss: Any) -> Any:
             for side, seen in self.last.items():
                 if seen.empty > DEAD_ROWS:
                     found.append(f"{seen.empty:.0%} of the {side} vectors have no term. {REMEDY}.")
-                if seen.active > FULL * seen.width:
+                if seen.active > FULL * seen.width and not bounded:
                     start = self.first[side].active
                     found.append(
                         f"{side} vectors have {seen.active:.0f} of {seen.width} terms ({start:.0f} at the start), too "

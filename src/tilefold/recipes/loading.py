@@ -98,12 +98,14 @@ def load_saved(name_or_path: str, kind: str) -> Any:
     """
     import sentence_transformers
 
+    from tilefold.modules import load_encoder
+
     names = {"multi-vector": "MultiVectorEncoder", "dense": "SentenceTransformer"}
     if kind == "backbone":
         check_masked_lm(name_or_path)
     register_entmax()
     local = Path(name_or_path).is_dir()
-    made = getattr(sentence_transformers, names.get(kind, "SparseEncoder"))
+    made = getattr(sentence_transformers, names[kind]) if kind in names else load_encoder
     with whole_weights(name_or_path):
         model = made(name_or_path, trust_remote_code=False, local_files_only=local)
     check_tokenizer(model, name_or_path)

@@ -91,7 +91,7 @@ def _fit(recipe: LsrRecipe, job: TrainingJob) -> Losses:
     length = model.max_seq_length
     model.max_seq_length = min(length, recipe.train_max_length or recipe.max_length)
     loss = make_loss(model, recipe)
-    watcher = watch(loss)
+    watcher = watch(loss, bounded=model.max_active_dims is not None)
     sampler: Any = "no_duplicates" if "infonce" in recipe.loss else "batch_sampler"
     with _head(model, recipe.fused):
         last = run_trainer(
@@ -123,7 +123,9 @@ def _routes(recipe: LsrRecipe, job: TrainingJob) -> dict[str, Any]:
 def _head(model: SparseEncoder, fused: bool) -> Any:
     from sentence_transformers.sparse_encoder.modules import SpladePooling
 
-    if not fused or not any(isinstance(module, SpladePooling) for module in model.modules()):
+    from tilefold.modules import FusedPooling
+
+    if not fused or not any(isinstance(module, (SpladePooling, FusedPooling)) for module in model.modules()):
         return nullcontext()  # encoders without a vocabulary-wide head have nothing to fuse
     from tilefold.integrations.sentence_transformers import accelerate
 

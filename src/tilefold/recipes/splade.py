@@ -152,8 +152,7 @@ def load_base_model(recipe: SpladeRecipe, sample_texts: list[str]) -> SparseEnco
             max_length=recipe.max_length,
             seed=recipe.seed,
         )
-    from sentence_transformers import SparseEncoder
-
+    from tilefold.modules import load_encoder
     from tilefold.recipes.loading import check_masked_lm, check_tokenizer, saved_kind, whole_weights
 
     base = recipe.base_model
@@ -167,7 +166,7 @@ def load_base_model(recipe: SpladeRecipe, sample_texts: list[str]) -> SparseEnco
     if kind == "backbone":
         check_masked_lm(base)
     with whole_weights(base):
-        model = SparseEncoder(base, trust_remote_code=False, local_files_only=Path(base).is_dir())
+        model = load_encoder(base, trust_remote_code=False, local_files_only=Path(base).is_dir())
     check_tokenizer(model, base)
     model.max_seq_length = min(recipe.max_length, model.max_seq_length or recipe.max_length)
     model.model_card_data.local_files_only = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -80,4 +81,6 @@ def _prune(rows: Tensor, options: SparseOptions) -> Tensor:
     if options.top_k is not None and options.top_k < rows.size(1):
         best = kept.topk(options.top_k, dim=1)
         kept = torch.zeros_like(kept).scatter_(1, best.indices, best.values)
-    return kept.to_sparse_csr()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+        return kept.to_sparse_csr()
