@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tilefold.retrieval.collection import Collection
 
-__all__ = ["LOSSES", "REGULARIZERS", "LsrRecipe", "RegularizerSpec", "load_base_model", "train"]
+__all__ = ["LOSSES", "REGULARIZERS", "LsrRecipe", "RegularizerSpec", "fused_head", "load_base_model", "train"]
 
 
 def train(
@@ -93,7 +93,7 @@ def _fit(recipe: LsrRecipe, job: TrainingJob) -> Losses:
     loss = make_loss(model, recipe)
     watcher = watch(loss, bounded=model.max_active_dims is not None)
     sampler: Any = "no_duplicates" if "infonce" in recipe.loss else "batch_sampler"
-    with _head(model, recipe.fused):
+    with fused_head(model, recipe.fused):
         last = run_trainer(
             job,
             SparseEncoderTrainer,
@@ -120,7 +120,8 @@ def _routes(recipe: LsrRecipe, job: TrainingJob) -> dict[str, Any]:
     return settings
 
 
-def _head(model: SparseEncoder, fused: bool) -> Any:
+def fused_head(model: SparseEncoder, fused: bool = True) -> Any:
+    """A context in which `model` scores without the logits, where it has a head to fuse and `fused` asks for it."""
     from sentence_transformers.sparse_encoder.modules import SpladePooling
 
     from tilefold.modules import FusedPooling
