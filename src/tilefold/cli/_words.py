@@ -15,6 +15,8 @@ _OPTIONS = {
     "document_regularizer": "--regularizer",
     "query_regularizer": "--regularizer",
     "output_dir": "--output",
+    "negatives=negatives.parquet": "--negatives negatives.parquet",
+    "negatives=scores.parquet": "--negatives scores.parquet",
 }
 _SAME = (
     "batch_size", "max_length", "train_max_length", "query_length", "anneal_alpha", "save_steps", "save_minutes",

@@ -61,18 +61,18 @@ def make_examples(recipe: LsrRecipe, collection: Collection, file: str | Path | 
         raise ValueError(
             f"negatives: {file} has no negatives"
             f"{' and scored relevant documents' if recipe.needs_scores else ''} of the training queries of "
-            f"{collection.name!r}. {_how_to_make(recipe, collection)}"
+            f"{collection.name!r}; {_how_to_make(recipe, collection)}"
         )
     return Examples(_draw(recipe, collection, pairs, judged), len(pairs))
 
 
 def _how_to_make(recipe: LsrRecipe, collection: Collection) -> str:
-    mine = f"tilefold mine --data {collection.name} --split train --index INDEX --output negatives.parquet"
-    score = f"tilefold score --data {collection.name} negatives.parquet --teacher MODEL --output scores.parquet"
+    mine = f"tilefold mine --data {collection.name} --index INDEX --output negatives.parquet"
+    score = f"tilefold score negatives.parquet --data {collection.name} --teacher MODEL --output scores.parquet"
     what, made, commands = "mined negatives", "negatives.parquet", mine
     if recipe.needs_scores:
-        what, made, commands = "mined negatives with teacher scores", "scores.parquet", f"{mine}, then {score}"
-    return f"the recipe {recipe.name!r} needs {what}: make them with {commands}, and pass negatives={made}."
+        what, made, commands = "mined negatives with teachers' scores", "scores.parquet", f"{mine}, then {score}"
+    return f"the recipe {recipe.name!r} needs {what}: make them with {commands}, and give it the file: negatives={made}"
 
 
 def _read(recipe: LsrRecipe, collection: Collection, file: Path) -> dict[str, _Judged]:
@@ -82,7 +82,7 @@ def _read(recipe: LsrRecipe, collection: Collection, file: Path) -> dict[str, _J
     rows = read_training_rows(file)
     rows.check_collection(collection)
     if recipe.needs_scores and not rows.scored:
-        raise ValueError(f"negatives: {file} has no teacher scores. {_how_to_make(recipe, collection)}")
+        raise ValueError(f"negatives: {file} has no teachers' scores; {_how_to_make(recipe, collection)}")
     judged = collection.qrels["train"]
     found = {}
     for group in rows.groups():

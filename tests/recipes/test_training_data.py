@@ -1,0 +1,133 @@
+"""Examples from pairs, mined negatives and teacher scores, and what is said where they are missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tilefold.recipes import LsrRecipe, RegularizerSpec, get_recipe
+from tilefold.recipes.encoders import EncoderSpec
+from tilefold.recipes.training_data import make_examples
+from tilefold.retrieval.collection import Collection
+
+
+def write_rows(path: Path, rows: list[tuple[str, str, int, float, bool]], **teachers: list[float]) -> Path:
+    names = ("query_id", "document_id", "rank", "score", "relevant")
+    types = (pa.string(), pa.string(), pa.int32(), pa.float32(), pa.bool_())
+    columns = {
+        name: pa.array(values, kind) for name, values, kind in zip(names, zip(*rows, strict=True), types, strict=True)
+    }
+    columns |= {f"score:{name}": pa.array(values, pa.float32()) for name, values in teachers.items()}
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+@pytest.fixture
+def mined(tmp_path: Path) -> Path:
+    """Of two training queries; d15 is relevant to no one, d1 to q1."""
+    rows = [
+        ("q0", "d0", 1, 9.0, True), ("q0", "d1", 2, 8.0, False), ("q0", "d15", 3, 7.0, False),
+        ("q1", "d1", 1, 9.0, True), ("q1", "d2", 2, 4.0, False),
+    ]  # fmt: skip
+    return write_rows(tmp_path / "mined.parquet", rows)
+
+
+@pytest.fixture
+def scored(tmp_path: Path) -> Path:
+    rows = [("q0", "d0", 1, 30.0, True), ("q0", "d1", 2, 12.0, False), ("q0", "d15", 3, 0.0, False)]
+    return write_rows(tmp_path / "scored.parquet", rows, teacher=[5.0, 2.0, 0.0])
+
+
+def test_pairs_alone_need_no_file_and_refuse_one(collection: Collection, mined: Path) -> None:
+    made = make_examples(get_recipe("splade-v2"), collection, None)
+    assert list(made.columns) == ["query", "positive"] and made.pairs == len(made.columns["query"]) == 12
+    with pytest.raises(ValueError, match="'splade-v2' takes none from a file"):
+        make_examples(get_recipe("splade-v2"), collection, mined)
+
+
+def test_negatives_are_drawn_for_each_pass_and_never_relevant(collection: Collection, mined: Path) -> None:
+    recipe = LsrRecipe(negatives=2, epochs=3, seed=4)
+    made = make_examples(recipe, collection, mined)
+    assert list(made.columns) == ["query", "positive", "negative_1", "negative_2"]
+    assert made.pairs == 2 and len(made.columns["query"]) == 6
+    contents = collection.contents()
+    for row in zip(*made.columns.values(), strict=True):
+        query = next(name for name, text in collection.queries.items() if text == row[0])
+        allowed = {"q0": {"d1", "d15"}, "q1": {"d2"}}[query]
+        assert row[1] == contents["d" + query[1:]]
+        assert set(row[2:]) == {contents[name] for name in allowed}  # a single one is repeated
+    assert make_examples(recipe, collection, mined).columns == made.columns
+    assert make_examples(dataclasses.replace(recipe, seed=5), collection, mined).columns != made.columns
+
+
+def test_labels_are_the_teachers_scores_of_the_positive_and_the_negatives(collection: Collection, scored: Path) -> None:
+    recipe = LsrRecipe(loss={"kl": 1.0}, negatives=2, epochs=1)
+    columns = make_examples(recipe, collection, scored).columns
+    assert columns["query"] == [collection.queries["q0"]]
+    score_of = {collection.documents[name].contents: score for name, score in (("d1", 12.0), ("d15", 0.0))}
+    assert columns["label"] == [[30.0, score_of[columns["negative_1"][0]], score_of[columns["negative_2"][0]]]]
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("splade-v3", "mined negatives with teachers' scores"),
+        ("inference-free", "mined negatives with teachers' scores"),
+    ],
+)
+def test_missing_data_are_named_with_the_commands_that_make_them(
+    name: str, what: str, collection: Collection, mined: Path
+) -> None:
+    for file, text in ((None, f"the recipe '{name}' needs {what}"), (mined, "has no teachers' scores")):
+        with pytest.raises(ValueError, match=text) as told:
+            make_examples(get_recipe(name), collection, file)
+        assert "tilefold mine --data small --index INDEX --output negatives.parquet" in str(told.value)
+        assert "tilefold score negatives.parquet --data small --teacher MODEL" in str(told.value)
+        assert str(told.value).endswith("negatives=scores.parquet")
+
+
+def test_rows_of_no_training_query_are_refused(collection: Collection, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "test.parquet", [("q12", "d0", 1, 1.0, False)])
+    with pytest.raises(ValueError, match=r"has no negatives of the training queries of 'small'"):
+        make_examples(LsrRecipe(negatives=1), collection, file)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"loss": {"hinge": 1.0}}, "loss must map names out of infonce, kl"),
+        ({"loss": {}}, "loss must map names"),
+        ({"loss": {"kl": 1.0}}, "negatives must be at least 1 for a loss that compares documents with a teacher"),
+        ({"loss": {"pairwise_softmax": 1.0}}, "negatives must be at least 1 for the loss pairwise_softmax"),
+        ({"loss": {"infonce": 0}}, r"loss\['infonce'\] must be a number greater than 0"),
+        ({"query": {"kind": "word2vec"}}, "query: kind must be one of"),
+        ({"document_regularizer": {"kind": "l0"}}, "document_regularizer: kind must be one of flops, l1"),
+        ({"document": None}, "document must be an instance of EncoderSpec, got None"),
+        ({"negatives": -1}, "negatives must be a whole number of at least 0"),
+        ({"idf_learning_rate": 0}, "idf_learning_rate must be a number greater than 0"),
+    ],
+)
+def test_a_recipe_names_the_field_that_is_wrong(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{text}"):
+        LsrRecipe(**fields)
+
+
+def test_a_recipe_survives_json() -> None:
+    recipe = LsrRecipe(
+        query=EncoderSpec("idf", trainable=True),
+        loss={"kl": 1.0, "margin_mse": 0.05},
+        negatives=8,
+        document_regularizer=RegularizerSpec("df_flops", 0.3, threshold=20),
+    )
+    assert LsrRecipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+    assert recipe.needs == ("pairs", "negatives", "scores")
+    assert recipe.with_regularizer(0.5).document_regularizer == RegularizerSpec("df_flops", 0.5, threshold=20)
+    assert get_recipe("splade-doc", seed=3).seed == 3
+    with pytest.raises(ValueError, match="recipe must be one of splade, "):
+        get_recipe("spladee")
