@@ -140,6 +140,21 @@ def test_search_reads_the_vectors_of_its_hits_only(call: Any, work: Path, tmp_pa
     assert (refused.code, "its checksum is not the one" in refused.err) == (1, True)
 
 
+def test_search_reads_the_documents_of_its_hits_only(call: Any, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilefold.retrieval import _stored_documents
+
+    monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(work / "cache"))
+    monkeypatch.setattr(_stored_documents, "SMALLEST", 0)
+    monkeypatch.setattr(_stored_documents, "SETTLED_SECONDS", 0.0)
+    assert call("index", "--backend", "bm25", "--data", work / "data", "--output", work / "words").code == 0
+    search = ("search", "csv files", "--index", work / "words", "--data", work / "data", "--json")
+    first = call(*search)
+    assert first.code == 0, first.err
+    monkeypatch.setattr(_stored_documents, "load_documents", lambda file: pytest.fail("the whole file was read"))
+    again = call(*search)
+    assert (again.code, again.out) == (0, first.out)
+
+
 def test_queries_of_one_split_are_encoded_and_cannot_be_indexed(call: Any, work: Path, tmp_path: Path) -> None:
     vectors = tmp_path / "queries"
     asked = ("--queries", "--split", "test", "--jsonl", tmp_path / "q.jsonl", "--json")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tilefold.retrieval.collection import Collection
+    from tilefold.retrieval.provenance import Provenance
 
 __all__ = [
     "CommandError",
@@ -158,6 +159,15 @@ def load_data(
         unknown="drop" if drop_unknown else "error",
         documents_only=documents_only,
     )
+
+
+def open_documents(name_or_path: str) -> tuple[Collection, Provenance]:
+    """The documents alone, read from their file as they are asked for where that is possible, and their fingerprint."""
+    from tilefold.retrieval._stored_documents import open_documents as opened
+    from tilefold.retrieval.provenance import Provenance
+
+    collection, digest = opened(name_or_path)
+    return collection, Provenance(texts_sha256=digest)
 
 
 def check_at_least_one(**options: int | None) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tilefold.cli import _common, _models
 
 if TYPE_CHECKING:
-    from tilefold.retrieval.collection import Collection
+    from tilefold.retrieval.collection import Collection, Document
     from tilefold.retrieval.fusion import Run
     from tilefold.retrieval.provenance import Provenance
     from tilefold.retrieval.reranking import Tail
@@ -71,13 +71,13 @@ class Reranker:
         options: of the command.
         model: encodes queries, and candidates where there is no store.
         store: token vectors of the documents, or None.
-        texts: id -> text, where there is no store.
+        documents: id -> document, where there is no store.
     """
 
     options: RerankOptions
     model: Any
     store: TokenStore | None
-    texts: Mapping[str, str]
+    documents: Mapping[str, Document]
 
     def __call__(self, queries: Mapping[str, str], run: Run, depth: int | None = None) -> Run:
         """`run` with the best candidates of each query scored and ordered by MaxSim, or by both scores.
@@ -106,15 +106,16 @@ class Reranker:
         return mixed
 
     def _candidates(self, run: Run, depth: int | None) -> dict[str, str]:
-        """The texts of all candidates."""
+        """The contents of all candidates."""
         found: dict[str, str] = {}
         for scores in run.values():
             for name in sorted(scores, key=lambda document: -scores[document])[:depth]:
-                if name not in self.texts:
+                document = self.documents.get(name)
+                if document is None:
                     raise _common.CommandError(
                         f"--rerank: candidate {name!r} is not in the collection; --data must be what was indexed."
                     )
-                found[name] = self.texts[name]
+                found[name] = document.contents
         return found
 
 
@@ -146,8 +147,7 @@ def load_reranker(options: RerankOptions, collection: Collection | None, made_of
         raise _common.UsageError(
             "--rerank with a model encodes the candidates' texts: give the collection with --data."
         )
-    texts = {name: document.contents for name, document in collection.documents.items()}
-    return Reranker(options, _models.load_multi_vector(rerank, "--rerank"), None, texts)
+    return Reranker(options, _models.load_multi_vector(rerank, "--rerank"), None, collection.documents)
 
 
 def _from_store(options: RerankOptions, folder: Path, made_of: Provenance | None) -> Reranker:

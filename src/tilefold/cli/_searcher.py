@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from tilefold.cli import _common, _feedback, _rerank, _retrievers, _scores
 if TYPE_CHECKING:
     from tilefold.cli._retrievers import SparseRetriever
     from tilefold.retrieval.bm25 import BM25Index
+    from tilefold.retrieval.collection import Document
     from tilefold.retrieval.vectors import SparseVectors
 
 RERANK_DEPTH = 100
@@ -46,11 +48,11 @@ class Searcher:
     ) -> None:
         self.paths, self.retriever, self.k = paths, retriever, k
         self.depth = (reranking.depth or max(k, RERANK_DEPTH)) if reranking else k
-        collection = _common.load_data(paths.data, documents_only=True) if paths.data else None
-        if collection is not None:
-            texts = _scores.texts_of(collection)
+        collection = None
+        if paths.data:
+            collection, texts = _common.open_documents(paths.data)
             _scores.check_texts(f"--index {paths.index}", retriever.provenance, collection, texts)
-        self.documents = collection.documents if collection else {}
+        self.documents: Mapping[str, Document] = collection.documents if collection else {}
         self._check_vectors()
         self.feedback = None if feedback is None else _feedback.with_options(feedback, retriever, paths.vectors)
         self.reranker = _rerank.load_reranker(reranking, collection, retriever.provenance) if reranking else None
@@ -59,7 +61,7 @@ class Searcher:
         """The `k` best documents: rank, id, score, title (or text), and the terms that they share with the query."""
         queries = {"query": query}
         first, own, asked, encoded = self._first(queries)
-        if self.documents and first and not first.keys() & self.documents.keys():
+        if self.documents and first and not any(name in self.documents for name in first):
             raise _common.CommandError(
                 f"--data: none of the documents found is in {self.paths.data} (the first is {next(iter(first))!r}); "
                 f"give the collection that the index {self.paths.index} was made from."

@@ -4,7 +4,7 @@ other files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -52,7 +52,7 @@ class Collection:
     """
 
     name: str
-    documents: dict[str, Document]
+    documents: Mapping[str, Document]
     queries: dict[str, str]
     qrels: dict[str, dict[str, dict[str, int]]]
 
