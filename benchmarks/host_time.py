@@ -30,6 +30,7 @@ from tilefold.bench.results import write_csv
 from tilefold.ops import entmax_attention, lsr_head, maxsim, quantize_tokens
 
 Call = Callable[[], object]
+DEVICE = "cuda"
 
 
 def main() -> int:
@@ -118,7 +119,7 @@ def cases() -> Iterator[tuple[str, Callable[[], Call]]]:
 
 
 def _offsets(count: int, length: int) -> Tensor:
-    return torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device="cuda")
+    return torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=DEVICE)
 
 
 # name: (shapes of queries and documents, what to pass besides)
@@ -149,8 +150,8 @@ LSR_HEAD: dict[str, dict[str, Any]] = {
 
 
 def _normal(shape: tuple[int, ...], training: bool = False, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    values = torch.randn(shape, device="cuda", generator=generator).to(dtype)
+    generator = torch.Generator(device=DEVICE).manual_seed(0)
+    values = torch.randn(shape, device=DEVICE, generator=generator).to(dtype)
     return values.requires_grad_(training)
 
 
@@ -164,7 +165,7 @@ def _either(training: bool, call: Callable[..., Any], *leaves: Tensor) -> Call:
 
 
 def _add() -> Call:
-    values = torch.zeros(4, device="cuda")
+    values = torch.zeros(4, device=DEVICE)
     return lambda: values.add_(1)
 
 
@@ -197,7 +198,7 @@ def _maxsim(
         if name.startswith("cu_seqlens"):
             options[name] = _offsets(*value)
         elif name.endswith("mask"):
-            options[name] = torch.ones(value, dtype=torch.bool, device="cuda")
+            options[name] = torch.ones(value, dtype=torch.bool, device=DEVICE)
     return _either(training, lambda q, d: maxsim(q, d, **options), *(_normal(s, training, dtype) for s in shapes))
 
 
@@ -213,7 +214,7 @@ def _lsr_head(options: dict[str, Any], training: bool) -> Call:
     options = dict(options)
     shape: tuple[int, ...] = (2, 16, 64)
     if "attention_mask" in options:
-        options["attention_mask"] = torch.ones(options["attention_mask"], dtype=torch.int64, device="cuda")
+        options["attention_mask"] = torch.ones(options["attention_mask"], dtype=torch.int64, device=DEVICE)
     if "cu_seqlens" in options:
         shape, options["cu_seqlens"] = (32, 64), _offsets(*options["cu_seqlens"])
     leaves = (_normal(shape, training), _normal((512, 64), training), _normal((512,), training))

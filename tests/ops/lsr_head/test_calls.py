@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.ops.conftest import Target
 from tilefold.nn import LSRHead
 from tilefold.ops import lsr_head, quantize_weight
+from tilefold.ops._shared.call_cache import CallCache
 from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.lsr_head import _torch_ops
@@ -125,13 +126,14 @@ def test_a_plan_whose_kernel_cannot_be_built_any_more_gives_way_to_another(kerne
 
     tried: list[bool] = []
     inputs = lsr_head_inputs(*SHAPE, dtype=DTYPE, device=kernels.device)
-    for needs in ((), ("hidden", "weight", "bias")):
+    everything, forward, backward = ("hidden", "weight", "bias"), _torch_ops.FORWARD_PLANS, _torch_ops.BACKWARD_PLANS
+    cases: list[tuple[tuple[str, ...], CallCache[Any]]] = [((), forward), (everything, forward), (everything, backward)]
+    for needs, cache in cases:  # one by one: gradients are planned for the plan of a call
         expected = lsr_head_results(inputs, needs=needs, impl="triton")
-        for cache in (_torch_ops.FORWARD_PLANS, _torch_ops.BACKWARD_PLANS):
-            for key, plan in list(cache._plans.items()):
-                broken = Broken()
-                broken.options = getattr(plan, "options", None) or _torch_ops.HeadOptions(*[True] * 7)
-                cache.keep(key, broken)  # type: ignore[arg-type]
+        for key, plan in list(cache._plans.items()):
+            broken = Broken()
+            broken.options = getattr(plan, "options", None) or _torch_ops.HeadOptions(*[True] * 7)
+            cache.keep(key, broken)
         for _ in range(2):
             assert_same(lsr_head_results(inputs, needs=needs, impl="triton"), expected)
     assert tried == [False, True, True]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilefold.ops._shared import call_cache, fallback
-from tilefold.ops._shared.call_cache import CallCache, call_key, is_aligned
+from tilefold.ops._shared.call_cache import CallCache, call_key, gradient_key, is_aligned
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +90,26 @@ def test_a_compiler_sees_no_key() -> None:
 
     call(torch.ones(2))
     assert seen == [None]
+
+
+def test_gradients_are_told_apart_by_what_comes_back_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, grad, x = object(), torch.ones(2, 4), torch.ones(9)
+
+    def key_of(grad: torch.Tensor = grad, saved: torch.Tensor = x[:4], call: object = call, *needs: bool) -> object:
+        return gradient_key(call, needs or (True,), grad, (None, saved))
+
+    alike = key_of()
+    assert alike == key_of() == key_of(torch.zeros(2, 4), x[4:8]) is not None
+    others = [key_of(torch.ones(4, 2).T), key_of(saved=x[:8:2]), key_of(saved=x[:4].int()), key_of(saved=x[1:5])]
+    others += [key_of(call=object()), key_of(grad, x[:4], call, False), key_of(saved=x[:8])]
+    monkeypatch.setattr(call_cache, "tf32_allowed", lambda dtype: True)
+    others.append(key_of())
+    assert len({alike, *others}) == 9
+
+    class Subclass(torch.Tensor):
+        pass
+
+    assert key_of(grad.as_subclass(Subclass)) is None and key_of(saved=x.as_subclass(Subclass)) is None
 
 
 def test_a_cache_finds_forgets_and_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,13 @@ def test_modes_and_transforms_are_seen() -> None:
         assert internals.in_forward_mode()
 
 
+def test_a_gpu_is_the_current_one_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    here, there = (SimpleNamespace(is_cuda=True, get_device=lambda index=index: index) for index in (1, 0))
+    found: list[Any] = [here, there, torch.ones(1)]
+    assert [internals.is_on_current(tensor) for tensor in found] == [True, False, True]
+
+
 def test_several_gradients_at_once_are_seen() -> None:
     seen = []
 

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from tilefold.ops._shared.fallback import everything_given_up
 from tilefold.ops._shared.impl import triton_interpreted
@@ -59,10 +60,29 @@ def call_key(tensors: Sequence[object], options: tuple[object, ...]) -> Key | No
     return together % ALIGNMENT == 0, *facts, *settings, *options, *map(type, options)
 
 
+def gradient_key(call: Hashable, needs: tuple[object, ...], grad: Tensor, saved: Sequence[Tensor | None]) -> Key | None:
+    """What gradients depend on besides the ``call``, which is equal to itself only and has its options.
+
+    Hooks for saved tensors may bring them back elsewhere, and laid out in another way. Not to be asked where
+    :func:`gradient_needs_dispatcher` says yes.
+    """
+    if type(grad) not in PLAIN:
+        return None
+    facts: list[object] = [call, needs, tf32_allowed(torch.float32), grad.shape, grad.stride(), grad.dtype]
+    together = grad.data_ptr()
+    for tensor in saved:
+        if tensor is None:
+            continue
+        if type(tensor) not in PLAIN:
+            return None
+        facts += (tensor.shape, tensor.stride(), tensor.dtype)
+        together |= tensor.data_ptr()
+    return together % ALIGNMENT == 0, *facts
+
+
 def is_aligned(key: Key) -> bool:
     """Whether all tensors of the calls of this key begin at multiples of 16 bytes, as TMA descriptors ask."""
-    aligned: bool = key[0]
-    return aligned
+    return bool(key[0])
 
 
 class CallCache(Generic[P]):

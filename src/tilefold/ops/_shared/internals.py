@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from tilefold.ops._shared._triton.releases import launches_by_address
 
-Launch = Callable[[Sequence[Tensor | None]], None]
+Launch = Callable[[Sequence[Any]], None]  # of tensors, of what has an address like them, and of None
 Grid = tuple[int, int, int]
 MAX_DESCRIPTORS = 64  # kept per argument of a launch; blocks of a vocabulary lie at addresses of their own
 
@@ -33,9 +33,14 @@ class Tma(NamedTuple):
     columns: int
     make: Callable[[Tensor], Any]
 
-    def of(self, tensor: Tensor) -> Any:
+    def of(self, tensor: Any) -> Any:
         """The descriptor of this tensor."""
         return self.make(tensor.view(self.rows, self.columns))
+
+
+def is_on_current(tensor: Tensor) -> bool:
+    """Whether the GPU of the tensor is the current one; true of all that lie on none."""
+    return not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice()
 
 
 def no_dispatch_mode() -> bool:
@@ -105,8 +110,9 @@ def bind(compiled: Any, grid: Grid, tail: tuple[Any, ...], tma: Sequence[Tma | N
     if direct is None:
         run = compiled[grid]
 
-        def by_triton(tensors: Sequence[Tensor | None]) -> None:
-            run(*[_plain(*pair) for pair in zip_longest(tensors, tma[: len(tensors)])], *tail)
+        def by_triton(tensors: Sequence[Any]) -> None:
+            pairs = zip_longest(tensors, tma[: len(tensors)])
+            run(*[None if x is None else x.data_ptr() if by is None else by.of(x) for x, by in pairs], *tail)
 
         return by_triton
     function, described = direct
@@ -117,26 +123,25 @@ def bind(compiled: Any, grid: Grid, tail: tuple[Any, ...], tma: Sequence[Tma | N
     sources = [None if entry is None else _Described(entry, next(metadata)) for entry in tma]
     count = len(sources)
 
-    def launch(tensors: Sequence[Tensor | None]) -> None:
+    def launch(tensors: Sequence[Any]) -> None:
+        function(
+            x, y, z, stream(index), handle, cooperative, overlapped, None, None, packed, None, None, None,
+            *[None if tensor is None else tensor.data_ptr() for tensor in tensors], *tail,
+        )  # fmt: skip
+
+    def launch_described(tensors: Sequence[Any]) -> None:
         arguments: list[Any] = []
-        if count:
-            for tensor, source in zip(tensors, sources, strict=False):
-                if source is not None and tensor is not None:
-                    arguments += source(tensor.data_ptr())
-                else:
-                    arguments.append(None if tensor is None else tensor.data_ptr())
+        for tensor, source in zip(tensors, sources, strict=False):
+            if source is not None and tensor is not None:
+                arguments += source(tensor.data_ptr())
+            else:
+                arguments.append(None if tensor is None else tensor.data_ptr())
         function(
             x, y, z, stream(index), handle, cooperative, overlapped, None, None, packed, None, None, None,
             *arguments, *[None if tensor is None else tensor.data_ptr() for tensor in tensors[count:]], *tail,
         )  # fmt: skip
 
-    return launch
-
-
-def _plain(tensor: Tensor | None, tma: Tma | None) -> Any:
-    if tensor is None:
-        return None
-    return tensor.data_ptr() if tma is None else tma.of(tensor)
+    return launch_described if count else launch
 
 
 def _launcher_function(compiled: Any, descriptors: int) -> tuple[Callable[..., None], Sequence[Any]] | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.internals import is_batched, no_dispatch_mode
+from tilefold.ops._shared.internals import is_batched, is_on_current, no_dispatch_mode
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -31,11 +31,11 @@ def define_op(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable
 
 def run(function: Callable[..., Any], *args: Any) -> Any:
     """Call an implementation with the GPU of its first argument, a tensor, as the current one, and outside autocast."""
-    device, on_gpu = args[0].device, args[0].is_cuda
-    if on_gpu and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
+    first = args[0]
+    if not is_on_current(first):
+        with torch.cuda.device(first.device):
             return run(function, *args)
-    device_type = "cuda" if on_gpu else device.type  # which makes a string, as slowly as the rest of this
+    device_type = "cuda" if first.is_cuda else first.device.type  # which makes a string, as slowly as the rest of this
     if not torch.is_autocast_enabled(device_type):
         return function(*args)
     with torch.autocast(device_type, enabled=False):

@@ -130,7 +130,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, wei
 
 
 class ForwardPlan(Protocol):
-    """Launches that make scores, and winners where they are kept."""
+    """Launches that make scores, and winners where they are kept. Equal to itself only, so that a key may hold it."""
 
     @property
     def options(self) -> HeadOptions:

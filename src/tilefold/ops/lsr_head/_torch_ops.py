@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.call_cache import CallCache, Key, call_key, is_aligned
+from tilefold.ops._shared.call_cache import CallCache, Key, call_key, gradient_key, is_aligned
 from tilefold.ops._shared.checks import check_cu_seqlens
 from tilefold.ops._shared.fallback import KernelUnavailableError, triton_or_tiled
 from tilefold.ops._shared.impl import chosen_impl, host_may_read, settled
+from tilefold.ops._shared.internals import is_on_current
 from tilefold.ops._shared.library import define_op, forbid_double_backward, gradient_needs_dispatcher, is_plain, run
 from tilefold.ops._shared.winners import winner_dtype
 from tilefold.ops.lsr_head import _quantized, _tiled
@@ -111,9 +112,12 @@ def _gradients(
     options: HeadOptions,
     needs: Needs,
     main_grad: Tensor | None,
+    key: Key | None,
 ) -> Gradients:
-    """Gradients where they are needed; that of the weight is added to ``main_grad``, if given, and not returned."""
-    key = call_key((dscores, *saved, *tokens, *vocabulary, main_grad), (options, needs))
+    """Gradients where they are needed; that of the weight is added to ``main_grad``, if given, and not returned.
+
+    ``key`` is that of their plan, which is worked out anew without one.
+    """
     plan = BACKWARD_PLANS.find(key)
     if plan is not None:
         try:
@@ -146,7 +150,9 @@ def _gradients(
 )
 def _backward(dscores: Tensor, scores: Tensor | None, winners: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     needs = Needs(*args[HEAD_ARGUMENTS:])
-    gradients = _gradients(dscores, Saved(scores, winners), *_records(args), needs, None)
+    saved, (tokens, vocabulary, options) = Saved(scores, winners), _records(args)
+    key = call_key((dscores, *saved, *tokens, *vocabulary), (options, needs))
+    gradients = _gradients(dscores, saved, tokens, vocabulary, options, needs, None, key)
     return tuple(none_to_empty(gradient, dscores) for gradient in gradients)
 
 
@@ -182,19 +188,9 @@ def _save(
     ctx.bias_dtype = None if vocabulary.bias is None else vocabulary.bias.dtype
 
 
-def _call_gradients(
-    ctx: Any, dscores: Tensor, needs: Needs, *, registered: bool, main_grad: Tensor | None = None
-) -> Gradients:
-    """Gradients of a call whose context was filled by :func:`_save`."""
-    saved = ctx.saved_tensors
-    if not registered and not gradient_needs_dispatcher(dscores):
-        records = Saved(*saved[:2]), Tokens(*saved[2:5]), Vocabulary(*saved[5:8]), ctx.options, needs, main_grad
-        return run(_gradients, dscores, *records)  # type: ignore[no-any-return]
-    if main_grad is not None:
-        raise RuntimeError(
-            "weight_main_grad cannot be used with create_graph=True or is_grads_batched=True; leave one of them out."
-        )
-    gradients = torch.ops.tilefold.lsr_head_backward(dscores, *saved, *ctx.options, *needs)
+def _by_operator(ctx: Any, dscores: Tensor, needs: Needs) -> Gradients:
+    """Gradients of a call whose context was filled by :func:`_save`, by the registered operator."""
+    gradients = torch.ops.tilefold.lsr_head_backward(dscores, *ctx.saved_tensors, *ctx.options, *needs)
     asked = (needs.hidden, needs.weight, needs.bias is not None)
     dhidden, dweight, dbias = (value if given else None for value, given in zip(gradients, asked, strict=True))
     return dhidden, dweight, dbias
@@ -212,7 +208,7 @@ def _registered_gradients(ctx: Any, dscores: Tensor | None, _: Tensor | None) ->
             raise RuntimeError("tilefold::lsr_head needs training=True where a gradient is asked for; call lsr_head.")
         wanted = ctx.needs_input_grad
         needs = Needs(wanted[0], wanted[3], ctx.bias_dtype if wanted[5] else None)
-        dhidden, dweight, dbias = _call_gradients(ctx, dscores, needs, registered=True)
+        dhidden, dweight, dbias = _by_operator(ctx, dscores, needs)
     return dhidden, None, None, dweight, None, dbias, *(None,) * len(HeadOptions._fields)
 
 
@@ -253,6 +249,7 @@ class _Head(torch.autograd.Function):
         output = call.scores()
         _save(ctx, call.tokens, call.vocabulary, call.options, output)
         ctx.main_grad = call.main_grad
+        ctx.plan = FORWARD_PLANS.find(call.key) if call.plan is None else call.plan
         return output[0]
 
     @staticmethod
@@ -260,8 +257,18 @@ class _Head(torch.autograd.Function):
         if dscores is None:
             return None, None, None, None
         need_hidden, need_weight, need_bias, _ = ctx.needs_input_grad
-        needs = Needs(need_hidden, need_weight, ctx.bias_dtype if need_bias else None)
-        return *_call_gradients(ctx, dscores, needs, registered=False, main_grad=ctx.main_grad), None
+        needs, main_grad = Needs(need_hidden, need_weight, ctx.bias_dtype if need_bias else None), ctx.main_grad
+        if gradient_needs_dispatcher(dscores):
+            if main_grad is not None:
+                raise RuntimeError(
+                    "weight_main_grad cannot be used with create_graph=True or is_grads_batched=True; leave one of "
+                    "them out."
+                )
+            return *_by_operator(ctx, dscores, needs), None
+        saved, plan = ctx.saved_tensors, ctx.plan
+        key = None if plan is None else gradient_key(plan, needs, dscores, (*saved, main_grad))
+        records = Saved(*saved[:2]), Tokens(*saved[2:5]), Vocabulary(*saved[5:8]), ctx.options, needs, main_grad
+        return *run(_gradients, dscores, *records, key), None
 
 
 def again(key: Key | None, tokens: Tokens, vocabulary: Vocabulary, main_grad: Tensor | None) -> Tensor | None:
@@ -269,9 +276,8 @@ def again(key: Key | None, tokens: Tokens, vocabulary: Vocabulary, main_grad: Te
     plan = FORWARD_PLANS.find(key)
     if plan is None:
         return None
-    hidden = tokens.hidden
-    if hidden.is_cuda and hidden.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(hidden.device):
+    if not is_on_current(tokens.hidden):
+        with torch.cuda.device(tokens.hidden.device):
             return again(key, tokens, vocabulary, main_grad)
     if not plan.options.training:
         try:

@@ -94,7 +94,10 @@ def lsr_head(
         vocabulary = Vocabulary(weight.values, weight.scale, bias)
     else:
         vocabulary = Vocabulary(weight, None, bias)
-    wanted = torch.is_grad_enabled() and tuple(getattr(x, "requires_grad", False) for x in (hidden, weight, bias))
+    wanted: bool | tuple[bool, ...] = torch.is_grad_enabled()
+    if wanted:  # without a generator, which takes longer than the three
+        name = "requires_grad"
+        wanted = getattr(hidden, name, False), getattr(weight, name, False), getattr(bias, name, False)
     asked = Asked(pooling, activation, logit_scale, out_dtype, impl)
     given = (*asked, wanted, getattr(weight_main_grad, "requires_grad", False))
     key = call_key((*tokens, *vocabulary, weight_main_grad), given)

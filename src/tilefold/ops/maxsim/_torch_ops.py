@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.call_cache import CallCache, Key
+from tilefold.ops._shared.call_cache import CallCache, Key, gradient_key
 from tilefold.ops._shared.checks import check_cu_seqlens
 from tilefold.ops._shared.fallback import SLOWER, KernelUnavailableError, give_up, triton_or_tiled
 from tilefold.ops._shared.impl import chosen_impl, host_may_read, settled
@@ -130,12 +130,18 @@ def compute(queries: Tensor, problem: Problem, with_saved: bool, impl: str) -> t
 
 
 def compute_gradients(
-    dscores: Tensor, saved: Tensor, operands: Operands, options: Options, needs: Needs, impl: str
+    dscores: Tensor,
+    saved: Tensor,
+    operands: Operands,
+    options: Options,
+    needs: Needs,
+    impl: str,
+    key: Key | None = None,
 ) -> Gradients:
-    """Gradients of queries and documents in their shapes, ``None`` where not needed."""
+    """Gradients of queries and documents in their shapes, ``None`` where not needed; ``key`` is that of their plan."""
 
     def kernels() -> Gradients:
-        return _kernels().backward(operands, options, dscores, saved, needs)  # type: ignore[no-any-return]
+        return _kernels().backward(operands, options, dscores, saved, needs, key)  # type: ignore[no-any-return]
 
     def tiled() -> Gradients:
         problem = Problem.of(operands, options)
@@ -222,7 +228,8 @@ def registered_gradients(dscores: Tensor, saved: Tensor, problem: Problem, needs
 def gradients(dscores: Tensor, saved: Tensor, operands: Operands, call: Call, needs: Needs) -> Gradients:
     """Gradients of queries and documents in their shapes, ``None`` where not needed."""
     if not gradient_needs_dispatcher(dscores):
-        return run(compute_gradients, dscores, saved, operands, call.options, needs, call.impl)  # type: ignore[no-any-return]
+        key = None if call.plan is None else gradient_key(call, needs, dscores, (saved, *operands))
+        return run(compute_gradients, dscores, saved, operands, call.options, needs, call.impl, key)  # type: ignore[no-any-return]
     problem = Problem.of(operands, call.options)
     return _in_shape(
         registered_gradients(dscores.reshape(problem.score_shape), saved, problem, needs, call.impl), operands
@@ -272,7 +279,7 @@ def _forward(queries: Tensor, operands: Operands, call: Call, with_saved: bool) 
     """Scores, in their final shape if ``call`` has a plan, and what backward needs."""
     if call.plan is None:
         return compute(queries, Problem.of(operands, call.options), with_saved, call.impl)
-    if not queries.is_cuda:
+    if not queries.is_cuda and any(tensor is not None for tensor in operands[4:7]):  # offsets and pairs
         check_values(Problem.of(operands, call.options), call.impl)
     try:
         return call.plan(*operands)

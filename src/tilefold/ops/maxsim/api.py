@@ -109,7 +109,10 @@ def maxsim(
     elif call.cast is not None:
         operands = cast_to(operands, call.cast)
     scores = _by_reference(operands, call) if call.impl == "reference" else scores_of(operands, call, training)
-    return scores if reduction == "sum" else scores / kept_tokens(operands, scores.dim())
+    if reduction == "sum":
+        return scores
+    kept = kept_tokens(operands, scores.dim())
+    return scores / kept if training else scores.div_(kept)  # nobody else has them
 
 
 def chosen_impl(queries: Tensor, impl: str = "auto") -> str:

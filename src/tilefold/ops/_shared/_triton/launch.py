@@ -20,6 +20,7 @@ from triton.errors import TritonError
 
 from tilefold.ops._shared._triton.context import enter_context
 from tilefold.ops._shared._triton.releases import BUILD_OPTIONS, interpreted_rows_count_elements
+from tilefold.ops._shared._triton.tensors import Piece
 from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.internals import Grid, Launch, Tma, bind, hooked, specialized
@@ -189,7 +190,7 @@ class Step:
         self._bound: Launch | None = None
         self._ran = False
 
-    def __call__(self, same: bool, *tensors: Tensor | None) -> None:
+    def __call__(self, same: bool, *tensors: Tensor | Piece | None) -> None:
         bound = self._bound
         if same and bound is not None:
             bound(tensors)
@@ -200,8 +201,9 @@ class Step:
             self._bound = self._bind(arguments)
         self._ran = True
 
-    def _described(self, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
+    def _described(self, given: Sequence[Any]) -> Sequence[Any]:
         """As Triton takes them; a bound launch reads addresses, of which bool's are those of bytes."""
+        tensors = [tensor.tensor() if isinstance(tensor, Piece) else tensor for tensor in given]
         pairs = zip_longest(tensors, self._tma[: len(tensors)])
         return [
             tensor.view(torch.uint8) if tma is None and tensor is not None and tensor.dtype == torch.bool

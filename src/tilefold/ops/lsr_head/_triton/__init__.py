@@ -30,7 +30,7 @@ from tilefold.ops.lsr_head._triton.launch_sum import plan_sum_backward, plan_sum
 __all__ = ["forward", "plan_backward"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NoTokens:
     """The scores of a batch without a sequence, or of sequences without a place for a token."""
 

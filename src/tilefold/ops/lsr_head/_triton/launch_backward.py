@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import Step
-from tilefold.ops._shared._triton.tensors import Scratch, cdiv, contiguous, sm_count
+from tilefold.ops._shared._triton.tensors import Pieces, Scratch, cdiv, contiguous, sm_count
 from tilefold.ops._shared.internals import hooked
 from tilefold.ops._shared.winners import no_winner
 from tilefold.ops.lsr_head._problem import Gradients, HeadOptions, Needs, Saved, Tokens, Vocabulary
@@ -33,33 +33,29 @@ class HiddenGradient:
     """Launches that list what each tile of hidden rows won, and multiply.
 
     Attributes:
-        count, counts: entries of each (tile, vocabulary split), int32.
-        scan, places: their prefix sums, int64; ``None`` where a library adds up.
-        fill, codes, grads: the entries, ``[B * V]``.
+        lists: scratch of all that follows: counts, places, codes and gradients.
+        count: entries of each (tile, vocabulary split), int32.
+        scan: their prefix sums, int64; ``None`` where a library adds up.
+        fill: the entries, ``[B * V]`` codes and gradients.
         product: the gradient of the tiles' rows.
     """
 
+    lists: Pieces
     count: Step
-    counts: Scratch
     scan: Step | None
-    places: Scratch
     fill: Step
-    codes: Scratch
-    grads: Scratch
     product: Step
 
     def __call__(
         self, same: bool, dscores: Tensor, won: tuple[Tensor | None, ...], weight: Tensor, dhidden: Tensor
     ) -> None:
         """Write ``dhidden``; ``won`` are scores, winners and offsets."""
-        counts = self.counts()
+        counts, places, codes, grads = self.lists()
         self.count(same, *won, counts)
         if self.scan is None:
-            places = counts.cumsum(0)
+            torch.cumsum(counts.tensor(), 0, out=places.tensor())
         else:
-            places = self.places()
             self.scan(same, counts, places)
-        codes, grads = self.codes(), self.grads()
         self.fill(same, dscores, *won, places, counts, codes, grads)
         self.product(same, weight, places, codes, grads, dhidden)
 
@@ -73,7 +69,7 @@ class MaxBackward:
         as_is: whether no tensor has to be cast or copied.
         aligned: whether all begin at multiples of 16 bytes.
         of_hidden, dhidden: the launches of that gradient, and its memory.
-        of_weight, codes, grads: the launch of the weight's and the bias's gradient, and a list per program.
+        of_weight, lists: the launch of the weight's and the bias's gradient, and a list per program.
         dweight: ``None`` where it is not needed, or added to another buffer.
         dbias: the bias's gradient.
     """
@@ -84,8 +80,7 @@ class MaxBackward:
     of_hidden: HiddenGradient | None
     dhidden: Scratch | None
     of_weight: Step | None
-    codes: Scratch
-    grads: Scratch
+    lists: Pieces
     dweight: Scratch | None
     dbias: Scratch | None
 
@@ -110,8 +105,7 @@ class MaxBackward:
         if self.of_weight is not None:
             scores, winners, cu_seqlens = won
             target = dweight if main_grad is None else main_grad
-            lists = (self.codes(), self.grads())
-            self.of_weight(same, dscores, scores, winners, hidden, cu_seqlens, *lists, target, dbias)
+            self.of_weight(same, dscores, scores, winners, hidden, cu_seqlens, *self.lists(), target, dbias)
         return dhidden, dweight, dbias
 
 
@@ -151,8 +145,7 @@ def plan_max_backward(
         _plan_hidden(problem) if needs.hidden else None,
         Scratch(tuple(hidden.shape), hidden.dtype, device) if needs.hidden else None,
         of_weight,
-        Scratch((entries,), torch.int64, device),
-        Scratch((entries,), dtype, device),
+        Pieces(device, ((entries,), torch.int64), ((entries,), dtype)),
         Scratch(tuple(weight.shape), weight.dtype, device) if needs.weight and not accumulate else None,
         None if needs.bias is None else Scratch((weight.size(0),), needs.bias, device),
     )
@@ -192,14 +185,12 @@ def _plan_hidden(problem: _Problem) -> HiddenGradient:
     if slots <= MAX_SCANNED:
         scan = Step(_scan_kernel, (1, 1, 1), (slots,), {"BLOCK": SCAN_BLOCK, "num_warps": 8})
     activation = {"ACTIVATION": p.options.activation}
+    entries, wide = (batch * vocab,), torch.float32 if p.scaled else p.options.compute_dtype
     return HiddenGradient(
+        Pieces(device, ((slots,), torch.int32), ((slots,), torch.int64), (entries, torch.int32), (entries, wide)),
         Step(_count_kernel, (tiles, splits, 1), lists, block),
-        Scratch((slots,), torch.int32, device),
         scan,
-        Scratch((slots,), torch.int64, device),
         Step(_list_kernel, (tiles, splits, 1), (*lists, *p.strides), block | activation),
-        Scratch((batch * vocab,), torch.int32, device),
-        Scratch((batch * vocab,), torch.float32 if p.scaled else p.options.compute_dtype, device),
         Step(
             _dhidden_kernel,
             (tiles, cdiv(p.dim, config.dhidden_block_d), 1),

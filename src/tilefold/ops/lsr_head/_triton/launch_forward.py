@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared._triton.launch import Step, rows_fit_descriptor
-from tilefold.ops._shared._triton.tensors import Scratch, cdiv, sm_count
+from tilefold.ops._shared._triton.tensors import Piece, Pieces, Scratch, cdiv, sm_count
 from tilefold.ops._shared.fallback import KernelUnavailableError, give_up
 from tilefold.ops._shared.internals import Tma
 from tilefold.ops._shared.winners import winner_dtype
@@ -46,16 +46,14 @@ class Quantizing:
 
     Attributes:
         step: the launch.
-        values: ``[total, D]`` fp8.
-        row_scale: fp32, whole tiles of the kernel that reads it.
+        made: scratch of values ``[total, D]`` fp8, and of scales fp32, whole tiles of the kernel that reads them.
     """
 
     step: Step
-    values: Scratch
-    row_scale: Scratch
+    made: Pieces
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class MaxForward:
     """Scores of max pooling, for all calls that have the key of the first.
 
@@ -66,7 +64,7 @@ class MaxForward:
         packing: how valid tokens become rows, where hidden is not read in place.
         quantizing: how rows become fp8, with a quantised weight.
         fold: the persistent kernel.
-        parts: partial maxima of sequences that splits cut, and their winners.
+        parts: scratch of partial maxima of sequences that splits cut, and of their winners.
         combine: puts them together.
         config: of the persistent kernel.
     """
@@ -78,7 +76,7 @@ class MaxForward:
     packing: Packing | None
     quantizing: Quantizing | None
     fold: Step
-    parts: tuple[Scratch, Scratch]
+    parts: Pieces
     combine: Step | None
     config: MaxForwardConfig
 
@@ -87,14 +85,15 @@ class MaxForward:
         same = self.operands.same()
         tokens, (weight, weight_scale, bias) = self.operands.ready(tokens, vocabulary)
         scores, winners = self.scores(), None if self.winners is None else self.winners()
+        rows: Tensor | Piece
         rows, offsets, positions, row_scale = tokens.hidden, None, None, None
         if self.packing is not None:
             rows, offsets, positions = self.packing(same, tokens, scores, winners)
         if self.quantizing is not None:
-            values, row_scale = self.quantizing.values(), self.quantizing.row_scale()
+            values, row_scale = self.quantizing.made()
             self.quantizing.step(same, rows, values, row_scale)
             rows = values
-        folded = (weight_scale, bias, offsets, positions, scores, winners, self.parts[0](), self.parts[1]())
+        folded = (weight_scale, bias, offsets, positions, scores, winners, *self.parts())
         self.fold(same, weight, rows, row_scale, *folded)
         if self.combine is not None:
             self.combine(same, *folded)
@@ -140,8 +139,7 @@ def plan_max_forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOption
     if weight_scale is not None:
         quantizing = Quantizing(
             Step(_quantize_rows_kernel, (cdiv(total, BLOCK_ROWS), 1, 1), (total,), row_constants(dim)),
-            Scratch((total, dim), dtype, device),
-            Scratch((cdiv(total, config.block_t) * config.block_t,), torch.float32, device),
+            Pieces(device, ((total, dim), dtype), ((cdiv(total, config.block_t) * config.block_t,), torch.float32)),
         )
     flags = {
         "ACTIVATION": options.activation, "HAS_BIAS": bias is not None,
@@ -163,7 +161,7 @@ def plan_max_forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOption
         packing,
         quantizing,
         _folding(config, device, dtype, (vocab, total, dim), (*sizes, options.logit_scale), flags),
-        (Scratch((parts,), torch.float32, device), Scratch((parts if options.training else 0,), torch.int32, device)),
+        Pieces(device, ((parts,), torch.float32), ((parts if options.training else 0,), torch.int32)),
         combine,
         config,
     )

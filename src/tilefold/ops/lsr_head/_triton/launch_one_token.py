@@ -26,7 +26,7 @@ from tilefold.ops.lsr_head.configs import OneTokenConfig, one_token_config
 FIND_BLOCK = 1024  # entries of a mask that are looked at a time
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class OneTokenForward:
     """Scores of one token per sequence, for all calls that have the key of the first.
 

@@ -25,7 +25,7 @@ CHECK_BLOCK = 256  # sequences whose offsets are looked at a time
 CLEAR_BLOCK = 16, 128  # rows and columns
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class SumForward:
     """Sums or means, for all calls that have the key of the first.
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from tilefold.ops._shared._triton.launch import Step
 from tilefold.ops._shared._triton.masks import mask_if
 from tilefold.ops._shared._triton.offsets import narrowed
-from tilefold.ops._shared._triton.tensors import Scratch, cdiv, power_of_two
+from tilefold.ops._shared._triton.tensors import Piece, Pieces, cdiv, power_of_two
 from tilefold.ops._shared.winners import no_winner, winner_dtype
 from tilefold.ops.lsr_head._problem import HeadOptions, Tokens
 
@@ -209,35 +209,34 @@ class Packing:
     """Launches that write the rows that the forward kernel reads, and the scores of empty sequences.
 
     Attributes:
-        count, counts: what counts valid tokens, and ``[B]`` int32 that it writes twice, where a kernel of its own does.
+        count, counts: what counts valid tokens, and two times ``[B]`` int32 that it writes, where a kernel of its own
+            does.
         copy: what copies rows.
-        rows: ``[total, D]``, of which the first ``offsets[B]`` are meant.
-        offsets: ``[B + 1]`` int32, multiples of the group.
-        positions: ``[total]`` int32, each row's position in its sequence, where winners are kept.
+        made: scratch of rows ``[total, D]``, of which the first ``offsets[B]`` are meant; of offsets ``[B + 1]`` int32,
+            multiples of the group; and, where winners are kept, of each row's position in its sequence, ``[total]``
+            int32.
         total: rows, at most.
     """
 
     count: Step | None
-    counts: Scratch | None
+    counts: Pieces | None
     copy: Step
-    rows: Scratch
-    offsets: Scratch
-    positions: Scratch | None
+    made: Pieces
     total: int
 
     def __call__(
         self, same: bool, tokens: Tokens, scores: Tensor, winners: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Piece, Piece, Piece | None]:
         """Rows, offsets and positions."""
         hidden, mask, cu_seqlens = tokens
-        rows, offsets = self.rows(), self.offsets()
-        positions = None if self.positions is None else self.positions()
+        rows, offsets, *others = self.made()
+        positions = others[0] if others else None
         if cu_seqlens is not None:
             self.copy(same, hidden, cu_seqlens, offsets, rows, positions, scores, winners)
             return rows, offsets, positions
         count = first = None
         if self.count is not None and self.counts is not None:
-            count, first = self.counts(), self.counts()
+            count, first = self.counts()
             self.count(same, mask, count, first)
         self.copy(same, hidden, mask, count, first, offsets, rows, positions, scores, winners)
         return rows, offsets, positions
@@ -272,16 +271,11 @@ def plan_packing(tokens: Tokens, vocab: int, options: HeadOptions, group: int) -
         if mask is None or blocks[0] * blocks[1] > MAX_MASK:
             blocks = 0, 0
         if mask is not None and blocks[0] == 0:
-            counts = Scratch((batch,), torch.int32, device)
+            counts = Pieces(device, ((batch,), torch.int32), ((batch,), torch.int32))
             count = Step(_count_kernel, (batch, 1, 1), (length,), {"SCAN": SCAN})
         constants |= {"SCAN": SCAN, "HAS_MASK": mask is not None, "BLOCK_B": blocks[0], "BLOCK_S": blocks[1]}
         copy = Step(_copy_padded_kernel, (batch, cdiv(length, BLOCK_ROWS), 1), (batch, length, vocab), constants)
-    return Packing(
-        count,
-        counts,
-        copy,
-        Scratch((total, dim), hidden.dtype, device),
-        Scratch((batch + 1,), torch.int32, device),
-        Scratch((total,), torch.int32, device) if options.training else None,
-        total,
-    )
+    made = [((total, dim), hidden.dtype), ((batch + 1,), torch.int32)]
+    if options.training:
+        made.append(((total,), torch.int32))
+    return Packing(count, counts, copy, Pieces(device, *made), total)

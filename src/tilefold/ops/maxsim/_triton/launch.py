@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilefold.ops._shared._triton.launch import Step, rows_fit_descriptor
+from tilefold.ops._shared._triton.offsets import int32_step
 from tilefold.ops._shared._triton.tensors import cdiv, sm_count
 from tilefold.ops._shared.call_cache import CallCache, call_key
 from tilefold.ops._shared.fallback import KernelUnavailableError, give_up, given_up
@@ -19,7 +20,7 @@ from tilefold.ops._shared.winners import no_winner
 from tilefold.ops.maxsim._problem import Operands, Problem
 from tilefold.ops.maxsim._triton import plan as at
 from tilefold.ops.maxsim._triton.forward import all_pairs_kernel, combine_kernel, listed_pairs_kernel
-from tilefold.ops.maxsim._triton.plan import Make, Plan, Run, Stage, copies, layout_flags
+from tilefold.ops.maxsim._triton.plan import Derive, Make, Plan, Run, Stage
 from tilefold.ops.maxsim._triton.rows import int8_queries, inverse_norms
 from tilefold.ops.maxsim._triton.stream import stream_kernel
 from tilefold.ops.maxsim.configs import BY_TMA, ForwardConfig, forward_config, stream_config
@@ -83,6 +84,35 @@ def plan_forward(problem: Problem, operands: Operands, with_saved: bool, shape: 
     add = _add_stream if stream else _add_all_pairs if everything else _add_listed_pairs
     add(stages, problem, config, constants, () if tma is None else (None, tma))
     return Plan(tuple(stages), (at.SCORES, at.SAVED), tma is not None)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def copies(operands: Operands, masks: bool = True) -> list[Stage]:
+    """What brings operands to the form that kernels read: contiguous, offsets and pairs in int32."""
+    stages: list[Stage] = []
+    for place, tensor in enumerate(operands):
+        if tensor is None or (place in (at.QUERY_MASK, at.DOCUMENT_MASK) and not masks):
+            continue
+        if not tensor.is_contiguous():
+            stages.append(Derive(place, Tensor.contiguous, place))
+        if place in (at.CU_QUERIES, at.CU_DOCUMENTS, at.INDEX) and tensor.dtype == torch.int64 and tensor.numel():
+            stages.append(Make(at.NARROW, tensor, tensor.shape, torch.int32))
+            stages.append(Run(int32_step(tensor.numel()), (place, at.NARROW)))
+            stages.append(Derive(place, _itself, at.NARROW))
+    return stages
+
+
+def layout_flags(problem: Problem) -> dict[str, Any]:
+    """The constants that every kernel takes."""
+    return {
+        "D": problem.queries.size(1),
+        "UNIFORM_Q": problem.cu_queries is None,
+        "UNIFORM_D": problem.cu_documents is None,
+        "HAS_SCALE": problem.normalize or problem.document_scale is not None,
+    }
 
 
 def _descriptor(block: list[int], rows: Tensor) -> TensorDescriptor:

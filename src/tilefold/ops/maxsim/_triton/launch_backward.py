@@ -12,13 +12,13 @@ from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import Grid, Step
 from tilefold.ops._shared._triton.tensors import cdiv
-from tilefold.ops._shared.call_cache import ALIGNMENT, CallCache, call_key
+from tilefold.ops._shared.call_cache import ALIGNMENT, CallCache, Key, call_key
 from tilefold.ops._shared.winners import no_winner
 from tilefold.ops.maxsim._problem import Operands, Options, Problem
 from tilefold.ops.maxsim._triton import plan as at
 from tilefold.ops.maxsim._triton.backward import ddocuments_kernel, dqueries_kernel, dqueries_row_kernel
-from tilefold.ops.maxsim._triton.launch import PAIRINGS
-from tilefold.ops.maxsim._triton.plan import Derive, Make, Plan, Run, Stage, copies, layout_flags
+from tilefold.ops.maxsim._triton.launch import PAIRINGS, copies, layout_flags
+from tilefold.ops.maxsim._triton.plan import Derive, Make, Plan, Run, Stage
 from tilefold.ops.maxsim._triton.row_queries import row_queries
 from tilefold.ops.maxsim._triton.rows import inverse_norms, unit_gradient
 from tilefold.ops.maxsim._triton.smooth import smooth_ddocuments_kernel, smooth_dqueries_kernel
@@ -35,11 +35,15 @@ PLANS: CallCache[Plan] = CallCache()
 
 
 def backward(
-    operands: Operands, options: Options, dscores: Tensor, saved: Tensor, needs: Needs
+    operands: Operands, options: Options, dscores: Tensor, saved: Tensor, needs: Needs, key: Key | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of queries and documents, in their shapes and dtypes; ``None`` where not needed."""
+    """Gradients of queries and documents, in their shapes and dtypes; ``None`` where not needed.
+
+    ``key`` is that of a call with a plan; that of any other is made here.
+    """
     tensors = (*operands, saved, dscores)
-    key = call_key(tensors, (options, needs))
+    if key is None:
+        key = call_key(tensors, (options, needs))
     plan = PLANS.find(key)
     if plan is None:
         plan = plan_backward(Problem.of(operands, options), operands, dscores, saved, needs)

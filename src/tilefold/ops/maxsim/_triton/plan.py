@@ -14,19 +14,17 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import Step, aligned
-from tilefold.ops._shared._triton.offsets import int32_step
 from tilefold.ops._shared.call_cache import ALIGNMENT
 from tilefold.ops._shared.internals import hooked
-from tilefold.ops.maxsim._problem import Operands, Problem
 
 # The operands come first; what backward gets besides follows.
 (
     QUERIES, DOCUMENTS, QUERY_MASK, DOCUMENT_MASK, CU_QUERIES, CU_DOCUMENTS, INDEX, DOCUMENT_SCALE, SAVED, DSCORES,
     QUERY_SCALE, SCORES, PARTS, INT8_QUERIES, ROW_QUERY, LARGEST, LISTS, ORDER, FIRST, WIDE, DQUERIES, DDOCUMENTS,
-) = range(22)  # fmt: skip
-COUNT = 22
+    NARROW,
+) = range(23)  # fmt: skip
 
-Places = list[Tensor | None]
+Places = list[Any]  # tensors, pieces of scratch, and None
 Stage = Callable[[Places, bool], None]
 
 
@@ -70,21 +68,6 @@ class Derive:
         places[self._target] = self._function(*[places[source] for source in self._sources])
 
 
-class Narrow:
-    """int64 offsets or indices of a place in int32."""
-
-    __slots__ = ("_place", "_shape", "_step")
-
-    def __init__(self, place: int, offsets: Tensor) -> None:
-        self._place, self._shape, self._step = place, offsets.shape, int32_step(offsets.numel())
-
-    def __call__(self, places: Places, same: bool) -> None:
-        offsets = places[self._place]
-        out = torch.empty(self._shape, dtype=torch.int32, device=None if offsets is None else offsets.device)
-        self._step(same, offsets, out)
-        places[self._place] = out
-
-
 class Run:
     """A launch with the tensors of these places; what lies in ``last`` is not needed after it."""
 
@@ -126,31 +109,8 @@ class Plan:
         return tuple([places[place] for place in self.results])
 
 
-_BLANK = (None,) * COUNT
+_BLANK = (None,) * (NARROW + 1)
 
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def copies(operands: Operands, masks: bool = True) -> list[Stage]:
-    """What brings operands to the form that kernels read: contiguous, offsets and pairs in int32."""
-    stages: list[Stage] = []
-    for place, tensor in enumerate(operands):
-        if tensor is None or (place in (QUERY_MASK, DOCUMENT_MASK) and not masks):
-            continue
-        if not tensor.is_contiguous():
-            stages.append(Derive(place, Tensor.contiguous, place))
-        if place in (CU_QUERIES, CU_DOCUMENTS, INDEX) and tensor.dtype == torch.int64 and tensor.numel():
-            stages.append(Narrow(place, tensor))
-    return stages
-
-
-def layout_flags(problem: Problem) -> dict[str, Any]:
-    """The constants that every kernel takes."""
-    return {
-        "D": problem.queries.size(1),
-        "UNIFORM_Q": problem.cu_queries is None,
-        "UNIFORM_D": problem.cu_documents is None,
-        "HAS_SCALE": problem.normalize or problem.document_scale is not None,
-    }

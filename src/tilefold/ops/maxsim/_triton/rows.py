@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import Grid, Step
-from tilefold.ops._shared._triton.tensors import cdiv
+from tilefold.ops._shared._triton.tensors import Pieces, cdiv
 from tilefold.ops.maxsim._problem import Problem
 from tilefold.ops.maxsim._triton import plan as at
 from tilefold.ops.maxsim._triton.norms import inverse_norms_kernel, quantize_kernel, unit_gradient_kernel
-from tilefold.ops.maxsim._triton.plan import Make, Run, Stage
+from tilefold.ops.maxsim._triton.plan import Places, Run, Stage
 
 BLOCK_ROWS, BLOCK_COLUMNS = 16, 128
+
+
+class Share:
+    """Scratch for several places, allocated at once: their numbers, shapes and dtypes."""
+
+    __slots__ = ("_pieces", "_places")
+
+    def __init__(self, device: torch.device, *parts: tuple[int, Sequence[int], torch.dtype]) -> None:
+        self._places = [place for place, _, _ in parts]
+        self._pieces = Pieces(device, *[(tuple(shape), dtype) for _, shape, dtype in parts])
+
+    def __call__(self, places: Places, same: bool) -> None:
+        for place, piece in zip(self._places, self._pieces(), strict=True):
+            places[place] = piece
 
 
 def _grid(*counts: int) -> Grid:
@@ -30,8 +45,11 @@ def inverse_norms(problem: Problem) -> list[Stage]:
     queries, counts = problem.queries, (problem.queries.size(0), problem.documents.size(0))
     step = Step(inverse_norms_kernel, _grid(*counts), counts, _constants(queries))
     return [
-        Make(at.QUERY_SCALE, queries, counts[:1], torch.float32),
-        Make(at.DOCUMENT_SCALE, queries, counts[1:], torch.float32),
+        Share(
+            queries.device,
+            (at.QUERY_SCALE, counts[:1], torch.float32),
+            (at.DOCUMENT_SCALE, counts[1:], torch.float32),
+        ),
         Run(step, (at.QUERIES, at.DOCUMENTS, at.QUERY_SCALE, at.DOCUMENT_SCALE)),
     ]
 
@@ -40,8 +58,11 @@ def int8_queries(queries: Tensor) -> list[Stage]:
     """The queries in int8, and their scales ``[Tq]``."""
     step = Step(quantize_kernel, _grid(queries.size(0)), (queries.size(0),), _constants(queries))
     return [
-        Make(at.INT8_QUERIES, queries, queries.shape, torch.int8),
-        Make(at.QUERY_SCALE, queries, queries.shape[:1], torch.float32),
+        Share(
+            queries.device,
+            (at.INT8_QUERIES, queries.shape, torch.int8),
+            (at.QUERY_SCALE, queries.shape[:1], torch.float32),
+        ),
         Run(step, (at.QUERIES, at.INT8_QUERIES, at.QUERY_SCALE)),
     ]
 

@@ -1,0 +1,175 @@
+"""What the calls of ``host_time`` take of the host, without a GPU: microseconds, Python and C calls, torch operations.
+
+    python -m benchmarks.host_steps --only lsr_head
+
+Tensors lie on the CPU and no kernel runs: the launchers' C function is replaced by one that does nothing, and all that
+leads to it stays. The microseconds lack what the driver takes for a launch and the CUDA allocator for memory, and hold
+products that torch computes: they compare two commits on one machine. Backward runs in the thread that asks for it, not
+in the GPU's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from triton.backends.nvidia import driver
+
+from benchmarks import host_time
+from tilefold.ops._shared import call_cache, impl, internals
+from tilefold.ops._shared._triton import context, launch, tensors
+from tilefold.ops.entmax_attention import configs as attention_configs
+from tilefold.ops.entmax_attention._triton import launch as attention_forward
+from tilefold.ops.entmax_attention._triton import launch_backward as attention_backward
+from tilefold.ops.lsr_head._triton import launch_backward, launch_forward, launch_one_token, launch_sum
+from tilefold.ops.maxsim import _torch_ops as maxsim_ops
+from tilefold.ops.maxsim._triton import launch as maxsim_forward
+from tilefold.ops.maxsim._triton import launch_backward as maxsim_backward
+
+CONFIGURED = (
+    attention_configs, attention_forward, attention_backward, launch_backward, launch_forward, launch_one_token,
+    launch_sum, maxsim_forward, maxsim_backward,
+)  # fmt: skip
+
+
+def main() -> int:
+    """Parse arguments, and print a row per call."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=16, help="calls in a sample")
+    parser.add_argument("--samples", type=int, default=400)
+    parser.add_argument("--only", action="append", default=[], help="text in the names of the calls")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    without_a_gpu()
+    print(f"{'call':44s} {'us':>8s} {'python':>7s} {'C':>6s} {'torch':>6s}")
+    for name, prepare in host_time.cases():
+        if options.only and not any(text in name for text in options.only):
+            continue
+        try:
+            call = prepare()
+            for _ in range(5):
+                call()
+            least = timed(call, options.calls, options.samples)
+        except Exception as error:
+            print(f"{name:44s} {type(error).__name__}: {str(error).splitlines()[0][:100]}")
+            continue
+        python, of_c = entered(call)
+        print(f"{name:44s} {least:8.1f} {python:7d} {of_c:6d} {operations(call):6d}", flush=True)
+    return 0
+
+
+def without_a_gpu() -> None:
+    """Let tensors on the CPU take the way of those on a GPU, up to the C function that launches."""
+    host_time.DEVICE = "cpu"
+    modules: tuple[Any, ...] = (impl, call_cache, internals, launch, tensors, maxsim_ops, context, driver)
+    implementations, calls, private, launching, memory, maxsim, contexts, drivers = modules
+    implementations.resolve_impl = lambda *_: "triton"
+    implementations.interpreter_fault = lambda dtype: None
+    calls.triton_interpreted = lambda: True
+    private.launches_by_address = lambda: True
+    private.torch._C._cuda_getCurrentRawStream = abs
+    torch.cuda.current_device = lambda: 0
+    memory.sm_count = lambda device: 132
+    maxsim.check_values = lambda problem, impl: None  # the host looks at values on the CPU only
+    contexts.enter_context = lambda index: None
+    drivers.make_tensordesc_arg = lambda matrix, metadata: [0] * 6
+    launching.Launcher.__call__ = lambda self, grid, arguments: None
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    for module in CONFIGURED:
+        for name in [name for name in vars(module) if name.endswith("_config")]:
+            setattr(module, name, functools.partial(configured, getattr(module, name)))
+    launching.Launcher.compiled = lambda self, arguments: (compiled(arguments), tuple(self._constants.values()))
+
+
+class Hopper:
+    """What is asked for the configurations of: a device, or a tensor there."""
+
+    type = "cuda"
+
+    def __init__(self, seen: Any = None) -> None:
+        self._seen = seen
+
+    @property
+    def device(self) -> Hopper:
+        """Of the tensor."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._seen, name)
+
+
+def configured(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The configuration of compute capability 9.0."""
+    return function(*[Hopper(x) if isinstance(x, (torch.device, torch.Tensor)) else x for x in arguments])
+
+
+class CudaLauncher:
+    """As Triton's, by name: launches nothing."""
+
+    global_scratch_size = profile_scratch_size = launch_cooperative_grid = launch_pdl = 0
+
+    def __init__(self, descriptors: int) -> None:
+        launcher, tensordesc_meta = itertools.chain, [{"swizzle": 0}] * descriptors
+
+        def taken_apart() -> object:
+            return launcher, tensordesc_meta
+
+        self.launch: Any = taken_apart if descriptors else launcher
+
+
+def compiled(arguments: tuple[object, ...]) -> SimpleNamespace:
+    """What stands for a kernel that was compiled for these arguments."""
+    descriptors = sum(type(argument).__name__ == "TensorDescriptor" for argument in arguments)
+    return SimpleNamespace(run=CudaLauncher(descriptors), function=0, packed_metadata=())
+
+
+def timed(call: host_time.Call, calls: int, samples: int) -> float:
+    """Microseconds of this thread per call; the fewest, which others on the machine disturb least."""
+    times = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(samples):
+            begin = time.thread_time()
+            for _ in range(calls):
+                call()
+            times.append(1e6 * (time.thread_time() - begin) / calls)
+    finally:
+        gc.enable()
+    return min(times)
+
+
+def entered(call: host_time.Call) -> tuple[int, int]:
+    """Functions of Python and of C that one call enters."""
+    counts = {"call": 0, "c_call": 0}
+
+    def count(frame: object, event: str, argument: object) -> None:
+        if event in counts:
+            counts[event] += 1
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return counts["call"] - 1, counts["c_call"] - 1  # without what ends the profile
+
+
+def operations(call: host_time.Call) -> int:
+    """Torch operations of one call, those included that others are made of."""
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        call()
+    return sum(event.count for event in seen.key_averages() if event.key.startswith("aten::"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Scratch of plans: anew in each call, several pieces of it in one allocation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="launchers need triton")
+
+from tilefold.ops._shared._triton.tensors import PIECE_ALIGNMENT, Pieces, Scratch
+from tilefold.ops._shared.internals import Tma
+
+CPU = torch.device("cpu")
+
+
+def test_scratch_has_memory_of_its_own_in_each_call() -> None:
+    scratch = Scratch((2, 1, 3), torch.bfloat16, CPU)
+    first, second, zeros = scratch(), scratch(), scratch.zeros()
+    assert first.data_ptr() != second.data_ptr() and not zeros.any()
+    assert all(made.shape == (2, 1, 3) and made.is_contiguous() for made in (first, second, zeros))
+    assert scratch._like.untyped_storage().nbytes() == 0
+    nothing = Scratch((0, 3), torch.float32, CPU)
+    assert nothing() is nothing() and nothing().shape == (0, 3)
+
+
+def test_pieces_lie_apart_in_one_buffer() -> None:
+    parts = (((3, 5), torch.bfloat16), ((), torch.int64), ((0,), torch.int32), ((77,), torch.float32))
+    pieces = Pieces(CPU, *parts)
+    assert pieces._like.untyped_storage().nbytes() == 0
+    made, again = pieces(), pieces()
+    tensors = [piece.tensor() for piece in made]
+    assert [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] == list(parts)
+    for value, tensor in enumerate(tensors):
+        tensor.fill_(value)
+    assert all((tensor == value).all() for value, tensor in enumerate(tensors))
+    full = [(piece, tensor) for piece, tensor in zip(made, tensors, strict=True) if tensor.numel()]
+    assert all(piece.data_ptr() == tensor.data_ptr() for piece, tensor in full)
+    assert all((piece.data_ptr() - made[0].data_ptr()) % PIECE_ALIGNMENT == 0 for piece in made)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    assert made[0].data_ptr() != again[0].data_ptr()
+
+
+def test_pieces_without_an_element_are_made_once() -> None:
+    pieces = Pieces(CPU, ((0,), torch.float32), ((0, 4), torch.int32))
+    assert pieces() is pieces()
+    assert [piece.tensor().shape for piece in pieces()] == [(0,), (0, 4)]
+
+
+def test_a_piece_is_described_as_the_matrix_that_it_holds() -> None:
+    _, piece = Pieces(CPU, ((1,), torch.int32), ((4, 6), torch.float16))()
+    described = Tma(8, 3, lambda matrix: (matrix.shape, matrix.dtype, matrix.data_ptr())).of(piece)
+    assert described == ((8, 3), torch.float16, piece.data_ptr())
