@@ -18,9 +18,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._files import InUseError, read_json, write_json
+from tilefold._files import InUseError, atomic_directory, read_json, write_json
 from tilefold.retrieval import pydocs
-from tilefold.retrieval._files import atomic_directory
 from tilefold.retrieval._tables import ROWS, find_table, is_saved_dataset
 from tilefold.retrieval.collection import Collection, Document, load_documents
 from tilefold.retrieval.datasets import default_cache_dir, load_collection
