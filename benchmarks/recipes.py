@@ -6,7 +6,9 @@
 
 A recipe may carry fields of its own, ``name;field=value;field.field=value``. The start is the untrained model of the
 same encoders; recipes that share it measure it once. Recipes that need negatives or teachers get, in `--work`, the best
-documents of BM25 with the ensemble of BM25 and the dense MiniLM. Rows are saved as they end, each with its command.
+documents of BM25 with the ensemble of BM25 and the dense MiniLM. `--base` names the model of a collection or of a kind
+of recipe (`causal-lm`, `multi-vector`); of `all`, recipes of causal models are left out without one. Rows are saved as
+they end, each with its command.
 
 `search_ms` is the time of one query on the exact index, one thread, without encoding; runs that share a processor slow
 one another down. A multi-vector recipe reranks the 100 best documents of BM25.
@@ -30,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.effectiveness_data import evaluation_split, with_splits
-from tilefold.recipes.catalogue import RECIPES, Config, get_recipe
+from tilefold.recipes.catalogue import RECIPES, Config, Entry, get_recipe
 from tilefold.recipes.colbert import ColbertRecipe
 from tilefold.recipes.encoders import EncoderSpec
 from tilefold.recipes.lsr import LsrRecipe
@@ -220,16 +222,27 @@ def _slug(recipe: str) -> str:
     return "".join(mark if mark.isalnum() or mark in "-." else "_" for mark in recipe)
 
 
+def entry_of(recipe: str) -> Entry:
+    """The entry of ``name;field=value``."""
+    return RECIPES[recipe.partition(";")[0]]
+
+
+def chosen(options: argparse.Namespace) -> list[str]:
+    """The recipes that were asked for."""
+    if options.recipe != ["all"]:
+        return list(options.recipe)
+    return [name for name, entry in RECIPES.items() if entry.base != "causal-lm" or entry.base in options.base]
+
+
 def plan(options: argparse.Namespace, scores: dict[str, str], bases: dict[str, str]) -> list[Job]:
     """Starts first, one for each distinct untrained model, then the trainings with the longest first."""
-    names = list(RECIPES) if options.recipe == ["all"] else options.recipe
     trainings = [
         Job(
-            "train", name, data, path, bases.get(data, ""), seed, options.steps, options.max_length,
-            scores.get(data), str(options.work), options.limit,
+            "train", name, data, path, bases.get(entry_of(name).base, bases.get(data, "")), seed, options.steps,
+            options.max_length, scores.get(data), str(options.work), options.limit,
         )
         for data, path in options.data.items()
-        for name in names
+        for name in chosen(options)
         for seed in options.seeds
     ]  # fmt: skip
     trainings.sort(key=lambda job: -_negatives(job.config()))
@@ -262,7 +275,7 @@ def _attempt(job: Job) -> tuple[Job, dict[str, Any] | None, str]:
 
 def row_of(job: Job, end: dict[str, Any], start: dict[str, Any] | None) -> dict[str, Any]:
     """A line of the CSV."""
-    entry = RECIPES[job.recipe.partition(";")[0]]
+    entry = entry_of(job.recipe)
     shown = ("nDCG@10", "R@100", "query_terms", "document_terms")
     return {
         "data": job.data,
@@ -315,14 +328,13 @@ def prepare(options: argparse.Namespace) -> tuple[dict[str, str], dict[str, str]
     from benchmarks.effectiveness import small_xlmr
     from benchmarks.recipes_data import make_scores
 
-    names = list(RECIPES) if options.recipe == ["all"] else options.recipe
-    need = any("negatives" in RECIPES[name.partition(";")[0]].needs for name in names)
-    scores, bases = {}, {}
+    need = any("negatives" in entry_of(name).needs for name in chosen(options))
+    scores: dict[str, str] = {}
+    bases: dict[str, str] = dict(options.base)
     for data, path in options.data.items():
-        base = options.base.get(data, "")
-        if base == "xlmr-small":
-            base = str(small_xlmr(options.work / "xlmr-small", str(options.tokenizer), options.max_length, 0))
-        bases[data] = base
+        if bases.get(data) == "xlmr-small":
+            folder = options.work / "xlmr-small"
+            bases[data] = str(small_xlmr(folder, str(options.tokenizer), options.max_length, 0))
         file = options.work / f"{data}-scores.parquet"
         if need:
             teacher = "" if options.base.get(data) == "xlmr-small" else "minilm"
