@@ -131,7 +131,7 @@ def run_job(job: Job) -> dict[str, Any]:
         else:
             folder = Path(job.work) / "models" / f"{job.data}-{_slug(job.recipe)}-{job.steps}-{job.seed}"
             negatives = job.scores if _negatives(config) else None
-            result = catalogue.train(config, collection, folder, negatives=negatives, overwrite=True)
+            result = catalogue.train(config, collection, folder, negatives=negatives, resume=False, overwrite=True)
             told = {
                 "loss": result.loss,
                 "first_ranking_loss": result.first_ranking_loss,

@@ -30,7 +30,7 @@ class RegularizerSpec(DictMixin):
     """
 
     kind: str = "flops"
-    weight: float = 1e-2
+    weight: float = 0.1
     warmup_ratio: float = 1 / 3
     threshold: int | None = None
 
@@ -72,7 +72,7 @@ class LsrRecipe(AttentionChoice, DictMixin):
     max_steps: int | None = None
     epochs: float = 4.0
     batch_size: int = 32
-    learning_rate: float = 2e-4
+    learning_rate: float = 1e-4
     idf_learning_rate: float | None = None
     warmup_ratio: float = 0.1
     similarity_scale: float = 1.0

@@ -34,10 +34,8 @@ ENTRIES: tuple[Entry, ...] = (
         "2205.04733",
         LsrRecipe(
             "splade-pp",
-            loss={"margin_mse": 0.05},
+            loss={"margin_mse": 0.2},
             negatives=1,
-            query_regularizer=RegularizerSpec(weight=1e-2),
-            document_regularizer=RegularizerSpec(weight=1e-2),
         ),
         published="distilbert or cocondenser, lr 2e-5, batch 128, 150k steps, length 256, FLOPS q .5 d .4 (T 50k)",
         publishes="MRR@10 .380 on MS MARCO dev (CoCondenser-EnsembleDistil)",
