@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentence_transformers
 import torch
+from packaging.version import Version
 from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Router
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
 
 from tests.modules.tiny import QUERIES, TEXTS, tiny_masked_lm
-from tilefold.modules import HeadPooling, StaticQuery, TokenWeights, load_encoder
+from tilefold.integrations.sentence_transformers import accelerate, restore
+from tilefold.modules import HeadPooling, StaticQuery, TokenWeights, load_encoder, to_stock
 from tilefold.recipes.encoders import BUILDERS, KINDS, Base, EncoderSpec, build_encoder
 
 
@@ -99,9 +102,10 @@ def test_a_shared_network_is_built_and_saved_once(tiny_lm: str, tmp_path: Path) 
     routes = model[0].sub_modules
     assert routes["query"][0] is routes["document"][0]
     model.save_pretrained(str(tmp_path))
-    assert len(list(tmp_path.rglob("model.safetensors"))) == 1
     loaded = load_encoder(str(tmp_path), device="cpu")
-    assert loaded[0].sub_modules["query"][0] is loaded[0].sub_modules["document"][0]
+    if Version(sentence_transformers.__version__) >= Version("6.2"):  # before, a Router saves it for each route
+        assert len(list(tmp_path.rglob("model.safetensors"))) == 1
+        assert loaded[0].sub_modules["query"][0] is loaded[0].sub_modules["document"][0]
     torch.testing.assert_close(vectors(loaded)[0].norm(dim=1), torch.ones(2))
 
 
@@ -150,6 +154,31 @@ def test_a_trained_static_query_becomes_the_stock_module(tiny_lm: str, tmp_path:
     query.vocab_size += 2
     with pytest.raises(ValueError, match="keep the StaticQuery"):
         query.stock()
+
+
+def test_what_stock_computes_becomes_stock(tiny_lm: str, tmp_path: Path) -> None:
+    model = built(tiny_lm, EncoderSpec("binary", trainable=True), EncoderSpec())
+    routes = model[0].sub_modules
+    routes["document"][1] = HeadPooling(activation="log1p_log1p_relu")
+    expected = vectors(model)
+    accelerate(model)
+    with pytest.raises(ValueError, match=r"call restore\(model\) first"):
+        to_stock(model)
+    restore(model)
+    assert to_stock(model) == 2 and to_stock(model) == 0
+    assert {type(routes["query"][0]), type(routes["document"][1])} == {SparseStaticEmbedding, SpladePooling}
+    model.save_pretrained(str(tmp_path))
+    for got, value in zip(vectors(SparseEncoder(str(tmp_path), device="cpu")), expected, strict=True):
+        torch.testing.assert_close(got, value, rtol=0, atol=0)
+    ours = built(tiny_lm, EncoderSpec("mlm", top_k=3))
+    assert to_stock(ours) == 0 and type(ours[1]) is HeadPooling
+
+
+def test_first_tokens_start_with_terms_to_learn_from() -> None:
+    base = Base("minilm", max_length=32, texts=TEXTS, start_deviations=2.0)
+    model = build_encoder(EncoderSpec("binary"), EncoderSpec("cls_mlm"), base, device="cpu")
+    query, document = vectors(model)
+    assert ((document > 0).sum(1) > 100).all() and (query @ document.T).count_nonzero() > 0
 
 
 def test_minilm_is_the_start_of_every_kind_of_network(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ _HOME = {
     "StaticQuery": "static_query",
     "TokenWeights": "token_weights",
     "load_encoder": "loading",
+    "to_stock": "stock",
 }
 
 __all__ = list(_HOME)

@@ -26,7 +26,7 @@ def build_mlm(spec: EncoderSpec, base: Base) -> list[Any]:
 
 def build_cls_mlm(spec: EncoderSpec, base: Base) -> list[Any]:
     """A masked language model whose logits at the first token are the scores."""
-    transformer = _network(spec, base, "fill-mask")
+    transformer = _network(spec, base, "fill-mask", first_token=True)
     return [transformer, head_pooling(spec, transformer, "cls")]
 
 
@@ -161,9 +161,9 @@ def head_rows(transformer: Any) -> int:
     return int(transformer.model.get_output_embeddings().weight.shape[0])
 
 
-def _network(spec: EncoderSpec, base: Base, task: str, **config: Any) -> Any:
+def _network(spec: EncoderSpec, base: Base, task: str, first_token: bool = False, **config: Any) -> Any:
     if not spec.shared_network:
-        transformer = load_transformer(spec.base_model or base.base_model, base, task, **config)
+        transformer = load_transformer(spec.base_model or base.base_model, base, task, first_token, **config)
         if spec.layers is not None:
             keep_lowest_layers(transformer.model, spec.layers)
         return transformer
@@ -193,13 +193,14 @@ def keep_lowest_layers(network: Any, layers: int) -> None:
         network.config.layer_types = kinds[:layers]
 
 
-def load_transformer(base_model: str, base: Base, task: str, **config: Any) -> Any:
+def load_transformer(base_model: str, base: Base, task: str, first_token: bool = False, **config: Any) -> Any:
     """The stock ``Transformer`` module of ``"minilm"``, of a folder, or of a Hugging Face name; no remote code runs.
 
     Args:
         base_model: as in :class:`EncoderSpec`.
         base: lengths, samples and seed.
         task: ``"fill-mask"`` keeps the LM head, ``"feature-extraction"`` leaves it out.
+        first_token: whether only the logits of first tokens are read; the decoder bias of ``"minilm"`` follows them.
         config: options of the transformers configuration that are saved with it.
 
     Raises:
@@ -212,6 +213,7 @@ def load_transformer(base_model: str, base: Base, task: str, **config: Any) -> A
             base.texts,
             percentile=base.start_percentile,
             deviations=base.start_deviations,
+            first_token=first_token,
             max_length=base.max_length,
             seed=base.seed,
             device="cpu",

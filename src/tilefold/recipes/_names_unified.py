@@ -51,7 +51,8 @@ ENTRIES: tuple[Entry, ...] = (
         "tilde",
         "TILDE: the logits of the document's first token, binary queries",
         "",
-        LsrRecipe("tilde", query=_BINARY, document=EncoderSpec("cls_mlm"), **_NO_PENALTY),
+        # a bias for each term: one for all leaves the first token with [CLS] alone, and nothing to learn from
+        LsrRecipe("tilde", query=_BINARY, document=EncoderSpec("cls_mlm"), start_deviations=2.0, **_NO_PENALTY),
         published="SIGIR 2021 (Zhuang and Zuccon): likelihood of the query's and the document's tokens, for reranking",
         publishes=_UNREAD,
     ),

@@ -77,6 +77,7 @@ def minilm_splade(
     *,
     percentile: float = 99.9,
     deviations: float | None = None,
+    first_token: bool = False,
     max_length: int = 128,
     seed: int = 0,
     device: str | None = None,
@@ -89,6 +90,7 @@ def minilm_splade(
         deviations: instead, give each term a bias of its own: minus the mean, over the sample, of its largest logit
             in a text, minus this many standard deviations. A term is then active only in texts where its logit is
             unusually large.
+        first_token: take the logits of the first token of each text alone, for a pooling that reads no other.
         max_length: maximum tokens per text; saved with the model.
         seed: picks the sample; equal seeds give equal models.
         device: as in sentence-transformers, which chooses by default.
@@ -119,6 +121,7 @@ def minilm_splade(
         tokenizer.model_max_length = max_length
         model = _masked_lm(path)
         states = _scaled_states(model, tokenizer, _sample(sample_texts, seed), max_length)
+        states = [state[:1] for state in states] if first_token else states
         if deviations is None:
             _set_one_bias(model, torch.cat(states), percentile)
         else:

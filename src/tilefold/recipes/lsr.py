@@ -82,6 +82,7 @@ def _fit(recipe: LsrRecipe, job: TrainingJob) -> Losses:
     """Train the job's model in place."""
     from sentence_transformers.sparse_encoder import SparseEncoderTrainer, SparseEncoderTrainingArguments
 
+    from tilefold.modules import to_stock
     from tilefold.recipes._cheaper import length_grouped_batches
     from tilefold.recipes._lsr_loss import make_loss, regularizer_schedule
     from tilefold.recipes._watch import watch
@@ -106,6 +107,7 @@ def _fit(recipe: LsrRecipe, job: TrainingJob) -> Losses:
     model.max_seq_length = length
     if recipe.document.lora is not None:
         merge_adapters(model)
+    to_stock(model)
     return replace(last, warnings=watcher.warnings())
 
 
