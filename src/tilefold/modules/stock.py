@@ -51,6 +51,7 @@ def _stock(module: Any) -> nn.Module | None:
     extras = (module.logit_scale != 1, module.ignore_ids, module.top_k, module.normalize)
     if any(extras) or module.activation not in _ACTIVATIONS:
         return None
-    return SpladePooling(  # type: ignore[no-any-return]
+    pooling: nn.Module = SpladePooling(
         module.pooling, _ACTIVATIONS[module.activation], embedding_dimension=module.embedding_dimension
     )
+    return pooling
