@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from sentence_transformers import MultiVectorEncoder
+import torch
+from sentence_transformers import MultiVectorEncoder, SparseEncoder
+from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
 
 from tests.recipes.decoder_models import tiny_causal_lm
 from tests.recipes.tiny import tiny_masked_lm
 from tilefold import retrieval
 from tilefold.modules import load_encoder
-from tilefold.recipes import ColbertRecipe, LsrRecipe, get_recipe, train
+from tilefold.recipes import ColbertRecipe, LsrRecipe, RegularizerSpec, get_recipe, train
+from tilefold.recipes._lsr_loss import regularizer_schedule
 from tilefold.recipes.catalogue import RECIPES, Entry
+from tilefold.recipes.lsr import load_base_model
 from tilefold.retrieval.collection import Collection
 
+# saved with modules of sentence-transformers alone
+STOCK = ("splade", "splade-v2", "splade-pp", "splade-v3", "splade-doc", "efficient-splade", "colbert")
 SMALL: dict[str, Any] = {"max_steps": 2, "batch_size": 4, "max_length": 24, "bf16": False, "save_steps": 100}
 
 
@@ -65,16 +73,59 @@ def test_two_steps_leave_a_model_that_sentence_transformers_loads_and_searches_w
     recipe = small_recipe(entry, bases)
     file = scores if "negatives" in entry.needs else None
     result = train(recipe, collection, tmp_path / "m", negatives=file)
+    listed = [file.read_text() for name in ("modules.json", "router_config.json") for file in tmp_path.rglob(name)]
+    assert any("tilefold" in text for text in listed) == (entry.name not in STOCK)
     assert (result.steps, result.reused) == (2, False)
     if isinstance(recipe, ColbertRecipe):
         late: Any = MultiVectorEncoder(str(tmp_path / "m"), device="cpu")
         vectors = late.encode_query(list(collection.queries.values()))
         assert late.similarity(vectors, late.encode_document(list(collection.contents().values()))).shape == (16, 16)
         return
-    model = load_encoder(str(tmp_path / "m"), device="cpu")
+    model = (SparseEncoder if entry.name in STOCK else load_encoder)(str(tmp_path / "m"), device="cpu")
     retrieval.encode_collection(model, collection.contents(), tmp_path / "vectors")
     index = retrieval.build_index(retrieval.read_vectors(tmp_path / "vectors"), "exact")
     queries = retrieval.encode_queries(model, collection.split_queries("test"))
     assert len(queries) == 4 and queries.indices.size
     hits = retrieval.hits_to_run(queries, index.search(queries, k=16))
     assert all(len(found) > 1 and max(found.values()) > 0 for found in hits.values())
+
+
+def test_idf_queries_are_fitted_on_the_collection_and_learn_at_a_rate_of_their_own(
+    bases: dict[str, str], scores: Path, collection: Collection, tmp_path: Path
+) -> None:
+    recipe = small_recipe(RECIPES["inference-free"], bases)
+    assert isinstance(recipe, LsrRecipe) and recipe.query is not None
+    texts = list(collection.contents().values())
+    start = load_base_model(recipe, texts)[0].sub_modules["query"][0]
+    (token,) = start.tokenizer("functions", add_special_tokens=False)["input_ids"]
+    assert start.weight[token].item() == pytest.approx(math.log1p(0.5 / (len(texts) + 0.5)))  # it is in every document
+    assert start.weight.max().item() == pytest.approx(math.log1p((len(texts) + 0.5) / 0.5))  # of a token in none
+    moved = {}
+    for rate in (1e-4, 1e-1):
+        folder = tmp_path / str(rate)
+        train(replace(recipe, idf_learning_rate=rate), collection, folder, negatives=scores)
+        weight = load_encoder(str(folder), device="cpu")[0].sub_modules["query"][0].weight
+        moved[rate] = (weight - start.weight.to(weight)).abs().max().item()
+    assert 0 < moved[1e-4] < 1e-3
+    assert moved[1e-1] > 1e-2
+    fixed = replace(recipe, query=replace(recipe.query, trainable=False))
+    train(fixed, collection, tmp_path / "fixed", negatives=scores)
+    kept = SparseEncoder(str(tmp_path / "fixed"), device="cpu")[0].sub_modules["query"][0].weight
+    assert torch.equal(kept, start.weight)
+
+
+def test_penalties_rise_with_a_warm_up_of_their_own_on_each_side() -> None:
+    recipe = LsrRecipe(
+        query_regularizer=RegularizerSpec("l1", 0.4, warmup_ratio=0.5),
+        document_regularizer=RegularizerSpec("flops", 0.2, warmup_ratio=1.0),
+    )
+    loss = SpladeLoss(None, SparseMultipleNegativesRankingLoss(None), 0.2, 0.4)
+    schedule = regularizer_schedule(recipe, loss)
+    seen = []
+    for step in (0, 5, 10, 20):
+        state = SimpleNamespace(max_steps=20, global_step=step)
+        if step == 0:
+            schedule.on_train_begin(None, state, None)
+        schedule.on_step_begin(None, state, None)
+        seen.append((loss.query_regularizer_weight, loss.document_regularizer_weight))
+    assert seen == [pytest.approx(pair) for pair in ((0, 0), (0.1, 0.0125), (0.4, 0.05), (0.4, 0.2))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tilefold.recipes._attention import AttentionChoice
 from tilefold.recipes._checks import check_count, check_flag, check_number, check_training
@@ -136,11 +136,3 @@ class LsrRecipe(AttentionChoice, DictMixin):
     def needs(self) -> tuple[str, ...]:
         """The data that training takes: ``"pairs"``, ``"negatives"``, ``"scores"``."""
         return ("pairs",) + ("negatives",) * bool(self.negatives) + ("scores",) * self.needs_scores
-
-    def with_regularizer(self, weight: float) -> LsrRecipe:
-        """The same with another weight of both penalties."""
-        both = {name: replace(getattr(self, name), weight=weight) for name in _SIDES}
-        return replace(self, **both)
-
-
-_SIDES = ("query_regularizer", "document_regularizer")

@@ -128,10 +128,12 @@ class Examples:
     Attributes:
         columns: of the dataset, in the order that the loss reads them: texts, and teacher scores as ``"label"``.
         pairs: rows of one epoch; the dataset may hold several rows, with other negatives, for each pair.
+        note: what the user should know of them, empty without.
     """
 
     columns: dict[str, list[Any]]
     pairs: int
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ def run_training(
             reused=False,
             bf16=bf16,
             fused=recipe.fused,
-            warnings=losses.warnings,
+            warnings=(made.note,) * bool(made.note) + losses.warnings,
         )
         with naming_full_disk(run.work_dir):
             run.finish(model, asdict(result))

@@ -57,13 +57,17 @@ def make_examples(recipe: LsrRecipe, collection: Collection, file: str | Path | 
         for query, document in collection.pairs("train")
         if query in judged and (not recipe.needs_scores or document in judged[query].target)
     ]
+    what = "negatives and scored relevant documents" if recipe.needs_scores else "negatives"
     if not pairs:
         raise ValueError(
-            f"negatives: {file} has no negatives"
-            f"{' and scored relevant documents' if recipe.needs_scores else ''} of the training queries of "
-            f"{collection.name!r}; {_how_to_make(recipe, collection)}"
+            f"negatives: {file} has no {what} of the training queries of {collection.name!r}; "
+            f"{_how_to_make(recipe, collection)}"
         )
-    return Examples(_draw(recipe, collection, pairs, judged), len(pairs))
+    left_out = len(texts) - len(pairs)
+    note = (
+        f"{left_out} of {len(texts)} training pairs were left out: {file} has no {what} for them." if left_out else ""
+    )
+    return Examples(_draw(recipe, collection, pairs, judged), len(pairs), note)
 
 
 def _how_to_make(recipe: LsrRecipe, collection: Collection) -> str:
