@@ -26,7 +26,8 @@ import torch
 
 from tilefold.bench.provenance import collect
 from tilefold.bench.results import results_file, write_csv
-from tilefold.recipes.backbone import load_dense_minilm
+from tilefold.recipes.backbone import minilm_path
+from tilefold.recipes.loading import load_saved
 from tilefold.retrieval import (
     BM25Index,
     Collection,
@@ -146,7 +147,7 @@ def rank(collection: Collection, names: Sequence[str]) -> Ranked:
         expanded = expand_sparse(part, documents, basis, feedback)
         return hits_to_run(expanded, index.search(expanded, DEPTH))
 
-    model = load_dense_minilm()
+    model = load_saved(str(minilm_path()), "dense")  # in bf16 where the hardware has it, as every command
     dense = encode_dense(model, texts, kind="document", progress=report).float()
     asked_dense = encode_dense(model, queries, kind="query").float()
 
