@@ -5,8 +5,8 @@
 For each collection and each of the two retrievers: no feedback, average (k = 3) and Rocchio (alpha .4, beta .6, k = 5),
 each alone and interpolated with the other retriever before feedback, after it, and both ("after" without feedback is
 the plain fusion). Scores are normalised (min-max) over 1,000 documents per ranking. The weight of the other retriever
-is, for each row, the one with the best nDCG@10 on up to 300 queries of the split `--tune`. Differences are means over
-queries of nDCG@10, with their standard errors. Each text is encoded once.
+is, for each row, the one with the best nDCG@10 on up to 200 queries of the split `--tune`. Differences are means over
+queries of nDCG@10, with their standard errors. Each text is encoded once, up to `--max-length` tokens.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from tilefold.retrieval import (
 
 MEASURES = ("nDCG@10", "R@100", "AP")
 DEPTH = 1000
-WEIGHTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-TUNED_ON = 300
+WEIGHTS = (0.1, 0.3, 0.5, 0.7, 0.9)
+TUNED_ON = 200
 CSV_KEY = ("collection", "split", "retriever", "method", "place")
 METHODS = {"none": None, "average": Feedback("average"), "rocchio": Feedback("rocchio")}
 PLACES = ("none", "before", "after", "both")
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     file = results_file(options.output, "feedback", provenance)
     for name in options.data:
         collection = load_collection(name)
-        rows = measure(collection, options.split, options.tune)
+        rows = measure(collection, options.split, options.tune, options.max_length)
         for row in rows:
             print(" ".join(f"{value:.4f}" if isinstance(value, float) else str(value) for value in row.values()))
         write_csv(file, rows, provenance, CSV_KEY)
@@ -89,13 +89,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def measure(collection: Collection, split: str, tune: str) -> list[dict[str, Any]]:
+def measure(collection: Collection, split: str, tune: str, max_length: int) -> list[dict[str, Any]]:
     """The rows of a collection."""
     begin = time.perf_counter()
     names = list(itertools.islice(collection.split_qrels(tune), TUNED_ON))
     tuned = {query: collection.qrels[tune][query] for query in names}
     judged = collection.split_qrels(split)
-    ranked = rank(collection, [*judged, *tuned])
+    ranked = rank(collection, [*judged, *tuned], max_length)
     print(f"{collection.name}: encoded and ranked in {time.perf_counter() - begin:.0f} s", file=sys.stderr)
     rows: list[dict[str, Any]] = []
     for retriever in ranked.first:
@@ -109,6 +109,7 @@ def measure(collection: Collection, split: str, tune: str) -> list[dict[str, Any
             tables[key] = evaluate_per_query(run.run(retriever, *key, weights[key]), judged, MEASURES)
         for (method, place), table in tables.items():
             row = {"collection": collection.name, "split": split, "queries": len(judged), "tuned_on": len(tuned)}
+            row["max_length"] = max_length
             row |= {"retriever": retriever, "method": method, "place": place}
             row |= {"weight_of_other": weights[method, place]}
             for column, measure in zip(("ndcg10", "r100", "ap"), MEASURES, strict=True):
@@ -127,14 +128,20 @@ def difference(name: str, table: dict[str, Any], beside: dict[str, Any]) -> dict
 def best_weight(ranked: Ranked, retriever: str, method: str, place: str, judged: dict[str, dict[str, int]]) -> float:
     """The weight of the other retriever with the best nDCG@10 on `judged`; of equal ones the lowest."""
     part = Ranked({name: {query: run[query] for query in judged} for name, run in ranked.first.items()}, ranked.again)
+    other = next(run for name, run in part.first.items() if name != retriever)
+    alone = part.run(retriever, method, "none", math.nan) if place == "after" else {}
     scores = {}
     for weight in WEIGHTS:
-        table = evaluate_per_query(part.run(retriever, method, place, weight), judged, MEASURES[:1])
+        if place == "after":  # feedback does not depend on the weight
+            run = Interpolation("after", weight).mix(alone, other, DEPTH)
+        else:
+            run = part.run(retriever, method, place, weight)
+        table = evaluate_per_query(run, judged, MEASURES[:1])
         scores[weight] = statistics.fmean(values[MEASURES[0]] for values in table.values())
     return max(scores, key=lambda weight: (scores[weight], -weight))
 
 
-def rank(collection: Collection, names: Sequence[str]) -> Ranked:
+def rank(collection: Collection, names: Sequence[str], max_length: int) -> Ranked:
     """The first rankings of both retrievers, every text encoded once."""
     texts, queries = collection.contents(), {query: collection.queries[query] for query in names}
     words = BM25Index.build(texts, identifiers=collection.name == "pydocs")
@@ -148,6 +155,7 @@ def rank(collection: Collection, names: Sequence[str]) -> Ranked:
         return hits_to_run(expanded, index.search(expanded, DEPTH))
 
     model = load_saved(str(minilm_path()), "dense")  # in bf16 where the hardware has it, as every command
+    model.max_seq_length = max_length
     dense = encode_dense(model, texts, kind="document", progress=report).float()
     asked_dense = encode_dense(model, queries, kind="query").float()
 
@@ -173,6 +181,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--data", action="append", required=True, help="BEIR folder, or pydocs; may be repeated")
     parser.add_argument("--split", default="test", help="the queries that are measured")
     parser.add_argument("--tune", default="train", help="the queries that choose the weights")
+    parser.add_argument("--max-length", type=int, default=256, help="tokens that the dense model reads of a text")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     return parser.parse_args(argv)
 
