@@ -90,7 +90,7 @@ def _say(text: str) -> None:
 def _app() -> Any:
     import typer
 
-    from tilefold.cli import bench, demo, encode, evaluate, fuse, index, info, mine, recipes, search, train
+    from tilefold.cli import bench, demo, encode, evaluate, fuse, index, info, mine, recipes, score, search, train
     from tilefold.cli._root import root
 
     app = typer.Typer(
@@ -112,6 +112,7 @@ def _app() -> Any:
         evaluate.evaluate,
         fuse.fuse,
         mine.mine,
+        score.score,
         bench.bench,
         info.info,
     ):

