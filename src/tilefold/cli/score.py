@@ -15,7 +15,7 @@ from tilefold.cli.mine import MARGIN_HELP, SHARE_HELP, check_filter
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
     from tilefold.retrieval.teachers import Teacher
-    from tilefold.retrieval.training_rows import TrainingRows
+    from tilefold.retrieval.training_rows import QueryRows, TrainingRows
 
 BM25 = "bm25"
 _TEACHER_HELP = (
@@ -162,13 +162,7 @@ def _stamp_queries(rows: TrainingRows, collection: Collection) -> None:
 
 
 def _report(rows: TrainingRows, output: Path, dropped: int, as_json: bool) -> None:
-    assert rows.target is not None  # noqa: S101 - for the type checker
-    best = sum(
-        bool(group.relevant.any())
-        and group.target is not None
-        and group.target[group.relevant].max() >= group.target.max()
-        for group in rows.groups()
-    )
+    best = sum(_relevant_first(group) for group in rows.groups())
     result = {
         "output": str(output),
         "queries": len(rows.queries),
@@ -186,3 +180,10 @@ def _report(rows: TrainingRows, output: Path, dropped: int, as_json: bool) -> No
         )
     typer.echo(f"{len(rows)} rows scored by {', '.join(rows.teachers)}: {output}")
     typer.echo(f"{best / len(rows.queries):.0%} of {len(rows.queries)} queries have a relevant document first")
+
+
+def _relevant_first(group: QueryRows) -> bool:
+    """Whether no negative of the query scores higher than its best relevant document."""
+    if group.target is None or not group.relevant.any():
+        return False
+    return bool(group.target[group.relevant].max() >= group.target.max())
