@@ -13,6 +13,7 @@ from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesR
 
 from tests.recipes.decoder_models import TEXTS, dense, tiny_causal_lm
 from tests.recipes.small import small_masked_lm
+from tilefold.integrations.sentence_transformers import accelerate, encode_sparse
 from tilefold.losses import GlobalFlopsLoss
 from tilefold.losses.base_splade import BaseSpladeLoss
 from tilefold.modules.prosper import LITERAL_WEIGHTS, ProsperTransformer, literal_residual, pooled_activation
@@ -141,6 +142,10 @@ def test_two_sides_share_a_transformer_and_reload(bases: dict[str, Path], kind: 
     assert torch.equal(dense(again, TEXTS, "query"), queries)
     routes: Any = again[0].sub_modules
     assert routes["query"][0] is routes["document"][0]
+    with accelerate(again):
+        torch.testing.assert_close(dense(again, TEXTS, "document"), documents, rtol=0, atol=1e-6)
+    rows = encode_sparse(model, TEXTS, task="document")
+    torch.testing.assert_close(rows.to_dense(), documents, rtol=0, atol=1e-6)
     next(tmp_path.rglob(LITERAL_WEIGHTS)).unlink()
     with pytest.raises(FileNotFoundError, match="without which the literal residual would be random"):
         SparseEncoder(str(tmp_path), device="cpu", trust_remote_code=True)

@@ -12,6 +12,7 @@ from sentence_transformers.base.modules import Transformer
 
 from tests.integrations.splade_models import make_tokenizer_folder, tiny_network
 from tests.modules.tiny import TEXTS, tiny_masked_lm
+from tilefold.integrations.sentence_transformers import accelerate, encode_sparse
 from tilefold.modules.splate import SplateHead
 from tilefold.recipes.colbert import ColbertRecipe, load_base_model
 from tilefold.recipes.splate import mlm_head, splate_encoder
@@ -82,7 +83,7 @@ def test_only_the_adapter_trains_and_the_trunk_has_no_dropout(colbert: MultiVect
     assert all(p.grad is not None for p in model[1].adapter[2].parameters())
 
 
-def test_it_reloads(colbert: MultiVectorEncoder, tiny_lm: str, tmp_path: Path) -> None:
+def test_it_reloads_fuses_and_encodes_sparse_rows(colbert: MultiVectorEncoder, tiny_lm: str, tmp_path: Path) -> None:
     model = splate_encoder(colbert, masked_lm(tiny_lm), adapter_size=8, device="cpu")
     torch.nn.init.normal_(model[1].adapter[2].weight)
     vectors = model.encode_query(TEXTS, convert_to_sparse_tensor=False)
@@ -90,6 +91,9 @@ def test_it_reloads(colbert: MultiVectorEncoder, tiny_lm: str, tmp_path: Path) -
     again = SparseEncoder(str(tmp_path), device="cpu", trust_remote_code=True)
     assert torch.equal(again.encode_query(TEXTS, convert_to_sparse_tensor=False), vectors)
     assert trained(again) == trained(model) and again[0].query_length == 16
+    with accelerate(again):
+        torch.testing.assert_close(again.encode_query(TEXTS, convert_to_sparse_tensor=False), vectors)
+    torch.testing.assert_close(encode_sparse(again, TEXTS, task="query").to_dense(), vectors, rtol=0, atol=1e-6)
     (tmp_path / "1_SplateHead" / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"1_SplateHead/model\.safetensors is missing"):
         SparseEncoder(str(tmp_path), device="cpu", trust_remote_code=True)

@@ -13,8 +13,10 @@ from safetensors.torch import save_file
 from tests.modules.tiny import QUERIES, TEXTS, tiny_masked_lm
 from tests.recipes.decoder_models import tiny_causal_lm
 from tilefold.modules import EchoTransformer, LexicalWindow, ProsperTransformer, SplateHead, TokenWeights, load_encoder
+from tilefold.recipes import LsrRecipe, train
 from tilefold.recipes.bge_m3 import load_sparse_linear
 from tilefold.recipes.encoders import Base, EncoderSpec, build_encoder
+from tilefold.retrieval.collection import Collection
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,24 @@ def test_every_kind_is_built_and_reloads(
     for got, expected in zip(vectors(load_encoder(str(tmp_path), device="cpu")), found, strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
     assert EncoderSpec.from_dict(document.to_dict()) == document
+
+
+def test_training_reads_queries_in_the_form_that_encode_query_gives_them(
+    bases: dict[str, str], collection: Collection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[tuple[str | None, bool]] = set()
+    stock = EchoTransformer.preprocess
+
+    def preprocess(self: Any, inputs: Any, prompt: str | None = None, **kwargs: Any) -> Any:
+        seen.add((kwargs.get("task"), all(text in collection.queries.values() for text in inputs)))
+        return stock(self, inputs, prompt, **kwargs)
+
+    monkeypatch.setattr(EchoTransformer, "preprocess", preprocess)
+    small = {"max_steps": 1, "batch_size": 4, "max_length": 48, "bf16": False, "save_steps": 100, "fused": False}
+    recipe = LsrRecipe("echo", bases["causal"], document=EncoderSpec("echo", lora=2), **small)
+    train(recipe, collection, tmp_path / "model")
+    assert {("query", True), ("document", False)} <= seen and not {("query", False), ("document", True)} & seen
+    assert not any("lora" in name for name, _ in load_encoder(str(tmp_path / "model"), device="cpu").named_parameters())
 
 
 def test_seeds_make_the_literal_matrix(bases: dict[str, str]) -> None:

@@ -87,6 +87,11 @@ def build_splate(spec: EncoderSpec, base: Base) -> list[Any]:
 
     recipe = ColbertRecipe(spec.base_model or base.base_model, max_length=base.max_length, seed=base.seed)
     colbert = load_colbert(recipe)
+    if prompts := {name: text for name, text in colbert.prompts.items() if text}:
+        raise ValueError(
+            f"the ColBERT of kind 'splate' must have no prompts here, got {prompts}; build it with "
+            "tilefold.recipes.splate.splate_encoder, which keeps them, and train it with the stock trainer."
+        )
     masked = load_transformer(spec.head_model or "minilm", base, "fill-mask")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(base.seed)

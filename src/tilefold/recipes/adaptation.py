@@ -87,13 +87,16 @@ class AdaptationResult:
 def pack_texts(tokenizer: Any, texts: Iterable[str], length: int) -> list[list[int]]:
     """Token ids of all texts in a row, an end token after each, cut into blocks of `length`; the rest is dropped.
 
+    Texts have the special tokens that the tokenizer puts around them, as they have when they are encoded.
+
     Raises:
         ValueError: if the texts do not fill one block.
     """
     stream: list[int] = []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for text in texts:
-        stream += tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"] + end
+        ids = tokenizer(text, truncation=False, verbose=False)["input_ids"]
+        stream += ids if ids[-1:] == end else ids + end
     blocks = [stream[start : start + length] for start in range(0, len(stream) - length + 1, length)]
     if not blocks:
         raise ValueError(

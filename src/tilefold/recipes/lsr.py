@@ -112,12 +112,17 @@ def _fit(recipe: LsrRecipe, job: TrainingJob) -> Losses:
 
 
 def _routes(recipe: LsrRecipe, job: TrainingJob) -> dict[str, Any]:
-    """Arguments of the trainer for a model of two routes."""
-    if recipe.query is None:
+    """Arguments of the trainer for a model of two routes, or one that reads queries in another form."""
+    if recipe.query is None and recipe.document.kind not in ("echo", "splate"):
         return {}
     texts = [name for name in job.examples.columns if name != "label"]
     settings: dict[str, Any] = {"router_mapping": {name: "query" if name == "query" else "document" for name in texts}}
-    if recipe.query.kind == "idf" and recipe.query.trainable and recipe.idf_learning_rate is not None:
+    if (
+        recipe.query is not None
+        and recipe.query.kind == "idf"
+        and recipe.query.trainable
+        and recipe.idf_learning_rate is not None
+    ):
         settings["learning_rate_mapping"] = {r"sub_modules\.query\.0\.weight$": recipe.idf_learning_rate}
     return settings
 

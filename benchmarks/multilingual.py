@@ -1,0 +1,223 @@
+"""SPLADE with an XLM-R-sized vocabulary (V = 250,002) on one GPU: Japanese questions and paragraphs, from nothing.
+
+    python -m benchmarks.multilingual --tokenizer FOLDER --data FOLDER [--split dev] [--output benchmarks/results]
+
+No pretrained weights are needed: the start is :func:`tilefold.recipes.fresh.fresh_masked_lm`, which matches tokens. An
+optional warm-up predicts masked tokens of the documents (`--warm-up-steps`), then the pairs of the train split are
+learned with in-batch negatives and FLOPS penalties. Prints nDCG@10 and recall@100 of the untrained start, after the
+warm-up, and after training, each with the active terms of queries and documents, the time of the phase and the peak
+memory of the GPU. The command exits with 1 if training does not beat the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+from tilefold.bench.provenance import collect
+from tilefold.bench.results import results_file, write_csv
+from tilefold.losses import activated_lm_loss
+from tilefold.recipes import LsrRecipe, train
+from tilefold.recipes.fresh import fresh_masked_lm
+from tilefold.recipes.lsr import RegularizerSpec
+from tilefold.retrieval import (
+    Collection,
+    build_index,
+    encode_collection,
+    encode_queries,
+    evaluate,
+    hits_to_run,
+    load_collection,
+    read_vectors,
+)
+from tilefold.retrieval.evaluation import active_terms
+
+MEASURES = ("nDCG@10", "R@100")
+CSV_KEY = ("collection", "split", "vocabulary", "phase", "seed")
+MASKED_SHARE = 0.15
+
+
+def main(argv: Sequence[str]) -> int:
+    """Start, warm-up, training; the exit code."""
+    options = parse(argv)
+    collection = shortened(load_collection(options.data), options)
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer, local_files_only=True)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="tilefold-multilingual-") as name:
+        work = Path(name)
+        sizes = {"width": options.width, "layers": options.layers, "heads": options.heads}
+        base = fresh_masked_lm(tokenizer, work / "start", seed=options.seed, **sizes)
+        rows.append(measured("start", options, collection, base, work, steps=0))
+        if options.warm_up_steps:
+            begin = time.perf_counter()
+            base = warm_up(base, work / "warm", collection, options)
+            seconds = time.perf_counter() - begin
+            rows.append(measured("warm-up", options, collection, base, work, steps=0) | {"seconds": seconds})
+        rows.append(measured("trained", options, collection, base, work, steps=options.steps))
+    for row in rows:
+        print(
+            f"{row['phase']:>8} nDCG@10 {row['ndcg10']:.4f} R@100 {row['recall100']:.4f}, terms of a query "
+            f"{row['query_terms']:.0f}, of a document {row['document_terms']:.0f}, {row['seconds']:.0f} s, peak "
+            f"{row['peak_mb']:.0f} MB"
+        )
+    if options.output is not None:
+        provenance = collect(torch.device(options.device))
+        path = results_file(options.output, "multilingual", provenance)
+        write_csv(path, rows, provenance, CSV_KEY)
+        print(f"results: {path}")
+    return 0 if rows[-1]["ndcg10"] > rows[0]["ndcg10"] else 1
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--tokenizer", required=True, help="folder of a tokenizer with a mask token, as that of XLM-R")
+    add("--data", required=True, help="a BEIR folder with a train split")
+    add("--split", default="dev", help="judgements that are evaluated")
+    add("--steps", type=int, help="training steps; by default --epochs decides")
+    add("--epochs", type=float, default=2.0)
+    add("--warm-up-steps", type=int, default=0, help="steps of masked-token prediction before")
+    add("--batch-size", type=int, default=64)
+    add("--learning-rate", type=float, default=2e-4)
+    add("--penalty", type=float, default=3e-3, help="weight of the FLOPS terms")
+    add("--width", type=int, default=384)
+    add("--layers", type=int, default=4)
+    add("--heads", type=int, default=6)
+    add("--max-length", type=int, default=384)
+    add("--documents", type=int, help="this many documents alone, and the queries they answer")
+    add("--seed", type=int, default=0)
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--output", type=Path, help="folder for <device>/multilingual.csv")
+    return parser.parse_args(argv)
+
+
+def shortened(collection: Collection, options: argparse.Namespace) -> Collection:
+    """Half of so many documents from the answers of either split, with the judgements of those."""
+    if options.documents is None:
+        return collection
+    splits = {split: collection.split_qrels(split) for split in ("train", options.split)}
+    names = set()
+    for qrels in splits.values():
+        names |= set(list(dict.fromkeys(name for row in qrels.values() for name in row))[: options.documents // 2])
+    documents = {name: collection.documents[name] for name in sorted(names)}
+    kept = {
+        split: {query: row for query, row in qrels.items() if set(row) <= set(documents)}
+        for split, qrels in splits.items()
+    }
+    queries = {query: collection.queries[query] for qrels in kept.values() for query in qrels}
+    return Collection(collection.name, documents, queries, kept)
+
+
+def measured(
+    phase: str, options: argparse.Namespace, collection: Collection, base: Path, work: Path, steps: int | None
+) -> dict[str, Any]:
+    """Train so many steps from `base`, encode, search exactly, evaluate; a row of the results."""
+    penalty = RegularizerSpec(weight=options.penalty)
+    recipe = LsrRecipe(
+        "multilingual",
+        base_model=str(base),
+        max_steps=steps,
+        epochs=options.epochs,
+        batch_size=options.batch_size,
+        learning_rate=options.learning_rate,
+        query_regularizer=penalty,
+        document_regularizer=penalty,
+        max_length=options.max_length,
+        save_steps=1_000_000,
+        save_minutes=1e6,
+        seed=options.seed,
+    )
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+
+    def progress(step: int, total: int, loss: float | None) -> None:
+        if step % 50 == 0:
+            print(f"{phase}: step {step} of {total}, loss {loss}", file=sys.stderr)
+
+    train(recipe, collection, work / f"model-{phase}", progress=progress)
+    seconds = time.perf_counter() - begin
+    peak = torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else float("nan")
+    return {
+        "collection": collection.name,
+        "split": options.split,
+        "vocabulary": AutoTokenizer.from_pretrained(str(base), local_files_only=True).vocab_size,
+        "phase": phase,
+        "seed": options.seed,
+        **scores(work / f"model-{phase}", collection, options, work / f"vectors-{phase}"),
+        "seconds": seconds,
+        "peak_mb": peak,
+    }
+
+
+def scores(folder: Path, collection: Collection, options: argparse.Namespace, vectors: Path) -> dict[str, float]:
+    """Effectiveness and sparsity of a saved model."""
+    from sentence_transformers import SparseEncoder  # noqa: PLC0415 - heavy
+
+    from tilefold.integrations.sentence_transformers import accelerate  # noqa: PLC0415
+
+    model = SparseEncoder(str(folder), device=options.device, local_files_only=True)
+    accelerate(model)
+    encode_collection(model, collection.contents(), vectors)
+    documents = read_vectors(vectors)
+    queries = encode_queries(model, collection.split_queries(options.split))
+    found = hits_to_run(queries, build_index(documents, "exact").search(queries, k=100))
+    values = evaluate(found, collection.split_qrels(options.split), MEASURES)
+    return {
+        "ndcg10": values["nDCG@10"],
+        "recall100": values["R@100"],
+        "query_terms": active_terms(queries),
+        "document_terms": active_terms(documents),
+    }
+
+
+def warm_up(base: Path, output: Path, collection: Collection, options: argparse.Namespace) -> Path:
+    """Predict masked tokens of the documents; vocabulary-wide logits exist for a chunk of the masked tokens alone."""
+    tokenizer = AutoTokenizer.from_pretrained(str(base), local_files_only=True)
+    model = AutoModelForMaskedLM.from_pretrained(str(base), local_files_only=True).to(options.device).train()
+    texts = list(collection.contents().values())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
+    rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, options.warm_up_steps, pct_start=0.1)
+    draw = torch.Generator().manual_seed(options.seed)
+    head = model.get_output_embeddings()
+    for step in range(options.warm_up_steps):
+        rows = torch.randint(len(texts), (options.batch_size,), generator=draw).tolist()
+        batch = tokenizer(
+            [texts[row] for row in rows],
+            padding=True,
+            truncation=True,
+            max_length=options.max_length,
+            return_tensors="pt",
+        )
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
+        chosen = (torch.rand(ids.shape, generator=draw) < MASKED_SHARE) & ~special & (mask != 0)
+        hidden_ids = ids.masked_fill(chosen, tokenizer.mask_token_id).to(options.device)
+        with torch.autocast(options.device, torch.bfloat16, enabled=options.device != "cpu"):
+            states = model.bert(input_ids=hidden_ids, attention_mask=mask.to(options.device)).last_hidden_state
+            states = model.cls.predictions.transform(states[chosen.to(options.device)])
+            labels = ids[chosen].to(options.device)
+            loss = activated_lm_loss(states, head.weight, labels, head.bias, activated_weight=0.0, chunk=2048)
+        optimizer.zero_grad()
+        torch.autograd.backward(loss.total)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        rate.step()
+        if step % 50 == 0:
+            print(f"warm-up: step {step} of {options.warm_up_steps}, loss {float(loss.plain):.3f}", file=sys.stderr)
+    model.save_pretrained(str(output))
+    tokenizer.save_pretrained(str(output))
+    return output
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

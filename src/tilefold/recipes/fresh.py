@@ -1,0 +1,102 @@
+"""A masked language model from nothing, for a vocabulary that has no pretrained one: untrained, it matches words.
+
+A random model finds nothing, and a few thousand pairs do not make it. This one starts as a bag of tokens:
+
+- its layers add almost nothing to their input (the last matrix of each branch starts near zero), so the last state of a
+  token is its own embedding, normalised;
+- its head keeps directions, as that of :func:`tilefold.recipes.minilm_splade` does;
+- the decoder is tied to random embeddings, of which a token's own gives by far the largest logit (``sigma D`` beside
+  ``sigma sqrt(D)``), and the decoder bias is minus half of that.
+
+So SPLADE's vector of a text has the tokens that stand in it, with equal weights, and training starts from there.
+"""
+# ruff: noqa: PLC0415 - torch and transformers are imported by the functions that need them
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tilefold.recipes.backbone import GELU_SHIFT
+
+__all__ = ["fresh_masked_lm"]
+
+_BRANCH_STD = 1e-3
+
+
+def fresh_masked_lm(
+    tokenizer: Any,
+    folder: str | Path,
+    *,
+    width: int = 384,
+    layers: int = 4,
+    heads: int = 6,
+    max_length: int = 512,
+    seed: int = 0,
+) -> Path:
+    """Save an untrained ``BertForMaskedLM`` over `tokenizer`'s vocabulary, with the tokenizer, in `folder`.
+
+    ``SparseEncoder(folder)`` makes a SPLADE encoder of it, and every recipe for masked language models takes it as
+    ``base_model``. It has ``V * width`` parameters of embeddings, tied to the decoder: 96 million at V = 250,002.
+
+    Args:
+        tokenizer: of transformers, with a padding and a mask token.
+        folder: made when missing.
+        width: D, of which `heads` is a divisor.
+        layers, heads: of the encoder.
+        max_length: positions.
+        seed: equal seeds give equal models.
+
+    Raises:
+        ValueError: for sizes that do not fit together, or a tokenizer without those tokens.
+    """
+    import torch
+    from transformers import BertConfig, BertForMaskedLM
+
+    for name, value in (("width", width), ("layers", layers), ("heads", heads), ("max_length", max_length)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+    if width % heads:
+        raise ValueError(f"width must be a multiple of heads ({heads}), got {width}.")
+    if tokenizer.pad_token_id is None or tokenizer.mask_token_id is None:
+        raise ValueError(
+            "tokenizer must have a padding and a mask token, which a masked language model is trained with."
+        )
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        max_position_embeddings=max_length,
+        type_vocab_size=2,
+        pad_token_id=tokenizer.pad_token_id,
+        architectures=["BertForMaskedLM"],
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = BertForMaskedLM(config)
+        _start_lexical(model, config)
+    folder = Path(folder)
+    model.save_pretrained(str(folder))
+    tokenizer.save_pretrained(str(folder))
+    return folder
+
+
+def _start_lexical(model: Any, config: Any) -> None:
+    import torch
+
+    sigma = config.initializer_range
+    head, embeddings = model.cls.predictions, model.bert.embeddings
+    with torch.no_grad():
+        embeddings.word_embeddings.weight.normal_(std=sigma)
+        embeddings.position_embeddings.weight.normal_(std=sigma / 10)
+        embeddings.token_type_embeddings.weight.zero_()
+        for layer in model.bert.encoder.layer:
+            layer.attention.output.dense.weight.normal_(std=_BRANCH_STD)
+            layer.output.dense.weight.normal_(std=_BRANCH_STD)
+        head.transform.dense.weight.copy_(torch.eye(config.hidden_size))
+        head.transform.dense.bias.fill_(GELU_SHIFT)
+        own = sigma * config.hidden_size  # a token's own logit: norms sqrt(D) and sigma sqrt(D), one direction
+        head.bias.fill_(-own / 2)
+    model.tie_weights()
