@@ -87,6 +87,17 @@ def test_an_interrupted_command_goes_on(call: Call, work: Path, tmp_path: Path, 
     assert call(*command, "--fresh").code == 0 and calls[5:] == [16, 16, 16, 12]
 
 
+def test_a_length_limit_is_that_of_the_models(call: Call, work: Path, tmp_path: Path) -> None:
+    command = ("score", work / "mined.parquet", "--data", work / "data", "--output", tmp_path / "scored.parquet")
+    found = []
+    for length in ("6", "64"):
+        assert call(*command, "--teacher", work / "reranker", "--max-length", length).code == 0
+        found.append(r.read_training_rows(tmp_path / "scored.parquet").teachers["reranker"])
+    assert np.abs(found[0] - found[1]).max() > 0.01
+    r.BM25Index.build(small_collection().contents()).save(tmp_path / "bm25")
+    assert call(*command, "--teacher", tmp_path / "bm25").code == 0, "the folder of an index is a teacher"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -132,7 +132,9 @@ def _load(given: str, name: str, collection: Collection, max_length: int | None)
         return Teacher(name, BM25, index)
     model, kind = _models.load_teacher(given, "--teacher")
     if max_length is not None:
-        model.max_seq_length = max_length
+        if kind == "multi-vector":
+            raise _common.UsageError(f"--max-length: {given} is a multi-vector model, which has lengths of its own.")
+        setattr(model, "max_seq_length" if hasattr(type(model), "max_seq_length") else "max_length", max_length)
     try:
         return Teacher(name, kind, model)
     except ValueError as error:
