@@ -44,7 +44,7 @@ def to_stock(model: nn.Module) -> int:
 def _stock(module: Any) -> nn.Module | None:
     if isinstance(module, StaticQuery) and len(module.tokenizer.get_vocab()) == module.vocab_size:
         made: nn.Module = module.stock()
-        made.max_seq_length = module.max_seq_length  # type: ignore[assignment]
+        made.max_seq_length = module.max_seq_length
         return made
     if not isinstance(module, HeadPooling) or module.pooling not in ("max", "sum"):
         return None
