@@ -128,6 +128,16 @@ def test_binary_queries_weigh_each_distinct_token_once(tiny_lm: str) -> None:
         assert sum(p.requires_grad for p in model[0].sub_modules["query"].parameters()) == trainable
 
 
+@pytest.mark.parametrize("trainable", [False, True])
+def test_sides_without_a_network_have_the_length_of_the_other(tiny_lm: str, tmp_path: Path, trainable: bool) -> None:
+    """The position table of 64 cuts the length of the network; a longer one on its other side would undo that."""
+    base = Base(tiny_lm, max_length=256, texts=TEXTS)
+    model = build_encoder(EncoderSpec("binary", trainable=trainable), EncoderSpec(), base, device="cpu")
+    assert [route[0].max_seq_length for route in model[0].sub_modules.values()] == [64, 64]
+    model.save_pretrained(str(tmp_path))
+    assert load_encoder(str(tmp_path), device="cpu").max_seq_length == 64
+
+
 def test_idf_is_that_of_bm25_over_the_sample(tiny_lm: str, tmp_path: Path) -> None:
     model = built(tiny_lm, EncoderSpec("idf"), EncoderSpec())
     weight = model[0].sub_modules["query"][0].weight
@@ -154,6 +164,18 @@ def test_a_trained_static_query_becomes_the_stock_module(tiny_lm: str, tmp_path:
     query.vocab_size += 2
     with pytest.raises(ValueError, match="keep the StaticQuery"):
         query.stock()
+
+
+def test_token_weights_go_on_from_a_trained_model(tiny_lm: str, tmp_path: Path) -> None:
+    first = built(tiny_lm, EncoderSpec("mlp"))
+    with torch.no_grad():
+        first[1].linear.weight.normal_()
+    first.save_pretrained(str(tmp_path))
+    again = built(str(tmp_path), EncoderSpec("mlp"))
+    assert torch.equal(again[1].linear.weight, first[1].linear.weight)
+    torch.testing.assert_close(vectors(again)[1], vectors(first)[1], rtol=0, atol=0)
+    with pytest.raises(ValueError, match="set scale as it was"):
+        built(str(tmp_path), EncoderSpec("mlp", scale=0.5))
 
 
 def test_what_stock_computes_becomes_stock(tiny_lm: str, tmp_path: Path) -> None:

@@ -74,3 +74,18 @@ def test_hidden_states_that_are_not_put_out_are_asked_for(module: EpicPooling) -
     case = batch()
     with pytest.raises(ValueError, match=r'config_kwargs=\{"output_hidden_states": True\}'):
         module(case.features(case.logits()))
+
+
+def test_under_autocast_scores_are_fp32_on_both_ways(module: EpicPooling) -> None:
+    case = batch()
+    module.float()
+    hidden, weight, bias = (leaf.detach().float() for leaf in case.leaves)
+    states = (torch.randn(case.hidden.shape),)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = torch.nn.functional.linear(hidden, weight, bias)
+        plain = module(case.features(logits) | {"all_layer_embeddings": states})["sentence_embedding"]
+        features = case.features(hidden) | {"all_layer_embeddings": states}
+        head = Head(features.pop("token_embeddings"), weight, bias)
+        fused = module.fused_scores(features, head, out_dtype=None, impl="auto", sparse=None)
+    assert plain.dtype == fused.dtype == torch.float32
+    torch.testing.assert_close(fused, plain, rtol=0.03, atol=0.03)  # bf16 logits

@@ -91,7 +91,28 @@ def build_mlp(spec: EncoderSpec, base: Base) -> list[Any]:
             ignore_ids=transformer.tokenizer.all_special_ids if drop else (),
         )
         torch.nn.init.ones_(weights.linear.bias)
+    _continue_weights(weights, spec.base_model or base.base_model)
     return [transformer, weights]
+
+
+def _continue_weights(weights: Any, base_model: str) -> None:
+    """Take over the token weights of a base model that was trained with some, in place."""
+    from tilefold.modules import TokenWeights, load_encoder
+    from tilefold.recipes.loading import saved_modules
+
+    if not any(path.endswith(".TokenWeights") for path in saved_modules(base_model)):
+        return
+    saved = load_encoder(base_model, device="cpu", local_files_only=Path(base_model).is_dir())
+    trained = next(module for module in saved.children() if isinstance(module, TokenWeights))
+    ours, theirs = (
+        {name: list(value.shape) for name, value in module.state_dict().items()} for module in (weights, trained)
+    )
+    if ours != theirs:
+        raise ValueError(
+            f"base_model: the token weights of {base_model} have the parameters {theirs}, and the encoder asked for "
+            f"{ours}; set scale as it was, or start from another model."
+        )
+    weights.load_state_dict(trained.state_dict())
 
 
 def build_binary(spec: EncoderSpec, base: Base) -> list[Any]:
@@ -146,7 +167,7 @@ def _static(spec: EncoderSpec, base: Base, weight: Any) -> Any:
         module = StaticQuery(base.tokenizer, weight, frozen=not spec.trainable, vocab_size=vocab_size)
     else:
         module = SparseStaticEmbedding(base.tokenizer, weight.expand(vocab_size).clone(), frozen=True)
-    module.max_seq_length = base.max_length
+    module.max_seq_length = base.network.max_seq_length  # which a short position table may have cut
     return module
 
 
