@@ -139,16 +139,17 @@ def test_a_plan_whose_kernel_cannot_be_built_any_more_gives_way_to_another(kerne
     assert tried == [False, True, True]
 
 
-@pytest.mark.parametrize("count", [1, 5, 2048, 2049, 5000])
-def test_counts_are_added_up_as_by_torch(count: int, kernels: Target) -> None:
-    from tilefold.ops._shared._triton.launch import launch
-    from tilefold.ops.lsr_head._triton.launch_backward import SCAN_BLOCK
-    from tilefold.ops.lsr_head._triton.max_backward import _scan_kernel
+@pytest.mark.parametrize("layout", ["full", "packed"])
+def test_gradients_do_not_depend_on_who_adds_up_the_counts(
+    layout: str, kernels: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tilefold.ops.lsr_head._triton import launch_backward
 
-    counts = torch.randint(0, 2**20, (count,), dtype=torch.int32, device=kernels.device)
-    places = torch.full((count,), -1, dtype=torch.int64, device=kernels.device)
-    launch(_scan_kernel, (1, 1, 1), (counts, places, count), {"BLOCK": SCAN_BLOCK, "num_warps": 8})
-    assert torch.equal(places, counts.cumsum(0))
+    inputs = lsr_head_inputs(2, 21, 16, 100, layout=layout, dtype=DTYPE, device=kernels.device)
+    expected = lsr_head_results(inputs, needs=("hidden",), impl="triton")
+    forget()
+    monkeypatch.setattr(launch_backward, "MAX_ADDED", 0)
+    assert_same(lsr_head_results(inputs, needs=("hidden",), impl="triton"), expected)
 
 
 @gpu

@@ -14,7 +14,6 @@ from tilefold.ops._shared._triton.releases import lean_places, why_no_warp_roles
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.lsr_head import configs
 from tilefold.ops.lsr_head._triton import one_token, pack, quantize, sum_pooling
-from tilefold.ops.lsr_head._triton.launch_backward import SCAN_BLOCK
 from tilefold.ops.lsr_head._triton.launch_one_token import FIND_BLOCK
 from tilefold.ops.lsr_head._triton.launch_sum import CHECK_BLOCK, CLEAR_BLOCK
 from tilefold.ops.lsr_head._triton.max_backward import (
@@ -22,7 +21,6 @@ from tilefold.ops.lsr_head._triton.max_backward import (
     _dhidden_kernel,
     _dweight_kernel,
     _list_kernel,
-    _scan_kernel,
 )
 from tilefold.ops.lsr_head._triton.max_forward import _combine_kernel, _max_forward_kernel
 
@@ -177,13 +175,15 @@ def test_max_backward_builds_without_spills(capability, dtype, config, offsets):
                "BLOCK_D": config.dweight_block_d, "BLOCK_E": config.dweight_block_e, "ACTIVATION": "log1p_relu",
                "NEED_WEIGHT": True, "NEED_BIAS": True, "ACCUMULATE": False, "PRECISION": config.precision,
                **scaled, **flags}  # fmt: skip
-    check(compile_kernel(_dhidden_kernel, lists, dhidden, capability, config.dhidden_warps,
-                         config.dhidden_stages), capability, tensor_cores=False)  # fmt: skip
+    for added_up in (False, True):
+        check(compile_kernel(_dhidden_kernel, lists, dhidden | {"ADDED_UP": added_up}, capability, config.dhidden_warps,
+                             config.dhidden_stages), capability, tensor_cores=False)  # fmt: skip
     for uniform in (True, False) if offsets == "*i32" else (False,):
         layout = {"UNIFORM": uniform}
         for kernel, constants, warps, stages in (
             (_count_kernel, scan, config.scan_warps, 3),
-            (_list_kernel, scan | {"ACTIVATION": "log1p_relu"}, config.scan_warps, 3),
+            (_list_kernel, scan | {"ACTIVATION": "log1p_relu", "ADDED_UP": False}, config.scan_warps, 3),
+            (_list_kernel, scan | {"ACTIVATION": "log1p_relu", "ADDED_UP": True}, config.scan_warps, 3),
         ):
             compiled = compile_kernel(kernel, types, constants | layout, capability, warps, stages)
             check(compiled, capability, tensor_cores=False)
@@ -191,12 +191,6 @@ def test_max_backward_builds_without_spills(capability, dtype, config, offsets):
                                   config.dweight_stages, registers=config.dweight_registers)  # fmt: skip
         check(compiled, capability, tensor_cores=False)
         assert compiled.registers <= (config.dweight_registers or 255), f"the cap is not kept: {compiled}"
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_adding_up_counts_builds_without_spills(capability):
-    compiled = compile_kernel(_scan_kernel, common_types(torch.bfloat16), {"BLOCK": SCAN_BLOCK}, capability, 8, 3)
-    check(compiled, capability, tensor_cores=False)
 
 
 @pytest.mark.parametrize("offsets", [None, "*i32", "*i64"])

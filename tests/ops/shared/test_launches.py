@@ -182,9 +182,9 @@ OPERATORS: dict[str, Operator] = {
     ),
     "maxsim aligned": late_interaction((2, 5, 16), 3, {}, {"pairing": "aligned"}, {"pairing": "all"}),
     "maxsim listed pairs": late_interaction((3, 5, 16), 5, {"pairing": pairs}, {}, {"mask_mode": "zero"}),
-    "lsr_head": head("max", 6),
-    "lsr_head masked": head("max", 7, 21, attention_mask=mask),
-    "lsr_head packed": head("max", (7, 8), cu_seqlens=offsets),
+    "lsr_head": head("max", 5),
+    "lsr_head masked": head("max", 6, 21, attention_mask=mask),
+    "lsr_head packed": head("max", (6, 7), cu_seqlens=offsets),
     "lsr_head sum": head("sum", 2),
     "lsr_head mean, masked": head("mean", 3, 21, attention_mask=mask),
     "lsr_head cls, masked": head("cls", 5, 21, attention_mask=mask),
@@ -510,7 +510,8 @@ def test_calls_that_run_no_kernel_leave_no_plan(operator: Operator) -> None:
 def test_what_is_known_of_a_kernel_does_not_grow_with_the_lengths_it_is_called_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tilefold.ops.lsr_head._triton.max_backward import _count_kernel, _scan_kernel
+    from tilefold.ops.lsr_head._triton.max_backward import _count_kernel
+    from tilefold.ops.lsr_head._triton.sum_pooling import _clear_masked_kernel
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     place = list(_count_kernel.arg_names).index("V")
@@ -523,4 +524,4 @@ def test_what_is_known_of_a_kernel_does_not_grow_with_the_lengths_it_is_called_w
     assert len(kinds(*range(2, 2000))) == 2
     assert not kinds(1) & kinds(3, 16) and not kinds(3) & kinds(16) and not kinds(3) & kinds(2**31 + 3)
     assert kinds(0, 16) == kinds(1600) and kinds(2**31) == kinds(2**33)
-    assert len({launch.Launcher(_scan_kernel, {})._kind((None, None, value)) for value in range(2000)}) == 1
+    assert len({launch.Launcher(_clear_masked_kernel, {})._kind((*[None] * 3, value)) for value in range(2000)}) == 1

@@ -204,11 +204,10 @@ class Step:
     def _described(self, given: Sequence[Any]) -> Sequence[Any]:
         """As Triton takes them; a bound launch reads addresses, of which bool's are those of bytes."""
         tensors = [tensor.tensor() if isinstance(tensor, Piece) else tensor for tensor in given]
-        pairs = zip_longest(tensors, self._tma[: len(tensors)])
         return [
             tensor.view(torch.uint8) if tma is None and tensor is not None and tensor.dtype == torch.bool
             else tensor if tma is None or tensor is None else tma.of(tensor)
-            for tensor, tma in pairs
+            for tensor, tma in zip_longest(tensors, self._tma[: len(tensors)])
         ]  # fmt: skip
 
     def _bind(self, arguments: tuple[Any, ...]) -> Launch | None:

@@ -19,13 +19,11 @@ from tilefold.ops.lsr_head._triton.max_backward import (
     _dhidden_kernel,
     _dweight_kernel,
     _list_kernel,
-    _scan_kernel,
 )
 from tilefold.ops.lsr_head._triton.operands import in_dtype
 from tilefold.ops.lsr_head.configs import MaxBackwardConfig, max_backward_config
 
-SCAN_BLOCK = 2048
-MAX_SCANNED = 8192  # counts that one program adds up faster than a library's kernels begin
+MAX_ADDED = 8192  # counts that every program adds up itself: more launches take the host longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +31,16 @@ class HiddenGradient:
     """Launches that list what each tile of hidden rows won, and multiply.
 
     Attributes:
-        lists: scratch of all that follows: counts, places, codes and gradients.
+        lists: scratch of counts, codes and gradients.
         count: entries of each (tile, vocabulary split), int32.
-        scan: their prefix sums, int64; ``None`` where a library adds up.
+        added_up: whether torch adds them up for the launches that follow.
         fill: the entries, ``[B * V]`` codes and gradients.
         product: the gradient of the tiles' rows.
     """
 
     lists: Pieces
     count: Step
-    scan: Step | None
+    added_up: bool
     fill: Step
     product: Step
 
@@ -50,14 +48,11 @@ class HiddenGradient:
         self, same: bool, dscores: Tensor, won: tuple[Tensor | None, ...], weight: Tensor, dhidden: Tensor
     ) -> None:
         """Write ``dhidden``; ``won`` are scores, winners and offsets."""
-        counts, places, codes, grads = self.lists()
+        counts, codes, grads = self.lists()
         self.count(same, *won, counts)
-        if self.scan is None:
-            torch.cumsum(counts.tensor(), 0, out=places.tensor())
-        else:
-            self.scan(same, counts, places)
+        places = counts.tensor().cumsum(0) if self.added_up else None
         self.fill(same, dscores, *won, places, counts, codes, grads)
-        self.product(same, weight, places, codes, grads, dhidden)
+        self.product(same, weight, places, counts, codes, grads, dhidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,21 +176,19 @@ def _plan_hidden(problem: _Problem) -> HiddenGradient:
         "num_stages": config.dhidden_stages,
     }  # fmt: skip
     slots = tiles * splits
-    scan = None
-    if slots <= MAX_SCANNED:
-        scan = Step(_scan_kernel, (1, 1, 1), (slots,), {"BLOCK": SCAN_BLOCK, "num_warps": 8})
+    added_up = {"ADDED_UP": slots > MAX_ADDED}
     activation = {"ACTIVATION": p.options.activation}
     entries, wide = (batch * vocab,), torch.float32 if p.scaled else p.options.compute_dtype
     return HiddenGradient(
-        Pieces(device, ((slots,), torch.int32), ((slots,), torch.int64), (entries, torch.int32), (entries, wide)),
+        Pieces(device, ((slots,), torch.int32), (entries, torch.int32), (entries, wide)),
         Step(_count_kernel, (tiles, splits, 1), lists, block),
-        scan,
-        Step(_list_kernel, (tiles, splits, 1), (*lists, *p.strides), block | activation),
+        slots > MAX_ADDED,
+        Step(_list_kernel, (tiles, splits, 1), (*lists, *p.strides), block | activation | added_up),
         Step(
             _dhidden_kernel,
             (tiles, cdiv(p.dim, config.dhidden_block_d), 1),
             (n_rows, splits, p.options.logit_scale),
-            constants,
+            constants | added_up,
         ),
     )
 

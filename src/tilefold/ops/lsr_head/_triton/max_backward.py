@@ -2,7 +2,7 @@
 
 ``g[b, v] = dscores[b, v] * act'(x)`` belongs to the hidden row that won (b, v). The weight's row v sums
 ``g[b, v] * hidden[winner]`` over b, in rising b. The hidden rows are owned by tiles of BLOCK_R: a first pass counts,
-for each tile and vocabulary split, the entries that its rows won; a prefix sum gives each its place in one list; a
+for each tile and vocabulary split, the entries that its rows won; their sums give each its place in one list; a
 second pass writes the list, in rising (split, v); then each tile's gradient is a one-hot matrix of g times the
 gathered weight rows, on the tensor cores.
 
@@ -25,6 +25,7 @@ ROW_MASK = tl.constexpr(31)
 MAX_VOCAB = 1 << (31 - 5)
 MIN_POWER = tl.constexpr(2.0**-100)
 MAX_POWER = tl.constexpr(2.0**100)
+ADDED_AT_A_TIME = tl.constexpr(512)
 HEADROOM = tl.constexpr(2.0**14)  # the largest g of a row becomes less than twice that, below fp16's 65504
 
 
@@ -100,15 +101,14 @@ def _count_kernel(
     tl.store(count_ptr + tile.to(tl.int64) * SPLITS + split, tl.sum(count))
 
 
-@triton.jit(do_not_specialize=["N"])
-def _scan_kernel(count_ptr, place_ptr, N, BLOCK: tl.constexpr):
-    """Inclusive prefix sums of ``N`` counts, by one program."""
-    before = tl.program_id(0).to(tl.int64)  # 0
-    for i0 in range(0, N, BLOCK):
-        i = i0 + tl.arange(0, BLOCK)
-        count = tl.load(count_ptr + i, mask=i < N, other=0).to(tl.int64)  # [BLOCK]
-        tl.store(place_ptr + i, before + tl.cumsum(count), mask=i < N)
-        before += tl.sum(count)
+@triton.jit
+def _added_up(count_ptr, first, last):
+    """The sum, below 2**31, of the counts of slots from ``first`` to ``last``; all three are int64."""
+    counts = tl.zeros((ADDED_AT_A_TIME,), tl.int32)
+    for i0 in range(first, last, ADDED_AT_A_TIME):
+        i = i0 + tl.arange(0, ADDED_AT_A_TIME)
+        counts += tl.load(count_ptr + i, mask=i < last, other=0)
+    return tl.sum(counts).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["B", "N", "uniform_length"])
@@ -116,9 +116,12 @@ def _list_kernel(
     dscores_ptr, scores_ptr, winner_ptr, cu_ptr, place_ptr, count_ptr, code_ptr, grad_ptr,
     B, V, N, uniform_length, SPLITS, split_v, stride_db, stride_dv,
     BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, ALWAYS_ACTIVE: tl.constexpr,
-    NO_WINNER: tl.constexpr, UNIFORM: tl.constexpr,
+    NO_WINNER: tl.constexpr, UNIFORM: tl.constexpr, ADDED_UP: tl.constexpr,
 ):  # fmt: skip
-    """Write the entries of one (tile, split), in the order in which they were counted."""
+    """Write the entries of one (tile, split), in the order in which they were counted.
+
+    ``place_ptr`` holds the counts ADDED_UP, where that takes longer than every program adds up what it needs.
+    """
     tile = tl.program_id(0)
     split = tl.program_id(1)
     slot = tile.to(tl.int64) * SPLITS + split
@@ -129,7 +132,10 @@ def _list_kernel(
         b = _sequence_of(cu_ptr, row0, B, uniform_length, UNIFORM)
         start = _start(cu_ptr, b, B, uniform_length, UNIFORM)
         v1 = tl.minimum((split + 1) * split_v, V)
-        place = tl.load(place_ptr + slot) - count  # the prefix sum is inclusive
+        if ADDED_UP:
+            place = tl.load(place_ptr + slot) - count  # the prefix sum is inclusive
+        else:
+            place = _added_up(count_ptr, slot * 0, slot)
         while (start < row1) & (b < B):
             for v0 in range(split * split_v, v1, BLOCK):
                 v = v0 + tl.arange(0, BLOCK)
@@ -152,16 +158,21 @@ def _list_kernel(
 
 @triton.jit(do_not_specialize=["N", "logit_scale"])
 def _dhidden_kernel(
-    weight_ptr, place_ptr, code_ptr, grad_ptr, dhidden_ptr, N, SPLITS, logit_scale,
+    weight_ptr, place_ptr, count_ptr, code_ptr, grad_ptr, dhidden_ptr, N, SPLITS, logit_scale,
     D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, SCALED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, ADDED_UP: tl.constexpr,
 ):  # fmt: skip
     """``dhidden[tile] = onehot(row) * g @ weight[v]``, over the tile's entries in their order."""
     tile = tl.program_id(0)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_d = d < D
-    first = tl.load(place_ptr + tile.to(tl.int64) * SPLITS - 1, mask=tile > 0, other=0)
-    last = tl.load(place_ptr + (tile + 1).to(tl.int64) * SPLITS - 1)
+    slot = tile.to(tl.int64) * SPLITS
+    if ADDED_UP:
+        first = tl.load(place_ptr + slot - 1, mask=tile > 0, other=0)
+        last = tl.load(place_ptr + slot + SPLITS - 1)
+    else:
+        first = _added_up(count_ptr, slot * 0, slot)
+        last = first + _added_up(count_ptr, slot, slot + SPLITS)
     rows = tl.arange(0, BLOCK_R)
     acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     power = tl.full((), MIN_POWER, tl.float32)
