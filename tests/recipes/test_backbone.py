@@ -72,6 +72,15 @@ def test_a_bias_by_term_leaves_every_term_active_in_few_texts() -> None:
     assert len(model[0].model.cls.predictions.bias.unique()) > 10_000
 
 
+def test_a_model_of_fewer_layers_starts_as_sparse_as_the_whole_one() -> None:
+    model = backbone.minilm_splade(TEXTS, layers=2, max_length=64, device="cpu")
+    assert model[0].model.config.num_hidden_layers == len(model[0].model.bert.encoder.layer) == 2
+    active = (model.encode_document(TEXTS, convert_to_sparse_tensor=False) > 0).float().mean(dim=1)
+    assert 1e-4 < active.min() < active.max() < 0.05
+    with pytest.raises(ValueError, match="layers must not exceed the model's 6, got 7"):
+        backbone.minilm_splade(TEXTS, layers=7)
+
+
 def test_equal_seeds_give_equal_models_and_leave_the_global_random_state_alone() -> None:
     torch.manual_seed(5)
     before = torch.random.get_rng_state()

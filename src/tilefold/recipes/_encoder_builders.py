@@ -184,10 +184,8 @@ def head_rows(transformer: Any) -> int:
 
 def _network(spec: EncoderSpec, base: Base, task: str, first_token: bool = False, **config: Any) -> Any:
     if not spec.shared_network:
-        transformer = load_transformer(spec.base_model or base.base_model, base, task, first_token, **config)
-        if spec.layers is not None:
-            keep_lowest_layers(transformer.model, spec.layers)
-        return transformer
+        name = spec.base_model or base.base_model
+        return load_transformer(name, base, task, first_token, layers=spec.layers, **config)
     if base.network is None or base.network.transformer_task != task:
         raise ValueError(
             f"shared_network: the document side must have a network for the task {task!r}, as kind {spec.kind!r} does; "
@@ -196,25 +194,9 @@ def _network(spec: EncoderSpec, base: Base, task: str, first_token: bool = False
     return base.network
 
 
-def keep_lowest_layers(network: Any, layers: int) -> None:
-    """Drop all but the lowest `layers` layers of a transformers model, in place.
-
-    Raises:
-        ValueError: if it has fewer, or its layers are not found.
-    """
-    count = getattr(network.config, "num_hidden_layers", None)
-    stacks = [module for module in network.modules() if type(module).__name__ == "ModuleList" and len(module) == count]
-    if len(stacks) != 1:
-        raise ValueError(f"layers: {type(network).__name__} has no one list of {count} layers; leave it out.")
-    if layers > len(stacks[0]):
-        raise ValueError(f"layers must not exceed the model's {len(stacks[0])}, got {layers}.")
-    del stacks[0][layers:]
-    network.config.num_hidden_layers = layers
-    if isinstance(kinds := getattr(network.config, "layer_types", None), list):
-        network.config.layer_types = kinds[:layers]
-
-
-def load_transformer(base_model: str, base: Base, task: str, first_token: bool = False, **config: Any) -> Any:
+def load_transformer(
+    base_model: str, base: Base, task: str, first_token: bool = False, layers: int | None = None, **config: Any
+) -> Any:
     """The stock ``Transformer`` module of ``"minilm"``, of a folder, or of a Hugging Face name; no remote code runs.
 
     Args:
@@ -222,12 +204,14 @@ def load_transformer(base_model: str, base: Base, task: str, first_token: bool =
         base: lengths, samples and seed.
         task: ``"fill-mask"`` keeps the LM head, ``"feature-extraction"`` leaves it out.
         first_token: whether only the logits of first tokens are read; the decoder bias of ``"minilm"`` follows them.
+        layers: keep only so many of the lowest layers.
         config: options of the transformers configuration that are saved with it.
 
     Raises:
-        ValueError: for a model without the head, files without its weights, or another model's tokenizer.
+        ValueError: for a model without the head or with fewer layers, files without its weights, or another model's
+            tokenizer.
     """
-    from tilefold.recipes.backbone import minilm_path, minilm_splade
+    from tilefold.recipes.backbone import keep_lowest_layers, minilm_path, minilm_splade
 
     if base_model == "minilm" and task == "fill-mask":
         model = minilm_splade(
@@ -235,6 +219,7 @@ def load_transformer(base_model: str, base: Base, task: str, first_token: bool =
             percentile=base.start_percentile,
             deviations=base.start_deviations,
             first_token=first_token,
+            layers=layers,
             max_length=base.max_length,
             seed=base.seed,
             device="cpu",
@@ -243,7 +228,10 @@ def load_transformer(base_model: str, base: Base, task: str, first_token: bool =
             setattr(model[0].model.config, name, value)
         return model[0]
     path = str(minilm_path()) if base_model == "minilm" else base_model
-    return _load(path, base, task, config)
+    transformer = _load(path, base, task, config)
+    if layers is not None:
+        keep_lowest_layers(transformer.model, layers)
+    return transformer
 
 
 def _load(path: str, base: Base, task: str, config: dict[str, Any]) -> Any:

@@ -24,7 +24,7 @@ from tilefold.retrieval.errors import MissingPackageError
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer, SparseEncoder
 
-__all__ = ["MINILM_SHA256", "load_dense_minilm", "minilm_path", "minilm_splade"]
+__all__ = ["MINILM_SHA256", "keep_lowest_layers", "load_dense_minilm", "minilm_path", "minilm_splade"]
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 MINILM_NAME = "sentence-transformers/all-MiniLM-L6-v2"
@@ -78,6 +78,7 @@ def minilm_splade(
     percentile: float = 99.9,
     deviations: float | None = None,
     first_token: bool = False,
+    layers: int | None = None,
     max_length: int = 128,
     seed: int = 0,
     device: str | None = None,
@@ -91,6 +92,7 @@ def minilm_splade(
             in a text, minus this many standard deviations. A term is then active only in texts where its logit is
             unusually large.
         first_token: take the logits of the first token of each text alone, for a pooling that reads no other.
+        layers: keep only so many of the lowest layers; the decoder bias follows their states.
         max_length: maximum tokens per text; saved with the model.
         seed: picks the sample; equal seeds give equal models.
         device: as in sentence-transformers, which chooses by default.
@@ -100,7 +102,7 @@ def minilm_splade(
         sentence-transformers.
 
     Raises:
-        ValueError: for no sample texts, or a percentile or length out of range.
+        ValueError: for no sample texts, or a percentile, length or number of layers out of range.
         MissingPackageError, RuntimeError: see :func:`minilm_path`.
     """
     if not sample_texts:
@@ -120,6 +122,8 @@ def minilm_splade(
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         tokenizer.model_max_length = max_length
         model = _masked_lm(path)
+        if layers is not None:
+            keep_lowest_layers(model, layers)
         states = _scaled_states(model, tokenizer, _sample(sample_texts, seed), max_length)
         states = [state[:1] for state in states] if first_token else states
         if deviations is None:
@@ -133,6 +137,24 @@ def minilm_splade(
     encoder.model_card_data.base_model = MINILM_NAME
     encoder.model_card_data.generate_widget_examples = False
     return encoder
+
+
+def keep_lowest_layers(network: Any, layers: int) -> None:
+    """Drop all but the lowest `layers` layers of a transformers model, in place.
+
+    Raises:
+        ValueError: if it has fewer, or its layers are not found.
+    """
+    count = getattr(network.config, "num_hidden_layers", None)
+    stacks = [module for module in network.modules() if type(module).__name__ == "ModuleList" and len(module) == count]
+    if len(stacks) != 1:
+        raise ValueError(f"layers: {type(network).__name__} has no one list of {count} layers; leave it out.")
+    if layers > len(stacks[0]):
+        raise ValueError(f"layers must not exceed the model's {len(stacks[0])}, got {layers}.")
+    del stacks[0][layers:]
+    network.config.num_hidden_layers = layers
+    if isinstance(kinds := getattr(network.config, "layer_types", None), list):
+        network.config.layer_types = kinds[:layers]
 
 
 def _stock_encoder(folder: str, max_length: int, device: str | None) -> SparseEncoder:
