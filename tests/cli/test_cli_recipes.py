@@ -72,3 +72,19 @@ def test_what_does_not_fit_is_refused(
 def test_the_former_option_still_works_and_says_so(call: Call, data: Path, tmp_path: Path) -> None:
     told = call("train", "--method", "bert", "--data", data, "--output", tmp_path / "m")
     assert told.code == 2 and "--method is now --recipe: tilefold train --recipe bert" in told.err
+
+
+def test_what_mine_and_score_write_is_what_training_reads(call: Call, data: Path, tmp_path: Path) -> None:
+    model = tiny_masked_lm(tmp_path / "base", small_collection())
+    index, mined, scored = (tmp_path / name for name in ("bm25", "mined.parquet", "scored.parquet"))
+    assert call("index", "--backend", "bm25", "--data", data, "--output", index).code == 0
+    assert call("mine", "--data", data, "--index", index, "--output", mined).code == 0
+    assert call("score", mined, "--data", data, "--teacher", "bm25", "--output", scored).code == 0
+    given = ("--steps", "1", "--batch-size", "4", "--max-length", "24", "--fp32", "--model", model, "--json")
+    asked = ("train", "--recipe", "splade-v3", "--data", data, "--set", "negatives=3", *given)
+    refused = call(*asked, "--negatives", mined, "--output", tmp_path / "m")
+    assert refused.code == 1 and "has no teachers' scores" in refused.err
+    done = call(*asked, "--negatives", scored, "--output", tmp_path / "m")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["steps"] == 1
+    assert "of 12 training pairs were left out" in done.err  # BM25 found no other document for them
