@@ -93,7 +93,7 @@ def test_vectors_follow_the_formula(bases: dict[str, Path], kind: str, pooling: 
     del head.forward
     for row, hidden in enumerate(captured[0]):
         states = hidden[features["attention_mask"][row] == 1]
-        logits = 0.5 * states @ head.weight.T + (0 if head.bias is None else head.bias)
+        logits = 0.5 * (states @ head.weight.T + (0 if head.bias is None else head.bias))
         pick = {"last": lambda x: x[-1], "cls": lambda x: x[0], "max": lambda x: x.amax(0)}[pooling]
         base = pick(logits.relu().log1p())
         importance = transformer.literal.weight @ pick(states.relu().log1p())

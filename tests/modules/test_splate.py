@@ -44,7 +44,7 @@ def test_untrained_it_is_the_mlm_head_on_colberts_states(colbert: MultiVectorEnc
 
 def test_formula_and_gradients_by_hand() -> None:
     torch.manual_seed(0)
-    head = SplateHead(6, 9, adapter_size=4, activation="gelu").double()
+    head = SplateHead(6, 9, adapter_size=4, activation="gelu", logit_scale=0.5).double()
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter)
     hidden = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
@@ -58,7 +58,7 @@ def test_formula_and_gradients_by_hand() -> None:
     states = hidden + inner @ second.weight.T + second.bias
     states = torch.nn.functional.gelu(states @ head.transform.weight.T + head.transform.bias)
     states = torch.nn.functional.layer_norm(states, (6,), head.norm.weight, head.norm.bias, 1e-12)
-    logits = states @ head.decoder.weight.T + head.decoder.bias
+    logits = 0.5 * (states @ head.decoder.weight.T + head.decoder.bias)
     expected = (logits.relu().log1p() * mask[:, :, None]).amax(1)
     torch.testing.assert_close(scores(hidden), expected, rtol=1e-10, atol=1e-12)
     adapter = list(head.adapter.parameters())

@@ -156,6 +156,34 @@ def test_a_pickle_of_more_than_tensors_is_not_run(tmp_path: Path, monkeypatch: p
         load_sparse_linear(path)
 
 
+def test_an_interrupted_training_of_adapters_goes_on(
+    bases: dict[str, str], collection: Collection, tmp_path: Path
+) -> None:
+    small = {"max_steps": 3, "batch_size": 4, "max_length": 48, "bf16": False, "save_steps": 1, "learning_rate": 1e-2}
+    recipe = LsrRecipe("causal-splade", bases["causal"], document=EncoderSpec("bidirectional", lora=2), **small)
+
+    def stop(step: int, steps: int, loss: float | None) -> None:
+        if step == 2:
+            raise RuntimeError("stopped")
+
+    train(recipe, collection, tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="stopped"):
+        train(recipe, collection, tmp_path / "parts", progress=stop)
+    assert train(recipe, collection, tmp_path / "parts").resumed_from > 0
+    whole, parts = (vectors(load_encoder(str(tmp_path / name), device="cpu")) for name in ("whole", "parts"))
+    for got, expected in zip(parts, whole, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    assert load_encoder(str(tmp_path / "parts"), device="cpu")[0].model.config.is_causal is False
+
+
+def test_options_of_a_shared_network_stand_on_the_document_side(bases: dict[str, str]) -> None:
+    for kind, option in (("prosper", "literal_residual"), ("prosper", "pooling"), ("causal", "lora")):
+        value = {"literal_residual": False, "pooling": "cls", "lora": 2}[option]
+        query = EncoderSpec(kind, shared_network=True, **{option: value})
+        with pytest.raises(ValueError, match=f"{option}: set it on the document side"):
+            built(bases["causal"], EncoderSpec(kind), query)
+
+
 def test_fields_of_other_kinds_are_refused() -> None:
     for spec in (
         {"kind": "mlm", "lora": 4},

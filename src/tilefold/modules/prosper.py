@@ -22,7 +22,7 @@ LITERAL_WEIGHTS = "literal_residual.safetensors"
 class ProsperTransformer(Transformer):  # type: ignore[misc]
     """A ``Transformer`` with its LM head, pooling and literal residual network; gives ``sentence_embedding``.
 
-    With hidden states ``h`` ``[S, D]`` before the LM head, and its logits ``H = logit_scale * h @ E.T + b``::
+    With hidden states ``h`` ``[S, D]`` before the LM head, and its logits ``H = logit_scale * (h @ E.T + b)``::
 
         w  = pool_s log1p(relu(H_s))        base weights      [V]
         w' = F pool_s log1p(relu(h_s))      importance        [V], F a matrix [V, D] of its own
@@ -38,7 +38,7 @@ class ProsperTransformer(Transformer):  # type: ignore[misc]
         model_name_or_path: as in ``Transformer``, with ``transformer_task="text-generation"`` or ``"fill-mask"``.
         pooling: ``"last"`` token (the paper), ``"cls"`` (the first), or ``"max"``.
         literal_residual: with False, ``W = w``.
-        logit_scale: factor on the logits, before the bias.
+        logit_scale: factor on the logits, bias included.
         options: those of ``Transformer``.
 
     Attributes:
@@ -87,7 +87,7 @@ class ProsperTransformer(Transformer):  # type: ignore[misc]
         base = lsr_head(
             hidden,
             weight,
-            head.bias,
+            head.bias if head.bias is None or self.logit_scale == 1 else head.bias * self.logit_scale,
             attention_mask=mask,
             pooling=self.pooling,
             activation="log1p_relu",

@@ -52,7 +52,7 @@ class SplateHead(FusedPooling, Module):  # type: ignore[misc]
     With token states ``h_s`` ``[D]`` and the MLM head ``t -> E LayerNorm(act(T t + c)) + b``::
 
         x_s   = h_s + W2 gelu(W1 h_s + b1) + b2        only this is trained
-        out_v = max_s log1p(relu(MLM(x_s)_v))          over the tokens of the attention mask
+        out_v = max_s log1p(relu(logit_scale * MLM(x_s)_v))    over the tokens of the attention mask
 
     ``W2`` and ``b2`` start at zero, so the untrained model is the MLM head on ColBERT's states. The head is applied by
     :func:`tilefold.ops.lsr_head`: logits of all tokens never exist. D is the width of the encoder, whose states before
@@ -67,7 +67,7 @@ class SplateHead(FusedPooling, Module):  # type: ignore[misc]
         layer_norm_eps: of the MLM head's LayerNorm.
         norm_bias: whether that LayerNorm has a bias.
         transform_bias: whether ``T`` has a bias c.
-        logit_scale: factor on the products with E.
+        logit_scale: factor on the logits, bias included.
         train_bias: train ``b`` too, from which the sparsity starts.
 
     Attributes:
@@ -141,9 +141,10 @@ class SplateHead(FusedPooling, Module):  # type: ignore[misc]
             "impl": impl,
         }
         states = states if packed is None else states.squeeze(0)
+        bias = self.decoder.bias if self.logit_scale == 1 else self.decoder.bias * self.logit_scale
         if sparse is not None:
-            return lsr_head_sparse(states, self.decoder.weight, self.decoder.bias, **arguments, **sparse._asdict())
-        return lsr_head(states, self.decoder.weight, self.decoder.bias, **arguments)
+            return lsr_head_sparse(states, self.decoder.weight, bias, **arguments, **sparse._asdict())
+        return lsr_head(states, self.decoder.weight, bias, **arguments)
 
     def get_embedding_dimension(self) -> int:
         """V."""

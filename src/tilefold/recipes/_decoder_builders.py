@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilefold.recipes._encoder_builders import head_pooling, load_transformer
+from tilefold.recipes._encoder_builders import head_pooling, load_transformer, usual_scale
 from tilefold.recipes._encoder_spec import Base, EncoderSpec
 
 __all__ = ["build_bge_m3", "build_causal", "build_prosper", "build_splate"]
@@ -15,6 +15,8 @@ FRESH = 0.1
 
 def build_causal(spec: EncoderSpec, base: Base) -> list[Any]:
     """A causal language model, read causally, in both directions, or twice, and the pooling of its logits."""
+    import torch
+
     from tilefold.recipes.decoders import add_lora, causal_transformer
 
     if spec.shared_network:
@@ -22,7 +24,9 @@ def build_causal(spec: EncoderSpec, base: Base) -> list[Any]:
     else:
         transformer = causal_transformer(spec.base_model or base.base_model, spec.kind, max_length=base.max_length)
         if spec.lora is not None:
-            add_lora(transformer, rank=spec.lora, alpha=2 * spec.lora)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(base.seed)
+                add_lora(transformer, rank=spec.lora, alpha=2 * spec.lora)
     return [transformer, head_pooling(spec, transformer, spec.pooling or "max")]
 
 
@@ -95,7 +99,7 @@ def build_splate(spec: EncoderSpec, base: Base) -> list[Any]:
     masked = load_transformer(spec.head_model or "minilm", base, "fill-mask")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(base.seed)
-        return splate_modules(colbert, masked, train_bias=spec.trainable is True)
+        return splate_modules(colbert, masked, train_bias=spec.trainable is True, logit_scale=usual_scale(masked))
 
 
 def _prosper_transformer(spec: EncoderSpec, base: Base) -> Any:
@@ -121,7 +125,7 @@ def _prosper_transformer(spec: EncoderSpec, base: Base) -> Any:
             processing_kwargs=plain.processing_kwargs,
             pooling=spec.pooling or "last",
             literal_residual=spec.literal_residual is not False,
-            logit_scale=1.0 if spec.logit_scale is None else spec.logit_scale,
+            logit_scale=usual_scale(plain) if spec.logit_scale is None else spec.logit_scale,
             model_kwargs={"local_files_only": True},
             processor_kwargs={"local_files_only": True},
             config_kwargs={"local_files_only": True},
@@ -132,6 +136,12 @@ def _prosper_transformer(spec: EncoderSpec, base: Base) -> Any:
 
 
 def _shared(spec: EncoderSpec, base: Base, task: str | None) -> Any:
+    """The network of the document side; options of the network itself belong there."""
+    for name in ("lora", "literal_residual", *(("pooling", "logit_scale") if spec.kind == "prosper" else ())):
+        if getattr(spec, name) is not None:
+            raise ValueError(
+                f"{name}: set it on the document side, whose network a query side with shared_network runs."
+            )
     if base.network is None or (task is not None and base.network.transformer_task != task):
         raise ValueError(
             f"shared_network: the document side must have a network as kind {spec.kind!r} does; leave it out, and the "

@@ -36,9 +36,7 @@ def head_pooling(spec: EncoderSpec, transformer: Any, pooling: str) -> Any:
 
     from tilefold.modules import HeadPooling
 
-    model_type = str(getattr(transformer.model.config, "model_type", ""))
-    usual = SMALL_HEAD_SCALE if model_type in SMALL_HEAD_MODELS else 1.0
-    scale = usual if spec.logit_scale is None else spec.logit_scale
+    scale = usual_scale(transformer) if spec.logit_scale is None else spec.logit_scale
     activation = spec.activation or "log1p_relu"
     ignored = transformer.tokenizer.all_special_ids if spec.drop_special_tokens else []
     stock = {"log1p_relu": "relu", "log1p_log1p_relu": "log1p_relu"}.get(activation)
@@ -66,6 +64,12 @@ def build_epic(spec: EncoderSpec, base: Base) -> list[Any]:
             embedding_dimension=head_rows(transformer),
         )
     return [transformer, pooling]
+
+
+def usual_scale(transformer: Any) -> float:
+    """The factor on the logits that a backbone starts with."""
+    model_type = str(getattr(transformer.model.config, "model_type", ""))
+    return SMALL_HEAD_SCALE if model_type in SMALL_HEAD_MODELS else 1.0
 
 
 def build_mlp(spec: EncoderSpec, base: Base) -> list[Any]:

@@ -105,7 +105,7 @@ def _fit(recipe: LsrRecipe, job: TrainingJob) -> Losses:
             **_routes(recipe, job),
         )
     model.max_seq_length = length
-    if recipe.document.lora is not None:
+    if any(side is not None and side.lora is not None for side in (recipe.query, recipe.document)):
         merge_adapters(model)
     to_stock(model)
     return replace(last, warnings=watcher.warnings())

@@ -32,7 +32,7 @@ def splate_encoder(
         colbert: any ``MultiVectorEncoder`` on a text Transformer.
         masked_lm: a ``Transformer`` module (``transformer_task="fill-mask"``) of the same tokenizer and width.
         device: as in sentence-transformers, which chooses by default.
-        options: ``adapter_size`` and ``train_bias`` of :class:`tilefold.modules.splate.SplateHead`.
+        options: ``adapter_size``, ``train_bias`` and ``logit_scale`` of :class:`tilefold.modules.splate.SplateHead`.
 
     Raises:
         ValueError: if the two do not fit together.
@@ -79,7 +79,7 @@ def mlm_head(network: Any, **options: Any) -> SplateHead:
 
     Args:
         network: BERT, RoBERTa, XLM-R, MPNet, DistilBERT or ModernBERT ``...ForMaskedLM`` of transformers.
-        options: ``adapter_size`` and ``train_bias`` of :class:`tilefold.modules.splate.SplateHead`.
+        options: ``adapter_size``, ``train_bias`` and ``logit_scale`` of :class:`tilefold.modules.splate.SplateHead`.
 
     Raises:
         ValueError: for a head of another structure.
