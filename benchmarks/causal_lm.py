@@ -1,9 +1,10 @@
 """Make a small causal language model offline, with and without CSPLADE's adaptation, for the claims about decoders.
 
     python -m benchmarks.causal_lm --data FOLDER --output MODELS [--steps 2000] [--adaptation-steps 500]
-    python -m benchmarks.recipes --data scifact=FOLDER --base scifact=MODELS/adapted --recipe \\
-        "causal-splade;document.lora=null" "causal-splade;document.lora=null;document.kind=bidirectional" \\
-        "causal-splade;document.lora=null;document.kind=echo" --seeds 0 1 2
+    python -m benchmarks.recipes --data scifact=FOLDER --base causal-lm=MODELS/adapted --seeds 0 1 2 --recipe \\
+        "causal-splade;document.lora=null;learning_rate=2e-4" \\
+        "causal-splade;document.lora=null;learning_rate=2e-4;document.kind=bidirectional" \\
+        "causal-splade;document.lora=null;learning_rate=2e-4;document.kind=echo;max_length=512"
 
 A Llama of random layers over the vocabulary and the word embeddings of the packaged MiniLM learns to predict the next
 token of the collection's documents (`MODELS/plain`), then also from ``log1p(relu(logits))`` (`MODELS/adapted`). It has
