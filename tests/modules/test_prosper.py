@@ -80,6 +80,42 @@ def test_residual_equals_its_definition_on_random_operands() -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_residual_on_a_gpu_over_more_rows_than_uint16_counts(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    pooled, weight = (torch.randn(n, 64, device="cuda").to(dtype).requires_grad_() for n in (3, 70_001))
+    ids = torch.randint(0, 70_001, (3, 9), device="cuda")
+    mask = torch.tensor([[1] * 9, [0, 0, *[1] * 7], [0] * 9], device="cuda")
+    wide = [x.detach().cpu().double().requires_grad_() for x in (pooled, weight)]
+    expected = literal_residual(*wide, ids.cpu(), mask.cpu(), impl="reference")
+    got = literal_residual(pooled, weight, ids, mask)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-5, atol=1e-4)
+    got.sum().backward()
+    expected.sum().backward()
+    budget = 1e-4 if dtype == torch.float32 else 2e-2
+    for mine, exact in zip((pooled, weight), wide, strict=True):
+        assert (mine.grad.cpu().double() - exact.grad).norm() <= budget * exact.grad.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["causal", "masked"])
+def test_on_a_gpu_under_autocast_it_trains_and_agrees_with_the_cpu(bases: dict[str, Path], kind: str) -> None:
+    on_cpu = two_sides(prosper(bases[kind], kind))
+    expected = dense(on_cpu, TEXTS, "document")
+    model = two_sides(prosper(bases[kind], kind)).cuda()
+    with accelerate(model):
+        torch.testing.assert_close(dense(model, TEXTS, "document").cpu(), expected, rtol=0, atol=1e-4)
+        features = {
+            name: value.cuda() if hasattr(value, "cuda") else value for name, value in model.preprocess(TEXTS).items()
+        }
+        with torch.autocast("cuda", torch.bfloat16):
+            out = model(features, task="document")
+        (out["sentence_embedding"].sum() + out["base_embedding"].sum()).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
 @pytest.mark.parametrize("pooling", ["last", "cls", "max"])
 @pytest.mark.parametrize("kind", ["causal", "masked"])
 def test_vectors_follow_the_formula(bases: dict[str, Path], kind: str, pooling: str) -> None:

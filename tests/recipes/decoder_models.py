@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+import sentence_transformers
 import torch
 import transformers
+from packaging.version import Version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 TEXTS = [
@@ -38,6 +41,8 @@ def byte_pairs(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
 
 def tiny_causal_lm(folder: Path, family: str = "qwen2", texts: list[str] | None = None, **options: Any) -> Path:
     """A causal language model of two narrow layers, with more rows than tokens, as published ones have."""
+    if Version(sentence_transformers.__version__) < Version("6.2"):
+        pytest.skip("sentence-transformers keeps one token of causal logits before 6.2")
     tokenizer = byte_pairs(TEXTS if texts is None else texts)
     name = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}[family]
     torch.manual_seed(0)

@@ -52,6 +52,7 @@ def causal_splade(
     Raises:
         ValueError: for an unknown variant, a model without a causal LM head, or one that cannot attend in both
             directions.
+        RuntimeError: for sentence-transformers before 6.2.
     """
     from sentence_transformers import SparseEncoder
     from sentence_transformers.sparse_encoder.modules import SpladePooling
@@ -79,6 +80,7 @@ def causal_transformer(
     from tilefold.recipes.loading import whole_weights
 
     base = str(base_model)
+    _check_version()
     check_causal_lm(base)
     local = Path(base).is_dir()
     kwargs: dict[str, Any] = {
@@ -105,6 +107,19 @@ def causal_transformer(
         transformer.model.config.is_causal = False
         check_bidirectional(transformer.model)
     return transformer
+
+
+def _check_version() -> None:
+    """Releases before 6.2 keep the logits of one token of a causal model."""
+    import sentence_transformers
+    from packaging.version import Version
+
+    found = sentence_transformers.__version__
+    if Version(found) < Version("6.2"):
+        raise RuntimeError(
+            "causal language models need sentence-transformers 6.2 or later, which keeps the logits of all tokens, "
+            f"got {found}; pip install -U 'sentence-transformers>=6.2'."
+        )
 
 
 def check_causal_lm(name_or_path: str) -> None:
