@@ -306,6 +306,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=int, default=300)
     add("--max-length", type=int, default=256)
     add("--candidates", type=int, default=50, help="documents that BM25 mines for each training query")
+    add("--teacher", default="minilm", help="dense model beside BM25; none for BM25 alone")
     add("--language", default="english", help="of BM25; none for scripts without spaces")
     add("--limit", type=int, help="cut collections to this many documents and queries, for a look")
     add("--processes", type=int, default=1, help="runs at a time, each in a process of its own on the one device")
@@ -337,9 +338,8 @@ def prepare(options: argparse.Namespace) -> tuple[dict[str, str], dict[str, str]
             bases[data] = str(small_xlmr(folder, str(options.tokenizer), options.max_length, 0))
         file = options.work / f"{data}-scores.parquet"
         if need:
-            teacher = "" if options.base.get(data) == "xlmr-small" else "minilm"
             collection = with_splits(load_collection(path), options.limit)
-            scores[data] = str(make_scores(collection, file, options.candidates, options.language, teacher))
+            scores[data] = str(make_scores(collection, file, options.candidates, options.language, options.teacher))
     return scores, bases
 
 

@@ -23,7 +23,7 @@ from tilefold.recipes import ColbertRecipe, LsrRecipe, RegularizerSpec, get_reci
 from tilefold.recipes._lsr_loss import regularizer_schedule
 from tilefold.recipes.catalogue import RECIPES, Entry
 from tilefold.recipes.lsr import load_base_model
-from tilefold.retrieval.collection import Collection
+from tilefold.retrieval.collection import Collection, Document
 
 # saved with modules of sentence-transformers alone
 STOCK = ("splade", "splade-v2", "splade-pp", "splade-v3", "splade-doc", "efficient-splade", "colbert")
@@ -112,6 +112,9 @@ def test_idf_queries_are_fitted_on_the_collection_and_learn_at_a_rate_of_their_o
     train(fixed, collection, tmp_path / "fixed", negatives=scores)
     kept = SparseEncoder(str(tmp_path / "fixed"), device="cpu")[0].sub_modules["query"][0].weight
     assert torch.equal(kept, start.weight)
+    more = {**collection.documents, "new": Document("new", "", "A text that changes every frequency.")}
+    with pytest.raises(FileExistsError, match="differs in training data"):
+        train(fixed, replace(collection, documents=more), tmp_path / "fixed", negatives=scores)
 
 
 def test_penalties_rise_with_a_warm_up_of_their_own_on_each_side() -> None:

@@ -129,11 +129,13 @@ class Examples:
         columns: of the dataset, in the order that the loss reads them: texts, and teacher scores as ``"label"``.
         pairs: rows of one epoch; the dataset may hold several rows, with other negatives, for each pair.
         note: what the user should know of them, empty without.
+        documents: digest of the collection's documents, for a model that is fitted on them.
     """
 
     columns: dict[str, list[Any]]
     pairs: int
     note: str = ""
+    documents: str = ""
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,8 @@ def run_training(
     started = time.monotonic()
     untrained = recipe.max_steps == 0
     made = Examples({}, 0) if untrained else (examples or (lambda: pair_examples(collection)))()
-    data = texts_digest(collection.contents()) if untrained else _run.digest(zip(*made.columns.values(), strict=True))
+    read = _run.digest(zip(*made.columns.values(), strict=True)) + made.documents
+    data = texts_digest(collection.contents()) if untrained else read
     bf16 = supports_bf16() if recipe.bf16 is None else recipe.bf16
     run = _run.TrainingRun(Path(output_dir), recipe.to_dict() | {"bf16": bf16}, data)
     finished = run.finished(overwrite=overwrite, resume=resume)

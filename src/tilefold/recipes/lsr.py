@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tilefold.recipes._lsr_recipe import LOSSES, REGULARIZERS, LsrRecipe, RegularizerSpec
 from tilefold.recipes._training import Losses, Progress, TrainingJob, TrainResult, run_trainer, run_training
 from tilefold.recipes.encoders import Base, build_encoder
+from tilefold.retrieval.provenance import texts_digest
 
 if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder
@@ -51,6 +52,8 @@ def train(
     """
     from tilefold.recipes.training_data import make_examples
 
+    counts = [spec for spec in (recipe.query, recipe.document) if spec and spec.kind == "idf" and spec.idf is None]
+    fitted = texts_digest(collection.contents()) if counts else ""
     return run_training(
         recipe,
         collection,
@@ -61,7 +64,7 @@ def train(
         verbose=verbose,
         load=lambda: load_base_model(recipe, list(collection.contents().values())),
         fit=lambda job: _fit(recipe, job),
-        examples=lambda: make_examples(recipe, collection, negatives),
+        examples=lambda: replace(make_examples(recipe, collection, negatives), documents=fitted),
     )
 
 
