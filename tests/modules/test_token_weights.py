@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.modules.batches import IGNORED, Batch, batch, same
 from tests.modules.test_head_pooling import ACT
+from tilefold.losses import TermRecallLoss
 from tilefold.modules import TokenWeights
 from tilefold.modules.fused_pooling import SparseOptions
 
@@ -34,7 +35,7 @@ def by_hand(case: Batch, module: TokenWeights, activation: str, ignored: tuple[i
 def test_a_term_has_the_largest_weight_of_its_tokens(activation: str, scale: float | None, form: str) -> None:
     case = batch(vocab=19)
     case.ids[2, 1:4] = 7  # a term that stands three times
-    module = TokenWeights(6, 19, activation, scale, IGNORED).double()
+    module = TokenWeights(6, 19, activation, scale, IGNORED).double().eval()
     leaves = [case.hidden, *module.parameters()]
     expected = by_hand(case, module, activation, IGNORED)
     assert (expected != 0).any() and not expected[:, list(IGNORED)].any()
@@ -56,3 +57,38 @@ def test_more_special_tokens_than_the_operator_compares_with() -> None:
     for form in ("features", "packed"):
         got, expected = (module.double()(getattr(case, form)(case.hidden)) for module in (many, few))
         same(got["sentence_embedding"], expected["sentence_embedding"], [case.hidden])
+
+
+@pytest.mark.parametrize("form", ["features", "packed"])
+def test_negative_weights_keep_their_gradient_while_training(form: str) -> None:
+    case = batch(vocab=19)
+    case.ids[2, 1:4] = 7
+    module = TokenWeights(6, 19, "none", ignore_ids=IGNORED).double()
+    rows = []
+    for b in range(len(case.mask)):
+        row = [torch.zeros((), dtype=torch.float64)] * 19
+        for v in set(case.ids[b].tolist()) - set(IGNORED):
+            found = case.mask[b].bool() & (case.ids[b] == v)
+            row[v] = (case.hidden[b][found] @ module.linear.weight[0] + module.linear.bias[0]).max()
+        rows.append(torch.stack(row))
+    expected = torch.stack(rows)
+    assert (expected < 0).any() and (expected > 0).any()
+    same(module(getattr(case, form)(case.hidden))["sentence_embedding"], expected, [case.hidden, *module.parameters()])
+    module.eval()
+    torch.testing.assert_close(module(getattr(case, form)(case.hidden))["sentence_embedding"], expected.clamp(min=0))
+
+
+def test_the_loss_of_deepct_reaches_terms_below_zero() -> None:
+    case = batch(vocab=19)
+    module = TokenWeights(6, 19, "none", ignore_ids=IGNORED).double()
+    with torch.no_grad():
+        module.linear.weight.zero_()
+        module.linear.bias.fill_(-0.5)
+    documents = module(case.features(case.hidden))["sentence_embedding"]
+    queries = torch.zeros(4, 19, dtype=torch.float64)
+    queries[0, case.ids[0, 1]] = 1.0
+    loss = TermRecallLoss().compute_loss_from_embeddings([queries, documents])
+    terms = int((documents != 0).sum())
+    assert loss.item() == pytest.approx((0.25 * (terms - 1) + 2.25) / terms)  # (-.5 - 0)^2, once (-.5 - 1)^2
+    loss.backward()
+    assert module.linear.bias.grad.item() == pytest.approx((-1.0 * (terms - 1) - 3.0) / terms)

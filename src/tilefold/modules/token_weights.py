@@ -28,6 +28,10 @@ class TokenWeights(FusedPooling, Module):  # type: ignore[misc]
         t[b, s] = scale * act(linear(h[b, s]))
         w[b, v] = max(0, max over s with input_ids[b, s] == v of t[b, s])
 
+    With ``"none"`` weights may be negative. An index drops these, and so does evaluation mode, where such a term is 0
+    without a gradient; in training mode the ``max(0, ..)`` is left out, so that a loss of the weights themselves, as
+    DeepCT's, still reaches terms that fell below 0.
+
     The encoder of uniCOIL (arXiv 2106.14807, ``"relu"``), DeepImpact (arXiv 2104.12016, ``"relu"``), DeepCT (arXiv
     1910.10687, ``"none"``), the query side of EPIC (arXiv 2004.14245, ``"log1p_softplus"``), and the "MLP" of the
     unified framework (arXiv 2303.13416, ``"log1p_relu"``).
@@ -123,7 +127,18 @@ class TokenWeights(FusedPooling, Module):  # type: ignore[misc]
         }
         if sparse is not None:
             return token_scatter_sparse(weights, ids, self.vocab_size, **arguments, **sparse._asdict())
+        if self.activation == "none" and self.training:
+            return self._signed(weights, ids, mask, arguments, impl)
         return token_scatter(weights, ids, self.vocab_size, **arguments, impl=impl)
+
+    def _signed(
+        self, weights: Tensor, ids: Tensor, mask: Tensor | None, arguments: dict[str, Any], impl: str
+    ) -> Tensor:
+        """The largest weight of each term's tokens, also where it is negative: all are moved above 0 and back."""
+        counted = weights.detach() if mask is None else weights.detach().masked_fill(~mask, 0)
+        least = counted.amin() - 1 if counted.numel() else counted.new_zeros(())
+        moved = token_scatter(weights - least, ids, self.vocab_size, **arguments, impl=impl)
+        return (moved + least.to(moved.dtype)).where(moved != 0, 0)
 
     def get_embedding_dimension(self) -> int:
         """V."""
