@@ -47,7 +47,7 @@ def one_byte(mask: Tensor | None) -> Tensor | None:
     return as_bytes(mask if mask is None or mask.dtype.itemsize == 1 else mask != 0)
 
 
-def _without_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def without_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor that says what to allocate, and holds nothing."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     tensor.untyped_storage().resize_(0)
@@ -64,7 +64,7 @@ class Scratch:
     __slots__ = ("_like", "_nothing")
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self._like = _without_memory(shape, dtype, device)
+        self._like = without_memory(shape, dtype, device)
         self._nothing = None if math.prod(shape) else self._like
 
     def __call__(self) -> Tensor:
@@ -120,7 +120,7 @@ class Pieces:
         for shape, dtype in parts:
             self._parts.append(_Part(total, math.prod(shape) * dtype.itemsize, shape, dtype))
             total += cdiv(self._parts[-1].size, PIECE_ALIGNMENT) * PIECE_ALIGNMENT
-        self._like = _without_memory((total,), torch.uint8, device)
+        self._like = without_memory((total,), torch.uint8, device)
         self._nothing = None if total else [Piece(self._like, 0, part) for part in self._parts]
 
     def __call__(self) -> list[Piece]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import Step, aligned
+from tilefold.ops._shared._triton.tensors import without_memory
 from tilefold.ops._shared.call_cache import ALIGNMENT
 from tilefold.ops._shared.internals import hooked
 
@@ -38,21 +39,20 @@ class Make:
         fill: for all its entries; ``None`` where kernels write every one.
     """
 
-    __slots__ = ("_device", "_dtype", "_fill", "_place", "_shape", "_strides")
+    __slots__ = ("_fill", "_like", "_place")
 
     def __init__(
         self, place: int, like: Tensor, shape: Sequence[int], dtype: torch.dtype, fill: float | None = None
     ) -> None:
-        self._place, self._device, self._shape, self._dtype, self._fill = place, like.device, tuple(shape), dtype, fill
-        self._strides = torch.empty(self._shape, device="meta").stride()  # with which torch takes half the time
+        self._place, self._like, self._fill = place, without_memory(tuple(shape), dtype, like.device), fill
 
     def __call__(self, places: Places, same: bool) -> None:
-        made = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
+        made = torch.empty_like(self._like)
         if self._fill == 0:
             made.zero_()
         elif self._fill is not None:
             # few operations know uint16, in which every bit set is what -1 is in signed integers
-            (made.view(torch.int16) if self._dtype == torch.uint16 else made).fill_(self._fill)
+            (made.view(torch.int16) if made.dtype == torch.uint16 else made).fill_(self._fill)
         places[self._place] = made
 
 
