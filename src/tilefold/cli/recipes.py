@@ -35,5 +35,6 @@ def recipes(
     _common.stdout().print(table)
     if name:
         for field, value in chosen[0].recipe.to_dict().items():
-            typer.echo(f"{field} = {value}")
+            said = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+            typer.echo(f"{field} = {said}")
         typer.echo(f"published: {chosen[0].published}")
