@@ -26,7 +26,17 @@ from tilefold.recipes.lsr import load_base_model
 from tilefold.retrieval.collection import Collection, Document
 
 # saved with modules of sentence-transformers alone
-STOCK = ("splade", "splade-v2", "splade-pp", "splade-v3", "splade-doc", "efficient-splade", "causal-splade", "colbert")
+STOCK = (
+    "splade",
+    "splade-v2",
+    "splade-pp",
+    "splade-v3",
+    "splade-doc",
+    "efficient-splade",
+    "inference-free",
+    "causal-splade",
+    "colbert",
+)
 SMALL: dict[str, Any] = {"max_steps": 2, "batch_size": 4, "max_length": 24, "bf16": False, "save_steps": 100}
 
 
