@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.recipes.small import small_collection
-from tilefold.retrieval import _stored_documents as stored
 from tilefold.retrieval import load_beir, load_documents
+from tilefold.retrieval import stored_documents as stored
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import texts_digest
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilefold._csr import csr_tensor
 from tilefold.integrations.sentence_transformers._pooling import sparse_scores
 from tilefold.modules.fused_pooling import SparseOptions
 
@@ -33,7 +34,7 @@ class SparseBatchEncoder:
             rows = encode_batch(self.model, texts, task, prompt_of(self.model, task), options)
         # clones: tensors of inference mode cannot be used freely outside of it
         offsets, columns, values = (part.clone() for part in (rows.crow_indices(), rows.col_indices(), rows.values()))
-        return torch.sparse_csr_tensor(offsets, columns, values, rows.shape, check_invariants=False)
+        return csr_tensor(offsets, columns, values, (rows.size(0), rows.size(1)))
 
 
 def sparse_options(model: Any, top_k: int | None, min_weight: float) -> SparseOptions:

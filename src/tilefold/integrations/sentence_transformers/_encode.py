@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilefold._csr import csr_tensor
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.integrations.sentence_transformers._accelerate import accelerate, is_accelerated
 from tilefold.integrations.sentence_transformers._batch import encode_batch, evaluating, prompt_of, sparse_options
@@ -84,6 +85,4 @@ def _stack_rows(batches: list[Tensor], order: list[int], vocab_size: int) -> Ten
     offsets = torch.cat([counts.new_zeros(1), counts[rank].cumsum(0)])
     within = torch.arange(len(values)) - offsets[:-1].repeat_interleave(counts[rank])
     source = starts[rank].repeat_interleave(counts[rank]) + within
-    return torch.sparse_csr_tensor(
-        offsets, columns[source], values[source], (len(order), vocab_size), check_invariants=False
-    )
+    return csr_tensor(offsets, columns[source], values[source], (len(order), vocab_size))

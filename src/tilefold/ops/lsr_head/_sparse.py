@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
+
+from tilefold._csr import csr_tensor
 
 
 class SparseRows:
@@ -67,14 +67,4 @@ def csr_from_entries(
     order = rows.sort(stable=True).indices
     counts = torch.bincount(rows, minlength=shape[0])
     row_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
-        warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
-        return torch.sparse_csr_tensor(
-            row_starts,
-            columns[order],
-            scores[order].to(dtype),
-            size=shape,
-            device=scores.device,  # torch would take its default device
-            check_invariants=False,
-        )
+    return csr_tensor(row_starts, columns[order], scores[order].to(dtype), shape)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 
+from tilefold._csr import csr_tensor
 from tilefold.ops._shared.activation import activate
 from tilefold.ops.token_scatter._problem import Problem, counted_tokens
 from tilefold.ops.token_scatter._segments import group_by_entry
@@ -27,17 +26,7 @@ def scatter(problem: Problem, top_k: int | None, min_weight: float) -> Tensor:
         rows, columns, scores = rows[best], columns[best], scores[best]
     counts = torch.bincount(rows, minlength=batch)
     row_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
-        warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
-        return torch.sparse_csr_tensor(
-            row_starts,
-            columns,
-            scores.to(problem.out_dtype),
-            size=(batch, vocab_size),
-            device=scores.device,  # torch would take its default device
-            check_invariants=False,
-        )
+    return csr_tensor(row_starts, columns, scores.to(problem.out_dtype), (batch, vocab_size))
 
 
 def _best_of_rows(rows: Tensor, scores: Tensor, batch: int, top_k: int) -> Tensor:
