@@ -20,7 +20,7 @@ roots of one stage get registers (11)  no     yes    yes    yes    yes    yes
 fp32 dk and dv get registers (13)      yes    yes    yes    yes    no     yes
 maxsim's gradients spill (14)          yes    no     no     no     no     no
 maxsim's lists keep to 8 warps (15)    yes    yes    yes    yes    yes    no
-the head's products keep to 4 (16)     yes    yes    yes    yes    yes    no
+the head's products keep to 4 (16)     yes    yes    yes    no     no     no
 =====================================  =====  =====  =====  =====  =====  =====
 
 1. There, all roles take the same arguments.
@@ -140,8 +140,13 @@ def late_interaction_gradients_spill() -> bool:
 
 
 def assembled_by_ptxas_13_4() -> bool:
-    """Whether gradients on 8.0 want other warps and a pipeline: maxsim's in fp32 (15), the head's in 16 bits (16)."""
+    """Whether maxsim's fp32 gradients on 8.0 want 4 warps per list and a pipeline for smooth maxima; see 15."""
     return release() >= (3, 9)
+
+
+def hidden_gradients_want_warps() -> bool:
+    """Whether the head's gradient of hidden states in 16 bits spills on 8.0 with 4 warps; see 16."""
+    return release() >= (3, 7)
 
 
 def interpreter_breaks_with(numpy: str) -> bool:
