@@ -11,6 +11,7 @@ from tilefold.ops._shared._triton.releases import (
     ALL_REGISTERS,
     assembled_by_ptxas_13_4,
     late_interaction_gradients_spill,
+    smooth_maxima_want_registers,
 )
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.tf32 import tf32_allowed
@@ -213,7 +214,7 @@ def backward_config_for(capability: tuple[int, int], dtype: torch.dtype, tf32: b
         new = assembled_by_ptxas_13_4()
         if ampere:
             config = replace(config, stages_d=1, list_e=16, list_warps=4 if new else 8)
-            config = replace(config, smooth_registers=ALL_REGISTERS if new else None)
+            config = replace(config, smooth_registers=ALL_REGISTERS if smooth_maxima_want_registers() else None)
         return replace(config, smooth_stages=2) if blackwell or (ampere and (old or new)) else config
     config = BACKWARD_16BIT
     if blackwell or (ampere and old):

@@ -38,8 +38,8 @@ the head's products keep to 4 (16)     yes    yes    yes    no     no     no
 13. In attention, the assembler of 3.8 gives fp32's kernel 32 above head dimension 128, and spills in its loop above 64.
 14. Of documents in 16 bits on 8.0 with 128 tokens in a tile, of listed pairs' queries in 16 bits from 9.0 on with 4
     warps, of smooth maxima in fp32 on 8.0 without a pipeline.
-15. In fp32 on 8.0: with 3.4 and 3.6 they spill with 4 warps, with 3.9 with 8. That assembler also holds smooth maxima
-    of packed queries to 128 registers, and spills, unless told how many there are.
+15. In fp32 on 8.0: with 3.4 and 3.6 they spill with 4 warps, with 3.9 with 8. From 3.7 on, smooth
+    maxima of packed queries are held to 128 registers, and spill, unless the assembler is told how many there are.
 16. The gradient of hidden states in 16 bits on 8.0, where its programs add up counts themselves.
 
 This file imports without Triton.
@@ -142,6 +142,11 @@ def late_interaction_gradients_spill() -> bool:
 def assembled_by_ptxas_13_4() -> bool:
     """Whether maxsim's fp32 gradients on 8.0 want 4 warps per list and a pipeline for smooth maxima; see 15."""
     return release() >= (3, 9)
+
+
+def smooth_maxima_want_registers() -> bool:
+    """Whether maxsim's smooth maxima in fp32 on 8.0 must be told how many registers there are; see 15."""
+    return release() >= (3, 7)
 
 
 def hidden_gradients_want_warps() -> bool:
