@@ -19,7 +19,7 @@ from tilefold.ops._shared.impl import triton_installed
 
 SOURCES = Path(tilefold.__file__).parent
 PRIVATE = re.compile(
-    r"torch\._(?!dynamo|_)\w|_functorch|forward_ad\._|\bknobs\b|packed_metadata|launch_pdl|backends\.nvidia|\.do_not_specialize"
+    r"torch\._(?!dynamo|_)\w|aten\._\w|_functorch|forward_ad\._|\bknobs\b|packed_metadata|launch_pdl|backends\.nvidia|\.do_not_specialize"
 )
 needs_triton = pytest.mark.skipif(not triton_installed(), reason="triton is not installed")
 

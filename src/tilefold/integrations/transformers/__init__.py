@@ -1,4 +1,4 @@
-"""transformers 5: alpha-entmax attention for stock models, through the library's own registries.
+"""transformers 5: alpha-entmax attention, and packed tokens, for stock models, through the library's own registries.
 
 from tilefold.integrations.transformers import register
 
@@ -17,6 +17,8 @@ from tilefold.integrations.transformers._alpha import set_alpha
 from tilefold.integrations.transformers._attention import entmax_attention_forward, entmax_mask, register, unregister
 from tilefold.integrations.transformers._checkpoint import runs_entmax, use_softmax
 from tilefold.integrations.transformers._learn import learn_alpha, load_alpha, use_entmax
+from tilefold.integrations.transformers._packable import stop_packed, use_packed
+from tilefold.integrations.transformers._packed import packed_hidden_states
 from tilefold.integrations.transformers._schedule import AlphaSchedule
 from tilefold.integrations.transformers._sparsity import LayerSparsity, SparsityRecord, record_sparsity
 
@@ -28,11 +30,14 @@ __all__ = [
     "entmax_mask",
     "learn_alpha",
     "load_alpha",
+    "packed_hidden_states",
     "record_sparsity",
     "register",
     "runs_entmax",
     "set_alpha",
+    "stop_packed",
     "unregister",
     "use_entmax",
+    "use_packed",
     "use_softmax",
 ]

@@ -209,3 +209,65 @@ class _Matrix:
     def data_ptr(self) -> int:
         """Where the matrix begins."""
         return self.address
+
+
+def flash_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """Torch's flash attention of packed 16-bit ``[T, H, D]``, differentiable, with ``|i - j| <= window``.
+
+    ``torch.nn.attention.varlen`` calls the same kernels, but has no dropout and costs the host more per call.
+    """
+    side = -1 if window is None else window
+    found = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        False,
+        False,
+        scale=scale,
+        window_size_left=side,
+        window_size_right=side,
+    )
+    out: Tensor = found[0]
+    return out
+
+
+def efficient_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float,
+    scale: float | None,
+) -> Tensor:
+    """Torch's memory-efficient attention of packed ``[T, H, D]``, differentiable, in fp32 too."""
+    found = torch.ops.aten._efficient_attention_forward(
+        query[None],
+        key[None],
+        value[None],
+        None,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        0,
+        torch.is_grad_enabled(),
+        scale=scale,
+    )
+    out: Tensor = found[0]
+    return out[0]

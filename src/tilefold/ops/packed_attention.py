@@ -1,0 +1,133 @@
+"""Softmax attention of packed sequences, for encoders that should see no padding; the specification is torch's SDPA."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tilefold.ops._shared.internals import efficient_attention_varlen, flash_attention_varlen
+
+__all__ = ["packed_softmax_attention", "places_of_tokens"]
+
+_HALF = (torch.float16, torch.bfloat16)
+_FLASH_HEAD_DIM = 256  # largest head of torch's flash kernels
+
+
+def packed_softmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """``softmax(scale * q k^T) v`` within each sequence of a pack, forward and backward.
+
+    On a GPU torch's own variable-length kernels run: flash attention in 16 bits, memory-efficient attention in fp32.
+    On the CPU, sequences are attended to one after the other. What neither can do (a window in fp32, heads that are no
+    multiple of 8, other devices) is padded inside this function alone. No path waits for the GPU.
+
+    Args:
+        query, key, value: ``[T, H, D]`` floating, of any strides whose last is 1; one number of heads.
+        cu_seqlens: int32 ``[B + 1]``, from 0 to T, on the device of ``query``.
+        max_seqlen: at least the length of the longest sequence.
+        scale: of the scores; ``D ** -0.5`` by default.
+        window: keys at a distance of at most this are seen; all by default.
+        dropout_p: probability that a weight is dropped.
+
+    Returns:
+        ``[T, H, D]`` in the dtype of ``query``.
+
+    Raises:
+        ValueError: for other shapes, or offsets of another dtype.
+    """
+    if query.dim() != 3 or key.shape != query.shape or value.shape != query.shape:
+        raise ValueError(
+            f"query, key and value must have one shape [T, H, D], got {list(query.shape)}, {list(key.shape)} and "
+            f"{list(value.shape)}; repeat the heads of key and value first."
+        )
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+        raise ValueError(
+            f"cu_seqlens must be int32 of shape [B + 1], got {cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}."
+        )
+    if window is not None and window >= max_seqlen - 1:
+        window = None
+    if query.is_cuda and torch.version.cuda is not None:
+        if query.dtype in _HALF and query.size(2) % 8 == 0 and _flash_runs_on(query):
+            return flash_attention_varlen(query, key, value, cu_seqlens, max_seqlen, dropout_p, scale, window)
+        if window is None and query.dtype in (*_HALF, torch.float32) and query.size(2) % 8 == 0:
+            return efficient_attention_varlen(query, key, value, cu_seqlens, max_seqlen, dropout_p, scale)
+    if query.device.type == "cpu":
+        return _one_by_one(query, key, value, cu_seqlens, scale, window, dropout_p)
+    return _padded(query, key, value, cu_seqlens, max_seqlen, scale, window, dropout_p)
+
+
+def places_of_tokens(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Sequence and place of each token of a pack, int64 ``[T]`` each, without waiting for the device."""
+    every = torch.arange(tokens, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].long(), every, right=True)
+    return sequence, every - cu_seqlens.long()[sequence]
+
+
+def _flash_runs_on(query: Tensor) -> bool:
+    return query.size(2) <= _FLASH_HEAD_DIM and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def _one_by_one(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    scale: float | None,
+    window: int | None,
+    dropout_p: float,
+) -> Tensor:
+    """Each sequence by itself: no padding, and one cut of the pack forward and backward."""
+    lengths = cu_seqlens.diff().tolist()
+    parts = [torch.split(tensor.transpose(0, 1), lengths, dim=1) for tensor in (query, key, value)]  # [H, L, D] each
+    found = []
+    for length, q, k, v in zip(lengths, *parts, strict=True):
+        mask = _within(window, length, query.device) if window is not None and window < length - 1 else None
+        found.append(
+            scaled_dot_product_attention(q[None], k[None], v[None], mask, dropout_p, scale=scale)[0]
+            if length
+            else q.new_zeros(q.shape)
+        )
+    return torch.cat(found, dim=1).transpose(0, 1) if found else query.new_zeros(query.shape)
+
+
+def _padded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float | None,
+    window: int | None,
+    dropout_p: float,
+) -> Tensor:
+    count = cu_seqlens.numel() - 1
+    if query.size(0) == 0 or count == 0:
+        return query.new_zeros(query.shape)
+    offsets = cu_seqlens.long()
+    places = torch.arange(max_seqlen, device=query.device)
+    rows = (offsets[:-1, None] + places).clamp(max=query.size(0) - 1)  # [B, S]
+    inside = places < offsets.diff()[:, None]  # [B, S]
+    mask = (inside | (places == 0))[:, None, None]  # an empty sequence sees something, which nobody reads
+    if window is not None:  # so do the queries of padding
+        mask = mask & (_within(window, max_seqlen, query.device) | ~inside[:, None, :, None])
+    q, k, v = (tensor[rows].transpose(1, 2) for tensor in (query, key, value))  # [B, H, S, D]
+    out = scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale).transpose(1, 2)
+    sequence, place = places_of_tokens(cu_seqlens, query.size(0))
+    return out.flatten(0, 1)[sequence * max_seqlen + place]
+
+
+def _within(window: int, length: int, device: torch.device) -> Tensor:
+    """``[L, L]`` whether query and key are at most ``window`` apart."""
+    places = torch.arange(length, device=device)
+    near: Tensor = (places[:, None] - places).abs() <= window
+    return near
