@@ -120,10 +120,10 @@ def test_training_that_cannot_learn_says_so(call: Call, work: Path, tmp_path: Pa
     alone = call(*asked, "--batch-size", "1")
     assert alone.code == 2 and "--batch-size must be a whole number of at least 2" in alone.err
     exploded = call(*asked, "--batch-size", "4", "--steps", "12", "--lr", "10")
-    assert exploded.code == 0, exploded.err
-    assert re.search(
-        r"warning: the ranking loss rose from .* the model did not learn; train with a smaller --lr", exploded.err
-    )
+    # where so large a rate ends depends on rounding, so on the device
+    rose = re.search(r"warning: the ranking loss rose from .* did not learn; train with a smaller --lr", exploded.err)
+    dead = re.search(r"the model is dead|the gradient is zero .* nothing is learnt|the training has diverged", exploded.err)
+    assert (rose and exploded.code == 0) or (dead and exploded.code == 1), exploded.err
 
 
 def test_ctrl_c_says_that_work_is_kept_only_where_it_is(

@@ -106,7 +106,7 @@ def test_idf_queries_are_fitted_on_the_collection_and_learn_at_a_rate_of_their_o
     recipe = small_recipe(RECIPES["inference-free"], bases)
     assert isinstance(recipe, LsrRecipe) and recipe.query is not None
     texts = list(collection.contents().values())
-    start = load_base_model(recipe, texts)[0].sub_modules["query"][0]
+    start = load_base_model(recipe, texts).cpu()[0].sub_modules["query"][0]
     (token,) = start.tokenizer("functions", add_special_tokens=False)["input_ids"]
     assert start.weight[token].item() == pytest.approx(math.log1p(0.5 / (len(texts) + 0.5)))  # it is in every document
     assert start.weight.max().item() == pytest.approx(math.log1p((len(texts) + 0.5) / 0.5))  # of a token in none
