@@ -122,7 +122,9 @@ def test_training_that_cannot_learn_says_so(call: Call, work: Path, tmp_path: Pa
     exploded = call(*asked, "--batch-size", "4", "--steps", "12", "--lr", "10")
     # where so large a rate ends depends on rounding, so on the device
     rose = re.search(r"warning: the ranking loss rose from .* did not learn; train with a smaller --lr", exploded.err)
-    dead = re.search(r"the model is dead|the gradient is zero .* nothing is learnt|the training has diverged", exploded.err)
+    dead = re.search(
+        r"the model is dead|the gradient is zero .* nothing is learnt|the training has diverged", exploded.err
+    )
     assert (rose and exploded.code == 0) or (dead and exploded.code == 1), exploded.err
 
 

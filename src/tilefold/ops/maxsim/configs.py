@@ -10,7 +10,9 @@ import torch
 from tilefold.ops._shared._triton.releases import (
     ALL_REGISTERS,
     assembled_by_ptxas_13_4,
+    document_tiles_spill,
     late_interaction_gradients_spill,
+    lists_want_four_warps,
     smooth_maxima_want_registers,
 )
 from tilefold.ops._shared.impl import triton_interpreted
@@ -213,11 +215,11 @@ def backward_config_for(capability: tuple[int, int], dtype: torch.dtype, tf32: b
         config = replace(BACKWARD_FP32, precision="tf32") if tf32 else BACKWARD_FP32
         new = assembled_by_ptxas_13_4()
         if ampere:
-            config = replace(config, stages_d=1, list_e=16, list_warps=4 if new else 8)
+            config = replace(config, stages_d=1, list_e=16, list_warps=4 if lists_want_four_warps() else 8)
             config = replace(config, smooth_registers=ALL_REGISTERS if smooth_maxima_want_registers() else None)
         return replace(config, smooth_stages=2) if blackwell or (ampere and (old or new)) else config
     config = BACKWARD_16BIT
-    if blackwell or (ampere and old):
+    if blackwell or (ampere and document_tiles_spill()):
         config = replace(config, block_t=64, block_e=32 if blackwell else config.block_e, stages_d=2)
     return replace(config, warps_q=8) if old and not ampere else config
 

@@ -19,7 +19,8 @@ attention, sm_90, keeps to registers   yes    yes    yes    yes    no (8) no (7)
 roots of one stage get registers (11)  no     yes    yes    yes    yes    yes
 fp32 dk and dv get registers (13)      yes    yes    yes    yes    no     yes
 maxsim's gradients spill (14)          yes    no     no     no     no     no
-maxsim's lists keep to 8 warps (15)    yes    yes    yes    yes    yes    no
+maxsim's lists keep to 8 warps (15)    yes    yes    yes    yes    no     no
+documents' tiles of 128 spill (17)     yes    no     no     yes    yes    no
 the head's products keep to 4 (16)     yes    yes    yes    no     no     no
 =====================================  =====  =====  =====  =====  =====  =====
 
@@ -36,11 +37,11 @@ the head's products keep to 4 (16)     yes    yes    yes    no     no     no
 11. Of attention in fp32 with heads wider than 128, on 8.0: the assembler of 3.4 gives that kernel 32.
 12. What 16 of must divide a row behind a descriptor.
 13. In attention, the assembler of 3.8 gives fp32's kernel 32 above head dimension 128, and spills in its loop above 64.
-14. Of documents in 16 bits on 8.0 with 128 tokens in a tile, of listed pairs' queries in 16 bits from 9.0 on with 4
-    warps, of smooth maxima in fp32 on 8.0 without a pipeline.
-15. In fp32 on 8.0: with 3.4 and 3.6 they spill with 4 warps, with 3.9 with 8. From 3.7 on, smooth
+14. Of listed pairs' queries in 16 bits from 9.0 on with 4 warps, of smooth maxima in fp32 on 8.0 without a pipeline.
+15. In fp32 on 8.0: with 3.4 and 3.6 they spill with 4 warps, with 3.8 and 3.9 with 8. From 3.7 on, smooth
     maxima of packed queries are held to 128 registers, and spill, unless the assembler is told how many there are.
 16. The gradient of hidden states in 16 bits on 8.0, where its programs add up counts themselves.
+17. In maxsim's gradient of documents in 16 bits on 8.0, where tokens are scaled and masked; 64 do not.
 
 This file imports without Triton.
 """
@@ -139,8 +140,18 @@ def late_interaction_gradients_spill() -> bool:
     return release() == (3, 4)
 
 
+def document_tiles_spill() -> bool:
+    """Whether maxsim's gradient of documents in 16 bits spills on 8.0 with 128 tokens in a tile; see 17."""
+    return release() in ((3, 4), (3, 7), (3, 8))
+
+
+def lists_want_four_warps() -> bool:
+    """Whether maxsim's gradient of lists in fp32 spills on 8.0 with 8 warps; see 15."""
+    return release() >= (3, 8)
+
+
 def assembled_by_ptxas_13_4() -> bool:
-    """Whether maxsim's fp32 gradients on 8.0 want 4 warps per list and a pipeline for smooth maxima; see 15."""
+    """Whether maxsim's smooth maxima in fp32 on 8.0 want a pipeline."""
     return release() >= (3, 9)
 
 
