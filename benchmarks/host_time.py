@@ -3,9 +3,11 @@
     python -m benchmarks.host_time --output results.csv
 
 Tensors are tiny, so that the device always keeps up. A sample is the time to enqueue ``--calls`` calls on an idle
-device, fewer than its queue holds, divided by their number; between samples the script waits for the device. The first
-line, an in-place addition, is what this machine takes for one launch by torch itself. Training is a call and the
-gradients of its inputs through ``torch.autograd.grad``. Rows whose package is missing, or which fail, say why and have
+device, fewer than its queue holds, divided by their number; between samples the script waits for the device. Machines
+differ by two and change their pace while one watches, so each sample is followed by one of a yardstick, and their ratio
+is printed too: for inference an in-place addition, one launch by torch itself, and for training an autograd function
+that saves its inputs and launches nothing. Training is a call and the gradients of its inputs through
+``torch.autograd.grad``. Rows whose package is missing, or which fail, say why and have
 no time. Python's garbage collector is off meanwhile. ``--output`` keeps rows of other calls that a file already has.
 """
 
@@ -50,51 +52,56 @@ def main() -> int:
     print(
         f"{provenance.device}, {provenance.cpu}, torch {provenance.torch}, triton {provenance.triton}; microseconds\n"
     )
-    print(f"{'call':44s} {'p20':>8s} {'median':>8s} {'p80':>8s}")
+    print(f"{'call':44s} {'p20':>8s} {'median':>8s} {'p80':>8s} {'yardstick':>10s} {'ratio':>8s}")
+    addition, function = _add(), _empty_function()
     for name, prepare in cases():
         if options.only and not any(text in name for text in options.only):
             continue
-        found = row(name, prepare, options.calls, options.samples)
+        found = row(name, prepare, function if name.endswith("f+b") else addition, options.calls, options.samples)
         if options.output is not None:  # after each: a later case may take the process with it
             write_csv(options.output, [found], provenance, ("call",))
     return 0
 
 
-def row(name: str, prepare: Callable[[], Call], calls: int, samples: int) -> dict[str, object]:
+def row(name: str, prepare: Callable[[], Call], yardstick: Call, calls: int, samples: int) -> dict[str, object]:
     """One row of the table, printed; a failure is its note."""
-    found: dict[str, object] = dict.fromkeys(("p20_us", "median_us", "p80_us"), "")
+    found: dict[str, object] = dict.fromkeys(("p20_us", "median_us", "p80_us", "yardstick_us", "ratio"), "")
     found = {"call": name} | found | {"calls": calls, "samples": samples, "note": ""}
     try:
-        times = timed(prepare(), calls, samples)
+        times, beside = timed((prepare(), yardstick), calls, samples)
     except Exception as error:
         found["note"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         print(f"{name:44s} {found['note']}", flush=True)
         return found
     p20, _, _, p80 = statistics.quantiles(times, n=5)
-    median = statistics.median(times)
+    median, measure = statistics.median(times), statistics.median(beside)
+    ratio = statistics.median(mine / other for mine, other in zip(times, beside, strict=True))
     found |= {"p20_us": round(p20, 2), "median_us": round(median, 2), "p80_us": round(p80, 2)}
-    print(f"{name:44s} {p20:8.1f} {median:8.1f} {p80:8.1f}", flush=True)
+    found |= {"yardstick_us": round(measure, 2), "ratio": round(ratio, 3)}
+    print(f"{name:44s} {p20:8.1f} {median:8.1f} {p80:8.1f} {measure:10.1f} {ratio:8.2f}", flush=True)
     return found
 
 
-def timed(call: Call, calls: int, samples: int) -> list[float]:
-    """Microseconds of CPU time per call, in each sample."""
-    for _ in range(10):  # compiles, tunes, plans, and fills the allocator's pool
-        call()
-    times = []
+def timed(several: tuple[Call, ...], calls: int, samples: int) -> tuple[list[float], ...]:
+    """Microseconds of CPU time of each call, in each sample; they take turns."""
+    for call in several:
+        for _ in range(10):  # compiles, tunes, plans, and fills the allocator's pool
+            call()
+    times: tuple[list[float], ...] = tuple([] for _ in several)
     gc.collect()
     gc.disable()
     try:
         for _ in range(samples + 5):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(calls):
-                call()
-            times.append(1e6 * (time.perf_counter() - begin) / calls)
+            for call, found in zip(several, times, strict=True):
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                for _ in range(calls):
+                    call()
+                found.append(1e6 * (time.perf_counter() - begin) / calls)
         torch.cuda.synchronize()
     finally:
         gc.enable()
-    return times[5:]
+    return tuple(found[5:] for found in times)
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Call]]]:
