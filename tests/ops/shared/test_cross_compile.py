@@ -26,7 +26,8 @@ def test_spills_are_counted_as_the_disassembler_counts_them(capability: int, reg
     compiled = compile_kernel(_gather_kernel, types, constants, capability, 1, 3, registers=registers)
     disassembled = re.findall(r"\b(?:LDL|STL)\b", dump(compiled.cubin, "--dump-sass"))
     assert compiled.local_memory == len(disassembled)
-    assert (compiled.local_memory > 0) == (compiled.stack > 0) == (registers is not None)
+    assert (compiled.local_memory > 0) == (compiled.stack > 0)
+    assert registers is None or compiled.local_memory > 0  # without a limit, some releases put a register away too
 
 
 # an outer loop of 6 instructions around one of 3, then a branch that jumps over the end
