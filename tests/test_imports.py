@@ -106,7 +106,8 @@ ARROWS = {
     "integrations": {"modules", "nn", "ops"},
     "recipes": {"integrations", "losses", "modules", "retrieval"},
     "bench": {"ops", "testing"},
-    "cli": {"bench", "integrations", "ops", "recipes", "retrieval"},
+    "serve": {"integrations", "ops", "retrieval"},
+    "cli": {"bench", "integrations", "ops", "recipes", "retrieval", "serve"},
 }
 # An operator's files of one name, with whatever follows it, are one implementation.
 IMPLEMENTATIONS = ("_reference", "_tiled", "_triton")

@@ -90,7 +90,21 @@ def _say(text: str) -> None:
 def _app() -> Any:
     import typer
 
-    from tilefold.cli import bench, demo, encode, evaluate, fuse, index, info, mine, recipes, score, search, train
+    from tilefold.cli import (
+        bench,
+        demo,
+        encode,
+        evaluate,
+        fuse,
+        index,
+        info,
+        mine,
+        recipes,
+        score,
+        search,
+        serve,
+        train,
+    )
     from tilefold.cli._root import root
 
     app = typer.Typer(
@@ -113,6 +127,7 @@ def _app() -> Any:
         fuse.fuse,
         mine.mine,
         score.score,
+        serve.serve,
         bench.bench,
         info.info,
     ):

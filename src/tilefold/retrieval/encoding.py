@@ -21,7 +21,7 @@ from tilefold.retrieval.vectors import SparseVectorWriter, VectorManifest
 if TYPE_CHECKING:
     from tilefold.retrieval._token_vectors import TokenVectors
 
-__all__ = ["encode_collection", "encode_queries", "model_fingerprint"]
+__all__ = ["encode_batch", "encode_collection", "encode_queries", "model_fingerprint"]
 
 Kind = Literal["document", "query"]
 T = TypeVar("T", SparseVectors, "TokenVectors")
@@ -264,7 +264,7 @@ def _encode(
     fingerprint = vocabulary_fingerprint(_tokenizer(model))
 
     def run(batch: list[str]) -> SparseVectors:
-        matrix = _run(model, [texts[name] for name in batch], kind, top_k, min_weight)
+        matrix = encode_batch(model, [texts[name] for name in batch], kind, top_k, min_weight)
         vectors = SparseVectors.from_torch(batch, matrix, fingerprint, min_weight)
         return vectors.without(dropped) if dropped else vectors
 
@@ -341,7 +341,7 @@ def _tokenizer(model: Any) -> Any:
 
 def _vocab_size(model: Any, kind: Kind) -> int:
     """Length of the model's vectors, found by encoding one word, because stock models need not declare it."""
-    vectors = _run(model, ["a"], kind, None)
+    vectors = encode_batch(model, ["a"], kind)
     if vectors.ndim != 2:
         raise ValueError(
             f"model: expected a SparseEncoder, got {type(model).__name__}, whose vectors for one text have "
@@ -350,9 +350,19 @@ def _vocab_size(model: Any, kind: Kind) -> int:
     return int(vectors.shape[1])
 
 
-def _run(model: Any, batch: list[str], kind: Kind, top_k: int | None, min_weight: float = 0.0) -> Any:
-    """``[len(batch), V]``: dense from a stock model, CSR from one that ``accelerate`` gave ``encode_sparse_batch``."""
-    batch = cut_texts(model, batch)
+def encode_batch(
+    model: Any, texts: Sequence[str], kind: Kind, top_k: int | None = None, min_weight: float = 0.0
+) -> Any:
+    """One batch of texts, ``[len(texts), V]``: dense from a stock model, CSR from an accelerated one.
+
+    Args:
+        model: a ``SparseEncoder``; ``accelerate`` gave it ``encode_sparse_batch``, or did not.
+        texts: encoded in one forward pass.
+        kind: the model's prompt and route.
+        top_k: heaviest terms kept per text; None uses the model's own ``max_active_dims``.
+        min_weight: terms are kept above this weight, by an accelerated model.
+    """
+    batch = cut_texts(model, texts)
     encode_sparse_batch = getattr(model, "encode_sparse_batch", None)
     if encode_sparse_batch is not None:
         return encode_sparse_batch(batch, task=kind, top_k=top_k, min_weight=min_weight)

@@ -1,0 +1,127 @@
+"""``tilefold serve``: models behind HTTP."""
+# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tilefold.cli import _common, _models
+
+if TYPE_CHECKING:
+    from tilefold.serve.service import Service
+
+KEY_VARIABLE = "TILEFOLD_API_KEY"
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_LIMIT_NAMES = ("max_concurrent_requests", "max_batch_tokens", "max_client_batch_size", "payload_limit")
+
+
+def serve(
+    model: Annotated[
+        str, typer.Option(help="Folder or Hugging Face name of a sparse, multi-vector or dense model; minilm is dense.")
+    ],
+    host: Annotated[str, typer.Option(help="Address; 0.0.0.0 is every one of this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8080,
+    default_side: Annotated[
+        str,
+        typer.Option(help="query or document: what inputs are at the root; /query and /document say so themselves."),
+    ] = "document",
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help=f"File with the key that requests must carry; or {KEY_VARIABLE} in the environment."),
+    ] = None,
+    max_concurrent_requests: Annotated[int, typer.Option(help="Inputs in work or waiting; the next gets a 429.")] = 512,
+    max_batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch, padding included.")] = 16384,
+    max_client_batch_size: Annotated[int, typer.Option(help="Inputs of a request.")] = 32,
+    payload_limit: Annotated[int, typer.Option(help="Bytes of a body.")] = 2_000_000,
+    auto_truncate: Annotated[
+        bool, typer.Option("--auto-truncate/--no-auto-truncate", help="Cut inputs that are too long, or refuse them.")
+    ] = True,
+) -> None:
+    """Serve a model over HTTP, wire-compatible with text-embeddings-inference 1.9; Ctrl-C ends it.
+
+    POST /embed_sparse, /embed_all, /embed, /rerank, /score, /tokenize and /decode; GET /info, /health and /metrics. The
+    same routes below /query and /document encode queries and documents, where a model tells them apart.
+    """
+    _check_packages()
+    if default_side not in ("query", "document"):
+        raise _common.UsageError(f"--default-side: expected query or document, got {default_side!r}.")
+    values = (max_concurrent_requests, max_batch_tokens, max_client_batch_size, payload_limit)
+    limits = _limits(dict(zip(_LIMIT_NAMES, values, strict=True)) | {"auto_truncate": auto_truncate})
+    key = _key(api_key_file)
+    _models.find_model(model, "--model")
+    opened = _bind(host, port)  # before the model is loaded, which takes longer than finding out that a port is taken
+    try:
+        from tilefold.serve.models import Served
+        from tilefold.serve.service import Service
+
+        loaded, kind = _models.load_model(model, kinds=("sparse", "multi-vector", "dense"))
+        service = Service([Served(loaded, kind, model)], limits, default_side)  # type: ignore[arg-type]
+        if host not in _LOOPBACK and key is None:
+            _common.note(f"--host: everybody who reaches {host} may use this server; --api-key-file asks for a key")
+        _run(service, key, opened, host)
+    finally:
+        opened.close()
+
+
+def _run(service: Service, key: str | None, opened: socket.socket, host: str) -> None:
+    from tilefold.serve.app import create_app
+    from tilefold.serve.server import run
+
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    names = " and ".join(model.name for model in service.models.values())
+    shown = f"[{host}]" if ":" in host else host
+    port = opened.getsockname()[1]
+    run(
+        create_app(service, key),
+        service,
+        opened,
+        lambda: _common.note(f"{names} at http://{shown}:{port}; Ctrl-C ends"),
+    )
+
+
+def _check_packages() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise _common.CommandError('tilefold serve needs FastAPI and uvicorn: pip install "tilefold[serve]"') from error
+
+
+def _limits(values: Mapping[str, Any]) -> Any:
+    from tilefold.serve.settings import Limits
+
+    try:
+        return Limits(**values)
+    except ValueError as error:
+        name, _, rest = str(error).partition(":")
+        raise _common.UsageError(f"--{name.replace('_', '-')}:{rest.replace('_', '-')}") from error
+
+
+def _key(file: Path | None) -> str | None:
+    """The key of --api-key-file, else that of the environment, else None."""
+    if file is None:
+        return os.environ.get(KEY_VARIABLE) or None
+    try:
+        key = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _common.UsageError(f"--api-key-file: {file} cannot be read ({_common.first_line(error)}).") from error
+    if not key or len(key.splitlines()) > 1:
+        raise _common.UsageError(f"--api-key-file: expected one line with the key in {file}, got none or several.")
+    return key
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    from tilefold.serve.server import bind
+
+    try:
+        return bind(host, port)
+    except OSError as error:
+        why = error.strerror or _common.first_line(error)
+        raise _common.CommandError(f"--host, --port: cannot listen on {host}:{port} ({why}); try --port 0.") from error

@@ -1,0 +1,20 @@
+"""An HTTP service for sparse, multi-vector and dense models and their indexes; see ``docs/serve.md``.
+
+Names are resolved on first use, so importing this package imports neither FastAPI nor torch.
+"""
+
+from __future__ import annotations
+
+from tilefold._lazy import lazy_exports
+
+_HOME = {
+    "Limits": "settings",
+    "Served": "models",
+    "Service": "service",
+    "create_app": "app",
+    "bind": "server",
+    "run": "server",
+}
+
+__all__ = list(_HOME)
+__getattr__, __dir__ = lazy_exports(globals(), _HOME)

@@ -1,0 +1,88 @@
+"""JSON of vectors: numbers as short as their float32 allows, in the shapes that clients expect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tilefold.serve.bodies import EmbedSparse
+from tilefold.serve.errors import ServeError
+from tilefold.serve.text import TextTokens
+
+__all__ = ["matrices", "numbers", "plain", "sparse_rows", "strongest", "vectors"]
+
+Row = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
+
+
+def plain(value: Any) -> bytes:
+    """Any value as compact JSON."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+
+
+def numbers(values: npt.NDArray[np.float32]) -> list[str]:
+    """The shortest decimals that read back as the same float32."""
+    return values.astype(np.float32).astype("U32").tolist()  # type: ignore[no-any-return]
+
+
+def strongest(row: Row, top_k: int | None, threshold: float | None) -> Row:
+    """The `top_k` heaviest entries (equal weights: the lower index stays) above `threshold`, in index order."""
+    indices, weights = row
+    keep = np.flatnonzero(weights > (threshold or 0.0))
+    if top_k is not None and keep.size > top_k:
+        keep = np.sort(keep[np.argsort(-weights[keep], kind="stable")[:top_k]])
+    return indices[keep], weights[keep]
+
+
+def sparse_rows(rows: Sequence[Row], body: EmbedSparse, text: TextTokens) -> bytes:
+    """The answer of ``/embed_sparse``.
+
+    Raises:
+        ServeError: ``format="tokens"`` and two terms of a row have the same text.
+    """
+    shape = {"values": _values, "arrays": _arrays, "tokens": _by_token}[body.format]
+    kept = (strongest(row, body.top_k, body.threshold) for row in rows)
+    return ("[" + ",".join(shape(*row, text if body.tokens else None, text) for row in kept) + "]").encode()
+
+
+def _values(indices: Any, weights: Any, named: TextTokens | None, _: TextTokens) -> str:
+    pairs = zip(indices.tolist(), numbers(weights), strict=True)
+    if named is None:
+        return "[" + ",".join(f'{{"index":{index},"value":{weight}}}' for index, weight in pairs) + "]"
+    return (
+        "["
+        + ",".join(
+            f'{{"index":{index},"value":{weight},"token":{json.dumps(named.token(index))}}}' for index, weight in pairs
+        )
+        + "]"
+    )
+
+
+def _arrays(indices: Any, weights: Any, named: TextTokens | None, _: TextTokens) -> str:
+    found = indices.tolist()
+    tokens = "" if named is None else f',"tokens":{json.dumps([named.token(index) for index in found])}'
+    return f'{{"indices":{json.dumps(found)},"values":[{",".join(numbers(weights))}]{tokens}}}'
+
+
+def _by_token(indices: Any, weights: Any, _: TextTokens | None, text: TextTokens) -> str:
+    tokens = [text.token(index) for index in indices.tolist()]
+    if len(set(tokens)) < len(tokens):
+        raise ServeError("Validation", "`format`: two terms of a vector have the same text; take arrays")
+    return (
+        "{"
+        + ",".join(f"{json.dumps(token)}:{weight}" for token, weight in zip(tokens, numbers(weights), strict=True))
+        + "}"
+    )
+
+
+def vectors(rows: Sequence[npt.NDArray[np.float32]]) -> bytes:
+    """``[[float]]``."""
+    return ("[" + ",".join(f"[{','.join(numbers(row))}]" for row in rows) + "]").encode()
+
+
+def matrices(rows: Sequence[Any]) -> bytes:
+    """``[[[float]]]`` of tensors ``[tokens, D]``."""
+    return (b"[" + b",".join(vectors(list(row.numpy())) for row in rows) + b"]") if rows else b"[]"

@@ -1,0 +1,133 @@
+"""The ASGI application: the routes at three mount points, who may use them, and what an answer never shows."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from tilefold._version import __version__
+from tilefold.serve.endpoints import JSON
+from tilefold.serve.errors import ServeError
+from tilefold.serve.models import SIDES
+from tilefold.serve.routes import Routes
+from tilefold.serve.service import Service
+
+__all__ = ["create_app"]
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+OPEN_PATHS = frozenset({"/health", "/ping"})  # of probes, which carry no key
+_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
+
+
+def create_app(service: Service, api_key: str | None = None) -> FastAPI:
+    """The application of a service: text-embeddings-inference at ``/``, ``/query`` and ``/document``.
+
+    The service starts and ends with the application.
+
+    Args:
+        service: answers.
+        api_key: what requests must carry as ``Authorization: Bearer KEY``, except health checks.
+
+    Raises:
+        ValueError: an empty key.
+    """
+    if api_key is not None and not api_key.strip():
+        raise ValueError("api_key: expected some text, got an empty one; leave it out for a server without a key.")
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        try:
+            yield
+        finally:
+            service.close()
+
+    app = FastAPI(
+        title="tilefold",
+        description="Sparse and late-interaction retrieval; compatible with text-embeddings-inference 1.9.",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,  # its page loads scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.include_router(Routes(service, service.default_side).router())
+    for side in SIDES:
+        app.include_router(Routes(service, side).router(), prefix=f"/{side}")
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_middleware(Guard, service=service, api_key=api_key)
+    return app
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Unknown routes and methods, in the form of all errors."""
+    status = getattr(error, "status_code", 500)
+    text = {404: "there is no such route", 405: "the route does not take this method"}.get(status, "the request failed")
+    body = ServeError("Validation", text, status=status).body()
+    return Response(body, status, getattr(error, "headers", None), JSON)
+
+
+class Guard:
+    """Checks the key before anything else, and answers errors that nobody expected without their trace.
+
+    Args:
+        app: what is guarded.
+        service: whose log takes such errors.
+        api_key: see :func:`create_app`.
+    """
+
+    def __init__(self, app: Any, service: Service, api_key: str | None) -> None:
+        self._app, self._service = app, service
+        self._key = None if api_key is None else _digest(api_key.encode())
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def tracked(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message.get("headers", []), *_missing(message.get("headers", []))]
+            await send(message)
+
+        if not self._allowed(scope):
+            error = ServeError("Validation", "expected a valid key in the header Authorization: Bearer KEY", status=401)
+            await Response(error.body(), 401, {"www-authenticate": "Bearer"}, JSON)(scope, receive, tracked)
+            return
+        try:
+            await self._app(scope, receive, tracked)
+        except Exception as error:  # the client learns that it failed, the log why
+            self._service.log_failure(error)
+            self._service.metrics.count("te_request_failure", err="internal")
+            if not started:
+                answer = ServeError("Backend", "internal error; the log says why", status=500)
+                await Response(answer.body(), 500, media_type=JSON)(scope, receive, tracked)
+
+    def _allowed(self, scope: Message) -> bool:
+        if self._key is None or scope["path"] in OPEN_PATHS:
+            return True
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = given.partition(b" ")
+        # digests have one length, and are compared in a time that does not depend on where they differ
+        return hmac.compare_digest(_digest(key.strip()), self._key) and scheme.lower() == b"bearer"
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _missing(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    given = {name.lower() for name, _ in headers}
+    return [(name, value) for name, value in _HEADERS if name not in given]

@@ -1,0 +1,213 @@
+"""The routes of text-embeddings-inference, for one side."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
+
+from tilefold._version import __version__
+from tilefold.serve import answers, bodies, reranking
+from tilefold.serve.endpoints import JSON, add_post
+from tilefold.serve.errors import ServeError, invalid, wrong_model
+from tilefold.serve.models import Kind, Side
+from tilefold.serve.service import Asked, Outcome, Service
+
+__all__ = ["Routes"]
+
+_PREFERRED: tuple[Kind, ...] = ("sparse", "multi-vector", "dense")
+
+
+class Routes:
+    """The routes of text-embeddings-inference 1.9 for inputs of one side.
+
+    Args:
+        service: answers.
+        side: of inputs whose request names no other with ``prompt_name``.
+    """
+
+    def __init__(self, service: Service, side: Side) -> None:
+        self.service, self.side = service, side
+
+    def router(self) -> APIRouter:
+        """All of them."""
+        router, service = APIRouter(), self.service
+        embed: tuple[type[bodies.Body], Callable[[Any], Awaitable[Response]]] = (bodies.Embed, self.embed)
+        by_kind: dict[Kind, Any] = {
+            "sparse": (bodies.EmbedSparse, self.embed_sparse),
+            "multi-vector": (bodies.Rerank, self.rerank),
+            "dense": embed,
+        }
+        main = next((by_kind[kind] for kind in _PREFERRED if kind in service.models), embed)
+        for path, body, work, summary in (
+            ("/embed_sparse", bodies.EmbedSparse, self.embed_sparse, "Sparse vectors"),
+            ("/embed_all", bodies.EmbedAll, self.embed_all, "A vector for each token"),
+            ("/embed", *embed, "Dense vectors"),
+            ("/rerank", bodies.Rerank, self.rerank, "Texts or documents, ranked by late interaction"),
+            ("/v1/rerank", bodies.Rerank, self.rerank, "As /rerank"),
+            ("/v2/rerank", bodies.Rerank, self.rerank, "As /rerank"),
+            ("/score", bodies.Score, self.score, "Scores of pairs by late interaction"),
+            ("/tokenize", bodies.Tokenize, self.tokenize, "Tokens of texts"),
+            ("/decode", bodies.Decode, self.decode, "Texts of token ids"),
+            ("/", *main, "What the first model makes, as SageMaker and the Inference API ask for it"),
+            ("/invocations", *main, "What the first model makes, as SageMaker asks for it"),
+        ):
+            add_post(router, path, body, work, service, summary)
+        for path in ("/v1/embeddings", "/embeddings"):
+            add_post(
+                router, path, bodies.OpenAIEmbeddings, self.openai, service, "Dense vectors, as OpenAI answers",
+                ServeError.openai_body,
+            )  # fmt: skip
+        router.add_api_route("/info", self.info, methods=["GET"], summary="The model, and the limits")
+        router.add_api_route("/metrics", self.metrics, methods=["GET"], response_class=PlainTextResponse)
+        for path in ("/health", "/ping", "/"):
+            router.add_api_route(path, self.health, methods=["GET"], response_class=Response, summary="200 or 503")
+        return router
+
+    def asked(self, body: Any) -> Asked:
+        """What a body says of the encoding."""
+        return Asked(self.side, body.prompt_name, body.truncate, body.truncation_direction)
+
+    def texts(self, inputs: list[Any]) -> list[str]:
+        """Inputs as texts: token ids are decoded, as text-embeddings-inference does."""
+        texts = [each if isinstance(each, str) else self.service.text.decode(each, True) for each in inputs]
+        if any(not text for text in texts):
+            raise invalid("`inputs` cannot be empty")
+        return texts
+
+    async def _encoded(self, kind: Kind, body: Any) -> Outcome:
+        self.service.model(kind)
+        texts = self.texts(body.inputs)
+        self.service.metrics.count("te_request_count", method=_method(texts))
+        with self.service.permit(texts):
+            return await self.service.encode(kind, texts, self.asked(body))
+
+    def answer(self, content: bytes, outcome: Outcome, kind: Kind, method: str) -> Response:
+        """The response, noted in the metrics."""
+        self.service.record(outcome, method)
+        return Response(content, media_type=JSON, headers=outcome.headers(self.service.model(kind).device))
+
+    async def embed_sparse(self, body: bodies.EmbedSparse) -> Response:
+        """``[[{"index", "value"}]]``, a list per input."""
+        outcome = await self._encoded("sparse", body)
+        text = self.service.model("sparse").text
+        content = await self.service.off_loop(answers.sparse_rows, outcome.rows, body, text)
+        return self.answer(content, outcome, "sparse", _method(outcome.rows))
+
+    async def embed_all(self, body: bodies.EmbedAll) -> Response:
+        """``[[[float]]]``: the token vectors of each input that take part in scores."""
+        outcome = await self._encoded("multi-vector", body)
+        content = await self.service.off_loop(answers.matrices, outcome.rows)
+        return self.answer(content, outcome, "multi-vector", _method(outcome.rows))
+
+    async def embed(self, body: bodies.Embed) -> Response:
+        """``[[float]]``."""
+        self._refuse_dense()
+        outcome = await self._encoded("dense", body)
+        rows = [_shaped(row, body.dimensions, body.normalize) for row in outcome.rows]
+        content = await self.service.off_loop(answers.vectors, rows)
+        return self.answer(content, outcome, "dense", _method(rows))
+
+    async def openai(self, body: bodies.OpenAIEmbeddings) -> Response:
+        """``{"object": "list", "data": [{"embedding"}]}``."""
+        self._refuse_dense()
+        texts = self.texts(body.input)
+        self.service.metrics.count("te_request_count", method=_method(texts))
+        with self.service.permit(texts, "input"):
+            outcome = await self.service.encode("dense", texts, Asked(self.side))
+        rows = [_shaped(row, body.dimensions, True) for row in outcome.rows]
+        data = [
+            {
+                "object": "embedding",
+                "embedding": base64.b64encode(row.astype("<f4").tobytes()).decode()
+                if body.encoding_format == "base64"
+                else [float(number) for number in answers.numbers(row)],
+                "index": at,
+            }
+            for at, row in enumerate(rows)
+        ]
+        usage = {"prompt_tokens": outcome.tokens, "total_tokens": outcome.tokens}
+        answer = {"object": "list", "data": data, "model": self.service.model("dense").name, "usage": usage}
+        return self.answer(answers.plain(answer), outcome, "dense", _method(rows))
+
+    def _refuse_dense(self) -> None:
+        if "dense" not in self.service.models and "sparse" in self.service.models:
+            raise wrong_model("the model makes sparse vectors: POST /embed_sparse with inputs, or serve a dense model")
+        self.service.model("dense")
+
+    async def rerank(self, body: bodies.Rerank) -> Response:
+        """Best first; see :mod:`tilefold.serve.reranking`."""
+        self.service.metrics.count("te_request_count", method="batch")
+        return self.answer(*await reranking.rerank(self.service, body), "multi-vector", "batch")
+
+    async def score(self, body: bodies.Score) -> Response:
+        """In the order of the request."""
+        self.service.metrics.count("te_request_count", method="batch")
+        return self.answer(*await reranking.score(self.service, body), "multi-vector", "batch")
+
+    async def tokenize(self, body: bodies.Tokenize) -> Response:
+        """``[[{"id", "text", "special", "start", "stop"}]]``."""
+        model, texts = self.service.first_model, body.inputs
+        with self.service.permit(texts):
+            prompt = "" if body.prompt_name is None else model.prompt(model.way(self.side, body.prompt_name))
+            found = await self.service.off_loop(model.text.tokenize, texts, body.add_special_tokens, prompt)
+        return Response(answers.plain(found), media_type=JSON)
+
+    async def decode(self, body: bodies.Decode) -> Response:
+        """``[text]``."""
+        text = self.service.text
+        with self.service.permit(body.ids, "ids"):
+            found = [text.decode(ids, body.skip_special_tokens) for ids in body.ids]
+        return Response(answers.plain(found), media_type=JSON)
+
+    async def info(self) -> dict[str, Any]:
+        """The first model, and the limits."""
+        limits, model = self.service.limits, self.service.first_model
+        poolings = {"sparse": "splade", "multi-vector": "late-interaction", "dense": "mean"}
+        return {
+            "model_id": model.name,
+            "model_sha": None,
+            "model_dtype": model.dtype,
+            "served_model_name": model.name,
+            "model_type": {"embedding": {"pooling": poolings[model.kind]}},
+            "max_concurrent_requests": limits.max_concurrent_requests,
+            "max_input_length": model.limit(self.side),
+            "max_batch_tokens": limits.max_batch_tokens,
+            "max_batch_requests": None,
+            "max_client_batch_size": limits.max_client_batch_size,
+            "auto_truncate": limits.auto_truncate,
+            "tokenization_workers": limits.tokenization_workers,
+            "version": __version__,
+            "sha": None,
+            "docker_label": None,
+            "models": {each.kind: each.name for each in self.service.models.values()},
+            "side": self.side,
+        }
+
+    async def metrics(self) -> PlainTextResponse:
+        """For Prometheus."""
+        return PlainTextResponse(self.service.metrics.render(), media_type="text/plain; version=0.0.4")
+
+    async def health(self) -> Response:
+        """Empty with 200, or 503."""
+        if self.service.healthy:
+            return Response()
+        error = ServeError("Unhealthy", "unhealthy")
+        return Response(error.body(), error.status, media_type=JSON)
+
+
+def _method(inputs: Any) -> str:
+    return "single" if len(inputs) == 1 else "batch"
+
+
+def _shaped(row: Any, dimensions: int | None, normalize: bool) -> Any:
+    """A dense vector, cut to its first dimensions and then of length 1, if asked for."""
+    if dimensions is not None and dimensions > len(row):
+        raise invalid(f"`dimensions` expected at most {len(row)}, got {dimensions}")
+    cut = row[:dimensions]
+    length = float(np.linalg.norm(cut))
+    return cut / length if normalize and length > 0 else cut

@@ -1,0 +1,154 @@
+"""uvicorn with what it lacks: a limit of connections that answers, and of the time for the head of a request."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tilefold.serve.errors import ServeError
+from tilefold.serve.service import Service
+from tilefold.serve.settings import Limits
+
+__all__ = ["Server", "bind", "run"]
+
+_BACKLOG = 512
+_SPARE_FILES = 256  # of the process beside connections
+_LINGER_SECONDS = 1.0  # for a refused client to read why
+_LINGERING = 256  # of them at once
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket for `host` and `port` (0: any free one), which does not listen yet.
+
+    Raises:
+        OSError: the address is taken or not of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind((host, port))
+    except OSError:
+        opened.close()
+        raise
+    return opened
+
+
+class Server(uvicorn.Server):
+    """uvicorn without a log of requests, on our protocol and with our limits.
+
+    Args:
+        app: of :func:`tilefold.serve.create_app`.
+        service: that of the application.
+        ready: called once the server answers.
+    """
+
+    def __init__(self, app: Any, service: Service, ready: Callable[[], None] | None = None) -> None:
+        limits = service.limits
+        self._ready = ready
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=_protocol(limits),
+                ws="none",
+                log_config=None,
+                access_log=False,  # queries are nobody's business
+                server_header=False,
+                backlog=_BACKLOG,
+                timeout_keep_alive=max(1, round(limits.keep_alive_seconds)),
+                timeout_graceful_shutdown=max(1, round(limits.shutdown_seconds)),
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        if self.started and self._ready is not None:
+            self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End after the requests in work. The signal has then been obeyed, and is not raised again."""
+        await super().shutdown(sockets)
+        getattr(self, "_captured_signals", []).clear()
+
+
+def run(app: Any, service: Service, opened: socket.socket, ready: Callable[[], None] | None = None) -> None:
+    """Serve on a bound socket until SIGINT or SIGTERM; requests in work then have ``shutdown_seconds``."""
+    _allow_files(2 * service.limits.max_connections + _SPARE_FILES)
+    Server(app, service, ready).run([opened])
+
+
+def _allow_files(wanted: int) -> None:
+    """Raise the limit of open files, which connections are, as far as the system lets us."""
+    try:
+        import resource  # noqa: PLC0415 - not on Windows
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
+def _protocol(limits: Limits) -> type[asyncio.Protocol]:
+    """uvicorn's HTTP/1.1 with our limits.
+
+    A connection above the limit gets an answer and is closed. One that sends no whole head of a request in time, slow
+    byte by byte or not at all, is closed, between requests too.
+    """
+    refusal = ServeError("Overloaded", "too many connections").body()
+    head = f"HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\ncontent-length: {len(refusal)}\r\n"
+    refused = f"{head}retry-after: 1\r\nconnection: close\r\n\r\n".encode() + refusal
+
+    lingering: set[H11Protocol] = set()
+
+    class Limited(H11Protocol):
+        _head: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > limits.max_connections:
+                self._refuse()
+            else:
+                self._head = self.loop.call_later(limits.header_seconds, self._too_slow)
+
+        def _refuse(self) -> None:
+            self.connections.discard(self)
+            self.transport.write(refused)
+            if len(lingering) >= _LINGERING:
+                self.transport.close()
+                return
+            lingering.add(self)  # closing at once, with a request unread, would take the answer back
+            self.transport.write_eof()
+            self._head = self.loop.call_later(_LINGER_SECONDS, self.transport.close)
+
+        def data_received(self, data: bytes) -> None:
+            if self in lingering or self.transport.is_closing():
+                return
+            if self._head is None and self._idle():
+                self._head = self.loop.call_later(limits.header_seconds, self._too_slow)
+            super().data_received(data)
+            if self._head is not None and not self._idle():
+                self._head.cancel()
+                self._head = None
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            lingering.discard(self)
+            if self._head is not None:
+                self._head.cancel()
+            super().connection_lost(exc)
+
+        def _idle(self) -> bool:
+            return self.cycle is None or self.cycle.response_complete
+
+        def _too_slow(self) -> None:
+            self._head = None
+            if self._idle() and not self.transport.is_closing():
+                self.transport.close()
+
+    return Limited

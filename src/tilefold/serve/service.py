@@ -1,0 +1,241 @@
+"""What answers: models behind their lanes, permits, and the way of a request through both."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from tilefold.serve.batching import Answer, Lane, Permits
+from tilefold.serve.errors import ServeError, invalid, wrong_model
+from tilefold.serve.metrics import Metrics
+from tilefold.serve.models import Kind, Served, Side, Way
+from tilefold.serve.settings import Limits
+from tilefold.serve.text import TextTokens
+
+__all__ = ["Asked", "Outcome", "Service"]
+
+T = TypeVar("T")
+_CALL = "call"  # the key of payloads that are functions
+_CHARACTERS_PER_TOKEN = 250  # of text-embeddings-inference; longer texts than that many per token are not tokenized
+_REMEDIES: dict[Kind, str] = {
+    "sparse": "sparse vectors come from a SparseEncoder: start the server with one as --model",
+    "multi-vector": "token vectors and reranking come from a multi-vector model: start the server with one as --model",
+    "dense": "dense vectors come from a SentenceTransformer: start the server with one as --model",
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request says of the encoding of its inputs.
+
+    Attributes:
+        side: of the route.
+        prompt_name, truncate, direction: of the body.
+    """
+
+    side: Side
+    prompt_name: str | None = None
+    truncate: bool | None = None
+    direction: Literal["left", "right"] = "right"
+
+
+@dataclass
+class Outcome:
+    """Rows of a request's inputs, and what they took, for headers and metrics."""
+
+    rows: list[Any] = field(default_factory=list)
+    characters: int = 0
+    tokens: int = 0
+    started: float = field(default_factory=time.perf_counter)
+    tokenization: float = 0.0
+    queue: float = 0.0
+    inference: float = 0.0
+
+    def headers(self, device: str) -> dict[str, str]:
+        """Those of text-embeddings-inference; times in milliseconds."""
+        total = time.perf_counter() - self.started
+        return {
+            "x-compute-type": device.partition(":")[0].replace("cuda", "gpu"),
+            "x-compute-time": f"{1000 * total:.0f}",
+            "x-compute-characters": str(self.characters),
+            "x-compute-tokens": str(self.tokens),
+            "x-total-time": f"{1000 * total:.0f}",
+            "x-tokenization-time": f"{1000 * self.tokenization:.0f}",
+            "x-queue-time": f"{1000 * self.queue:.0f}",
+            "x-inference-time": f"{1000 * self.inference:.0f}",
+        }
+
+
+class Service:
+    """Models, loaded once, behind one queue per device.
+
+    Args:
+        models: at most one of each kind.
+        limits: see :class:`Limits`.
+        default_side: the side of the routes at the root; ``/query`` and ``/document`` have their own.
+
+    Raises:
+        ValueError: no model, two models of one kind, or an unknown side.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Served],
+        limits: Limits | None = None,
+        default_side: Side = "document",
+    ) -> None:
+        if not models:
+            raise ValueError("models: expected at least one, got none.")
+        if default_side not in ("query", "document"):
+            raise ValueError(f"default_side: expected 'query' or 'document', got {default_side!r}.")
+        self.models: dict[Kind, Served] = {model.kind: model for model in models}
+        if len(self.models) < len(models):
+            raise ValueError(f"models: expected one of a kind, got {', '.join(model.kind for model in models)}.")
+        self.limits, self.default_side = limits or Limits(), default_side
+        self.metrics, self.permits = Metrics(), Permits(self.limits.max_concurrent_requests)
+        self.closing = False
+        self._pool: ThreadPoolExecutor | None = None
+        self._lanes: dict[str, Lane] = {}
+        self.metrics.gauge("te_queue_size", lambda: sum(map(len, self._lanes.values())))
+        self.metrics.gauge("tilefold_inputs_in_flight", lambda: self.permits.taken)
+
+    def start(self) -> None:
+        """Start the threads: one per device, and those that tokenize and search."""
+        self._pool = ThreadPoolExecutor(self.limits.tokenization_workers, "tilefold-helper")
+        for device in {model.device for model in self.models.values()}:
+            self._lanes[device] = Lane(device, self._run, self.limits.max_batch_tokens, self.metrics)
+            self._lanes[device].start()
+
+    def close(self) -> None:
+        """Refuse what waits and end the threads."""
+        self.closing = True
+        for lane in self._lanes.values():
+            lane.close()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are taken and every worker is alive."""
+        return self._pool is not None and not self.closing and all(lane.alive for lane in self._lanes.values())
+
+    def model(self, kind: Kind) -> Served:
+        """The model of a kind.
+
+        Raises:
+            ServeError: there is none; the message says what to start the server with.
+        """
+        if kind not in self.models:
+            has = " and ".join(f"{model.name} ({model.kind})" for model in self.models.values())
+            raise wrong_model(f"this server has {has}; {_REMEDIES[kind]}")
+        return self.models[kind]
+
+    @property
+    def first_model(self) -> Served:
+        """The model that ``/info``, ``/tokenize`` and ``/decode`` are about."""
+        return next(iter(self.models.values()))
+
+    @property
+    def text(self) -> TextTokens:
+        """The tokenizer of the first model."""
+        return self.first_model.text
+
+    async def off_loop(self, work: Callable[..., T], *args: Any) -> T:
+        """Run something short in a helper thread.
+
+        Raises:
+            ServeError: Unhealthy, the service is closing.
+        """
+        if self._pool is None or self.closing:
+            raise ServeError("Unhealthy", "the service is closing")
+        return await asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(work, *args))
+
+    async def on_device(self, model: Served, work: Callable[[], T]) -> T:
+        """Run something on the device of a model, in its turn."""
+        answer = await self._lanes[model.device].submit(_CALL, work, 0)
+        value: T = answer.value
+        return value
+
+    def permit(self, inputs: Sequence[Any], name: str = "inputs") -> Any:
+        """Hold a permit per input while the ``with`` block runs; see :class:`Permits`.
+
+        Raises:
+            ServeError: none, or too many, inputs; or the limit of the service is reached.
+        """
+        if not inputs:
+            raise ServeError("Empty", f"`{name}` cannot be empty")
+        if len(inputs) > self.limits.max_client_batch_size:
+            raise ServeError(
+                "Validation",
+                f"batch size {len(inputs)} > maximum allowed batch size {self.limits.max_client_batch_size}",
+                label="batch_size",
+            )
+        return self.permits.take(len(inputs))
+
+    async def encode(self, kind: Kind, texts: Sequence[str], asked: Asked) -> Outcome:
+        """One row per text; the caller holds the permits. If it is cancelled, what still waits is dropped.
+
+        Raises:
+            ServeError: no model of that kind, an empty text, one that is too long and not to be cut, a failure.
+        """
+        model = self.model(kind)
+        way = model.way(asked.side, asked.prompt_name, asked.direction)
+        outcome = Outcome(characters=sum(map(len, texts)))
+        lengths = await self._lengths(model, way, texts, self._truncates(asked))
+        outcome.tokens, outcome.tokenization = sum(lengths), time.perf_counter() - outcome.started
+        lane = self._lanes[model.device]
+        waiting = [lane.submit(way, text, length) for text, length in zip(texts, lengths, strict=True)]
+        try:
+            answers: list[Answer] = await asyncio.gather(*waiting)
+        except BaseException:  # of one text, or the client has gone: the others need not be encoded
+            for future in waiting:
+                future.cancel()
+            raise
+        outcome.rows = [answer.value for answer in answers]
+        outcome.queue = statistics.fmean(answer.queue for answer in answers)
+        outcome.inference = statistics.fmean(answer.inference for answer in answers)
+        self.metrics.count("te_embed_count", len(texts))
+        return outcome
+
+    def _truncates(self, asked: Asked) -> bool:
+        return self.limits.auto_truncate if asked.truncate is None else asked.truncate
+
+    async def _lengths(self, model: Served, way: Way, texts: Sequence[str], truncate: bool) -> list[int]:
+        """Tokens that the model will read of each text."""
+        if any(not text for text in texts):
+            raise invalid("`inputs` cannot be empty")
+        limit = model.limit(way.side)
+        longest = _CHARACTERS_PER_TOKEN * limit
+        if not truncate and (given := max(map(len, texts))) > longest:
+            raise invalid(f"`inputs` must have less than {longest} characters. Given: {given}")
+        counted = [text[:longest] for text in texts]
+        found = await self.off_loop(model.text.lengths, counted, model.prompt(way))
+        for length in found:
+            self.metrics.observe("te_request_input_length", length)
+        if not truncate and max(found) > limit:
+            raise invalid(f"`inputs` must have less than {limit} tokens. Given: {max(found)}")
+        return [min(length, limit) for length in found]
+
+    def _run(self, key: Any, payloads: list[Any]) -> list[Any]:
+        """A batch, in the worker thread of a device."""
+        if key == _CALL:
+            return [work() for work in payloads]
+        return self.models[key.kind].encode(key, payloads)
+
+    def record(self, outcome: Outcome, method: str) -> None:
+        """Note a request that was answered."""
+        self.metrics.count("te_request_success", method=method)
+        self.metrics.observe("te_request_duration", time.perf_counter() - outcome.started)
+        for name in ("tokenization", "queue", "inference"):
+            self.metrics.observe(f"te_request_{name}_duration", getattr(outcome, name))
+
+    def log_failure(self, error: BaseException) -> None:
+        """Write an error that nobody expected to the log."""
+        logging.getLogger("tilefold.serve").error("a request failed: %s", type(error).__name__, exc_info=error)

@@ -1,0 +1,58 @@
+"""The limits of a service: what it takes at once, how large, and how slowly."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+__all__ = ["Limits"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a service takes. The first six are those of text-embeddings-inference, with its defaults.
+
+    Attributes:
+        max_concurrent_requests: inputs (texts, not HTTP requests) in work or waiting at once; the next one gets a 429.
+        max_batch_tokens: tokens of a batch, padding included.
+        max_client_batch_size: inputs of one request.
+        payload_limit: bytes of a body.
+        auto_truncate: cut inputs that are too long where a request does not say; else they are refused.
+        tokenization_workers: threads that tokenize, search indexes and write answers.
+        max_hits: documents that a search may ask for.
+        max_connections: open connections; the next one is told so and closed.
+        header_seconds: time for the head of a request, from the first byte or the opening of the connection.
+        body_seconds: time for its body.
+        keep_alive_seconds: time that an idle connection is kept.
+        shutdown_seconds: time for running requests after a signal to stop.
+
+    Raises:
+        ValueError: a value below 1 (times: not above 0), or more inputs in a request than there may be at once.
+    """
+
+    max_concurrent_requests: int = 512
+    max_batch_tokens: int = 16384
+    max_client_batch_size: int = 32
+    payload_limit: int = 2_000_000
+    auto_truncate: bool = True
+    tokenization_workers: int = 2
+    max_hits: int = 1000
+    max_connections: int = 1024
+    header_seconds: float = 10.0
+    body_seconds: float = 30.0
+    keep_alive_seconds: float = 15.0
+    shutdown_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("_seconds"):
+                if not 0 < value < math.inf:
+                    raise ValueError(f"{field.name}: expected a finite number above 0, got {value!r}.")
+            elif field.name != "auto_truncate" and value < 1:
+                raise ValueError(f"{field.name}: expected at least 1, got {value!r}.")
+        if self.max_client_batch_size > self.max_concurrent_requests:
+            raise ValueError(
+                f"max_client_batch_size: expected at most max_concurrent_requests ({self.max_concurrent_requests}), "
+                f"got {self.max_client_batch_size}: such a request would never be taken."
+            )

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.recipes.small import small_collection
+from tests.recipes.tiny import tiny_masked_lm
+from tests.serve.running import Client, serving
+from tilefold.integrations.sentence_transformers import accelerate
+from tilefold.recipes import ColbertRecipe
+from tilefold.recipes.colbert import load_base_model
+from tilefold.recipes.encoders import Base, EncoderSpec, build_encoder
+from tilefold.recipes.loading import load_saved
+from tilefold.retrieval.collection import Collection
+from tilefold.serve.models import Served
+from tilefold.serve.service import Service
+
+
+@pytest.fixture(scope="session")
+def collection() -> Collection:
+    return small_collection()
+
+
+@pytest.fixture(scope="session")
+def masked_lm(tmp_path_factory: pytest.TempPathFactory, collection: Collection) -> str:
+    """A masked language model of three narrow layers that reads 64 tokens of a vocabulary of 200."""
+    return str(tiny_masked_lm(tmp_path_factory.mktemp("models") / "tiny", collection))
+
+
+@pytest.fixture(scope="session")
+def sparse(masked_lm: str) -> Any:
+    model = load_saved(masked_lm, "backbone")
+    accelerate(model)
+    return model
+
+
+@pytest.fixture(scope="session")
+def late(masked_lm: str) -> Any:
+    return load_base_model(ColbertRecipe(base_model=masked_lm, dimension=16, max_length=32, bf16=False))
+
+
+@pytest.fixture(scope="session")
+def two_sided(masked_lm: str, collection: Collection) -> Any:
+    """Inference-free: queries are weights of their tokens, documents go through the network."""
+    base = Base(masked_lm, 64, list(collection.contents().values()))
+    model = build_encoder(EncoderSpec("idf"), EncoderSpec("mlm"), base)
+    accelerate(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def client(sparse: Any, late: Any, masked_lm: str) -> Iterator[Client]:
+    """A server with a sparse and a multi-vector model."""
+    with serving(Service([Served(sparse, "sparse", masked_lm), Served(late, "multi-vector", "colbert")])) as running:
+        yield running

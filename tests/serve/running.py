@@ -1,0 +1,84 @@
+"""A real server on the loopback address, and requests over real sockets."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilefold.serve.app import create_app
+from tilefold.serve.server import Server, bind
+from tilefold.serve.service import Service
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer: its code, its headers in lower case, and its body."""
+
+    status: int
+    headers: Mapping[str, str]
+    raw: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.raw)
+
+
+@dataclass
+class Client:
+    """Requests to one server."""
+
+    port: int
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def request(self, method: str, path: str, body: bytes | None = None, **headers: str) -> Reply:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        try:
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            connection.request(method, path, body, {**self.headers, **named})
+            reply = connection.getresponse()
+            return Reply(reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read())
+        finally:
+            connection.close()
+
+    def get(self, path: str) -> Reply:
+        return self.request("GET", path)
+
+    def post(self, path: str, body: Any) -> Reply:
+        return self.request("POST", path, json.dumps(body).encode(), content_type="application/json")
+
+    def raw(self, *parts: bytes) -> bytes:
+        """What a server says to bytes until it closes the connection."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=20) as opened:
+            for part in parts:
+                opened.sendall(part)
+            return read_all(opened)
+
+
+def read_all(opened: socket.socket) -> bytes:
+    found = b""
+    while part := opened.recv(65536):
+        found += part
+    return found
+
+
+@contextmanager
+def serving(service: Service, api_key: str | None = None) -> Iterator[Client]:
+    """The service on a free port of the loopback address, in a thread."""
+    opened, ready = bind("127.0.0.1", 0), threading.Event()
+    server = Server(create_app(service, api_key), service, ready.set)
+    thread = threading.Thread(target=server.run, args=([opened],))
+    thread.start()
+    try:
+        assert ready.wait(30), "the server did not start"
+        yield Client(opened.getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        opened.close()
+        assert not thread.is_alive(), "the server did not end"

@@ -1,0 +1,257 @@
+"""The requests and answers that text-embeddings-inference documents, replayed against a real server."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.serve.running import Client, serving
+from tilefold.integrations.sentence_transformers import encode_sparse
+from tilefold.ops import maxsim
+from tilefold.serve.models import Served
+from tilefold.serve.service import Service
+from tilefold.serve.settings import Limits
+
+TEXTS = ["read csv files", "write json text, with examples", "dates"]
+
+
+def rows(model: Any, texts: list[str], task: str = "document") -> list[dict[int, float]]:
+    matrix = encode_sparse(model, texts, task=task).to_dense()
+    return [{int(i): float(row[i]) for i in row.nonzero().flatten()} for row in matrix]
+
+
+def test_embed_sparse_answers_a_list_per_input_of_the_model_s_entries_in_index_order(
+    client: Client, sparse: Any
+) -> None:
+    for inputs in (TEXTS[0], TEXTS[:1], TEXTS):
+        reply = client.post("/embed_sparse", {"inputs": inputs})
+        assert (reply.status, reply.headers["content-type"]) == (200, "application/json")
+        texts = [inputs] if isinstance(inputs, str) else inputs
+        assert len(reply.json) == len(texts)
+        for got, expected in zip(reply.json, rows(sparse, texts), strict=True):
+            assert [set(entry) for entry in got] == [{"index", "value"}] * len(expected)
+            assert [entry["index"] for entry in got] == sorted(expected)
+            assert {e["index"]: e["value"] for e in got} == pytest.approx(expected, rel=2e-2)  # bf16 batches differ
+            assert all(np.float32(entry["value"]) > 0 for entry in got)
+
+
+def test_the_documented_fields_of_embed_sparse_are_taken_and_unknown_ones_ignored(client: Client) -> None:
+    plain = client.post("/embed_sparse", {"inputs": TEXTS[0]}).json
+    for extra in (
+        {"truncate": None, "truncation_direction": "right", "prompt_name": None},
+        {"truncate": False, "truncation_direction": "Left"},
+        {"normalize": True, "parameters": {}, "model": "any"},
+    ):
+        assert client.post("/embed_sparse", {"inputs": TEXTS[0]} | extra).json == plain
+    ids = [token["id"] for token in client.post("/tokenize", {"inputs": TEXTS[0]}).json[0]]
+    for inputs in (ids, [ids]):
+        assert client.post("/embed_sparse", {"inputs": inputs}).json == plain
+    mixed = client.post("/embed_sparse", {"inputs": [ids, TEXTS[0]]}).json
+    assert [[e["index"] for e in row] for row in mixed] == [[e["index"] for e in plain[0]]] * 2
+
+
+def test_headers_say_what_a_request_took(client: Client) -> None:
+    headers = client.post("/embed_sparse", {"inputs": TEXTS[:2]}).headers
+    tokens = sum(map(len, client.post("/tokenize", {"inputs": TEXTS[:2]}).json))
+    assert headers["x-compute-type"] == "cpu"
+    assert (headers["x-compute-characters"], headers["x-compute-tokens"]) == (str(len("".join(TEXTS[:2]))), str(tokens))
+    for name in ("compute", "total", "tokenization", "queue", "inference"):
+        assert int(headers[f"x-{name}-time"]) >= 0
+
+
+def test_our_own_fields_choose_entries_and_their_form(client: Client) -> None:
+    whole = client.post("/embed_sparse", {"inputs": TEXTS[0]}).json[0]
+    best = sorted(sorted(whole, key=lambda entry: -entry["value"])[:5], key=lambda entry: entry["index"])
+    assert client.post("/embed_sparse", {"inputs": TEXTS[0], "top_k": 5}).json[0] == best
+    above = client.post("/embed_sparse", {"inputs": TEXTS[0], "threshold": best[0]["value"]}).json[0]
+    assert above == [entry for entry in whole if entry["value"] > best[0]["value"]]
+    arrays = client.post("/embed_sparse", {"inputs": TEXTS[0], "top_k": 5, "format": "arrays"}).json[0]
+    assert arrays == {"indices": [e["index"] for e in best], "values": [e["value"] for e in best]}
+    named = client.post("/embed_sparse", {"inputs": TEXTS[0], "top_k": 5, "tokens": True}).json[0]
+    terms = client.post("/embed_sparse", {"inputs": TEXTS[0], "top_k": 5, "format": "tokens"}).json[0]
+    assert terms == {entry["token"]: entry["value"] for entry in named}
+    assert len(terms) == 5
+
+
+def test_embed_all_answers_the_vectors_of_the_tokens_that_take_part(client: Client, late: Any) -> None:
+    found = client.post("/embed_all", {"inputs": TEXTS}).json
+    for got, expected in zip(found, late.encode_document(TEXTS), strict=True):
+        assert np.array(got) == pytest.approx(expected.float().numpy(), abs=1e-2)
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_rerank_scores_by_maxsim_best_first_in_both_forms(client: Client, late: Any, path: str) -> None:
+    (query,), documents = late.encode_query(["read csv"]), late.encode_document(TEXTS)
+    expected = [float(maxsim(query[None].float(), row[None].float(), reduction="mean")) for row in documents]
+    reply = client.post(path, {"query": "read csv", "texts": TEXTS, "raw_scores": False, "return_text": True})
+    assert reply.status == 200
+    assert [entry["score"] for entry in reply.json] == sorted((e["score"] for e in reply.json), reverse=True)
+    assert {entry["index"]: entry["score"] for entry in reply.json} == pytest.approx(
+        dict(enumerate(expected)), abs=2e-2
+    )
+    assert all(entry["text"] == TEXTS[entry["index"]] for entry in reply.json)
+    assert "text" not in client.post(path, {"query": "read csv", "texts": TEXTS}).json[0]
+    raw = client.post(path, {"query": "read csv", "texts": TEXTS, "raw_scores": True}).json
+    assert raw[0]["score"] == pytest.approx(reply.json[0]["score"] * query.size(0), rel=1e-4)
+
+    body = {"model": "m", "query": "read csv", "documents": [TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]], "top_n": 2}
+    results = client.post(path, body).json["results"]
+    assert [set(result) for result in results] == [{"index", "relevance_score", "document"}] * 2
+    assert [result["index"] for result in results] == [entry["index"] for entry in reply.json[:2]]
+    assert [result["relevance_score"] for result in results] == pytest.approx([e["score"] for e in reply.json[:2]])
+    assert all(result["document"] == {"text": TEXTS[result["index"]]} for result in results)
+
+
+def test_score_keeps_the_order_of_the_request(client: Client) -> None:
+    ranked = {e["index"]: e["score"] for e in client.post("/rerank", {"query": "read csv", "texts": TEXTS}).json}
+    for names in (("queries", "documents"), ("text_1", "text_2"), ("data_1", "data_2")):
+        answer = client.post("/score", dict(zip(names, ("read csv", TEXTS), strict=True))).json
+        assert [entry["index"] for entry in answer["data"]] == [0, 1, 2]
+        assert [entry["score"] for entry in answer["data"]] == pytest.approx([ranked[i] for i in range(3)], rel=1e-4)
+    pairs = client.post("/score", {"queries": ["read csv", "dates"], "documents": TEXTS[:2]}).json["data"]
+    assert pairs[0]["score"] == pytest.approx(ranked[0], abs=2e-2)
+    assert client.post("/score", {"queries": ["a", "b"], "documents": TEXTS}).status == 422
+
+
+def test_tokenize_and_decode_are_inverse(client: Client) -> None:
+    (tokens,) = client.post("/tokenize", {"inputs": "Read files"}).json
+    assert tokens[0] == {"id": tokens[0]["id"], "text": "[CLS]", "special": True, "start": None, "stop": None}
+    assert "".join(token["text"] for token in tokens if not token["special"]) == "Readfiles"
+    assert next(token["start"] for token in tokens if not token["special"]) == 0
+    bare = client.post("/tokenize", {"inputs": ["Read files"], "add_special_tokens": False}).json
+    assert bare == [[token for token in tokens if not token["special"]]]
+    ids = [token["id"] for token in tokens]
+    assert client.post("/decode", {"ids": ids}).json == client.post("/decode", {"ids": [ids]}).json == ["read files"]
+    assert client.post("/decode", {"ids": ids, "skip_special_tokens": False}).json[0].startswith("[CLS]")
+
+
+def test_info_health_and_metrics_have_the_documented_names(client: Client) -> None:
+    info = client.get("/info").json
+    assert {
+        "model_id", "model_sha", "model_dtype", "model_type", "max_concurrent_requests", "max_input_length",
+        "max_batch_tokens", "max_batch_requests", "max_client_batch_size", "auto_truncate", "tokenization_workers",
+        "version",
+    } <= set(info)  # fmt: skip
+    assert info["model_type"] == {"embedding": {"pooling": "splade"}}
+    assert (info["model_id"], info["max_input_length"], info["max_client_batch_size"]) == ("tiny", 64, 32)
+    for path in ("/health", "/ping"):
+        assert (client.get(path).status, client.get(path).raw) == (200, b"")
+    client.post("/embed_sparse", {"inputs": "x"})
+    metrics = client.get("/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain")
+    lines = dict(line.rsplit(" ", 1) for line in metrics.raw.decode().splitlines() if not line.startswith("#"))
+    assert float(lines['te_request_success{method="single"}']) >= 1
+    assert lines["te_request_duration_count"] == lines['te_request_duration_bucket{le="+Inf"}']
+    for name in ("te_queue_size", "te_batch_next_size_sum", "te_batch_next_tokens_sum", "te_request_input_length_sum"):
+        assert float(lines[name]) >= 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "kind", "message"),
+    [
+        ("/embed_sparse", {"inputs": []}, 400, "Empty", "`inputs` cannot be empty"),
+        ("/embed_sparse", {"inputs": ""}, 422, "Validation", "Input validation error: `inputs` cannot be empty"),
+        ("/embed_sparse", {"inputs": ["a"] * 33}, 422, "Validation", "batch size 33 > maximum allowed batch size 32"),
+        ("/embed_sparse", {"inputs": "a " * 70, "truncate": False}, 422, "Validation",
+         "Input validation error: `inputs` must have less than 64 tokens. Given: 72"),
+        ("/embed_sparse", {"inputs": "a" * 16001, "truncate": False}, 422, "Validation",
+         "Input validation error: `inputs` must have less than 16000 characters. Given: 16001"),
+        ("/embed_sparse", {"inputs": [[7, 10**6]]}, 422, "Tokenizer", "token ids: expected numbers from 0 to"),
+        ("/embed_sparse", {"inputs": "a", "prompt_name": "no"}, 422, "Validation", "`prompt_name` expected one of"),
+        ("/embed_sparse", {"inputs": 5}, 422, "Validation", "`inputs`: expected a text, a list of texts"),
+        ("/embed_sparse", {"inputs": "a", "truncate": "yes"}, 422, "Validation", "`truncate`: "),
+        ("/embed_sparse", {"inputs": "a", "top_k": 0}, 422, "Validation", "`top_k`: "),
+        ("/embed_sparse", {"input": "a"}, 422, "Validation", "`inputs`: Field required"),
+        ("/rerank", {"query": "a", "texts": []}, 400, "Empty", "`texts` cannot be empty"),
+        ("/rerank", {"query": "a"}, 422, "Validation", "`texts` or `documents`: expected one of them"),
+        ("/embed", {"inputs": "a"}, 424, "Backend", "POST /embed_sparse"),
+        ("/nowhere", {}, 404, "Validation", "there is no such route"),
+    ],
+)  # fmt: skip
+def test_errors_have_the_codes_kinds_and_words_of_text_embeddings_inference(
+    client: Client, path: str, body: Any, status: int, kind: str, message: str
+) -> None:
+    reply = client.post(path, body)
+    assert (reply.status, reply.json["error_type"]) == (status, kind)
+    assert message in reply.json["error"]
+    assert set(reply.json) == {"error", "error_type"}
+
+
+def test_the_openai_route_of_a_sparse_model_is_refused_with_the_remedy_in_its_own_form(client: Client) -> None:
+    for path in ("/v1/embeddings", "/embeddings", "/query/v1/embeddings"):
+        reply = client.post(path, {"input": "a"})
+        assert (reply.status, reply.json["code"], reply.json["type"]) == (424, 424, "Backend")
+        assert "/embed_sparse" in reply.json["message"]
+
+
+def test_a_long_input_is_cut_at_the_end_that_the_request_names(client: Client, sparse: Any) -> None:
+    long = "csv " * 80 + "sockets " * 80
+    by_side = {}
+    for side in ("left", "right"):
+        by_side[side] = client.post("/embed_sparse", {"inputs": long, "truncation_direction": side}).json
+    words = {"right": "csv " * 80, "left": "sockets " * 80}
+    for side, text in words.items():
+        alone = client.post("/embed_sparse", {"inputs": text}).json
+        assert [e["index"] for e in by_side[side][0]] == [e["index"] for e in alone[0]]
+    assert by_side["left"] != by_side["right"]
+    assert sparse.tokenizer.truncation_side == "right"
+
+
+def test_an_asymmetric_model_encodes_by_mount_point_and_by_prompt_name(two_sided: Any) -> None:
+    text = "functions that read csv files, functions"
+    with serving(Service([Served(two_sided, "sparse", "two-sided")], default_side="query")) as client:
+        query, document = (rows(two_sided, [text], task)[0] for task in ("query", "document"))
+        assert set(query) != set(document)
+        for path, body, expected in (
+            ("/query/embed_sparse", {}, query),
+            ("/document/embed_sparse", {}, document),
+            ("/embed_sparse", {}, query),
+            ("/embed_sparse", {"prompt_name": "document"}, document),
+            ("/document/embed_sparse", {"prompt_name": "query"}, query),
+        ):
+            got = client.post(path, {"inputs": text} | body).json[0]
+            assert {entry["index"]: entry["value"] for entry in got} == pytest.approx(expected, rel=2e-2)
+        for path, side in (("", "query"), ("/query", "query"), ("/document", "document")):
+            assert client.get(f"{path}/info").json["side"] == side
+
+
+def test_a_dense_model_answers_embed_and_the_openai_route() -> None:
+    from sentence_transformers import SentenceTransformer
+
+    from tilefold.recipes.backbone import minilm_path
+
+    model = SentenceTransformer(str(minilm_path()), device="cpu", local_files_only=True)
+    expected = model.encode(TEXTS)
+    with serving(Service([Served(model, "dense", "minilm")], Limits(max_batch_tokens=64))) as client:
+        assert np.array(client.post("/embed", {"inputs": TEXTS}).json) == pytest.approx(expected, abs=1e-5)
+        answer = client.post("/v1/embeddings", {"input": TEXTS, "model": "any"}).json
+        assert np.array([entry["embedding"] for entry in answer["data"]]) == pytest.approx(expected, abs=1e-5)
+        assert (answer["object"], answer["usage"]["prompt_tokens"] > 9) == ("list", True)
+        coded = client.post("/v1/embeddings", {"input": TEXTS[0], "encoding_format": "base64"}).json["data"][0]
+        decoded = np.frombuffer(base64.b64decode(coded["embedding"]), "<f4")
+        assert decoded == pytest.approx(expected[0], abs=1e-5)
+        short = np.array(client.post("/embed", {"inputs": TEXTS[0], "dimensions": 8}).json[0])
+        assert short == pytest.approx(expected[0][:8] / np.linalg.norm(expected[0][:8]), abs=1e-5)
+        assert client.post("/embed_sparse", {"inputs": "a"}).status == 424
+        assert client.post("/rerank", {"query": "a", "texts": ["b"]}).status == 424
+
+
+def test_a_row_that_is_not_finite_is_an_error_and_no_number(sparse: Any, client: Client) -> None:
+    bias = next(p for name, p in sparse.named_parameters() if name.endswith(("decoder.bias", "predictions.bias")))
+    kept = bias.detach().clone()
+    with torch.no_grad():
+        bias.fill_(float("nan"))
+    try:
+        reply = client.post("/embed_sparse", {"inputs": ["a", "b"]})
+        assert (reply.status, reply.json) == (
+            424,
+            {"error": "inference failed for this input; the log says why", "error_type": "Backend"},
+        )
+    finally:
+        with torch.no_grad():
+            bias.copy_(kept)
+    assert client.post("/embed_sparse", {"inputs": "a"}).status == 200

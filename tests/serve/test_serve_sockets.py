@@ -1,0 +1,213 @@
+"""What a server does with clients that are slow, wrong, too many, or gone, over real sockets."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from tests.serve.running import Client, read_all, serving
+from tilefold.serve.models import Served
+from tilefold.serve.service import Service
+from tilefold.serve.settings import Limits
+
+JSON = "content-type: application/json\r\n"
+
+
+def head(rest: str, path: str = "/embed_sparse") -> bytes:
+    return f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{rest}\r\n".encode()
+
+
+def parsed(raw: bytes) -> tuple[int, Any]:
+    first, _, body = raw.partition(b"\r\n\r\n")
+    return int(first.split()[1]), json.loads(body)
+
+
+def inputs_in_flight(client: Client) -> float:
+    lines = client.get("/metrics").raw.decode().splitlines()
+    return float(next(line for line in lines if line.startswith("tilefold_inputs_in_flight ")).split()[1])
+
+
+def service(sparse: Any, **limits: Any) -> Service:
+    return Service([Served(sparse, "sparse", "/no/such/folder/tiny")], Limits(**limits))
+
+
+def test_bodies_above_the_limit_are_refused_while_they_stream(sparse: Any) -> None:
+    with serving(service(sparse, payload_limit=10_000)) as client:
+        status, answer = parsed(client.raw(head(JSON + "content-length: 20000\r\n")))  # none of it was sent
+        assert (status, answer["error"]) == (413, "the body has more than 10000 bytes")
+        chunk = b"1000\r\n" + b"x" * 4096 + b"\r\n"
+        with socket.create_connection(("127.0.0.1", client.port), timeout=20) as opened:
+            opened.sendall(head(JSON + "transfer-encoding: chunked\r\n") + 3 * chunk)  # and no end
+            assert parsed(read_all(opened))[0] == 413
+        body = json.dumps({"inputs": "csv"}).encode()
+        parts = [f"{len(part):x}\r\n".encode() + part + b"\r\n" for part in (body[:5], body[5:])]
+        status, answer = parsed(client.raw(head(JSON + "transfer-encoding: chunked\r\n"), *parts, b"0\r\n\r\n"))
+        assert (status, len(answer)) == (200, 1)
+
+
+@pytest.mark.parametrize(
+    ("header", "body", "status", "message"),
+    [
+        (JSON, b'{"inputs": "a"', 400, "the body is not valid JSON"),
+        (JSON, b"[" * 100_000, 400, "the body is not valid JSON"),
+        (JSON, b'{"inputs": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}", 400, "the body is not valid JSON"),
+        (JSON, '{"inputs": "ä"}'.encode("latin-1"), 400, "the body is not valid JSON"),
+        (JSON, '{"inputs": "ä"}'.encode("utf-16"), 400, "the body is not valid JSON"),
+        (JSON, b'{"inputs": "\\ud800"}', 400, "the body is not valid JSON"),
+        (JSON, b'{"inputs": "a", "threshold": NaN}', 422, "`threshold`"),
+        (JSON, b"", 400, "the body is not valid JSON"),
+        (JSON, b"[]", 422, "`body`"),
+        ("", b'{"inputs": "a"}', 415, "Content-Type: application/json"),
+        ("content-type: text/plain\r\n", b'{"inputs": "a"}', 415, "Content-Type: application/json"),
+        ("content-type: application/json; charset=latin-1\r\n", b"{}", 415, "in UTF-8"),
+        (JSON + "content-encoding: gzip\r\n", b"{}", 415, "Content-Encoding"),
+    ],
+)
+def test_a_body_that_is_none_gets_a_clear_answer(
+    client: Client, header: str, body: bytes, status: int, message: str
+) -> None:
+    code, answer = parsed(client.raw(head(f"{header}content-length: {len(body)}\r\n") + body))
+    assert (code, answer["error_type"]) == (status, "Validation")
+    assert message in answer["error"]
+
+
+def test_a_slow_body_and_a_slow_head_are_given_up_and_others_are_served_meanwhile(sparse: Any) -> None:
+    with serving(service(sparse, body_seconds=0.5, header_seconds=0.5, keep_alive_seconds=1)) as client:
+        with socket.create_connection(("127.0.0.1", client.port), timeout=20) as opened:
+            opened.sendall(head(JSON + "content-length: 100\r\n") + b"{")
+            assert client.post("/embed_sparse", {"inputs": "a"}).status == 200
+            status, answer = parsed(read_all(opened))
+            assert (status, answer["error"]) == (408, "the body took more than 0.5 s")
+        for started in (b"", b"POST /embed_sparse HTTP/1.1\r\nhost: "):
+            with socket.create_connection(("127.0.0.1", client.port), timeout=20) as opened:
+                opened.sendall(started)
+                began = time.monotonic()
+                assert read_all(opened) == b""  # closed, byte by byte or not
+                assert time.monotonic() - began < 5
+        with socket.create_connection(("127.0.0.1", client.port), timeout=20) as opened:  # the second request is slow
+            opened.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert opened.recv(65536).startswith(b"HTTP/1.1 200")
+            opened.sendall(b"GET /hea")
+            assert read_all(opened) == b""
+
+
+def test_bytes_that_are_no_http_are_answered_with_400(client: Client) -> None:
+    assert client.raw(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 no http\r\n\r\n").startswith(b"HTTP/1.1 400")
+
+
+def test_inputs_above_the_limit_get_429_at_once_and_later_ones_are_served(sparse: Any) -> None:
+    with serving(service(sparse, max_concurrent_requests=4, max_client_batch_size=4)) as client:
+        assert client.post("/embed_sparse", {"inputs": ["a"] * 4}).status == 200
+        held = hold(client, sparse, inputs=4)
+        with held:
+            began = time.monotonic()
+            reply = client.post("/embed_sparse", {"inputs": "one more"})
+            assert (reply.status, reply.json) == (429, {"error": "Model is overloaded", "error_type": "Overloaded"})
+            assert reply.headers["retry-after"] == "1"
+            assert time.monotonic() - began < 1
+            assert client.get("/health").status == 200
+        assert held.replies[0].status == 200
+        assert client.post("/embed_sparse", {"inputs": "one more"}).status == 200
+
+
+def test_what_waits_for_a_client_that_has_gone_is_dropped(sparse: Any) -> None:
+    with serving(service(sparse, max_concurrent_requests=8, max_client_batch_size=8)) as client:
+        with hold(client, sparse, inputs=1):
+            body = json.dumps({"inputs": ["gone"] * 5}).encode()
+            opened = socket.create_connection(("127.0.0.1", client.port))
+            opened.sendall(head(JSON + f"content-length: {len(body)}\r\n") + body)
+            wait_until(lambda: inputs_in_flight(client) == 6)
+            opened.close()
+            wait_until(lambda: inputs_in_flight(client) == 1)
+        wait_until(lambda: "tilefold_dropped_count 5" in client.get("/metrics").raw.decode())
+        assert "te_embed_count 1" in client.get("/metrics").raw.decode()
+
+
+def test_connections_above_the_limit_are_told_so_and_closed(sparse: Any) -> None:
+    with serving(service(sparse, max_connections=4)) as client:
+        idle = [socket.create_connection(("127.0.0.1", client.port), timeout=20) for _ in range(4)]
+        for _ in range(40):
+            status, answer = parsed(client.raw(head(JSON + "content-length: 15\r\n") + b'{"inputs": "a"}'))
+            assert (status, answer) == (429, {"error": "too many connections", "error_type": "Overloaded"})
+        for opened in idle:
+            opened.close()
+        wait_until(lambda: client.get("/health").status == 200)
+
+
+def test_a_key_is_asked_for_everywhere_but_at_health_checks(sparse: Any) -> None:
+    with serving(service(sparse), api_key="sesam") as client:
+        for path in ("/info", "/metrics", "/openapi.json", "/nowhere"):
+            reply = client.get(path)
+            assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")
+        for key in ("Bearer wrong", "Bearer ", "Basic sesam", "sesam", "Bearer sesam2", "Bearer s\xe9sam"):
+            client.headers = {"authorization": key}
+            assert client.post("/embed_sparse", {"inputs": "a"}).status == 401
+        assert client.get("/health").status == 200
+        client.headers = {"authorization": "Bearer sesam"}
+        assert client.post("/embed_sparse", {"inputs": "a"}).status == 200
+        assert client.get("/info").json["model_id"] == "/no/such/folder/tiny"  # a name, where there is no such folder
+
+
+def test_errors_that_nobody_expected_have_no_trace_in_the_answer(sparse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = service(sparse)
+
+    def fail() -> str:
+        raise OSError("/home/somebody/secret")
+
+    monkeypatch.setattr(running.metrics, "render", fail)
+    with serving(running) as client:
+        reply = client.get("/metrics")
+        assert (reply.status, reply.json) == (
+            500,
+            {"error": "internal error; the log says why", "error_type": "Backend"},
+        )
+
+
+def test_a_stopped_server_answers_what_it_had_begun(sparse: Any) -> None:
+    with serving(service(sparse)) as client:
+        held = hold(client, sparse, inputs=2, seconds=1)
+    # leaving the block asked the server to stop, and waited for its thread
+    held.__exit__()
+    assert held.replies[0].status == 200
+    assert len(held.replies[0].json) == 2
+    with pytest.raises(OSError):
+        client.get("/health")
+
+
+class hold:  # noqa: N801 - read as a word
+    """A request whose batch stays in the model until the block is left, or for some seconds."""
+
+    def __init__(self, client: Client, model: Any, inputs: int, seconds: float = 20) -> None:
+        self.client, self.replies, self._seconds = client, [], seconds
+        self._free, self._inside = threading.Event(), threading.Event()
+        self._hook = model[0].register_forward_pre_hook(self._wait)
+        self._thread = threading.Thread(target=self._ask, args=(inputs,))
+        self._thread.start()
+        assert self._inside.wait(20)
+
+    def _wait(self, module: Any, args: Any) -> None:
+        self._inside.set()
+        self._free.wait(self._seconds)
+
+    def _ask(self, inputs: int) -> None:
+        self.replies.append(self.client.post("/embed_sparse", {"inputs": ["held"] * inputs}))
+
+    def __enter__(self) -> hold:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+        self._free.set()
+        self._thread.join(20)
+
+
+def wait_until(true: Any, seconds: float = 10.0) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it did not become true"
+        time.sleep(0.02)
