@@ -14,9 +14,13 @@ from typing import Any
 
 import pytest
 
+from tests.cli.program import run_cli
 from tests.recipes.tiny import tiny_masked_lm
 from tests.serve.running import Client
 from tests.test_imports import HIDE, SOURCES, run_python
+from tilefold.recipes import ColbertRecipe
+from tilefold.recipes.colbert import load_base_model
+from tilefold.retrieval.collection import Collection, Document
 
 
 def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(call: Any, tmp_path: Path) -> None:
@@ -57,32 +61,76 @@ except SystemExit as leave:
     assert 'pip install "tilefold[serve]"' in str(failed.value)
 
 
-def test_a_served_model_answers_and_ends_at_a_signal_with_code_0(tmp_path: Path, collection: Any) -> None:
-    model = tiny_masked_lm(tmp_path / "tiny", collection)
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory, collection: Any) -> Path:
+    """A collection with its models, vectors and indexes."""
+    folder = tmp_path_factory.mktemp("serve")
+    collection.save_beir(folder / "data")
+    tiny = tiny_masked_lm(folder / "tiny", collection)
+    load_base_model(ColbertRecipe(base_model=str(tiny), dimension=16, max_length=32)).save_pretrained(
+        str(folder / "late")
+    )
+    data = ("--data", folder / "data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        assert run_cli("encode", "--model", tiny, *data, "--output", folder / "vectors") == 0
+        assert run_cli("encode", "--model", folder / "late", *data, "--output", folder / "tokens") == 0
+        assert run_cli("index", "--vectors", folder / "vectors", "--output", folder / "index") == 0
+        assert run_cli("index", "--backend", "bm25", *data, "--output", folder / "words") == 0
+    return folder
+
+
+def test_paths_that_do_not_belong_together_are_refused(call: Any, work: Path, tmp_path: Path) -> None:
+    other = {"a": Document("a", "", "of another collection")}
+    Collection("other", other, {}, {}).save_beir(tmp_path / "other")
+    assert call("index", "--backend", "bm25", "--data", tmp_path / "other", "--output", tmp_path / "words").code == 0
+    indexed = ("--model", work / "tiny", "--index", work / "index")
+    for options, code, message in (
+        ((), 2, "--model: expected a model, or --index with an index; got neither."),
+        (("--model", work / "tiny", "--vectors", work / "vectors"), 2, "--vectors goes with --index."),
+        (("--index", work / "index"), 2, "name the model that made them with --model"),
+        ((*indexed, "--name", "a/b"), 2, "--name: expected letters"),
+        ((*indexed, "--data", tmp_path / "other"), 1, "was made from other documents"),
+        ((*indexed, "--bm25", tmp_path / "words"), 1, "--bm25:"),
+        ((*indexed, "--bm25", work / "index"), 2, "--bm25:"),
+        ((*indexed, "--tokens", work / "index"), 2, "--tokens:"),
+        (("--index", work / "words", "--vectors", work / "vectors"), 2, "does nothing here"),
+        (("--model", work / "late", "--tokens", work / "late"), 2, "leave one out"),
+        ((*indexed, "--tokens-model", work / "late"), 2, "--tokens-model goes with --tokens."),
+    ):
+        outcome = call("serve", "--port", "0", *options)
+        assert (outcome.code, message in outcome.err) == (code, True), (options, outcome.err)
+
+
+def test_a_served_index_answers_and_ends_at_a_signal_with_code_0(tmp_path: Path, work: Path) -> None:
     key = tmp_path / "key"
     key.write_text("sesam\n")
-    command = [
-        sys.executable,
-        "-m",
-        "tilefold.cli",
-        "serve",
-        "--model",
-        str(model),
-        "--port",
-        "0",
-        "--api-key-file",
-        str(key),
-    ]
+    paths = {
+        "model": "tiny",
+        "index": "index",
+        "data": "data",
+        "vectors": "vectors",
+        "bm25": "words",
+        "tokens": "tokens",
+    }
+    options = [part for option, name in paths.items() for part in (f"--{option}", str(work / name))]
+    options += ["--name", "small", "--port", "0", "--api-key-file", str(key)]
+    command = [sys.executable, "-m", "tilefold.cli", "serve", *options]
     environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
             line = next(line for line in process.stderr if "http://" in line)
-            port = int(re.search(r"tiny at http://127\.0\.0\.1:(\d+); Ctrl-C ends", line)[1])
+            port = int(re.search(r"tiny and late and small at http://127\.0\.0\.1:(\d+); Ctrl-C ends", line)[1])
             client = Client(port, {"authorization": "Bearer sesam"})
             (row,) = client.post("/embed_sparse", {"inputs": "read csv files", "top_k": 4, "format": "tokens"}).json
             assert (len(row), client.get("/info").json["model_id"]) == (4, "tiny")
-            assert str(tmp_path) not in json.dumps(client.get("/info").json)
+            body = {"query": "csv files", "fusion": True, "prf": True, "rerank": True, "explain": True}
+            answer = client.post("/v1/small/search", body)
+            assert answer.json["candidates"][0]["explanation"]["stages"].keys() >= {"late"}
+            assert client.post("/rerank", {"query": "csv", "texts": ["csv files", "dates"]}).status == 200
+            assert str(work) not in json.dumps([client.get("/info").json, client.get("/v1/indexes").json, answer.json])
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
         finally:

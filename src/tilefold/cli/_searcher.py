@@ -130,13 +130,12 @@ def _terms(
 
     After feedback `own` are the terms that the query had before it, and each says whether feedback added it.
     """
-    query = dict(zip(*(part.tolist() for part in encoded.row(0)), strict=True))
-    document = dict(zip(*(part.tolist() for part in stored.row(row)), strict=True))
-    words = document.keys() & (query.keys() - set(tokenizer.all_special_ids))
-    ordered = sorted(((query[term] * document[term], term) for term in words), key=lambda item: (-item[0], item[1]))
-    tokens = tokenizer.convert_ids_to_tokens([term for _, term in ordered])
+    from tilefold.retrieval.matched_terms import matched_terms
+
+    found = matched_terms(encoded.row(0), stored.row(row), tokenizer.all_special_ids)
+    tokens = tokenizer.convert_ids_to_tokens([term for term, _ in found])
     return [
         {"term": token, "contribution": part, "share": part / score}
         | ({} if own is None else {"feedback": term not in own})
-        for token, (part, term) in zip(tokens, ordered, strict=True)
+        for token, (term, part) in zip(tokens, found, strict=True)
     ]

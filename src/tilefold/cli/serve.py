@@ -1,4 +1,4 @@
-"""``tilefold serve``: models behind HTTP."""
+"""``tilefold serve``: models and an index behind HTTP."""
 # ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilefold.cli import _common, _models
+from tilefold.cli import _common, _models, _retrievers, _serving
 
 if TYPE_CHECKING:
     from tilefold.serve.service import Service
@@ -24,8 +24,31 @@ _LIMIT_NAMES = ("max_concurrent_requests", "max_batch_tokens", "max_client_batch
 
 def serve(
     model: Annotated[
-        str, typer.Option(help="Folder or Hugging Face name of a sparse, multi-vector or dense model; minilm is dense.")
-    ],
+        str | None,
+        typer.Option(help="Folder or Hugging Face name of a sparse, multi-vector or dense model; or minilm."),
+    ] = None,
+    index: Annotated[
+        Path | None, typer.Option(help="Index to search, with the --model that made it; BM25 needs none.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="The collection of --index, to show documents.")] = None,
+    vectors: Annotated[
+        Path | None,
+        typer.Option(help="The encoded documents of --index, for explanations and feedback; kept in memory."),
+    ] = None,
+    bm25: Annotated[Path | None, typer.Option(help="BM25 index of the same collection, to fuse with.")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Token vectors or a multi-vector model that reranks (as search --rerank).")
+    ] = None,
+    tokens_model: Annotated[
+        str | None, typer.Option(help="Multi-vector model that made --tokens, where it has moved.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of --index in addresses; by default that of its folder.")
+    ] = None,
+    query_top_k: Annotated[int | None, typer.Option(help=_retrievers.QUERY_TOP_K_HELP)] = None,
+    query_cut: Annotated[int | None, typer.Option(help=_retrievers.QUERY_CUT_HELP)] = None,
+    heap_factor: Annotated[float | None, typer.Option(help=_retrievers.HEAP_FACTOR_HELP)] = None,
+    other_model: Annotated[bool, typer.Option("--other-model", help=_retrievers.OTHER_MODEL_HELP)] = False,
     host: Annotated[str, typer.Option(help="Address; 0.0.0.0 is every one of this machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8080,
     default_side: Annotated[
@@ -44,25 +67,29 @@ def serve(
         bool, typer.Option("--auto-truncate/--no-auto-truncate", help="Cut inputs that are too long, or refuse them.")
     ] = True,
 ) -> None:
-    """Serve a model over HTTP, wire-compatible with text-embeddings-inference 1.9; Ctrl-C ends it.
+    """Serve a model and an index over HTTP, wire-compatible with text-embeddings-inference 1.9; Ctrl-C ends it.
 
     POST /embed_sparse, /embed_all, /embed, /rerank, /score, /tokenize and /decode; GET /info, /health and /metrics. The
-    same routes below /query and /document encode queries and documents, where a model tells them apart.
+    same routes below /query and /document encode queries and documents, where a model tells them apart. With --index,
+    GET and POST /v1/NAME/search and GET /v1/NAME/doc/ID.
     """
     _check_packages()
     if default_side not in ("query", "document"):
         raise _common.UsageError(f"--default-side: expected query or document, got {default_side!r}.")
+    _common.check_at_least_one(query_top_k=query_top_k)
+    options = _retrievers.IndexOptions(query_top_k, query_cut, heap_factor, other_model)
+    paths = _serving.ServedPaths(model, index, data, vectors, bm25, tokens, tokens_model, name)
+    _serving.check(paths, options)
     values = (max_concurrent_requests, max_batch_tokens, max_client_batch_size, payload_limit)
     limits = _limits(dict(zip(_LIMIT_NAMES, values, strict=True)) | {"auto_truncate": auto_truncate})
     key = _key(api_key_file)
-    _models.find_model(model, "--model")
+    _models.find_models({"--model": model, "--tokens": tokens, "--tokens-model": tokens_model})
     opened = _bind(host, port)  # before the model is loaded, which takes longer than finding out that a port is taken
     try:
-        from tilefold.serve.models import Served
         from tilefold.serve.service import Service
 
-        loaded, kind = _models.load_model(model, kinds=("sparse", "multi-vector", "dense"))
-        service = Service([Served(loaded, kind, model)], limits, default_side)  # type: ignore[arg-type]
+        models, searchable = _serving.load(paths, options)
+        service = Service(models, limits, default_side, searchable)  # type: ignore[arg-type]
         if host not in _LOOPBACK and key is None:
             _common.note(f"--host: everybody who reaches {host} may use this server; --api-key-file asks for a key")
         _run(service, key, opened, host)
@@ -75,7 +102,8 @@ def _run(service: Service, key: str | None, opened: socket.socket, host: str) ->
     from tilefold.serve.server import run
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
-    names = " and ".join(model.name for model in service.models.values())
+    served = [model.name for model in service.models.values()]
+    names = " and ".join([*served, service.searchable.name] if service.searchable else served)
     shown = f"[{host}]" if ":" in host else host
     port = opened.getsockname()[1]
     run(

@@ -9,6 +9,7 @@ from tilefold._lazy import lazy_exports
 
 _HOME = {
     "Limits": "settings",
+    "Searchable": "searchable",
     "Served": "models",
     "Service": "service",
     "create_app": "app",

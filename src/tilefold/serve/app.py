@@ -16,6 +16,7 @@ from tilefold.serve.endpoints import JSON
 from tilefold.serve.errors import ServeError
 from tilefold.serve.models import SIDES
 from tilefold.serve.routes import Routes
+from tilefold.serve.searching import SearchRoutes
 from tilefold.serve.service import Service
 
 __all__ = ["create_app"]
@@ -28,7 +29,7 @@ _HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-sto
 
 
 def create_app(service: Service, api_key: str | None = None) -> FastAPI:
-    """The application of a service: text-embeddings-inference at ``/``, ``/query`` and ``/document``.
+    """The application of a service: text-embeddings-inference at three mount points, search at ``/v1``.
 
     The service starts and ends with the application.
 
@@ -60,6 +61,8 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
         redirect_slashes=False,
     )
     app.include_router(Routes(service, service.default_side).router())
+    if service.searchable is not None:
+        app.include_router(SearchRoutes(service, service.searchable).router())
     for side in SIDES:
         app.include_router(Routes(service, side).router(), prefix=f"/{side}")
     app.add_exception_handler(HTTPException, _http_error)

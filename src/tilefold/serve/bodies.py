@@ -91,8 +91,8 @@ class EmbedAll(_Encoded):
 class EmbedSparse(EmbedAll):
     """``/embed_sparse``; the last four fields are ours."""
 
-    top_k: int | None = Field(None, ge=1)
-    threshold: float | None = Field(None, ge=0, allow_inf_nan=False)
+    top_k: int | None = Field(default=None, ge=1)
+    threshold: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     tokens: bool = False
     format: Literal["values", "arrays", "tokens"] = "values"
 
@@ -101,7 +101,7 @@ class Embed(EmbedAll):
     """``/embed``."""
 
     normalize: bool = True
-    dimensions: int | None = Field(None, ge=1)
+    dimensions: int | None = Field(default=None, ge=1)
 
 
 class OpenAIEmbeddings(Body):
@@ -110,7 +110,7 @@ class OpenAIEmbeddings(Body):
     input: Inputs
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = Field(None, ge=1)
+    dimensions: int | None = Field(default=None, ge=1)
     user: str | None = None
 
 
@@ -136,7 +136,7 @@ class Rerank(Body):
     texts: Texts | None = None
     documents: Contents | None = None
     model: str | None = None
-    top_n: int | None = Field(None, ge=1)
+    top_n: int | None = Field(default=None, ge=1)
     raw_scores: bool = False
     return_text: bool = False
     return_documents: bool = True

@@ -57,7 +57,8 @@ class Served:
     name: str
 
     def __post_init__(self) -> None:
-        self.name = Path(self.name).resolve().name if Path(self.name).is_dir() else self.name
+        path = Path(self.name)
+        self.name = path.resolve().name if path.is_dir() or path.is_absolute() else self.name
         self.text = TextTokens(self.model.tokenizer)
         self.prompts: dict[str, str] = {key: value or "" for key, value in (self.model.prompts or {}).items()}
         self.model.eval()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
-from fastapi import APIRouter, Response
-from fastapi.responses import PlainTextResponse
+from fastapi import APIRouter, Request, Response
 
 from tilefold._version import __version__
 from tilefold.serve import answers, bodies, reranking
-from tilefold.serve.endpoints import JSON, add_post
+from tilefold.serve.endpoints import JSON, Work, add_get, add_post
 from tilefold.serve.errors import ServeError, invalid, wrong_model
 from tilefold.serve.models import Kind, Side
 from tilefold.serve.service import Asked, Outcome, Service
@@ -36,7 +34,7 @@ class Routes:
     def router(self) -> APIRouter:
         """All of them."""
         router, service = APIRouter(), self.service
-        embed: tuple[type[bodies.Body], Callable[[Any], Awaitable[Response]]] = (bodies.Embed, self.embed)
+        embed: tuple[type[bodies.Body], Work] = (bodies.Embed, self.embed)
         by_kind: dict[Kind, Any] = {
             "sparse": (bodies.EmbedSparse, self.embed_sparse),
             "multi-vector": (bodies.Rerank, self.rerank),
@@ -62,10 +60,10 @@ class Routes:
                 router, path, bodies.OpenAIEmbeddings, self.openai, service, "Dense vectors, as OpenAI answers",
                 ServeError.openai_body,
             )  # fmt: skip
-        router.add_api_route("/info", self.info, methods=["GET"], summary="The model, and the limits")
-        router.add_api_route("/metrics", self.metrics, methods=["GET"], response_class=PlainTextResponse)
+        add_get(router, "/info", self.info, service, "The model, and the limits")
+        add_get(router, "/metrics", self.metrics, service, "For Prometheus")
         for path in ("/health", "/ping", "/"):
-            router.add_api_route(path, self.health, methods=["GET"], response_class=Response, summary="200 or 503")
+            add_get(router, path, self.health, service, "200 or 503")
         return router
 
     def asked(self, body: Any) -> Asked:
@@ -91,20 +89,20 @@ class Routes:
         self.service.record(outcome, method)
         return Response(content, media_type=JSON, headers=outcome.headers(self.service.model(kind).device))
 
-    async def embed_sparse(self, body: bodies.EmbedSparse) -> Response:
+    async def embed_sparse(self, body: bodies.EmbedSparse, request: Request) -> Response:
         """``[[{"index", "value"}]]``, a list per input."""
         outcome = await self._encoded("sparse", body)
         text = self.service.model("sparse").text
         content = await self.service.off_loop(answers.sparse_rows, outcome.rows, body, text)
         return self.answer(content, outcome, "sparse", _method(outcome.rows))
 
-    async def embed_all(self, body: bodies.EmbedAll) -> Response:
+    async def embed_all(self, body: bodies.EmbedAll, request: Request) -> Response:
         """``[[[float]]]``: the token vectors of each input that take part in scores."""
         outcome = await self._encoded("multi-vector", body)
         content = await self.service.off_loop(answers.matrices, outcome.rows)
         return self.answer(content, outcome, "multi-vector", _method(outcome.rows))
 
-    async def embed(self, body: bodies.Embed) -> Response:
+    async def embed(self, body: bodies.Embed, request: Request) -> Response:
         """``[[float]]``."""
         self._refuse_dense()
         outcome = await self._encoded("dense", body)
@@ -112,7 +110,7 @@ class Routes:
         content = await self.service.off_loop(answers.vectors, rows)
         return self.answer(content, outcome, "dense", _method(rows))
 
-    async def openai(self, body: bodies.OpenAIEmbeddings) -> Response:
+    async def openai(self, body: bodies.OpenAIEmbeddings, request: Request) -> Response:
         """``{"object": "list", "data": [{"embedding"}]}``."""
         self._refuse_dense()
         texts = self.texts(body.input)
@@ -139,17 +137,17 @@ class Routes:
             raise wrong_model("the model makes sparse vectors: POST /embed_sparse with inputs, or serve a dense model")
         self.service.model("dense")
 
-    async def rerank(self, body: bodies.Rerank) -> Response:
+    async def rerank(self, body: bodies.Rerank, request: Request) -> Response:
         """Best first; see :mod:`tilefold.serve.reranking`."""
         self.service.metrics.count("te_request_count", method="batch")
         return self.answer(*await reranking.rerank(self.service, body), "multi-vector", "batch")
 
-    async def score(self, body: bodies.Score) -> Response:
+    async def score(self, body: bodies.Score, request: Request) -> Response:
         """In the order of the request."""
         self.service.metrics.count("te_request_count", method="batch")
         return self.answer(*await reranking.score(self.service, body), "multi-vector", "batch")
 
-    async def tokenize(self, body: bodies.Tokenize) -> Response:
+    async def tokenize(self, body: bodies.Tokenize, request: Request) -> Response:
         """``[[{"id", "text", "special", "start", "stop"}]]``."""
         model, texts = self.service.first_model, body.inputs
         with self.service.permit(texts):
@@ -157,18 +155,18 @@ class Routes:
             found = await self.service.off_loop(model.text.tokenize, texts, body.add_special_tokens, prompt)
         return Response(answers.plain(found), media_type=JSON)
 
-    async def decode(self, body: bodies.Decode) -> Response:
+    async def decode(self, body: bodies.Decode, request: Request) -> Response:
         """``[text]``."""
         text = self.service.text
         with self.service.permit(body.ids, "ids"):
             found = [text.decode(ids, body.skip_special_tokens) for ids in body.ids]
         return Response(answers.plain(found), media_type=JSON)
 
-    async def info(self) -> dict[str, Any]:
+    async def info(self, request: Request) -> Response:
         """The first model, and the limits."""
         limits, model = self.service.limits, self.service.first_model
         poolings = {"sparse": "splade", "multi-vector": "late-interaction", "dense": "mean"}
-        return {
+        answer = {
             "model_id": model.name,
             "model_sha": None,
             "model_dtype": model.dtype,
@@ -187,12 +185,13 @@ class Routes:
             "models": {each.kind: each.name for each in self.service.models.values()},
             "side": self.side,
         }
+        return Response(answers.plain(answer), media_type=JSON)
 
-    async def metrics(self) -> PlainTextResponse:
+    async def metrics(self, request: Request) -> Response:
         """For Prometheus."""
-        return PlainTextResponse(self.service.metrics.render(), media_type="text/plain; version=0.0.4")
+        return Response(self.service.metrics.render(), media_type="text/plain; version=0.0.4")
 
-    async def health(self) -> Response:
+    async def health(self, request: Request) -> Response:
         """Empty with 200, or 503."""
         if self.service.healthy:
             return Response()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tilefold.serve.batching import Answer, Lane, Permits
 from tilefold.serve.errors import ServeError, invalid, wrong_model
@@ -18,6 +18,9 @@ from tilefold.serve.metrics import Metrics
 from tilefold.serve.models import Kind, Served, Side, Way
 from tilefold.serve.settings import Limits
 from tilefold.serve.text import TextTokens
+
+if TYPE_CHECKING:
+    from tilefold.serve.searchable import Searchable
 
 __all__ = ["Asked", "Outcome", "Service"]
 
@@ -74,15 +77,16 @@ class Outcome:
 
 
 class Service:
-    """Models, loaded once, behind one queue per device.
+    """Models, loaded once, behind one queue per device, and an index to search.
 
     Args:
-        models: at most one of each kind.
+        models: at most one of each kind, among them those of the index.
         limits: see :class:`Limits`.
         default_side: the side of the routes at the root; ``/query`` and ``/document`` have their own.
+        searchable: what ``/v1/{index}/search`` searches, or None.
 
     Raises:
-        ValueError: no model, two models of one kind, or an unknown side.
+        ValueError: nothing to serve, two models of one kind, or an unknown side.
     """
 
     def __init__(
@@ -90,15 +94,16 @@ class Service:
         models: Sequence[Served],
         limits: Limits | None = None,
         default_side: Side = "document",
+        searchable: Searchable | None = None,
     ) -> None:
-        if not models:
-            raise ValueError("models: expected at least one, got none.")
+        if not models and searchable is None:
+            raise ValueError("models: expected at least one, or an index, got neither.")
         if default_side not in ("query", "document"):
             raise ValueError(f"default_side: expected 'query' or 'document', got {default_side!r}.")
         self.models: dict[Kind, Served] = {model.kind: model for model in models}
         if len(self.models) < len(models):
             raise ValueError(f"models: expected one of a kind, got {', '.join(model.kind for model in models)}.")
-        self.limits, self.default_side = limits or Limits(), default_side
+        self.limits, self.default_side, self.searchable = limits or Limits(), default_side, searchable
         self.metrics, self.permits = Metrics(), Permits(self.limits.max_concurrent_requests)
         self.closing = False
         self._pool: ThreadPoolExecutor | None = None
@@ -133,13 +138,19 @@ class Service:
             ServeError: there is none; the message says what to start the server with.
         """
         if kind not in self.models:
-            has = " and ".join(f"{model.name} ({model.kind})" for model in self.models.values())
+            has = " and ".join(f"{model.name} ({model.kind})" for model in self.models.values()) or "no model"
             raise wrong_model(f"this server has {has}; {_REMEDIES[kind]}")
         return self.models[kind]
 
     @property
     def first_model(self) -> Served:
-        """The model that ``/info``, ``/tokenize`` and ``/decode`` are about."""
+        """The model that ``/info``, ``/tokenize`` and ``/decode`` are about.
+
+        Raises:
+            ServeError: the server has an index of words and no model.
+        """
+        if not self.models:
+            raise wrong_model("this server has an index of words, and no model: start it with one as --model")
         return next(iter(self.models.values()))
 
     @property

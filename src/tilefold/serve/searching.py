@@ -1,0 +1,254 @@
+"""``/v1/{index}/search`` and ``/v1/{index}/doc``: Anserini's REST form, and a POST that can do more."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, Literal
+
+import torch
+from fastapi import APIRouter, Request, Response
+from pydantic import ConfigDict, Field
+
+from tilefold.retrieval.collection import Document
+from tilefold.retrieval.feedback import Feedback
+from tilefold.retrieval.fusion import interpolate
+from tilefold.retrieval.reranking import rerank
+from tilefold.retrieval.tokens import TokenVectors
+from tilefold.serve.answers import plain
+from tilefold.serve.bodies import Body
+from tilefold.serve.endpoints import JSON, add_get, add_post
+from tilefold.serve.errors import ServeError, invalid
+from tilefold.serve.explaining import explain_document, explain_query
+from tilefold.serve.searchable import QUERY, Fusion, Ranking, Searchable
+from tilefold.serve.service import Asked, Service
+
+__all__ = ["SearchRoutes"]
+
+RERANK_DEPTH = 100
+
+
+class _Strict(Body):
+    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
+
+
+class FusionBody(_Strict):
+    """With the index of words; ``weight`` and ``normalization`` are of an interpolation."""
+
+    method: Literal["rrf", "interpolation"] = "rrf"
+    weight: float = Field(default=0.5, ge=0, le=1)
+    normalization: Literal["min_max", "z_score", "none"] = "min_max"
+
+
+class FeedbackBody(_Strict):
+    """As ``--prf`` of ``tilefold search``."""
+
+    method: Literal["average", "rocchio"] = "average"
+    depth: int | None = Field(default=None, ge=1, le=100)
+    alpha: float = 0.4
+    beta: float = 0.6
+    gamma: float = 0.0
+    bottom: int = Field(default=0, ge=0, le=100)
+    top_terms: int | None = Field(default=None, ge=1)
+
+
+class RerankBody(_Strict):
+    """As ``--rerank`` of ``tilefold search``: the best `depth`, with `weight` for MaxSim beside the first scores."""
+
+    depth: int = Field(default=RERANK_DEPTH, ge=1)
+    weight: float | None = Field(default=None, ge=0, le=1)
+
+
+class SearchBody(_Strict):
+    """A search; ``true`` stands for the defaults of fusion, feedback and reranking."""
+
+    query: str
+    hits: int = Field(default=10, ge=1)
+    parse: bool = True
+    fusion: FusionBody | bool = False
+    prf: FeedbackBody | bool = False
+    rerank: RerankBody | bool = False
+    explain: bool = False
+
+
+class SearchRoutes:
+    """The routes of an index."""
+
+    def __init__(self, service: Service, searchable: Searchable) -> None:
+        self.service, self.searchable = service, searchable
+
+    def router(self) -> APIRouter:
+        """All of them."""
+        router = APIRouter(prefix="/v1")
+        add_get(router, "/indexes", self.indexes, self.service, "The index, and what it can be asked for")
+        add_get(router, "/{index}/search", self.get_search, self.service, "Ranked documents, as Anserini answers")
+        add_get(router, "/{index}/doc/{docid:path}", self.get_document, self.service, "A document, as Anserini answers")
+        add_post(
+            router, "/{index}/search", SearchBody, self.post_search, self.service,
+            "Ranked documents, with fusion, feedback, reranking and explanations",
+        )  # fmt: skip
+        return router
+
+    async def indexes(self, request: Request) -> Response:
+        """``{"indexes": [{"name", "backend", "documents", "features"}]}``."""
+        index, found = self.searchable.index, self.searchable
+        described = {
+            "name": found.name,
+            "backend": index.backend,
+            "documents": index.n_documents,
+            "features": found.features,
+        }
+        return Response(plain({"indexes": [described]}), media_type=JSON)
+
+    async def get_search(self, request: Request) -> Response:
+        """``query``, ``hits`` and ``parse`` from the address."""
+        self._check_index(request)
+        query, hits = request.query_params.get("query", ""), request.query_params.get("hits", "10")
+        parse = request.query_params.get("parse", "true").lower()
+        if not query.strip():
+            raise ServeError("Empty", "Parameter 'query' is required")
+        if not (hits.isascii() and hits.isdigit() and len(hits) < 10 and int(hits) > 0):
+            raise ServeError("Validation", "Parameter 'hits' must be a positive integer", status=400)
+        if parse not in ("true", "false"):
+            raise ServeError("Validation", "Parameter 'parse' must be true or false", status=400)
+        return await self._answer(SearchBody(query=query, hits=int(hits), parse=parse == "true"), brief=True)
+
+    async def post_search(self, body: SearchBody, request: Request) -> Response:
+        """The same, and more, from a body."""
+        self._check_index(request)
+        if not body.query.strip():
+            raise ServeError("Empty", "`query` cannot be empty")
+        return await self._answer(body, brief=False)
+
+    async def get_document(self, request: Request) -> Response:
+        """``{"api", "index", "docid", "doc"}``."""
+        self._check_index(request)
+        name = request.path_params["docid"]
+        if not self.searchable.documents:
+            raise ServeError("Validation", "this server shows no documents: start it with --data", status=404)
+        document = await self.service.off_loop(self.searchable.documents.get, name)
+        if document is None:
+            raise ServeError("Validation", f"there is no document {name!r}", status=404)
+        answer = {"api": "v1", "index": self.searchable.name, "docid": name, "doc": _shown(document, True)}
+        return Response(plain(answer), media_type=JSON)
+
+    def _check_index(self, request: Request) -> None:
+        if request.path_params["index"] != self.searchable.name:
+            raise ServeError("Validation", f"the index of this server is {self.searchable.name!r}", status=404)
+
+    def _check(self, body: SearchBody) -> None:
+        """Refuse what the index was not started with."""
+        most = self.service.limits.max_hits
+        for name, value in (("hits", body.hits), ("rerank.depth", _reranking(body).depth)):
+            if value > most:
+                raise invalid(f"`{name}` expected at most {most}, got {value}")
+        needs = {
+            "explain": "--vectors, and an index of vectors",
+            "prf": "--vectors, and an index of vectors",
+            "fusion": "--bm25, and an index of vectors",
+            "rerank": "--tokens (and --data, if that is a model)",
+        }
+        features = self.searchable.features
+        for name, needed in needs.items():
+            if getattr(body, name) is not False and not features[name]:
+                raise invalid(f"`{name}`: this server was started without what it needs: {needed}")
+
+    async def _answer(self, body: SearchBody, brief: bool) -> Response:
+        self._check(body)
+        service, times = self.service, {}
+        with service.permits.take(1):
+            started = time.perf_counter()
+            vector = None
+            if self.searchable.encoder is not None:
+                outcome = await service.encode("sparse", [body.query], Asked("query"))
+                vector = self.searchable.query_vector(outcome.rows[0])
+            times["encode"] = time.perf_counter() - started
+            depth = body.hits if body.rerank is False else max(body.hits, _reranking(body).depth)
+            options = (_feedback(body), _fusion(body))
+            ranking = await service.off_loop(self.searchable.rank, body.query, vector, depth, *options)
+            times["search"] = time.perf_counter() - started - times["encode"]
+            if body.rerank is not False and ranking.scores:
+                await self._rerank(body, ranking)
+                times["rerank"] = time.perf_counter() - started - times["encode"] - times["search"]
+            content = await service.off_loop(self._rendered, body, ranking, times, brief)
+        service.metrics.count("tilefold_search_count")
+        service.metrics.observe("tilefold_search_duration", times["search"])
+        return Response(content, media_type=JSON)
+
+    async def _rerank(self, body: SearchBody, ranking: Ranking) -> None:
+        """Order the best candidates by MaxSim, or by both scores."""
+        service, found, options = self.service, self.searchable, _reranking(body)
+        asked = await service.encode("multi-vector", [body.query], Asked("query"))
+        late, store = service.model("multi-vector"), found.store
+        query = _packed([QUERY], asked.rows)
+        documents: Any = store
+        if store is None:
+            names = list(ranking.scores)[: options.depth]
+            if len(names) > service.permits.total:
+                raise invalid(f"`rerank.depth` expected at most {service.permits.total}, got {options.depth}")
+            texts = await service.off_loop(lambda: [found.documents[name].contents or " " for name in names])
+            with service.permits.take(len(texts)):
+                encoded = await service.encode("multi-vector", texts, Asked("document", truncate=True))
+            documents = _packed(names, encoded.rows)
+        reduction = "mean" if late.model.similarity_fn_name == "meanmaxsim" else "sum"
+        tail: Literal["keep", "drop"] = "keep" if options.weight is None else "drop"
+        run = {QUERY: ranking.scores}
+
+        def scored() -> dict[str, dict[str, float]]:
+            return rerank(run, query, documents, depth=options.depth, tail=tail, reduction=reduction)
+
+        reranked = (await service.on_device(late, scored))[QUERY]
+        ranking.stages["late"] = dict(list(reranked.items())[: options.depth])
+        ranking.scores = reranked
+        if options.weight is not None:
+            mixed = interpolate([run, {QUERY: reranked}], [1 - options.weight, options.weight], k=len(run[QUERY]))
+            ranking.scores = mixed[QUERY]
+
+    def _rendered(self, body: SearchBody, ranking: Ranking, times: dict[str, float], brief: bool) -> bytes:
+        """The answer, in a helper thread: documents are read from their file."""
+        found, query = self.searchable, {"text": body.query}
+        candidates = []
+        for rank, (name, score) in enumerate(list(ranking.scores.items())[: body.hits], start=1):
+            document = found.documents.get(name)
+            entry = {"docid": name, "score": score, "rank": rank, "doc": _shown(document, body.parse)}
+            candidates.append(entry | ({"explanation": explain_document(found, ranking, name)} if body.explain else {}))
+        if body.explain:
+            query |= explain_query(found, ranking, body.query)
+        answer: dict[str, Any] = {"api": "v1", "index": found.name, "query": query, "candidates": candidates}
+        if not brief:
+            answer["milliseconds"] = {name: round(1000 * value, 3) for name, value in times.items()}
+        return plain(answer)
+
+
+def _shown(document: Document | None, parse: bool) -> Any:
+    """A document as an object, or as the text of its JSON."""
+    if document is None:
+        return None
+    fields = {"id": document.id, "title": document.title, "text": document.text}
+    return fields if parse else json.dumps(fields, ensure_ascii=False)
+
+
+def _reranking(body: SearchBody) -> RerankBody:
+    return body.rerank if isinstance(body.rerank, RerankBody) else RerankBody()
+
+
+def _fusion(body: SearchBody) -> Fusion | None:
+    if body.fusion is False:
+        return None
+    return Fusion(**(body.fusion if isinstance(body.fusion, FusionBody) else FusionBody()).model_dump())
+
+
+def _feedback(body: SearchBody) -> Feedback | None:
+    if body.prf is False:
+        return None
+    given = (body.prf if isinstance(body.prf, FeedbackBody) else FeedbackBody()).model_dump()
+    try:
+        return Feedback(**given)
+    except ValueError as error:
+        raise invalid(f"`prf`: {error}") from error
+
+
+def _packed(names: list[str], rows: list[torch.Tensor]) -> TokenVectors:
+    """Token vectors of some texts in one tensor."""
+    lengths = torch.tensor([0, *(row.size(0) for row in rows)], dtype=torch.int64)
+    return TokenVectors(names, lengths.cumsum(0), torch.cat(rows))

@@ -1,0 +1,218 @@
+"""The routes of an index: Anserini's, and the POST with fusion, feedback, reranking and explanations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.serve.running import Client, serving
+from tilefold import retrieval as r
+from tilefold.retrieval.collection import Collection
+from tilefold.serve.models import Served
+from tilefold.serve.searchable import Searchable
+from tilefold.serve.service import Service
+
+QUERY = "how do I work with csv files"
+
+
+@pytest.fixture(scope="module")
+def searchable(sparse: Any, late: Any, collection: Collection, tmp_path_factory: pytest.TempPathFactory) -> Searchable:
+    folder = tmp_path_factory.mktemp("index")
+    r.encode_collection(sparse, collection.contents(), folder / "vectors")
+    r.encode_tokens(late, collection.contents(), folder / "tokens")
+    vectors = r.read_vectors(folder / "vectors")
+    return Searchable(
+        "small",
+        r.build_index(vectors, "exact"),
+        Served(sparse, "sparse", "tiny"),
+        collection.documents,
+        vectors,
+        r.BM25Index.build(collection.contents()),
+        Served(late, "multi-vector", "colbert"),
+        r.open_tokens(folder / "tokens"),
+    )
+
+
+@pytest.fixture(scope="module")
+def client(searchable: Searchable) -> Iterator[Client]:
+    models = [searchable.encoder, searchable.late]
+    with serving(Service([model for model in models if model], searchable=searchable)) as running:
+        yield running
+
+
+def ranked(reply: Any) -> dict[str, float]:
+    return {entry["docid"]: entry["score"] for entry in reply.json["candidates"]}
+
+
+@pytest.fixture(scope="module")
+def runs(searchable: Searchable, sparse: Any) -> dict[str, dict[str, float]]:
+    """What the functions of tilefold.retrieval give for the query."""
+    queries = r.encode_queries(sparse, {"q": QUERY})
+    index: Any = searchable.index
+    run = r.hits_to_run(queries, index.search(queries, 16))
+    words = searchable.words.search({"q": QUERY}, 16)
+    asked = r.encode_texts(searchable.late.model, {"q": QUERY}, kind="query")
+    return {
+        "sparse": run["q"],
+        "words": words["q"],
+        "rrf": r.reciprocal_rank_fusion([run, words])["q"],
+        "mixed": r.interpolate([run, words], [0.7, 0.3])["q"],
+        "late": r.rerank(run, asked, searchable.store, depth=100)["q"],
+    }
+
+
+def test_a_get_answers_as_anserini_does(client: Client, collection: Collection, runs: Any) -> None:
+    reply = client.get("/v1/small/search?query=how+do+I+work+with+csv+files&hits=3")
+    assert (reply.status, set(reply.json)) == (200, {"api", "index", "query", "candidates"})
+    assert (reply.json["api"], reply.json["index"], reply.json["query"]) == ("v1", "small", {"text": QUERY})
+    assert ranked(reply) == pytest.approx(dict(list(runs["sparse"].items())[:3]), rel=1e-4)
+    for rank, entry in enumerate(reply.json["candidates"], start=1):
+        document = collection.documents[entry["docid"]]
+        assert (set(entry), entry["rank"]) == ({"docid", "score", "rank", "doc"}, rank)
+        assert entry["doc"] == {"id": document.id, "title": document.title, "text": document.text}
+    unparsed = client.get("/v1/small/search?query=csv&parse=false").json["candidates"]
+    assert json.loads(unparsed[0]["doc"])["id"] == unparsed[0]["docid"]
+    assert len(unparsed) == 10
+    answer = client.get("/v1/small/doc/d3").json
+    document = {"id": "d3", "title": "module3", "text": collection.documents["d3"].text}
+    assert answer == {"api": "v1", "index": "small", "docid": "d3", "doc": document}
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "message"),
+    [
+        ("/v1/small/search", 400, "Parameter 'query' is required"),
+        ("/v1/small/search?query=%20", 400, "Parameter 'query' is required"),
+        ("/v1/small/search?query=a&hits=0", 400, "Parameter 'hits' must be a positive integer"),
+        ("/v1/small/search?query=a&hits=" + "9" * 5000, 400, "Parameter 'hits' must be a positive integer"),
+        ("/v1/small/search?query=a&hits=1001", 422, "`hits` expected at most 1000, got 1001"),
+        ("/v1/small/search?query=a&parse=maybe", 400, "Parameter 'parse'"),
+        ("/v1/other/search?query=a", 404, "the index of this server is 'small'"),
+        ("/v1/small/doc/none", 404, "there is no document 'none'"),
+        ("/v1/small/doc/..%2F..%2Fetc%2Fpasswd", 404, "there is no document"),
+    ],
+)
+def test_a_wrong_address_says_what_is_wrong(client: Client, path: str, status: int, message: str) -> None:
+    reply = client.get(path)
+    assert (reply.status, message in reply.json["error"]) == (status, True)
+
+
+def test_a_post_fuses_and_reranks_as_the_functions_do(client: Client, runs: Any) -> None:
+    def post(**body: Any) -> Any:
+        return client.post("/v1/small/search", {"query": QUERY, "hits": 16} | body)
+
+    plain = post()
+    assert ranked(plain) == pytest.approx(runs["sparse"], rel=1e-4)
+    assert set(plain.json["milliseconds"]) == {"encode", "search"}
+    assert list(ranked(post(fusion=True))) == list(runs["rrf"])
+    mixed = post(fusion={"method": "interpolation", "weight": 0.3})
+    assert ranked(mixed) == pytest.approx(runs["mixed"], rel=1e-3)
+    late = post(rerank=True)
+    assert ranked(late) == pytest.approx(runs["late"], abs=2e-2)
+    assert set(late.json["milliseconds"]) == {"encode", "search", "rerank"}
+    only = post(rerank={"depth": 2}, hits=4, explain=True).json["candidates"]
+    assert {entry["docid"] for entry in only[:2]} == set(list(runs["sparse"])[:2])
+    assert all("late" in entry["explanation"]["stages"] for entry in only[:2])
+    assert all("late" not in entry["explanation"]["stages"] for entry in only[2:])
+    weighed = post(rerank={"weight": 0.0})
+    assert list(ranked(weighed)) == list(runs["sparse"])
+    everything = post(fusion=True, prf=True, rerank={"depth": 5}, explain=True)
+    assert set(everything.json["candidates"][0]["explanation"]["stages"]) <= {"sparse", "words", "fusion", "late"}
+
+
+def test_feedback_moves_the_query_and_says_so(client: Client, searchable: Searchable, sparse: Any) -> None:
+    body = {"query": QUERY, "hits": 5, "prf": {"method": "rocchio", "depth": 2, "top_terms": 20}, "explain": True}
+    reply = client.post("/v1/small/search", body)
+    queries = r.encode_queries(sparse, {"q": QUERY})
+    index: Any = searchable.index
+    run = r.hits_to_run(queries, index.search(queries, 5))
+    expanded = r.expand_sparse(queries, searchable.vectors, run, r.Feedback("rocchio", depth=2, top_terms=20))
+    again = r.hits_to_run(expanded, index.search(expanded, 5))["q"]
+    assert ranked(reply) == pytest.approx(again, rel=1e-3)
+    terms = reply.json["query"]["terms"]
+    assert len(terms) <= 20
+    assert [term["weight"] for term in terms] == sorted((term["weight"] for term in terms), reverse=True)
+    assert {term["feedback"] for term in terms} <= {True, False}
+
+
+def test_an_explanation_adds_up_to_the_score_and_points_into_the_texts(
+    client: Client, searchable: Searchable, sparse: Any
+) -> None:
+    reply = client.post("/v1/small/search", {"query": QUERY, "explain": True, "hits": 3}).json
+    terms = {term["id"]: term for term in reply["query"]["terms"]}
+    own = set(sparse.tokenizer(QUERY, add_special_tokens=False)["input_ids"])
+    assert all(term["expanded"] == (id_ not in own) for id_, term in terms.items())
+    assert all(sparse.tokenizer.convert_ids_to_tokens(id_) == term["term"] for id_, term in terms.items())
+    for start, stop, id_ in reply["query"]["marks"]:
+        assert id_ in own
+        assert QUERY[start:stop].lower() == terms[id_]["term"].removeprefix("##")
+    for entry in reply["candidates"]:
+        matched = entry["explanation"]["terms"]
+        special = entry["score"] - sum(term["contribution"] for term in matched)
+        assert special >= -1e-3  # what special tokens add is left out
+        assert all(term["share"] == pytest.approx(term["contribution"] / entry["score"]) for term in matched)
+        text = entry["doc"]["text"]
+        named = {term["id"]: term for term in matched}
+        for start, stop, id_ in entry["explanation"]["marks"]["text"]:
+            assert text[start:stop].lower() == named[id_]["term"].removeprefix("##")
+            assert named[id_]["expanded"] is False
+        assert entry["explanation"]["stages"]["sparse"]["rank"] == entry["rank"]
+
+
+def test_what_the_server_was_started_without_is_refused_with_the_option(
+    searchable: Searchable, collection: Collection
+) -> None:
+    bare = Searchable("bare", searchable.index, searchable.encoder)
+    assert searchable.encoder is not None
+    with serving(Service([searchable.encoder], searchable=bare)) as client:
+        for name, option in (
+            ("explain", "--vectors"),
+            ("prf", "--vectors"),
+            ("fusion", "--bm25"),
+            ("rerank", "--tokens"),
+        ):
+            reply = client.post("/v1/bare/search", {"query": "csv", name: True})
+            assert (reply.status, option in reply.json["error"]) == (422, True)
+        assert client.get("/v1/bare/search?query=csv").json["candidates"][0]["doc"] is None
+        assert "--data" in client.get("/v1/bare/doc/d1").json["error"]
+        for body, message in (
+            ({"query": "a", "hit": 3}, "`hit`: Extra inputs"),
+            ({"query": "a", "prf": {"method": "bo1"}}, "`prf."),
+            ({"query": ""}, "`query` cannot be empty"),
+        ):
+            reply = client.post("/v1/bare/search", body)
+            assert message in reply.json["error"], reply.json
+        (index,) = client.get("/v1/indexes").json["indexes"]
+        assert (index["name"], index["backend"], index["documents"]) == ("bare", "exact", 16)
+        assert set(index["features"].values()) == {False}
+
+
+def test_an_index_of_words_needs_no_model(searchable: Searchable, collection: Collection, runs: Any) -> None:
+    words = searchable.words
+    assert words is not None
+    with serving(Service([], searchable=Searchable("words", words, documents=collection.documents))) as client:
+        reply = client.get("/v1/words/search?query=how+do+I+work+with+csv+files&hits=16")
+        assert ranked(reply) == pytest.approx(runs["words"])
+        for path, body in (("/embed_sparse", {"inputs": "a"}), ("/tokenize", {"inputs": "a"})):
+            assert client.post(path, body).status == 424
+        assert (client.get("/info").status, client.get("/health").status) == (424, 200)
+
+
+def test_without_stored_token_vectors_the_candidates_are_encoded(searchable: Searchable, runs: Any) -> None:
+    from dataclasses import replace
+
+    assert searchable.encoder is not None and searchable.late is not None
+    with serving(Service([searchable.encoder, searchable.late], searchable=replace(searchable, store=None))) as client:
+        reply = client.post("/v1/small/search", {"query": QUERY, "hits": 16, "rerank": True})
+        assert ranked(reply) == pytest.approx(runs["late"], abs=5e-2)
+
+
+def test_the_schema_names_every_field(client: Client) -> None:
+    paths = client.get("/openapi.json").json["paths"]
+    schema = paths["/v1/{index}/search"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert set(schema["properties"]) == {"query", "hits", "parse", "fusion", "prf", "rerank", "explain"}
+    assert "$ref" not in json.dumps(paths)
+    assert "/v1/{index}/doc/{docid}" in paths
