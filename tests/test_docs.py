@@ -11,6 +11,7 @@ import pytest
 import typer.main
 
 from tilefold import cli
+from tilefold.bench.jobs import job_names
 from tilefold.bench.registry import operators
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,7 +84,7 @@ def test_commands_in_the_documents_have_the_verbs_and_options_of_the_program(pat
         used = {word.partition("=")[0] for word in rest if word.startswith("--")} - {"--help"}
         assert used <= known, f"{label(path)}: tilefold {verb} has no option {sorted(used - known)}"
         if verb == "bench" and rest and re.match(r"[a-z]", rest[0]):
-            assert rest[0] in operators(), f"{label(path)}: there is no benchmark {rest[0]}"
+            assert rest[0] in (*operators(), *job_names()), f"{label(path)}: there is no benchmark {rest[0]}"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)

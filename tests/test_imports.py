@@ -105,7 +105,7 @@ ARROWS = {
     "modules": {"nn", "ops"},
     "integrations": {"modules", "nn", "ops"},
     "recipes": {"integrations", "losses", "modules", "retrieval"},
-    "bench": {"ops", "testing"},
+    "bench": {"integrations", "modules", "ops", "recipes", "retrieval", "testing"},
     "serve": {"integrations", "ops", "retrieval"},
     "cli": {"bench", "integrations", "ops", "recipes", "retrieval", "serve"},
 }

@@ -144,6 +144,12 @@ def _reset_high_water() -> bool:
     return high is not None and now is not None and high <= now + 1024
 
 
+def resident_mib() -> float:
+    """MiB of memory that this process holds now; where the system does not say, the most that it ever held."""
+    now = _status_kib("VmRSS")
+    return (_max_rss_kib() if now is None else now) / 1024
+
+
 def resident_peak_mib(run: Callable[[], Any]) -> float:
     """MiB of resident memory that one call of ``run`` adds at its peak in this process.
 

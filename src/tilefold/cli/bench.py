@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from tilefold.bench.jobs import Job, JobCase, JobOptions
     from tilefold.bench.provenance import Provenance
     from tilefold.bench.runner import BenchRow, RunOptions
     from tilefold.bench.spec import BenchCase, BenchSpec
@@ -22,7 +23,7 @@ _QUICK_SECONDS = 0.15
 
 
 def bench(
-    op: Annotated[str | None, typer.Argument(help="Operator to time, for instance lsr_head.")] = None,
+    op: Annotated[str | None, typer.Argument(help="Operator or job to time, for instance lsr_head or search.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Time every operator.")] = False,
     listing: Annotated[bool, typer.Option("--list", help="List shapes and implementations, run nothing.")] = False,
     shape: Annotated[list[str] | None, typer.Option(help="Named shape; repeat for several.")] = None,
@@ -36,20 +37,30 @@ def bench(
     seconds: Annotated[float, typer.Option(help="Timing budget of one implementation and phase.")] = 0.5,
     minutes: Annotated[float | None, typer.Option(help="Begin no shape after this; slow peers run last.")] = None,
 ) -> None:
-    """Check, then time operators and their baselines; a row whose check fails shows no time.
+    """Check, then time operators, or whole jobs, and their baselines; a row whose check fails shows no time.
 
     Without --output, results go to benchmarks/results if the current directory has benchmarks.
     Exits with 1 if an implementation failed its check.
     """
+    from tilefold.bench.jobs import get_job, job_names
     from tilefold.bench.provenance import choose_device
     from tilefold.bench.registry import get_spec, operators
     from tilefold.bench.results import results_folder
 
     try:
+        if op in job_names():
+            job = get_job(op)
+            if listing:
+                _list_job(job)
+                return
+            if _run_job(job, choose_device(device), shape, impl, quick, results_folder(output, quick)):
+                raise typer.Exit(1)
+            return
         names = operators() if every or (listing and op is None) else (op,) if op is not None else ()
         specs = [get_spec(name) for name in names]
         if not specs:
-            raise ValueError(f"op must be given, one of {', '.join(operators())}; or use --all.")
+            known = ", ".join((*operators(), *job_names()))
+            raise ValueError(f"op must be given, one of {known}; or use --all.")
         if listing:
             for spec in specs:
                 _list(spec)
@@ -73,6 +84,44 @@ def _list(spec: BenchSpec) -> None:
     for implementation in spec.implementations:
         where = ", ".join(implementation.default_on) or "on request"
         typer.echo(f"  {implementation.name:32} {implementation.kind:9} {where}")
+
+
+def _list_job(job: Job) -> None:
+    typer.echo(f"{job.name}: shapes")
+    for case in job.cases:
+        typer.echo(f"  {case.name:32} {', '.join(case.devices):10}{'  quick' if case.quick else ''}")
+
+
+def _run_job(
+    job: Job, device: torch.device, shape: list[str] | None, impl: list[str] | None, quick: bool, folder: Path | None
+) -> bool:
+    """Run, print and save after every row; whether a row failed its gate."""
+    from rich.console import Console
+
+    from tilefold.bench import report
+    from tilefold.bench.jobs import JobOptions
+    from tilefold.bench.provenance import collect
+    from tilefold.bench.results import results_file, write_csv
+
+    provenance = collect(device)
+    console = Console(width=None if Console().is_terminal else 190)
+    report.print_header(console, provenance)
+    path = results_file(folder, job.name, provenance) if folder is not None else None
+    failed = False
+    options: JobOptions = JobOptions(device, impl, quick)
+    cases: list[JobCase] = job.chosen(shape, device.type, quick)
+    for case in cases:
+        rows = []
+        with console.status(f"{job.name}: {case.name}"):
+            for row in job.run(case, options):
+                rows.append(row)
+                failed |= row["gate"] != "ok"
+                if path is not None:
+                    write_csv(path, [row], provenance, job.key)
+        report.print_job(console, job, case, rows)
+    if path is not None:
+        console.print(f"results: {path}", markup=False)
+    return failed
 
 
 def _cases(spec: BenchSpec, shape: list[str] | None, device: str, dtype: str | None, quick: bool) -> list[BenchCase]:

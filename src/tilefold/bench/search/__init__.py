@@ -1,0 +1,1 @@
+"""The benchmark of searching a collection of sparse vectors."""

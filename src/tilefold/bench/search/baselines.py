@@ -1,0 +1,81 @@
+"""What searches sparse vectors without an index of ours: a product of scipy, an inverted index in numba."""
+# ruff: noqa: PLC0415 - both packages are optional
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tilefold.retrieval import SparseVectors
+
+Best = list[tuple[int, float]]  # positions of documents and their scores, best first
+Search = Callable[[npt.NDArray[np.int32], npt.NDArray[np.float32], int], Best]
+
+
+def scipy_product(folder: Path) -> Search:
+    """Query times transposed documents as a product of scipy's sparse matrices."""
+    from scipy import sparse
+
+    offsets, documents, weights = _postings(folder)
+    width = int(documents.max()) + 1
+    postings = sparse.csr_matrix((weights, documents, offsets), shape=(len(offsets) - 1, width))
+
+    def search(terms: npt.NDArray[np.int32], values: npt.NDArray[np.float32], k: int) -> Best:
+        query = sparse.csr_matrix((values, terms, [0, len(terms)]), shape=(1, len(offsets) - 1))
+        scores = query @ postings
+        return _best(scores.indices, scores.data, k)
+
+    return search
+
+
+def numba_postings(folder: Path) -> Search:
+    """The postings of the query's terms, one after the other, in a compiled loop."""
+    numba: Any = importlib.import_module("numba")
+    offsets, documents, weights = _postings(folder)
+    scores = np.zeros(int(documents.max()) + 1, np.float32)
+
+    @numba.njit  # type: ignore[untyped-decorator]
+    def add(
+        scores: Any, terms: Any, values: Any, offsets: Any, documents: Any, weights: Any
+    ) -> None:  # pragma: no cover - compiled
+        for j in range(len(terms)):
+            for at in range(offsets[terms[j]], offsets[terms[j] + 1]):
+                scores[documents[at]] += values[j] * weights[at]
+
+    def search(terms: npt.NDArray[np.int32], values: npt.NDArray[np.float32], k: int) -> Best:
+        scores.fill(0.0)
+        add(scores, terms, values, offsets, documents, weights)
+        found = np.flatnonzero(scores > 0)
+        return _best(found, scores[found], k)
+
+    return search
+
+
+BASELINES: dict[str, Callable[[Path], Search]] = {"scipy": scipy_product, "numba": numba_postings}
+
+
+def save_postings(documents: SparseVectors, folder: Path) -> None:
+    """Documents and weights by term, as ``.npy`` files for both."""
+    order = np.argsort(documents.indices, kind="stable")
+    rows = np.repeat(np.arange(len(documents), dtype=np.int32), np.diff(documents.indptr))
+    counts = np.bincount(documents.indices, minlength=documents.vocab_size)
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+    for name, values in (("offsets", offsets), ("documents", rows[order]), ("weights", documents.data[order])):
+        np.save(folder / f"{name}.npy", values, allow_pickle=False)
+
+
+def _postings(folder: Path) -> list[Any]:
+    return [np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("offsets", "documents", "weights")]
+
+
+def _best(found: npt.NDArray[Any], scores: npt.NDArray[np.float32], k: int) -> Best:
+    if scores.size > k:
+        top = np.argpartition(scores, scores.size - k)[scores.size - k :]
+        found, scores = found[top], scores[top]
+    order = np.argsort(-scores)
+    return [(int(found[i]), float(scores[i])) for i in order]
