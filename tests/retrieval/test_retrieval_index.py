@@ -236,12 +236,21 @@ def test_a_panic_of_seismic_is_an_ordinary_error(make_vectors: Make) -> None:
         pass
 
     class Broken:
-        def batch_search(self, *arguments: Any, **options: Any) -> None:
+        def search(self, *arguments: Any, **options: Any) -> None:
             raise PanicException("assertion failed")
 
+        batch_search = search
+
     index._engine = Broken()  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match="Seismic failed: assertion failed"):
-        index.search(make_vectors(1), 3)
+    for queries in (1, 2):
+        with pytest.raises(RuntimeError, match="Seismic failed: assertion failed"):
+            index.search(make_vectors(queries), 3)
+
+
+def test_seismic_answers_one_query_as_it_answers_it_among_others(make_vectors: Make) -> None:
+    index, queries = build_index(make_vectors(300), "seismic"), make_vectors(20)
+    together = index.search(queries, 5)
+    assert [index.search(queries.take([at]), 5)[0] for at in range(len(queries))] == together
 
 
 def test_a_missing_backend_package_says_how_to_install_it(make_vectors: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
@@ -173,9 +173,8 @@ class SeismicIndex:
         """
         check_search(self, queries, k)
         changed = {"query_cut": query_cut, "heap_factor": heap_factor}
-        chosen = SeismicOptions(
-            **asdict(self.options) | {name: value for name, value in changed.items() if value is not None}
-        )
+        given: dict[str, Any] = {name: value for name, value in changed.items() if value is not None}
+        chosen = replace(self.options, **given)
         string_type = _package().get_seismic_string()
         names: list[str] = []
         components: list[npt.NDArray[np.str_]] = []
@@ -191,16 +190,17 @@ class SeismicIndex:
         results: list[list[Hit]] = [[] for _ in range(len(queries))]
         if not names:
             return results
-        with _quiet():
-            answers = self._engine.batch_search(
-                np.array(names, dtype=string_type),
-                components,
-                values,
-                k=min(int(k), self.n_documents),
-                query_cut=chosen.query_cut,
-                heap_factor=float(chosen.heap_factor),
-                num_threads=chosen.num_threads,
-            )
+        asked = {
+            "k": min(int(k), self.n_documents),
+            "query_cut": chosen.query_cut,
+            "heap_factor": float(chosen.heap_factor),
+        }
+        with _panics_are_errors():
+            if len(names) == 1:  # a pool of threads takes longer than one query
+                answers = [self._engine.search(names[0], components[0], values[0], **asked)]
+            else:
+                several = np.array(names, dtype=string_type), components, values
+                answers = self._engine.batch_search(*several, **asked, num_threads=chosen.num_threads)
         for answer in answers:
             found = sorted((-float(score), int(row)) for _, score, row in answer)
             if found:
@@ -278,8 +278,19 @@ def _version() -> str:
 
 
 @contextmanager
+def _panics_are_errors() -> Iterator[None]:
+    """Raise what native code panics with as an ordinary error."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":  # a BaseException of pyo3
+            raise RuntimeError(f"Seismic failed: {error}") from error
+        raise
+
+
+@contextmanager
 def _quiet() -> Iterator[None]:
-    """Discard what native code prints to the standard streams, and turn its panics into errors."""
+    """Discard what native code prints to the standard streams, of all threads, and turn its panics into errors."""
     saved: list[tuple[int, int]] = []
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
@@ -290,11 +301,8 @@ def _quiet() -> Iterator[None]:
                 saved.append((descriptor, os.dup(descriptor)))
                 os.dup2(nowhere.fileno(), descriptor)
         try:
-            yield
-        except BaseException as error:
-            if type(error).__name__ == "PanicException":  # a BaseException of pyo3
-                raise RuntimeError(f"Seismic failed: {error}") from error
-            raise
+            with _panics_are_errors():
+                yield
         finally:
             for descriptor, copy in saved:
                 os.dup2(copy, descriptor)
