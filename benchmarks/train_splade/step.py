@@ -138,7 +138,7 @@ def head_of(encoder: Any, side: Side, *, check: bool = False) -> Iterator[None]:
     from tilefold.integrations.sentence_transformers import accelerate, restore  # noqa: PLC0415
 
     if side == "tilefold":
-        accelerate(encoder, check=check)
+        accelerate(encoder, check=check, packed=False)  # what is compared is the head alone
     try:
         yield
     finally:

@@ -52,7 +52,7 @@ def test_lora_on_the_head_trains_its_factors_as_stock(options: dict[str, Any], t
 def test_dropout_inside_lora_is_exact(tokenizer_folder: Path) -> None:
     stock = with_lora(tokenizer_folder, lora_dropout=0.3)
     fused = copy.deepcopy(stock)
-    accelerate(fused)
+    accelerate(fused, packed=False)  # packed tokens draw other numbers
     torch.manual_seed(9)
     expected, expected_gradients = scores_and_gradients(stock.train())
     torch.manual_seed(9)

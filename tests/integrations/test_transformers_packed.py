@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from tests.integrations.splade_models import tiny_network
 from tilefold.integrations.transformers._packable import stop_packed, use_packed
-from tilefold.integrations.transformers._packed import PACKED, packed_hidden_states, position_ids_of
+from tilefold.integrations.transformers.packed import PACKED, packed_hidden_states, position_ids_of
 
 KINDS = ["bert", "roberta", "xlm-roberta", "distilbert", "modernbert", "albert"]
 CASES = [

@@ -44,7 +44,7 @@ def _inference(model: Any, sample: list[str], batch_size: int, work: Work) -> tu
     from tilefold.recipes.precision import fast_inference
 
     batches = [_features(model, sample[start : start + batch_size]) for start in range(0, len(sample), batch_size)]
-    tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
+    tokens = sum(_tokens(batch) for batch in batches)
     network = model[0].model.base_model
 
     def encoder() -> None:
@@ -81,14 +81,20 @@ def _training(
             sum(value.values()).backward()
         model.zero_grad()
 
-    query_length = float(sides[0]["attention_mask"].shape[1])
-    tokens = len(names) * query_length + int(sides[1]["attention_mask"].sum())
+    query_length = sides[0]["input_ids"].numel() / len(names)
+    tokens = len(names) * query_length + _tokens(sides[1])
     return tokens * work.training / _seconds(step), query_length
 
 
 def _features(model: Any, texts: list[str]) -> dict[str, Any]:
     features = model.preprocess(texts)
     return {name: value.to(model.device) for name, value in features.items() if hasattr(value, "to")}
+
+
+def _tokens(features: dict[str, Any]) -> int:
+    """Tokens of a batch, without padding."""
+    mask = features.get("attention_mask")
+    return int(features["input_ids"].numel() if mask is None else mask.sum())
 
 
 def _seconds(run: Callable[[], None]) -> float:

@@ -1,8 +1,9 @@
 """sentence-transformers 6: SPLADE models without the ``[B, S, V]`` logits, ColBERT models without token similarities.
 
 :func:`accelerate` fuses, in place, the LM head and the SpladePooling of a ``SparseEncoder`` or the similarities of a
-``MultiVectorEncoder``, and :func:`restore` undoes it; :func:`encode_sparse` encodes texts to a CSR matrix without a
-dense ``[B, V]``; the module ``multi_vector`` has the scores for losses and evaluators of a ``MultiVectorEncoder``.
+``MultiVectorEncoder``, and lets their encoders run on packed tokens; :func:`restore` undoes it; :func:`collate_ahead`
+makes the batches of a stock trainer in a thread; :func:`encode_sparse` encodes texts to a CSR matrix without a dense
+``[B, V]``; the module ``multi_vector`` has the scores for losses and evaluators of a ``MultiVectorEncoder``.
 """
 
 try:
@@ -19,6 +20,7 @@ from tilefold.integrations.sentence_transformers._accelerate import (
     is_accelerated,
     restore,
 )
+from tilefold.integrations.sentence_transformers._collate_ahead import collate_ahead
 from tilefold.integrations.sentence_transformers._encode import encode_sparse
 
-__all__ = ["Acceleration", "accelerate", "encode_sparse", "is_accelerated", "restore"]
+__all__ = ["Acceleration", "accelerate", "collate_ahead", "encode_sparse", "is_accelerated", "restore"]

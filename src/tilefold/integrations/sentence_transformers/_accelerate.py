@@ -12,6 +12,7 @@ from tilefold.integrations._patches import Handle
 from tilefold.integrations.sentence_transformers._batch import SparseBatchEncoder
 from tilefold.integrations.sentence_transformers._heads import check_head
 from tilefold.integrations.sentence_transformers._own_pooling import FusedOwnPooling, fused_forward
+from tilefold.integrations.sentence_transformers._packing import pack_inputs, unpack_inputs
 from tilefold.integrations.sentence_transformers._pairs import find_pairs, find_scorers
 from tilefold.integrations.sentence_transformers._pooling import FusedSpladePooling, pass_hidden_states
 from tilefold.integrations.sentence_transformers._selfcheck import check_pair
@@ -34,11 +35,13 @@ class Acceleration(Handle):
         model: the SparseEncoder or MultiVectorEncoder, accelerated in place.
         heads: how many LM heads were fused; a Router may have one per route; token weights and a
             MultiVectorEncoder have none.
+        padded: why a network still runs on padded batches, by the name of its class; empty if all run packed.
     """
 
-    def __init__(self, model: Any, heads: int) -> None:
+    def __init__(self, model: Any, heads: int, padded: dict[str, str] | None = None) -> None:
         self.model = model
         self.heads = heads
+        self.padded = padded or {}
 
     def __enter__(self) -> Any:
         return self.model
@@ -52,7 +55,9 @@ class Acceleration(Handle):
         return f"Acceleration({type(self.model).__name__}, {what})"
 
 
-def accelerate(model: Any, *, impl: str = "auto", check: bool = True, quantize: str | None = None) -> Acceleration:
+def accelerate(
+    model: Any, *, impl: str = "auto", check: bool = True, quantize: str | None = None, packed: bool = True
+) -> Acceleration:
     """Make a SparseEncoder score without the ``[B, S, V]`` logits, or a MultiVectorEncoder without token similarities.
 
     The model is changed in place and stays a stock one: same classes, same state dict, same checkpoint, so that
@@ -81,6 +86,11 @@ def accelerate(model: Any, *, impl: str = "auto", check: bool = True, quantize: 
             1.6 times the speed of the bf16 head on an H200, scores about 1% off (see
             :func:`tilefold.ops.quantize_weight`). Training and checkpoints do not change. Only for the max pooling of
             a SparseEncoder.
+        packed: let ``preprocess`` give packed tokens where the encoder and all modules after it take them, so that no
+            layer sees padding; the model's attention becomes
+            :func:`tilefold.ops.packed_attention.packed_softmax_attention`, behind transformers' attention interface. A
+            warning, and ``padded`` of the handle, say why a network stays padded. Dropout then draws other numbers than
+            in the padded model.
 
     Returns:
         A handle; as a context manager, it restores the model at its end.
@@ -104,7 +114,7 @@ def accelerate(model: Any, *, impl: str = "auto", check: bool = True, quantize: 
                 "tilefold.ops.quantize_tokens for documents in int8."
             )
         fuse_similarity(model, impl, check)
-        return Acceleration(model, heads=0)
+        return Acceleration(model, 0, pack_inputs(model, check) if packed else {"all": "packed=False was chosen"})
     if not isinstance(model, SparseEncoder):
         raise TypeError(
             f"model must be a sentence_transformers.SparseEncoder or MultiVectorEncoder, got {type(model).__name__}; "
@@ -125,7 +135,8 @@ def accelerate(model: Any, *, impl: str = "auto", check: bool = True, quantize: 
     for module, last in find_scorers(model):
         module.forward = fused_forward(module, None, impl, last=last)  # type: ignore[attr-defined]
     model.encode_sparse_batch = SparseBatchEncoder(model)
-    return Acceleration(model, heads=len({id(pair.head) for pair in pairs}))
+    padded = pack_inputs(model, check) if packed else {"all": "packed=False was chosen"}
+    return Acceleration(model, len({id(pair.head) for pair in pairs}), padded)
 
 
 def restore(model: Any) -> None:
@@ -152,6 +163,7 @@ def is_accelerated(model: Any) -> bool:
 
 def _remove_patches(model: nn.Module) -> None:
     unfuse_similarity(model)
+    unpack_inputs(model)
     if "encode_sparse_batch" in vars(model):
         del model.encode_sparse_batch
     for module in model.modules():

@@ -51,7 +51,7 @@ def find_pairs(model: nn.Module) -> list[SpladePair]:
         )
     pairs: dict[tuple[int, int], SpladePair] = {}
     unpooled: list[Any] = []
-    for pipeline in _pipelines(model._modules.values()):
+    for pipeline in pipelines_of(model):
         poolings = [i for i, module in enumerate(pipeline) if _pools_logits(module)]
         if not poolings:
             unpooled += [module for module in pipeline if _is_transformer(module)]
@@ -73,12 +73,17 @@ def find_pairs(model: nn.Module) -> list[SpladePair]:
 def find_scorers(model: nn.Module) -> list[Scorer]:
     """All distinct modules of ours that read no logits, over all routes of a SparseEncoder."""
     found: dict[int, Scorer] = {}
-    for pipeline in _pipelines(model._modules.values()):
+    for pipeline in pipelines_of(model):
         for place, module in enumerate(pipeline, 1):
             if isinstance(module, FusedPooling) and not module.reads_logits:
                 last = place == len(pipeline) and found.get(id(module), (module, True))[1]
                 found[id(module)] = Scorer(module, last)
     return list(found.values())
+
+
+def pipelines_of(model: nn.Module) -> Iterator[list[Any]]:
+    """Every sequence of modules that an input of the model may pass."""
+    return _pipelines(model._modules.values())
 
 
 def _pipelines(modules: Iterable[nn.Module | None]) -> Iterator[list[Any]]:

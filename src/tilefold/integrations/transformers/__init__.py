@@ -18,9 +18,9 @@ from tilefold.integrations.transformers._attention import entmax_attention_forwa
 from tilefold.integrations.transformers._checkpoint import runs_entmax, use_softmax
 from tilefold.integrations.transformers._learn import learn_alpha, load_alpha, use_entmax
 from tilefold.integrations.transformers._packable import stop_packed, use_packed
-from tilefold.integrations.transformers._packed import packed_hidden_states
 from tilefold.integrations.transformers._schedule import AlphaSchedule
 from tilefold.integrations.transformers._sparsity import LayerSparsity, SparsityRecord, record_sparsity
+from tilefold.integrations.transformers.packed import packed_hidden_states
 
 __all__ = [
     "AlphaSchedule",

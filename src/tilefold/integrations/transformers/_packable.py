@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tilefold.integrations.transformers._attention import NAME as ENTMAX
-from tilefold.integrations.transformers._packed import PACKED, packed_hidden_states, register_packed
+from tilefold.integrations.transformers.packed import PACKED, packed_hidden_states, register_packed
 
 TOLERANCE = 0.02  # of the largest value: wide enough for bf16, far below attention to the neighbouring sequence
 LENGTHS = (3, 11)

@@ -1,0 +1,183 @@
+"""The ``preprocess`` of an accelerated Transformer: texts to packed token ids, straight from the Rust tokenizer."""
+
+from __future__ import annotations
+
+import os
+import threading
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilefold.integrations.transformers.packed import padding_position, position_ids_of, register_packed
+
+_PROBES = ("a", "", "Cats, dogs \u00e9t\u00e9 \u4e2d\u6587 x1-y2?")
+_LONGEST_PROBE = 8192  # tokens of the probe that shows where texts are truncated
+_OF_TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids"})
+_PLANNED = frozenset({"task", "max_length"})  # arguments of preprocess that a plan covers
+_padded: ContextVar[bool] = ContextVar("tilefold_padded_inputs", default=False)
+
+
+@contextmanager
+def padded_inputs() -> Iterator[None]:
+    """Within it, in this thread, accelerated models preprocess texts to padded tensors, as stock ones do."""
+    token = _padded.set(True)
+    try:
+        yield
+    finally:
+        _padded.reset(token)
+
+
+class _Plan(NamedTuple):
+    """How texts of one prompt, task and maximal length are tokenised.
+
+    Attributes:
+        truncation: of the Rust tokenizer; None = texts are not cut.
+        others: features that are no tensors and go with every batch, such as the length of the prompt.
+    """
+
+    truncation: dict[str, Any] | None
+    others: dict[str, Any]
+
+
+class PackedInputs:
+    """Replaces ``preprocess`` of one Transformer of sentence-transformers: packed tokens, without attention mask.
+
+    Texts go through a copy of the Rust tokenizer, and their ids into one tensor, if that gives what the stock
+    ``preprocess`` gives for a few probes; else the stock one tokenises, and its padding is taken out. What is no list
+    of texts, and ColBERT's query expansion, which scores padding, stay padded.
+
+    Args:
+        transformer: the module.
+    """
+
+    def __init__(self, transformer: Any) -> None:
+        self.transformer = transformer
+        self._forget()
+
+    def _forget(self) -> None:
+        self._plans: dict[Any, _Plan | None] = {}
+        self._backend: Any = None  # a copy, because calls of the stock tokenizer change padding and truncation
+        self._copied: Any = None
+        self._lock, self._process = threading.Lock(), os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"transformer": self.transformer}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.transformer = state["transformer"]
+        self._forget()
+        register_packed()
+
+    def __call__(
+        self, inputs: Sequence[Any], prompt: str | None = None, processing_kwargs: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Features of the inputs, with the arguments of ``Transformer.preprocess``."""
+        if processing_kwargs is not None:
+            kwargs["processing_kwargs"] = processing_kwargs
+        if _padded.get() or not inputs or self._expands(kwargs.get("task")):
+            return self._stock(inputs, prompt, kwargs)
+        if kwargs.keys() <= _PLANNED and all(type(text) is str for text in inputs):
+            with self._locked():
+                plan = self._plan(prompt, kwargs)
+                if plan is not None:
+                    return self._tokenised(inputs, prompt, plan)
+        return pack_features(self._stock(inputs, prompt, kwargs), padding_position(self.transformer.model))
+
+    def _expands(self, task: Any) -> bool:
+        return task == "query" and getattr(self.transformer, "query_expansion", None) is not None
+
+    def _stock(self, inputs: Sequence[Any], prompt: str | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+        transformer = self.transformer
+        found: dict[str, Any] = type(transformer).preprocess(transformer, inputs, prompt=prompt, **kwargs)
+        return found
+
+    def _locked(self) -> threading.Lock:
+        if self._process != os.getpid():  # a forked process may have a copy of a lock that nobody will open
+            self._forget()
+        return self._lock
+
+    def _plan(self, prompt: str | None, kwargs: dict[str, Any]) -> _Plan | None:
+        tokenizer = self.transformer.tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None or not hasattr(backend, "encode_batch"):
+            return None
+        now = (backend, len(tokenizer))
+        if self._copied != now:
+            self._plans, self._backend, self._copied = {}, None, now
+        settings = (tokenizer.model_max_length, tokenizer.truncation_side)
+        key = (prompt, *settings, *sorted(kwargs.items()))
+        if key not in self._plans:
+            self._plans[key] = self._planned(prompt, kwargs, backend)
+        return self._plans[key]
+
+    def _planned(self, prompt: str | None, kwargs: dict[str, Any], backend: Any) -> _Plan | None:
+        with padded_inputs():
+            self._stock([_PROBES[0]], prompt, kwargs)
+            limit = (backend.truncation or {}).get("max_length", _LONGEST_PROBE + 1)
+            probes = [*_PROBES, "word " * (limit + 8)] if limit <= _LONGEST_PROBE else list(_PROBES)
+            stock = self._stock(probes, prompt, kwargs)
+        tensors = {key for key, value in stock.items() if isinstance(value, Tensor)}
+        if not {"input_ids", "attention_mask"} <= tensors <= _OF_TOKENS or stock.get("modality") != "text":
+            return None
+        plan = _Plan(backend.truncation, {key: value for key, value in stock.items() if key not in tensors})
+        if self._backend is None:
+            self._backend = type(backend).from_str(backend.to_str())
+            self._backend.no_padding()
+        expected = pack_features(stock, padding_position(self.transformer.model))
+        got = self._tokenised(probes, prompt, plan)
+        same = expected.keys() == got.keys() and all(
+            torch.equal(value, got[key]) if isinstance(value, Tensor) else value == got[key]
+            for key, value in expected.items()
+        )
+        return plan if same else None
+
+    def _tokenised(self, texts: Sequence[str], prompt: str | None, plan: _Plan) -> dict[str, Any]:
+        backend = self._backend
+        if backend.truncation != plan.truncation:
+            if plan.truncation is None:
+                backend.no_truncation()
+            else:
+                backend.enable_truncation(**plan.truncation)
+        encode = getattr(backend, "encode_batch_fast", backend.encode_batch)  # fast: without offsets
+        encodings = encode([prompt + text for text in texts] if prompt else list(texts), add_special_tokens=True)
+        flat = array("i")
+        for encoding in encodings:
+            flat.fromlist(encoding.ids)  # the quickest of what was tried: 29 ns a token, 24 of them for the list
+        lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
+        ids = torch.from_numpy(np.frombuffer(flat, np.intc).astype(np.int64)) if flat else torch.zeros(0).long()
+        return packed_features(ids, torch.from_numpy(lengths), padding_position(self.transformer.model)) | plan.others
+
+
+def packed_features(ids: Tensor, lengths: Tensor, padding: int | None) -> dict[str, Any]:
+    """Features of packed tokens ``[T]`` on the CPU, under the names that sentence-transformers gives flattened ones."""
+    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    torch.cumsum(lengths, 0, dtype=torch.int32, out=cu_seqlens[1:])
+    longest = int(lengths.max()) if len(lengths) else 0
+    return {
+        "input_ids": ids[None],
+        "position_ids": position_ids_of(ids, cu_seqlens, padding)[None],
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def pack_features(features: dict[str, Any], padding: int | None) -> dict[str, Any]:
+    """Padded features of texts without their padding; features of anything else as they are."""
+    mask = features.get("attention_mask")
+    tensors = {key for key, value in features.items() if isinstance(value, Tensor)}
+    if mask is None or not tensors <= _OF_TOKENS or "input_ids" not in tensors or mask.dim() != 2:
+        return features
+    keep = mask != 0
+    found = packed_features(features["input_ids"][keep], keep.sum(1), padding)
+    types = features.get("token_type_ids")
+    if types is not None and bool(types.any()):  # models take zeros where none are given
+        found["token_type_ids"] = types[keep][None]
+    return found | {key: value for key, value in features.items() if key not in tensors}

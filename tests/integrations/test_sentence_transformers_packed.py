@@ -1,0 +1,294 @@
+"""Packed inputs of accelerated models: the tokens, losses and gradients of padded ones, under the stock trainers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from sentence_transformers import SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
+from sentence_transformers.base.modules import Router
+from sentence_transformers.sparse_encoder.losses import (
+    CachedSpladeLoss,
+    SparseMultipleNegativesRankingLoss,
+    SpladeLoss,
+)
+from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+from tests.integrations.multi_vector_models import NEGATIVES, POSITIVES, QUERIES, build_colbert, needs_stock
+from tests.integrations.splade_models import TEXTS, assert_close, build_tiny_splade, tiny_transformer
+from tilefold.integrations.sentence_transformers import accelerate, collate_ahead, restore
+from tilefold.integrations.sentence_transformers._collate_ahead import AheadCollator, PendingBatch
+from tilefold.integrations.sentence_transformers._packed_inputs import pack_features, padded_inputs
+from tilefold.integrations.transformers.packed import padding_position
+
+KINDS = ["bert", "roberta", "distilbert", "modernbert"]
+WORDS = ["length", "order", "first", "last", "sum", "copy", "size", "type"]
+PAIRS = Dataset.from_dict(
+    {
+        "anchor": [f"what is the {word} of a list" for word in WORDS],
+        "positive": [f"a function gives the {word}" + " of a long list" * steps for steps, word in enumerate(WORDS)],
+    }
+)
+
+
+def without_dropout(model: Any) -> Any:
+    """In train mode too."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    return model
+
+
+def splade_loss(model: Any, cached: bool = False, **options: Any) -> Any:
+    kind = CachedSpladeLoss if cached else SpladeLoss
+    ranking = SparseMultipleNegativesRankingLoss(model=model)
+    return kind(model=model, loss=ranking, document_regularizer_weight=3e-3, query_regularizer_weight=5e-3, **options)
+
+
+def gradients_of(model: Any, loss: Any, columns: list[dict[str, Any]]) -> tuple[float, dict[str, torch.Tensor]]:
+    model.train()
+    model.zero_grad(set_to_none=True)
+    value = loss.train()(columns, None)
+    total = sum(value.values()) if isinstance(value, dict) else value
+    total.backward()
+    return total.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(got: tuple[float, dict[str, Any]], expected: tuple[float, dict[str, Any]]) -> None:
+    assert got[0] == pytest.approx(expected[0], rel=1e-5)
+    assert got[1].keys() == expected[1].keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected[1].values())
+    for name, gradient in expected[1].items():
+        assert float((got[1][name] - gradient).abs().max()) <= 1e-5 * largest, name
+
+
+@pytest.fixture(scope="module")
+def tiny(tokenizer_folder: Path) -> SparseEncoder:
+    return without_dropout(build_tiny_splade("bert", tokenizer_folder))
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_packed_ids_are_those_of_the_stock_preprocess(kind: str, tokenizer_folder: Path) -> None:
+    model = build_tiny_splade(kind, tokenizer_folder)
+    assert accelerate(model).padded == {}
+    model.max_seq_length = 20
+    texts = ["", "one", "[PAD] in a text [MASK]", "a long text " * 20, "\u00e9t\u00e9 \u4e2d\u6587"]
+    for options in (
+        {},
+        {"prompt": "query: "},
+        {"task": "document"},
+        {"processing_kwargs": {"text": {"max_length": 7}}},
+    ):
+        with padded_inputs():
+            stock = model.preprocess(texts, **options)
+        expected = pack_features(stock, padding_position(model[0].model))
+        for _ in range(2):  # the first call plans, the second repeats
+            got = model.preprocess(texts, **options)
+            assert got.keys() == expected.keys()
+            for key, value in expected.items():
+                assert torch.equal(got[key], value) if isinstance(value, torch.Tensor) else got[key] == value, key
+    model.max_seq_length = 9
+    assert model.preprocess(texts)["max_length_q"] == 9
+    pairs = model.preprocess([("a first text", "a second one"), ("a", "b")])
+    assert pairs["token_type_ids"].any() and pairs["cu_seq_lens_q"].tolist()[1] == pairs["max_length_q"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_are_those_of_the_padded_run(kind: str, tokenizer_folder: Path) -> None:
+    stock = without_dropout(build_tiny_splade(kind, tokenizer_folder))
+    packed = copy.deepcopy(stock)
+    assert accelerate(packed).padded == {}
+    results = []
+    for model in (stock, packed):
+        columns = [model.preprocess(list(PAIRS[name])) for name in ("anchor", "positive")]
+        results.append(gradients_of(model, splade_loss(model), columns))
+    assert "cu_seq_lens_q" in columns[1]
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("options", [{"mini_batch_size": 3}, {"mini_batch_num_tokens": 40}])
+def test_cached_losses_cut_packed_batches(options: dict[str, int], tiny: SparseEncoder) -> None:
+    stock, packed = copy.deepcopy(tiny), copy.deepcopy(tiny)
+    accelerate(packed)
+    results = []
+    for model in (stock, packed):
+        columns = [model.preprocess(list(PAIRS[name])) for name in ("anchor", "positive")]
+        results.append(gradients_of(model, splade_loss(model, cached=True, **options), columns))
+    assert_same(results[1], results[0])
+
+
+def test_both_routes_of_a_router_are_packed(tokenizer_folder: Path) -> None:
+    router = Router.for_query_document(
+        query_modules=[tiny_transformer("distilbert", tokenizer_folder), SpladePooling()],
+        document_modules=[tiny_transformer("bert", tokenizer_folder), SpladePooling("sum")],
+    )
+    stock = without_dropout(SparseEncoder(modules=[router], device="cpu"))
+    packed = copy.deepcopy(stock)
+    assert accelerate(packed).padded == {}
+    results = []
+    for model in (stock, packed):
+        columns = [
+            model.preprocess(list(PAIRS[name]), task=task)
+            for name, task in (("anchor", "query"), ("positive", "document"))
+        ]
+        results.append(gradients_of(model, splade_loss(model), columns))
+    assert "cu_seq_lens_q" in columns[0] and columns[0]["task"] == "query"
+    assert_same(results[1], results[0])
+
+
+@needs_stock
+@pytest.mark.parametrize("cached", [False, True])
+def test_multi_vector_training_is_that_of_the_padded_model(cached: bool) -> None:
+    from sentence_transformers.multi_vector_encoder import losses
+
+    from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
+
+    name = "Cached" * cached + "MultiVectorMultipleNegativesRankingLoss"
+    results = []
+    for fused in (False, True):
+        model = build_colbert()
+        if fused:
+            assert accelerate(model).padded == {}
+        options = {"mini_batch_size": 3} if cached else {}
+        loss = getattr(losses, name)(model, similarity_fct=colbert_scores, **options)
+        tasks = ["query", "document", "document"]
+        columns = [
+            model.preprocess(texts, task=task)
+            for texts, task in zip((QUERIES, POSITIVES, NEGATIVES), tasks, strict=True)
+        ]
+        for column, task in zip(columns, tasks, strict=True):
+            column["task"] = task
+        assert ("cu_seq_lens_q" in columns[1]) == fused
+        results.append(gradients_of(without_dropout(model), loss, columns))
+    assert_same(results[1], results[0])
+
+
+@needs_stock
+def test_multi_vectors_are_encoded_as_before() -> None:
+    model = build_colbert()
+    expected = [model.encode_query(QUERIES), model.encode_document(POSITIVES)]
+    accelerate(model)
+    for got, right in zip([model.encode_query(QUERIES), model.encode_document(POSITIVES)], expected, strict=True):
+        for one, other in zip(got, right, strict=True):
+            assert_close(torch.as_tensor(one), torch.as_tensor(other), 1e-5)
+    restore(model)
+    assert "forward" not in vars(model[2]) and "attention_mask" in model.preprocess(QUERIES)
+
+
+def train(model: SparseEncoder, folder: Path, ahead: bool, **options: Any) -> list[float]:
+    arguments = SparseEncoderTrainingArguments(
+        output_dir=str(folder),
+        max_steps=5,
+        per_device_train_batch_size=4,
+        learning_rate=5e-5,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=3,
+        dataloader_pin_memory=False,
+        **options,
+    )
+    trainer = SparseEncoderTrainer(
+        model=model, args=arguments, train_dataset=PAIRS, eval_dataset=PAIRS, loss=splade_loss(model)
+    )
+    if ahead:
+        collate_ahead(trainer)
+        collate_ahead(trainer)
+        assert isinstance(trainer.data_collator, AheadCollator)
+        assert not isinstance(trainer.data_collator.collator, AheadCollator)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [*losses, trainer.evaluate()["eval_loss"]]
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}])
+def test_a_training_run_has_the_losses_of_the_stock_one(
+    options: dict[str, Any], tiny: SparseEncoder, tmp_path: Path
+) -> None:
+    expected = train(copy.deepcopy(tiny), tmp_path / "stock", ahead=False, **options)
+    packed = copy.deepcopy(tiny)
+    accelerate(packed)
+    got = train(packed, tmp_path / "packed", ahead=True, **options)
+    assert len(got) == 6 and got == pytest.approx(expected, rel=1e-4)
+    packed.save_pretrained(str(tmp_path / "saved"))
+    assert "tilefold" not in (tmp_path / "saved" / "config.json").read_text()
+    again = SparseEncoder(str(tmp_path / "saved"), device="cpu")
+    assert_close(packed.encode(TEXTS).to_dense(), again.encode(TEXTS).to_dense(), 1e-5)
+
+
+def test_a_run_is_repeatable(tiny: SparseEncoder, tmp_path: Path) -> None:
+    runs = []
+    for name in ("first", "second"):
+        model = copy.deepcopy(tiny)
+        accelerate(model)
+        runs.append(train(model, tmp_path / name, ahead=True))
+    assert runs[0] == runs[1]
+
+
+def test_batches_are_made_in_a_thread_and_their_errors_come_out() -> None:
+    seen = []
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        seen.append(threading.current_thread().name)
+        if not rows:
+            raise ValueError("no rows")
+        return {"x_input_ids": torch.tensor([row["x"] for row in rows]), "dataset_name": "a"}
+
+    ahead = AheadCollator(collate)
+    ahead = pickle.loads(pickle.dumps(AheadCollator(len))) and ahead  # noqa: S301 - of our own making
+    batch = ahead([{"x": 1}, {"x": 2}])
+    assert isinstance(batch, PendingBatch)
+    made = batch.to("cpu", non_blocking=True)
+    assert made["x_input_ids"].tolist() == [1, 2] and made["dataset_name"] == "a"
+    assert seen[0].startswith("tilefold-collate")
+    failed = ahead([])
+    with pytest.raises(ValueError, match="no rows"):
+        failed.to("cpu")
+    with pytest.raises(TypeError, match="must be a trainer of sentence-transformers"):
+        collate_ahead(object())
+
+
+def test_copies_run_packed_and_restored_models_are_stock(tiny: SparseEncoder) -> None:
+    model = copy.deepcopy(tiny)
+    expected = model.encode(TEXTS).to_dense()
+    accelerate(model)
+    before = pickle.loads(pickle.dumps(model))  # noqa: S301 - of our own making
+    for one in (model, copy.deepcopy(model), before):
+        assert "cu_seq_lens_q" in one.preprocess(TEXTS)
+        assert_close(one.encode(TEXTS).to_dense(), expected, 1e-5)
+    assert before[0].preprocess.transformer is before[0]
+    accelerate(model, packed=False)
+    assert "attention_mask" in model.preprocess(TEXTS) and model[0].model.config._attn_implementation == "sdpa"
+    accelerate(model)
+    restore(model)
+    assert "preprocess" not in vars(model[0]) and model[0].model.config._attn_implementation == "sdpa"
+
+
+def test_a_larger_vocabulary_of_the_tokenizer_is_seen(tokenizer_folder: Path) -> None:
+    model = build_tiny_splade("bert", tokenizer_folder)
+    accelerate(model)
+    before = model.preprocess(["tilefolding"])["input_ids"]
+    model.tokenizer.add_tokens(["tilefolding"])
+    after = model.preprocess(["tilefolding"])["input_ids"]
+    assert before.numel() > 3 and after.numel() == 3
+
+
+def test_what_stays_padded_is_told(tokenizer_folder: Path) -> None:
+    mpnet = build_tiny_splade("mpnet", tokenizer_folder)
+    with pytest.warns(UserWarning, match="MPNetForMaskedLM runs on padded batches: the attention of"):
+        handle = accelerate(mpnet)
+    assert set(handle.padded) == {"MPNetForMaskedLM"} and "attention_mask" in mpnet.preprocess(TEXTS)
+    chosen = build_tiny_splade("bert", tokenizer_folder)
+    chosen[0].unpad_inputs = False
+    assert accelerate(chosen).padded == {"BertForMaskedLM": "unpad_inputs=False was chosen"}
