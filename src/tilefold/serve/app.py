@@ -15,8 +15,9 @@ from tilefold._version import __version__
 from tilefold.serve.endpoints import JSON
 from tilefold.serve.errors import ServeError
 from tilefold.serve.models import SIDES
+from tilefold.serve.pages import PAGE_PATHS, page_router
 from tilefold.serve.routes import Routes
-from tilefold.serve.searching import SearchRoutes
+from tilefold.serve.searching import search_router
 from tilefold.serve.service import Service
 
 __all__ = ["create_app"]
@@ -24,7 +25,7 @@ __all__ = ["create_app"]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-OPEN_PATHS = frozenset({"/health", "/ping"})  # of probes, which carry no key
+OPEN_PATHS = frozenset({"/health", "/ping"}) | PAGE_PATHS  # of probes, which carry no key, and of the page, which asks
 _HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
 
 
@@ -35,7 +36,7 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
 
     Args:
         service: answers.
-        api_key: what requests must carry as ``Authorization: Bearer KEY``, except health checks.
+        api_key: what requests must carry as ``Authorization: Bearer KEY``, except health checks and the page.
 
     Raises:
         ValueError: an empty key.
@@ -60,9 +61,9 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
+    app.include_router(page_router(service))
     app.include_router(Routes(service, service.default_side).router())
-    if service.searchable is not None:
-        app.include_router(SearchRoutes(service, service.searchable).router())
+    app.include_router(search_router(service))
     for side in SIDES:
         app.include_router(Routes(service, side).router(), prefix=f"/{side}")
     app.add_exception_handler(HTTPException, _http_error)
@@ -119,7 +120,7 @@ class Guard:
                 await Response(answer.body(), 500, media_type=JSON)(scope, receive, tracked)
 
     def _allowed(self, scope: Message) -> bool:
-        if self._key is None or scope["path"] in OPEN_PATHS:
+        if self._key is None or (scope["method"] == "GET" and scope["path"] in OPEN_PATHS):
             return True
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")

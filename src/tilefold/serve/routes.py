@@ -62,7 +62,7 @@ class Routes:
             )  # fmt: skip
         add_get(router, "/info", self.info, service, "The model, and the limits")
         add_get(router, "/metrics", self.metrics, service, "For Prometheus")
-        for path in ("/health", "/ping", "/"):
+        for path in ("/health", "/ping"):
             add_get(router, path, self.health, service, "200 or 503")
         return router
 

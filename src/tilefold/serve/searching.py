@@ -23,7 +23,7 @@ from tilefold.serve.explaining import explain_document, explain_query
 from tilefold.serve.searchable import QUERY, Fusion, Ranking, Searchable
 from tilefold.serve.service import Asked, Service
 
-__all__ = ["SearchRoutes"]
+__all__ = ["SearchRoutes", "search_router"]
 
 RERANK_DEPTH = 100
 
@@ -69,6 +69,19 @@ class SearchBody(_Strict):
     prf: FeedbackBody | bool = False
     rerank: RerankBody | bool = False
     explain: bool = False
+
+
+def search_router(service: Service) -> APIRouter:
+    """The routes of the index of a service; without one, ``/v1/indexes`` says so."""
+    if service.searchable is not None:
+        return SearchRoutes(service, service.searchable).router()
+    router = APIRouter(prefix="/v1")
+
+    async def none(request: Request) -> Response:
+        return Response(plain({"indexes": []}), media_type=JSON)
+
+    add_get(router, "/indexes", none, service, "This server has no index")
+    return router
 
 
 class SearchRoutes:

@@ -1,0 +1,295 @@
+"use strict";
+// Everything that comes from the service or the user becomes text (textContent); no HTML is made from strings.
+
+const FIRST_TERMS = 16;
+const FIRST_CHARACTERS = 420;
+const STAGES = { sparse: "learned sparse", words: "BM25", fusion: "fused", late: "late interaction" };
+const $ = (id) => document.getElementById(id);
+
+let index = null; // what the service searches, or null
+let running = null; // the AbortController of the search that runs
+let terms = []; // of the query that is shown
+let kinds = new Map(); // id -> "own", "expanded" or "feedback"
+
+function element(name, className, text) {
+  const made = document.createElement(name);
+  if (className) made.className = className;
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+function number(value) {
+  return Math.abs(value) >= 100 ? value.toFixed(0) : value.toFixed(Math.abs(value) >= 10 ? 1 : 3);
+}
+
+async function ask(path, body, signal) {
+  const headers = { accept: "application/json" };
+  if (body) headers["content-type"] = "application/json";
+  if ($("key").value) headers.authorization = "Bearer " + $("key").value;
+  const options = { method: body ? "POST" : "GET", headers, signal };
+  if (body) options.body = JSON.stringify(body);
+  const reply = await fetch(path, options);
+  const answer = await reply.json().catch(() => ({}));
+  if (reply.ok) return answer;
+  const failed = new Error(answer.error || `the service answered ${reply.status}`);
+  failed.status = reply.status;
+  throw failed;
+}
+
+// ---- text with marks -------------------------------------------------------------------------------------------
+
+function kindOf(term) {
+  return term.feedback ? "feedback" : term.expanded ? "expanded" : "own";
+}
+
+/** Text whose marked tokens say their weight; places are code points. `byId` gives {term, part, label, kind}. */
+function marked(target, text, marks, byId, limit) {
+  const characters = Array.from(text);
+  const end = limit === undefined ? characters.length : Math.min(limit, characters.length);
+  let at = 0;
+  for (const [start, stop, id] of marks) {
+    const term = byId.get(id);
+    if (!term || start < at || stop > end) continue;
+    target.append(characters.slice(at, start).join(""));
+    const mark = element("mark", term.kind, characters.slice(start, stop).join(""));
+    mark.title = term.label;
+    mark.dataset.term = id;
+    mark.style.setProperty("--part", term.part);
+    target.append(mark);
+    at = stop;
+  }
+  target.append(characters.slice(at, end).join(""));
+  return end < characters.length;
+}
+
+// ---- the query -------------------------------------------------------------------------------------------------
+
+function showQuery(query) {
+  terms = query.terms || [];
+  kinds = new Map(terms.map((term) => [term.id, kindOf(term)]));
+  $("vector").hidden = terms.length === 0;
+  if (!terms.length) return;
+  const heaviest = terms[0].weight;
+  const byId = new Map(terms.map((term) => [term.id, {
+    part: term.weight / heaviest, label: `${term.term}: ${number(term.weight)}`, kind: kinds.get(term.id),
+  }]));
+  $("query-text").replaceChildren();
+  marked($("query-text"), query.text, query.marks || [], byId);
+  $("legend-documents").hidden = !index;
+  $("legend-feedback").hidden = !terms.some((term) => term.feedback);
+  showBars(FIRST_TERMS);
+}
+
+function showBars(count) {
+  const heaviest = terms[0].weight;
+  $("bars").replaceChildren(...terms.slice(0, count).map((term) => {
+    const row = element("li", kinds.get(term.id));
+    row.dataset.term = term.id;
+    row.title = `${term.term}: ${number(term.weight)}`;
+    const bar = element("span", "bar");
+    bar.style.setProperty("--part", term.weight / heaviest);
+    row.append(element("span", "name", term.term), bar, element("span", "number", number(term.weight)));
+    return row;
+  }));
+  $("more-terms").hidden = count >= terms.length;
+  $("more-terms").textContent = `All ${terms.length} terms`;
+}
+
+// ---- the results -----------------------------------------------------------------------------------------------
+
+function showResult(found) {
+  const item = element("li");
+  const card = element("article");
+  card.tabIndex = 0;
+  const top = element("div", "top");
+  const doc = found.doc || {};
+  const why = found.explanation || { terms: [], stages: {}, marks: {} };
+  const strongest = Math.max(...why.terms.map((term) => term.contribution), 1e-9);
+  const byId = new Map(why.terms.map((term) => [term.id, {
+    part: term.contribution / strongest,
+    label: `${term.term}: ${number(term.contribution)}` + share(term),
+    kind: kinds.get(term.id) || "expanded",
+  }]));
+  const title = element("h3");
+  title.append(`${found.rank}. `);
+  marked(title, doc.title || found.docid, doc.title && why.marks ? why.marks.title : [], byId);
+  top.append(title, element("span", "score", number(found.score)));
+  card.append(top);
+  if (doc.title) card.append(element("div", "id", found.docid));
+  if (doc.text) card.append(...textOf(doc.text, why.marks ? why.marks.text : [], byId));
+  if (why.terms.length) card.append(termsOf(why.terms));
+  if (Object.keys(why.stages).length > 1) card.append(stagesOf(why.stages));
+  item.append(card);
+  return item;
+}
+
+function share(term) {
+  return term.share === undefined ? "" : `, ${(100 * term.share).toFixed(0)}% of the score`;
+}
+
+function textOf(text, marks, byId) {
+  const shown = element("p", "text");
+  if (!marked(shown, text, marks || [], byId, FIRST_CHARACTERS)) return [shown];
+  shown.append(" …");
+  const button = element("button", "whole", "Whole text");
+  button.type = "button";
+  button.addEventListener("click", () => {
+    shown.replaceChildren();
+    marked(shown, text, marks || [], byId);
+    button.remove();
+  });
+  return [shown, button];
+}
+
+/** Colours are those of the query's terms; a dashed border says that the document does not contain the word. */
+function termsOf(found) {
+  const list = element("ul", "terms");
+  list.setAttribute("aria-label", "Matched terms");
+  for (const term of found.slice(0, 12)) {
+    const part = term.share === undefined ? number(term.contribution) : `${(100 * term.share).toFixed(0)}%`;
+    const entry = element("li", kinds.get(term.id) || "expanded", `${term.term} ${part}`);
+    if (term.expanded) entry.classList.add("unwritten");
+    entry.title = `${number(term.contribution)}${share(term)}` + (term.expanded ? "; the model added it to the document" : "");
+    entry.dataset.term = term.id;
+    list.append(entry);
+  }
+  if (found.length > 12) list.append(element("li", "", `and ${found.length - 12} more`));
+  return list;
+}
+
+function stagesOf(stages) {
+  const table = element("table", "stages");
+  const head = element("tr");
+  const row = element("tr");
+  for (const [name, label] of Object.entries(STAGES)) {
+    if (!stages[name]) continue;
+    const cell = element("th", "", label);
+    cell.scope = "col";
+    head.append(cell);
+    row.append(element("td", "", `#${stages[name].rank}, ${number(stages[name].score)}`));
+  }
+  table.append(head, row);
+  return table;
+}
+
+// ---- searching -------------------------------------------------------------------------------------------------
+
+function say(text) {
+  $("status").textContent = text;
+}
+
+async function search() {
+  const query = $("query").value.trim();
+  if (!query) return;
+  if (running) running.abort();
+  const mine = running = new AbortController();
+  history.replaceState(null, "", "?q=" + encodeURIComponent(query));
+  say("Searching …");
+  const began = performance.now();
+  try {
+    if (!index) await describe();
+    const answer = index ? await searchIndex(query, mine.signal) : await encodeOnly(query, mine.signal);
+    if (mine.signal.aborted) return;
+    $("key-row").hidden = true;
+    showQuery(answer.query);
+    $("results").replaceChildren(...answer.candidates.map(showResult));
+    say(summary(answer, performance.now() - began));
+  } catch (error) {
+    if (error.name === "AbortError") return;
+    if (error.status === 401) {
+      $("key-row").hidden = false;
+      $("key").focus();
+    }
+    $("results").replaceChildren();
+    $("vector").hidden = true;
+    say(error.status ? error.message : "The service does not answer.");
+  }
+}
+
+function searchIndex(query, signal) {
+  const body = { query, hits: Number($("hits").value), explain: index.features.explain };
+  for (const name of ["fusion", "prf", "rerank"]) {
+    if (index.features[name] && $(name).checked) body[name] = true;
+  }
+  return ask(`v1/${encodeURIComponent(index.name)}/search`, body, signal);
+}
+
+async function encodeOnly(query, signal) {
+  const began = performance.now();
+  const [row] = await ask("query/embed_sparse", { inputs: query, tokens: true }, signal);
+  const [tokens] = await ask("tokenize", { inputs: query }, signal);
+  const own = new Set(tokens.map((token) => token.id));
+  const special = new Set(tokens.filter((token) => token.special).map((token) => token.id));
+  const found = row.filter((entry) => !special.has(entry.index)).sort((a, b) => b.value - a.value).map((entry) => ({
+    id: entry.index, term: entry.token, weight: entry.value, expanded: !own.has(entry.index), feedback: false,
+  }));
+  const marks = tokens.filter((token) => !token.special).map((token) => [token.start, token.stop, token.id]);
+  return { query: { text: query, terms: found, marks }, candidates: [], milliseconds: { encode: performance.now() - began } };
+}
+
+function summary(answer, total) {
+  const parts = [];
+  if (index) parts.push(answer.candidates.length === 1 ? "1 result" : `${answer.candidates.length || "no"} results`);
+  const named = { encode: "encoding", search: "search", rerank: "late interaction" };
+  for (const [name, value] of Object.entries(answer.milliseconds || {})) {
+    parts.push(`${named[name] || name} ${value.toFixed(1)} ms`);
+  }
+  parts.push(`${total.toFixed(0)} ms in all`);
+  return parts.join(" · ");
+}
+
+async function describe() {
+  const { indexes } = await ask("v1/indexes");
+  index = indexes[0] || null;
+  $("options").hidden = !index;
+  if (index) {
+    $("about").textContent = `${index.name}: ${index.documents.toLocaleString("en")} documents, ${index.backend} index`;
+    for (const name of ["fusion", "prf", "rerank"]) $("for-" + name).hidden = !index.features[name];
+    const lacks = !index.features.explain && index.backend !== "bm25";
+    $("hint").hidden = !lacks;
+    if (lacks) $("hint").textContent = "Matched terms are shown where the server is started with --vectors.";
+    return;
+  }
+  const info = await ask("info");
+  $("about").textContent = `${info.model_id}: vectors alone, without an index`;
+  $("go").textContent = "Encode";
+}
+
+// ---- hovering and keys -----------------------------------------------------------------------------------------
+
+function sameTerm(event) {
+  const over = event.target.closest ? event.target.closest("[data-term]") : null;
+  const id = over ? over.dataset.term : null;
+  for (const each of document.querySelectorAll("[data-term]")) each.classList.toggle("same", each.dataset.term === id);
+}
+
+function keys(event) {
+  const typing = ["INPUT", "SELECT"].includes(event.target.tagName);
+  if (event.key === "/" && !typing) {
+    event.preventDefault();
+    $("query").focus();
+    $("query").select();
+  } else if ((event.key === "j" || event.key === "k") && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) {
+    const cards = Array.from(document.querySelectorAll("#results article"));
+    const at = cards.indexOf(document.activeElement.closest("article")) + (event.key === "j" ? 1 : -1);
+    if (cards[at]) cards[at].focus();
+  }
+}
+
+$("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  search();
+});
+$("options").addEventListener("change", search);
+$("more-terms").addEventListener("click", () => showBars(terms.length));
+document.addEventListener("mouseover", sameTerm);
+document.addEventListener("keydown", keys);
+$("query").value = new URLSearchParams(location.search).get("q") || "";
+if ($("query").value) {
+  search();
+} else {
+  describe().catch((error) => {
+    $("about").textContent = error.status === 401 ? "This server asks for a key." : "The service does not answer.";
+    $("key-row").hidden = error.status !== 401;
+  });
+}

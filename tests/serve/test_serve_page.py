@@ -1,0 +1,243 @@
+"""The page at ``/``: what its files may not hold, and what it does in a real Chromium.
+
+The second half needs Playwright (``pip install "tilefold[page]"``) and a Chromium (``apt install chromium``);
+``make test-page`` runs it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from tests.serve.running import Client, serving
+from tilefold import retrieval as r
+from tilefold.retrieval.collection import Collection, Document
+from tilefold.serve.models import Served
+from tilefold.serve.searchable import Searchable
+from tilefold.serve.service import Service
+
+EVIL = "<img src=x onerror=alert(1)> & \U0001f4be csv files \u05d0\u05d1"
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
+
+
+@pytest.fixture(scope="module")
+def searchable(sparse: Any, late: Any, collection: Collection, tmp_path_factory: pytest.TempPathFactory) -> Searchable:
+    folder = tmp_path_factory.mktemp("page")
+    documents = dict(collection.documents) | {"evil": Document("evil", "<script>alert(2)</script>", EVIL * 30)}
+    texts = {name: document.contents for name, document in documents.items()}
+    r.encode_collection(sparse, texts, folder / "vectors", special_tokens=False)
+    vectors = r.read_vectors(folder / "vectors")
+    index = r.build_index(vectors, "exact")
+    models = Served(sparse, "sparse", "tiny"), Served(late, "multi-vector", "colbert")
+    return Searchable("small", index, models[0], documents, vectors, r.BM25Index.build(texts), models[1])
+
+
+@pytest.fixture(scope="module")
+def client(searchable: Searchable) -> Iterator[Client]:
+    assert searchable.encoder is not None and searchable.late is not None
+    with serving(Service([searchable.encoder, searchable.late], searchable=searchable)) as running:
+        yield running
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def test_the_page_loads_its_own_files_alone_under_a_strict_policy(client: Client) -> None:
+    reply = client.get("/")
+    assert reply.headers["content-type"] == "text/html; charset=utf-8"
+    policy = dict(part.strip().split(" ", 1) for part in reply.headers["content-security-policy"].split(";"))
+    assert (policy["default-src"], policy["script-src"], policy["style-src"]) == ("'none'", "'self'", "'self'")
+    assert {policy[name] for name in ("base-uri", "form-action", "frame-ancestors")} == {"'none'"}
+    tags = Tags()
+    tags.feed(reply.raw.decode())
+    for tag, attributes in tags.found:
+        assert not [name for name in attributes if name.startswith("on") or name == "style"], tag
+        loaded = attributes.get("src") or (attributes.get("href") if tag == "link" else None)
+        if loaded and not loaded.startswith("data:"):
+            part = client.get(f"/{loaded}")
+            assert (part.status, part.headers["x-content-type-options"]) == (200, "nosniff")
+    labelled = {attributes.get("for") for tag, attributes in tags.found if tag == "label"}
+    fields = [attributes for tag, attributes in tags.found if tag == "input" and attributes["type"] != "checkbox"]
+    assert all(attributes["id"] in labelled for attributes in fields)
+    script = client.get("/page.js").raw.decode()
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|https?://", script)
+    assert "http" not in client.get("/page.css").raw.decode()
+
+
+def test_the_page_needs_no_key_and_its_post_does(searchable: Searchable) -> None:
+    assert searchable.encoder is not None
+    with serving(Service([searchable.encoder], searchable=replace(searchable, late=None)), api_key="sesam") as locked:
+        assert [locked.get(path).status for path in ("/", "/page.js", "/page.css", "/v1/indexes")] == [
+            200,
+            200,
+            200,
+            401,
+        ]
+        assert locked.post("/", {"inputs": "a"}).status == 401
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install 'tilefold[page]'")
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium on this machine: apt install chromium")
+    with api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    opened = browser.new_page(viewport={"width": 1000, "height": 900})
+    opened.set_default_timeout(15_000)
+    opened.said = []  # what the browser complains of: errors, and breaches of the policy
+    opened.on("console", lambda message: opened.said.append(message.text) if message.type == "error" else None)
+    opened.on("pageerror", lambda error: opened.said.append(str(error)))
+    opened.on("dialog", lambda dialog: opened.said.append(dialog.message))
+    yield opened
+    opened.close()
+
+
+def test_a_search_shows_results_with_marks_bars_and_times(page: Any, client: Client) -> None:
+    page.goto(f"http://127.0.0.1:{client.port}/")
+    page.wait_for_selector("#options:not([hidden])")
+    assert page.evaluate("document.activeElement.id") == "query"
+    page.keyboard.type("read csv files")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#results article")
+    body = {"query": "read csv files", "explain": True}
+    answer = client.post("/v1/small/search", body).json
+    assert page.locator("#results article").count() == 10
+    assert re.match(r"10 results · encoding [\d.]+ ms · search [\d.]+ ms · \d+ ms in all", page.inner_text("#status"))
+    heaviest = answer["query"]["terms"][0]
+    first = page.locator("#bars li").first
+    assert first.locator(".name").inner_text() == heaviest["term"]
+    assert first.locator(".number").inner_text() == f"{heaviest['weight']:.3f}"
+    assert (first.get_attribute("class") == "expanded") == heaviest["expanded"]
+    widths = [bar.bounding_box()["width"] for bar in page.locator("#bars .bar").all()[:8]]
+    assert widths == sorted(widths, reverse=True)
+    asked = [answer["query"]["text"][start:stop] for start, stop, _ in answer["query"]["marks"]]
+    assert page.locator("#query-text mark").all_inner_texts() == asked
+    top = answer["candidates"][0]
+    places = top["explanation"]["marks"]["text"]
+    characters = list(top["doc"]["text"])
+    shown = page.locator("#results article").first.locator(".text mark").all_inner_texts()
+    assert shown == ["".join(characters[start:stop]) for start, stop, _ in places if stop <= 420]
+    mark = page.locator("#results mark").first
+    assert re.search(r": [\d.]+, \d+% of the score", mark.get_attribute("title"))
+    mark.hover()
+    assert "same" in mark.get_attribute("class")
+    page.click("#more-terms")
+    assert page.locator("#bars li").count() == len(answer["query"]["terms"])
+    assert page.said == []
+
+
+def test_what_documents_and_queries_hold_is_text_and_never_html(page: Any, client: Client) -> None:
+    page.goto(f"http://127.0.0.1:{client.port}/")
+    page.fill("#query", EVIL)
+    page.select_option("#hits", "20")
+    page.keyboard.press("Enter")
+    page.click("#go")
+    page.wait_for_selector("#results article")
+    assert page.inner_text("#query-text") == EVIL
+    evil = page.locator("article", has_text="alert(2)")
+    assert "<script>alert(2)</script>" in evil.locator("h3").inner_text()
+    assert (
+        evil.locator(".text")
+        .inner_text()
+        .startswith("<img src=x onerror=alert(1)> & \U0001f4be csv files \u05d0\u05d1<img")
+    )
+    evil.locator("button").click()
+    assert evil.locator(".text").inner_text() == EVIL * 30
+    assert page.locator("main img, main script").count() == 0
+    assert page.said == []
+
+
+def test_options_show_the_stages_and_the_address_brings_a_search_back(page: Any, client: Client) -> None:
+    page.goto(f"http://127.0.0.1:{client.port}/?q=dates")
+    page.wait_for_selector("#results article")
+    for name in ("fusion", "prf", "rerank"):
+        page.check(f"#{name}")
+    page.wait_for_selector(".stages >> text=late interaction")
+    assert page.locator("article").first.locator("th").all_inner_texts() == [
+        "learned sparse",
+        "BM25",
+        "fused",
+        "late interaction",
+    ]
+    assert "late interaction" in page.inner_text("#status")
+    assert page.locator("#legend-feedback").is_visible()
+    assert page.url.endswith("/?q=dates")
+
+
+def test_the_keyboard_alone_reaches_everything(page: Any, client: Client) -> None:
+    page.goto(f"http://127.0.0.1:{client.port}/?q=dates")
+    page.wait_for_selector("#results article")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "go"
+    seen = set()
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        seen.add(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+    assert {"fusion", "prf", "rerank", "hits", "more-terms", "ARTICLE"} <= seen
+    focused = "Array.from(document.querySelectorAll('article')).indexOf(document.activeElement)"
+    before = page.evaluate(focused)
+    page.keyboard.press("j")
+    assert page.evaluate(focused) == before + 1
+    page.keyboard.press("k")
+    assert page.evaluate(focused) == before
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.id") == "query"
+
+
+def test_a_phone_and_dark_mode_fit(page: Any, client: Client) -> None:
+    page.set_viewport_size({"width": 360, "height": 700})
+    page.emulate_media(color_scheme="dark")
+    page.goto(f"http://127.0.0.1:{client.port}/?q=read+csv+files")
+    page.wait_for_selector("#results article")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    back, ink = (page.evaluate(f"getComputedStyle(document.body).{name}") for name in ("backgroundColor", "color"))
+    darkness, light = (sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (back, ink))
+    assert (darkness < 150, light > 600) == (True, True)
+    for name in ("#go", "#hits"):
+        assert page.locator(name).bounding_box()["height"] >= 20
+
+
+def test_without_an_index_the_page_shows_the_vector(page: Any, searchable: Searchable) -> None:
+    assert searchable.encoder is not None
+    with serving(Service([searchable.encoder])) as client:
+        page.goto(f"http://127.0.0.1:{client.port}/?q=read+csv")
+        page.wait_for_selector("#bars li")
+        row = client.post("/query/embed_sparse", {"inputs": "read csv", "top_k": 1, "tokens": True}).json[0][0]
+        assert page.locator("#bars .number").first.inner_text() == f"{row['value']:.3f}"
+        assert "without an index" in page.inner_text("#about")
+
+
+def test_a_key_is_asked_for_and_errors_are_said(page: Any, searchable: Searchable) -> None:
+    assert searchable.encoder is not None
+    with serving(Service([searchable.encoder], searchable=replace(searchable, late=None)), api_key="sesam") as client:
+        page.goto(f"http://127.0.0.1:{client.port}/?q=dates")
+        page.wait_for_selector("#key-row:not([hidden])")
+        assert page.evaluate("document.activeElement.id") == "key"
+        page.keyboard.type("sesam")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#results article")
+        assert page.locator("#key-row").is_hidden()
+    page.fill("#query", "again")
+    page.click("#go")
+    page.wait_for_selector("#status >> text=does not answer")
