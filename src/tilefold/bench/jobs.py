@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ Row = Mapping[str, object]
 
 JOB_MODULES: dict[str, str] = {
     "search": "tilefold.bench.search.job",
+    "train": "tilefold.bench.train.job",
 }
 
 
@@ -37,11 +39,12 @@ class JobCase:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """How to run: the device, which implementations (all if None), and whether to be quick."""
+    """How to run: the device, which implementations (all if None), whether to be quick, a tokenizer's folder."""
 
     device: torch.device
     impls: Sequence[str] | None = None
     quick: bool = False
+    tokenizer: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -36,13 +36,16 @@ def bench(
     ] = False,
     seconds: Annotated[float, typer.Option(help="Timing budget of one implementation and phase.")] = 0.5,
     minutes: Annotated[float | None, typer.Option(help="Begin no shape after this; slow peers run last.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder of the tokenizer of jobs with V = 250,002; else a small one serves.")
+    ] = None,
 ) -> None:
     """Check, then time operators, or whole jobs, and their baselines; a row whose check fails shows no time.
 
     Without --output, results go to benchmarks/results if the current directory has benchmarks.
     Exits with 1 if an implementation failed its check.
     """
-    from tilefold.bench.jobs import get_job, job_names
+    from tilefold.bench.jobs import JobOptions, get_job, job_names
     from tilefold.bench.provenance import choose_device
     from tilefold.bench.registry import get_spec, operators
     from tilefold.bench.results import results_folder
@@ -53,7 +56,8 @@ def bench(
             if listing:
                 _list_job(job)
                 return
-            if _run_job(job, choose_device(device), shape, impl, quick, results_folder(output, quick)):
+            how = JobOptions(choose_device(device), impl, quick, tokenizer)
+            if _run_job(job, how, shape, results_folder(output, quick)):
                 raise typer.Exit(1)
             return
         names = operators() if every or (listing and op is None) else (op,) if op is not None else ()
@@ -92,24 +96,20 @@ def _list_job(job: Job) -> None:
         typer.echo(f"  {case.name:32} {', '.join(case.devices):10}{'  quick' if case.quick else ''}")
 
 
-def _run_job(
-    job: Job, device: torch.device, shape: list[str] | None, impl: list[str] | None, quick: bool, folder: Path | None
-) -> bool:
+def _run_job(job: Job, options: JobOptions, shape: list[str] | None, folder: Path | None) -> bool:
     """Run, print and save after every row; whether a row failed its gate."""
     from rich.console import Console
 
     from tilefold.bench import report
-    from tilefold.bench.jobs import JobOptions
     from tilefold.bench.provenance import collect
     from tilefold.bench.results import results_file, write_csv
 
-    provenance = collect(device)
+    provenance = collect(options.device)
     console = Console(width=None if Console().is_terminal else 190)
     report.print_header(console, provenance)
     path = results_file(folder, job.name, provenance) if folder is not None else None
     failed = False
-    options: JobOptions = JobOptions(device, impl, quick)
-    cases: list[JobCase] = job.chosen(shape, device.type, quick)
+    cases: list[JobCase] = job.chosen(shape, options.device.type, options.quick)
     for case in cases:
         rows = []
         with console.status(f"{job.name}: {case.name}"):

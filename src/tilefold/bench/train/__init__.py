@@ -1,0 +1,1 @@
+"""The benchmark of training with a stock trainer, data loader included."""

@@ -1,0 +1,212 @@
+"""One run of a stock trainer: a few steps without dropout, whose losses are compared, then steps that are timed."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+GATE_STEPS = 3
+WARM_STEPS = 5
+PROFILED_STEPS = 3
+# Fresh weights give dense scores, whose dot products grow with V: these factors over V keep loss and FLOPS terms small,
+# so that rounding does not decide the softmax. They change no amount of work.
+SIMILARITY_SCALE = 30.0
+REGULARIZER = 30.0
+
+
+@dataclass
+class Measured:
+    """What a run took.
+
+    Attributes:
+        losses: of the first steps, without dropout.
+        step_ms: mean time of a timed step, device included.
+        slowest_ms: the longest time between two timed steps that the host saw.
+        peak_gib: memory of the device that was allocated during them, weights included; 0 on a CPU.
+        busy: share of the time of some further steps in which a kernel ran on the GPU; None on a CPU.
+    """
+
+    losses: list[float]
+    step_ms: float
+    slowest_ms: float
+    peak_gib: float
+    busy: float | None
+
+
+def train(kind: str, model: Any, side: str, rows: Mapping[str, list[str]], batch: int, steps: int) -> Measured:
+    """Train ``model``, in place, with the stock trainer of its kind.
+
+    Args:
+        kind: ``"splade"`` or ``"colbert"``.
+        model: as :func:`tilefold.bench.train.inputs.make_encoder` made it.
+        side: ``"stock"``; ``"padded"``, accelerated but for packed inputs; ``"packed"``, accelerated, with batches made
+            ahead.
+        rows: queries and documents, ``batch`` of each for every step.
+        batch: pairs of a step.
+        steps: timed steps.
+    """
+    from datasets import Dataset  # noqa: PLC0415
+    from transformers import PrinterCallback, TrainerCallback  # noqa: PLC0415
+
+    from tilefold.integrations.sentence_transformers import accelerate, collate_ahead, restore  # noqa: PLC0415
+
+    watch = _Watch(model, steps)
+
+    class Callback(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            watch.begin(state.global_step)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            watch.end(state.global_step)
+
+    if side != "stock":
+        accelerate(model, packed=side == "packed")
+    loss = _loss(kind, model, side)
+    loss.register_forward_hook(lambda _, __, out: watch.saw(out))
+    try:
+        with tempfile.TemporaryDirectory(prefix="tilefold-bench-") as folder:
+            trainer = _trainer(kind, model, loss, folder, batch, Dataset.from_dict(dict(rows)), watch.total)
+            trainer.add_callback(Callback())
+            trainer.remove_callback(PrinterCallback)
+            if side == "packed":
+                collate_ahead(trainer)
+            trainer.train()
+            return watch.measured()
+    finally:
+        restore(model)
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _loss(kind: str, model: Any, side: str) -> Any:
+    if kind == "splade":
+        from sentence_transformers.sparse_encoder import losses  # noqa: PLC0415
+
+        vocab = model[0].model.config.vocab_size
+        ranking = losses.SparseMultipleNegativesRankingLoss(model=model, scale=SIMILARITY_SCALE / vocab)
+        weight = REGULARIZER / vocab
+        return losses.SpladeLoss(
+            model=model, loss=ranking, document_regularizer_weight=weight, query_regularizer_weight=weight
+        )
+    from sentence_transformers.multi_vector_encoder.losses import (  # noqa: PLC0415
+        MultiVectorMultipleNegativesRankingLoss,
+    )
+
+    from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores  # noqa: PLC0415
+
+    fused = {} if side == "stock" else {"similarity_fct": colbert_scores}
+    return MultiVectorMultipleNegativesRankingLoss(model, **fused)
+
+
+def _trainer(kind: str, model: Any, loss: Any, folder: str, batch: int, dataset: Any, steps: int) -> Any:
+    if kind == "splade":
+        from sentence_transformers.sparse_encoder import SparseEncoderTrainer as Trainer  # noqa: PLC0415
+        from sentence_transformers.sparse_encoder import (  # noqa: PLC0415
+            SparseEncoderTrainingArguments as Arguments,
+        )
+    else:
+        from sentence_transformers.multi_vector_encoder import MultiVectorEncoderTrainer as Trainer  # noqa: PLC0415
+        from sentence_transformers.multi_vector_encoder import (  # noqa: PLC0415
+            MultiVectorEncoderTrainingArguments as Arguments,
+        )
+    cpu = model.device.type == "cpu"
+    arguments = Arguments(
+        output_dir=folder,
+        max_steps=steps,
+        per_device_train_batch_size=batch,
+        learning_rate=2e-5,
+        lr_scheduler_type="constant",
+        bf16=not cpu,
+        use_cpu=cpu,
+        dataloader_pin_memory=not cpu,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=1,
+    )
+    return Trainer(model=model, args=arguments, train_dataset=dataset, loss=loss)
+
+
+@dataclass
+class _Watch:
+    """Sees the steps of a run begin and end."""
+
+    model: Any
+    steps: int
+    losses: list[torch.Tensor] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    peak: int = 0
+    busy: float | None = None
+
+    def __post_init__(self) -> None:
+        self.dropouts = [(module, module.p) for module in self.model.modules() if isinstance(module, torch.nn.Dropout)]
+        self.on_gpu = self.model.device.type == "cuda"
+        self.first = GATE_STEPS + WARM_STEPS  # the first timed step
+        self.total = self.first + self.steps + (PROFILED_STEPS if self.on_gpu else 0)
+        self.profiler: Any = None
+        self.profiled_from = 0.0
+
+    def saw(self, loss: Any) -> None:
+        """The output of the loss; nothing waits for the device."""
+        if len(self.losses) < GATE_STEPS:
+            parts = loss.values() if isinstance(loss, dict) else [loss]
+            self.losses.append(torch.stack([part.detach().float() for part in parts]).sum())
+
+    def begin(self, step: int) -> None:
+        """Before step number ``step``, from 0."""
+        if step in (0, GATE_STEPS):
+            for module, p in self.dropouts:
+                module.p = p if step else 0.0
+
+    def end(self, step: int) -> None:
+        """After step number ``step``, from 1. The time of a step includes the wait for its batch."""
+        if self.on_gpu and step in (self.first, self.first + self.steps, self.total):
+            torch.cuda.synchronize()
+        if self.first <= step <= self.first + self.steps:
+            self.ends.append(time.perf_counter())
+        if not self.on_gpu:
+            return
+        if step == self.first:
+            torch.cuda.reset_peak_memory_stats()
+        elif step == self.first + self.steps:
+            self.peak = torch.cuda.max_memory_allocated()
+            self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self.profiler.start()
+            self.profiled_from = time.perf_counter()
+        elif step == self.total:
+            seconds = time.perf_counter() - self.profiled_from
+            self.profiler.stop()
+            self.busy = _busy_seconds(self.profiler) / seconds
+
+    def measured(self) -> Measured:
+        """What was seen."""
+        gaps = [1e3 * (after - before) for before, after in zip(self.ends[:-1], self.ends[1:], strict=True)]
+        return Measured(
+            [float(loss) for loss in self.losses],
+            1e3 * (self.ends[-1] - self.ends[0]) / len(gaps),
+            max(gaps),
+            self.peak / 2**30,
+            self.busy,
+        )
+
+
+def _busy_seconds(profiler: Any) -> float:
+    """Seconds in which at least one kernel or copy ran."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type.name == "CUDA"
+    )
+    total = reached = 0.0
+    for start, end in spans:
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total / 1e6

@@ -1,0 +1,55 @@
+"""`tilefold bench train` on a tiny model: every side trains the same model, and a wrong loss gets no times."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("datasets")
+pytest.importorskip("sentence_transformers")
+
+from tests.distributed.models import VOCABULARY, save_tiny_splade
+from tilefold.bench.jobs import JobOptions, get_job
+from tilefold.bench.train import job as train_job
+from tilefold.bench.train.inputs import load_tokenizer, made_pairs, valid_share
+from tilefold.bench.train.run import GATE_STEPS, Measured
+
+JOB = get_job("train")
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_splade("bert", folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-colbert"])
+def test_all_sides_train_the_same_model(name: str, tokenizer_folder: Path) -> None:
+    (case,) = JOB.chosen([name], "cpu", True)
+    case = replace(case, numbers={**case.numbers, "vocab": VOCABULARY})
+    rows = list(JOB.run(case, JobOptions(torch.device("cpu"), tokenizer=tokenizer_folder)))
+    assert [row["side"] for row in rows] == list(case.numbers["steps"])
+    for row in rows:
+        assert row["gate"] == "ok", row
+        assert len(str(row["losses"]).split()) == GATE_STEPS
+        assert float(str(row["step_ms"])) > 0 and set(JOB.key) <= set(row)
+    assert rows[0]["ratio"] == 1 and rows[0]["loss_error"] == 0
+
+
+def test_ragged_texts_have_the_stated_share_of_tokens(tokenizer_folder: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder)
+    ragged = made_pairs(tokenizer, 512, ragged=True)["document"]
+    assert 0.22 < valid_share(tokenizer, ragged, 128, 256) < 0.34
+    assert valid_share(tokenizer, made_pairs(tokenizer, 64, ragged=False)["document"], 64, 240) == 1
+
+
+def test_other_losses_get_no_times() -> None:
+    right = Measured([1.0, 2.0], 5.0, 6.0, 0.0, None)
+    wrong: dict[str, Any] = train_job.row(replace(right, losses=[1.0, 2.1]), right, 4, "cpu")
+    assert "losses differ by" in wrong["gate"] and "step_ms" not in wrong
+    assert train_job.row(right, right, 4, "cpu")["pairs_per_s"] == 800
