@@ -39,6 +39,12 @@ def check(compiled: Compiled, capability: int, tensor_cores: bool = False, loope
 # shorter than a tile of warps, one row a program, the longest in registers (backward's and forward's), read again
 LENGTHS = {"generic": (16, 200, 2048, 40_000, 4096), "entmax15": (200, 40_000), "sparsemax": (200, 40_000),
            "softmax": (200, 4096, 40_000)}  # fmt: skip
+ANY_ALPHA = ("generic", "generic16")  # forms that alphas of a tensor take
+
+
+def form(kind: str, dtype: str) -> str:
+    """The form that kernels of 16 bits take of an alpha in a tensor."""
+    return "generic16" if kind == "generic" and dtype != "fp32" else kind
 
 
 # Dtypes differ in more than width: a float is reduced straight from its load, which is another path of the compiler.
@@ -52,10 +58,10 @@ def test_row_kernels_build_without_spills(capability: int, kind: str, dtype: str
     for n in LENGTHS[kind] if capability == 90 else LENGTHS[kind][-1:]:
         needs = {"NEED_X": True, "NEED_ALPHA": kind == "generic"}
         for kernel, config, own in (
-            (rows._forward_kernel, rows_config(n), {}),
+            (rows._forward_kernel, rows_config(n), {"TOLERANCE": 1e-6}),
             (rows._backward_kernel, gradient_config(n), needs),
         ):
-            constants = {"BLOCK_R": config.block_r, "BLOCK_N": config.block_n, "KIND": kind,
+            constants = {"BLOCK_R": config.block_r, "BLOCK_N": config.block_n, "KIND": form(kind, dtype),
                          "HAS_ALPHA": kind == "generic", "RESIDENT": config.resident} | own  # fmt: skip
             check(compile_kernel(kernel, types, constants, capability, config.num_warps, 3), capability)
 
@@ -147,7 +153,7 @@ def build(name: str, dtype: torch.dtype, dim: int, kind: str, capability: int, *
         config = replace(config, **short)
     launch = attention_kernels(config, config.resident, kind)[name]
     flags = {
-        "H": 12, "GROUP": 1, "D": dim, "BLOCK_D": dim, "KIND": kind, "HAS_ALPHA": kind == "generic", "CAUSAL": False,
+        "H": 12, "GROUP": 1, "D": dim, "BLOCK_D": dim, "KIND": kind, "HAS_ALPHA": kind in ANY_ALPHA, "CAUSAL": False,
         "WINDOW": False, "HAS_MASK": False, "PACKED": False, "DROPOUT": False, "EXACT": dim == 64,
         "PRECISION": config.precision,
     }  # fmt: skip
@@ -160,12 +166,15 @@ def build(name: str, dtype: torch.dtype, dim: int, kind: str, capability: int, *
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(("capability", "dim", "kind"), [(80, 64, "entmax15"), (90, 64, "entmax15"),
-                                                         (90, 64, "generic"),
+                                                         (90, 64, "gentle16"), (90, 64, "steep16"),
+                                                         (90, 64, "generic16"), (100, 64, "generic16"),
                                                          (90, 128, "entmax15"), (100, 64, "entmax15")])  # fmt: skip
 def test_attention_kernels_build_without_spills(capability: int, dim: int, kind: str, name: str) -> None:
     compiled = build(name, torch.bfloat16, dim, kind, capability)
     if (capability, kind, dim, name) == (90, "entmax15", 64, "output"):
         check_spills(compiled, END_SPILLS)
+    elif kind.endswith("16") and capability == 90:
+        check_spills(compiled, MASK_SPILLS, MASK_LOOPED, name)
     elif (capability, name) in ((80, "dq"), (80, "output")):
         check_spills(compiled, KNOWN_SPILLS["bf16", dim, capability])
     else:
@@ -214,7 +223,8 @@ def test_every_head_dimension_fits_the_chip(capability: int, dtype: torch.dtype,
     [
         (torch.bfloat16, "softmax"),
         (torch.bfloat16, "sparsemax"),
-        (torch.bfloat16, "generic"),
+        (torch.bfloat16, "generic16"),
+        (torch.float32, "generic"),
         (torch.float32, "sparsemax"),
     ],
     ids=str,

@@ -87,6 +87,17 @@ def test_one_alpha_a_head_gets_its_gradient(target: Target, n: int) -> None:
     assert one["dalpha"].shape == ()
 
 
+@pytest.mark.parametrize("n", BLOCKWISE)
+@pytest.mark.parametrize("alpha", [1.2, 1.8, "per head"])
+def test_any_alpha_in_16_bits(target: Target, alpha: float | str, n: int) -> None:
+    # numbers to and beyond 1.5 and tensors are forms of their own there; alphas as near to 1 as 1.001 take a series
+    given = alpha if isinstance(alpha, float) else torch.tensor([1.001, 1.7], device=target.device)
+    heads = 1 if isinstance(alpha, float) else 2
+    inputs = entmax_attention_inputs(1, heads, n, 16, dtype=torch.float16, device=target.device)
+    found = assert_entmax_attention_matches(inputs, impl=target.impl, alpha=given)
+    assert float(found["residual"].max()) <= 2e-5
+
+
 @pytest.mark.parametrize("sharpness", [0.05, 8.0])
 def test_correlated_flat_and_peaked_scores(target: Target, sharpness: float) -> None:
     inputs = entmax_attention_inputs(

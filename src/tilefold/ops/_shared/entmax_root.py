@@ -30,11 +30,23 @@ from torch import Tensor
 EVALUATIONS = 100  # bound of the loop; rows of any shape take 3 to 6, a bracket of 2^-24 at most 24 more
 
 SOFTMAX, ENTMAX15, SPARSEMAX, GENERIC = "softmax", "entmax15", "sparsemax", "generic"
+GENERIC16, GENTLE16, STEEP16 = "generic16", "gentle16", "steep16"  # of kernels, for 16 bits
+NEAR_SOFTMAX = 1 / 64  # alpha - 1 below which kernels for 16 bits need a series; `CAREFUL16` there
 
 
 def kind_of(alpha: Tensor | None, alpha_value: float) -> str:
     """The closed form that an alpha has, if it is a number: 1 softmax, 1.5 entmax15, 2 sparsemax."""
     return GENERIC if alpha is not None else {1.0: SOFTMAX, 1.5: ENTMAX15, 2.0: SPARSEMAX}.get(alpha_value, GENERIC)
+
+
+def kernel_kind(dtype: torch.dtype, alpha: Tensor | None, alpha_value: float) -> str:
+    """:func:`kind_of` as kernels know it: less exact about any alpha where results are rounded to 16 bits."""
+    kind = kind_of(alpha, alpha_value)
+    if kind != GENERIC or dtype not in (torch.float16, torch.bfloat16):
+        return kind
+    if alpha is not None or alpha_value - 1 < NEAR_SOFTMAX:
+        return GENERIC16
+    return GENTLE16 if alpha_value < 1.5 else STEEP16
 
 
 def log_weights(d: Tensor, log_peak: Tensor, e: Tensor) -> Tensor:

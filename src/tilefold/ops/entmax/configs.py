@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class RowsConfig:
@@ -35,3 +37,8 @@ def rows_config(n: int, limit: int = RESIDENT_ENTRIES) -> RowsConfig:
 def gradient_config(n: int) -> RowsConfig:
     """The tile of the backward kernel, which holds more for every entry: twice the sums, and two operands."""
     return rows_config(n, limit=2048)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Of the mass of a row; what is left is divided out. 16 bits round the weights themselves by far more."""
+    return 1e-6 if dtype == torch.float32 else 1e-5

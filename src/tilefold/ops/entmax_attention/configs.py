@@ -10,9 +10,12 @@ from torch import Tensor
 
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared._triton.releases import ALL_REGISTERS
+from tilefold.ops._shared.entmax_root import ENTMAX15, GENERIC, SOFTMAX, SPARSEMAX
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.tf32 import tf32_allowed
 from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
+
+CLOSED = (SOFTMAX, ENTMAX15, SPARSEMAX)
 
 
 @dataclass(frozen=True)
@@ -149,12 +152,12 @@ def is_short(q: Tensor, options: Options) -> bool:
 
 def resident_warps(config: AttentionConfig, kind: str) -> int:
     """Warps of the resident kernel."""
-    return config.general_warps if kind == "generic" and config.general_warps else config.resident_warps
+    return config.general_warps if kind not in CLOSED and config.general_warps else config.resident_warps
 
 
 def caps(config: AttentionConfig, kind: str, dropout: bool) -> AttentionConfig:
     """The configuration with limits of registers only for forms that keep to them without spills."""
-    if kind == "generic" or dropout:
+    if kind == GENERIC or dropout:
         dkv = ALL_REGISTERS if config.dkv_registers == ALL_REGISTERS else None
         return replace(config, registers=None, wide_registers=None, dkv_registers=dkv, short_registers=None)
     return config

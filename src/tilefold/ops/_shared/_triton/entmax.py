@@ -1,10 +1,15 @@
 """Alpha-entmax inside kernels: weights, row sums and steps of the root; the maths heads ``_shared/entmax_root.py``.
 
-``KIND`` is ``"softmax"``, ``"entmax15"`` (alpha = 1.5), ``"sparsemax"`` (alpha = 2) or ``"generic"``. The unknown ``y``
-of a row is ``c`` for the two in the middle, whose distances are multiplied by ``e = alpha - 1``, and ``log p_max`` for
-the others. The middle ones need no transcendental function for an entry.
+``KIND`` is ``"softmax"``, ``"entmax15"`` (alpha = 1.5), ``"sparsemax"`` (alpha = 2) or a general form. The unknown
+``y`` of a row is ``c`` for entmax15 and sparsemax, whose distances are multiplied by ``e = alpha - 1``, and
+``log p_max`` for the others. Those two need no transcendental function for an entry; the general forms one logarithm
+and one exponential of the hardware, which make a power of ``x = [c - e d]_+ = p^e``, ``p^a = 2^(a / e log2 x)``, and
+multiplying with ``x`` makes the next ones. They are ``"generic"`` for fp32 and ``"generic16"`` for 16 bits, which look
+at alpha as they run, and for 16 bits and a number that is not too close to 1 ``"gentle16"`` to alpha = 1.5 and
+``"steep16"`` beyond.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -13,40 +18,114 @@ from tilefold.ops._shared.impl import triton_interpreted
 
 # the interpreter calls a reducing function of ours once an entry, but knows sums and maxima
 INTERPRETED = tl.constexpr(triton_interpreted())
+PLAIN = tl.constexpr(triton_interpreted() or torch.version.hip is not None)  # no PTX
 MAX_EVALUATIONS = tl.constexpr(100)
 TOLERANCE = tl.constexpr(1e-6)  # of a row's mass; what is left is divided out
+# The hardware's logarithm is off by 2^-22 near 1, and rounding x by 2^-25: both times 1/e in a weight. Below these e
+# a series takes over: weights of fp32 are within 2.4e-6 of themselves, of 16 bits within 2e-5.
+CAREFUL = tl.constexpr(1 / 8)
+CAREFUL16 = tl.constexpr(1 / 64)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def log_weight(d, y, inverse_c, e):
-    """``log p`` of distances ``d`` with ``log p_max = y`` and ``inverse_c = exp(-e y)``; ``-inf`` off the support."""
-    t = d * inverse_c
-    u = e * t
-    # relative accuracy where u is small, which log(1 - u) has not: alpha may be as close to 1 as it likes
-    series = 1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6 + u * (1 / 7 + u / 8))))))
-    small = u < 0.125
-    logarithm = tl.log(tl.maximum(1 - u, 1e-30)) / tl.where(e > 0, e, 1.0)
-    log_p = y + tl.where(small, -t * tl.where(small, series, 0.0), logarithm)
-    return tl.where(u < 1, log_p, float("-inf"))
-
-
-@triton.jit
-def weight(d, y, inverse_c, e, KIND: tl.constexpr):
-    """``p`` of distances ``d`` (times e for the closed forms)."""
-    if KIND == "entmax15":
-        x = tl.maximum(y - d, 0.0)
-        p = x * x
-    elif KIND == "sparsemax":
-        p = tl.maximum(y - d, 0.0)
-    elif KIND == "softmax":
-        p = tl.exp(y - d)
+def saturated(a, b, c):
+    """``a b + c``, held between 0 and 1: one instruction of the multipliers, which a maximum is not."""
+    if PLAIN:
+        x = a * b + c
+        return tl.where(x > 0, tl.minimum(x, 1.0), 0.0)  # 0 for NaN, as the instruction has it
     else:
-        p = tl.exp(log_weight(d, y, inverse_c, e))
+        return tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def log2_of(x):
+    """One instruction, ``-inf`` at 0."""
+    if PLAIN:
+        return tl.where(x > 0, tl.log2(tl.maximum(x, 1e-37)), float("-inf"))
+    else:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def power_of_2(x):
+    """One instruction, 0 at ``-inf``."""
+    if PLAIN:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def needs_care(e, KIND: tl.constexpr):
+    """Whether an alpha is so close to 1 that a series must hold what a logarithm of x loses; a scalar."""
+    if (KIND == "gentle16") | (KIND == "steep16"):
+        return False
+    elif KIND == "generic16":
+        return e < CAREFUL16
+    else:
+        return e < CAREFUL
+
+
+@triton.jit
+def is_steep(e, KIND: tl.constexpr):
+    """Whether alpha is beyond 1.5, where ``p^(1 - 2 e)`` would be a negative power."""
+    if KIND == "gentle16":
+        return False
+    elif KIND == "steep16":
+        return True
+    else:
+        return e > 0.5
+
+
+@triton.jit
+def root_power(d, c, e):
+    """``x = [c - e d]_+``, positive on the support alone."""
+    zero = tl.zeros_like(d)
+    return saturated(d, zero - e, zero + c)
+
+
+@triton.jit
+def log2_weight(d, x, y, e, careful):
+    """``log2 p`` of distances ``d`` and their ``x``; what is off the support has anything at or below its border."""
+    rate = 1 / tl.maximum(e, 1e-30)
+    if careful:
+        t = d * tl.exp(-e * y)
+        u = e * t
+        series = 1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6 + u * (1 / 7 + u / 8))))))
+        near = u < 0.125
+        logarithm = tl.where(near, (y - tl.where(near, t * series, 0.0)) * LOG2E, log2_of(x) * rate)
+    else:
+        logarithm = log2_of(x) * rate
+    return logarithm
+
+
+@triton.jit
+def weight_power(d, x, y, a, e, careful):
+    """``p^a`` on the support and 0 elsewhere, for ``0 <= a <= 1``."""
+    if careful:
+        power = tl.where(x > 0, tl.maximum(log2_weight(d, x, y, e, careful), -1e30) * a, float("-inf"))
+    else:
+        power = log2_of(x) * tl.maximum(a / tl.maximum(e, 1e-30), 1e-20)  # 0 times -inf would be NaN
+    return power_of_2(power)
+
+
+@triton.jit
+def weight(d, y, c, e, careful, KIND: tl.constexpr):
+    """``p`` of distances ``d`` (times e for the closed forms); ``c`` is that of :func:`peak_power`."""
+    p, _u = weight_and_slope(d, y, c, e, careful, KIND)
     return p
 
 
 @triton.jit
-def weight_and_slope(d, y, inverse_c, e, KIND: tl.constexpr):
+def weight_and_slope(d, y, c, e, careful, KIND: tl.constexpr):
     """``p`` and ``u = p^(1-e)`` on the support."""
     if KIND == "entmax15":
         u = tl.maximum(y - d, 0.0)
@@ -58,15 +137,15 @@ def weight_and_slope(d, y, inverse_c, e, KIND: tl.constexpr):
         p = tl.exp(y - d)
         u = p
     else:
-        log_p = log_weight(d, y, inverse_c, e)
-        p = tl.exp(log_p)
-        u = tl.where(log_p > float("-inf"), tl.exp((1 - e) * tl.maximum(log_p, -1e30)), 0.0)
+        x = root_power(d, c, e)
+        u = weight_power(d, x, y, 1 - e, e, careful)
+        p = u * x
     return p, u
 
 
 @triton.jit
-def row_terms(d, y, inverse_c, e, KIND: tl.constexpr):
-    """The terms of F, U and Q for every distance."""
+def row_terms(d, y, c, e, careful, KIND: tl.constexpr):
+    """The terms of F, U and Q for every distance; from alpha = 1.5 on those of Q count the support."""
     if KIND == "entmax15":
         u = tl.maximum(y - d, 0.0)
         f = u * u
@@ -80,12 +159,12 @@ def row_terms(d, y, inverse_c, e, KIND: tl.constexpr):
         u = f
         q = f
     else:
-        log_p = log_weight(d, y, inverse_c, e)
-        inside = log_p > float("-inf")
-        log_p = tl.maximum(log_p, -1e30)
-        f = tl.where(inside, tl.exp(log_p), 0.0)
-        u = tl.where(inside, tl.exp((1 - e) * log_p), 0.0)
-        q = tl.where(inside, tl.exp(tl.maximum(1 - 2 * e, 0.0) * log_p), 0.0)
+        x = root_power(d, c, e)
+        steep = e > 0.5
+        base = weight_power(d, x, y, tl.where(steep, 1 - e, tl.maximum(1 - 2 * e, 0.0)), e, careful)
+        u = tl.where(steep, base, base * x)
+        q = tl.where(steep, tl.where(x > 0, 1.0, 0.0), base)
+        f = u * x
     return f, u, q
 
 
@@ -119,9 +198,9 @@ def sum_terms(f, u, q, KIND: tl.constexpr):
 
 
 @triton.jit
-def row_sums(d, y, inverse_c, e, KIND: tl.constexpr):
+def row_sums(d, y, c, e, careful, KIND: tl.constexpr):
     """F, U and Q of the last axis of a tile of distances."""
-    f, u, q = row_terms(d, y, inverse_c, e, KIND)
+    f, u, q = row_terms(d, y, c, e, careful, KIND)
     return sum_terms(f, u, q, KIND)
 
 
@@ -150,16 +229,28 @@ def bracket(n, e, KIND: tl.constexpr):
 
 
 @triton.jit
-def inverse_peak(y, e, KIND: tl.constexpr):
-    """``1 / c``, which only the general form needs."""
-    if KIND == "generic":
-        return tl.exp(-e * y)
+def middle(low, high, e, KIND: tl.constexpr):
+    """Where to begin between bounds: halfway in c, from where fewer steps follow than from halfway in its logarithm."""
+    if (KIND == "entmax15") | (KIND == "sparsemax"):
+        return 0.5 * (low + high)
+    elif KIND == "softmax":
+        return high
     else:
-        return y
+        halfway = tl.log(0.5 * (tl.exp(e * low) + tl.exp(e * high))) / tl.maximum(e, 1e-3)
+        return tl.where(e > 1e-3, tl.minimum(tl.maximum(halfway, low), high), 0.5 * (low + high))
 
 
 @triton.jit
-def next_root(y, f, u, q, low, high, before, found, e, KIND: tl.constexpr):
+def peak_power(y, e, KIND: tl.constexpr):
+    """``c = p_max^e`` of the general forms, the unknown itself of others."""
+    if (KIND == "softmax") | (KIND == "entmax15") | (KIND == "sparsemax"):
+        return y
+    else:
+        return tl.exp(e * y)
+
+
+@triton.jit
+def next_root(y, f, u, q, low, high, before, found, e, KIND: tl.constexpr, TOLERANCE: tl.constexpr):
     """One safeguarded step: the new ``(y, low, high, residual, found)`` of every row after an evaluation at ``y``."""
     residual = tl.abs(f - 1)
     low = tl.where(f <= 1, y, low)
@@ -197,10 +288,13 @@ def next_root(y, f, u, q, low, high, before, found, e, KIND: tl.constexpr):
 
 
 @triton.jit
-def alpha_terms(p, u, e):
-    """The A and B of the derivative by alpha for an entry: ``dp/dalpha = (B sum A - A sum B) / sum u``."""
-    y = tl.log(tl.where(p > 0, p, 1.0))
-    w = -e * y
+def alpha_terms(p, u, log_p, e):
+    """The A and B of the derivative by alpha for an entry: ``dp/dalpha = (B sum A - A sum B) / sum u``.
+
+    ``log_p`` is finite, whatever it is where p is 0.
+    """
+    w = -e * log_p
     series = 1 / 2 + w * (1 / 6 + w * (1 / 24 + w * (1 / 120 + w * (1 / 720 + w / 5040))))
-    direct = (u - p - p * w) / tl.where(e > 0, e * e, 1.0)
-    return tl.where(w < 0.3, p * y * y * series, direct), p * (1 + w)
+    b = p * (1 + w)
+    inverse = 1 / tl.maximum(e, 1e-15)
+    return tl.where(w < 0.3, p * log_p * log_p * series, (u - b) * (inverse * inverse)), b

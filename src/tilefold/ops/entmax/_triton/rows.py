@@ -9,21 +9,25 @@ from torch import Tensor
 
 from tilefold.ops._shared._triton.activation import nan_max
 from tilefold.ops._shared._triton.entmax import (
+    LN2,
     MAX_EVALUATIONS,
     alpha_terms,
     bracket,
-    inverse_peak,
+    log2_of,
+    middle,
+    needs_care,
     next_root,
+    peak_power,
+    power_of_2,
     row_peak,
-    row_sums,
     row_terms,
     sum_terms,
     weight,
 )
 from tilefold.ops._shared._triton.launch import launch
 from tilefold.ops._shared._triton.tensors import cdiv
-from tilefold.ops._shared.entmax_root import kind_of
-from tilefold.ops.entmax.configs import RowsConfig, gradient_config, rows_config
+from tilefold.ops._shared.entmax_root import kernel_kind
+from tilefold.ops.entmax.configs import RowsConfig, gradient_config, rows_config, tolerance
 
 
 @triton.jit
@@ -55,6 +59,7 @@ def _exponents(alpha_ptr, alpha_value, rows, mask_r, HAS_ALPHA: tl.constexpr):
 def _forward_kernel(
     x_ptr, alpha_ptr, out_ptr, support_ptr, R, n, alpha_value,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, RESIDENT: tl.constexpr,
+    TOLERANCE: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_r = rows < R
@@ -79,42 +84,44 @@ def _forward_kernel(
     e = tl.where(broken, 1.0, e)
 
     low, high = bracket(tl.zeros_like(peak) + n, e, KIND)
-    y = 0.5 * (low + high)
-    if KIND == "softmax":
-        y = high
+    y = middle(low, high, e, KIND)
     mass = tl.zeros_like(peak) + 1.0
     before = tl.zeros_like(peak) + float("inf")
     found = idle
+    careful = needs_care(tl.min(e, axis=0), KIND)  # one formula for all rows of the tile
     if RESIDENT:
         d = _distances(s, peak, e, KIND)
+        p = tl.zeros_like(d)
     evaluation = 0
     while evaluation < MAX_EVALUATIONS:
-        inverse_c = inverse_peak(y, e, KIND)
+        c = peak_power(y, e, KIND)
         if RESIDENT:
-            f, u, q = row_sums(d, y[:, None], inverse_c[:, None], e[:, None], KIND)
+            p, u_terms, q_terms = row_terms(d, y[:, None], c[:, None], e[:, None], careful, KIND)
+            f, u, q = sum_terms(p, u_terms, q_terms, KIND)
         else:
             f_terms = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
             u_terms = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
             q_terms = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
             for n0 in range(0, n, BLOCK_N):
                 d = _distances(_scores(x_ptr, offs, n0 + places, n, mask_r), peak, e, KIND)
-                tile_f, tile_u, tile_q = row_terms(d, y[:, None], inverse_c[:, None], e[:, None], KIND)
+                tile_f, tile_u, tile_q = row_terms(d, y[:, None], c[:, None], e[:, None], careful, KIND)
                 f_terms += tile_f
                 u_terms += tile_u
                 q_terms += tile_q
             f, u, q = sum_terms(f_terms, u_terms, q_terms, KIND)
         mass = tl.where(found, mass, f)
-        y, low, high, before, found = next_root(y, f, u, q, low, high, before, found, e, KIND)
+        y, low, high, before, found = next_root(y, f, u, q, low, high, before, found, e, KIND, TOLERANCE)
         evaluation = tl.where(tl.min(found.to(tl.int32), axis=0) > 0, MAX_EVALUATIONS, evaluation + 1)
 
     scale = tl.where(empty, 0.0, 1.0 / mass)
-    inverse_c = inverse_peak(y, e, KIND)
+    c = peak_power(y, e, KIND)
     support = tl.zeros((BLOCK_R, BLOCK_N), tl.int32)
     for n0 in range(0, n, BLOCK_N):
         cols = n0 + places
         if not RESIDENT:
             d = _distances(_scores(x_ptr, offs, cols, n, mask_r), peak, e, KIND)
-        p = weight(d, y[:, None], inverse_c[:, None], e[:, None], KIND) * scale[:, None]
+            p = weight(d, y[:, None], c[:, None], e[:, None], careful, KIND)
+        p *= scale[:, None]  # a row in registers still has the weights of its last evaluation, which was at the root
         p = tl.where(empty[:, None], 0.0, p)
         p = tl.where(broken[:, None], float("nan"), p)
         inside = mask_r[:, None] & (cols < n)[None, :]
@@ -136,8 +143,14 @@ def _gradient_tile(dp_ptr, p_ptr, offs, cols, n, mask_r, e, KIND: tl.constexpr):
     elif KIND == "softmax":
         u = p
     else:
-        u = tl.where(p == 0, 0.0, tl.exp((1 - e[:, None]) * tl.log(tl.where(p == 0, 1.0, p))))
+        u = tl.where(p == 0, 0.0, power_of_2((1 - e[:, None]) * log2_of(tl.where(p == 0, 1.0, p))) + (p - p))
     return grad, p, u
+
+
+@triton.jit
+def _alpha_terms(p, u, e):
+    log_p = log2_of(tl.where(p == 0, 1.0, p)) * LN2
+    return alpha_terms(p, u, log_p, e[:, None])
 
 
 @triton.jit(do_not_specialize=["R", "n", "alpha_value"])
@@ -156,7 +169,7 @@ def _backward_kernel(
         grad, p, u = _gradient_tile(dp_ptr, p_ptr, offs, places, n, mask_r, e, KIND)
         total, product = u, u * grad
         if NEED_ALPHA:
-            a, b = alpha_terms(p, u, e[:, None])
+            a, b = _alpha_terms(p, u, e)
             sum_a, sum_b, dot_a, dot_b = a, b, a * grad, b * grad
     else:
         total, product, sum_a, sum_b, dot_a, dot_b = zeros, zeros, zeros, zeros, zeros, zeros
@@ -165,7 +178,7 @@ def _backward_kernel(
             total += u
             product += u * grad
             if NEED_ALPHA:
-                a, b = alpha_terms(p, u, e[:, None])
+                a, b = _alpha_terms(p, u, e)
                 sum_a += a
                 sum_b += b
                 dot_a += a * grad
@@ -199,8 +212,9 @@ def forward(
         return out, support.zero_()
     config = rows_config(n) if config is None else config
     constants = {
-        "BLOCK_R": config.block_r, "BLOCK_N": config.block_n, "KIND": kind_of(alpha, alpha_value),
+        "BLOCK_R": config.block_r, "BLOCK_N": config.block_n, "KIND": kernel_kind(x.dtype, alpha, alpha_value),
         "HAS_ALPHA": alpha is not None, "RESIDENT": config.resident, "num_warps": config.num_warps,
+        "TOLERANCE": tolerance(x.dtype),
     }  # fmt: skip
     arguments = (x, alpha, out, support, rows, n, alpha_value)
     launch(_forward_kernel, (cdiv(rows, config.block_r), 1, 1), arguments, constants)
@@ -224,7 +238,7 @@ def backward(
         return dx, None if dalpha is None else dalpha.zero_()
     config = gradient_config(n) if config is None else config
     constants = {
-        "BLOCK_R": config.block_r, "BLOCK_N": config.block_n, "KIND": kind_of(alpha, alpha_value),
+        "BLOCK_R": config.block_r, "BLOCK_N": config.block_n, "KIND": kernel_kind(p.dtype, alpha, alpha_value),
         "HAS_ALPHA": alpha is not None, "RESIDENT": config.resident, "NEED_X": need_x, "NEED_ALPHA": need_alpha,
         "num_warps": config.num_warps,
     }  # fmt: skip

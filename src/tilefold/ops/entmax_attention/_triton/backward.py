@@ -6,7 +6,8 @@ operands of forward, scaled in fp32 as there.
 import triton
 import triton.language as tl
 
-from tilefold.ops._shared._triton.entmax import alpha_terms, inverse_peak
+from tilefold.ops._shared._triton.entmax import alpha_terms, peak_power
+from tilefold.ops.entmax_attention._triton.rows import LANES, lane_sums
 from tilefold.ops.entmax_attention._triton.tiles import (
     bounds,
     dropout_factor,
@@ -17,6 +18,7 @@ from tilefold.ops.entmax_attention._triton.tiles import (
     key_range,
     load_rows,
     locate,
+    log_weights,
     query_range,
     score_tile,
     store_rows,
@@ -138,13 +140,13 @@ def dq_kernel(
         delta = tl.sum(do.to(tl.float32) * o2.to(tl.float32), axis=1)
         tl.store(delta_ptr + offs, delta, mask=mask_m)
         peak, y = load_stats(stats_ptr, offs, stat_size, mask_m)
-        inverse_c = inverse_peak(y, e, KIND)
+        c = peak_power(y, e, KIND)
         dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        sum_a = tl.zeros((BLOCK_M,), tl.float32)
-        sum_b = tl.zeros((BLOCK_M,), tl.float32)
-        dot_a = tl.zeros((BLOCK_M,), tl.float32)
-        dot_b = tl.zeros((BLOCK_M,), tl.float32)
+        total = tl.zeros((BLOCK_M, LANES), tl.float32)
+        sum_a = tl.zeros((BLOCK_M, LANES), tl.float32)
+        sum_b = tl.zeros((BLOCK_M, LANES), tl.float32)
+        dot_a = tl.zeros((BLOCK_M, LANES), tl.float32)
+        dot_b = tl.zeros((BLOCK_M, LANES), tl.float32)
         low_key, high_key = key_range(m0, tl.minimum(m0 + BLOCK_M, q_len), shift, k_len, window, CAUSAL, WINDOW)
         first = low_key // BLOCK_N
         count = tl.maximum((high_key + BLOCK_N - 1) // BLOCK_N - first, 0)
@@ -165,7 +167,7 @@ def dq_kernel(
                     D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
                 )  # fmt: skip
                 v = load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)
-                p, u = weights(s, peak[:, None], y[:, None], inverse_c[:, None], scale, e, KIND, EXACT)
+                p, u = weights(s, peak[:, None], y[:, None], c[:, None], scale, e, KIND, EXACT)
                 dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
                 if DROPOUT:
                     dp *= dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, keep_scale)
@@ -173,18 +175,21 @@ def dq_kernel(
                     ds = u * (dp - delta[:, None])
                     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
                 if NEED_ALPHA:
-                    a, c = alpha_terms(p, u, e)
-                    total += tl.sum(u, axis=1)
-                    sum_a += tl.sum(a, axis=1)
-                    sum_b += tl.sum(c, axis=1)
-                    dot_a += tl.sum(a * dp, axis=1)
-                    dot_b += tl.sum(c * dp, axis=1)
+                    log_p = log_weights(s, p, peak[:, None], y[:, None], c[:, None], scale, e, KIND, EXACT)
+                    term_a, term_b = alpha_terms(p, u, log_p, e)
+                    total += lane_sums(u)
+                    sum_a += lane_sums(term_a)
+                    sum_b += lane_sums(term_b)
+                    dot_a += lane_sums(term_a * dp)
+                    dot_b += lane_sums(term_b * dp)
         if NEED_Q:
             dq_ptr += b64 * sg_b + h.to(tl.int64) * sg_h + tl.cast(q_base, tl.int64) * sg_n
             dq = tl.where((y != y)[:, None], float("nan"), dq * scale)
             store_rows(dq_ptr, i, sg_n, mask_m, dq, D, BLOCK_D)
         if NEED_ALPHA:
-            rows = (sum_a * dot_b - sum_b * dot_a) / tl.where(total > 0, total, 1.0)
+            total = tl.sum(total, axis=1)
+            rows = tl.sum(sum_a, axis=1) * tl.sum(dot_b, axis=1) - tl.sum(sum_b, axis=1) * tl.sum(dot_a, axis=1)
+            rows /= tl.where(total > 0, total, 1.0)
             tl.store(dalpha_ptr + offs, rows, mask=mask_m)
 
 
@@ -273,7 +278,7 @@ def dkv_kernel(
                     s, i[:, None], j[None, :], keep[None, :], edge, shift, scale, window,
                     CAUSAL, WINDOW, HAS_MASK, EXACT,
                 )  # fmt: skip
-                p, u = weights(s, peak[:, None], y[:, None], inverse_peak(y, e, KIND)[:, None], scale, e, KIND, EXACT)
+                p, u = weights(s, peak[:, None], y[:, None], peak_power(y, e, KIND)[:, None], scale, e, KIND, EXACT)
                 if DROPOUT:
                     factor = dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, keep_scale)
                     p *= factor

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tilefold.ops._shared._triton.entmax import MAX_EVALUATIONS, inverse_peak, row_peak
+from tilefold.ops._shared._triton.entmax import MAX_EVALUATIONS, peak_power, row_peak
 from tilefold.ops.entmax_attention._triton.rows import (
     LANES,
     add_terms,
@@ -103,8 +103,8 @@ def resident_kernel(
         peak, broken, empty, low, high = start_row(best, e, given, high_key - low_key, KIND)
         y = high
         if KIND != "softmax":
-            y = parts_bound(parts, parts, peak, scale, high, e, SUBSET_STEPS, False, KIND, EXACT)
-            y = tl.where(broken | empty, high, tl.maximum(widen(y, high, KIND), low))
+            y = parts_bound(parts, parts, peak, scale, high, e, SUBSET_STEPS, False, KIND, EXACT, TOLERANCE)
+            y = tl.where(broken | empty, high, tl.maximum(widen(y, high, e, KIND), low))
         before = tl.zeros_like(peak) + float("inf")
         few = tl.zeros_like(peak)
         many = few + (high_key - low_key)
@@ -113,15 +113,15 @@ def resident_kernel(
         evaluation = 0
         while evaluation < MAX_EVALUATIONS:
             none = tl.zeros((BLOCK_M, LANES), tl.float32)
-            f, u, n = add_terms(s, peak, y, inverse_peak(y, e, KIND), scale, e, none, none, none, KIND, EXACT)
+            f, u, n = add_terms(s, peak, y, peak_power(y, e, KIND), scale, e, none, none, none, KIND, EXACT)
             y, low, high, few, many, before, found, rest = improve(
                 y, tl.sum(f, axis=1), tl.sum(u, axis=1), tl.sum(n, axis=1), low, high, few, many, before, found, rest,
                 e, KIND, TOLERANCE, NEAR,
             )  # fmt: skip
             evaluation = tl.where(tl.min(found.to(tl.int32), axis=0) > 0, MAX_EVALUATIONS, evaluation + 1)
-        inverse_c = inverse_peak(y, e, KIND)
+        c = peak_power(y, e, KIND)
         v = load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)
-        p, slope = weights(s, peak[:, None], y[:, None], inverse_c[:, None], scale, e, KIND, EXACT)
+        p, slope = weights(s, peak[:, None], y[:, None], c[:, None], scale, e, KIND, EXACT)
         mass = tl.sum(lane_sums(p), axis=1)
         support = tl.zeros_like(mass)
         if SUPPORT:
@@ -138,7 +138,7 @@ def resident_kernel(
                 offs = h.to(tl.int64) * Tq + q_base + i
             else:
                 offs = plane.to(tl.int64) * Nq + i
-            root, mass = last_step(y, mass, total, support, y + rest, KIND)
+            root, mass = last_step(y, mass, total, support, y + rest, few, e, KIND)
             store_stats(stats_ptr, offs, stat_size, mask_m, peak, root, mass, support, empty, broken)
         if GRADIENT:
             acc2 = tl.dot(slope.to(v.dtype), v, input_precision=PRECISION)
@@ -197,6 +197,7 @@ def output_kernel(
         low_key, high_key = key_range(m0, tl.minimum(m0 + BLOCK_M, q_len), shift, k_len, window, CAUSAL, WINDOW)
         first = low_key // BLOCK_N
         count = tl.maximum((high_key + BLOCK_N - 1) // BLOCK_N - first, 0)
+        MOVES: tl.constexpr = (KIND != "softmax") & (KIND != "sparsemax")  # the root, in a last step
         if LISTS:
             row = h.to(tl.int64) * tiles + tile
             count = tl.load(count_ptr + row)
@@ -207,7 +208,7 @@ def output_kernel(
         empty = peak == float("-inf")
         broken = y != y
         peak = tl.where(empty, float("inf"), peak)  # then every distance is infinite
-        inverse_c = inverse_peak(y, e, KIND)
+        c = peak_power(y, e, KIND)
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         acc2 = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         mass = tl.zeros((BLOCK_M, LANES), tl.float32)
@@ -224,11 +225,11 @@ def output_kernel(
                 D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
             )  # fmt: skip
             v = load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)
-            p, slope = weights(s, peak[:, None], y[:, None], inverse_c[:, None], scale, e, KIND, EXACT)
+            p, slope = weights(s, peak[:, None], y[:, None], c[:, None], scale, e, KIND, EXACT)
             mass += lane_sums(p)
             if SUPPORT:
                 support += lane_sums(one_if_positive(slope))
-            if GRADIENT or (KIND == "entmax15"):
+            if GRADIENT or MOVES:
                 total += lane_sums(slope)
             if DROPOUT:
                 factor = dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, keep_scale)
@@ -244,7 +245,8 @@ def output_kernel(
             store_rows(out2_ptr + to_out, i, so_n, mask_m, finish(acc2, total, empty, broken), D, BLOCK_D)
         support = tl.sum(support, axis=1)
         reach = tl.load(stats_ptr + 2 * stat_size + offs, mask=mask_m, other=0.0)
-        root, mass = last_step(y, mass, total, support, reach, KIND)
+        end = tl.load(stats_ptr + 3 * stat_size + offs, mask=mask_m, other=0.0)
+        root, mass = last_step(y, mass, total, support, reach, end, e, KIND)
         tl.store(stats_ptr + stat_size + offs, root, mask=mask_m)
         tl.store(stats_ptr + 2 * stat_size + offs, mass, mask=mask_m)
         tl.store(stats_ptr + 3 * stat_size + offs, support, mask=mask_m)

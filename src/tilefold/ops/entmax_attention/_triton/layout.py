@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton.tensors import power_of_two
-from tilefold.ops._shared.entmax_root import kind_of
+from tilefold.ops._shared.entmax_root import kernel_kind
 from tilefold.ops._shared.philox import dropout_threshold
 from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
 
@@ -37,7 +37,7 @@ def layout_of(tensors: AttentionTensors, options: Options) -> Layout:
         "GROUP": heads // k.size(1),
         "D": dim,
         "BLOCK_D": power_of_two(dim),
-        "KIND": kind_of(alpha, options.alpha_value),
+        "KIND": kernel_kind(q.dtype, alpha, options.alpha_value),
         "HAS_ALPHA": alpha is not None,
         "CAUSAL": options.causal,
         "WINDOW": options.window >= 0,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from tilefold.ops._shared._triton.activation import nan_max
-from tilefold.ops._shared._triton.entmax import MAX_EVALUATIONS, inverse_peak, row_peak, row_sums
+from tilefold.ops._shared._triton.entmax import MAX_EVALUATIONS, needs_care, peak_power, row_peak, row_sums
 from tilefold.ops.entmax_attention._triton.rows import (
     LANES,
     add_terms,
@@ -56,12 +56,12 @@ def block_distances(
 
 @triton.jit
 def live_flags(
-    maxima_ptr, word, low_block, high_block, peak, y, inverse_c, e, idle, BLOCK_M: tl.constexpr, KIND: tl.constexpr
+    maxima_ptr, word, low_block, high_block, peak, y, c, e, idle, BLOCK_M: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
     """Which of the 32 blocks of a word some row's weights may be positive in, ``[32]`` int32."""
     block = word * 32 + tl.arange(0, 32)
     d = block_distances(maxima_ptr, block, low_block, high_block, peak, e, BLOCK_M, KIND)
-    live = alive(d, y[:, None], inverse_c[:, None], e, KIND) & ~idle[:, None]
+    live = alive(d, y[:, None], c[:, None], e, KIND) & ~idle[:, None]
     return tl.max(live.to(tl.int32), axis=0), block
 
 
@@ -71,7 +71,7 @@ def list_live(
     BLOCK_M: tl.constexpr, KIND: tl.constexpr, WRITE_MAP: tl.constexpr,
 ):  # fmt: skip
     """List the live blocks and return how many there are; ``WRITE_MAP`` also writes the row of the map."""
-    inverse_c = inverse_peak(y, e, KIND)
+    c = peak_power(y, e, KIND)
     count = low_block * 0
     first = low_block // 32
     last = (high_block + 31) // 32
@@ -79,7 +79,7 @@ def list_live(
         first = first * 0
         last = words
     for word in range(first, last):
-        flags, block = live_flags(maxima_ptr, word, low_block, high_block, peak, y, inverse_c, e, idle, BLOCK_M, KIND)
+        flags, block = live_flags(maxima_ptr, word, low_block, high_block, peak, y, c, e, idle, BLOCK_M, KIND)
         place = count + tl.cumsum(flags, axis=0) - flags
         tl.store(list_ptr + place, block, mask=flags > 0)
         count += tl.sum(flags, axis=0)
@@ -90,20 +90,21 @@ def list_live(
 
 @triton.jit
 def blocks_bound(
-    maxima_ptr, low_block, high_block, peak, y, e, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr
+    maxima_ptr, low_block, high_block, peak, y, e, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
+    TOLERANCE: tl.constexpr,
 ):  # fmt: skip
     """As :func:`parts_bound`, from the maxima of blocks, beginning at a bound ``y``."""
     for _step in range(BLOCK_STEPS):
-        inverse_c = inverse_peak(y, e, KIND)
+        c = peak_power(y, e, KIND)
         f = tl.zeros_like(y)
         u = tl.zeros_like(y)
         for first in range(low_block, high_block, WIDTH):
             block = first + tl.arange(0, WIDTH)
             d = block_distances(maxima_ptr, block, low_block, high_block, peak, e, BLOCK_M, KIND)
-            tile_f, tile_u, _tile_q = row_sums(d, y[:, None], inverse_c[:, None], e, KIND)
+            tile_f, tile_u, _tile_q = row_sums(d, y[:, None], c[:, None], e, needs_care(e, KIND), KIND)
             f += tile_f
             u += tile_u
-        y = subset_step(y, f, u, e, KIND)
+        y = subset_step(y, f, u, e, KIND, TOLERANCE)
     return y
 
 
@@ -163,13 +164,13 @@ def tile_roots(
         idle = broken | empty | ~mask_m
         y = high
         if KIND != "softmax":
-            y = parts_bound(first, second, peak, scale, high, e, PART_STEPS, not LISTS, KIND, EXACT)
+            y = parts_bound(first, second, peak, scale, high, e, PART_STEPS, not LISTS, KIND, EXACT, TOLERANCE)
         if LISTS:
             tl.debug_barrier()  # other threads of the program read what was stored
             if KIND != "softmax":
-                y = blocks_bound(maxima_ptr, low_block, high_block, peak, y, e, BLOCK_M, WIDTH, KIND)
+                y = blocks_bound(maxima_ptr, low_block, high_block, peak, y, e, BLOCK_M, WIDTH, KIND, TOLERANCE)
         if KIND != "softmax":
-            y = tl.where(idle, high, tl.maximum(widen(y, high, KIND), low))
+            y = tl.where(idle, high, tl.maximum(widen(y, high, e, KIND), low))
         high = y
         count = high_block - low_block
         row = h.to(tl.int64) * tiles + tile
@@ -187,7 +188,7 @@ def tile_roots(
         rest = tl.zeros_like(peak)
         evaluation = 0
         while evaluation < MAX_EVALUATIONS:
-            inverse_c = inverse_peak(y, e, KIND)
+            c = peak_power(y, e, KIND)
             f = tl.zeros((BLOCK_M, LANES), tl.float32)
             u = tl.zeros((BLOCK_M, LANES), tl.float32)
             n = tl.zeros((BLOCK_M, LANES), tl.float32)
@@ -200,7 +201,7 @@ def tile_roots(
                     q, ks, keys_kept, m0, i, n0, n0 + tl.arange(0, BLOCK_N), shift, sk_n, k_len, scale, window,
                     D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
                 )  # fmt: skip
-                f, u, n = add_terms(s, peak, y, inverse_c, scale, e, f, u, n, KIND, EXACT)
+                f, u, n = add_terms(s, peak, y, c, scale, e, f, u, n, KIND, EXACT)
             y, low, high, few, many, before, found, rest = improve(
                 y, tl.sum(f, axis=1), tl.sum(u, axis=1), tl.sum(n, axis=1), low, high, few, many, before, found, rest,
                 e, KIND, TOLERANCE, NEAR,
@@ -222,6 +223,8 @@ def tile_roots(
         tl.store(stats_ptr + offs, tl.where(empty, float("-inf"), peak), mask=mask_m)
         tl.store(stats_ptr + stat_size + offs, tl.where(broken, float("nan"), y), mask=mask_m)
         tl.store(stats_ptr + 2 * stat_size + offs, reach, mask=mask_m)
+        if (KIND != "softmax") & (KIND != "sparsemax"):
+            tl.store(stats_ptr + 3 * stat_size + offs, few, mask=mask_m)
         if LISTS:
             tl.debug_barrier()  # the next item overwrites the scratch
 

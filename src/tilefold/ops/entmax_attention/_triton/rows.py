@@ -4,7 +4,18 @@ import triton
 import triton.language as tl
 
 from tilefold.ops._shared._triton.activation import nan_max
-from tilefold.ops._shared._triton.entmax import INTERPRETED, bracket, inverse_peak, next_root, row_sums, row_terms
+from tilefold.ops._shared._triton.entmax import (
+    INTERPRETED,
+    bracket,
+    is_steep,
+    needs_care,
+    next_root,
+    peak_power,
+    power_of_2,
+    root_power,
+    row_sums,
+    weight_power,
+)
 from tilefold.ops.entmax_attention._triton.tiles import distances, excess, one_if_positive
 
 # In the layout of a product a thread holds pairs of columns, 8 apart: along them nothing is exchanged between threads.
@@ -38,11 +49,12 @@ def lane_peaks(s, COUNT: tl.constexpr):
 
 
 @triton.jit
-def add_terms(
-    s, peak, y, inverse_c, scale, e, f, u, n, KIND: tl.constexpr, EXACT: tl.constexpr
-):  # fmt: skip
-    """Add the terms of F, U and Q of a tile of scores to ``[rows, LANES]`` sums."""
-    peak, y, inverse_c = peak[:, None], y[:, None], inverse_c[:, None]
+def add_terms(s, peak, y, c, scale, e, f, u, n, KIND: tl.constexpr, EXACT: tl.constexpr):
+    """Add the terms of F, U and Q of a tile of scores to ``[rows, LANES]`` sums.
+
+    The terms of Q count the support for alpha = 1.5 and beyond, where powers of x would be negative.
+    """
+    peak, y, c = peak[:, None], y[:, None], c[:, None]
     if KIND == "entmax15":
         x = excess(s, peak, y, scale, e, EXACT)
         return f + lane_sums(x * x), u + lane_sums(x), n + lane_sums(one_if_positive(x))
@@ -50,13 +62,21 @@ def add_terms(
         x = excess(s, peak, y, scale, e, EXACT)
         n += lane_sums(one_if_positive(x))
         return f + lane_sums(x), n, n
+    elif KIND == "softmax":
+        f += lane_sums(tl.exp(y - distances(s, peak, scale, e, KIND, EXACT)))
+        return f, f, f
     else:
-        tile_f, tile_u, tile_n = row_terms(distances(s, peak, scale, e, KIND, EXACT), y, inverse_c, e, KIND)
-        f += lane_sums(tile_f)
-        if KIND == "softmax":
-            return f, f, f
+        d = distances(s, peak, scale, e, KIND, EXACT)
+        x = root_power(d, c, e)
+        careful = needs_care(e, KIND)
+        if is_steep(e, KIND):
+            slope = weight_power(d, x, y, 1 - e, e, careful)
+            n += lane_sums(one_if_positive(x))
         else:
-            return f, u + lane_sums(tile_u), n + lane_sums(tile_n)
+            curvature = weight_power(d, x, y, 1 - 2 * e, e, careful)
+            n += lane_sums(curvature)
+            slope = curvature * x
+        return f + lane_sums(slope * x), u + lane_sums(slope), n
 
 
 @triton.jit
@@ -71,32 +91,41 @@ def start_row(best, e, given, keys, KIND: tl.constexpr):
 
 
 @triton.jit
-def subset_step(y, f, u, e, KIND: tl.constexpr):
+def subset_step(y, f, u, e, KIND: tl.constexpr, TOLERANCE: tl.constexpr):
     """One of Newton's from above, on a part of the row: what it leads to is no smaller than the row's root."""
     f = tl.maximum(f, 1.0)  # below only by rounding
     none = tl.zeros_like(y)
     new, _low, _high, _residual, _found = next_root(
-        y, f, u, u * u / f, none - float("inf"), y, none + float("inf"), none > 0, e, KIND
+        y, f, u, u * u / f, none - float("inf"), y, none + float("inf"), none > 0, e, KIND, TOLERANCE
     )
     return tl.minimum(y, new)
 
 
 @triton.jit
-def part_sums(s, peak, y, inverse_c, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
+def part_sums(s, peak, y, c, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
     """F and U of rows of scores."""
     if KIND == "entmax15":
         x = excess(s, peak[:, None], y[:, None], scale, e, EXACT)
         return tl.sum(x * x, axis=1), tl.sum(x, axis=1)
     else:
         d = distances(s, peak[:, None], scale, e, KIND, EXACT)
-        f, u, _n = row_sums(d, y[:, None], inverse_c[:, None], e, KIND)
+        f, u, _n = row_sums(d, y[:, None], c[:, None], e, needs_care(e, KIND), KIND)
         return f, u
+
+
+@triton.jit
+def bound_steps(e, STEPS: tl.constexpr, KIND: tl.constexpr):
+    """How many steps a bound is worth; where alpha is small, fewer lead as near to the root."""
+    if (KIND == "softmax") | (KIND == "entmax15") | (KIND == "sparsemax"):
+        return STEPS
+    else:
+        return tl.where(e < 0.42, STEPS - 1, tl.where(e > 0.6, STEPS + 1, STEPS))
 
 
 @triton.jit
 def parts_bound(
     first, second, peak, scale, high, e, STEPS: tl.constexpr, PAIRS: tl.constexpr, KIND: tl.constexpr,
-    EXACT: tl.constexpr,
+    EXACT: tl.constexpr, TOLERANCE: tl.constexpr,
 ):  # fmt: skip
     """A root that is no smaller than the row's, from the largest and, in ``PAIRS``, second largest scores of its parts.
 
@@ -104,24 +133,24 @@ def parts_bound(
     which are alike.
     """
     y = high
-    for _step in range(STEPS):
-        inverse_c = inverse_peak(y, e, KIND)
-        f, u = part_sums(first, peak, y, inverse_c, scale, e, KIND, EXACT)
+    for _step in range(bound_steps(e, STEPS, KIND) if PAIRS else STEPS):
+        c = peak_power(y, e, KIND)
+        f, u = part_sums(first, peak, y, c, scale, e, KIND, EXACT)
         if PAIRS:
-            second_f, second_u = part_sums(second, peak, y, inverse_c, scale, e, KIND, EXACT)
+            second_f, second_u = part_sums(second, peak, y, c, scale, e, KIND, EXACT)
             f += second_f
             u += second_u
-        y = subset_step(y, f, u, e, KIND)
+        y = subset_step(y, f, u, e, KIND, TOLERANCE)
     return y
 
 
 @triton.jit
-def widen(y, high, KIND: tl.constexpr):
-    """Rounding must not make a bound unsafe."""
+def widen(y, high, e, KIND: tl.constexpr):
+    """Rounding must not make a bound unsafe; that of the general forms grows as alpha nears 1."""
     if (KIND == "entmax15") | (KIND == "sparsemax"):
         return tl.minimum(y * (1 + 1e-5), high)
     else:
-        return tl.minimum(y + 1e-5, high)
+        return tl.minimum(y + 1e-5 + 1e-6 / tl.maximum(e, 1 / 64), high)
 
 
 @triton.jit
@@ -140,6 +169,8 @@ def improve(
     sums that it takes anyway, will end within the tolerance. The mass has a slope of ``2 u`` at least, and ``u`` is no
     less than the mass, so that step is ``left / 2 u`` at most. ``NEAR`` bounds what it changes in the weights of the
     values, which stay those of ``y``, relative to their sum; ``rest`` is as far up as the last step may go.
+
+    Other alphas: :func:`improve_generic`.
     """
     if KIND == "entmax15":
         residual = tl.abs(f - 1)
@@ -164,18 +195,73 @@ def improve(
             rest = tl.where(stay, rest, tl.where(near, longest, 0.0))
             ends = ends | near
         return tl.where(stay, y, new), low, high, few, many, residual, stay | ends, rest
-    else:
-        y, low, high, residual, found = next_root(y, f, u, n, low, high, before, found, e, KIND)
+    elif (KIND == "softmax") | (KIND == "sparsemax"):
+        y, low, high, residual, found = next_root(y, f, u, n, low, high, before, found, e, KIND, TOLERANCE)
         return y, low, high, few, many, residual, found, rest
+    else:
+        return improve_generic(y, f, u, n, low, high, few, many, before, found, rest, e, KIND, TOLERANCE, NEAR)
 
 
 @triton.jit
-def last_step(y, f, u, n, reach, KIND: tl.constexpr):
-    """The root by F and U at ``y``, no farther up than ``reach``, and its mass by the support ``n``; see `improve`."""
+def left_after(step, many, e):
+    """What a Newton step of ``e step`` in c leaves of the mass at most, above 1; see :func:`improve_generic`."""
+    steep = tl.maximum(many, 1.0) * power_of_2(tl.log2(tl.maximum(e * step, 1e-30)) / tl.maximum(e, 0.5))
+    return tl.where(e > 0.5, steep, 0.5 * (1 - e) * many * step * step)
+
+
+@triton.jit
+def improve_generic(
+    y, f, u, n, low, high, few, many, before, found, rest, e,
+    KIND: tl.constexpr, TOLERANCE: tl.constexpr, NEAR: tl.constexpr,
+):  # fmt: skip
+    """The step of :func:`next_root`, and what proves that no evaluation is left to make.
+
+    The mass F is convex in c, with ``F' = U / e`` and ``F'' = (1 - e) Q / e^2``; a step of ``t = e tau`` down from c
+    leaves ``F - U tau`` and at most ``(1 - e) Q tau^2 / 2`` more, as Q falls with c (to alpha = 1.5). Beyond, an entry
+    bends by ``t^(1/e)`` at most, and there are no more of them than the support has at the upper end, ``many``, which
+    up to 1.5 is Q there. So a Newton step from where ``F = 1 + r`` ends above 1 by no more than ``left_after(r / U)``.
+
+    Weights whose mass is off by r are off by 2 r at most when it is divided out, in the sum of their differences. It is
+    enough that this is below ``NEAR`` and that :func:`last_step` ends within the tolerance, for the root at hand or for
+    the one that the step leads to. ``few`` is that end, ``rest`` how far up the last step may go.
+    """
+    many = tl.where(f >= 1, n, many)
+    done = found
+    new, low, high, residual, found = next_root(y, f, u, n, low, high, before, found, e, KIND, TOLERANCE)
+    c = tl.exp(e * y)
+    here = residual / tl.maximum(u, 1e-30)
+    end = left_after(here, many, e)
+    upwards = tl.where(end <= residual, tl.minimum(1.01 * here / c, high - y), 0.0)
+    stay = found | ((residual <= 0.5 * NEAR) & (end <= TOLERANCE))
+    v = e * (y - new)
+    tau = c * (y - new) * tl.where(tl.abs(v) < 0.05, 1 - v * (0.5 - v / 6), (1 - tl.exp(-v)) / tl.where(v == 0, 1.0, v))
+    missed = f - 1 - u * tau
+    left = tl.maximum(tl.abs(missed), tl.abs(missed + 0.5 * (1 - e) * n * tau * tau))
+    slope = tl.maximum(tl.maximum(1 - left, u - (1 - e) * n * tau), 0.5)
+    there = left / slope
+    after = left_after(there, many, e)
+    gentle = tl.zeros_like(tau) + e <= 0.5
+    proved = gentle & (tau >= 0) & ((left <= TOLERANCE) | (left <= 0.5 * NEAR)) & (after <= TOLERANCE)
+    few = tl.where(done, few, tl.where(stay, tl.minimum(residual, end), after))
+    rest = tl.where(done, rest, tl.where(stay, upwards, tl.minimum(1.01 * there * tl.exp(v) / c, high - new)))
+    return tl.where(stay, y, new), low, high, few, many, residual, stay | proved, rest
+
+
+@triton.jit
+def last_step(y, f, u, n, reach, end, e, KIND: tl.constexpr):
+    """The root by F and U at ``y``, no farther up than ``reach``, and its mass; see `improve`.
+
+    The mass is that of the support ``n`` for alpha = 1.5, and for other alphas at most the proved ``end`` above 1.
+    """
     if KIND == "entmax15":
         newton = 0.5 * (f - 1) / tl.maximum(u, 1e-30)
         new = tl.minimum(y - tl.where(tl.abs(f - 1) < 0.5, newton, 0.0), reach)
         t = y - new
         return new, f - t * (2 * u - n * t)
-    else:
+    elif (KIND == "softmax") | (KIND == "sparsemax"):
         return y, f
+    else:
+        near = tl.abs(f - 1) < 0.5
+        step = (f - 1) / tl.maximum(u, 1e-30) * tl.exp(-e * y)
+        new = tl.minimum(y - tl.where(near, step * (1 + 0.5 * e * step), 0.0), reach)
+        return new, tl.where(near, 1 + end, f)

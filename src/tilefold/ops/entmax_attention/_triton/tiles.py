@@ -1,14 +1,10 @@
 """What the attention kernels share: where a tile lies, its scores, its dropout."""
 
-import torch
 import triton
 import triton.language as tl
 
-from tilefold.ops._shared._triton.entmax import weight_and_slope
+from tilefold.ops._shared._triton.entmax import LN2, log2_weight, needs_care, root_power, saturated, weight_and_slope
 from tilefold.ops._shared._triton.offsets import narrowed
-from tilefold.ops._shared.impl import triton_interpreted
-
-PLAIN = tl.constexpr(triton_interpreted() or torch.version.hip is not None)  # no PTX
 
 
 @triton.jit
@@ -184,17 +180,6 @@ def distances(s, peak, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def saturated(a, b, c):
-    """``a b + c``, held between 0 and 1: one instruction of the multipliers, which a maximum is not."""
-    if PLAIN:
-        return tl.minimum(tl.maximum(a * b + c, 0.0), 1.0)
-    else:
-        return tl.inline_asm_elementwise(
-            "fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-
-@triton.jit
 def excess(s, peak, y, scale, e, EXACT: tl.constexpr):
     """``[y - e (peak - s)]_+`` of the closed forms, whose y is 1 at most."""
     d = peak - scaled(s, scale, EXACT)
@@ -207,7 +192,7 @@ def one_if_positive(x):
 
 
 @triton.jit
-def weights(s, peak, y, inverse_c, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
+def weights(s, peak, y, c, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
     """``p`` and ``u = p^(2 - alpha)`` on the support."""
     if KIND == "entmax15":
         u = excess(s, peak, y, scale, e, EXACT)
@@ -216,18 +201,29 @@ def weights(s, peak, y, inverse_c, scale, e, KIND: tl.constexpr, EXACT: tl.const
         p = excess(s, peak, y, scale, e, EXACT)
         return p, one_if_positive(p)
     else:
-        return weight_and_slope(distances(s, peak, scale, e, KIND, EXACT), y, inverse_c, e, KIND)
+        d = distances(s, peak, scale, e, KIND, EXACT)
+        return weight_and_slope(d, y, c, e, needs_care(e, KIND), KIND)
 
 
 @triton.jit
-def alive(d, y, inverse_c, e, KIND: tl.constexpr):
+def log_weights(s, p, peak, y, c, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
+    """``log p`` of the weights that :func:`weights` made, any finite number where one is 0."""
+    if (KIND == "softmax") | (KIND == "entmax15") | (KIND == "sparsemax"):
+        return tl.log(tl.where(p > 0, p, 1.0))
+    else:
+        d = distances(s, peak, scale, e, KIND, EXACT)
+        return tl.maximum(log2_weight(d, root_power(d, c, e), y, e, needs_care(e, KIND)), -200.0) * LN2
+
+
+@triton.jit
+def alive(d, y, c, e, KIND: tl.constexpr):
     """Whether a distance is inside the support: the very comparison that weights are made with."""
     if (KIND == "entmax15") | (KIND == "sparsemax"):
         return d < y
     elif KIND == "softmax":
         return d < float("inf")
     else:
-        return e * (d * inverse_c) < 1
+        return root_power(d, c, e) > 0
 
 
 @triton.jit
