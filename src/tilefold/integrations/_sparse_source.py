@@ -1,0 +1,152 @@
+"""Where other libraries' clients get sparse vectors from: a model in this process, or a server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+__all__ = ["ServerError", "SparseSource"]
+
+Side = Literal["query", "document"]
+Vector = tuple[list[int], list[float]]
+_BUSY = 429
+_TRIES = 5  # of a server that is busy
+_FIRST_WAIT = 0.2  # seconds, doubled each time
+
+
+class ServerError(RuntimeError):
+    """A server refused a request, could not be reached, or answered something else; the message says which."""
+
+
+class SparseSource:
+    """Sparse vectors of texts.
+
+    Args:
+        model: a ``SparseEncoder``, or a folder or Hugging Face name of one; loaded at first use.
+        url: of ``tilefold serve``, or of another server with ``/embed_sparse``; instead of a model.
+        api_key: of the server.
+        top_k: heaviest terms kept per text.
+        batch_size: texts encoded, or sent, at a time.
+        timeout: seconds for an answer of the server.
+        sides: the server tells queries from documents by ``/query`` and ``/document``, as ``tilefold serve`` does.
+
+    Raises:
+        ValueError: not one of `model` and `url`, or a value out of range.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        url: str | None = None,
+        *,
+        api_key: str | None = None,
+        top_k: int | None = None,
+        batch_size: int = 32,
+        timeout: float = 60.0,
+        sides: bool = True,
+    ) -> None:
+        if (model is None) == (url is None):
+            raise ValueError("model, url: expected one of them, got " + ("neither." if model is None else "both."))
+        if url is not None and (urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname):
+            raise ValueError(f"url: expected an address such as http://localhost:8080, got {url!r}.")
+        for name, value in (("top_k", top_k), ("batch_size", batch_size)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}.")
+        if not timeout > 0:
+            raise ValueError(f"timeout: expected a number above 0, got {timeout}.")
+        self.model, self.url, self.api_key, self.top_k = model, url, api_key, top_k
+        self.batch_size, self.timeout, self.sides = batch_size, timeout, sides
+
+    def encode(self, texts: Sequence[str], side: Side) -> list[Vector]:
+        """Indices, ascending, and weights of each text.
+
+        Raises:
+            ServerError: see there.
+            TypeError: one text instead of several.
+        """
+        if isinstance(texts, str):
+            raise TypeError("texts: expected a sequence of strings, got one string; pass [text].")
+        if not texts:
+            return []
+        if self.url is None:
+            return self._encode(texts, side)
+        found: list[Vector] = []
+        for start in range(0, len(texts), self.batch_size):
+            batch = list(texts[start : start + self.batch_size])
+            found += _vectors(self._ask({"inputs": batch, "format": "arrays", "top_k": self.top_k}, side), len(batch))
+        return found
+
+    def _encode(self, texts: Sequence[str], side: Side) -> list[Vector]:
+        from tilefold.integrations.sentence_transformers import accelerate, encode_sparse  # noqa: PLC0415
+        from tilefold.modules import load_encoder  # noqa: PLC0415
+
+        if isinstance(self.model, str):
+            self.model = load_encoder(self.model)
+            with suppress(ValueError):  # an architecture without a fused head encodes with its own
+                accelerate(self.model)
+        rows = encode_sparse(self.model, texts, task=side, batch_size=self.batch_size, top_k=self.top_k)
+        offsets = rows.crow_indices().tolist()
+        columns, weights = rows.col_indices().tolist(), rows.values().float().tolist()
+        return [(columns[low:high], weights[low:high]) for low, high in pairwise(offsets)]
+
+    def _ask(self, body: dict[str, Any], side: Side) -> Any:
+        """The answer of the server; a busy one is asked again, later."""
+        wait = _FIRST_WAIT
+        for last in [False] * (_TRIES - 1) + [True]:
+            status, raw = self._post({name: value for name, value in body.items() if value is not None}, side)
+            if status != _BUSY or last:
+                break
+            time.sleep(wait)
+            wait *= 2
+        try:
+            answer = json.loads(raw)
+        except ValueError as error:
+            raise ServerError(f"url: {self.url} answered {status} and no JSON; is it a server of vectors?") from error
+        if status != http.client.OK:
+            reason = answer.get("error", "no reason given") if isinstance(answer, dict) else "no reason given"
+            raise ServerError(f"url: {self.url} answered {status}: {reason}")
+        return answer
+
+    def _post(self, body: dict[str, Any], side: Side) -> tuple[int, bytes]:
+        parts = urlsplit(self.url or "")
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        path = parts.path.rstrip("/") + (f"/{side}" if self.sides else "") + "/embed_sparse"
+        headers = {"content-type": "application/json"}
+        if self.api_key:
+            headers["authorization"] = f"Bearer {self.api_key}"
+        began = time.monotonic()
+        connection = kind(parts.hostname or "", parts.port, timeout=self.timeout)
+        try:
+            connection.request("POST", path, json.dumps(body).encode(), headers)
+            reply = connection.getresponse()
+            return reply.status, reply.read()
+        except (OSError, http.client.HTTPException) as error:
+            waited = time.monotonic() - began
+            raise ServerError(
+                f"url: {self.url} gave no answer in {waited:.1f} s ({error or type(error).__name__}). Is it running? "
+                "tilefold serve --model MODEL"
+            ) from error
+        finally:
+            connection.close()
+
+
+def _vectors(answer: Any, expected: int) -> list[Vector]:
+    """Vectors of either form: arrays, or a list of entries as servers answer that do not know `format`."""
+    try:
+        found = [
+            (list(row["indices"]), list(row["values"]))
+            if isinstance(row, dict)
+            else ([entry["index"] for entry in row], [entry["value"] for entry in row])
+            for row in answer
+        ]
+    except (KeyError, TypeError) as error:
+        raise ServerError("url: expected sparse vectors in the answer of the server, got another form.") from error
+    if len(found) != expected:
+        raise ServerError(f"url: expected {expected} vectors in the answer of the server, got {len(found)}.")
+    return found

@@ -1,0 +1,111 @@
+"""Sparse embedders for Haystack, of a model in this process or of a server.
+
+Needs the package ``haystack-ai``, which is imported with this module. Haystack's own components for
+text-embeddings-inference work with ``tilefold serve`` as they are; these take a model too, and the server's own fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tilefold.integrations._sparse_source import ServerError, SparseSource
+
+try:
+    from haystack import Document, component, default_from_dict, default_to_dict
+    from haystack.dataclasses import SparseEmbedding
+    from haystack.utils import Secret
+except ImportError as missing:
+    raise ImportError("tilefold.integrations.haystack needs haystack-ai: pip install haystack-ai") from missing
+
+__all__ = ["ServerError", "TilefoldSparseDocumentEmbedder", "TilefoldSparseTextEmbedder"]
+
+
+class _Embedder:
+    """What both components share.
+
+    Args:
+        model: a ``SparseEncoder``, or a folder or Hugging Face name of one.
+        url: of ``tilefold serve``, instead of a model.
+        api_key: of the server.
+        top_k: heaviest terms kept per text.
+        batch_size: texts at a time.
+        timeout: seconds for an answer of the server.
+        sides: False for other servers with ``/embed_sparse``, which do not tell queries from documents.
+
+    Raises:
+        ValueError: not one of `model` and `url`, or a value out of range.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        url: str | None = None,
+        api_key: Secret | None = None,
+        top_k: int | None = None,
+        batch_size: int = 32,
+        timeout: float = 60.0,
+        sides: bool = True,
+    ) -> None:
+        self._given = {"model": model, "url": url, "top_k": top_k, "batch_size": batch_size, "timeout": timeout}
+        self._given["sides"] = sides
+        self._secret = api_key
+        key = None if api_key is None else api_key.resolve_value()
+        self._source = SparseSource(
+            model, url, api_key=key, top_k=top_k, batch_size=batch_size, timeout=timeout, sides=sides
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a pipeline on disk.
+
+        Raises:
+            ValueError: the model is an object, which a file cannot name.
+        """
+        if not isinstance(self._given["model"], str | None):
+            raise ValueError("model: expected a folder or a name to store the pipeline, got an object.")
+        secret = None if self._secret is None else self._secret.to_dict()
+        stored: dict[str, Any] = default_to_dict(self, **self._given, api_key=secret)
+        return stored
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Any:
+        """From :meth:`to_dict`."""
+        options = dict(data.get("init_parameters", {}))
+        if options.get("api_key") is not None:
+            options["api_key"] = Secret.from_dict(options["api_key"])
+        return default_from_dict(cls, {**data, "init_parameters": options})
+
+
+@component
+class TilefoldSparseTextEmbedder(_Embedder):
+    """The sparse embedding of a query, by the model's route for queries.
+
+    Arguments: ``model`` (a ``SparseEncoder``, or a folder or name of one) or ``url`` (of ``tilefold serve``);
+    ``api_key``, ``top_k``, ``batch_size``, ``timeout``, and ``sides`` (False for other servers with ``/embed_sparse``).
+    """
+
+    @component.output_types(sparse_embedding=SparseEmbedding)
+    def run(self, text: str) -> dict[str, SparseEmbedding]:
+        """``{"sparse_embedding"}``."""
+        ((ids, weights),) = self._source.encode([text], "query")
+        return {"sparse_embedding": SparseEmbedding(indices=ids, values=weights)}
+
+
+@component
+class TilefoldSparseDocumentEmbedder(_Embedder):
+    """Documents with their sparse embeddings, by the model's route for documents; without content they stay bare.
+
+    Arguments are those of :class:`TilefoldSparseTextEmbedder`.
+    """
+
+    @component.output_types(documents=list[Document])
+    def run(self, documents: list[Document]) -> dict[str, list[Document]]:
+        """``{"documents"}``, copies with ``sparse_embedding``."""
+        texts = {place: each.content for place, each in enumerate(documents) if each.content}
+        rows = dict(zip(texts, self._source.encode(list(texts.values()), "document"), strict=True))
+        found = {place: SparseEmbedding(indices=ids, values=weights) for place, (ids, weights) in rows.items()}
+        embedded = [
+            replace(each, sparse_embedding=found[place]) if place in found else each
+            for place, each in enumerate(documents)
+        ]
+        return {"documents": embedded}
