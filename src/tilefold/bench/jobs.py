@@ -15,6 +15,7 @@ __all__ = ["JOB_MODULES", "Job", "JobCase", "JobOptions", "get_job", "job_names"
 Row = Mapping[str, object]
 
 JOB_MODULES: dict[str, str] = {
+    "encode": "tilefold.bench.encode.job",
     "search": "tilefold.bench.search.job",
     "train": "tilefold.bench.train.job",
 }

@@ -26,7 +26,9 @@ def bench(
     op: Annotated[str | None, typer.Argument(help="Operator or job to time, for instance lsr_head or search.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Time every operator.")] = False,
     listing: Annotated[bool, typer.Option("--list", help="List shapes and implementations, run nothing.")] = False,
-    shape: Annotated[list[str] | None, typer.Option(help="Named shape; repeat for several.")] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option("--shape", "--only", help="Named shape or case; repeat for several.")
+    ] = None,
     impl: Annotated[list[str] | None, typer.Option(help="Implementation; repeat for several.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Override the shapes' dtype: bf16, fp16 or fp32.")] = None,

@@ -43,7 +43,12 @@ def encode(
         ),
     ] = None,
     storage: Annotated[str | None, typer.Option(help="Token vectors: fp16, or int8 for half the bytes.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Texts per batch.")] = 32,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Texts per batch, at most; by default batches are cut by tokens.")
+    ] = None,
+    batch_tokens: Annotated[
+        int | None, typer.Option(help="Sparse: tokens per batch; by default what suits the device.")
+    ] = None,
     shard_size: Annotated[int, typer.Option(help="Texts per shard; each shard is saved when it is full.")] = 1024,
     save_minutes: Annotated[
         float, typer.Option(min=0, help="What is done of a shard is kept after this time, and on Ctrl-C.")
@@ -67,19 +72,20 @@ def encode(
         raise _common.UsageError(f"--storage: expected one of {', '.join(STORAGES)}, got {storage!r}.")
     if kind is not None and kind not in KINDS:
         raise _common.UsageError(f"--kind: expected one of {', '.join(KINDS)}, got {kind!r}.")
-    _common.check_at_least_one(top_k=top_k, batch_size=batch_size, shard_size=shard_size)
+    _common.check_at_least_one(top_k=top_k, batch_size=batch_size, batch_tokens=batch_tokens, shard_size=shard_size)
     _models.find_model(model, "--model")
     collection = _common.load_data(data, documents_only=not queries, drop_unknown=True)
     texts = _texts(collection, data, queries, split)
     encoder, made = _load(model, kind, collection)
-    _check_options(
-        model, made, {"--top-k": top_k, "--no-special-tokens": special_tokens, "--jsonl": jsonl, "--storage": storage}
-    )
+    _check_options(model, made, {
+        "--top-k": top_k, "--no-special-tokens": special_tokens, "--jsonl": jsonl, "--storage": storage,
+        "--batch-tokens": batch_tokens,
+    })  # fmt: skip
     _common.keeps(lambda: _has_vectors(output))
     with _common.progress_bar("encoding") as update:
         options: dict[str, Any] = {
             "kind": "query" if queries else "document",
-            "batch_size": batch_size,
+            **({} if batch_size is None else {"batch_size": batch_size}),
             "shard_size": shard_size,
             "save_minutes": save_minutes,
             "progress": lambda done, total: update(done, total, ""),
@@ -89,7 +95,13 @@ def encode(
             result, failed = _tokens(encoder, model, texts, output, storage or STORAGES[0], options)
         else:
             result, failed = _sparse(
-                encoder, texts, output, jsonl, options | {"top_k": top_k, "special_tokens": special_tokens is not False}
+                encoder,
+                texts,
+                output,
+                jsonl,
+                options
+                | {"top_k": top_k, "special_tokens": special_tokens is not False}
+                | {"batch_tokens": batch_tokens},
             )
     if as_json:
         _common.print_json(result | {"failed": failed})
@@ -136,7 +148,9 @@ def _has_vectors(output: Path) -> bool:
 
 def _check_options(model: str, kind: str, given: dict[str, Any]) -> None:
     """Raise an error for options of the other kind of model."""
-    foreign = ("--top-k", "--no-special-tokens", "--jsonl") if kind == "multi-vector" else ("--storage",)
+    foreign = (
+        ("--top-k", "--no-special-tokens", "--jsonl", "--batch-tokens") if kind == "multi-vector" else ("--storage",)
+    )
     for name in foreign:
         if given[name] is not None:
             other = "sparse" if kind == "multi-vector" else "multi-vector"

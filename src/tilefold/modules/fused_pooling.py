@@ -20,10 +20,15 @@ class Head(NamedTuple):
 
 
 class SparseOptions(NamedTuple):
-    """What is kept of a row where poolings return CSR scores in place of dense ones."""
+    """What is kept of a row where poolings return CSR scores in place of dense ones.
+
+    ``capacity`` asks for rows with room for so many entries, ``tilefold.ops.lsr_head.rows.CapacityRows``, from poolings
+    that can make them.
+    """
 
     top_k: int | None
     min_weight: float
+    capacity: int | None = None
 
 
 class FusedPooling(ABC):

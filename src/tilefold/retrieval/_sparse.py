@@ -185,9 +185,16 @@ class SparseVectors:
             self.provenance,
         )
 
+    def above(self, min_weight: float) -> SparseVectors:
+        """The same vectors without weights of at most `min_weight`; themselves if there are none such."""
+        keep = self.data > min_weight
+        return self if keep.all() else self._kept(keep)
+
     def without(self, terms: Sequence[int]) -> SparseVectors:
         """The same vectors without the weights of some terms."""
-        keep = ~np.isin(self.indices, terms)
+        return self._kept(~np.isin(self.indices, terms))
+
+    def _kept(self, keep: npt.NDArray[np.bool_]) -> SparseVectors:
         kept = np.concatenate([np.zeros(1, np.int64), np.cumsum(keep)])
         return SparseVectors(
             self.ids,

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.retrieval._shards import ShardWriter
 from tilefold.retrieval._sparse import SparseVectors
+from tilefold.retrieval._streamed import TOO_MANY, StreamedShards
+from tilefold.retrieval._streamed_sparse import SparseMaker
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import texts_digest
 from tilefold.retrieval.truncation import cut_texts
@@ -26,7 +28,7 @@ __all__ = ["encode_batch", "encode_collection", "encode_queries", "model_fingerp
 Kind = Literal["document", "query"]
 T = TypeVar("T", SparseVectors, "TokenVectors")
 _SAMPLES_PER_TENSOR = 1024
-_TOO_MANY = 16  # when every text of a shard of at least this size fails, the model is at fault, not the texts
+PLAIN_TEXTS = 32  # of a batch of a model that is not accelerated
 
 
 def encode_collection(
@@ -35,7 +37,8 @@ def encode_collection(
     output_dir: str | Path,
     *,
     kind: Kind = "document",
-    batch_size: int = 32,
+    batch_size: int | None = None,
+    batch_tokens: int | None = None,
     shard_size: int = 1024,
     save_minutes: float = 1.0,
     top_k: int | None = None,
@@ -51,12 +54,19 @@ def encode_collection(
     cannot be encoded (not a string, an error or NaN in the model) is left out and listed with the reason in
     ``manifest.failed``; the others are not lost.
 
+    With an accelerated model, tokenising, encoding and writing run at the same time: texts are tokenised by a thread
+    that works ahead, encoded in batches of equal numbers of tokens, without padding where the model allows, and shards
+    are assembled and written by a third thread. Rows are those of the plain model up to the order in which sums are
+    evaluated: in 16 bits, bits of a row may depend on the texts it was encoded with.
+
     Args:
         model: a ``SparseEncoder``, plain or accelerated.
         texts: id -> text, in a fixed order.
         output_dir: the folder; see :mod:`tilefold.retrieval.vectors`.
         kind: ``"document"`` uses the model's document prompt and route, ``"query"`` those of queries.
-        batch_size: texts encoded at a time.
+        batch_size: texts encoded at a time, at most; by default 32 of a plain model, and of an accelerated one as many
+            as `batch_tokens` allows.
+        batch_tokens: tokens that an accelerated model encodes at a time; by default what suits the device.
         shard_size: texts per shard.
         save_minutes: after this time, and on Ctrl-C, what is done of a shard is kept.
         top_k: heaviest terms kept per text; None uses the model's own ``max_active_dims``.
@@ -76,13 +86,14 @@ def encode_collection(
         FileExistsError: the folder holds other files.
         InUseError: another process writes there.
     """
-    _check_settings(kind, batch_size, top_k, min_weight)
+    _check_settings(kind, batch_size, top_k, min_weight, batch_tokens)
     check_shards(shard_size, save_minutes)
     if not texts:
         raise ValueError("texts: expected at least one, got none.")
+    vocab_size = _vocab_size(model, kind)
     writer = SparseVectorWriter(
         output_dir,
-        vocab_size=_vocab_size(model, kind),
+        vocab_size=vocab_size,
         fingerprint=vocabulary_fingerprint(_tokenizer(model)),
         model_name=model_name(model),
         kind=kind,
@@ -96,15 +107,40 @@ def encode_collection(
         },
         resume=resume,
     )
+    report = progress or (lambda done, total: None)
+    stream = _stream_of(model)
+    if stream is not None:
+        dropped = [] if special_tokens else list(_tokenizer(model).all_special_ids)
+        StreamedShards(
+            writer,
+            texts,
+            shard_size,
+            functools.partial(
+                stream, task=kind, top_k=top_k, min_weight=min_weight, batch_size=batch_size, batch_tokens=batch_tokens
+            ),
+            functools.partial(cut_texts, model),
+            SparseMaker(vocab_size, min_weight, vocabulary_fingerprint(_tokenizer(model)), dropped),
+            report,
+            save_minutes,
+        ).run()
+        return writer.finish()
     write_shards(
         writer,
         texts,
         shard_size,
-        lambda chunk, part: _encode(model, texts, chunk, kind, batch_size, top_k, min_weight, part, special_tokens),
+        lambda chunk, part: _encode(
+            model, texts, chunk, kind, batch_size or PLAIN_TEXTS, top_k, min_weight, part, special_tokens
+        ),
         progress,
         save_minutes,
     )
     return writer.finish()
+
+
+def _stream_of(model: Any) -> Callable[..., Any] | None:
+    """``encode_sparse_batch.stream`` of an accelerated model."""
+    stream: Callable[..., Any] | None = getattr(getattr(model, "encode_sparse_batch", None), "stream", None)
+    return stream
 
 
 @dataclass
@@ -158,7 +194,7 @@ def write_shards(
             writer, number, encode, chunk, save_minutes, functools.partial(_report_more, report, finished, len(ids))
         )
         nothing_yet = writer.manifest.n_documents == 0 and number == len(starts) - 1
-        if failed and not len(vectors) and (len(chunk) >= _TOO_MANY or nothing_yet):
+        if failed and not len(vectors) and (len(chunk) >= TOO_MANY or nothing_yet):
             name, reason = next(iter(failed.items()))
             raise DataError(
                 f"texts: all {len(chunk)} of shard {number} failed, {name!r} first ({reason}). "
@@ -210,7 +246,7 @@ def encode_queries(
     model: Any,
     queries: Mapping[str, str],
     *,
-    batch_size: int = 32,
+    batch_size: int | None = None,
     top_k: int | None = None,
     min_weight: float = 0.0,
 ) -> SparseVectors:
@@ -223,7 +259,7 @@ def encode_queries(
     _check_settings("query", batch_size, top_k, min_weight)
     if not queries:
         raise ValueError("queries: expected at least one, got none.")
-    vectors, failed = _encode(model, queries, list(queries), "query", batch_size, top_k, min_weight)
+    vectors, failed = _encode(model, queries, list(queries), "query", batch_size or PLAIN_TEXTS, top_k, min_weight)
     if failed:
         name, reason = next(iter(failed.items()))
         raise DataError(f"queries: {len(failed)} of {len(queries)} failed, {name!r} first ({reason}).")
@@ -324,11 +360,14 @@ def check_shards(shard_size: int, save_minutes: float) -> None:
         raise ValueError(f"save_minutes: expected at least 0, got {save_minutes}.")
 
 
-def _check_settings(kind: str, batch_size: int, top_k: int | None, min_weight: float) -> None:
+def _check_settings(
+    kind: str, batch_size: int | None, top_k: int | None, min_weight: float, batch_tokens: int | None = None
+) -> None:
     if kind not in ("document", "query"):
         raise ValueError(f"kind: expected 'document' or 'query', got {kind!r}.")
-    if batch_size < 1:
-        raise ValueError(f"batch_size: expected at least 1, got {batch_size}.")
+    for name, value in (("batch_size", batch_size), ("batch_tokens", batch_tokens)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}.")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k: expected None or at least 1, got {top_k}.")
     if not min_weight >= 0:

@@ -11,7 +11,7 @@ pytestmark = NEEDS_INTERPRETER
 FILES = {
     ("lsr_head/test_calls.py", "lsr_head/test_corner_cases.py", "lsr_head/test_rows.py"): 245,
     ("lsr_head/test_implementations.py", "lsr_head/test_properties.py", "lsr_head/test_quantized.py"): 67,
-    ("lsr_head/test_range.py",): 10,
+    ("lsr_head/test_range.py", "lsr_head/test_capacity_rows.py"): 20,
 }
 
 

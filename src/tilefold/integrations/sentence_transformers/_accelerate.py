@@ -9,7 +9,8 @@ from sentence_transformers import SparseEncoder
 from torch import nn
 
 from tilefold.integrations._patches import Handle
-from tilefold.integrations.sentence_transformers._batch import SparseBatchEncoder
+from tilefold.integrations.sentence_transformers._batch_encoder import SparseBatchEncoder
+from tilefold.integrations.sentence_transformers._fused_encode import FusedEncode
 from tilefold.integrations.sentence_transformers._heads import check_head
 from tilefold.integrations.sentence_transformers._own_pooling import FusedOwnPooling, fused_forward
 from tilefold.integrations.sentence_transformers._packing import pack_inputs, unpack_inputs
@@ -71,9 +72,11 @@ def accelerate(
     For a SparseEncoder, two forwards are replaced, on the instances: the LM head returns its input, and the
     SpladePooling after it, or a pooling of :mod:`tilefold.modules`, applies :func:`tilefold.ops.lsr_head`. The model
     also gets ``encode_sparse_batch``, which encodes one batch as :func:`encode_sparse` does and serves
-    :mod:`tilefold.retrieval`. Routers, tied weights, LoRA on the LM head, flattened inputs, autocast, pickle and
-    deepcopy keep working. ``token_embeddings`` is no longer among the features that the model returns. A second call
-    starts over, with its own ``impl``; call again after an adapter was added to the LM head, or merged into it.
+    :mod:`tilefold.retrieval`, and an ``encode`` that encodes more than one batch of texts as :func:`encode_sparse` does
+    (tokenised ahead, without padding) and returns what the stock one returns. Routers, tied weights, LoRA on the LM
+    head, flattened inputs, autocast, pickle and deepcopy keep working. ``token_embeddings`` is no longer among the
+    features that the model returns. A second call starts over, with its own ``impl``; call again after an adapter was
+    added to the LM head, or merged into it.
 
     Args:
         model: a ``sentence_transformers.SparseEncoder`` with a SpladePooling or a module of :mod:`tilefold.modules`, or
@@ -135,6 +138,8 @@ def accelerate(
     for module, last in find_scorers(model):
         module.forward = fused_forward(module, None, impl, last=last)  # type: ignore[attr-defined]
     model.encode_sparse_batch = SparseBatchEncoder(model)
+    if "encode" not in vars(model):
+        model.encode = FusedEncode(model)
     padded = pack_inputs(model, check) if packed else {"all": "packed=False was chosen"}
     return Acceleration(model, len({id(pair.head) for pair in pairs}), padded)
 
@@ -166,6 +171,8 @@ def _remove_patches(model: nn.Module) -> None:
     unpack_inputs(model)
     if "encode_sparse_batch" in vars(model):
         del model.encode_sparse_batch
+    if isinstance(vars(model).get("encode"), FusedEncode):
+        del model.encode
     for module in model.modules():
         forward = vars(module).get("forward")
         if forward is pass_hidden_states or isinstance(forward, _FUSED):

@@ -1,4 +1,4 @@
-"""Encodes one batch of texts to sparse rows, as an accelerated model does with ``encode_sparse_batch``."""
+"""One batch of texts to sparse rows, and what is asked of a model around it."""
 
 from __future__ import annotations
 
@@ -10,31 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold._csr import csr_tensor
 from tilefold.integrations.sentence_transformers._pooling import sparse_scores
 from tilefold.modules.fused_pooling import SparseOptions
-
-
-class SparseBatchEncoder:
-    """What an accelerated SparseEncoder carries as ``encode_sparse_batch``, so that others need not know tilefold.
-
-    Args:
-        model: the SparseEncoder.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __call__(
-        self, texts: Sequence[str], *, task: str | None = None, top_k: int | None = None, min_weight: float = 0.0
-    ) -> Tensor:
-        """``[len(texts), V]`` CSR on the CPU, in one forward pass; arguments as in ``encode_sparse``."""
-        options = sparse_options(self.model, top_k, min_weight)
-        with evaluating(self.model):
-            rows = encode_batch(self.model, texts, task, prompt_of(self.model, task), options)
-        # clones: tensors of inference mode cannot be used freely outside of it
-        offsets, columns, values = (part.clone() for part in (rows.crow_indices(), rows.col_indices(), rows.values()))
-        return csr_tensor(offsets, columns, values, (rows.size(0), rows.size(1)))
 
 
 def sparse_options(model: Any, top_k: int | None, min_weight: float) -> SparseOptions:
@@ -70,13 +47,18 @@ def encode_batch(
     """Texts to CSR rows on the CPU, in one forward pass."""
     task_kwargs = {} if task is None else {"task": task}
     features = model.preprocess(list(texts), prompt=prompt, **task_kwargs)
-    features = {key: value.to(model.device) if isinstance(value, Tensor) else value for key, value in features.items()}
     with torch.inference_mode(), sparse_scores(options):
-        rows: Tensor = model(features, **task_kwargs)["sentence_embedding"]
-        return (rows if rows.layout == torch.sparse_csr else _prune(rows.to_dense(), options)).cpu()
+        rows = encode_features(model, features, task_kwargs)
+        return (rows if rows.layout == torch.sparse_csr else prune(rows.to_dense(), options)).cpu()
 
 
-def _prune(rows: Tensor, options: SparseOptions) -> Tensor:
+def encode_features(model: Any, features: dict[str, Any], task_kwargs: dict[str, str]) -> Any:
+    """What the model makes of features, moved to its device: dense, CSR, or rows of fixed capacity."""
+    features = {key: value.to(model.device) if isinstance(value, Tensor) else value for key, value in features.items()}
+    return model(features, **task_kwargs)["sentence_embedding"]
+
+
+def prune(rows: Tensor, options: SparseOptions) -> Tensor:
     """Dense ``[B, V]`` to CSR, under the same options."""
     kept = rows.where(rows > options.min_weight, 0)
     if options.top_k is not None and options.top_k < rows.size(1):

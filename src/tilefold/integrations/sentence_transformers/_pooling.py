@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 from tilefold.integrations.sentence_transformers._heads import head_operands
 from tilefold.modules.fused_pooling import SparseOptions, autocasts
 from tilefold.ops import QuantizedWeight, lsr_head, lsr_head_sparse, quantize_weight
+from tilefold.ops.lsr_head.rows import CapacityRows, lsr_head_rows
 
 ACTIVATIONS = {"relu": "log1p_relu", "log1p_relu": "log1p_log1p_relu"}  # SpladePooling's name -> the operator's
 
@@ -73,14 +74,16 @@ class FusedSpladePooling:
             hidden = hidden.squeeze(0)
         scores = self._score(hidden, mask, cu_seqlens)
         if self.pooling.embedding_dimension is None:
-            self.pooling.embedding_dimension = scores.shape[1]
+            self.pooling.embedding_dimension = (
+                scores.vocab_size if isinstance(scores, CapacityRows) else scores.shape[1]
+            )
         features["sentence_embedding"] = scores
         return features
 
     # Python puts this name into errors of wrong calls, which then read like those of the stock forward
     __call__.__qualname__ = "SpladePooling.forward"
 
-    def _score(self, hidden: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    def _score(self, hidden: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | CapacityRows:
         out_dtype = self._output_dtype(hidden, flattened=cu_seqlens is not None)
         hidden, weight, bias = head_operands(self.head, hidden)
         if not autocasts(hidden):
@@ -100,7 +103,12 @@ class FusedSpladePooling:
         options = None if torch.compiler.is_compiling() or not self.last else _sparse_options.get()
         if options is None:
             return lsr_head(hidden, matrix, bias, **arguments)
-        return lsr_head_sparse(hidden, matrix, bias, **arguments, top_k=options.top_k, min_weight=options.min_weight)
+        arguments |= {"top_k": options.top_k, "min_weight": options.min_weight}
+        if options.capacity is not None:
+            rows = lsr_head_rows(hidden, matrix, bias, **arguments, capacity=options.capacity)
+            if rows is not None:
+                return rows
+        return lsr_head_sparse(hidden, matrix, bias, **arguments)
 
     def _output_dtype(self, hidden: Tensor, *, flattened: bool) -> torch.dtype:
         """That of the stock module: the dtype of the logits, or what autocast makes of it."""

@@ -1,0 +1,1 @@
+"""The benchmark of encoding: whole jobs, texts to Parquet, beside the stock encoder and beside their own floors."""

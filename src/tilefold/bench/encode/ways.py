@@ -1,0 +1,108 @@
+"""What is timed: whole jobs, the stock encoder, and the floors of both halves of the machine."""
+# ruff: noqa: PLC0415 - sentence-transformers is imported when a case runs
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilefold.modules.fused_pooling import SparseOptions
+
+WINDOW = 1024  # texts that are tokenised together: a shard
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Of one call, to the end of what it gave the device."""
+    wait(device)
+    start = time.perf_counter()
+    run()
+    wait(device)
+    return time.perf_counter() - start
+
+
+class Prepared:
+    """Batches as the stream cuts them, on the device before any clock runs.
+
+    Args:
+        model: accelerated, in eval mode.
+        texts: to encode.
+    """
+
+    def __init__(self, model: Any, texts: Sequence[str]) -> None:
+        from tilefold.integrations.sentence_transformers.stream import SparseStream
+        from tilefold.pipeline.rows import Window
+
+        self.model = model
+        self.stream = SparseStream(model, SparseOptions(None, 0.0), task="document", prompt=None)
+        if not self.stream.packed:
+            raise RuntimeError("the models of the benchmark must take packed tokens, got one that is padded.")
+        windows = (Window(texts[i : i + WINDOW]) for i in range(0, len(texts), WINDOW))
+        given = [getattr(work, "ids", None) for work in self.stream._works(windows)]
+        self.tokens = sum(len(ids.ids) for ids in given if ids is not None)
+        self.batches = [self.stream.packed_features(ids) for ids in given if ids is not None]
+
+    def encoder(self) -> None:
+        """Encoder without head."""
+        with torch.inference_mode():
+            for batch in self.batches:
+                self.model[0](dict(batch), task="document")
+
+    def kernels(self) -> None:
+        """Encoder, head, and rows of fixed capacity (on a CPU: CSR rows)."""
+        from tilefold.integrations.sentence_transformers.stream import sparse_scores
+
+        options = SparseOptions(None, 0.0, self.stream.capacity)
+        with torch.inference_mode(), sparse_scores(options):
+            for batch in self.batches:
+                self.model(dict(batch), task="document")
+
+    def tokenise(self, texts: Sequence[str]) -> None:
+        """Texts to packed ids, on all cores."""
+        for i in range(0, len(texts), WINDOW):
+            self.model.preprocess(texts[i : i + WINDOW], task="document")
+
+
+def to_parquet(model: Any, texts: dict[str, str], folder: Path) -> None:
+    """``encode_collection`` into a new folder."""
+    from tilefold.retrieval import encode_collection
+
+    encode_collection(model, texts, folder)
+
+
+def mean_terms(folder: Path) -> float:
+    """Weights of a text in a folder of vectors, on average."""
+    from tilefold.retrieval import read_manifest
+
+    manifest = read_manifest(folder)
+    return float(sum(int(shard["nonzeros"]) for shard in manifest.shards) / manifest.n_documents)
+
+
+def busy_share(run: Callable[[], Any], device: torch.device) -> float | None:
+    """Share of the time of ``run`` in which a kernel or a copy ran on the GPU, seen by torch's profiler."""
+    if device.type != "cuda":
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        took = seconds(run, device)
+    found = profiler.profiler.kineto_results.events() if profiler.profiler is not None else []
+    spans = sorted(
+        (event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in found
+        if str(event.device_type()).endswith("CUDA") and event.duration_ns() > 0
+    )
+    busy = end = 0
+    for start, stop in spans:
+        busy += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return busy / 1e9 / took if spans else None

@@ -1,0 +1,95 @@
+"""``encode`` of an accelerated SparseEncoder: many texts in a stream, everything else as stock."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilefold.integrations.sentence_transformers._batch import sparse_options
+from tilefold.integrations.sentence_transformers._many import Limits, encode_many
+from tilefold.integrations.sentence_transformers._pooling import FusedSpladePooling
+
+_logger = logging.getLogger("sentence_transformers.sparse_encoder.model")  # whose level decides about progress bars
+_USUAL = 32  # the stock batch size, from which on batches are cut by tokens
+
+
+class FusedEncode:
+    """Replaces ``encode`` of one SparseEncoder; not a module, so the state dict does not change.
+
+    More texts than ``batch_size`` go through :class:`SparseStream`; what it cannot serve (other inputs than strings,
+    several processes, options of the processor, poolings other than SpladePooling) goes to the stock method.
+
+    Args:
+        model: the SparseEncoder.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Arguments and result of ``SparseEncoder.encode``.
+
+        A ``batch_size`` below 32 bounds the texts of a batch; otherwise batches hold a number of tokens that suits the
+        device.
+        """
+        model, stock = self.model, type(self.model).encode
+        try:
+            given = inspect.signature(stock).bind(model, *args, **kwargs)
+        except TypeError:
+            return stock(model, *args, **kwargs)
+        given.apply_defaults()
+        asked = given.arguments
+        if not self._serves(asked):
+            return stock(model, *args, **kwargs)
+        model.eval()
+        prompt = _prompt(model, asked["prompt"], asked["prompt_name"])
+        options = sparse_options(model, asked["max_active_dims"], 0.0)
+        limits = Limits(asked["batch_size"] if asked["batch_size"] < _USUAL else None)
+        texts, task = asked["inputs"], asked["kwargs"].get("task")
+        show = asked["show_progress_bar"]
+        with _bar(len(texts), _logger.getEffectiveLevel() <= logging.INFO if show is None else show) as bar:
+            rows = encode_many(model, texts, task, prompt, options, limits, 0, bar.update)
+        device = torch.device("cpu") if asked["save_to_cpu"] else model.device
+        found = _as_coo(rows, device)
+        if not asked["convert_to_sparse_tensor"]:
+            found = found.to_dense()
+        return found if asked["convert_to_tensor"] else list(found)
+
+    def _serves(self, asked: dict[str, Any]) -> bool:
+        model, texts = self.model, asked.get("inputs")
+        many = isinstance(texts, list) and isinstance(asked["batch_size"], int) and len(texts) > asked["batch_size"] > 0
+        if not many or not all(isinstance(text, str) for text in texts or ()):
+            return False
+        here = asked.get("device") is None or asked["device"] in (model.device, str(model.device))
+        if not here or asked.get("pool") is not None or getattr(model, "_distributed_inference", None) is not None:
+            return False
+        if set(asked["kwargs"]) - {"task"}:
+            return False
+        forwards = [vars(module).get("forward") for module in model.modules() if "forward" in vars(module)]
+        fused = [forward for forward in forwards if hasattr(forward, "pooling")]
+        return bool(fused) and all(isinstance(forward, FusedSpladePooling) and forward.last for forward in fused)
+
+
+def _prompt(model: Any, prompt: str | None, name: str | None) -> str | None:
+    resolved: str | None = model._resolve_prompt(prompt, name)
+    return resolved
+
+
+def _bar(total: int, show: bool) -> Any:
+    from tqdm.autonotebook import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415 - the one that is shown by stock
+
+    return tqdm(total=total, desc="Texts", disable=not show)
+
+
+def _as_coo(rows: Tensor, device: torch.device) -> Tensor:
+    """CSR on the CPU as coalesced COO on `device`, as ``encode`` returns it."""
+    counts = rows.crow_indices().diff()
+    of_row = torch.repeat_interleave(torch.arange(rows.size(0)), counts)
+    indices = torch.stack([of_row, rows.col_indices().long()]).to(device)
+    return torch.sparse_coo_tensor(
+        indices, rows.values().to(device), tuple(rows.shape), is_coalesced=True, check_invariants=False
+    )

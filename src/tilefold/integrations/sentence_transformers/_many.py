@@ -1,0 +1,69 @@
+"""Many texts to one sparse matrix, through the stream."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilefold._csr import csr_tensor
+from tilefold.integrations.sentence_transformers.stream import SparseStream
+from tilefold.modules.fused_pooling import SparseOptions
+from tilefold.pipeline.rows import FailedText, SparseBatch, Window, WindowEnd, stacked
+
+FIRST_TEXTS = 512  # of the first window, so that the device need not wait long for it
+WINDOW_TEXTS = 2048
+
+
+class Limits(NamedTuple):
+    """Texts and tokens of a batch, at most; None for what suits the device."""
+
+    batch_size: int | None = None
+    batch_tokens: int | None = None
+
+
+def encode_many(
+    model: Any,
+    texts: Sequence[str],
+    task: str | None,
+    prompt: str | None,
+    options: SparseOptions,
+    limits: Limits,
+    vocab_size: int,
+    progress: Callable[[int], object] = lambda done: None,
+) -> Tensor:
+    """``[len(texts), V]`` CSR on the CPU; the model is accelerated and in eval mode.
+
+    Args:
+        progress: called with the number of texts that were encoded since the last call.
+
+    Raises:
+        Exception: what the model raised for the first text that could not be encoded.
+    """
+    lengths = torch.tensor([len(text) for text in texts])
+    order = lengths.argsort(descending=True, stable=True)
+    starts = [0, *range(FIRST_TEXTS, len(texts), WINDOW_TEXTS), len(texts)]
+    windows = [order[start:stop].tolist() for start, stop in itertools.pairwise(starts)]
+
+    def given() -> Iterator[Window]:
+        for window in windows:
+            yield Window([texts[i] for i in window])
+
+    stream = SparseStream(model, options, task=task, prompt=prompt, **limits._asdict())
+    found: list[SparseBatch] = []
+    with closing(stream(given())) as items:
+        for item in items:
+            if isinstance(item, FailedText):
+                raise item.error
+            if isinstance(item, WindowEnd):
+                continue
+            window = windows[item.window]
+            found.append(item._replace(places=[window[place] for place in item.places]))
+            progress(len(item.places))
+    vocab_size = found[0].vocab_size if found else vocab_size
+    offsets, columns, values = stacked(found, len(texts))
+    return csr_tensor(offsets, columns.long(), values, (len(texts), vocab_size))

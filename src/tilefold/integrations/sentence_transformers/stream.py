@@ -1,0 +1,227 @@
+"""Texts to sparse rows in a stream: tokenised ahead, encoded without padding, fetched a batch or two later.
+
+Three stages, of which only the middle one touches the model: a thread turns windows of texts into batches of token
+ids; the caller's thread launches batches and collects rows that have arrived; what is done with them is the caller's
+business. The GPU always has the next batches before the host looks at the last one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilefold.integrations.sentence_transformers._batch import encode_features, prune
+from tilefold.integrations.sentence_transformers._pooling import sparse_scores
+from tilefold.modules.fused_pooling import SparseOptions
+from tilefold.ops.lsr_head.rows import CapacityRows
+from tilefold.pipeline.ahead import Ahead
+from tilefold.pipeline.copies import to_device
+from tilefold.pipeline.ragged import TokenIds, cut_batches
+from tilefold.pipeline.rows import FailedText, Item, NoRoomError, PendingRows, SparseBatch, Window, WindowEnd
+
+__all__ = ["SparseStream", "sparse_scores"]
+
+GPU_TOKENS = 65536  # of a batch: the launches of 12 layers then take the host a fraction of what they take the GPU
+CPU_TOKENS = 2048  # activations of a layer stay in the cache
+PADDED_TEXTS = 32  # of a batch whose texts are padded
+AHEAD = 8  # batches of token ids that wait
+IN_FLIGHT = 2  # batches that are launched before the one ahead of them is collected
+CAPACITY = 1024  # entries of a row at first; doubled where a row has more
+MOST_CAPACITY = 1 << 14
+_PACKED = {"input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"}
+
+
+class Work(NamedTuple):
+    """A batch before it is encoded: packed token ids, or features; neither where tokenising it failed."""
+
+    window: int
+    places: list[int]
+    texts: list[str]
+    ids: TokenIds | None = None
+    features: dict[str, Any] | None = None
+
+
+class SparseStream:
+    """Encodes windows of texts to sparse rows.
+
+    Args:
+        model: an accelerated SparseEncoder in eval mode.
+        options: what is kept of a row.
+        task, prompt: as :meth:`preprocess` takes them.
+        batch_tokens: tokens of a batch; by default what suits the device.
+        batch_size: texts of a batch, at most.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        options: SparseOptions,
+        *,
+        task: str | None,
+        prompt: str | None,
+        batch_tokens: int | None = None,
+        batch_size: int | None = None,
+    ) -> None:
+        self.model, self.options, self.prompt = model, options, prompt
+        self.task = {} if task is None else {"task": task}
+        self.device = torch.device(model.device)
+        self.batch_tokens, self.batch_size = batch_tokens, batch_size
+        self.capacity = CAPACITY
+        self._lock = threading.Lock()  # held while texts are tokenised, which changes settings of the tokenizer
+        self.packed, self.others = self._probed()
+
+    def __call__(self, windows: Iterable[Window]) -> Generator[Item, None, None]:
+        """Rows of all texts, window by window; a text that fails is reported and loses no other.
+
+        Args:
+            windows: taken by the thread that works ahead. Everything of a window, its :class:`WindowEnd` last, comes
+                before anything of the next one.
+        """
+        with Ahead(self._works(windows), AHEAD, "tilefold-tokens") as works:
+            yield from self._run(works)
+
+    def _probed(self) -> tuple[bool, dict[str, Any]]:
+        """Whether ``preprocess`` gives packed tokens and nothing else, and the features that are no tensors."""
+        try:
+            features = self.model.preprocess(["a"], prompt=self.prompt, **self.task)
+        except Exception:  # told where texts are encoded
+            return False, {}
+        tensors = {key for key, value in features.items() if isinstance(value, Tensor)}
+        others = {key: value for key, value in features.items() if key not in tensors}
+        return tensors == _PACKED, others
+
+    def _run(self, works: Iterable[Work | WindowEnd]) -> Iterator[Item]:
+        waiting: deque[tuple[Work | WindowEnd, PendingRows | Exception | None]] = deque()
+        launched = 0
+        for work in works:
+            waiting.append((work, None if isinstance(work, WindowEnd) else self._launched(work)))
+            launched += not isinstance(work, WindowEnd)
+            while launched > IN_FLIGHT:
+                launched -= not isinstance(waiting[0][0], WindowEnd)
+                yield from self._collected(*waiting.popleft())
+        while waiting:
+            yield from self._collected(*waiting.popleft())
+
+    # in the thread that works ahead
+
+    def _works(self, windows: Iterable[Window]) -> Iterator[Work | WindowEnd]:
+        given = iter(windows)
+        number = 0
+        while True:
+            with self._lock:  # what makes the windows may ask the tokenizer too
+                window = next(given, None)
+            if window is None:
+                return
+            for work in self._works_of(number, list(window.texts)):
+                if not window.skip or not window.skip.issuperset(work.places):
+                    yield work
+            yield WindowEnd(number, len(window.texts))
+            number += 1
+
+    def _works_of(self, number: int, texts: list[str]) -> Iterator[Work]:
+        features = self._preprocessed(texts) if self.packed and texts else None
+        if features is None or {key for key, value in features.items() if isinstance(value, Tensor)} != _PACKED:
+            lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+            for cut in cut_batches(lengths, None, self.batch_size or PADDED_TEXTS):
+                chosen = [texts[place] for place in cut]
+                yield Work(number, cut.tolist(), chosen, features=self._preprocessed(chosen))
+            return
+        whole = TokenIds(
+            features["input_ids"][0].numpy(),
+            features["position_ids"][0].numpy(),
+            features["cu_seq_lens_q"].numpy().astype(np.int64),
+        )
+        budget = self.batch_tokens or (GPU_TOKENS if self.device.type == "cuda" else CPU_TOKENS)
+        for cut in cut_batches(whole.lengths, budget, self.batch_size):
+            yield Work(number, cut.tolist(), [texts[place] for place in cut], whole.take(cut))
+
+    def _preprocessed(self, texts: list[str]) -> dict[str, Any] | None:
+        try:
+            with self._lock:
+                features: dict[str, Any] = self.model.preprocess(texts, prompt=self.prompt, **self.task)
+        except Exception:  # told when they are encoded one by one
+            return None
+        return features
+
+    # in the caller's thread
+
+    def _launched(self, work: Work) -> PendingRows | Exception:
+        try:
+            return self._launch(work)
+        except Exception as error:  # an error of one text must not lose the others
+            return error
+
+    def _launch(self, work: Work) -> PendingRows:
+        features = work.features if work.ids is None else self.packed_features(work.ids)
+        if features is None:
+            raise ValueError("the texts could not be tokenised together.")
+        return self._pending(features, self.options._replace(capacity=self.capacity))
+
+    def packed_features(self, ids: TokenIds) -> dict[str, Any]:
+        """Features of packed token ids, on their way to the device."""
+        cu_seqlens = to_device(ids.offsets.astype(np.int32), self.device)
+        longest = int(ids.lengths.max(initial=0))
+        return {
+            **self.others,
+            "input_ids": to_device(ids.ids, self.device)[None],
+            "position_ids": to_device(ids.positions, self.device)[None],
+            "cu_seq_lens_q": cu_seqlens,
+            "cu_seq_lens_k": cu_seqlens,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+
+    def _pending(self, features: dict[str, Any], options: SparseOptions) -> PendingRows:
+        with torch.inference_mode(), sparse_scores(options):
+            rows = encode_features(self.model, features, self.task)
+            if isinstance(rows, CapacityRows):
+                return PendingRows((*rows,), self.capacity)
+            return PendingRows(rows if rows.layout == torch.sparse_csr else prune(rows.to_dense(), options))
+
+    def _collected(self, work: Work | WindowEnd, pending: PendingRows | Exception | None) -> Iterator[Item]:
+        if isinstance(work, WindowEnd):
+            yield work
+            return
+        if isinstance(pending, PendingRows):
+            try:
+                yield self._batch(work, pending)
+                return
+            except NoRoomError as error:
+                while self.capacity < min(error.most, MOST_CAPACITY):
+                    self.capacity *= 2
+                yield from self._again(work, whole=True)
+                return
+            except Exception as error:  # of the device, told late
+                pending = error
+        yield from self._again(work, whole=False)
+
+    @staticmethod
+    def _batch(work: Work, pending: PendingRows) -> SparseBatch:
+        counts, columns, values = pending.get()
+        return SparseBatch(work.window, work.places, counts, columns, values, pending.vocab_size)
+
+    def _again(self, work: Work, *, whole: bool) -> Iterator[Item]:
+        """Without the pipeline: all texts together if `whole`, else halved until the failing one is alone."""
+        if whole or len(work.texts) == 1:
+            try:
+                yield self._batch(work, self._plain(work.texts))
+                return
+            except Exception as error:
+                if len(work.texts) == 1:
+                    yield FailedText(work.window, work.places[0], error)
+                    return
+        middle = len(work.texts) // 2
+        for part in (slice(None, middle), slice(middle, None)):
+            half = Work(work.window, work.places[part], work.texts[part])
+            yield from self._again(half, whole=True)
+
+    def _plain(self, texts: list[str]) -> PendingRows:
+        with self._lock:
+            features = self.model.preprocess(texts, prompt=self.prompt, **self.task)
+        return self._pending(features, self.options)

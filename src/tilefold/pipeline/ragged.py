@@ -1,0 +1,74 @@
+"""Token ids of several texts without padding, and how they are cut into batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Token ids of N texts, packed.
+
+    Attributes:
+        ids, positions: int64 ``[T]``, what the model's embeddings are asked for.
+        offsets: int64 ``[N + 1]``; text `i` has ``ids[offsets[i]:offsets[i + 1]]``.
+    """
+
+    ids: Int64
+    positions: Int64
+    offsets: Int64
+
+    @property
+    def lengths(self) -> Int64:
+        """int64 ``[N]``."""
+        return np.diff(self.offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def rows(self, chosen: Int64) -> tuple[Int64, Int64]:
+        """Where the tokens of the given texts are, in the given order, and the offsets that they then have."""
+        lengths = self.lengths[chosen]
+        offsets = offsets_of(lengths)
+        return np.repeat(self.offsets[chosen] - offsets[:-1], lengths) + np.arange(offsets[-1]), offsets
+
+    def take(self, chosen: Int64) -> TokenIds:
+        """The given texts, in the given order."""
+        at, offsets = self.rows(chosen)
+        return TokenIds(self.ids[at], self.positions[at], offsets)
+
+
+def offsets_of(lengths: Int64) -> Int64:
+    """``[0, lengths[0], lengths[0] + lengths[1], ...]``."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+
+
+def cut_batches(lengths: Int64, budget: int | None, most: int | None = None) -> Iterator[Int64]:
+    """Places of the texts of each batch, longest texts first; every text is in one batch.
+
+    Batches hold at most `budget` tokens and are nearly equal; a longer text is alone.
+
+    Args:
+        lengths: tokens of each text.
+        budget: tokens of a batch; None for as many as there are.
+        most: texts of a batch, at most.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    total = int(lengths.sum())
+    budget = max(1, total) if budget is None else budget
+    target = -(-total // max(1, -(-total // budget)))  # as many tokens in each of the fewest batches
+    start = tokens = 0
+    for place, length in enumerate(lengths[order].tolist()):
+        full = tokens >= target or tokens + length > budget or place - start == most
+        if full and place > start:
+            yield order[start:place]
+            start, tokens = place, 0
+        tokens += length
+    if start < len(order):
+        yield order[start:]

@@ -1,0 +1,46 @@
+"""Sparse vectors of the batches of a stream."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tilefold.pipeline.rows import SparseBatch
+from tilefold.retrieval._sparse import SparseVectors
+
+
+class SparseMaker:
+    """Makes the vectors of a folder, see :class:`tilefold.retrieval._streamed.Maker`.
+
+    Args:
+        vocab_size, fingerprint: of the folder.
+        min_weight: smaller weights, and this one, are left out.
+        dropped: terms that are left out.
+    """
+
+    def __init__(self, vocab_size: int, min_weight: float, fingerprint: str | None, dropped: list[int]) -> None:
+        self.vocab_size, self.min_weight = vocab_size, min_weight
+        self.fingerprint, self.dropped = fingerprint, dropped
+
+    def vectors(self, names: list[str], batch: SparseBatch) -> SparseVectors:
+        """Vectors of a batch, checked."""
+        weights = batch.values.float().numpy()
+        indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(batch.counts.numpy())])
+        made = SparseVectors(names, indptr, batch.columns.numpy(), weights, batch.vocab_size, self.fingerprint).above(
+            self.min_weight
+        )
+        return made.without(self.dropped) if self.dropped else made
+
+    def alone(self, batch: SparseBatch, row: int) -> SparseBatch:
+        """One row of a batch."""
+        start = int(batch.counts[:row].sum())
+        part = slice(start, start + int(batch.counts[row]))
+        return batch._replace(
+            places=[batch.places[row]],
+            counts=batch.counts[row : row + 1],
+            columns=batch.columns[part],
+            values=batch.values[part],
+        )
+
+    def nothing(self) -> SparseVectors:
+        """Vectors of no text."""
+        return SparseVectors.from_rows({}, self.vocab_size, self.fingerprint)
