@@ -237,6 +237,8 @@ def run_trainer(
     from datasets import Dataset
     from transformers.trainer_callback import PrinterCallback
 
+    from tilefold.integrations.sentence_transformers import collate_ahead
+
     card = job.model.model_card_data
     card.widget = card.widget or [
         {"text": job.examples.columns["query"][0]}
@@ -253,6 +255,7 @@ def run_trainer(
         loss=loss,
         callbacks=[*callbacks, *attention_callbacks(job.recipe), watcher],
     )
+    collate_ahead(trainer)
     if not job.verbose:
         trainer.remove_callback(PrinterCallback)
     with _run.heeding_interrupts(watcher):
