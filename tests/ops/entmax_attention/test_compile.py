@@ -133,6 +133,7 @@ KNOWN_SPILLS = {("fp32", 64): 96, ("fp32", 128): 48, ("fp32", 256): 1024 if rele
 KNOWN_SPILLS |= {("bf16", 64, 80): 8, ("bf16", 128, 80): 56, ("bf16", 256): 48}
 END_SPILLS = 24  # of two accumulators on 9.0, where programs share a multiprocessor: put away outside the loops
 MASK_SPILLS = 80 if release() == (3, 7) else 72  # and with a mask, or a count of the support, in any kernel
+ALPHA_SPILLS, ALPHA_LOOPED = 128, 1 / 32  # and with the five sums of the gradient of alpha, in three programs
 MASK_LOOPED = 1 / 40  # of the instructions of a loop
 TILE_LOOPED = 1 / 4  # of a loop in fp32 at 256
 # 3.4 keeps more addresses of dkv's operands: on 8.0 8 of the 672 instructions of its loop, in fp32 1 of 1475
@@ -144,7 +145,9 @@ def is_built(dtype: torch.dtype, dim: int, capability: int) -> bool:
     return capability < 100 and configs.config_for(dtype, dim, False, divmod(capability, 10)).resident > 0
 
 
-def build(name: str, dtype: torch.dtype, dim: int, kind: str, capability: int, **options: object) -> Compiled:
+def build(
+    name: str, dtype: torch.dtype, dim: int, kind: str, capability: int, registers: int | None = None, **options: object
+) -> Compiled:
     if name == "resident" and not is_built(dtype, dim, capability):
         pytest.skip("configs.is_resident never takes it there")
     config = configs.config_for(dtype, dim, tf32=False, capability=divmod(capability, 10))
@@ -160,7 +163,7 @@ def build(name: str, dtype: torch.dtype, dim: int, kind: str, capability: int, *
     flags |= launch.constants | options
     return compile_kernel(
         launch.kernel, attention_types(NAMES[dtype]), flags, capability, launch.num_warps, launch.num_stages, STRIDES,
-        registers=launch.registers,
+        registers=registers or launch.registers,
     )  # fmt: skip
 
 
@@ -188,6 +191,15 @@ def test_masks_and_layouts_spill_next_to_nothing(options: dict[str, bool]) -> No
     for name in KERNELS[1:]:
         compiled = build(name, torch.bfloat16, 64, "entmax15", 90, **options)
         check_spills(compiled, MASK_SPILLS, MASK_LOOPED, name)
+
+
+def test_the_gradient_of_alpha_spills_little() -> None:
+    config = configs.config_for(torch.bfloat16, 64, tf32=False, capability=(9, 0))
+    for lists in (True, False):
+        compiled = build(
+            "dq", torch.bfloat16, 64, "generic16", 90, NEED_ALPHA=True, LISTS=lists, registers=config.wide_registers
+        )
+        check_spills(compiled, ALPHA_SPILLS, ALPHA_LOOPED, "dq")
 
 
 def test_counting_the_support_spills_next_to_nothing() -> None:

@@ -43,7 +43,8 @@ class AttentionConfig:
         programs: of the persistent kernel, for each multiprocessor.
         registers: the most a thread may take in the kernels with one accumulator or none: four programs of 4 warps then
             share a multiprocessor; ``None`` leaves it to the assembler.
-        wide_registers: the same of the kernel of the output with two accumulators, for three programs.
+        wide_registers: the same of the kernel of the output with two accumulators, and of that of dq with the sums of
+            alpha, for three programs.
         dkv_registers: the same of the kernel of dk and dv.
         resident_simple: ``resident`` of a closed form without causality, window and dropout, which takes less.
         short: the most keys of a row whose blocks are all visited, without a map of live ones.

@@ -288,11 +288,9 @@ def next_root(y, f, u, q, low, high, before, found, e, KIND: tl.constexpr, TOLER
 
 
 @triton.jit
-def alpha_terms(p, u, log_p, e):
-    """The A and B of the derivative by alpha for an entry: ``dp/dalpha = (B sum A - A sum B) / sum u``.
-
-    ``log_p`` is finite, whatever it is where p is 0.
-    """
+def alpha_terms(p, u, e):
+    """The A and B of the derivative by alpha for an entry: ``dp/dalpha = (B sum A - A sum B) / sum u``."""
+    log_p = log2_of(tl.where(p == 0, 1.0, p)) * LN2
     w = -e * log_p
     series = 1 / 2 + w * (1 / 6 + w * (1 / 24 + w * (1 / 120 + w * (1 / 720 + w / 5040))))
     b = p * (1 + w)

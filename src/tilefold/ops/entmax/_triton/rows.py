@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tilefold.ops._shared._triton.activation import nan_max
 from tilefold.ops._shared._triton.entmax import (
-    LN2,
     MAX_EVALUATIONS,
     alpha_terms,
     bracket,
@@ -147,12 +146,6 @@ def _gradient_tile(dp_ptr, p_ptr, offs, cols, n, mask_r, e, KIND: tl.constexpr):
     return grad, p, u
 
 
-@triton.jit
-def _alpha_terms(p, u, e):
-    log_p = log2_of(tl.where(p == 0, 1.0, p)) * LN2
-    return alpha_terms(p, u, log_p, e[:, None])
-
-
 @triton.jit(do_not_specialize=["R", "n", "alpha_value"])
 def _backward_kernel(
     dp_ptr, p_ptr, alpha_ptr, dx_ptr, dalpha_ptr, R, n, alpha_value,
@@ -169,7 +162,7 @@ def _backward_kernel(
         grad, p, u = _gradient_tile(dp_ptr, p_ptr, offs, places, n, mask_r, e, KIND)
         total, product = u, u * grad
         if NEED_ALPHA:
-            a, b = _alpha_terms(p, u, e)
+            a, b = alpha_terms(p, u, e[:, None])
             sum_a, sum_b, dot_a, dot_b = a, b, a * grad, b * grad
     else:
         total, product, sum_a, sum_b, dot_a, dot_b = zeros, zeros, zeros, zeros, zeros, zeros
@@ -178,7 +171,7 @@ def _backward_kernel(
             total += u
             product += u * grad
             if NEED_ALPHA:
-                a, b = _alpha_terms(p, u, e)
+                a, b = alpha_terms(p, u, e[:, None])
                 sum_a += a
                 sum_b += b
                 dot_a += a * grad

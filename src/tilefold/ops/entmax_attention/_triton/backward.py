@@ -18,7 +18,6 @@ from tilefold.ops.entmax_attention._triton.tiles import (
     key_range,
     load_rows,
     locate,
-    log_weights,
     query_range,
     score_tile,
     store_rows,
@@ -175,8 +174,7 @@ def dq_kernel(
                     ds = u * (dp - delta[:, None])
                     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
                 if NEED_ALPHA:
-                    log_p = log_weights(s, p, peak[:, None], y[:, None], c[:, None], scale, e, KIND, EXACT)
-                    term_a, term_b = alpha_terms(p, u, log_p, e)
+                    term_a, term_b = alpha_terms(p, u, e)
                     total += lane_sums(u)
                     sum_a += lane_sums(term_a)
                     sum_b += lane_sums(term_b)

@@ -137,7 +137,8 @@ def plan_backward(
         ),
         shared
         | {"BLOCK_N": config.keys, "NEED_Q": need_q, "NEED_ALPHA": need_alpha}
-        | {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": capped.registers},
+        | {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        | {"maxnreg": capped.wide_registers if need_alpha else capped.registers},
     )  # fmt: skip
     dkv = None
     if need_k or need_v:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tilefold.ops._shared._triton.entmax import LN2, log2_weight, needs_care, root_power, saturated, weight_and_slope
+from tilefold.ops._shared._triton.entmax import needs_care, root_power, saturated, weight_and_slope
 from tilefold.ops._shared._triton.offsets import narrowed
 
 
@@ -203,16 +203,6 @@ def weights(s, peak, y, c, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
     else:
         d = distances(s, peak, scale, e, KIND, EXACT)
         return weight_and_slope(d, y, c, e, needs_care(e, KIND), KIND)
-
-
-@triton.jit
-def log_weights(s, p, peak, y, c, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
-    """``log p`` of the weights that :func:`weights` made, any finite number where one is 0."""
-    if (KIND == "softmax") | (KIND == "entmax15") | (KIND == "sparsemax"):
-        return tl.log(tl.where(p > 0, p, 1.0))
-    else:
-        d = distances(s, peak, scale, e, KIND, EXACT)
-        return tl.maximum(log2_weight(d, root_power(d, c, e), y, e, needs_care(e, KIND)), -200.0) * LN2
 
 
 @triton.jit
