@@ -358,6 +358,45 @@ def test_one_bad_text_loses_no_other(late: Any, tmp_path: Path, monkeypatch: pyt
         encode_texts(late, {"a": "boom"}, kind="document")
 
 
+@pytest.mark.parametrize("storage", ["fp16", "int8"])
+def test_an_accelerated_model_writes_the_same_vectors_in_a_stream(late: Any, tmp_path: Path, storage: str) -> None:
+    from tilefold.integrations.sentence_transformers import accelerate
+
+    texts: dict[str, Any] = {**TEXTS, "number": 3, "half": "cats \ud800"}
+    options: dict[str, Any] = {"storage": storage, "shard_size": 3}
+    plain = encode_tokens(late, texts, tmp_path / "plain", **options)
+    with accelerate(late):
+        for kind, batch in (("document", {"batch_tokens": 12}), ("document", {"batch_size": 2}), ("query", {})):
+            folder = tmp_path / f"{kind}-{len(batch)}-{next(iter(batch), '')}"
+            fast = encode_tokens(late, texts, folder, kind=kind, **options, **batch)
+            assert (fast.complete, set(fast.failed), fast.n_documents) == (True, set(plain.failed), 5)
+            if kind == "document":
+                one, other = (open_tokens(path).read(TEXTS) for path in (folder, tmp_path / "plain"))
+                assert one.ids == other.ids and torch.equal(one.offsets, other.offsets)
+                for i in range(len(one)):
+                    torch.testing.assert_close(one.rows(i), other.rows(i), rtol=0, atol=2 / 127)
+    assert not hasattr(late, "encode_token_batch")
+
+
+def test_a_stream_finds_the_text_whose_vectors_are_not_finite(late: Any, tmp_path: Path) -> None:
+    from tilefold.integrations.sentence_transformers import accelerate
+
+    network = late[0].model
+    weight = network.get_input_embeddings().weight
+    word = late.tokenizer.convert_tokens_to_ids("cats")
+    kept = weight[word].detach().clone()
+    with accelerate(late):
+        with torch.no_grad():
+            weight[word] = math.nan
+        try:
+            manifest = encode_tokens(late, {"a": "dogs run", "b": "cats", "c": "birds"}, tmp_path)
+        finally:
+            with torch.no_grad():
+                weight[word] = kept
+    assert list(manifest.failed) == ["b"] and "got others for 'b'" in manifest.failed["b"]
+    assert list(open_tokens(tmp_path).ids) == ["a", "c"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -47,7 +47,7 @@ def encode(
         int | None, typer.Option(help="Texts per batch, at most; by default batches are cut by tokens.")
     ] = None,
     batch_tokens: Annotated[
-        int | None, typer.Option(help="Sparse: tokens per batch; by default what suits the device.")
+        int | None, typer.Option(help="Tokens per batch; by default what suits the device.")
     ] = None,
     shard_size: Annotated[int, typer.Option(help="Texts per shard; each shard is saved when it is full.")] = 1024,
     save_minutes: Annotated[
@@ -79,13 +79,13 @@ def encode(
     encoder, made = _load(model, kind, collection)
     _check_options(model, made, {
         "--top-k": top_k, "--no-special-tokens": special_tokens, "--jsonl": jsonl, "--storage": storage,
-        "--batch-tokens": batch_tokens,
     })  # fmt: skip
     _common.keeps(lambda: _has_vectors(output))
     with _common.progress_bar("encoding") as update:
         options: dict[str, Any] = {
             "kind": "query" if queries else "document",
-            **({} if batch_size is None else {"batch_size": batch_size}),
+            "batch_size": batch_size,
+            "batch_tokens": batch_tokens,
             "shard_size": shard_size,
             "save_minutes": save_minutes,
             "progress": lambda done, total: update(done, total, ""),
@@ -99,9 +99,7 @@ def encode(
                 texts,
                 output,
                 jsonl,
-                options
-                | {"top_k": top_k, "special_tokens": special_tokens is not False}
-                | {"batch_tokens": batch_tokens},
+                options | {"top_k": top_k, "special_tokens": special_tokens is not False},
             )
     if as_json:
         _common.print_json(result | {"failed": failed})
@@ -148,9 +146,7 @@ def _has_vectors(output: Path) -> bool:
 
 def _check_options(model: str, kind: str, given: dict[str, Any]) -> None:
     """Raise an error for options of the other kind of model."""
-    foreign = (
-        ("--top-k", "--no-special-tokens", "--jsonl", "--batch-tokens") if kind == "multi-vector" else ("--storage",)
-    )
+    foreign = ("--top-k", "--no-special-tokens", "--jsonl") if kind == "multi-vector" else ("--storage",)
     for name in foreign:
         if given[name] is not None:
             other = "sparse" if kind == "multi-vector" else "multi-vector"
@@ -181,8 +177,10 @@ def _sparse(
 def _tokens(
     encoder: Any, model: str, texts: Mapping[str, str], output: Path, storage: str, options: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
+    from tilefold.integrations.sentence_transformers import accelerate
     from tilefold.retrieval import encode_tokens
 
+    accelerate(encoder)
     is_path = model != _models.PACKAGED and Path(model).is_dir()
     source = str(Path(model).resolve()) if is_path else model
     manifest = encode_tokens(encoder, texts, output, storage=storage, source=source, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilefold.retrieval._streamed import StreamedShards
+from tilefold.retrieval._streamed_tokens import TokenMaker
 from tilefold.retrieval._token_vectors import STORAGES, TokenVectors
 from tilefold.retrieval.encoding import (
+    PLAIN_TEXTS,
     Kind,
     Part,
     check_shards,
@@ -36,7 +40,8 @@ def encode_tokens(
     *,
     kind: Kind = "document",
     storage: str = "fp16",
-    batch_size: int = 32,
+    batch_size: int | None = None,
+    batch_tokens: int | None = None,
     shard_size: int = 1024,
     save_minutes: float = 1.0,
     source: str | None = None,
@@ -45,7 +50,8 @@ def encode_tokens(
 ) -> TokenManifest:
     """Encode `texts` into a folder of token vectors, shard by shard, resuming an earlier run.
 
-    Shards, failed texts, resuming and errors are those of :func:`tilefold.retrieval.encode_collection`.
+    Shards, failed texts, resuming and errors are those of :func:`tilefold.retrieval.encode_collection`; with an
+    accelerated model, so are the threads and batches.
 
     Args:
         model: a ``MultiVectorEncoder``.
@@ -54,7 +60,9 @@ def encode_tokens(
         kind: ``"document"`` or ``"query"``: the model's prompt, length, expansion and skipped words.
         storage: ``"fp16"``, or ``"int8"`` with one scale per token: half the bytes, and an error of at most half of
             1/127 of the token's largest entry.
-        batch_size: texts encoded at a time.
+        batch_size: texts encoded at a time, at most; by default 32 of a plain model, and of an accelerated one as many
+            as `batch_tokens` allows.
+        batch_tokens: tokens that an accelerated model encodes at a time; by default what suits the device.
         shard_size: texts per shard.
         save_minutes: after this time, and on Ctrl-C, what is done of a shard is kept.
         source: folder or name that `model` was loaded from, stored so that queries can be encoded with it.
@@ -70,6 +78,7 @@ def encode_tokens(
         FileExistsError: the folder holds other files.
     """
     _check(kind, storage, batch_size, texts)
+    _check(kind, storage, batch_tokens, texts, "batch_tokens")
     check_shards(shard_size, save_minutes)
     dimension = token_dimension(model, kind)
     manifest = TokenManifest(
@@ -82,11 +91,24 @@ def encode_tokens(
         settings={"texts_sha256": texts_digest(texts), "shard_size": shard_size},
     )
     writer = TokenVectorWriter(output_dir, manifest, resume=resume)
+    stream = getattr(getattr(model, "encode_token_batch", None), "stream", None)
+    if stream is not None:
+        StreamedShards(
+            writer,
+            texts,
+            shard_size,
+            functools.partial(stream, task=kind, storage=storage, batch_size=batch_size, batch_tokens=batch_tokens),
+            functools.partial(cut_texts, model),
+            TokenMaker(dimension, storage),
+            progress or (lambda done, total: None),
+            save_minutes,
+        ).run()
+        return writer.finish()
     write_shards(
         writer,
         texts,
         shard_size,
-        lambda chunk, part: _encode(model, texts, chunk, kind, batch_size, dimension, storage, part),
+        lambda chunk, part: _encode(model, texts, chunk, kind, batch_size or PLAIN_TEXTS, dimension, storage, part),
         progress,
         save_minutes,
     )
@@ -166,12 +188,12 @@ def _run(model: Any, batch: list[str], kind: Kind) -> list[Tensor]:
     return vectors
 
 
-def _check(kind: str, storage: str, batch_size: int, texts: Mapping[str, str]) -> None:
+def _check(kind: str, storage: str, batch_size: int | None, texts: Mapping[str, str], name: str = "batch_size") -> None:
     if kind not in ("document", "query"):
         raise ValueError(f"kind: expected 'document' or 'query', got {kind!r}.")
     if storage not in STORAGES:
         raise ValueError(f"storage: expected one of {', '.join(STORAGES)}, got {storage!r}.")
-    if batch_size < 1:
-        raise ValueError(f"batch_size: expected at least 1, got {batch_size}.")
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"{name}: expected at least 1, got {batch_size}.")
     if not texts:
         raise ValueError("texts: expected at least one, got none.")

@@ -23,6 +23,7 @@ from tilefold.integrations.sentence_transformers._similarity import (
     is_multi_vector,
     unfuse_similarity,
 )
+from tilefold.integrations.sentence_transformers._token_stream import TokenBatchEncoder
 from tilefold.modules.fused_pooling import FusedPooling
 from tilefold.ops.implementations import check_impl
 
@@ -117,6 +118,7 @@ def accelerate(
                 "tilefold.ops.quantize_tokens for documents in int8."
             )
         fuse_similarity(model, impl, check)
+        model.encode_token_batch = TokenBatchEncoder(model)
         return Acceleration(model, 0, pack_inputs(model, check) if packed else {"all": "packed=False was chosen"})
     if not isinstance(model, SparseEncoder):
         raise TypeError(
@@ -169,8 +171,9 @@ def is_accelerated(model: Any) -> bool:
 def _remove_patches(model: nn.Module) -> None:
     unfuse_similarity(model)
     unpack_inputs(model)
-    if "encode_sparse_batch" in vars(model):
-        del model.encode_sparse_batch
+    for name in ("encode_sparse_batch", "encode_token_batch"):
+        if name in vars(model):
+            delattr(model, name)
     if isinstance(vars(model).get("encode"), FusedEncode):
         del model.encode
     for module in model.modules():

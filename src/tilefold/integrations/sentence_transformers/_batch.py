@@ -48,14 +48,15 @@ def encode_batch(
     task_kwargs = {} if task is None else {"task": task}
     features = model.preprocess(list(texts), prompt=prompt, **task_kwargs)
     with torch.inference_mode(), sparse_scores(options):
-        rows = encode_features(model, features, task_kwargs)
+        rows = encode_features(model, features, task_kwargs)["sentence_embedding"]
         return (rows if rows.layout == torch.sparse_csr else prune(rows.to_dense(), options)).cpu()
 
 
-def encode_features(model: Any, features: dict[str, Any], task_kwargs: dict[str, str]) -> Any:
-    """What the model makes of features, moved to its device: dense, CSR, or rows of fixed capacity."""
+def encode_features(model: Any, features: dict[str, Any], task_kwargs: dict[str, str]) -> dict[str, Any]:
+    """What the model makes of features, moved to its device."""
     features = {key: value.to(model.device) if isinstance(value, Tensor) else value for key, value in features.items()}
-    return model(features, **task_kwargs)["sentence_embedding"]
+    found: dict[str, Any] = model(features, **task_kwargs)
+    return found
 
 
 def prune(rows: Tensor, options: SparseOptions) -> Tensor:

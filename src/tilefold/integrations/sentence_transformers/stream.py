@@ -1,4 +1,4 @@
-"""Texts to sparse rows in a stream: tokenised ahead, encoded without padding, fetched a batch or two later.
+"""Texts to rows in a stream: tokenised ahead, encoded without padding, fetched a batch or two later.
 
 Three stages, of which only the middle one touches the model: a thread turns windows of texts into batches of token
 ids; the caller's thread launches batches and collects rows that have arrived; what is done with them is the caller's
@@ -8,6 +8,7 @@ business. The GPU always has the next batches before the host looks at the last 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -23,9 +24,9 @@ from tilefold.ops.lsr_head.rows import CapacityRows
 from tilefold.pipeline.ahead import Ahead
 from tilefold.pipeline.copies import to_device
 from tilefold.pipeline.ragged import TokenIds, cut_batches
-from tilefold.pipeline.rows import FailedText, Item, NoRoomError, PendingRows, SparseBatch, Window, WindowEnd
+from tilefold.pipeline.rows import FailedText, NoRoomError, PendingRows, SparseBatch, Window, WindowEnd
 
-__all__ = ["SparseStream", "sparse_scores"]
+__all__ = ["SparseStream", "TextStream", "Work", "sparse_scores"]
 
 GPU_TOKENS = 65536  # of a batch: the launches of 12 layers then take the host a fraction of what they take the GPU
 CPU_TOKENS = 2048  # activations of a layer stay in the cache
@@ -47,12 +48,11 @@ class Work(NamedTuple):
     features: dict[str, Any] | None = None
 
 
-class SparseStream:
-    """Encodes windows of texts to sparse rows.
+class TextStream(ABC):
+    """Encodes windows of texts.
 
     Args:
-        model: an accelerated SparseEncoder in eval mode.
-        options: what is kept of a row.
+        model: an accelerated model in eval mode.
         task, prompt: as :meth:`preprocess` takes them.
         batch_tokens: tokens of a batch; by default what suits the device.
         batch_size: texts of a batch, at most.
@@ -61,23 +61,33 @@ class SparseStream:
     def __init__(
         self,
         model: Any,
-        options: SparseOptions,
         *,
         task: str | None,
         prompt: str | None,
         batch_tokens: int | None = None,
         batch_size: int | None = None,
     ) -> None:
-        self.model, self.options, self.prompt = model, options, prompt
+        self.model, self.prompt = model, prompt
         self.task = {} if task is None else {"task": task}
         self.device = torch.device(model.device)
         self.batch_tokens, self.batch_size = batch_tokens, batch_size
-        self.capacity = CAPACITY
         self._lock = threading.Lock()  # held while texts are tokenised, which changes settings of the tokenizer
         self.packed, self.others = self._probed()
 
-    def __call__(self, windows: Iterable[Window]) -> Generator[Item, None, None]:
-        """Rows of all texts, window by window; a text that fails is reported and loses no other.
+    @abstractmethod
+    def _pending(self, features: dict[str, Any], *, again: bool = False) -> Any:
+        """What the model makes of features, on its way to the host; ``get()`` waits for it.
+
+        Args:
+            again: whether the batch, or one around it, has failed before.
+        """
+
+    @abstractmethod
+    def _batch(self, work: Work, pending: Any) -> Any:
+        """What has arrived of a batch."""
+
+    def __call__(self, windows: Iterable[Window]) -> Generator[Any, None, None]:
+        """Batches of all texts, window by window; a text that fails is reported and loses no other.
 
         Args:
             windows: taken by the thread that works ahead. Everything of a window, its :class:`WindowEnd` last, comes
@@ -96,8 +106,8 @@ class SparseStream:
         others = {key: value for key, value in features.items() if key not in tensors}
         return tensors == _PACKED, others
 
-    def _run(self, works: Iterable[Work | WindowEnd]) -> Iterator[Item]:
-        waiting: deque[tuple[Work | WindowEnd, PendingRows | Exception | None]] = deque()
+    def _run(self, works: Iterable[Work | WindowEnd]) -> Iterator[Any]:
+        waiting: deque[tuple[Work | WindowEnd, Any]] = deque()
         launched = 0
         for work in works:
             waiting.append((work, None if isinstance(work, WindowEnd) else self._launched(work)))
@@ -151,17 +161,17 @@ class SparseStream:
 
     # in the caller's thread
 
-    def _launched(self, work: Work) -> PendingRows | Exception:
+    def _launched(self, work: Work) -> Any:
         try:
             return self._launch(work)
         except Exception as error:  # an error of one text must not lose the others
             return error
 
-    def _launch(self, work: Work) -> PendingRows:
+    def _launch(self, work: Work) -> Any:
         features = work.features if work.ids is None else self.packed_features(work.ids)
         if features is None:
             raise ValueError("the texts could not be tokenised together.")
-        return self._pending(features, self.options._replace(capacity=self.capacity))
+        return self._pending(features)
 
     def packed_features(self, ids: TokenIds) -> dict[str, Any]:
         """Features of packed token ids, on their way to the device."""
@@ -177,36 +187,22 @@ class SparseStream:
             "max_length_k": longest,
         }
 
-    def _pending(self, features: dict[str, Any], options: SparseOptions) -> PendingRows:
-        with torch.inference_mode(), sparse_scores(options):
-            rows = encode_features(self.model, features, self.task)
-            if isinstance(rows, CapacityRows):
-                return PendingRows((*rows,), self.capacity)
-            return PendingRows(rows if rows.layout == torch.sparse_csr else prune(rows.to_dense(), options))
-
-    def _collected(self, work: Work | WindowEnd, pending: PendingRows | Exception | None) -> Iterator[Item]:
+    def _collected(self, work: Work | WindowEnd, pending: Any) -> Iterator[Any]:
         if isinstance(work, WindowEnd):
             yield work
             return
-        if isinstance(pending, PendingRows):
+        room = False
+        if not isinstance(pending, Exception):
             try:
                 yield self._batch(work, pending)
                 return
-            except NoRoomError as error:
-                while self.capacity < min(error.most, MOST_CAPACITY):
-                    self.capacity *= 2
-                yield from self._again(work, whole=True)
-                return
-            except Exception as error:  # of the device, told late
-                pending = error
-        yield from self._again(work, whole=False)
+            except NoRoomError:
+                room = True
+            except Exception:  # of the device, told late
+                room = False
+        yield from self._again(work, whole=room)
 
-    @staticmethod
-    def _batch(work: Work, pending: PendingRows) -> SparseBatch:
-        counts, columns, values = pending.get()
-        return SparseBatch(work.window, work.places, counts, columns, values, pending.vocab_size)
-
-    def _again(self, work: Work, *, whole: bool) -> Iterator[Item]:
+    def _again(self, work: Work, *, whole: bool) -> Iterator[Any]:
         """Without the pipeline: all texts together if `whole`, else halved until the failing one is alone."""
         if whole or len(work.texts) == 1:
             try:
@@ -221,7 +217,38 @@ class SparseStream:
             half = Work(work.window, work.places[part], work.texts[part])
             yield from self._again(half, whole=True)
 
-    def _plain(self, texts: list[str]) -> PendingRows:
+    def _plain(self, texts: list[str]) -> Any:
         with self._lock:
             features = self.model.preprocess(texts, prompt=self.prompt, **self.task)
-        return self._pending(features, self.options)
+        return self._pending(features, again=True)
+
+
+class SparseStream(TextStream):
+    """Encodes windows of texts to sparse rows, :class:`tilefold.pipeline.rows.SparseBatch`.
+
+    Args:
+        model: an accelerated SparseEncoder in eval mode.
+        options: what is kept of a row.
+        how: as :class:`TextStream` takes them.
+    """
+
+    def __init__(self, model: Any, options: SparseOptions, **how: Any) -> None:
+        super().__init__(model, **how)
+        self.options, self.capacity = options, CAPACITY
+
+    def _pending(self, features: dict[str, Any], *, again: bool = False) -> PendingRows:
+        options = self.options if again else self.options._replace(capacity=self.capacity)
+        with torch.inference_mode(), sparse_scores(options):
+            rows = encode_features(self.model, features, self.task)["sentence_embedding"]
+            if isinstance(rows, CapacityRows):
+                return PendingRows((*rows,), self.capacity)
+            return PendingRows(rows if rows.layout == torch.sparse_csr else prune(rows.to_dense(), options))
+
+    def _batch(self, work: Work, pending: PendingRows) -> SparseBatch:
+        try:
+            counts, columns, values = pending.get()
+        except NoRoomError as error:
+            while self.capacity < min(error.most, MOST_CAPACITY):
+                self.capacity *= 2
+            raise
+        return SparseBatch(work.window, work.places, counts, columns, values, pending.vocab_size)

@@ -1,0 +1,58 @@
+"""Token vectors of a batch without padding, on their way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilefold.pipeline.copies import Fetched
+
+
+class TokenBatch(NamedTuple):
+    """Token vectors of some texts of a window, packed, on the CPU.
+
+    Attributes:
+        window: number of the window.
+        places: of the texts in it, in the order of the counts.
+        counts: int64 ``[n]``, vectors of each text.
+        finite: bool ``[T]``.
+        values: ``[T, D]`` as they are stored.
+        scales: ``[T]`` of int8 values, else None.
+    """
+
+    window: int
+    places: Sequence[int]
+    counts: Tensor
+    finite: Tensor
+    values: Tensor
+    scales: Tensor | None = None
+
+
+class PendingTokens:
+    """Token vectors that count, packed and stored on the device, without the host knowing how many there are.
+
+    Args:
+        vectors: ``[B, S, D]``.
+        mask: ``[B, S]``, nonzero = counts.
+        stored: ``[T, D]`` fp32 -> which are finite ``[T]``, values, and scales if any.
+    """
+
+    def __init__(self, vectors: Tensor, mask: Tensor, stored: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+        keep = mask.bool()
+        if vectors.device.type == "cpu":
+            rows = vectors[keep]
+        else:  # as many rows as there are places: those behind the last vector are not read
+            flat = keep.reshape(-1)
+            spare = flat.numel()
+            at = torch.where(flat, flat.cumsum(0) - 1, spare)
+            rows = vectors.new_zeros(spare + 1, vectors.size(-1)).index_copy_(0, at, vectors.flatten(0, 1))[:spare]
+        self._fetched = Fetched([keep.sum(1), *stored(rows.float())])
+
+    def get(self) -> tuple[Tensor, ...]:
+        """Counts, which vectors are finite, values, and scales if any."""
+        counts, *others = self._fetched.get()
+        total = int(counts.sum())
+        return (counts, *(part[:total] for part in others))
