@@ -1,0 +1,54 @@
+"""sentence-transformers behind the same FastAPI route, as one would write it; the peer of `serve_load.py`.
+
+    python -m benchmarks.serve_peer --model FOLDER [--one-thread]
+
+A route that is a plain function runs in FastAPI's pool of threads, a call of the model per request. With --one-thread
+they take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until a signal."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--one-thread", action="store_true")
+    options = parser.parse_args(argv)
+    import uvicorn  # noqa: PLC0415
+    from fastapi import Body, FastAPI  # noqa: PLC0415
+    from sentence_transformers import SparseEncoder  # noqa: PLC0415
+
+    from tilefold.serve.server import bind  # noqa: PLC0415
+
+    model = SparseEncoder(options.model, device="cpu", local_files_only=True)
+    turn: Any = threading.Lock() if options.one_thread else nullcontext()
+    app = FastAPI()
+
+    @app.post("/embed_sparse")
+    def embed_sparse(body: dict[str, Any] = Body()) -> list[list[dict[str, Any]]]:  # noqa: B008
+        inputs = [body["inputs"]] if isinstance(body["inputs"], str) else body["inputs"]
+        with turn:
+            rows = model.encode_document(inputs, convert_to_tensor=True, convert_to_sparse_tensor=False)
+        answer = []
+        for row in rows:
+            (indices,) = row.nonzero(as_tuple=True)
+            pairs = zip(indices.tolist(), row[indices].tolist(), strict=True)
+            answer.append([{"index": index, "value": value} for index, value in pairs])
+        return answer
+
+    opened = bind("127.0.0.1", 0)
+    print(f"http://127.0.0.1:{opened.getsockname()[1]}", flush=True)
+    uvicorn.Server(uvicorn.Config(app, log_level="warning", backlog=512)).run([opened])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
