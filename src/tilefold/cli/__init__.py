@@ -95,6 +95,7 @@ def _app() -> Any:
         demo,
         encode,
         evaluate,
+        export,
         fuse,
         index,
         info,
@@ -109,7 +110,7 @@ def _app() -> Any:
 
     app = typer.Typer(
         name="tilefold",
-        help="Train, encode, index, search, evaluate and fuse neural retrievers.",
+        help="Train, encode, index, search, evaluate, fuse and export neural retrievers.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -124,6 +125,7 @@ def _app() -> Any:
         index.index,
         search.search,
         evaluate.evaluate,
+        export.export,
         fuse.fuse,
         mine.mine,
         score.score,

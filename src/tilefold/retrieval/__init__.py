@@ -25,6 +25,8 @@ _HOME = {
     "write_vectors": "vectors",
     "export_jsonl": "vectors",
     "vocabulary_fingerprint": "vectors",
+    "export_opensearch": "export",
+    "export_vespa": "export",
     "encode_collection": "encoding",
     "encode_queries": "encoding",
     "TokenManifest": "tokens",

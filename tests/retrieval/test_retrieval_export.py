@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilefold.retrieval import SparseVectors, write_vectors
+from tilefold.retrieval.errors import DataError, VocabularyMismatchError
+from tilefold.retrieval.export import export_opensearch, export_vespa
+from tilefold.retrieval.provenance import Provenance
+
+Make = Callable[..., SparseVectors]
+EXPORTERS = [export_opensearch, export_vespa]
+
+
+def read_back(folder: Path) -> dict[str, dict[str, float]]:
+    """Id -> name -> weight, as the engine reads the files."""
+    record = json.loads((folder / "export.json").read_text())
+    found: dict[str, dict[str, float]] = {}
+    field = record["settings"]["field"]
+    for name in record["files"]:
+        if name.endswith((".sd", "mapping.json")):
+            continue
+        lines = [json.loads(line) for line in (folder / name).read_bytes().splitlines()]
+        if record["engine"] == "opensearch":
+            for action, source in zip(lines[::2], lines[1::2], strict=True):
+                assert source["id"] == action["index"]["_id"] and set(action) == {"index"}
+                found[source["id"]] = source[field]
+        else:
+            for put in lines:
+                document, namespace = record["settings"]["document"], record["settings"]["namespace"]
+                assert put["put"] == f"id:{namespace}:{document}::{put['fields']['id']}"
+                found[put["fields"]["id"]] = put["fields"][field]["cells"]
+    return found
+
+
+def expected(vectors: SparseVectors, tokens: list[str] | None = None) -> dict[str, dict[str, float]]:
+    rows = {}
+    for i, name in enumerate(vectors.ids):
+        terms, weights = vectors.row(i)
+        pairs = [(t, w) for t, w in zip(terms.tolist(), weights, strict=True) if w > 0]
+        rows[name] = {str(t) if tokens is None else tokens[t]: w for t, w in pairs}
+    return rows
+
+
+def same(found: dict[str, dict[str, float]], wanted: dict[str, dict[str, float]]) -> bool:
+    as_float32 = {name: {term: np.float32(w) for term, w in row.items()} for name, row in found.items()}
+    return as_float32 == wanted
+
+
+@pytest.mark.parametrize("export", EXPORTERS)
+@settings(max_examples=20, deadline=None)
+@given(
+    weights=st.lists(
+        st.lists(st.floats(0, 1e6, width=32, allow_subnormal=False), min_size=5, max_size=5), min_size=1, max_size=6
+    ),
+)
+def test_files_hold_every_weight_to_the_last_bit(
+    export: Any, weights: list[list[float]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("export") / "files"
+    vectors = SparseVectors.from_rows({f"d{i}": dict(enumerate(row)) for i, row in enumerate(weights)}, 5)
+    tokens = ["##s", 'a"\\', "\u2028", "cells", "Ä"]
+    exported = export(vectors, folder, tokens)
+    assert same(read_back(folder), expected(vectors, tokens))
+    assert (exported.n_documents, exported.n_weights) == (len(weights), sum(w > 0 for row in weights for w in row))
+
+
+@pytest.mark.parametrize("export", EXPORTERS)
+def test_a_folder_of_shards_gives_the_files_of_the_vectors_in_memory(
+    export: Any, make_vectors: Make, tmp_path: Path
+) -> None:
+    vectors = make_vectors(50)
+    vectors.provenance = Provenance("m" * 64, "t" * 64)
+    write_vectors(vectors, tmp_path / "vectors", shard_size=7)
+    export(vectors, tmp_path / "memory")
+    exported = export(tmp_path / "vectors", tmp_path / "shards")
+    for name in exported.files:
+        assert (tmp_path / "memory" / name).read_bytes() == (tmp_path / "shards" / name).read_bytes()
+    assert same(read_back(tmp_path / "shards"), expected(vectors))
+    record = json.loads((tmp_path / "shards" / "export.json").read_text())
+    assert (record["fingerprint"], record["model_fingerprint"], record["texts_sha256"], record["names"]) == (
+        "f" * 64,
+        "m" * 64,
+        "t" * 64,
+        "numbers",
+    )
+
+
+@pytest.mark.parametrize("export", EXPORTERS)
+def test_terms_that_would_become_one_are_refused(export: Any, tmp_path: Path) -> None:
+    vectors = SparseVectors.from_rows({"a": {0: 1.0, 2: 1.0}}, 4)
+    with pytest.raises(
+        DataError, match=r"tokens: expected a name of its own for every term, got 'x' \(terms 0 and 3\)"
+    ):
+        export(vectors, tmp_path / "out", ["x", "y", "z", "x"])  # a query with term 3 would find term 0
+    with pytest.raises(
+        DataError, match=r"takes no term whose name is empty, got '' \(term 2\).*named by their numbers"
+    ):
+        export(vectors, tmp_path / "out", ["x", "y", "", "z"])
+    with pytest.raises(DataError, match=r"half a surrogate pair, got '\\ud800' \(term 0\)"):
+        export(vectors, tmp_path / "out", ["\ud800", "y", "z", "u"])
+    with pytest.raises(VocabularyMismatchError, match="one for each of the 4 terms of the vectors, got 2"):
+        export(vectors, tmp_path / "out", ["x", "y"])
+    assert not (tmp_path / "out").exists()
+    export(vectors, tmp_path / "out", ["x", "y", "z", "y"])  # no document has either y
+
+
+@pytest.mark.parametrize("export", EXPORTERS)
+def test_other_files_are_never_replaced_and_an_earlier_export_is(
+    export: Any, make_vectors: Make, tmp_path: Path
+) -> None:
+    export(make_vectors(5), tmp_path / "out")
+    export(make_vectors(3), tmp_path / "out")
+    assert len(read_back(tmp_path / "out")) == 3
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    with pytest.raises(FileExistsError, match="nothing was overwritten"):
+        export(make_vectors(5), tmp_path / "out")
+    with pytest.raises(DataError, match="at least one document, got none"):
+        export(SparseVectors.from_rows({}, 5), tmp_path / "new")
+    write_vectors(make_vectors(3), tmp_path / "queries", kind="query")
+    with pytest.raises(DataError, match="expected vectors of documents, got vectors of kind 'query'"):
+        export(tmp_path / "queries", tmp_path / "new")
+
+
+@pytest.mark.parametrize("export", EXPORTERS)
+def test_texts_go_along(export: Any, make_vectors: Make, tmp_path: Path) -> None:
+    vectors = make_vectors(2)
+    export(vectors, tmp_path / "out", texts={"d0": "Bäume \u2028 wachsen", "d1": ""})
+    assert "Bäume \u2028 wachsen" in b"".join(f.read_bytes() for f in (tmp_path / "out").iterdir()).decode()
+    with pytest.raises(DataError, match="texts: expected one for every document, got none for 'd1'"):
+        export(vectors, tmp_path / "other", texts={"d0": ""})
+    with pytest.raises(DataError, match="half a surrogate pair in that of 'd0'"):
+        export(vectors, tmp_path / "other", texts={"d0": "\ud800", "d1": ""})
+    assert not (tmp_path / "other").exists()
+
+
+def test_opensearch_refuses_dots_unless_told_to_keep_them(tmp_path: Path) -> None:
+    vectors, tokens = SparseVectors.from_rows({"a": {0: 1.0}}, 2), ["3.5", "."]
+    with pytest.raises(DataError, match=r"whose name holds a dot, got '3.5' \(term 0\). .*numbers \(or dots=keep"):
+        export_opensearch(vectors, tmp_path / "out", tokens)
+    export_opensearch(vectors, tmp_path / "out", tokens, dots="keep")
+    assert read_back(tmp_path / "out") == {"a": {"3.5": 1.0}}
+    export_opensearch(SparseVectors.from_rows({"a": {0: 1.0}}, 2), tmp_path / "out", ["three", "."])  # "." is not used
+
+
+def test_opensearch_refuses_what_lucene_cannot_keep(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"weights of at least 1.18e-38 .*, got 1e-40"):
+        export_opensearch(SparseVectors.from_rows({"a": {0: 1e-40}}, 2), tmp_path / "out")
+    with pytest.raises(DataError, match="no id with more than 512 bytes"):
+        export_opensearch(SparseVectors.from_rows({"ä" * 300: {0: 1.0}}, 2), tmp_path / "out")
+    with pytest.raises(DataError, match="more than 32766 bytes"):
+        export_opensearch(SparseVectors.from_rows({"a": {0: 1.0}}, 2), tmp_path / "out", ["x" * 40_000, "y"])
+    for wrong in ({"field": "a.b"}, {"field": "text"}, {"dots": "_"}, {"field_type": "knn"}, {"part_bytes": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected"):
+            export_opensearch(SparseVectors.from_rows({"a": {0: 1.0}}, 2), tmp_path / "out", **wrong)  # type: ignore[arg-type]
+
+
+def test_opensearch_files_are_no_longer_than_asked_and_begin_with_an_action(make_vectors: Make, tmp_path: Path) -> None:
+    vectors = make_vectors(40)
+    exported = export_opensearch(vectors, tmp_path / "out", part_bytes=2500)
+    parts = [tmp_path / "out" / name for name in exported.files[1:]]
+    assert len(parts) > 5 and all(part.stat().st_size <= 2500 for part in parts)
+    assert all(part.read_bytes().startswith(b'{"index":') and part.read_bytes().endswith(b"}\n") for part in parts)
+    assert list(read_back(tmp_path / "out")) == vectors.ids
+    assert len(export_opensearch(vectors, tmp_path / "tiny", part_bytes=1).files) == 41
+
+
+def test_opensearch_sparse_vector_is_refused_where_it_would_fold_terms(tmp_path: Path) -> None:
+    large = SparseVectors.from_rows({"a": {1: 1.0}}, 50_368)
+    with pytest.raises(DataError, match=r"modulo 32,768.* vocabulary of 50,368. Use field_type='rank_features'"):
+        export_opensearch(large, tmp_path / "out", field_type="sparse_vector")
+    with pytest.raises(ValueError, match="expected None with field_type='sparse_vector'"):
+        export_opensearch(
+            SparseVectors.from_rows({"a": {1: 1.0}}, 2), tmp_path / "o", ["a", "b"], field_type="sparse_vector"
+        )
+    vectors = SparseVectors.from_rows({"a": {30_521: 4.321}}, 30_522)
+    export_opensearch(vectors, tmp_path / "out", field_type="sparse_vector")
+    mapping = json.loads((tmp_path / "out" / "mapping.json").read_text())
+    assert mapping["settings"] == {"index": {"sparse": True}}
+    method = mapping["mappings"]["properties"]["sparse"]["method"]
+    assert method == {"name": "seismic", "parameters": {"quantization_ceiling_ingest": 4.33}}  # nothing is cut off
+
+
+def test_the_mapping_says_what_made_the_vectors(make_vectors: Make, tmp_path: Path) -> None:
+    export_opensearch(make_vectors(3), tmp_path / "out", field="splade", texts={f"d{i}": "x" for i in range(3)})
+    mappings = json.loads((tmp_path / "out" / "mapping.json").read_text())["mappings"]
+    kinds = {"id": {"type": "keyword"}, "splade": {"type": "rank_features"}, "text": {"type": "text"}}
+    assert mappings["properties"] == kinds
+    assert mappings["_meta"]["tilefold"]["fingerprint"] == "f" * 64
+
+
+def test_vespa_keeps_tokens_that_are_words_of_its_format(tmp_path: Path) -> None:
+    vectors = SparseVectors.from_rows({"a": {0: 1.0, 1: 2.0, 2: 0.5, 3: 0.25}, "empty": {}}, 4)
+    export_vespa(vectors, tmp_path / "out", ["cells", "values", "type", "a.b"], document="article", field="splade")
+    found = read_back(tmp_path / "out")
+    assert found == {"a": {"cells": 1.0, "values": 2.0, "type": 0.5, "a.b": 0.25}, "empty": {}}
+    schema = (tmp_path / "out" / "article.sd").read_text()
+    assert "schema article {" in schema and "field splade type tensor<float>(token{}) {" in schema
+    assert "expression: sum(query(q) * attribute(splade))" in schema and "field text" not in schema
+    assert schema.count("{") == schema.count("}")
+
+
+def test_vespa_refuses_control_characters(tmp_path: Path) -> None:
+    vectors = SparseVectors.from_rows({"a": {0: 1.0}}, 2)
+    with pytest.raises(DataError, match=r"holds the control character '\\x00', got 'x\\x00' \(term 0\)"):
+        export_vespa(vectors, tmp_path / "out", ["x\0", "y"])
+    with pytest.raises(DataError, match=r"no id with the control character '\\x1b'"):
+        export_vespa(SparseVectors.from_rows({"a\x1b": {0: 1.0}}, 2), tmp_path / "out")
+    with pytest.raises(DataError, match=r"no text with the control character '\\x07', got one for 'a'"):
+        export_vespa(vectors, tmp_path / "out", texts={"a": "ding\a"})
+    for wrong in ({"document": "my-doc"}, {"namespace": "a:b"}, {"field": "id"}, {"field": "9"}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected"):
+            export_vespa(vectors, tmp_path / "out", **wrong)
