@@ -20,15 +20,10 @@ class Head(NamedTuple):
 
 
 class SparseOptions(NamedTuple):
-    """What is kept of a row where poolings return CSR scores in place of dense ones.
-
-    ``capacity`` asks for rows with room for so many entries, ``tilefold.ops.lsr_head.rows.CapacityRows``, from poolings
-    that can make them.
-    """
+    """What is kept of a row where poolings return CSR scores in place of dense ones."""
 
     top_k: int | None
     min_weight: float
-    capacity: int | None = None
 
 
 class FusedPooling(ABC):

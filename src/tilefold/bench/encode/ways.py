@@ -61,8 +61,7 @@ class Prepared:
         """Encoder, head, and rows of fixed capacity (on a CPU: CSR rows)."""
         from tilefold.integrations.sentence_transformers.stream import sparse_scores
 
-        options = SparseOptions(None, 0.0, self.stream.capacity)
-        with torch.inference_mode(), sparse_scores(options):
+        with torch.inference_mode(), sparse_scores(SparseOptions(None, 0.0), self.stream.capacity):
             for batch in self.batches:
                 self.model(dict(batch), task="document")
 

@@ -22,16 +22,21 @@ ACTIVATIONS = {"relu": "log1p_relu", "log1p_relu": "log1p_log1p_relu"}  # Splade
 
 
 _sparse_options: ContextVar[SparseOptions | None] = ContextVar("tilefold_sparse_options", default=None)
+_capacity: ContextVar[int | None] = ContextVar("tilefold_capacity", default=None)
 
 
 @contextmanager
-def sparse_scores(options: SparseOptions) -> Iterator[None]:
-    """Within it, in this thread, fused poolings put ``torch.sparse_csr`` scores into ``sentence_embedding``."""
-    token = _sparse_options.set(options)
+def sparse_scores(options: SparseOptions, capacity: int | None = None) -> Iterator[None]:
+    """Within it, in this thread, fused poolings put ``torch.sparse_csr`` scores into ``sentence_embedding``.
+
+    With a ``capacity``, those that can put :class:`tilefold.ops.lsr_head.rows.CapacityRows` there instead.
+    """
+    token, room = _sparse_options.set(options), _capacity.set(capacity)
     try:
         yield
     finally:
         _sparse_options.reset(token)
+        _capacity.reset(room)
 
 
 def sparse_options_now() -> SparseOptions | None:
@@ -104,8 +109,9 @@ class FusedSpladePooling:
         if options is None:
             return lsr_head(hidden, matrix, bias, **arguments)
         arguments |= {"top_k": options.top_k, "min_weight": options.min_weight}
-        if options.capacity is not None:
-            rows = lsr_head_rows(hidden, matrix, bias, **arguments, capacity=options.capacity)
+        capacity = _capacity.get()
+        if capacity is not None:
+            rows = lsr_head_rows(hidden, matrix, bias, **arguments, capacity=capacity)
             if rows is not None:
                 return rows
         return lsr_head_sparse(hidden, matrix, bias, **arguments)

@@ -237,8 +237,8 @@ class SparseStream(TextStream):
         self.options, self.capacity = options, CAPACITY
 
     def _pending(self, features: dict[str, Any], *, again: bool = False) -> PendingRows:
-        options = self.options if again else self.options._replace(capacity=self.capacity)
-        with torch.inference_mode(), sparse_scores(options):
+        options = self.options
+        with torch.inference_mode(), sparse_scores(options, None if again else self.capacity):
             rows = encode_features(self.model, features, self.task)["sentence_embedding"]
             if isinstance(rows, CapacityRows):
                 return PendingRows((*rows,), self.capacity)
