@@ -18,7 +18,6 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code: 0, 1 for failures, 2 for usage, 130 for Ctrl-C."""
     # Threads that spin at OpenMP barriers make small operations tens of times slower on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     given = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in given
     sys.exit(_run([arg for arg in given if arg != "--debug"], debug))
