@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.models import TEXTS
 from tests.distributed.ranks import Rank
-from tilefold.integrations.sentence_transformers import accelerate
+from tilefold.integrations.sentence_transformers import accelerate, collate_ahead
 from tilefold.losses import GlobalFlopsLoss
 from tilefold.testing import budget
 
@@ -251,6 +251,9 @@ def trained_losses(folder: Path, output: Path, batch: int, **options: Any) -> tu
         **options,
     )
     trainer = SparseEncoderTrainer(model=model, args=arguments, train_dataset=Dataset.from_dict(pairs), loss=loss)
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:  # the one process runs plainly
+        collate_ahead(trainer)
+        assert trainer.data_collator.join
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses, {type(parameter).__name__ for parameter in trainer.model.parameters()}

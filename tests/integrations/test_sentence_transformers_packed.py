@@ -207,6 +207,7 @@ def train(model: SparseEncoder, folder: Path, ahead: bool, **options: Any) -> li
         collate_ahead(trainer)
         assert isinstance(trainer.data_collator, AheadCollator)
         assert not isinstance(trainer.data_collator.collator, AheadCollator)
+        assert trainer.data_collator.join == (len(model) == 2)  # a Router may have several encoders
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return [*losses, trainer.evaluate()["eval_loss"]]
@@ -225,6 +226,55 @@ def test_a_training_run_has_the_losses_of_the_stock_one(
     assert "tilefold" not in (tmp_path / "saved" / "config.json").read_text()
     again = SparseEncoder(str(tmp_path / "saved"), device="cpu")
     assert_close(packed.encode(TEXTS).to_dense(), again.encode(TEXTS).to_dense(), 1e-5)
+
+
+def columns_of(model: Any, *columns: list[str]) -> tuple[list[dict[str, Any]], Any]:
+    """Features of joined columns, as the trainer's collator and loader make them, and the collator."""
+    from sentence_transformers.sparse_encoder.data_collator import SparseEncoderDataCollator
+
+    collator = AheadCollator(SparseEncoderDataCollator(preprocess_fn=model.preprocess), join=True)
+    rows = [dict(zip("abc", row, strict=False)) for row in zip(*columns, strict=True)]
+    batch = collator(rows).to("cpu")
+    names = [name for name in "abc" if f"{name}_input_ids" in batch]
+    return [
+        {key.removeprefix(f"{name}_"): value for key, value in batch.items() if key.startswith(f"{name}_")}
+        for name in names
+    ], collator
+
+
+def test_all_columns_go_through_the_encoder_together(tiny: SparseEncoder) -> None:
+    stock, packed = copy.deepcopy(tiny), copy.deepcopy(tiny)
+    accelerate(packed)
+    texts = [list(PAIRS["anchor"]), list(PAIRS["positive"]), list(reversed(PAIRS["positive"]))]
+    expected = gradients_of(stock, splade_loss(stock), [stock.preprocess(column) for column in texts])
+    runs = []
+    packed[0].model.bert.register_forward_hook(lambda *_: runs.append(1))
+    columns, _ = columns_of(packed, *texts)
+    assert_same(gradients_of(packed, splade_loss(packed), [dict(column) for column in columns]), expected)
+    assert len(runs) == 1
+    # again, in another mode, one column alone, and in parts
+    with torch.no_grad():
+        alone = [stock(stock.preprocess(column))["sentence_embedding"] for column in texts]
+        for index in (2, 0, 1, 1):
+            got = packed(dict(columns[index]))["sentence_embedding"]
+            assert_close(got, alone[index], 1e-5)
+    assert len(runs) == 3
+    cached = gradients_of(stock, splade_loss(stock, cached=True, mini_batch_size=8), list(map(stock.preprocess, texts)))
+    again = splade_loss(packed, cached=True, mini_batch_size=8)
+    assert_same(gradients_of(packed, again, [dict(column) for column in columns]), cached)
+
+
+def test_columns_of_several_encoders_are_not_joined(tokenizer_folder: Path, tmp_path: Path) -> None:
+    router = Router.for_query_document(
+        query_modules=[tiny_transformer("distilbert", tokenizer_folder), SpladePooling()],
+        document_modules=[tiny_transformer("bert", tokenizer_folder), SpladePooling()],
+    )
+    stock = without_dropout(SparseEncoder(modules=[router], device="cpu"))
+    packed = copy.deepcopy(stock)
+    accelerate(packed)
+    options = {"router_mapping": {"anchor": "query", "positive": "document"}}
+    expected = train(stock, tmp_path / "stock", ahead=False, **options)
+    assert train(packed, tmp_path / "packed", ahead=True, **options) == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_run_is_repeatable(tiny: SparseEncoder, tmp_path: Path) -> None:

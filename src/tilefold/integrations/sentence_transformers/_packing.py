@@ -11,6 +11,7 @@ import torch
 from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 
+from tilefold.integrations.sentence_transformers._columns import PackedForward
 from tilefold.integrations.sentence_transformers._packed_inputs import PackedInputs, padded_inputs
 from tilefold.integrations.sentence_transformers._pairs import pipelines_of
 from tilefold.integrations.sentence_transformers._repadding import PACKED_KEYS, PackedMask
@@ -65,7 +66,7 @@ def _pack(routes: list[list[Any]], check: bool) -> str | None:
         return why
     if transformer.model_forward_params is not None:
         transformer.model_forward_params = {*transformer.model_forward_params, *PACKED_KEYS}
-    transformer.preprocess = PackedInputs(transformer)
+    transformer.preprocess, transformer.forward = PackedInputs(transformer), PackedForward(transformer)
     for module in (module for route in routes for module in route):
         if type(module).__name__ == "MultiVectorMask" and "forward" not in vars(module):
             module.forward = PackedMask(module)
@@ -78,14 +79,14 @@ def _pack(routes: list[list[Any]], check: bool) -> str | None:
 
 
 def _unpack(transformer: Any) -> None:
-    del transformer.preprocess
+    del transformer.preprocess, transformer.forward
     stop_packed(transformer.model)
 
 
 def _why_not_by_its_kind(transformer: Any) -> str | None:
     kind = type(transformer)
-    if kind.preprocess is not Transformer.preprocess or "preprocess" in vars(transformer):
-        return f"{kind.__name__} has a preprocess of its own"
+    if kind.preprocess is not Transformer.preprocess or {"preprocess", "forward"} & vars(transformer).keys():
+        return f"{kind.__name__} has a preprocess or a forward of its own"
     if transformer.backend != "torch" or set(transformer.modality_config) != {"text"}:
         return f"only text on the backend 'torch' is packed, got {transformer.backend!r} and {transformer.modalities}"
     if transformer.can_flatten_inputs:

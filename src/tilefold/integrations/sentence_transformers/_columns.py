@@ -1,0 +1,129 @@
+"""One forward of an encoder for all columns of a training batch, whose packed tokens are simply joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+JOINED = "joined_columns"  # key of a column's place among those it was joined with
+_OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
+_LONGEST = ("max_length_q", "max_length_k")
+_OF_TOKENS = ("input_ids", "position_ids", "token_type_ids")
+
+
+class Columns:
+    """The packed columns of one batch.
+
+    Args:
+        features: of all their tokens, one column after the other.
+        parts: the ``input_ids`` of each column.
+    """
+
+    def __init__(self, features: dict[str, Any], parts: list[Tensor]) -> None:
+        self.features, self.parts = features, parts
+        self._waiting: dict[tuple[Any, ...], Tensor] = {}
+
+    def embeddings(self, index: int, transformer: Any) -> Tensor:
+        """Those of a column, from the forward of the column before it or from one of all columns."""
+        device = self.parts[0].device.type
+        autocasts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        mode = (id(transformer), transformer.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        found = self._waiting.pop((index, *mode, autocasts), None)
+        if found is None:
+            output = type(transformer).forward(transformer, dict(self.features))[transformer.module_output_name]
+            parts = output.split([part.size(1) for part in self.parts], dim=1)
+            self._waiting = {(i, *mode, autocasts): part for i, part in enumerate(parts) if i != index}
+            found = parts[index]
+        return found
+
+
+class PackedForward:
+    """Replaces the forward of one Transformer: columns that were joined go through it together.
+
+    Args:
+        transformer: the module, whose own forward runs on their tokens.
+    """
+
+    def __init__(self, transformer: Any) -> None:
+        self.transformer = transformer
+
+    def __call__(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """The features with the output of the module."""
+        transformer = self.transformer
+        columns, index = features.pop(JOINED, (None, 0))
+        # a part of a column is another tensor, and has a backward of its own
+        if columns is None or kwargs or features["input_ids"] is not columns.parts[index] or self._shows_layers():
+            found: dict[str, Any] = type(transformer).forward(transformer, features, **kwargs)
+            return found
+        features[transformer.module_output_name] = columns.embeddings(index, transformer)
+        return features
+
+    def _shows_layers(self) -> bool:
+        return bool(getattr(self.transformer.model.config, "output_hidden_states", False))
+
+
+class Batch(NamedTuple):
+    """What a collator made, with packed columns joined.
+
+    Attributes:
+        features: all columns; those in ``spans`` have no tensors of tokens in ``joined``'s place.
+        joined: features of all their tokens, None if there is nothing to join.
+        spans: prefix, first token and end of each column.
+    """
+
+    features: dict[str, Any]
+    joined: dict[str, Any] | None = None
+    spans: tuple[tuple[str, int, int], ...] = ()
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch with each tensor elsewhere; what occurs twice is moved once."""
+        known: dict[int, Tensor] = {}
+
+        def once(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) not in known:
+                known[id(value)] = move(value)
+            return known[id(value)]
+
+        joined = None if self.joined is None else {key: once(value) for key, value in self.joined.items()}
+        return Batch({key: once(value) for key, value in self.features.items()}, joined, self.spans)
+
+    def columns(self) -> dict[str, Any]:
+        """The features as losses take them: the tokens of each column are views of all tokens."""
+        if self.joined is None:
+            return self.features
+        found = dict(self.features)
+        for prefix, start, end in self.spans:
+            for name in _OF_TOKENS:
+                if name in self.joined:
+                    found[prefix + name] = self.joined[name][:, start:end]
+        together = Columns(self.joined, [found[prefix + "input_ids"] for prefix, _, _ in self.spans])
+        for index, (prefix, _, _) in enumerate(self.spans):
+            found[prefix + JOINED] = (together, index)
+        return found
+
+
+def join_columns(batch: dict[str, Any]) -> Batch:
+    """Join the packed columns of a batch on the host, if there are several of the same kind."""
+    prefixes = [key.removesuffix(_OFFSETS[0]) for key in batch if key.endswith("_" + _OFFSETS[0])]
+    names = [name for name in _OF_TOKENS if any(prefix + name in batch for prefix in prefixes)]
+    if len(prefixes) < 2 or any(prefix + name not in batch for prefix in prefixes for name in names):
+        return Batch(batch)
+    ends = torch.tensor([batch[prefix + "input_ids"].size(1) for prefix in prefixes]).cumsum(0).tolist()
+    starts = [0, *ends[:-1]]
+    offsets = [batch[prefix + _OFFSETS[0]] for prefix in prefixes]
+    shifted = [part[(start > 0) :] + start for part, start in zip(offsets, starts, strict=True)]
+    if starts.count(0) > 1:  # an empty first column
+        return Batch(batch)
+    cu_seqlens = torch.cat(shifted).to(torch.int32)
+    longest = max(batch[prefix + _LONGEST[0]] for prefix in prefixes)
+    joined: dict[str, Any] = {name: torch.cat([batch[prefix + name] for prefix in prefixes], dim=1) for name in names}
+    joined |= dict.fromkeys(_OFFSETS, cu_seqlens) | dict.fromkeys(_LONGEST, longest) | {"modality": "text"}
+    spans = tuple(zip(prefixes, starts, ends, strict=True))
+    views = {prefix + name for prefix in prefixes for name in names}
+    # the keys stay in their order, by which trainers tell queries from documents
+    return Batch({key: None if key in views else value for key, value in batch.items()}, joined, spans)
