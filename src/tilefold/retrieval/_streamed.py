@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from tilefold.pipeline.ahead import Behind
@@ -64,10 +66,12 @@ class Shard(Generic[V]):
 
 
 class StreamedShards(Generic[V]):
-    """Writes the shards that `writer` lacks.
+    """Writes the shards that a folder lacks.
 
     Args:
-        writer: of the folder.
+        folder: where they are written.
+        open_writer: of the folder. What identifies model and texts takes a while to compute: if there is nothing in the
+            folder that could be resumed, the model gets its first batches before that.
         texts: id -> text.
         shard_size: texts of a shard.
         stream: windows of texts -> what was made of them.
@@ -79,7 +83,8 @@ class StreamedShards(Generic[V]):
 
     def __init__(
         self,
-        writer: ShardWriter[Any, Any],
+        folder: str | Path,
+        open_writer: Callable[[], ShardWriter[Any, Any]],
         texts: Mapping[str, str],
         shard_size: int,
         stream: Stream,
@@ -88,7 +93,11 @@ class StreamedShards(Generic[V]):
         report: Callable[[int, int], None],
         save_minutes: float,
     ) -> None:
-        self.writer, self.texts, self.stream, self.prepare = writer, texts, stream, prepare
+        self.texts, self.stream, self.prepare = texts, stream, prepare
+        self.open_writer = open_writer
+        self.fresh = not Path(folder).exists() or (Path(folder).is_dir() and not any(Path(folder).iterdir()))
+        if not self.fresh:
+            self.writer = open_writer()
         self.maker = maker
         self.report, self.save_seconds = report, 60 * save_minutes
         self.ids = list(texts)
@@ -97,7 +106,7 @@ class StreamedShards(Generic[V]):
         self.shards: list[Shard[V]] = [
             Shard(number, self.ids[start : start + shard_size])
             for number, start in enumerate(starts)
-            if not writer.has_shard(number)
+            if self.fresh or not self.writer.has_shard(number)
         ]
         self.finished = len(self.ids) - sum(len(shard.ids) for shard in self.shards)
         self.reported = 0
@@ -111,23 +120,31 @@ class StreamedShards(Generic[V]):
         """
         for shard in self.shards:
             self._open(shard)
-        self.reported = self.finished
-        self.report(self.finished, len(self.ids))
-        with Behind(WAITING_SHARDS, "tilefold-writer") as behind:
-            try:
-                with closing(self.stream(self._windows())) as items:
-                    for item in items:
+        with closing(self.stream(self._windows())) as items:
+            first = [next(items)] if self.fresh else []
+            if self.fresh:
+                self.writer = self.open_writer()
+            self.reported = self.finished
+            self.report(self.finished, len(self.ids))
+            with Behind(WAITING_SHARDS, "tilefold-writer") as behind:
+                try:
+                    for item in chain(first, items):
                         self._take(item, behind)
-                behind.drain()
-                self._report()
-            except KeyboardInterrupt:
-                behind.drain()
-                self._keep_part(at_the_end=True)
-                raise
+                    behind.drain()
+                    self._report()
+                except KeyboardInterrupt:
+                    behind.drain()
+                    self._keep_part(at_the_end=True)
+                    raise
+
+    def finish(self) -> Any:
+        """Mark the folder as complete; its manifest."""
+        return self.writer.finish()
 
     def _open(self, shard: Shard[V]) -> None:
-        done, failed = self.writer.read_partial(shard.number)
-        shard.done, shard.failed = list(done), failed
+        if not self.fresh:
+            done, failed = self.writer.read_partial(shard.number)
+            shard.done, shard.failed = list(done), failed
         shard.kept = len(shard)
         for name in shard.ids:
             if isinstance(self.texts[name], str):

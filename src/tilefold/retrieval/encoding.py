@@ -91,39 +91,45 @@ def encode_collection(
     if not texts:
         raise ValueError("texts: expected at least one, got none.")
     vocab_size = _vocab_size(model, kind)
-    writer = SparseVectorWriter(
-        output_dir,
-        vocab_size=vocab_size,
-        fingerprint=vocabulary_fingerprint(_tokenizer(model)),
-        model_name=model_name(model),
-        kind=kind,
-        settings={
-            "model_fingerprint": model_fingerprint(model),
-            "texts_sha256": texts_digest(texts),
-            "shard_size": shard_size,
-            "top_k": top_k,
-            "min_weight": min_weight,
-            **({} if special_tokens else {"special_tokens": False}),
-        },
-        resume=resume,
-    )
-    report = progress or (lambda done, total: None)
+    fingerprint = vocabulary_fingerprint(_tokenizer(model))
+
+    def open_writer() -> SparseVectorWriter:
+        return SparseVectorWriter(
+            output_dir,
+            vocab_size=vocab_size,
+            fingerprint=fingerprint,
+            model_name=model_name(model),
+            kind=kind,
+            settings={
+                "model_fingerprint": model_fingerprint(model),
+                "texts_sha256": texts_digest(texts),
+                "shard_size": shard_size,
+                "top_k": top_k,
+                "min_weight": min_weight,
+                **({} if special_tokens else {"special_tokens": False}),
+            },
+            resume=resume,
+        )
+
     stream = _stream_of(model)
     if stream is not None:
         dropped = [] if special_tokens else list(_tokenizer(model).all_special_ids)
-        StreamedShards(
-            writer,
+        how = {"top_k": top_k, "min_weight": min_weight, "batch_size": batch_size, "batch_tokens": batch_tokens}
+        shards = StreamedShards(
+            output_dir,
+            open_writer,
             texts,
             shard_size,
-            functools.partial(
-                stream, task=kind, top_k=top_k, min_weight=min_weight, batch_size=batch_size, batch_tokens=batch_tokens
-            ),
+            functools.partial(stream, task=kind, **how),
             functools.partial(cut_texts, model),
-            SparseMaker(vocab_size, min_weight, vocabulary_fingerprint(_tokenizer(model)), dropped),
-            report,
+            SparseMaker(vocab_size, min_weight, fingerprint, dropped),
+            progress or (lambda done, total: None),
             save_minutes,
-        ).run()
-        return writer.finish()
+        )
+        shards.run()
+        finished: VectorManifest = shards.finish()
+        return finished
+    writer = open_writer()
     write_shards(
         writer,
         texts,
@@ -379,7 +385,10 @@ def _tokenizer(model: Any) -> Any:
 
 
 def _vocab_size(model: Any, kind: Kind) -> int:
-    """Length of the model's vectors, found by encoding one word, because stock models need not declare it."""
+    """Length of the model's vectors: of its fused head, else found by encoding one word."""
+    known = getattr(getattr(model, "encode_sparse_batch", None), "vocab_size", None)
+    if isinstance(known, int):
+        return known
     vectors = encode_batch(model, ["a"], kind)
     if vectors.ndim != 2:
         raise ValueError(

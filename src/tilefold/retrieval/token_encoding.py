@@ -81,29 +81,37 @@ def encode_tokens(
     _check(kind, storage, batch_tokens, texts, "batch_tokens")
     check_shards(shard_size, save_minutes)
     dimension = token_dimension(model, kind)
-    manifest = TokenManifest(
-        dimension,
-        storage,
-        model_name(model),
-        token_model_fingerprint(model),
-        source,
-        kind,
-        settings={"texts_sha256": texts_digest(texts), "shard_size": shard_size},
-    )
-    writer = TokenVectorWriter(output_dir, manifest, resume=resume)
+
+    def open_writer() -> TokenVectorWriter:
+        manifest = TokenManifest(
+            dimension,
+            storage,
+            model_name(model),
+            token_model_fingerprint(model),
+            source,
+            kind,
+            settings={"texts_sha256": texts_digest(texts), "shard_size": shard_size},
+        )
+        return TokenVectorWriter(output_dir, manifest, resume=resume)
+
     stream = getattr(getattr(model, "encode_token_batch", None), "stream", None)
     if stream is not None:
-        StreamedShards(
-            writer,
+        how = {"storage": storage, "batch_size": batch_size, "batch_tokens": batch_tokens}
+        shards = StreamedShards(
+            output_dir,
+            open_writer,
             texts,
             shard_size,
-            functools.partial(stream, task=kind, storage=storage, batch_size=batch_size, batch_tokens=batch_tokens),
+            functools.partial(stream, task=kind, **how),
             functools.partial(cut_texts, model),
             TokenMaker(dimension, storage),
             progress or (lambda done, total: None),
             save_minutes,
-        ).run()
-        return writer.finish()
+        )
+        shards.run()
+        finished: TokenManifest = shards.finish()
+        return finished
+    writer = open_writer()
     write_shards(
         writer,
         texts,

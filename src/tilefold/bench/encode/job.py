@@ -20,7 +20,6 @@ from tilefold.bench.encode.gate import Truth
 from tilefold.bench.encode.inputs import CASES, make_model, make_texts
 from tilefold.bench.jobs import Job, JobCase, JobOptions, Row
 
-PROFILED = 8192  # texts of the run under the profiler
 STOCK, FLOOR = "stock encode_document", "encoder and head alone"
 
 
@@ -75,7 +74,7 @@ def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
         accelerate(model)
         model.eval()
         prepared = ways.Prepared(model, strings)
-        shape: dict[str, object] = {"tokens": prepared.tokens / len(texts)}
+        shape: dict[str, object] = {"tokens": prepared.tokens / len(texts), "note": prepared.note}
         yield clock.time("tokenising alone", lambda: prepared.tokenise(strings), len(texts), warm=False) | shape
         yield clock.time("encoder alone", prepared.encoder, len(texts)) | shape
         yield clock.time(FLOOR, prepared.kernels, len(texts)) | shape
@@ -96,8 +95,7 @@ def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
             clock.time("encode_collection, to Parquet", to_parquet, len(texts)),
         ]
         verdict = truth.check_written(written[-1], list(texts))
-        profiled = dict(list(texts.items())[:PROFILED])
-        busy = ways.busy_share(lambda: ways.to_parquet(model, profiled, home / "profiled"), options.device)
+        busy = ways.busy_share(lambda: ways.to_parquet(model, texts, home / "profiled"), options.device)
         shape |= {"active": ways.mean_terms(written[-1]), "error": verdict.error, "allowed": verdict.allowed}
         shape |= {"gate": "ok" if verdict.passed else verdict.problem or "rows differ from those of the stock encoder"}
         for row in ours:

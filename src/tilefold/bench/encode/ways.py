@@ -39,17 +39,28 @@ class Prepared:
     """
 
     def __init__(self, model: Any, texts: Sequence[str]) -> None:
-        from tilefold.integrations.sentence_transformers.stream import SparseStream
+        from tilefold.integrations.sentence_transformers.stream import SparseStream, Work
         from tilefold.pipeline.rows import Window
 
         self.model = model
         self.stream = SparseStream(model, SparseOptions(None, 0.0), task="document", prompt=None)
-        if not self.stream.packed:
-            raise RuntimeError("the models of the benchmark must take packed tokens, got one that is padded.")
         windows = (Window(texts[i : i + WINDOW]) for i in range(0, len(texts), WINDOW))
-        given = [getattr(work, "ids", None) for work in self.stream._works(windows)]
-        self.tokens = sum(len(ids.ids) for ids in given if ids is not None)
-        self.batches = [self.stream.packed_features(ids) for ids in given if ids is not None]
+        self.tokens = 0
+        self.batches: list[dict[str, Any]] = []
+        for work in self.stream._works(windows):
+            if isinstance(work, Work):
+                self._add(work)
+        self.note = "" if self.stream.packed else "padded: this model does not take packed tokens here"
+
+    def _add(self, work: Any) -> None:
+        if work.ids is not None:
+            self.tokens += len(work.ids.ids)
+            self.batches.append(self.stream.packed_features(work.ids))
+            return
+        features = work.features
+        self.tokens += int(features["attention_mask"].sum())
+        device = self.stream.device
+        self.batches.append({key: v.to(device) if isinstance(v, torch.Tensor) else v for key, v in features.items()})
 
     def encoder(self) -> None:
         """Encoder without head."""

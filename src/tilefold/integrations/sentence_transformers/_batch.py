@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilefold.integrations.sentence_transformers._heads import base_linear
 from tilefold.integrations.sentence_transformers._pooling import sparse_scores
 from tilefold.modules.fused_pooling import SparseOptions
 
@@ -39,6 +40,13 @@ def prompt_of(model: Any, task: str | None, prompt_name: str | None = None) -> s
     names = {"query": ["query"], "document": ["document", "passage", "corpus"]}.get(task or "", [])
     found = next((name for name in names if name in model.prompts), model.default_prompt_name)
     return model.prompts.get(found)  # type: ignore[no-any-return]
+
+
+def fused_vocab_size(model: Any) -> int | None:
+    """V of an accelerated model with an LM head, else None."""
+    fused = (vars(module).get("forward") for module in model.modules())
+    heads = [found for f in fused if (found := getattr(f, "head", None)) is not None]
+    return int(base_linear(heads[0]).out_features) if heads else None
 
 
 def encode_batch(

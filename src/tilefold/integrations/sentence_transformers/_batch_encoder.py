@@ -8,7 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from tilefold._csr import csr_tensor
-from tilefold.integrations.sentence_transformers._batch import encode_batch, evaluating, prompt_of, sparse_options
+from tilefold.integrations.sentence_transformers._batch import (
+    encode_batch,
+    evaluating,
+    fused_vocab_size,
+    prompt_of,
+    sparse_options,
+)
 from tilefold.integrations.sentence_transformers.stream import SparseStream
 from tilefold.pipeline.rows import Item, Window
 
@@ -33,6 +39,11 @@ class SparseBatchEncoder:
         # clones: tensors of inference mode cannot be used freely outside of it
         offsets, columns, values = (part.clone() for part in (rows.crow_indices(), rows.col_indices(), rows.values()))
         return csr_tensor(offsets, columns, values, (rows.size(0), rows.size(1)))
+
+    @property
+    def vocab_size(self) -> int | None:
+        """V, if the model has an LM head."""
+        return fused_vocab_size(self.model)
 
     def stream(
         self,

@@ -11,8 +11,13 @@ from torch import Tensor
 from tilefold._csr import csr_tensor
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.integrations.sentence_transformers._accelerate import accelerate, is_accelerated
-from tilefold.integrations.sentence_transformers._batch import encode_batch, evaluating, prompt_of, sparse_options
-from tilefold.integrations.sentence_transformers._heads import base_linear
+from tilefold.integrations.sentence_transformers._batch import (
+    encode_batch,
+    evaluating,
+    fused_vocab_size,
+    prompt_of,
+    sparse_options,
+)
 from tilefold.integrations.sentence_transformers._many import Limits, encode_many
 from tilefold.modules.fused_pooling import SparseOptions
 from tilefold.pipeline.rows import SparseBatch, stacked
@@ -91,6 +96,5 @@ def _encode_few(
 
 
 def _vocab_size(model: Any) -> int:
-    fused = (vars(module).get("forward") for module in model.modules())
-    heads = [found for f in fused if (found := getattr(f, "head", None)) is not None]
-    return base_linear(heads[0]).out_features if heads else int(model.get_embedding_dimension())
+    known = fused_vocab_size(model)
+    return int(model.get_embedding_dimension()) if known is None else known
