@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.cli.program import run_cli
 from tests.recipes.tiny import tiny_masked_lm
@@ -135,3 +137,15 @@ def test_a_served_index_answers_and_ends_at_a_signal_with_code_0(tmp_path: Path,
             assert process.wait(30) == 0
         finally:
             process.kill()
+
+
+def test_a_model_that_cannot_encode_is_refused_before_it_is_served(call: Any, work: Path, tmp_path: Path) -> None:
+    shutil.copytree(work / "tiny", tmp_path / "broken")
+    weights = load_file(tmp_path / "broken" / "model.safetensors")
+    save_file(
+        {name: value * float("nan") for name, value in weights.items()},
+        tmp_path / "broken" / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    outcome = call("serve", "--port", "0", "--model", tmp_path / "broken")
+    assert (outcome.code, "broken cannot encode a word" in outcome.err) == (1, True), outcome.err

@@ -106,6 +106,10 @@ def _run(service: Service, key: str | None, opened: socket.socket, host: str) ->
     names = " and ".join([*served, service.searchable.name] if service.searchable else served)
     shown = f"[{host}]" if ":" in host else host
     port = opened.getsockname()[1]
+    try:
+        service.warm_up()
+    except Exception as error:  # of any model, before anybody asks it
+        raise _common.CommandError(f"--model: {names} cannot encode a word ({_common.first_line(error)}).") from error
     run(
         create_app(service, key),
         service,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from tilefold.serve.batching import Answer, Lane, Permits
 from tilefold.serve.errors import ServeError, invalid, wrong_model
 from tilefold.serve.metrics import Metrics
-from tilefold.serve.models import Kind, Served, Side, Way
+from tilefold.serve.models import SIDES, Kind, Served, Side, Way
 from tilefold.serve.settings import Limits
 from tilefold.serve.text import TextTokens
 
@@ -110,6 +110,16 @@ class Service:
         self._lanes: dict[str, Lane] = {}
         self.metrics.gauge("te_queue_size", lambda: sum(map(len, self._lanes.values())))
         self.metrics.gauge("tilefold_inputs_in_flight", lambda: self.permits.taken)
+
+    def warm_up(self) -> None:
+        """Encode a word with every model, so that the first request does not wait for what the first call makes.
+
+        Raises:
+            Exception: whatever a model that cannot encode raises.
+        """
+        for model in self.models.values():
+            for side in SIDES:
+                model.encode(model.way(side, None), ["a"])
 
     def start(self) -> None:
         """Start the threads: one per device, and those that tokenize and search."""
