@@ -49,7 +49,26 @@ def test_ragged_texts_have_the_stated_share_of_tokens(tokenizer_folder: Path) ->
 
 
 def test_other_losses_get_no_times() -> None:
-    right = Measured([1.0, 2.0], 5.0, 6.0, 0.0, None)
-    wrong: dict[str, Any] = train_job.row(replace(right, losses=[1.0, 2.1]), right, 4, "cpu")
+    right = train_job.Outcome([1.0, 2.0], Measured([1.0], 5.0, 6.0, 0.0, None), 4)
+    wrong: dict[str, Any] = train_job.row(replace(right, exact=[1.0, 2.1]), right)
     assert "losses differ by" in wrong["gate"] and "step_ms" not in wrong
-    assert train_job.row(right, right, 4, "cpu")["pairs_per_s"] == 800
+    rounded = replace(right, measured=replace(right.measured, losses=[1.1]))
+    assert "the first loss differs" in train_job.row(rounded, right)["gate"]
+    assert train_job.row(right, right)["pairs_per_s"] == 800
+    half = replace(right, batch=2)
+    assert train_job.row(right, half)["ratio"] == 2
+
+
+def test_half_of_a_batch_is_run_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(1, 1)
+    measured = Measured([1.0], 5.0, 6.0, 0.0, None)
+
+    def fits_32(kind: str, model: Any, side: str, rows: Any, batch: int, steps: int) -> Measured:
+        if batch > 32:
+            raise torch.cuda.OutOfMemoryError
+        return measured
+
+    monkeypatch.setattr(train_job, "train", fits_32)
+    monkeypatch.setattr(train_job, "exact_losses", lambda *_: [1.0])
+    found = train_job._outcome("splade", model, model.state_dict(), "stock", {"query": []}, 128, 3)
+    assert found == train_job.Outcome([1.0], measured, 32)

@@ -1,4 +1,4 @@
-"""One run of a stock trainer: a few steps without dropout, whose losses are compared, then steps that are timed."""
+"""Runs of a stock trainer: a few steps whose losses are compared, and steps that are timed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Measured:
     """What a run took.
 
     Attributes:
-        losses: of the first steps, without dropout.
+        losses: of the first steps, without dropout, in the precision of the others.
         step_ms: mean time of a timed step, device included.
         slowest_ms: the longest time between two timed steps that the host saw.
         peak_gib: memory of the device that was allocated during them, weights included; 0 on a CPU.
@@ -40,7 +40,7 @@ class Measured:
 
 
 def train(kind: str, model: Any, side: str, rows: Mapping[str, list[str]], batch: int, steps: int) -> Measured:
-    """Train ``model``, in place, with the stock trainer of its kind.
+    """Train ``model``, in place, with the stock trainer of its kind, under bf16 autocast on a GPU.
 
     Args:
         kind: ``"splade"`` or ``"colbert"``.
@@ -51,12 +51,29 @@ def train(kind: str, model: Any, side: str, rows: Mapping[str, list[str]], batch
         batch: pairs of a step.
         steps: timed steps.
     """
+    watch = _Watch(model, steps)
+    _run(kind, model, side, rows, batch, watch, model.device.type == "cuda")
+    return watch.measured()
+
+
+def exact_losses(kind: str, model: Any, side: str, rows: Mapping[str, list[str]], batch: int) -> list[float]:
+    """Losses of the first steps in fp32 without dropout.
+
+    In bf16 they say little: each side's rounding chooses other winners among the tokens of a fresh model, and the stock
+    side's gradients alone are some 20% off those in fp32.
+    """
+    watch = _Watch(model, 0)
+    _run(kind, model, side, rows, batch, watch, False)
+    return [float(loss) for loss in watch.losses]
+
+
+def _run(
+    kind: str, model: Any, side: str, rows: Mapping[str, list[str]], batch: int, watch: _Watch, bf16: bool
+) -> None:
     from datasets import Dataset  # noqa: PLC0415
     from transformers import PrinterCallback, TrainerCallback  # noqa: PLC0415
 
     from tilefold.integrations.sentence_transformers import accelerate, collate_ahead, restore  # noqa: PLC0415
-
-    watch = _Watch(model, steps)
 
     class Callback(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -71,15 +88,15 @@ def train(kind: str, model: Any, side: str, rows: Mapping[str, list[str]], batch
     loss.register_forward_hook(lambda _, __, out: watch.saw(out))
     try:
         with tempfile.TemporaryDirectory(prefix="tilefold-bench-") as folder:
-            trainer = _trainer(kind, model, loss, folder, batch, Dataset.from_dict(dict(rows)), watch.total)
+            trainer = _trainer(kind, model, loss, folder, batch, Dataset.from_dict(dict(rows)), watch.total, bf16)
             trainer.add_callback(Callback())
             trainer.remove_callback(PrinterCallback)
             if side == "packed":
                 collate_ahead(trainer)
             trainer.train()
-            return watch.measured()
     finally:
         restore(model)
+        watch.restore()
         model.zero_grad(set_to_none=True)
         gc.collect()
         if model.device.type == "cuda":
@@ -106,7 +123,7 @@ def _loss(kind: str, model: Any, side: str) -> Any:
     return MultiVectorMultipleNegativesRankingLoss(model, **fused)
 
 
-def _trainer(kind: str, model: Any, loss: Any, folder: str, batch: int, dataset: Any, steps: int) -> Any:
+def _trainer(kind: str, model: Any, loss: Any, folder: str, batch: int, dataset: Any, steps: int, bf16: bool) -> Any:
     if kind == "splade":
         from sentence_transformers.sparse_encoder import SparseEncoderTrainer as Trainer  # noqa: PLC0415
         from sentence_transformers.sparse_encoder import (  # noqa: PLC0415
@@ -124,7 +141,7 @@ def _trainer(kind: str, model: Any, loss: Any, folder: str, batch: int, dataset:
         per_device_train_batch_size=batch,
         learning_rate=2e-5,
         lr_scheduler_type="constant",
-        bf16=not cpu,
+        bf16=bf16,
         use_cpu=cpu,
         dataloader_pin_memory=not cpu,
         save_strategy="no",
@@ -150,7 +167,8 @@ class _Watch:
         self.dropouts = [(module, module.p) for module in self.model.modules() if isinstance(module, torch.nn.Dropout)]
         self.on_gpu = self.model.device.type == "cuda"
         self.first = GATE_STEPS + WARM_STEPS  # the first timed step
-        self.total = self.first + self.steps + (PROFILED_STEPS if self.on_gpu else 0)
+        profiled = PROFILED_STEPS if self.on_gpu else 0
+        self.total = self.first + self.steps + profiled if self.steps else GATE_STEPS
         self.profiler: Any = None
         self.profiled_from = 0.0
 
@@ -162,9 +180,16 @@ class _Watch:
 
     def begin(self, step: int) -> None:
         """Before step number ``step``, from 0."""
-        if step in (0, GATE_STEPS):
-            for module, p in self.dropouts:
-                module.p = p if step else 0.0
+        if step == 0:
+            for module, _ in self.dropouts:
+                module.p = 0.0
+        elif step == GATE_STEPS:
+            self.restore()
+
+    def restore(self) -> None:
+        """Dropout as it was."""
+        for module, p in self.dropouts:
+            module.p = p
 
     def end(self, step: int) -> None:
         """After step number ``step``, from 1. The time of a step includes the wait for its batch."""
