@@ -21,7 +21,7 @@ def explain_query(searchable: Searchable, ranking: Ranking, query: str) -> dict[
     """
     if ranking.after is None or ranking.before is None or searchable.encoder is None:
         return {}
-    text = searchable.encoder.text
+    text, query = searchable.encoder.text, query[:_MARKED]
     own, before = text.words(query), set(ranking.before.row(0)[0].tolist())
     weights = dict(zip(*(part.tolist() for part in ranking.after.row(0)), strict=True))
     ordered = sorted(weights, key=lambda term: (-weights[term], term))
