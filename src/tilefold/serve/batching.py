@@ -183,12 +183,12 @@ class Lane:
         try:
             values = self._run(batch[0].key, [entry.payload for entry in batch])
             return [(entry, value, None) for entry, value in zip(batch, values, strict=True)]
-        except ServeError as error:
-            return [(entry, None, error) for entry in batch]
         except Exception as error:  # whatever a model raises for one text must not take the others with it
             if len(batch) > 1:
                 middle = len(batch) // 2
                 return self._attempt(batch[:middle]) + self._attempt(batch[middle:])
+            if isinstance(error, ServeError):
+                return [(batch[0], None, error)]
             _logger.error("inference failed: %s", type(error).__name__, exc_info=error)
             return [(batch[0], None, ServeError("Backend", "inference failed for this input; the log says why"))]
 
