@@ -25,7 +25,8 @@ def pack_inputs(model: Any, check: bool) -> dict[str, str]:
     """Let the Transformers of ``model`` preprocess texts to packed tokens, where all that follows takes them.
 
     Returns:
-        Why a Transformer stays padded, by the name of its network. Each is also told once, by a warning.
+        Why a Transformer stays padded, by the name of its network. Of an encoder whose modules are all of
+        sentence-transformers this is told by a warning, too.
     """
     pipelines: dict[int, list[list[Any]]] = {}
     for pipeline in pipelines_of(model):
@@ -37,7 +38,7 @@ def pack_inputs(model: Any, check: bool) -> dict[str, str]:
         if why is not None:
             name = type(routes[0][0].model).__name__
             padded[name] = why
-            if not any(known in why for known in _EXPECTED):
+            if not any(known in why for known in _EXPECTED) and _is_stock(routes):
                 warnings.warn(f"{name} runs on padded batches: {why}.", UserWarning, stacklevel=4)
     return padded
 
@@ -76,6 +77,11 @@ def _pack(routes: list[list[Any]], check: bool) -> str | None:
             _unpack(transformer)
             return why
     return None
+
+
+def _is_stock(routes: list[list[Any]]) -> bool:
+    """Whether all modules are sentence-transformers' own: others need not know packed batches."""
+    return all(type(module).__module__.startswith("sentence_transformers.") for route in routes for module in route)
 
 
 def _unpack(transformer: Any) -> None:

@@ -57,7 +57,8 @@ def _why_not_by_its_kind(model: Any) -> str | None:
         return f"{name} is no transformers model"
     if not getattr(model, "is_backend_compatible", lambda: False)():
         return f"the attention of {name} does not go through transformers' AttentionInterface"
-    if getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False):
+    decodes = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
+    if decodes or name.endswith("ForCausalLM") or any(getattr(part, "is_causal", False) for part in model.modules()):
         return f"{name} is no encoder"
     chosen = getattr(config, "_attn_implementation", None)
     if chosen not in ("sdpa", PACKED, ENTMAX):
