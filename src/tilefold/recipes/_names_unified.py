@@ -43,7 +43,14 @@ ENTRIES: tuple[Entry, ...] = (
         "deepct",
         "DeepCT: token weights that predict the share of relevant queries with the term",
         "1910.10687",
-        LsrRecipe("deepct", document=EncoderSpec("mlp", activation="none"), loss={"term_recall": 1.0}, **_NO_PENALTY),
+        # DeepCT ranks by BM25, whose IDF the queries carry here; its weights alone know recall, and nothing of rarity
+        LsrRecipe(
+            "deepct",
+            query=EncoderSpec("idf"),
+            document=EncoderSpec("mlp", activation="none"),
+            loss={"term_recall": 1.0},
+            **_NO_PENALTY,
+        ),
         published="mean squared error of term recall, batch 32, lr 5e-6, 5 epochs; BM25 on the weights as frequencies",
         publishes="MRR@10 .243 on MS MARCO dev (weights as BM25 frequencies)",
     ),
