@@ -105,14 +105,13 @@ def busy_share(run: Callable[[], Any], device: torch.device) -> float | None:
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         took = seconds(run, device)
-    found = profiler.profiler.kineto_results.events() if profiler.profiler is not None else []
     spans = sorted(
-        (event.start_ns(), event.start_ns() + event.duration_ns())
-        for event in found
-        if str(event.device_type()).endswith("CUDA") and event.duration_ns() > 0
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        if event.device_type.name == "CUDA"
     )
-    busy = end = 0
+    busy = end = 0.0
     for start, stop in spans:
-        busy += max(0, stop - max(start, end))
+        busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
-    return busy / 1e9 / took if spans else None
+    return busy / 1e6 / took if spans else None
