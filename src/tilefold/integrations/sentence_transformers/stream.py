@@ -28,7 +28,9 @@ from tilefold.pipeline.rows import FailedText, NoRoomError, PendingRows, SparseB
 
 __all__ = ["SparseStream", "TextStream", "Work", "sparse_scores"]
 
-GPU_TOKENS = 65536  # of a batch: the launches of 12 layers then take the host a fraction of what they take the GPU
+GPU_TOKENS = 131072  # of a batch: the launches of 12 layers then take the host a fraction of what they take the GPU
+SMALL_GPU_TOKENS = 32768
+SMALL_GPU = 32 << 30  # bytes of memory
 CPU_TOKENS = 2048  # activations of a layer stay in the cache
 PADDED_TEXTS = 32  # of a batch whose texts are padded
 AHEAD = 8  # batches of token ids that wait
@@ -36,6 +38,12 @@ IN_FLIGHT = 3  # batches that are launched before the one ahead of them is colle
 CAPACITY = 1024  # entries of a row at first; doubled where a row has more
 MOST_CAPACITY = 1 << 14
 _PACKED = {"input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"}
+
+
+def _tokens_for(device: torch.device) -> int:
+    if device.type != "cuda":
+        return CPU_TOKENS
+    return GPU_TOKENS if torch.cuda.get_device_properties(device).total_memory >= SMALL_GPU else SMALL_GPU_TOKENS
 
 
 class Work(NamedTuple):
@@ -70,7 +78,7 @@ class TextStream(ABC):
         self.model, self.prompt = model, prompt
         self.task = {} if task is None else {"task": task}
         self.device = torch.device(model.device)
-        self.batch_tokens, self.batch_size = batch_tokens, batch_size
+        self.batch_tokens, self.batch_size = batch_tokens or _tokens_for(self.device), batch_size
         self._lock = threading.Lock()  # held while texts are tokenised, which changes settings of the tokenizer
         self.packed, self.others = self._probed()
 
@@ -147,8 +155,7 @@ class TextStream(ABC):
             features["position_ids"][0].numpy(),
             features["cu_seq_lens_q"].numpy().astype(np.int64),
         )
-        budget = self.batch_tokens or (GPU_TOKENS if self.device.type == "cuda" else CPU_TOKENS)
-        for cut in cut_batches(whole.lengths, budget, self.batch_size):
+        for cut in cut_batches(whole.lengths, self.batch_tokens, self.batch_size):
             yield Work(number, cut.tolist(), [texts[place] for place in cut], whole.take(cut))
 
     def _preprocessed(self, texts: list[str]) -> dict[str, Any] | None:
