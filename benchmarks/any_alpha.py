@@ -31,6 +31,7 @@ from torch import Tensor
 from tilefold.bench.runnables import Runnable, captured
 from tilefold.ops import entmax, entmax_attention
 from tilefold.ops._shared.call_cache import CallCache
+from tilefold.ops._shared.entmax_root import GENTLE, STEEP
 from tilefold.testing import budget, relative_error
 from tilefold.testing.entmax_attention import entmax_attention_inputs, entmax_attention_results
 
@@ -46,11 +47,7 @@ Change = dict[str, Any]
 VARIANTS: dict[str, Change] = {
     "default": {},
     "three programs": {"registers": 168, "programs": 3},
-    "two programs": {"registers": 255, "programs": 2, "wide_registers": 255, "dkv_registers": 255},
     "runtime form": {"kind": "generic16"},
-    "two stages": {"forward_stages": 2},
-    "64 short rows": {"short_rows": 64, "short_warps": 4},
-    "short rows without a limit": {"short_registers": None},
 }
 
 
@@ -105,7 +102,7 @@ def variant(name: str) -> Iterator[None]:
 
     def forced(dtype: torch.dtype, alpha: Tensor | None, alpha_value: float) -> str:
         found = kernel_kind(dtype, alpha, alpha_value)
-        return kind if kind and found.endswith("16") else str(found)
+        return kind if kind and found in (GENTLE, STEEP) else str(found)
 
     forget()
     try:
@@ -221,29 +218,35 @@ def rows_call(shape: tuple[int, ...], dtype: torch.dtype, alpha: float) -> Calla
 def gate() -> int:
     """Print the worst share of each error budget by alpha; return how many are above 1."""
     failed = 0
-    heads = torch.linspace(1.001, 1.999, 12, device="cuda")
-    for alpha in (*ALPHAS, heads):
+    for alpha in (1.05, *FORMS):
+        given: float | Tensor = alpha if alpha != LEARNED else torch.linspace(1.001, 1.999, 12, device="cuda")
         worst: dict[str, float] = {}
-        dtype = torch.bfloat16
-        for n, causal in itertools.product((96, 768, 1500), (False, True)):
-            inputs = entmax_attention_inputs(1, 12, n, 64, dtype=dtype, device="cuda", sharpness=1.0 + causal)
-            wide = alpha.double() if isinstance(alpha, Tensor) else alpha
-            found = entmax_attention_results(inputs, impl="triton", alpha=alpha, causal=causal)
-            again = entmax_attention_results(inputs, impl="triton", alpha=alpha, causal=causal)
-            truth = entmax_attention_results(inputs.cast(torch.float64), impl="reference", alpha=wide, causal=causal)
-            for name in [name for name in truth if name == "out" or name.startswith("d")]:
-                allowed = budget(dtype, "gradient" if name == "out" else "gradient_bound")
-                share = relative_error(found[name], truth[name]) / allowed / (10 if name == "dalpha" else 1)
+        for n, causal in ((300, False), (1200, True)):  # without a map of live blocks, and with one
+            for name, share in shares(n, causal, given).items():
                 worst[name] = max(worst.get(name, 0.0), share)
-            worst["residual"] = max(worst.get("residual", 0.0), float(found["residual"].max()) / 2e-5)
-            moved = (found["support"] - truth["support"]).abs().max()
-            worst["support"] = max(worst.get("support", 0.0), float(moved) / 2)
-            differs = any(not torch.equal(found[name], again[name]) for name in ("out", "dq", "dk", "dv"))
-            worst["repeats"] = max(worst.get("repeats", 0.0), 2.0 * differs)
         failed += sum(share > 1 for share in worst.values())
-        label = "per head" if isinstance(alpha, Tensor) else f"{alpha}"
+        label = "per head" if isinstance(given, Tensor) else f"{given}"
         print(f"  alpha {label:9s}", *(f"{k} {v:.2f}{' OVER' if v > 1 else ''}" for k, v in worst.items()), flush=True)
     return failed
+
+
+def shares(n: int, causal: bool, alpha: float | Tensor) -> dict[str, float]:
+    """Errors of one call as shares of what they may be."""
+    dtype = torch.bfloat16
+    inputs = entmax_attention_inputs(1, 12, n, 64, dtype=dtype, device="cuda", sharpness=1.0 + causal)
+    wide = alpha.double() if isinstance(alpha, Tensor) else alpha
+    found, again = (entmax_attention_results(inputs, impl="triton", alpha=alpha, causal=causal) for _ in range(2))
+    truth = entmax_attention_results(inputs.cast(torch.float64), impl="reference", alpha=wide, causal=causal)
+    worst = {}
+    for name in [name for name in truth if name == "out" or name.startswith("d")]:
+        allowed = budget(dtype, "gradient" if name == "out" else "gradient_bound")
+        worst[name] = relative_error(found[name], truth[name]) / allowed / (10 if name == "dalpha" else 1)
+    worst["residual"] = float(found["residual"].max()) / 2e-5
+    # weights so small that rounding decides whether they are positive are a share of a large support
+    moved = (found["support"] - truth["support"]).abs() / (2 + 0.02 * truth["support"])
+    worst["support"] = float(moved.max())
+    differs = any(not torch.equal(found[name], again[name]) for name in ("out", "dq", "dk", "dv"))
+    return worst | {"repeats": 2.0 * differs}
 
 
 # ---- time

@@ -4,9 +4,8 @@
 ``y`` of a row is ``c`` for entmax15 and sparsemax, whose distances are multiplied by ``e = alpha - 1``, and
 ``log p_max`` for the others. Those two need no transcendental function for an entry; the general forms one logarithm
 and one exponential of the hardware, which make a power of ``x = [c - e d]_+ = p^e``, ``p^a = 2^(a / e log2 x)``, and
-multiplying with ``x`` makes the next ones. They are ``"generic"`` for fp32 and ``"generic16"`` for 16 bits, which look
-at alpha as they run, and for 16 bits and a number that is not too close to 1 ``"gentle16"`` to alpha = 1.5 and
-``"steep16"`` beyond.
+multiplying with ``x`` makes the next ones. For a number that is not too close to 1 they are ``"gentle"`` to alpha = 1.5
+and ``"steep"`` beyond; ``"generic"``, of fp32, and ``"generic16"``, of 16 bits, look at alpha as they run.
 """
 
 import torch
@@ -14,6 +13,7 @@ import triton
 import triton.language as tl
 
 from tilefold.ops._shared._triton.activation import nan_max
+from tilefold.ops._shared.entmax_root import NEAR_SOFTMAX, NEAR_SOFTMAX16
 from tilefold.ops._shared.impl import triton_interpreted
 
 # the interpreter calls a reducing function of ours once an entry, but knows sums and maxima
@@ -21,10 +21,8 @@ INTERPRETED = tl.constexpr(triton_interpreted())
 PLAIN = tl.constexpr(triton_interpreted() or torch.version.hip is not None)  # no PTX
 MAX_EVALUATIONS = tl.constexpr(100)
 TOLERANCE = tl.constexpr(1e-6)  # of a row's mass; what is left is divided out
-# The hardware's logarithm is off by 2^-22 near 1, and rounding x by 2^-25: both times 1/e in a weight. Below these e
-# a series takes over: weights of fp32 are within 2.4e-6 of themselves, of 16 bits within 2e-5.
-CAREFUL = tl.constexpr(1 / 8)
-CAREFUL16 = tl.constexpr(1 / 64)
+CAREFUL = tl.constexpr(NEAR_SOFTMAX)
+CAREFUL16 = tl.constexpr(NEAR_SOFTMAX16)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -66,7 +64,7 @@ def power_of_2(x):
 @triton.jit
 def needs_care(e, KIND: tl.constexpr):
     """Whether an alpha is so close to 1 that a series must hold what a logarithm of x loses; a scalar."""
-    if (KIND == "gentle16") | (KIND == "steep16"):
+    if (KIND == "gentle") | (KIND == "steep"):
         return False
     elif KIND == "generic16":
         return e < CAREFUL16
@@ -77,9 +75,9 @@ def needs_care(e, KIND: tl.constexpr):
 @triton.jit
 def is_steep(e, KIND: tl.constexpr):
     """Whether alpha is beyond 1.5, where ``p^(1 - 2 e)`` would be a negative power."""
-    if KIND == "gentle16":
+    if KIND == "gentle":
         return False
-    elif KIND == "steep16":
+    elif KIND == "steep":
         return True
     else:
         return e > 0.5
@@ -160,10 +158,17 @@ def row_terms(d, y, c, e, careful, KIND: tl.constexpr):
         q = f
     else:
         x = root_power(d, c, e)
-        steep = e > 0.5
-        base = weight_power(d, x, y, tl.where(steep, 1 - e, tl.maximum(1 - 2 * e, 0.0)), e, careful)
-        u = tl.where(steep, base, base * x)
-        q = tl.where(steep, tl.where(x > 0, 1.0, 0.0), base)
+        if KIND == "gentle":
+            q = weight_power(d, x, y, 1 - 2 * e, e, careful)
+            u = q * x
+        elif KIND == "steep":
+            u = weight_power(d, x, y, 1 - e, e, careful)
+            q = tl.where(x > 0, 1.0, 0.0)
+        else:
+            steep = e > 0.5
+            base = weight_power(d, x, y, tl.where(steep, 1 - e, tl.maximum(1 - 2 * e, 0.0)), e, careful)
+            u = tl.where(steep, base, base * x)
+            q = tl.where(steep, tl.where(x > 0, 1.0, 0.0), base)
         f = u * x
     return f, u, q
 

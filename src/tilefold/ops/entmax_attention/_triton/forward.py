@@ -247,6 +247,7 @@ def output_kernel(
         reach = tl.load(stats_ptr + 2 * stat_size + offs, mask=mask_m, other=0.0)
         end = tl.load(stats_ptr + 3 * stat_size + offs, mask=mask_m, other=0.0)
         root, mass = last_step(y, mass, total, support, reach, end, e, KIND)
+        tl.debug_barrier()  # where several warps hold a row, none may overwrite what another has yet to read
         tl.store(stats_ptr + stat_size + offs, root, mask=mask_m)
         tl.store(stats_ptr + 2 * stat_size + offs, mass, mask=mask_m)
         tl.store(stats_ptr + 3 * stat_size + offs, support, mask=mask_m)
