@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -42,7 +43,10 @@ def collate_ahead(trainer: Any, *, join: bool = True) -> None:
         if isinstance(getattr(trainer, name, None), IterableDataset):
             raise ValueError(f"{name} must not be iterable to be collated ahead, got one; use a Dataset with a length.")
     if not isinstance(collator, AheadCollator):
-        trainer.data_collator = AheadCollator(collator, join=join and _one_packed_encoder(trainer.model))
+        one = _one_packed_encoder(trainer.model)
+        trainer.data_collator = AheadCollator(
+            _without_detours(collator, trainer.model) if one else collator, join and one
+        )
 
 
 class AheadCollator:
@@ -112,3 +116,26 @@ class PendingBatch:
 def _one_packed_encoder(model: Any) -> bool:
     """Whether all columns go through one Transformer, which takes them packed."""
     return isinstance(model, nn.Sequential) and isinstance(vars(model[0]).get("forward"), PackedForward)
+
+
+def _without_detours(collator: Any, model: Any) -> Any:
+    """The same collator, whose texts go to the Transformer without being looked at one by one for their modality."""
+    given = getattr(collator, "preprocess_fn", None)
+    if getattr(given, "__self__", None) is not model or getattr(given, "__func__", None) is not type(model).preprocess:
+        return collator
+    found = copy.copy(collator)
+    found.preprocess_fn = _TextPreprocess(model)
+    return found
+
+
+class _TextPreprocess:
+    """``model.preprocess``, by the shortest way for texts."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, inputs: list[Any], **kwargs: Any) -> dict[str, Any]:
+        texts = bool(inputs) and all(type(text) is str for text in inputs)
+        preprocess = self.model[0].preprocess if texts else self.model.preprocess
+        found: dict[str, Any] = preprocess(inputs, **kwargs)
+        return found

@@ -226,7 +226,7 @@ def flash_attention_varlen(
     ``torch.nn.attention.varlen`` calls the same kernels, but has no dropout and costs the host more per call.
     """
     side = -1 if window is None else window
-    found = torch.ops.aten._flash_attention_forward(
+    found = torch.ops.aten._flash_attention_forward.default(
         query,
         key,
         value,
@@ -255,7 +255,7 @@ def efficient_attention_varlen(
     scale: float | None,
 ) -> Tensor:
     """Torch's memory-efficient attention of packed ``[T, H, D]``, differentiable, in fp32 too."""
-    found = torch.ops.aten._efficient_attention_forward(
+    found = torch.ops.aten._efficient_attention_forward.default(
         query[None],
         key[None],
         value[None],
