@@ -13,7 +13,18 @@ import pytest
 from tests.import_graph import PACKAGE, circles, import_graph, sources
 
 SOURCES = Path(__file__).resolve().parents[1] / "src"
-HEAVY = ("triton", "transformers", "sentence_transformers", "datasets", "pyarrow", "matplotlib", "seismic", "bm25s")
+HEAVY = (
+    "triton",
+    "transformers",
+    "sentence_transformers",
+    "datasets",
+    "pyarrow",
+    "matplotlib",
+    "seismic",
+    "bm25s",
+    "qdrant_edge",
+    "qdrant_client",
+)
 
 # Hides distributions as if they had never been installed: find_spec answers None, import raises.
 HIDE = """

@@ -170,7 +170,7 @@ def atomic_directory(path: Path, *, own_names: Collection[str]) -> Iterator[Path
         made.mkdir()
         with naming_full_disk(path):
             yield made
-        _swap(made, path)
+        swap_directory(made, path)
 
 
 def check_replaceable(path: Path, own_names: Collection[str]) -> None:
@@ -189,7 +189,8 @@ def check_replaceable(path: Path, own_names: Collection[str]) -> None:
         )
 
 
-def _swap(new: Path, path: Path) -> None:
+def swap_directory(new: Path, path: Path) -> None:
+    """Put the directory `new` in the place of `path`, which may be there."""
     if not path.exists():
         new.replace(path)
         return

@@ -19,6 +19,7 @@ from tilefold.retrieval.index.seismic import SeismicIndex
 
 Make = Callable[..., SparseVectors]
 BACKENDS = ["exact", "seismic"]
+ALL = [*BACKENDS, "qdrant"]
 
 
 def dense(vectors: SparseVectors) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -59,7 +60,7 @@ def test_exact_search_ranks_ties_by_document_order(weights: list[list[int]], que
     assert found == [(f"d{i}", float(scores[i])) for i in ranked]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 def test_documents_that_share_no_term_are_not_returned(backend: str) -> None:
     documents = SparseVectors.from_rows({"a": {0: 1.0}, "b": {1: 2.0}, "empty": {}}, 9)
     queries = SparseVectors.from_rows({"x": {1: 0.5}, "none": {}, "y": {0: 1.0, 1: 1.0}, "z": {8: 1.0}}, 9)
@@ -67,7 +68,7 @@ def test_documents_that_share_no_term_are_not_returned(backend: str) -> None:
     assert run == {"x": {"b": 1.0}, "none": {}, "y": {"b": 2.0, "a": 1.0}, "z": {}}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 def test_a_saved_index_gives_the_same_results(backend: str, make_vectors: Make, tmp_path: Path) -> None:
     documents, queries = make_vectors(300), make_vectors(20, seed=1, prefix="q")
     index = build_index(documents, backend)
@@ -87,7 +88,7 @@ def test_a_saved_index_gives_the_same_results(backend: str, make_vectors: Make, 
     assert [path.name for path in tmp_path.iterdir()] == ["index"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 def test_queries_over_another_vocabulary_are_refused(backend: str, make_vectors: Make) -> None:
     index = build_index(make_vectors(20), backend)
     with pytest.raises(VocabularyMismatchError, match="500 terms, got one with 600"):
@@ -100,14 +101,14 @@ def test_queries_over_another_vocabulary_are_refused(backend: str, make_vectors:
     assert len(index.search(queries, 3)) == 2
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 @pytest.mark.parametrize("k", [0, -1, 2.5, True])
 def test_k_must_be_a_positive_integer(backend: str, k: Any, make_vectors: Make) -> None:
     with pytest.raises(ValueError, match="k: expected an integer of at least 1"):
         build_index(make_vectors(5), backend).search(make_vectors(1), k)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 def test_an_index_needs_a_positive_weight(backend: str) -> None:
     with pytest.raises(ValueError, match="at least one vector with a positive weight, got 0 vector"):
         build_index(SparseVectors.from_rows({}, 5), backend)
@@ -117,7 +118,7 @@ def test_an_index_needs_a_positive_weight(backend: str) -> None:
 
 def test_unknown_backends_and_options_are_refused(make_vectors: Make) -> None:
     vectors = make_vectors(5)
-    with pytest.raises(ValueError, match="backend: expected one of exact, seismic, got 'lucene'"):
+    with pytest.raises(ValueError, match="backend: expected one of exact, seismic, qdrant, got 'lucene'"):
         build_index(vectors, "lucene")
     with pytest.raises(ValueError, match="the exact index has none, got n_postings"):
         build_index(vectors, "exact", n_postings=3)

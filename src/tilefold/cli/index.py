@@ -15,16 +15,19 @@ from tilefold.cli import _common
 # Measured with 120 terms per document on two cores: up to here exact search is faster, smaller, and built in seconds.
 SEISMIC_DOCUMENTS = 50_000
 LONG_VECTOR = 256
-BM25 = "bm25"
+BM25, QDRANT = "bm25", "qdrant"
 _BACKEND_HELP = (
-    "exact (fastest and smallest up to 50,000 documents at least), bm25 (words, no model: give --data), or seismic "
-    "(approximate, for much larger collections; encode with --top-k 128 or so)."
+    "exact (fastest and smallest up to 50,000 documents at least), bm25 (words, no model: give --data), seismic "
+    "(approximate, for much larger collections; encode with --top-k 128 or so), or qdrant (exact; to add to "
+    "and delete from; in the folder, or on the server at --url)."
 )
 
 
 def index(
     output: Annotated[Path, typer.Option(help="Folder for the index.")],
-    vectors: Annotated[Path | None, typer.Option(help="exact, seismic: folder that tilefold encode wrote.")] = None,
+    vectors: Annotated[
+        Path | None, typer.Option(help="exact, seismic, qdrant: folder that tilefold encode wrote.")
+    ] = None,
     data: Annotated[str | None, typer.Option(help="bm25: the documents. " + _common.DOCUMENTS_HELP)] = None,
     backend: Annotated[str, typer.Option(help=_BACKEND_HELP)] = "exact",
     language: Annotated[
@@ -61,9 +64,21 @@ def index(
         float | None, typer.Option(help="seismic: 0 to 1, lower is slower and closer to exact, at search (0.7).")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="seismic: threads, 0 for one per core (0).")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="qdrant: a server, such as http://localhost:6333; its key is in QDRANT_API_KEY.")
+    ] = None,
+    collection: Annotated[
+        str | None, typer.Option(help="qdrant: name of the collection on the server; by default that of --output.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="qdrant: float32 (the default), or float16 in what is searched.")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="qdrant: replace other vectors in the collection of the server.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
 ) -> None:
-    """Build an index: of encoded documents (exact, seismic), or of the words of a collection (bm25)."""
+    """Build an index: of encoded documents (exact, seismic, qdrant), or of the words of a collection (bm25)."""
     own: dict[str, dict[str, Any]] = {
         BM25: {"language": language, "k1": k1, "b": b, "identifiers": identifiers or None},
         "seismic": {
@@ -76,22 +91,28 @@ def index(
             "heap_factor": heap_factor,
             "num_threads": threads,
         },
+        QDRANT: {"url": url, "collection": collection, "weights": weights, "overwrite": overwrite or None},
     }
     options = _options(backend, own)
+    if backend == QDRANT:
+        options = _place(output, options)
     started = time.monotonic()
     with hold_path(output), _common.heartbeat(f"indexing ({backend})"):
         built = _words(vectors, data, options) if backend == BM25 else _vectors(vectors, data, backend, options)
         built.save(output)
+        documents = built.n_documents
+        if backend == QDRANT:
+            built.close()
     result = {
         "output": str(output),
         "backend": backend,
-        "n_documents": built.n_documents,
+        "n_documents": documents,
         "seconds": round(time.monotonic() - started, 3),
     }
     if as_json:
         _common.print_json(result)
         return
-    typer.echo(f"{built.n_documents} documents indexed ({backend}) in {result['seconds']:.1f} s: {output}")
+    typer.echo(f"{documents} documents indexed ({backend}) in {result['seconds']:.1f} s: {output}")
 
 
 def _options(backend: str, own: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -112,7 +133,7 @@ def _words(vectors: Path | None, data: str | None, options: dict[str, Any]) -> A
     from tilefold.retrieval import BM25Index
     from tilefold.retrieval.bm25 import BM25Options, Tokenizer
 
-    _common.refuse("--vectors", vectors, "goes with the backends exact and seismic; bm25 reads --data")
+    _common.refuse("--vectors", vectors, "goes with the backends exact, seismic and qdrant; bm25 reads --data")
     if data is None:
         raise _common.UsageError("--backend bm25 indexes the words of a collection: give it with --data.")
     try:
@@ -134,9 +155,45 @@ def _vectors(vectors: Path | None, data: str | None, backend: str, options: dict
     if kind != "document":
         raise _common.UsageError(f"--vectors: {vectors} holds {kind} vectors; encode documents without --queries.")
     read = read_vectors(vectors)
+    if backend == QDRANT:
+        return _qdrant(read, options)
     if backend == "seismic":
         _advise(len(read), len(read.indices) / max(1, len(read)))
     return build_index(read, backend, **options)
+
+
+def _place(output: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a Qdrant index: in the folder, or on a server."""
+    if "url" in options:
+        return {"collection": output.resolve().name, **options}
+    for name in ("collection", "overwrite"):
+        _common.refuse(f"--{name}", options.get(name), "goes with --url, the address of a server")
+    return {"folder": output, **options}
+
+
+def _qdrant(read: Any, options: dict[str, Any]) -> Any:
+    from tilefold.retrieval import build_index
+    from tilefold.retrieval.errors import DataError
+
+    done = 0
+    _common.keeps(lambda: done > 0)
+    try:
+        with _common.progress_bar("indexing") as update:
+
+            def count(kept: int, total: int) -> None:
+                nonlocal done
+                done = kept
+                update(kept, total, "")
+
+            return build_index(read, QDRANT, progress=count, **options)
+    except DataError as error:
+        raise _common.CommandError(str(error)) from error
+    except ValueError as error:
+        name, _, rest = str(error).partition(":")
+        option = "collection" if name == "name" else name
+        if option not in ("url", "collection", "weights"):
+            raise
+        raise _common.UsageError(f"--{option}:{rest}") from error
 
 
 def _check_seismic(options: dict[str, Any]) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 from tilefold.retrieval.errors import DataError, MissingPackageError
 
 
-def require(module: str, package: str, purpose: str) -> Any:
+def require(module: str, package: str, purpose: str, extra: str = "retrieval") -> Any:
     """Import an optional `module`, or say which `package` to install and why it is needed."""
     try:
         return import_module(module)
     except ImportError as error:
         raise MissingPackageError(
             f"{purpose} needs the package {package}, which could not be imported ({error}). "
-            f"Install it with `pip install {package}` or `pip install 'tilefold[retrieval]'`."
+            f"Install it with `pip install {package}` or `pip install 'tilefold[{extra}]'`."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Sparse indexes with one interface: ``exact`` (numpy) and ``seismic`` (approximate, needs pyseismic-lsr)."""
+"""Sparse indexes with one interface: ``exact`` (numpy), ``seismic`` (approximate, pyseismic-lsr) and ``qdrant``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tilefold.retrieval.vectors import SparseVectors
 
 __all__ = ["BACKENDS", "Hit", "SparseIndex", "build_index", "hits_to_run", "load_index"]
 
-_CLASSES = {"exact": "ExactIndex", "seismic": "SeismicIndex"}
+_CLASSES = {"exact": "ExactIndex", "seismic": "SeismicIndex", "qdrant": "QdrantIndex"}
 BACKENDS = tuple(_CLASSES)
 
 
@@ -27,9 +27,10 @@ def build_index(vectors: SparseVectors, backend: str = "exact", **options: Any) 
 
     Args:
         vectors: the documents.
-        backend: ``"exact"`` or ``"seismic"``.
+        backend: ``"exact"``, ``"seismic"`` or ``"qdrant"``.
         options: options of the backend; ``exact`` has none, ``seismic`` those of
-            :class:`tilefold.retrieval.index.seismic.SeismicOptions`.
+            :class:`tilefold.retrieval.index.seismic.SeismicOptions`, ``qdrant`` those of
+            :meth:`tilefold.retrieval.index.qdrant.QdrantIndex.build`.
 
     Raises:
         ValueError: an unknown backend or option, or no vector with a positive weight.

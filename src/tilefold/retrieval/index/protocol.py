@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -87,9 +87,11 @@ def check_search(index: SparseIndex, queries: SparseVectors, k: int) -> None:
     check_same_vocabulary(index, queries, "the index", "queries")
 
 
-def write_manifest(folder: Path, index: Described, versions: dict[str, str], options: Any) -> None:
-    """Write ``index.json``, with a checksum of every other file in `folder`. Call it last."""
-    files = {file.name: sha256_file(file) for file in sorted(folder.iterdir())}
+def write_manifest(
+    folder: Path, index: Described, versions: dict[str, str], options: Any, *, changing: Collection[str] = ()
+) -> None:
+    """Write ``index.json``, with a checksum of every other file in `folder` that is not `changing`. Call it last."""
+    files = {file.name: sha256_file(file) for file in sorted(folder.iterdir()) if file.name not in changing}
     write_json(
         folder / MANIFEST_NAME,
         {

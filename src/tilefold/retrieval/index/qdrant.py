@@ -1,0 +1,272 @@
+"""Sparse search in Qdrant: embedded in a folder (qdrant-edge), or on a server (qdrant-client)."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tilefold._files import atomic_directory, check_replaceable, hold_path, swap_directory
+from tilefold.retrieval._sparse import SparseVectors
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.index.protocol import (
+    MANIFEST_NAME,
+    Hit,
+    check_buildable,
+    check_search,
+    read_description,
+    write_manifest,
+)
+from tilefold.retrieval.provenance import Provenance
+from tilefold.retrieval.qdrant.collection import QdrantCollection, Where
+from tilefold.retrieval.qdrant.documents import Documents
+from tilefold.retrieval.qdrant.edge import OWN_NAMES, RECORD, SHARD, EdgeEngine
+from tilefold.retrieval.qdrant.layout import Layout
+from tilefold.retrieval.qdrant.server import ServerEngine
+
+__all__ = ["QdrantIndex"]
+
+_NAMES = (MANIFEST_NAME, *OWN_NAMES)
+_BLOCK = 1 << 20
+
+
+class QdrantIndex:
+    """A :class:`tilefold.retrieval.qdrant.QdrantCollection` of sparse vectors, :attr:`collection`.
+
+    Search is exact, with the rounding and the order that the collection promises. The folder of an embedded one is open
+    in one process at a time; that of one on a server holds its address alone, and the API key is read from
+    ``QDRANT_API_KEY``. Documents may be added, replaced and deleted through :attr:`collection`.
+    """
+
+    backend: ClassVar[str] = "qdrant"
+
+    def __init__(
+        self,
+        collection: QdrantCollection,
+        *,
+        folder: Path | None = None,
+        address: dict[str, str] | None = None,
+    ) -> None:
+        self.collection = collection
+        self._folder, self._address = folder, address
+        self._discard: Callable[[], object] | None = None
+
+    @property
+    def n_documents(self) -> int:
+        """How many documents the collection has now."""
+        return len(self.collection)
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return int(self.collection.layout.vocab_size or 0)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the vocabulary."""
+        return self.collection.layout.fingerprint
+
+    @property
+    def provenance(self) -> Provenance:
+        """Of model and texts; the texts are unknown once single documents were changed."""
+        return self.collection.provenance
+
+    @classmethod
+    def build(cls, vectors: SparseVectors, **options: Any) -> QdrantIndex:
+        """Build the index.
+
+        A build that was interrupted goes on from the last batch that was reported, if it is called again with the same
+        vectors: in a folder beside `folder`, which is replaced when the index is complete; or on the server.
+
+        Args:
+            vectors: the documents.
+            folder: of an embedded index; a temporary one, until :meth:`save`, without folder and url.
+            url, collection: address of a server, and the name of a collection there.
+            api_key, timeout, patience: as in :meth:`QdrantCollection.server`.
+            weights: ``"float32"``, or ``"float16"`` in what is searched (relative error 2^-11).
+            overwrite: replace other vectors in the collection of the server.
+            progress: called with (documents kept, all) after each batch.
+
+        Raises:
+            MissingPackageError: qdrant-edge-py or qdrant-client is not installed.
+            ValueError: no vector has a positive weight, or an option is wrong.
+            DataError: the collection on the server holds something else.
+            FileExistsError: `folder` holds other files.
+            InUseError: another process builds the same index.
+        """
+        known = "folder", "url", "collection", "api_key", "timeout", "patience", "weights", "overwrite", "progress"
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ValueError(f"options: Qdrant has {', '.join(known)}; got {', '.join(unknown)}.")
+        check_buildable(vectors)
+        url, folder = options.pop("url", None), options.pop("folder", None)
+        layout = Layout(vectors.vocab_size, vectors.fingerprint, weights=options.pop("weights", "float32"))
+        documents, progress = Documents(vectors.ids, vectors), options.pop("progress", None)
+        if url is not None:
+            if folder is not None:
+                raise ValueError("folder: expected either a folder or the url of a server, got both.")
+            return cls._on_server(url, documents, layout, progress, **options)
+        for name, value in options.items():
+            if value not in (None, False):
+                raise ValueError(f"{name}: goes with url, the address of a server. Leave it out.")
+        if folder is not None:
+            return cls._in_folder(Path(folder), documents, layout, progress)
+        temporary = tempfile.mkdtemp(prefix="tilefold-qdrant-")
+        try:
+            index = cls._in_folder(Path(temporary) / "index", documents, layout, progress)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        index._discard = weakref.finalize(index, _remove, index.collection, temporary)
+        return index
+
+    @classmethod
+    def _on_server(
+        cls,
+        url: str,
+        documents: Documents,
+        layout: Layout,
+        progress: Callable[[int, int], None] | None,
+        *,
+        collection: str | None = None,
+        overwrite: bool = False,
+        **options: Any,
+    ) -> QdrantIndex:
+        if not collection:
+            raise ValueError("collection: expected a name for the collection on the server, got none.")
+        given = {name: value for name, value in options.items() if value is not None}
+        if overwrite:
+            engine = ServerEngine(url, collection, **given)
+            record = engine.record()
+            if record is not None and record.vectors_sha256 != documents.digest(layout):
+                engine.drop()
+            engine.close()
+        opened = QdrantCollection.server(url, collection, layout, **given)
+        try:
+            opened.build(documents, progress=progress)
+        except BaseException:
+            opened.close()
+            raise
+        return cls(opened, address={"url": url, "collection": collection})
+
+    @classmethod
+    def _in_folder(
+        cls, folder: Path, documents: Documents, layout: Layout, progress: Callable[[int, int], None] | None
+    ) -> QdrantIndex:
+        check_replaceable(folder, _NAMES)
+        documents.check(layout, str(folder))
+        unfinished = folder.parent / f".{folder.name}.building"
+        with hold_path(folder):
+            engine = _unfinished(unfinished, documents.digest(layout))
+            opened = QdrantCollection.of(engine, layout)
+            with opened:
+                opened.build(documents, progress=progress)
+                cls(opened)._describe(unfinished)
+            swap_directory(unfinished, folder)
+        return cls(QdrantCollection.embedded(folder), folder=folder)
+
+    def search(self, queries: SparseVectors, k: int, *, where: Where = None) -> list[list[Hit]]:
+        """See :class:`SparseIndex`; of the documents whose payload matches `where` if that is given.
+
+        Raises:
+            ValueError: ``k < 1``.
+            VocabularyMismatchError: the queries are over another vocabulary.
+            UnreachableError: the server did not answer.
+        """
+        check_search(self, queries, k)
+        return self.collection.search(queries, int(k), where=where)
+
+    def save(self, path: str | Path) -> None:
+        """Write a copy of an embedded index, or the address of one on a server; only an earlier one is replaced."""
+        if self._folder is not None and Path(path).resolve() == self._folder.resolve():
+            self._describe(self._folder)
+            return
+        with atomic_directory(Path(path), own_names=_NAMES) as folder:
+            if self._folder is not None:
+                self.collection.optimize()  # flushes
+                shutil.copytree(self._folder / SHARD, folder / SHARD, copy_function=_copy_sparse)
+                shutil.copyfile(self._folder / RECORD, folder / RECORD)
+            self._describe(folder)
+
+    @classmethod
+    def load(cls, path: str | Path) -> QdrantIndex:
+        """Open an index that :meth:`save` or :meth:`build` wrote.
+
+        Raises:
+            FileNotFoundError: no index there, or the server has no such collection.
+            DataError: a damaged one, of another backend, or one whose build is not finished.
+            InUseError: an embedded one that is open elsewhere.
+            UnreachableError, PermissionError: the server did not answer, or refused the key.
+        """
+        folder = Path(path)
+        manifest = read_description(folder)
+        if manifest["backend"] != cls.backend:
+            raise DataError(
+                f"{path}: expected an index of backend {cls.backend!r}, got {manifest['backend']!r}. "
+                "Load it with the class of that backend."
+            )
+        address = manifest["options"].get("url"), manifest["options"].get("collection")
+        if all(isinstance(part, str) for part in address):
+            opened = QdrantCollection.server(*address)
+            index = cls(opened, address={"url": address[0], "collection": address[1]})
+        else:
+            opened = QdrantCollection.embedded(folder)
+            index = cls(opened, folder=folder)
+        if not opened.complete or opened.layout.vocab_size != manifest["vocab_size"]:
+            opened.close()
+            what = "one of another vocabulary" if opened.complete else "one whose build is not finished"
+            raise DataError(f"{opened.place}: expected the collection of {path}, got {what}. Run tilefold index again.")
+        return index
+
+    def close(self) -> None:
+        """Let other processes open the folder; a temporary one is removed."""
+        self.collection.close()
+        if self._discard is not None:
+            self._discard()
+
+    def _describe(self, folder: Path) -> None:
+        package = "qdrant-edge-py" if self._address is None else "qdrant-client"
+        options = {"weights": self.collection.layout.weights, **(self._address or {})}
+        (folder / MANIFEST_NAME).unlink(missing_ok=True)
+        write_manifest(folder, self, {package: _version(package)}, options, changing=_NAMES)
+
+
+def _unfinished(folder: Path, digest: str) -> EdgeEngine:
+    """The engine of a build that was interrupted; an empty one where that was of other vectors, or is damaged."""
+    try:
+        engine = EdgeEngine(folder)
+    except DataError:
+        shutil.rmtree(folder)
+        engine = EdgeEngine(folder)
+    record = engine.record()
+    if record is not None and record.vectors_sha256 not in (None, digest):
+        engine.drop()
+    return engine
+
+
+def _remove(collection: QdrantCollection, folder: str) -> None:
+    collection.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _copy_sparse(source: str, target: str) -> str:
+    """Copy a file; blocks of zeros, of which the engine keeps many, take no space."""
+    with Path(source).open("rb") as read, Path(target).open("wb") as written:
+        while block := read.read(_BLOCK):
+            if block.strip(b"\0"):
+                written.write(block)
+            else:
+                written.seek(len(block), 1)
+        written.truncate()
+    return target
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"

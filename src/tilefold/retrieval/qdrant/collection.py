@@ -1,0 +1,387 @@
+"""A collection in Qdrant, with the contracts of the other indexes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tilefold.retrieval._ranking import check_k
+from tilefold.retrieval._sparse import SparseVectors
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.index.protocol import Hit
+from tilefold.retrieval.provenance import Provenance
+from tilefold.retrieval.qdrant.documents import Documents, Queries, key_of
+from tilefold.retrieval.qdrant.filters import Filter
+from tilefold.retrieval.qdrant.layout import ID, SPARSE, TOKENS, Layout, Record
+from tilefold.retrieval.qdrant.plans import Engine, Plan, Stage
+
+BATCH_BYTES = 8_000_000  # of a request; a server takes 32 MB
+BATCH = 2000
+_LOOKED_UP = 1000
+_ASKED = 64
+FUSIONS = ("rrf", "dbsf")
+
+Progress = Callable[[int, int], None]
+Where = Filter | Mapping[str, Any] | None
+
+
+class QdrantCollection:
+    """Documents with sparse, dense and token vectors, to add to, replace in, delete from, filter and search.
+
+    Opened by :meth:`embedded` or :meth:`server`; also a context manager, which closes it. Several threads may use it.
+    What a call that adds or removes has reported is kept, also when the process is killed; the call may be repeated, as
+    the id of a document decides where it is.
+
+    **Order.** Hits are in descending order of the score that the engine computed in float32 (relative error about 2^-24
+    per term; 2^-11 with ``weights="float16"``), equal scores by id. For sparse vectors alone this also decides which
+    documents are the `k` best, unless more than ``10 k + 1000`` documents share the last score; for other queries,
+    which of equal documents are the last of the `k` best is the engine's choice. Sparse search and MaxSim look at every
+    document; dense search uses a graph in large collections, and misses some, unless ``exact=True``.
+    """
+
+    def __init__(self, engine: Engine, record: Record) -> None:
+        self._engine, self._record = engine, record
+
+    @classmethod
+    def embedded(cls, folder: str | Path, layout: Layout | None = None) -> QdrantCollection:
+        """The collection in `folder`, open in one process at a time; made there if a `layout` is given.
+
+        Raises:
+            MissingPackageError: qdrant-edge-py is not installed.
+            FileNotFoundError: no collection there, and no layout.
+            InUseError: it is open elsewhere.
+            VocabularyMismatchError, DataError: it has another layout, or is damaged.
+        """
+        from tilefold.retrieval.qdrant.edge import RECORD, EdgeEngine  # noqa: PLC0415
+
+        if layout is None and not (Path(folder) / RECORD).is_file():
+            raise FileNotFoundError(f"{folder}: no collection there. Give a layout to make one (or tilefold index).")
+        return cls.of(EdgeEngine(Path(folder)), layout)
+
+    @classmethod
+    def server(
+        cls,
+        url: str,
+        name: str,
+        layout: Layout | None = None,
+        *,
+        api_key: str | None = None,
+        timeout: float = 30.0,
+        patience: float = 20.0,
+    ) -> QdrantCollection:
+        """The collection `name` of the Qdrant server at `url`; made there if a `layout` is given.
+
+        Args:
+            api_key: by default ``QDRANT_API_KEY`` of the environment.
+            timeout: seconds for a request.
+            patience: seconds in which a server that is away or busy is asked again.
+
+        Raises:
+            MissingPackageError: qdrant-client is not installed.
+            FileNotFoundError: no such collection, and no layout.
+            UnreachableError: no answer; says after how many seconds.
+            PermissionError: the server refused the key.
+            VocabularyMismatchError, DataError: it has another layout, or tilefold did not make it.
+        """
+        from tilefold.retrieval.qdrant.server import ServerEngine  # noqa: PLC0415
+
+        return cls.of(ServerEngine(url, name, api_key, timeout, patience), layout)
+
+    @classmethod
+    def of(cls, engine: Engine, layout: Layout | None = None) -> QdrantCollection:
+        """The collection of an engine, which is closed when it has another layout; as the two above."""
+        try:
+            record = engine.record()
+            if record is None:
+                if layout is None:
+                    raise FileNotFoundError(f"{engine.place}: there is no such collection. Give a layout to make one.")
+                record = Record(layout)
+                engine.create(record)
+            if layout is not None:
+                record.layout.check_same(layout, engine.place)
+        except BaseException:
+            engine.close()
+            raise
+        return cls(engine, record)
+
+    @property
+    def layout(self) -> Layout:
+        """What the collection holds."""
+        return self._record.layout
+
+    @property
+    def place(self) -> str:
+        """Where it is, for messages."""
+        return self._engine.place
+
+    @property
+    def complete(self) -> bool:
+        """Whether no :meth:`build` is unfinished."""
+        return self._record.complete
+
+    @property
+    def provenance(self) -> Provenance:
+        """The model of the sparse vectors, and the texts, which are unknown once single documents were changed."""
+        return Provenance(self.layout.models.get(SPARSE), self._record.texts_sha256)
+
+    def __len__(self) -> int:
+        return self._engine.count(None)
+
+    def __enter__(self) -> QdrantCollection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the folder or the connections back."""
+        self._engine.close()
+
+    def add(self, documents: Documents, *, progress: Progress | None = None) -> None:
+        """Add documents that are not there yet; as :meth:`upsert`.
+
+        Raises:
+            DataError: an id that is there; nothing was added.
+        """
+        documents.check(self.layout, self.place)
+        there = self.present(documents.ids)
+        if there:
+            first = next(name for name in documents.ids if name in there)
+            raise DataError(
+                f"documents: {len(there)} of {len(documents)} ids are in {self.place} already, {first!r} the first. "
+                "Nothing was added; upsert replaces documents."
+            )
+        self.upsert(documents, progress=progress)
+
+    def upsert(
+        self,
+        documents: Documents,
+        *,
+        batch_size: int = BATCH,
+        progress: Progress | None = None,
+    ) -> None:
+        """Add documents, and replace those whose ids are there: vectors and payload.
+
+        Args:
+            documents: with vectors of every kind that the collection has.
+            batch_size: documents of a request, which are kept together or not at all.
+            progress: called with (documents kept, all) after each request.
+
+        Raises:
+            VocabularyMismatchError, DataError: vectors of another vocabulary, length or model; nothing was changed.
+        """
+        documents.check(self.layout, self.place)
+        self._changed()
+        self._put(documents, batch_size, progress, resume=False)
+
+    def delete(self, ids: Sequence[str]) -> int:
+        """Delete documents; how many of the `ids` there were."""
+        there = sorted(self.present(ids))
+        if there:
+            self._changed()
+        for start in range(0, len(there), BATCH):
+            self._engine.delete([key_of(name) for name in there[start : start + BATCH]])
+        return len(there)
+
+    def build(
+        self,
+        documents: Documents,
+        *,
+        texts_sha256: str | None = None,
+        batch_size: int = BATCH,
+        progress: Progress | None = None,
+    ) -> None:
+        """Put `documents`, and nothing else, into an empty collection; the same call resumes one that was interrupted.
+
+        Until it ends the collection is not :attr:`complete`. A collection that holds exactly these is left as it is.
+
+        Args:
+            texts_sha256: of the texts behind the documents; by default that of the sparse vectors.
+
+        Raises:
+            DataError: other documents are there, or the build that was interrupted was of others.
+        """
+        documents.check(self.layout, self.place)
+        digest = documents.digest(self.layout)
+        if self._record.vectors_sha256 == digest:
+            if self.complete:
+                return
+        elif not self.complete or len(self):
+            what = f"{len(self)} documents" if self.complete else "an unfinished build of other documents"
+            raise DataError(
+                f"{self.place}: expected an empty collection, or an unfinished build of the same vectors, got {what}. "
+                "Choose another place, or drop it (overwrite=True)."
+            )
+        if texts_sha256 is None and documents.sparse is not None:
+            texts_sha256 = documents.sparse.provenance.texts_sha256
+        layout = replace(self.layout, models={**self.layout.models, **documents.models})
+        self._write(Record(layout, texts_sha256, digest, complete=False))
+        self._put(documents, batch_size, progress, resume=True)
+        self._engine.optimize()
+        found = len(self)
+        if found != len(documents):
+            raise DataError(
+                f"{self.place}: expected {len(documents)} documents, got {found}. Is somebody else writing?"
+            )
+        self._write(replace(self._record, complete=True))
+
+    def drop(self) -> None:
+        """Remove the collection and close it."""
+        self._engine.drop()
+        self.close()
+
+    def optimize(self) -> None:
+        """Embedded: make the final index of what was added, for faster search. A server does so by itself."""
+        self._engine.optimize()
+
+    def count(self, where: Where = None) -> int:
+        """How many documents there are, or match."""
+        return self._engine.count(Filter.of(where))
+
+    def ids(self) -> Iterator[str]:
+        """The ids of all documents, in no order."""
+        return (point.payload[ID] for point in self._engine.scroll())
+
+    def present(self, ids: Sequence[str]) -> set[str]:
+        """Those of the `ids` that are there."""
+        return set(self.payloads(ids))
+
+    def payloads(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Id -> payload, of those of the `ids` that are there."""
+        found: dict[str, dict[str, Any]] = {}
+        for start in range(0, len(ids), _LOOKED_UP):
+            keys = [key_of(name) for name in ids[start : start + _LOOKED_UP]]
+            for point in self._engine.fetch(keys, vectors=False):
+                found[point.payload[ID]] = {name: value for name, value in point.payload.items() if name != ID}
+        return found
+
+    def vectors(self, ids: Sequence[str]) -> SparseVectors:
+        """The sparse vectors of those of the `ids` that are there, in their order, as they are stored."""
+        rows: dict[str, dict[int, float]] = {}
+        for start in range(0, len(ids), _LOOKED_UP):
+            keys = [key_of(name) for name in ids[start : start + _LOOKED_UP]]
+            for point in self._engine.fetch(keys, vectors=True):
+                terms, weights = point.vectors.get(SPARSE, ([], []))
+                rows[point.payload[ID]] = dict(zip(terms, weights, strict=True))
+        size = self.layout.vocab_size or 1
+        found = SparseVectors.from_rows(
+            {name: rows[name] for name in ids if name in rows}, size, self.layout.fingerprint
+        )
+        found.provenance = Provenance(self.layout.models.get(SPARSE))
+        return found
+
+    def search(
+        self,
+        queries: Queries | SparseVectors,
+        k: int = 10,
+        *,
+        where: Where = None,
+        fusion: str | None = None,
+        rerank: bool = False,
+        depth: int = 100,
+        rank_constant: int = 60,
+        exact: bool = False,
+    ) -> list[list[Hit]]:
+        """At most `k` documents for each query, in the order that the class promises.
+
+        Sparse scores are inner products, and documents that share no term with the query are not returned; dense scores
+        are dot products or cosines; those of token vectors are MaxSim. What has no vector of a kind is not found by it.
+
+        Args:
+            where: field -> value, list or range that must match, or a :class:`Filter`.
+            fusion: of several kinds of vectors by the engine: ``"rrf"``, the sum of ``1 / (rank_constant + rank)`` as
+                in :func:`tilefold.retrieval.reciprocal_rank_fusion`, or ``"dbsf"`` (scores by their distribution).
+            rerank: score the `depth` best of the first stage by MaxSim of the token vectors.
+            depth: documents of each ranking that is fused or reranked, `k` at least.
+            exact: compare dense vectors with every document.
+
+        Raises:
+            ValueError: a wrong option, or several kinds of vectors without a fusion.
+            VocabularyMismatchError, DataError: queries that the collection has no vectors for.
+        """
+        check_k(k)
+        if isinstance(queries, SparseVectors):
+            queries = Queries(queries.ids, queries)
+        queries.check(self.layout, self.place)
+        _check_options(queries, fusion, rerank, depth, rank_constant)
+        chosen = Filter.of(where)
+        plans: list[tuple[int, Plan]] = []
+        for row in range(len(queries)):
+            stage = _stage(queries.vectors(row), k, fusion, rerank, max(depth, k), rank_constant, exact)
+            if stage is not None:
+                plans.append((row, Plan(stage, chosen)))
+        results: list[list[Hit]] = [[] for _ in range(len(queries))]
+        for start in range(0, len(plans), _ASKED):
+            part = plans[start : start + _ASKED]
+            answers = self._engine.query([plan for _, plan in part], self.layout)
+            for (row, plan), answer in zip(part, answers, strict=True):
+                results[row] = self._ranked(plan, answer, k)
+        return results
+
+    def _ranked(self, plan: Plan, answer: list[tuple[str, float]], k: int) -> list[Hit]:
+        """Hits of an answer; of sparse vectors with all that share the last score."""
+        sparse = plan.stage.using == SPARSE
+        if sparse and len(answer) > k and answer[k - 1][1] == answer[k][1]:
+            wider = replace(plan.stage, limit=11 * k + 1000)
+            (answer,) = self._engine.query([plan._replace(stage=wider)], self.layout)
+        hits = [Hit(name, score) for name, score in answer if score > 0 or not sparse]
+        return sorted(hits, key=lambda hit: (-hit.score, hit.id))[:k]
+
+    def _put(self, documents: Documents, batch_size: int, progress: Progress | None, resume: bool) -> None:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size: expected an integer of at least 1, got {batch_size!r}.")
+        done = 0
+        for rows in documents.batches(batch_size, BATCH_BYTES):
+            points = documents.points(rows)
+            if not resume or len(self._engine.fetch([point.key for point in points], vectors=False)) < len(points):
+                self._engine.upsert(points)
+            done += len(rows)
+            if progress is not None:
+                progress(done, len(documents))
+
+    def _changed(self) -> None:
+        """Say, before single documents change, that the collection is no longer that of some texts."""
+        if not self.complete:
+            raise DataError(
+                f"{self.place}: its build is not finished. Finish it (the same tilefold index), or drop it."
+            )
+        if self._record != self._record.changed():
+            self._write(self._record.changed())
+
+    def _write(self, record: Record) -> None:
+        self._engine.write_record(record)
+        self._record = record
+
+
+def _check_options(queries: Queries, fusion: str | None, rerank: bool, depth: int, rank_constant: int) -> None:
+    for name, value in (("depth", depth), ("rank_constant", rank_constant)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}.")
+    if fusion is not None and fusion not in FUSIONS:
+        raise ValueError(f"fusion: expected one of {', '.join(FUSIONS)}, got {fusion!r}.")
+    first = [kind for kind in queries.kinds if not (rerank and kind == TOKENS)]
+    if rerank and (queries.tokens is None or not first):
+        raise ValueError("rerank: expected queries with tokens, and with sparse or dense vectors for the first stage.")
+    if fusion is None and len(first) > 1:
+        raise ValueError(f"fusion: expected one of {', '.join(FUSIONS)} for {' and '.join(first)} vectors, got None.")
+    if fusion is not None and len(first) < 2:
+        raise ValueError(f"fusion: expected several kinds of vectors to fuse, got {', '.join(first)}. Leave it out.")
+
+
+def _stage(
+    vectors: dict[str, Any], k: int, fusion: str | None, rerank: bool, depth: int, rank_constant: int, exact: bool
+) -> Stage | None:
+    """The last stage of a query; None where it has no vector to start from."""
+    tokens = vectors.pop(TOKENS, None) if rerank else None
+    limit = depth if fusion is not None or rerank else k
+    firsts = [Stage(limit, kind, vector, exact=exact and kind != SPARSE) for kind, vector in vectors.items()]
+    if not firsts or (rerank and tokens is None):
+        return None
+    stage = firsts[0]
+    if fusion is not None:
+        stage = Stage(depth if rerank else k, fusion=fusion, rank_constant=rank_constant, stages=tuple(firsts))
+    if rerank:
+        return Stage(k, TOKENS, tokens, stages=(stage,))
+    return replace(stage, limit=k + 1) if stage.using == SPARSE else stage

@@ -1,0 +1,236 @@
+"""Documents and queries of several kinds of vectors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tilefold.retrieval._files import is_unicode
+from tilefold.retrieval._sparse import SparseVectors, check_ids, check_same_vocabulary
+from tilefold.retrieval._token_vectors import TokenVectors
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.qdrant.layout import DENSE, ID, SPARSE, TOKENS, Layout, check_models
+from tilefold.retrieval.qdrant.plans import Point
+
+Dense = npt.NDArray[np.float32]
+_SPACE = uuid.UUID("6b0f2f0e-6f0c-5a54-9f7e-2b1a3c1d9e41")  # of document ids
+_LARGEST_HALF = 65504.0
+_FLOATS_OF_A_POINT = 1_048_576  # of token vectors; Qdrant takes fewer
+_BYTES_OF_A_NUMBER = 20  # in a request, about
+
+
+def key_of(name: str) -> str:
+    """The UUID of a document's id, always the same."""
+    return str(uuid.uuid5(_SPACE, name))
+
+
+@dataclass
+class Documents:
+    """Documents with the vectors of a collection's layout, one row each in every part.
+
+    Attributes:
+        ids: unique, non-empty strings.
+        sparse, tokens: vectors with the same ids in the same order, or None.
+        dense: ``[N, D]`` finite, as float32, or None.
+        payloads: id -> fields to filter by, of what JSON can hold; documents may be missing.
+        models: of ``"dense"`` and ``"tokens"`` -> fingerprint; that of sparse vectors is in their provenance.
+
+    Raises:
+        DataError: parts that do not fit together, numbers that are not finite, ids or payloads that cannot be stored.
+    """
+
+    ids: list[str]
+    sparse: SparseVectors | None = None
+    dense: Dense | None = None
+    tokens: TokenVectors | None = None
+    payloads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    models: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.ids = list(self.ids)
+        check_ids(self.ids)
+        _check_parts(self)
+        for name in self.ids:
+            if not is_unicode(name):
+                raise DataError(f"ids: expected Unicode, got half a surrogate pair in {name!r}. Rename that document.")
+        known = set(self.ids)
+        for name, payload in self.payloads.items():
+            if name not in known:
+                raise DataError(f"payloads: expected ids of the documents, got {name!r}.")
+            _check_payload(name, payload)
+        made_by = self.sparse.provenance.model_fingerprint if self.sparse is not None else None
+        self.models = {**self.models, **({SPARSE: made_by} if made_by else {})}
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def check(self, layout: Layout, place: str) -> None:
+        """Raise an error unless the documents have vectors of this layout and nothing else.
+
+        Raises:
+            VocabularyMismatchError, DataError: another vocabulary, other kinds or lengths of vectors, another model,
+                a weight beyond float16, or more token vectors in a document than Qdrant takes.
+        """
+        _check_layout(self, layout, place, "documents")
+        check_models(layout.models, self.models, place)
+        if self.sparse is not None and layout.weights == "float16" and self.sparse.data.size:
+            heaviest = float(self.sparse.data.max())
+            if heaviest > _LARGEST_HALF:
+                raise DataError(
+                    f"documents: float16 keeps weights up to {_LARGEST_HALF:.0f}, got {heaviest:g}. "
+                    "Scale the vectors down, or use weights='float32'."
+                )
+        if self.tokens is not None and len(self):
+            lengths = self.tokens.offsets.diff()
+            longest = int(lengths.argmax())
+            floats = int(lengths[longest]) * self.tokens.dimension
+            if floats >= _FLOATS_OF_A_POINT:
+                raise DataError(
+                    f"documents: Qdrant takes fewer than {_FLOATS_OF_A_POINT:,} numbers of token vectors in one, "
+                    f"got {floats:,} in {self.ids[longest]!r}. Cut long documents, or pool their tokens."
+                )
+
+    def points(self, rows: Sequence[int]) -> list[Point]:
+        """Some of the documents as the engine takes them; an empty vector is left out of its point."""
+        made = []
+        for row in rows:
+            name = self.ids[row]
+            payload = {**self.payloads.get(name, {}), ID: name}
+            made.append(Point(key_of(name), payload, _vectors(self, row)))
+        return made
+
+    def batches(self, largest: int, largest_bytes: int) -> Iterator[list[int]]:
+        """Rows in order, at most `largest` and about `largest_bytes` of a request at a time."""
+        batch: list[int] = []
+        size = 0
+        for row in range(len(self)):
+            numbers = 64 + (0 if self.dense is None else self.dense.shape[1])
+            if self.sparse is not None:
+                numbers += 2 * int(self.sparse.indptr[row + 1] - self.sparse.indptr[row])
+            if self.tokens is not None:
+                numbers += int(self.tokens.offsets[row + 1] - self.tokens.offsets[row]) * self.tokens.dimension
+            needed = numbers * _BYTES_OF_A_NUMBER + len(json.dumps(self.payloads.get(self.ids[row], {})))
+            if batch and (len(batch) == largest or size + needed > largest_bytes):
+                yield batch
+                batch, size = [], 0
+            batch.append(row)
+            size += needed
+        if batch:
+            yield batch
+
+    def digest(self, layout: Layout) -> str:
+        """SHA-256 of all that a build would store."""
+        digest = hashlib.sha256(json.dumps([layout.weights, layout.distance, layout.vocab_size]).encode())
+        for name in self.ids:
+            digest.update(json.dumps([name, self.payloads.get(name, {})], sort_keys=True).encode())
+        if self.sparse is not None:
+            for array in (self.sparse.indptr, self.sparse.indices, self.sparse.data):
+                digest.update(array.tobytes())
+        if self.dense is not None:
+            digest.update(self.dense.tobytes())
+        if self.tokens is not None:
+            for tensor in (self.tokens.offsets, self.tokens.values, self.tokens.scales):
+                digest.update(b"" if tensor is None else tensor.numpy().tobytes())
+        return digest.hexdigest()
+
+
+@dataclass
+class Queries:
+    """Queries with any of the vectors of a collection's layout, one row each in every part; as :class:`Documents`."""
+
+    ids: list[str]
+    sparse: SparseVectors | None = None
+    dense: Dense | None = None
+    tokens: TokenVectors | None = None
+
+    def __post_init__(self) -> None:
+        self.ids = list(self.ids)
+        check_ids(self.ids)
+        _check_parts(self)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def kinds(self) -> list[str]:
+        """Which of ``"sparse"``, ``"dense"`` and ``"tokens"`` there are."""
+        parts = {SPARSE: self.sparse, DENSE: self.dense, TOKENS: self.tokens}
+        return [kind for kind, part in parts.items() if part is not None]
+
+    def check(self, layout: Layout, place: str) -> None:
+        """Raise an error unless a collection of this layout can answer."""
+        _check_layout(self, layout, place, "queries")
+
+    def vectors(self, row: int) -> dict[str, Any]:
+        """The vectors of a query that are not empty."""
+        return _vectors(self, row)
+
+
+def _vectors(part: Documents | Queries, row: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if part.sparse is not None:
+        terms, weights = part.sparse.row(row)
+        keep = weights > 0
+        if keep.any():
+            found[SPARSE] = (terms[keep].tolist(), weights[keep].tolist())
+    if part.dense is not None:
+        found[DENSE] = part.dense[row].tolist()
+    if part.tokens is not None and int(part.tokens.offsets[row + 1]) > int(part.tokens.offsets[row]):
+        found[TOKENS] = part.tokens.rows(row).tolist()
+    return found
+
+
+def _check_parts(part: Documents | Queries) -> None:
+    if part.sparse is None and part.dense is None and part.tokens is None:
+        raise DataError("vectors: expected sparse, dense or tokens, got none of them.")
+    for name, vectors in (("sparse", part.sparse), ("tokens", part.tokens)):
+        if vectors is not None and list(vectors.ids) != part.ids:
+            raise DataError(f"{name}: expected the ids of the {len(part.ids)} others in their order, got others.")
+    if part.dense is not None:
+        array = part.dense.detach().cpu().float().numpy() if hasattr(part.dense, "detach") else np.asarray(part.dense)
+        if array.ndim != 2 or array.shape[0] != len(part.ids) or not np.issubdtype(array.dtype, np.floating):
+            raise DataError(f"dense: expected floats [{len(part.ids)}, D], got {array.dtype} {list(array.shape)}.")
+        part.dense = np.ascontiguousarray(array, dtype=np.float32)
+        if not np.isfinite(part.dense).all():
+            row = int(np.flatnonzero(~np.isfinite(part.dense).all(axis=1))[0])
+            raise DataError(f"dense: expected finite numbers, got others for {part.ids[row]!r}.")
+    if part.tokens is not None and not bool(part.tokens.values.float().isfinite().all()):
+        raise DataError("tokens: expected finite numbers, got others. Check the model's output.")
+
+
+def _check_layout(part: Documents | Queries, layout: Layout, place: str, what: str) -> None:
+    sizes = {
+        SPARSE: None if part.sparse is None else part.sparse.vocab_size,
+        DENSE: None if part.dense is None else part.dense.shape[1],
+        TOKENS: None if part.tokens is None else part.tokens.dimension,
+    }
+    wanted = {SPARSE: layout.vocab_size, DENSE: layout.dense, TOKENS: layout.tokens}
+    if part.sparse is not None and layout.vocab_size is not None:
+        check_same_vocabulary(layout, part.sparse, place, what)
+    for kind, size in sizes.items():
+        if size is not None and wanted[kind] is None:
+            raise DataError(f"{what}: {place} has no {kind} vectors, got some. It has: {', '.join(layout.kinds)}.")
+        if size is not None and size != wanted[kind]:
+            raise DataError(f"{what}: expected {kind} vectors of length {wanted[kind]} as in {place}, got {size}.")
+        if size is None and wanted[kind] is not None and what == "documents":
+            raise DataError(f"documents: {place} keeps {kind} vectors, got none. Give those of all documents.")
+
+
+def _check_payload(name: str, payload: Mapping[str, Any]) -> None:
+    if ID in payload:
+        raise DataError(f"payloads: {ID!r} is where the id is kept, got it for {name!r}. Rename that field.")
+    try:
+        text = json.dumps(dict(payload), allow_nan=False)
+        if not all(isinstance(key, str) for key in payload):
+            raise TypeError("a field whose name is no text")
+        if not is_unicode(json.dumps(json.loads(text), ensure_ascii=False)):
+            raise ValueError("half a surrogate pair")
+    except (TypeError, ValueError) as error:
+        raise DataError(f"payloads: expected what JSON can hold for {name!r}, got other values ({error}).") from error

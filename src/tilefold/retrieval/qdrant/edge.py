@@ -1,0 +1,243 @@
+"""A collection in a folder, through qdrant-edge: the engine of Qdrant in this process.
+
+Behaviour of qdrant-edge-py 0.9.0 that this wrapper handles: opening a folder that is open already fails, but damages it
+for the one that has it open, so a lock of ours comes first; errors are bare ``Exception``; numbers that are not finite,
+terms given twice and token vectors beyond the server's limit are stored without a word (``Documents`` refuses them).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tilefold._files import LOCK, InUseError, hold_folder, naming_full_disk, read_json, release_folder, write_json
+from tilefold.retrieval._files import require
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.qdrant.filters import Condition, Filter
+from tilefold.retrieval.qdrant.layout import DENSE, ID, SPARSE, TOKENS, Layout, Record
+from tilefold.retrieval.qdrant.plans import Plan, Point, Stage
+
+RECORD = "collection.json"
+SHARD = "shard"
+OWN_NAMES = (RECORD, SHARD, LOCK)
+_PAGE = 1000
+
+
+class EdgeEngine:
+    """The collection in `folder`, open in this process alone until it is closed.
+
+    Raises:
+        MissingPackageError: qdrant-edge-py is not installed.
+        InUseError: the folder is open in a process, this one included.
+        DataError: what is there cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._edge = require("qdrant_edge", "qdrant-edge-py", "An embedded Qdrant collection", "qdrant")
+        self.folder, self.place = folder, str(folder)
+        self._shard: Any = None
+        try:
+            self._lock = hold_folder(folder, again=False)
+        except InUseError:
+            raise InUseError(
+                f"{folder}: the collection is open elsewhere, and an embedded one can be open once at a time. Close it "
+                "there, or keep the collection on a Qdrant server."
+            ) from None
+        try:
+            if self.record() is not None:
+                with self._errors():
+                    self._shard = self._edge.EdgeShard.load(str(folder / SHARD))
+        except RuntimeError as error:
+            release_folder(self._lock)
+            raise DataError(f"{error} Build the index again (tilefold index).") from error
+        except BaseException:
+            release_folder(self._lock)
+            raise
+
+    def record(self) -> Record | None:
+        """What the collection says of itself; None where there is none."""
+        file = self.folder / RECORD
+        if not file.exists():
+            return None
+        value = read_json(file)
+        if value is None:
+            raise DataError(f"{file}: expected a JSON object, got none. Build the index again (tilefold index).")
+        return Record.from_dict(value, self.place)
+
+    def create(self, record: Record) -> None:
+        """An empty collection. A shard without a record is what a killed creation left, and is removed."""
+        edge, layout = self._edge, record.layout
+        shutil.rmtree(self.folder / SHARD, ignore_errors=True)
+        vectors: dict[str, Any] = {}
+        if layout.dense is not None:
+            distance = edge.Distance.Dot if layout.distance == "dot" else edge.Distance.Cosine
+            vectors[DENSE] = edge.EdgeVectorParams(size=layout.dense, distance=distance)
+        if layout.tokens is not None:
+            vectors[TOKENS] = edge.EdgeVectorParams(
+                size=layout.tokens,
+                distance=edge.Distance.Dot,
+                multivector_config=edge.MultiVectorConfig(edge.MultiVectorComparator.MaxSim),
+                hnsw_config=edge.HnswIndexConfig(0, 4, 10_000),  # no graph: MaxSim is exact
+            )
+        sparse = {}
+        if layout.vocab_size is not None:
+            kind = edge.VectorStorageDatatype
+            datatype = kind.Float32 if layout.weights == "float32" else kind.Float16
+            sparse[SPARSE] = edge.EdgeSparseVectorParams(datatype=datatype)
+        with self._errors():
+            config = edge.EdgeConfig(vectors=vectors, sparse_vectors=sparse)
+            self._shard = edge.EdgeShard.create(str(self.folder / SHARD), config)
+            for name, schema in layout.fields.items():
+                kinds = edge.PayloadSchemaType
+                self._shard.update(edge.UpdateOperation.create_field_index(name, getattr(kinds, schema.capitalize())))
+            self._shard.flush()
+        self.write_record(record)
+
+    def write_record(self, record: Record) -> None:
+        """Replace what the collection says of itself."""
+        write_json(self.folder / RECORD, record.to_dict())
+
+    def drop(self) -> None:
+        """Remove the collection."""
+        (self.folder / RECORD).unlink(missing_ok=True)
+        if self._shard is not None:
+            with self._errors():
+                self._shard.close()
+            self._shard = None
+        shutil.rmtree(self.folder / SHARD, ignore_errors=True)
+
+    def upsert(self, points: Sequence[Point]) -> None:
+        """Add or replace points, and flush them to disk."""
+        edge = self._edge
+        made = [edge.Point(point.key, self._vectors(point.vectors), point.payload) for point in points]
+        with self._errors():
+            self._shard.update(edge.UpdateOperation.upsert_points(made))
+            self._shard.flush()
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove points, and flush that to disk."""
+        with self._errors():
+            self._shard.update(self._edge.UpdateOperation.delete_points(list(keys)))
+            self._shard.flush()
+
+    def fetch(self, keys: Sequence[str], vectors: bool) -> list[Point]:
+        """Those of the points that there are, in any order."""
+        with self._errors():
+            found = self._shard.retrieve(list(keys), True, vectors)
+        return [self._point(record) for record in found]
+
+    def scroll(self) -> Iterator[Point]:
+        """All points, without vectors and with their ids alone."""
+        offset: Any = None
+        while True:
+            request = self._edge.ScrollRequest(offset=offset, limit=_PAGE, with_payload=[ID])
+            with self._errors():
+                page, offset = self._shard.scroll(request)
+            yield from (self._point(record) for record in page)
+            if offset is None:
+                return
+
+    def count(self, where: Filter | None) -> int:
+        """How many points match."""
+        with self._errors():
+            request = self._edge.CountRequest(exact=True, filter=self._filter(where))
+            return int(self._shard.count(request))
+
+    def query(self, plans: Sequence[Plan], layout: Layout) -> list[list[tuple[str, float]]]:
+        """Ids and scores for each plan."""
+        edge = self._edge
+        requests = []
+        for stage, where in plans:
+            chosen = self._filter(where)
+            requests.append(
+                edge.QueryRequest(
+                    limit=stage.limit,
+                    query=self._scoring(stage),
+                    prefetches=[self._prefetch(part, chosen) for part in stage.stages] or None,
+                    with_payload=[ID],
+                    filter=chosen,
+                    params=edge.SearchParams(exact=True) if stage.exact else None,
+                )
+            )
+        with self._errors():
+            answers = self._shard.query_batch(edge.QueryBatchRequest(requests))
+        return [[(point.payload[ID], float(point.score)) for point in answer] for answer in answers]
+
+    def optimize(self) -> None:
+        """Make the final index of what was added."""
+        with self._errors():
+            self._shard.optimize()
+            self._shard.flush()
+
+    def close(self) -> None:
+        """Flush, and let others open the folder."""
+        if not self._lock.is_locked:
+            return
+        try:
+            if self._shard is not None:
+                with self._errors():
+                    self._shard.close()
+        finally:
+            self._shard = None
+            release_folder(self._lock)
+
+    def _vectors(self, vectors: dict[str, Any]) -> dict[str, Any]:
+        sparse = vectors.get(SPARSE)
+        return vectors if sparse is None else {**vectors, SPARSE: self._edge.SparseVector(*sparse)}
+
+    def _point(self, record: Any) -> Point:
+        vectors = dict(record.vector or {})
+        if SPARSE in vectors:
+            vectors[SPARSE] = (list(vectors[SPARSE].indices), list(vectors[SPARSE].values))
+        return Point(str(record.id), dict(record.payload or {}), vectors)
+
+    def _scoring(self, stage: Stage) -> Any:
+        edge = self._edge
+        if stage.fusion == "rrf":  # its ranks start at 0
+            return edge.Fusion.Rrf(stage.rank_constant + 1)
+        if stage.fusion:
+            return edge.Fusion.Dbsf()
+        vector = edge.SparseVector(*stage.vector) if stage.using == SPARSE else stage.vector
+        return edge.Query.Nearest(vector, using=stage.using)
+
+    def _prefetch(self, stage: Stage, chosen: Any) -> Any:
+        return self._edge.Prefetch(
+            limit=stage.limit,
+            query=self._scoring(stage),
+            prefetches=[self._prefetch(part, chosen) for part in stage.stages] or None,
+            params=self._edge.SearchParams(exact=True) if stage.exact else None,
+            filter=chosen,
+        )
+
+    def _filter(self, where: Filter | None) -> Any:
+        if where is None:
+            return None
+        must, must_not = ([self._condition(item) for item in where.conditions(must)] for must in (True, False))
+        return self._edge.Filter(must=must or None, must_not=must_not or None)
+
+    def _condition(self, condition: Condition) -> Any:
+        edge = self._edge
+        if condition.values is None:
+            return edge.FieldCondition(condition.name, range=edge.RangeFloat(**(condition.bounds or {})))
+        single = len(condition.values) == 1
+        match = edge.MatchValue(condition.values[0]) if single else edge.MatchAny(condition.values)
+        return edge.FieldCondition(condition.name, match=match)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Raise what the engine raises, or panics with, as a RuntimeError that names the folder."""
+        try:
+            with naming_full_disk(self.folder):
+                try:
+                    yield
+                except BaseException as error:
+                    if type(error) is Exception or type(error).__name__ == "PanicException":
+                        raise RuntimeError(f"{self.place}: Qdrant failed: {error}.") from error
+                    raise
+        except AttributeError as error:
+            if self._shard is None:
+                raise RuntimeError(f"{self.place}: the collection is closed. Open it again.") from error
+            raise

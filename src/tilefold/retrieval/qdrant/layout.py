@@ -1,0 +1,134 @@
+"""What a collection holds, and what made it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from tilefold.retrieval.errors import DataError, VocabularyMismatchError
+
+SCHEMA_VERSION = 1
+WEIGHTS = ("float32", "float16")
+DISTANCES = ("dot", "cosine")
+FIELDS = ("keyword", "integer", "float", "bool", "text")
+ID = "_id"  # of the document, in the payload: Qdrant's own ids are numbers or UUIDs
+SPARSE, DENSE, TOKENS = "sparse", "dense", "tokens"  # names of the vectors
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The vectors of a collection: any of sparse, dense and token vectors.
+
+    Attributes:
+        vocab_size, fingerprint: vocabulary of the sparse vectors, as in ``SparseVectors``; None without any.
+        dense: length of the dense vectors, or None.
+        tokens: length of a token vector (late interaction), or None.
+        weights: how sparse weights are kept, ``"float32"`` or ``"float16"``.
+        distance: of dense vectors, ``"dot"`` or ``"cosine"``.
+        fields: fields of the payload that filters are quick on -> one of keyword, integer, float, bool, text.
+        models: of ``"sparse"``, ``"dense"`` and ``"tokens"`` -> fingerprint of the model, as far as it is known.
+
+    Raises:
+        ValueError: no vectors at all, or a wrong value.
+    """
+
+    vocab_size: int | None = None
+    fingerprint: str | None = None
+    dense: int | None = None
+    tokens: int | None = None
+    weights: str = "float32"
+    distance: str = "dot"
+    fields: Mapping[str, str] = field(default_factory=dict)
+    models: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        sizes = {"vocab_size": self.vocab_size, "dense": self.dense, "tokens": self.tokens}
+        for name, size in sizes.items():
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise ValueError(f"{name}: expected an integer of at least 1, or None, got {size!r}.")
+        if not self.kinds:
+            raise ValueError("layout: expected vocab_size, dense or tokens, got none of them.")
+        for name, value, allowed in (("weights", self.weights, WEIGHTS), ("distance", self.distance, DISTANCES)):
+            if value not in allowed:
+                raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}.")
+        for name, kind in self.fields.items():
+            if kind not in FIELDS or not name or name == ID:
+                raise ValueError(f"fields: expected a name and one of {', '.join(FIELDS)}, got {name!r}: {kind!r}.")
+
+    @property
+    def kinds(self) -> list[str]:
+        """Which of ``"sparse"``, ``"dense"`` and ``"tokens"`` there are."""
+        sizes = {SPARSE: self.vocab_size, DENSE: self.dense, TOKENS: self.tokens}
+        return [kind for kind, size in sizes.items() if size is not None]
+
+    def check_same(self, other: Layout, place: str) -> None:
+        """Raise an error unless `other` may be asked for where this is.
+
+        Raises:
+            VocabularyMismatchError: another vocabulary.
+            DataError: other vectors, or vectors of other models.
+        """
+        vocabularies = (self.vocab_size, self.fingerprint), (other.vocab_size, other.fingerprint)
+        known = self.fingerprint is not None and other.fingerprint is not None
+        if self.vocab_size != other.vocab_size or (known and self.fingerprint != other.fingerprint):
+            raise VocabularyMismatchError(
+                f"layout: expected the vocabulary of {place} {vocabularies[0]}, got {vocabularies[1]}. "
+                "Encode with the same model, or choose another collection."
+            )
+        for name in ("dense", "tokens", "weights", "distance"):
+            mine, others = getattr(self, name), getattr(other, name)
+            if mine != others:
+                raise DataError(
+                    f"layout: expected {name}={mine!r} as in {place}, got {others!r}. Choose another collection."
+                )
+        check_models(self.models, other.models, place)
+
+
+def check_models(mine: Mapping[str, str], others: Mapping[str, str], place: str) -> None:
+    """Raise ``DataError`` where a model is known on both sides and differs."""
+    for kind, model in others.items():
+        if mine.get(kind, model) != model:
+            raise DataError(
+                f"documents: expected {kind} vectors of the model that made {place} ({mine[kind][:12]}), got those of "
+                f"another ({model[:12]}). Encode with the same model, or choose another collection."
+            )
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a collection says of itself.
+
+    Attributes:
+        layout: what it holds.
+        texts_sha256: of the texts of all its documents; None once single documents were added, replaced or deleted.
+        vectors_sha256: of the vectors that a build put there, so that it can be resumed; None as above.
+        complete: whether no build is unfinished.
+    """
+
+    layout: Layout
+    texts_sha256: str | None = None
+    vectors_sha256: str | None = None
+    complete: bool = True
+
+    def changed(self) -> Record:
+        """The same after single documents were changed."""
+        return replace(self, texts_sha256=None, vectors_sha256=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"schema_version": SCHEMA_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any], place: str) -> Record:
+        """The inverse of :meth:`to_dict`; ``DataError`` for anything else."""
+        remedy = "Build the index again (tilefold index), or update tilefold."
+        if value.get("schema_version") != SCHEMA_VERSION:
+            got = value.get("schema_version")
+            raise DataError(f"{place}: expected a collection of schema {SCHEMA_VERSION}, got {got!r}. {remedy}")
+        try:
+            known = {item.name for item in fields(Layout)}
+            layout = Layout(**{name: item for name, item in value["layout"].items() if name in known})
+            return cls(layout, value["texts_sha256"], value["vectors_sha256"], bool(value["complete"]))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise DataError(f"{place}: expected the record of a collection, got another ({error}). {remedy}") from error

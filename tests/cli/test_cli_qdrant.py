@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.program import run_cli
+from tests.recipes.small import small_collection
+from tests.retrieval.qdrant_over_http import OverHttp
+from tilefold.retrieval.qdrant import QdrantCollection
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
+    folder = tmp_path_factory.mktemp("qdrant")
+    small_collection().save_beir(folder / "data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        encode = ("encode", "--model", masked_lm, "--data", folder / "data", "--top-k", "64")
+        assert run_cli(*encode, "--output", folder / "vectors") == 0
+        assert run_cli("index", "--vectors", folder / "vectors", "--output", folder / "exact") == 0
+    return folder
+
+
+def test_evaluate_and_search_give_the_figures_of_an_exact_index(
+    call: Any, work: Path, masked_lm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    http = OverHttp()
+    http.key = "sesame-77-open"
+    monkeypatch.setenv("QDRANT_API_KEY", http.key)
+    index = ("index", "--backend", "qdrant", "--vectors", work / "vectors", "--output")
+    places = ("--data", work / "data", "--model", masked_lm)
+    exact = json.loads(call("evaluate", *places, "--index", work / "exact", "--json").out)
+    for name, options in (("folder", ()), ("server", ("--url", http.url))):
+        made = call(*index, tmp_path / name, *options, "--json")
+        assert made.code == 0, made.err
+        assert json.loads(made.out)["n_documents"] == len(small_collection().documents)
+        found = call("evaluate", *places, "--index", tmp_path / name, "--json")
+        assert (found.code, json.loads(found.out)) == (0, exact), found.err
+        vectors = ("--vectors", work / "vectors")
+        hits = call("search", "csv files", *places, *vectors, "--index", tmp_path / name, "--json")
+        assert hits.code == 0 and json.loads(hits.out)["hits"][0]["terms"], hits.err
+        assert http.key not in made.err + found.err + hits.err
+    assert http.client.collection_exists("server")
+    with QdrantCollection.embedded(tmp_path / "folder"):
+        refused = call("search", "csv files", "--model", masked_lm, "--index", tmp_path / "folder")
+        assert (refused.code, "the collection is open elsewhere" in refused.err) == (1, True)
+    http.key = "changed"
+    refused = call("search", "csv files", "--model", masked_lm, "--index", tmp_path / "server")
+    assert (refused.code, "answered 401 to the key given" in refused.err, "sesame" in refused.err) == (1, True, False)
+    http.stop()
+
+
+def test_index_refuses_options_that_do_not_belong_together(call: Any, work: Path, tmp_path: Path) -> None:
+    index = ("index", "--vectors", work / "vectors", "--output", tmp_path / "index")
+    for options, message in (
+        (("--url", "http://localhost:6333"), "--url goes with --backend qdrant"),
+        (("--backend", "qdrant", "--collection", "a"), "--collection goes with --url"),
+        (("--backend", "qdrant", "--overwrite"), "--overwrite goes with --url"),
+        (("--backend", "qdrant", "--weights", "int8"), "--weights: expected one of float32, float16, got 'int8'"),
+        (("--backend", "qdrant", "--url", "localhost"), "--url: expected http://host:6333"),
+        (("--backend", "qdrant", "--url", "http://localhost", "--collection", "a b"), "--collection: expected letters"),
+        (("--backend", "qdrant", "--k1", "2"), "--k1 goes with --backend bm25"),
+    ):
+        refused = call(*index, *options)
+        assert (refused.code, message in refused.err) == (2, True), refused.err
+    assert not (tmp_path / "index").exists()

@@ -1,0 +1,128 @@
+"""Processes that are killed, and servers that are away, slow, busy, or want another key."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.retrieval.qdrant_over_http import OverHttp
+from tilefold.retrieval import SparseVectors
+from tilefold.retrieval.qdrant import Documents, Layout, QdrantCollection, UnreachableError
+
+Make = Callable[..., SparseVectors]
+ROOT = Path(__file__).resolve().parents[2]
+KEY = "sesame-4711-open"
+SPARSE = Layout(500, "f" * 64)
+
+
+@pytest.fixture
+def http() -> Iterator[OverHttp]:
+    server = OverHttp()
+    yield server
+    server.stop()
+
+
+def waited(message: str) -> float:
+    found = re.search(r"after (\d+\.\d) s", message)
+    assert found, message
+    return float(found[1])
+
+
+def test_killed_writers_lose_nothing_that_they_reported(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.retrieval.qdrant_killed", str(tmp_path / "collection"), "3"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_server_that_is_down_is_said_with_the_time_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        started = time.monotonic()
+        with pytest.raises(UnreachableError, match=r"no answer from the Qdrant server .*Connection refused") as caught:
+            QdrantCollection.server(url, "papers", SPARSE, api_key=KEY, patience=1.0)
+        assert 0.3 < waited(str(caught.value)) <= 1.0 and time.monotonic() - started < 1.5
+        assert KEY not in str(caught.value) and url in str(caught.value)
+
+
+def test_a_server_that_never_answers_is_left_after_the_timeout() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        started = time.monotonic()
+        with pytest.raises(UnreachableError, match="timed out") as caught:
+            QdrantCollection.server(
+                f"http://127.0.0.1:{silent.getsockname()[1]}", "papers", SPARSE, timeout=1, patience=0.5
+            )
+        assert 0.9 < waited(str(caught.value)) < 2 and time.monotonic() - started < 2.5
+
+
+def test_a_key_that_is_refused_is_never_shown(http: OverHttp, monkeypatch: pytest.MonkeyPatch) -> None:
+    http.key = "another"
+    monkeypatch.delenv("QDRANT_API_KEY", raising=False)
+    with pytest.raises(PermissionError, match="answered 401 to no key; set QDRANT_API_KEY"):
+        QdrantCollection.server(http.url, "papers", SPARSE)
+    monkeypatch.setenv("QDRANT_API_KEY", KEY)
+    with pytest.raises(PermissionError, match="answered 401 to the key given") as caught:
+        QdrantCollection.server(http.url, "papers", SPARSE)
+    assert KEY not in str(caught.value) and len(http.seen) == 2  # not asked again
+    http.key, http.fault = None, lambda method, path: 400  # whose answer repeats the key
+    with pytest.raises(RuntimeError, match=r"answered 400: .*refused, with \*\*\*") as other:
+        QdrantCollection.server(http.url, "papers", SPARSE)
+    assert KEY not in str(other.value)
+    http.fault = None
+    with pytest.raises(FileNotFoundError, match=r"there is no such collection. Give a layout"):
+        QdrantCollection.server(http.url, "papers")
+    collection = QdrantCollection.server(http.url, "papers", SPARSE)
+    assert KEY not in repr(collection) and KEY not in repr(vars(collection))
+
+
+def test_a_busy_server_is_asked_again(http: OverHttp, make_vectors: Make) -> None:
+    vectors = make_vectors(20)
+    collection = QdrantCollection.server(http.url, "papers", SPARSE, patience=10)
+    answers = iter([429, 0, 502])
+    http.fault = lambda method, path: next(answers, None)
+    collection.upsert(Documents(vectors.ids, vectors))
+    assert len(collection) == 20
+    collection = QdrantCollection.server(http.url, "papers", patience=0)
+    http.fault = lambda method, path: 503
+    with pytest.raises(UnreachableError, match=r"after 0.\d s"):
+        collection.search(vectors.take([0]), 3)
+
+
+def test_a_build_that_lost_its_server_goes_on_where_it_was(http: OverHttp, make_vectors: Make) -> None:
+    vectors = make_vectors(60)
+    documents = Documents(vectors.ids, vectors)
+    collection = QdrantCollection.server(http.url, "papers", SPARSE, patience=0.3)
+    reported: list[int] = []
+    http.fault = lambda method, path: 0 if path.endswith("/points") and method == "PUT" and len(reported) == 3 else None
+    with pytest.raises(UnreachableError, match=r"What was reported as done before is kept; the same call goes on"):
+        collection.build(documents, batch_size=10, progress=lambda done, _: reported.append(done))
+    assert reported == [10, 20, 30]
+    http.fault = None
+    again = QdrantCollection.server(http.url, "papers", SPARSE)
+    assert not again.complete and set(vectors.ids[:30]) <= set(again.ids())
+    http.seen.clear()
+    again.build(documents, batch_size=10, progress=lambda done, _: reported.append(done))
+    assert reported == [10, 20, 30, 10, 20, 30, 40, 50, 60]
+    assert sum(method == "PUT" and path.endswith("/points") for method, path in http.seen) == 3  # not again
+    assert again.complete and len(again) == 60
+
+
+def test_a_key_over_a_network_without_encryption_is_warned_of() -> None:
+    with pytest.warns(
+        UserWarning, match=r"http://192.0.2.1:6333: the API key is sent without encryption. Use https"
+    ) as seen:
+        from tilefold.retrieval.qdrant.server import ServerEngine
+
+        ServerEngine("http://192.0.2.1:6333", "papers", KEY).close()
+    assert KEY not in str(seen[0].message)
