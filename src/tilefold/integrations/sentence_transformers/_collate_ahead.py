@@ -121,7 +121,8 @@ def _one_packed_encoder(model: Any) -> bool:
 def _without_detours(collator: Any, model: Any) -> Any:
     """The same collator, whose texts go to the Transformer without being looked at one by one for their modality."""
     given = getattr(collator, "preprocess_fn", None)
-    if getattr(given, "__self__", None) is not model or getattr(given, "__func__", None) is not type(model).preprocess:
+    owner, function = getattr(given, "__self__", None), getattr(given, "__func__", None)
+    if owner is not model or function is not getattr(type(model), "preprocess", None):
         return collator
     found = copy.copy(collator)
     found.preprocess_fn = _TextPreprocess(model)
