@@ -37,7 +37,8 @@ def check(compiled: Compiled, capability: int, tensor_cores: bool = False, loope
 
 
 # shorter than a tile of warps, one row a program, the longest in registers (backward's and forward's), read again
-LENGTHS = {"generic": (16, 200, 2048, 40_000, 4096), "entmax15": (200, 40_000), "sparsemax": (200, 40_000),
+LENGTHS = {"generic": (16, 200, 2048, 40_000, 4096), "gentle": (200, 4096), "steep": (200, 40_000),
+           "entmax15": (200, 40_000), "sparsemax": (200, 40_000),
            "softmax": (200, 4096, 40_000)}  # fmt: skip
 ANY_ALPHA = ("generic", "generic16")  # forms that alphas of a tensor take
 
