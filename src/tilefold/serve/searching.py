@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 import torch
 from fastapi import APIRouter, Request, Response
@@ -26,6 +27,7 @@ from tilefold.serve.service import Asked, Service
 __all__ = ["SearchRoutes", "search_router"]
 
 RERANK_DEPTH = 100
+T = TypeVar("T")
 
 
 class _Strict(Body):
@@ -108,7 +110,7 @@ class SearchRoutes:
         described = {
             "name": found.name,
             "backend": index.backend,
-            "documents": index.n_documents,
+            "documents": await self._asked(lambda: index.n_documents),
             "features": found.features,
         }
         return Response(plain({"indexes": [described]}), media_type=JSON)
@@ -178,7 +180,7 @@ class SearchRoutes:
             times["encode"] = time.perf_counter() - started
             depth = body.hits if body.rerank is False else max(body.hits, _reranking(body).depth)
             options = (_feedback(body), _fusion(body))
-            ranking = await service.off_loop(self.searchable.rank, body.query, vector, depth, *options)
+            ranking = await self._asked(self.searchable.rank, body.query, vector, depth, *options)
             times["search"] = time.perf_counter() - started - times["encode"]
             if body.rerank is not False and ranking.scores:
                 await self._rerank(body, ranking)
@@ -187,6 +189,15 @@ class SearchRoutes:
         service.metrics.count("tilefold_search_count")
         service.metrics.observe("tilefold_search_duration", times["search"])
         return Response(content, media_type=JSON)
+
+    async def _asked(self, work: Callable[..., T], *args: Any) -> T:
+        """What the index answers, in a helper thread: it may be on a server, which may be away."""
+        try:
+            return await self.service.off_loop(work, *args)
+        except (ConnectionError, PermissionError) as error:
+            self.service.log_failure(error)
+            message = "the index is on a server that does not answer; the log says why"
+            raise ServeError("Unhealthy", message) from error
 
     async def _rerank(self, body: SearchBody, ranking: Ranking) -> None:
         """Order the best candidates by MaxSim, or by both scores."""

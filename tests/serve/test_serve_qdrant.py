@@ -1,0 +1,61 @@
+"""An index in Qdrant behind the service: many requests at once, and a server that goes away."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.retrieval.qdrant_over_http import OverHttp
+from tests.serve.running import serving
+from tilefold import retrieval as r
+from tilefold.retrieval.collection import Collection
+from tilefold.retrieval.index.qdrant import QdrantIndex
+from tilefold.retrieval.qdrant import QdrantCollection
+from tilefold.serve.models import Served
+from tilefold.serve.searchable import Searchable
+from tilefold.serve.service import Service
+
+PATH = "/v1/papers/search?query=csv+files&hits=3"
+
+
+@pytest.fixture(scope="module")
+def vectors(sparse: Any, collection: Collection) -> r.SparseVectors:
+    from tilefold.retrieval.encoding import encode_queries
+
+    return encode_queries(sparse, collection.contents())
+
+
+def found(reply: Any) -> dict[str, float]:
+    return {entry["docid"]: entry["score"] for entry in reply.json["candidates"]}
+
+
+def test_an_embedded_index_answers_requests_that_come_together(sparse: Any, vectors: r.SparseVectors) -> None:
+    queries = r.encode_queries(sparse, {"q": "csv files"})
+    wanted = {hit.id: hit.score for hit in r.build_index(vectors).search(queries, 3)[0]}
+    index = r.build_index(vectors, "qdrant")
+    model = Served(sparse, "sparse", "tiny")
+    with serving(Service([model], searchable=Searchable("papers", index, model))) as client:
+        with ThreadPoolExecutor(8) as pool:
+            replies = list(pool.map(client.get, [PATH] * 24))
+        assert [reply.status for reply in replies] == [200] * 24
+        assert all(found(reply) == pytest.approx(wanted, rel=1e-4) for reply in replies)
+        assert client.get("/v1/indexes").json["indexes"][0]["documents"] == len(vectors)
+
+
+def test_a_server_that_went_away_is_a_503_without_its_address(sparse: Any, vectors: r.SparseVectors) -> None:
+    http = OverHttp()
+    r.build_index(vectors, "qdrant", url=http.url, collection="papers")
+    index = QdrantIndex(QdrantCollection.server(http.url, "papers", patience=0.2))
+    model = Served(sparse, "sparse", "tiny")
+    with serving(Service([model], searchable=Searchable("papers", index, model))) as client:
+        assert client.get(PATH).status == 200
+        http.fault = lambda method, path: 503
+        for path in (PATH, "/v1/indexes"):
+            reply = client.get(path)
+            assert (reply.status, reply.json["error_type"]) == (503, "Unhealthy")
+            assert "does not answer" in reply.json["error"] and "127.0.0.1" not in reply.json["error"]
+        http.fault = None
+        assert client.get(PATH).status == 200
+    http.stop()
