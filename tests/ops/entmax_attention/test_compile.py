@@ -134,6 +134,8 @@ KNOWN_SPILLS = {("fp32", 64): 96, ("fp32", 128): 48, ("fp32", 256): 1024 if rele
 KNOWN_SPILLS |= {("bf16", 64, 80): 8, ("bf16", 128, 80): 56, ("bf16", 256): 48}
 END_SPILLS = 24  # of two accumulators on 9.0, where programs share a multiprocessor: put away outside the loops
 MASK_SPILLS = 80 if release() == (3, 7) else 72  # and with a mask, or a count of the support, in any kernel
+# bytes, and the share of a loop, of a form that looks at alpha as it runs
+ANY_ALPHA_SPILLS = (392, 1 / 28) if release() == (3, 4) else (MASK_SPILLS, 1 / 40)
 ALPHA_SPILLS, ALPHA_LOOPED = 128, 1 / 32  # and with the five sums of the gradient of alpha, in three programs
 MASK_LOOPED = 1 / 40  # of the instructions of a loop
 TILE_LOOPED = 1 / 4  # of a loop in fp32 at 256
@@ -178,7 +180,7 @@ def test_attention_kernels_build_without_spills(capability: int, dim: int, kind:
     if (capability, kind, dim, name) == (90, "entmax15", 64, "output"):
         check_spills(compiled, END_SPILLS)
     elif kind not in configs.CLOSED and capability == 90:
-        check_spills(compiled, MASK_SPILLS, MASK_LOOPED, name)
+        check_spills(compiled, *ANY_ALPHA_SPILLS, name)
     elif (capability, name) in ((80, "dq"), (80, "output")):
         check_spills(compiled, KNOWN_SPILLS["bf16", dim, capability])
     else:
