@@ -48,7 +48,11 @@ class WindowEnd(NamedTuple):
     texts: int
 
 
-Item = SparseBatch | FailedText | WindowEnd
+class Begun(NamedTuple):
+    """Texts are being tokenised: the first item of a stream, before the device was given anything."""
+
+
+Item = Begun | SparseBatch | FailedText | WindowEnd
 
 
 class Window(NamedTuple):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from tilefold.pipeline.ahead import Behind
-from tilefold.pipeline.rows import FailedText, Item, Window, WindowEnd
+from tilefold.pipeline.rows import Begun, FailedText, Item, Window, WindowEnd
 from tilefold.retrieval._shards import ShardWriter, Vectors
 from tilefold.retrieval.errors import DataError
 
@@ -70,8 +70,9 @@ class StreamedShards(Generic[V]):
 
     Args:
         folder: where they are written.
-        open_writer: of the folder. What identifies model and texts takes a while to compute: if there is nothing in the
+        open_writer: of the folder. What identifies the texts takes a while to compute: if there is nothing in the
             folder that could be resumed, the model gets its first batches before that.
+        look: what can be done for `open_writer` before the device is given anything.
         texts: id -> text.
         shard_size: texts of a shard.
         stream: windows of texts -> what was made of them.
@@ -85,6 +86,7 @@ class StreamedShards(Generic[V]):
         self,
         folder: str | Path,
         open_writer: Callable[[], ShardWriter[Any, Any]],
+        look: Callable[[], object],
         texts: Mapping[str, str],
         shard_size: int,
         stream: Stream,
@@ -94,7 +96,7 @@ class StreamedShards(Generic[V]):
         save_minutes: float,
     ) -> None:
         self.texts, self.stream, self.prepare = texts, stream, prepare
-        self.open_writer = open_writer
+        self.open_writer, self.look = open_writer, look
         self.fresh = not Path(folder).exists() or (Path(folder).is_dir() and not any(Path(folder).iterdir()))
         if not self.fresh:
             self.writer = open_writer()
@@ -121,8 +123,11 @@ class StreamedShards(Generic[V]):
         for shard in self.shards:
             self._open(shard)
         with closing(self.stream(self._windows())) as items:
-            first = [next(items)] if self.fresh else []
+            next(items)
+            first = []
             if self.fresh:
+                self.look()  # while the first texts are tokenised: it reads the model, which waits for the device
+                first = [next(items)]
                 self.writer = self.open_writer()
             self.reported = self.finished
             self.report(self.finished, len(self.ids))
@@ -161,6 +166,8 @@ class StreamedShards(Generic[V]):
             yield Window(self.prepare([self.texts[name] for name in shard.strings]), skip)
 
     def _take(self, item: Item, behind: Behind) -> None:
+        if isinstance(item, Begun):
+            return
         shard = self.shards[item.window]
         if isinstance(item, WindowEnd):
             self._finish(shard, behind)

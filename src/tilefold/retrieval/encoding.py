@@ -92,6 +92,7 @@ def encode_collection(
         raise ValueError("texts: expected at least one, got none.")
     vocab_size = _vocab_size(model, kind)
     fingerprint = vocabulary_fingerprint(_tokenizer(model))
+    look = functools.cache(lambda: model_fingerprint(model))
 
     def open_writer() -> SparseVectorWriter:
         return SparseVectorWriter(
@@ -101,7 +102,7 @@ def encode_collection(
             model_name=model_name(model),
             kind=kind,
             settings={
-                "model_fingerprint": model_fingerprint(model),
+                "model_fingerprint": look(),
                 "texts_sha256": texts_digest(texts),
                 "shard_size": shard_size,
                 "top_k": top_k,
@@ -118,6 +119,7 @@ def encode_collection(
         shards = StreamedShards(
             output_dir,
             open_writer,
+            look,
             texts,
             shard_size,
             functools.partial(stream, task=kind, **how),

@@ -82,12 +82,14 @@ def encode_tokens(
     check_shards(shard_size, save_minutes)
     dimension = token_dimension(model, kind)
 
+    look = functools.cache(lambda: token_model_fingerprint(model))
+
     def open_writer() -> TokenVectorWriter:
         manifest = TokenManifest(
             dimension,
             storage,
             model_name(model),
-            token_model_fingerprint(model),
+            look(),
             source,
             kind,
             settings={"texts_sha256": texts_digest(texts), "shard_size": shard_size},
@@ -100,6 +102,7 @@ def encode_tokens(
         shards = StreamedShards(
             output_dir,
             open_writer,
+            look,
             texts,
             shard_size,
             functools.partial(stream, task=kind, **how),

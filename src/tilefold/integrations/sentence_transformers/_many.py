@@ -13,7 +13,7 @@ from torch import Tensor
 from tilefold._csr import csr_tensor
 from tilefold.integrations.sentence_transformers.stream import SparseStream
 from tilefold.modules.fused_pooling import SparseOptions
-from tilefold.pipeline.rows import FailedText, SparseBatch, Window, WindowEnd, stacked
+from tilefold.pipeline.rows import Begun, FailedText, SparseBatch, Window, WindowEnd, stacked
 
 FIRST_TEXTS = 512  # of the first window, so that the device need not wait long for it
 WINDOW_TEXTS = 2048
@@ -59,7 +59,7 @@ def encode_many(
         for item in items:
             if isinstance(item, FailedText):
                 raise item.error
-            if isinstance(item, WindowEnd):
+            if isinstance(item, (Begun, WindowEnd)):
                 continue
             window = windows[item.window]
             found.append(item._replace(places=[window[place] for place in item.places]))

@@ -24,7 +24,7 @@ from tilefold.ops.lsr_head.rows import CapacityRows
 from tilefold.pipeline.ahead import Ahead
 from tilefold.pipeline.copies import to_device
 from tilefold.pipeline.ragged import TokenIds, cut_batches
-from tilefold.pipeline.rows import FailedText, NoRoomError, PendingRows, SparseBatch, Window, WindowEnd
+from tilefold.pipeline.rows import Begun, FailedText, NoRoomError, PendingRows, SparseBatch, Window, WindowEnd
 
 __all__ = ["SparseStream", "TextStream", "Work", "sparse_scores"]
 
@@ -102,6 +102,7 @@ class TextStream(ABC):
                 before anything of the next one.
         """
         with Ahead(self._works(windows), AHEAD, "tilefold-tokens") as works:
+            yield Begun()
             yield from self._run(works)
 
     def _probed(self) -> tuple[bool, dict[str, Any]]:
