@@ -197,7 +197,7 @@ class _Watch:
             torch.cuda.synchronize()
         if self.first <= step <= self.first + self.steps:
             self.ends.append(time.perf_counter())
-        if not self.on_gpu:
+        if not self.on_gpu or not self.steps:  # nothing is timed where losses alone are compared
             return
         if step == self.first:
             torch.cuda.reset_peak_memory_stats()
