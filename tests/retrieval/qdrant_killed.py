@@ -19,7 +19,7 @@ import numpy as np
 from tilefold.retrieval import SparseVectors, build_index
 from tilefold.retrieval.qdrant import Documents, Layout, QdrantCollection
 
-DOCUMENTS, BATCH, VOCABULARY, KILLS = 240, 20, 300, 5
+DOCUMENTS, BATCH, VOCABULARY, KILLS = 240, 20, 300, 3
 LAYOUT = Layout(VOCABULARY)
 
 

@@ -16,6 +16,8 @@ OPTIONAL_PACKAGES = {
     "safetensors": "checkpoints, token vectors",
     "pyarrow": "sparse vectors",
     "pyseismic-lsr": "approximate sparse search",
+    "qdrant-edge-py": "an embedded Qdrant index",
+    "qdrant-client": "an index on a Qdrant server",
     "bm25s": "lexical baseline",
     "ir-measures": "evaluation",
     "fastapi": "serving",
