@@ -163,6 +163,7 @@ def test_nothing_is_registered_by_an_import() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "modernbert"])
@@ -175,8 +176,8 @@ def test_packed_is_padded_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
     assert use_packed(model) is None
     packed = ids[kept]
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:  # nothing waits for the GPU
+    try:
+        torch.cuda.set_sync_debug_mode("error")  # nothing waits for the GPU
         got = packed_hidden_states(model, packed, offsets, max(LENGTHS))
     finally:
         torch.cuda.set_sync_debug_mode("default")
