@@ -79,7 +79,7 @@ class Prepared:
     def tokenise(self, texts: Sequence[str]) -> None:
         """Texts to packed ids, on all cores."""
         for i in range(0, len(texts), WINDOW):
-            self.model.preprocess(texts[i : i + WINDOW], task="document")
+            self.stream._tokenised(texts[i : i + WINDOW], task="document")
 
 
 def to_parquet(model: Any, texts: dict[str, str], folder: Path) -> None:

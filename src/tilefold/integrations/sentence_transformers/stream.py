@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from sentence_transformers.base.model import BaseModel
 from torch import Tensor
 
 from tilefold.integrations.sentence_transformers._batch import encode_features, prune
+from tilefold.integrations.sentence_transformers._packed_inputs import PackedInputs
 from tilefold.integrations.sentence_transformers._pooling import sparse_scores
 from tilefold.modules.fused_pooling import SparseOptions
 from tilefold.ops.lsr_head.rows import CapacityRows
@@ -81,6 +83,11 @@ class TextStream(ABC):
         self.batch_tokens, self.batch_size = batch_tokens or _tokens_for(self.device), batch_size
         self._lock = threading.Lock()  # held while texts are tokenised, which changes settings of the tokenizer
         self.packed, self.others = self._probed()
+        first = next(iter(model.children()), None)
+        # strings are text to a module that knows nothing else: the model need not look at each of them
+        alone = self.packed and first is not None and isinstance(vars(first).get("preprocess"), PackedInputs)
+        alone = alone and type(model).preprocess is BaseModel.preprocess and "preprocess" not in vars(model)
+        self._tokenised = first.preprocess if alone and first is not None else model.preprocess
 
     @abstractmethod
     def _pending(self, features: dict[str, Any], *, again: bool = False) -> Any:
@@ -162,7 +169,7 @@ class TextStream(ABC):
     def _preprocessed(self, texts: list[str]) -> dict[str, Any] | None:
         try:
             with self._lock:
-                features: dict[str, Any] = self.model.preprocess(texts, prompt=self.prompt, **self.task)
+                features: dict[str, Any] = self._tokenised(texts, prompt=self.prompt, **self.task)
         except Exception:  # told when they are encoded one by one
             return None
         return features
