@@ -23,7 +23,8 @@ class OverHttp(ThreadingHTTPServer):
 
     Attributes:
         key: which a request must have as ``api-key``, or None.
-        fault: called with method and path before each request; a status to answer with, 0 to close the connection.
+        fault: called with method and path before each request; a status to answer with, 0 to close the connection;
+            200 is an answer that makes no sense.
         seen: method and path of every request.
     """
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -11,16 +13,26 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from tests.retrieval.qdrant_killed import BATCH, OLD
 from tests.retrieval.qdrant_over_http import OverHttp
 from tilefold.retrieval import SparseVectors
+from tilefold.retrieval.errors import VocabularyMismatchError
 from tilefold.retrieval.qdrant import Documents, Layout, QdrantCollection, UnreachableError
 
 Make = Callable[..., SparseVectors]
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "sesame-4711-open"
 SPARSE = Layout(500, "f" * 64)
+BUILD = """
+import sys
+from tests.retrieval.qdrant_killed import BATCH, LAYOUT, OLD
+from tilefold.retrieval.qdrant import Documents, QdrantCollection
+collection = QdrantCollection.server(sys.argv[1], "papers", LAYOUT)
+collection.build(Documents(OLD.ids, OLD), batch_size=BATCH, progress=lambda done, _: print(done, flush=True))
+"""
 
 
 @pytest.fixture
@@ -86,6 +98,27 @@ def test_a_key_that_is_refused_is_never_shown(http: OverHttp, monkeypatch: pytes
     assert KEY not in repr(collection) and KEY not in repr(vars(collection))
 
 
+def test_what_is_no_qdrant_server_is_said_to_be_none(http: OverHttp) -> None:
+    http.fault = lambda method, path: 200
+    with pytest.raises(RuntimeError, match=r"expected the answers of a Qdrant server, got others .*right address"):
+        QdrantCollection.server(http.url, "papers", SPARSE)
+    http.fault = lambda method, path: 404
+    with pytest.raises(FileNotFoundError, match="no such collection, or no Qdrant server"):
+        QdrantCollection.server(http.url, "papers", SPARSE)
+
+
+def test_of_two_that_make_a_collection_the_second_takes_what_the_first_made(http: OverHttp) -> None:
+    first = QdrantCollection.server(http.url, "papers", SPARSE)
+    answers, real = iter([200]), http.answer  # asked too early whether it exists
+    http.answer = lambda method, path, body: (  # type: ignore[method-assign]
+        {"exists": False} if path.endswith("/exists") and next(answers, None) else real(method, path, body)
+    )
+    assert QdrantCollection.server(http.url, "papers", SPARSE).layout == first.layout
+    answers = iter([200])
+    with pytest.raises(VocabularyMismatchError, match="layout: expected the vocabulary"):
+        QdrantCollection.server(http.url, "papers", Layout(600))
+
+
 def test_a_busy_server_is_asked_again(http: OverHttp, make_vectors: Make) -> None:
     vectors = make_vectors(20)
     collection = QdrantCollection.server(http.url, "papers", SPARSE, patience=10)
@@ -126,3 +159,30 @@ def test_a_key_over_a_network_without_encryption_is_warned_of() -> None:
 
         ServerEngine("http://192.0.2.1:6333", "papers", KEY).close()
     assert KEY not in str(seen[0].message)
+
+
+def test_a_client_that_is_killed_in_a_request_lost_nothing_that_it_reported(http: OverHttp, tmp_path: Path) -> None:
+    documents = Documents(OLD.ids, OLD)
+    command = [sys.executable, "-c", BUILD, http.url]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    with (tmp_path / "reports").open("wb") as stream:
+        client = subprocess.Popen(command, env=environment, stdout=stream)
+    sent = random.randrange(2, 8)  # noqa: S311
+
+    def kill(method: str, path: str) -> int | None:
+        if method == "PUT" and path.endswith("/points") and sum(seen == (method, path) for seen in http.seen) == sent:
+            client.kill()
+        return None
+
+    http.fault = kill
+    assert client.wait(timeout=60) == -signal.SIGKILL
+    http.fault = None
+    reported = int(((tmp_path / "reports").read_text().splitlines() or ["0"])[-1])
+    assert reported >= (sent - 2) * BATCH
+    collection = QdrantCollection.server(http.url, "papers")
+    assert not collection.complete
+    stored = collection.vectors(OLD.ids[:reported])
+    assert stored.ids == OLD.ids[:reported] and np.array_equal(stored.data, OLD.take(range(reported)).data)
+    collection.build(documents, batch_size=BATCH)
+    stored = collection.vectors(OLD.ids)
+    assert collection.complete and np.array_equal(stored.indices, OLD.indices) and np.array_equal(stored.data, OLD.data)

@@ -99,6 +99,7 @@ class QdrantCollection:
                     raise FileNotFoundError(f"{engine.place}: there is no such collection. Give a layout to make one.")
                 record = Record(layout)
                 engine.create(record)
+                record = engine.record() or record  # of another process, where that was first
             if layout is not None:
                 record.layout.check_same(layout, engine.place)
         except BaseException:

@@ -259,7 +259,12 @@ class ServerEngine:
                 if exists_is_fine and status == 409:
                     return None
                 if status is None and not _is_transport(error):
-                    raise
+                    if type(error).__name__ != "ResponseHandlingException":
+                        raise
+                    raise RuntimeError(
+                        f"{self.place}: expected the answers of a Qdrant server, got others ({self._text(error)}). "
+                        "Is it the right address?"
+                    ) from None
                 waited = time.monotonic() - started
                 if status is not None and status not in _BUSY:
                     raise self._refusal(status, error) from None
@@ -279,7 +284,9 @@ class ServerEngine:
                 f"{self.place}: the Qdrant server answered {status} to {how}. Ask for a key with access."
             )
         if status == 404:
-            return FileNotFoundError(f"{self.place}: there is no such collection. Build it (tilefold index).")
+            return FileNotFoundError(
+                f"{self.place}: there is no such collection, or no Qdrant server. Build it (tilefold index)."
+            )
         return RuntimeError(f"{self.place}: the Qdrant server answered {status}: {self._text(error)}")
 
     def _text(self, error: BaseException) -> str:
