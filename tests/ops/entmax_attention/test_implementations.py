@@ -98,6 +98,13 @@ def test_any_alpha_in_16_bits(target: Target, alpha: float | str, n: int) -> Non
     assert float(found["residual"].max()) <= 2e-5
 
 
+def test_weights_below_the_normal_numbers_leave_alpha_a_gradient(target: Target) -> None:
+    alpha = torch.tensor([1.004], device=target.device)
+    inputs = entmax_attention_inputs(1, 1, LENGTHS[0], 16, sharpness=30.0, device=target.device)
+    found = assert_entmax_attention_matches(inputs, impl=target.impl, alpha=alpha)
+    assert found["dalpha"].isfinite().all()
+
+
 @pytest.mark.parametrize("sharpness", [0.05, 8.0])
 def test_correlated_flat_and_peaked_scores(target: Target, sharpness: float) -> None:
     inputs = entmax_attention_inputs(

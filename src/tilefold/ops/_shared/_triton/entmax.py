@@ -23,6 +23,7 @@ MAX_EVALUATIONS = tl.constexpr(100)
 TOLERANCE = tl.constexpr(1e-6)  # of a row's mass; what is left is divided out
 CAREFUL = tl.constexpr(NEAR_SOFTMAX)
 CAREFUL16 = tl.constexpr(NEAR_SOFTMAX16)
+SMALLEST = tl.constexpr(2.0**-126)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -41,9 +42,9 @@ def saturated(a, b, c):
 
 @triton.jit
 def log2_of(x):
-    """One instruction, ``-inf`` at 0."""
+    """One instruction, ``-inf`` at 0, which any number below :data:`SMALLEST` counts as."""
     if PLAIN:
-        return tl.where(x > 0, tl.log2(tl.maximum(x, 1e-37)), float("-inf"))
+        return tl.where(x >= SMALLEST, tl.log2(tl.maximum(x, SMALLEST)), float("-inf"))
     else:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -295,7 +296,7 @@ def next_root(y, f, u, q, low, high, before, found, e, KIND: tl.constexpr, TOLER
 @triton.jit
 def alpha_terms(p, u, e):
     """The A and B of the derivative by alpha for an entry: ``dp/dalpha = (B sum A - A sum B) / sum u``."""
-    log_p = log2_of(tl.where(p == 0, 1.0, p)) * LN2
+    log_p = log2_of(tl.maximum(p, SMALLEST)) * LN2  # finite where a weight is 0
     w = -e * log_p
     series = 1 / 2 + w * (1 / 6 + w * (1 / 24 + w * (1 / 120 + w * (1 / 720 + w / 5040))))
     b = p * (1 + w)

@@ -10,6 +10,7 @@ from torch import Tensor
 from tilefold.ops._shared._triton.activation import nan_max
 from tilefold.ops._shared._triton.entmax import (
     MAX_EVALUATIONS,
+    SMALLEST,
     alpha_terms,
     bracket,
     log2_of,
@@ -142,7 +143,7 @@ def _gradient_tile(dp_ptr, p_ptr, offs, cols, n, mask_r, e, KIND: tl.constexpr):
     elif KIND == "softmax":
         u = p
     else:
-        u = tl.where(p == 0, 0.0, power_of_2((1 - e[:, None]) * log2_of(tl.where(p == 0, 1.0, p))) + (p - p))
+        u = tl.where(p == 0, 0.0, power_of_2((1 - e[:, None]) * log2_of(tl.maximum(p, SMALLEST))) + (p - p))
     return grad, p, u
 
 
