@@ -105,7 +105,7 @@ def config_for(dtype: torch.dtype, head_dim: int, tf32: bool, capability: tuple[
         config = replace(config, short_registers=128, general_warps=8 if releases.general_form_needs_warps() else 0)
         if releases.hopper_needs_more_registers():
             # under the others' limits 2 to 8% of the instructions of a loop move spilled values, 6% with causality
-            return replace(config, registers=168, programs=3)
+            return replace(config, registers=168, programs=3, wide_registers=ALL_REGISTERS)
         return replace(config, registers=128, wide_registers=168)
     if hopper:
         return AttentionConfig(128, 64, 8, 2, "ieee", 128, 64, 4, 64, 128, 8, 1, programs=1, short_rows=128)
