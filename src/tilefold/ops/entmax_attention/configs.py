@@ -161,6 +161,8 @@ def caps(config: AttentionConfig, kind: str, dropout: bool) -> AttentionConfig:
     if kind == GENERIC or dropout:
         dkv = ALL_REGISTERS if config.dkv_registers == ALL_REGISTERS else None
         return replace(config, registers=None, wide_registers=None, dkv_registers=dkv, short_registers=None)
+    if config.registers and kind not in CLOSED and releases.any_alpha_wants_registers():
+        return replace(config, registers=168, wide_registers=ALL_REGISTERS)
     return config
 
 

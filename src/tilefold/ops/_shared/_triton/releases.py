@@ -18,6 +18,7 @@ fused multiply-add by default (4)      yes    yes    yes    yes    yes    warns
 attention, sm_90, keeps to registers   yes    yes    yes    yes    no (8) no (7)
 roots of one stage get registers (11)  no     yes    yes    yes    yes    yes
 fp32 dk and dv get registers (13)      yes    yes    yes    yes    no     yes
+any alpha keeps to 128 (18)            yes    yes    yes    yes    no     (7)
 maxsim's gradients spill (14)          yes    no     no     no     no     no
 maxsim's lists keep to 8 warps (15)    yes    yes    yes    yes    no     no
 documents' tiles of 128 spill (17)     yes    no     no     yes    yes    no
@@ -42,6 +43,7 @@ the head's products keep to 4 (16)     yes    yes    yes    no     no     no
     maxima of packed queries are held to 128 registers, and spill, unless the assembler is told how many there are.
 16. The gradient of hidden states in 16 bits on 8.0, where its programs add up counts themselves.
 17. In maxsim's gradient of documents in 16 bits on 8.0, where tokens are scaled and masked; 64 do not.
+18. The roots and the inference of attention whose form looks at alpha, on 9.0; the gradient of alpha there wants all.
 
 This file imports without Triton.
 """
@@ -122,6 +124,11 @@ def hopper_needs_more_registers() -> bool:
 
 def general_form_needs_warps() -> bool:
     """Whether rows on chip of any alpha spill with 4 warps on compute capability 9.0."""
+    return release() == (3, 8)
+
+
+def any_alpha_wants_registers() -> bool:
+    """Whether forms of attention that look at alpha spill in 128 registers on 9.0; see 18."""
     return release() == (3, 8)
 
 
