@@ -20,7 +20,7 @@ from tilefold.ops._shared._triton.releases import BUILD_OPTIONS, release
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 # Bytes of stack. 3.4 keeps from item to item of a persistent kernel what others make again (`tl.range(disable_licm)`).
-OUTSIDE_LOOPS = {(3, 4): 224}
+OUTSIDE_LOOPS = {(3, 4): 232}
 LOCAL_ACCESSES = (0x983, 0x387)  # LDL and STL: the lowest 12 bits of an instruction, on 8.0, 9.0 and 10.0 alike
 
 
