@@ -20,7 +20,7 @@ from tests.recipes.small import SUBJECTS, small_collection
 from tests.retrieval.test_retrieval_interruptions import HOLD, HOLD_PATH
 from tilefold.cli import _common, _models
 from tilefold.cli._words import in_options
-from tilefold.retrieval import encoding, read_vectors
+from tilefold.retrieval import _streamed, encoding, read_vectors
 
 Call = Callable[..., Outcome]
 
@@ -131,26 +131,27 @@ def test_training_that_cannot_learn_says_so(call: Call, work: Path, tmp_path: Pa
 def test_ctrl_c_says_that_work_is_kept_only_where_it_is(
     call: Call, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = encoding._run
-
-    def interrupted(calls: int, *args: str | Path) -> str:
-        left = iter(range(calls))
+    def interrupted(owner: Any, name: str, calls: int, *args: str | Path) -> str:
+        """What is said where Ctrl-C comes after so many calls of a function."""
+        run, left = getattr(owner, name), iter(range(calls))
 
         def stop(*arguments: Any, **options: Any) -> Any:
             if next(left, None) is None:
                 raise KeyboardInterrupt
             return run(*arguments, **options)
 
-        monkeypatch.setattr(encoding, "_run", stop)
-        outcome = call(*args)
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, stop)
+            outcome = call(*args)
         assert outcome.code == 130
         return outcome.err
 
     asked = ("encode", "--model", work / "model", "--data", work / "data", "--batch-size", "4", "--output")
-    assert interrupted(1, *asked, tmp_path / "nothing") == "Interrupted. Nothing was kept.\n"
-    assert "Finished work is kept" in interrupted(3, *asked, tmp_path / "some")
+    batches = _streamed.StreamedShards, "_add"
+    assert interrupted(*batches, 0, *asked, tmp_path / "nothing") == "Interrupted. Nothing was kept.\n"
+    assert "Finished work is kept" in interrupted(*batches, 2, *asked, tmp_path / "some")
     searched = ("search", "csv files", "--index", work / "index", "--model", work / "model")
-    assert interrupted(0, *searched) == "Interrupted. Nothing was kept.\n"
+    assert interrupted(encoding, "encode_batch", 0, *searched) == "Interrupted. Nothing was kept.\n"
 
 
 def test_a_full_disk_is_named(call: Call, work: Path, tmp_path: Path) -> None:
