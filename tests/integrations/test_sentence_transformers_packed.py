@@ -35,6 +35,8 @@ PAIRS = Dataset.from_dict(
         "positive": [f"a function gives the {word}" + " of a long list" * steps for steps, word in enumerate(WORDS)],
     }
 )
+# fp32: a loss and its gradient take some 500 roundings in a row, in another order where nothing is padded
+ROUNDING = 512 * 2**-24
 
 
 def without_dropout(model: Any) -> Any:
@@ -67,7 +69,7 @@ def assert_same(got: tuple[float, dict[str, Any]], expected: tuple[float, dict[s
     assert got[1].keys() == expected[1].keys()
     largest = max(float(gradient.abs().max()) for gradient in expected[1].values())
     for name, gradient in expected[1].items():
-        assert float((got[1][name] - gradient).abs().max()) <= 1e-5 * largest, name
+        assert float((got[1][name] - gradient).abs().max()) <= ROUNDING * largest, name
 
 
 @pytest.fixture(scope="module")
