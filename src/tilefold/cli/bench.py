@@ -53,6 +53,9 @@ def bench(
     from tilefold.bench.results import results_folder
 
     try:
+        known = (*operators(), *job_names())
+        if op is not None and op not in known:
+            raise ValueError(f"op must be one of {', '.join(known)}, got {op!r}.")
         if op in job_names():
             job = get_job(op)
             if listing:
@@ -65,8 +68,7 @@ def bench(
         names = operators() if every or (listing and op is None) else (op,) if op is not None else ()
         specs = [get_spec(name) for name in names]
         if not specs:
-            known = ", ".join((*operators(), *job_names()))
-            raise ValueError(f"op must be given, one of {known}; or use --all.")
+            raise ValueError(f"op must be given, one of {', '.join(known)}; or use --all.")
         if listing:
             for spec in specs:
                 _list(spec)

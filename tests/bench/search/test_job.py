@@ -43,6 +43,12 @@ def test_an_unknown_shape_is_answered_with_the_known_ones() -> None:
             get_job(name).chosen(["huge"], "cpu", quick=False)
 
 
+def test_a_mistyped_job_is_answered_with_all_that_can_be_timed() -> None:
+    outcome = CliRunner().invoke(app, ["bench", "serch"])
+    assert outcome.exit_code == 2
+    assert all(name in outcome.output for name in ("lsr_head", *job_names(), "got 'serch'"))
+
+
 def test_recall_counts_ties_for_either_and_misses_for_none() -> None:
     best = [("a", 3.0), ("b", 2.0)]
     assert job.recall([best], [[("a", 3.0), ("c", 2.0)]]) == 1.0
