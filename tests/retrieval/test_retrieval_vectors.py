@@ -124,6 +124,21 @@ def test_a_crash_between_shard_and_manifest_loses_only_that_shard(
     assert read_vectors(tmp_path).ids == ["d0", "d1", "d2", "e0", "e1", "e2"]
 
 
+def test_one_writer_lists_the_shards_that_another_stores(make_vectors: Make, tmp_path: Path) -> None:
+    both = {"vocab_size": 500, "fingerprint": "f" * 64}
+    lister = SparseVectorWriter(tmp_path, **both)
+    storer = SparseVectorWriter(tmp_path, **both, lists=False)
+    parts = [make_vectors(3, seed=seed, prefix=f"{seed}-") for seed in range(2)]
+    stored = {number: storer.store_shard(number, parts[number]) for number in (1, 0)}
+    assert not lister.has_shard(0)
+    with pytest.raises(ValueError, match="expected at most 0, the next shard, got 1"):
+        lister.list_shard(1, stored[1])
+    for number in (0, 1):
+        lister.list_shard(number, stored[number], {})
+    assert lister.finish().shards == [stored[0], stored[1]]
+    assert same(read_vectors(tmp_path), SparseVectors.concatenate(parts))
+
+
 def test_what_a_killed_process_left_behind_is_cleared_away(make_vectors: Make, tmp_path: Path) -> None:
     code = (
         "import os, sys, tilefold.retrieval._shards as s, tilefold.retrieval.vectors as v\n"

@@ -45,12 +45,15 @@ class ShardWriter(Generic[M, V]):
     """Write a folder shard by shard; one process at a time may use it.
 
     Shards and manifest are replaced atomically, and a shard counts only once the manifest lists it, so that an
-    interrupted writer can be resumed.
+    interrupted writer can be resumed. Other processes may make files of shards (:meth:`store_shard`) for the one that
+    lists them (:meth:`list_shard`).
 
     Args:
         path: the folder, made when missing.
         manifest: the manifest of a new folder.
         resume: keep the shards of an earlier writer with the same settings. With False, they are discarded.
+        lists: whether this process lists shards, and so holds the folder. With False another one does: nothing is
+            checked or changed here until a shard is stored.
 
     Raises:
         FileExistsError: `path` holds files but no manifest, so it is not a folder of vectors.
@@ -61,8 +64,11 @@ class ShardWriter(Generic[M, V]):
     suffix: ClassVar[str]
     identity: ClassVar[tuple[str, ...]]
 
-    def __init__(self, path: Path, manifest: M, resume: bool) -> None:
+    def __init__(self, path: Path, manifest: M, resume: bool, lists: bool = True) -> None:
         self.path = path
+        if not lists:
+            self.manifest = manifest
+            return
         self._earlier()  # refuses a foreign folder before anything is written there
         self._lock = hold_folder(path)
         earlier = self._earlier()
@@ -153,15 +159,20 @@ class ShardWriter(Generic[M, V]):
 
     def write_shard(self, number: int, vectors: V, failed: Mapping[str, str] | None = None) -> None:
         """Write shard `number` (the next one, or one to replace) and list it in the manifest."""
+        self._check_next(number)
+        self.list_shard(number, self.store_shard(number, vectors), failed)
+
+    def store_shard(self, number: int, vectors: V) -> dict[str, Any]:
+        """Write the file of shard `number`; what :meth:`list_shard` of the writer that holds the folder takes."""
         self._check(vectors)
-        if not 0 <= number <= len(self.manifest.shards):
-            raise ValueError(
-                f"number: expected at most {len(self.manifest.shards)}, the next shard, got {number}. "
-                "Shards are written in order."
-            )
         file = self.path / f"part-{number:05d}.{self.suffix}"
         digest = self._save_shard(vectors, file)
-        self.manifest.shards[number : number + 1] = [{"file": file.name, **self._counts(vectors), "sha256": digest}]
+        return {"file": file.name, **self._counts(vectors), "sha256": digest}
+
+    def list_shard(self, number: int, stored: Mapping[str, Any], failed: Mapping[str, str] | None = None) -> None:
+        """List shard `number` (the next one, or one to replace), which :meth:`store_shard` wrote, in the manifest."""
+        self._check_next(number)
+        self.manifest.shards[number : number + 1] = [dict(stored)]
         self.manifest.n_documents = sum(int(part["rows"]) for part in self.manifest.shards)
         self.manifest.failed.update(failed or {})
         self.manifest.complete = False
@@ -169,6 +180,13 @@ class ShardWriter(Generic[M, V]):
         self._save()
         for left in self.path.glob(f"part-*.partial.{self.suffix}"):
             left.unlink()
+
+    def _check_next(self, number: int) -> None:
+        if not 0 <= number <= len(self.manifest.shards):
+            raise ValueError(
+                f"number: expected at most {len(self.manifest.shards)}, the next shard, got {number}. "
+                "Shards are written in order."
+            )
 
     def finish(self) -> M:
         """Mark the folder as complete."""

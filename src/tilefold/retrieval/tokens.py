@@ -77,6 +77,7 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
         path: the folder, made when missing.
         manifest: the manifest of a new folder.
         resume: keep the shards of an earlier writer; other settings are an error. With False, they are discarded.
+        lists: with False, files of shards are made for a writer in another process, which lists them.
 
     Raises:
         FileExistsError: `path` holds files but no manifest.
@@ -86,9 +87,9 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
     suffix = "safetensors"
     identity = ("dimension", "storage", "model_name", "model_fingerprint", "kind")
 
-    def __init__(self, path: str | Path, manifest: TokenManifest, *, resume: bool = False) -> None:
+    def __init__(self, path: str | Path, manifest: TokenManifest, *, resume: bool = False, lists: bool = True) -> None:
         _safetensors()
-        super().__init__(Path(path), manifest, resume)
+        super().__init__(Path(path), manifest, resume, lists)
 
     def _load(self, folder: Path) -> TokenManifest:
         return read_token_manifest(folder)

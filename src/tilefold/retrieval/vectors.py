@@ -90,6 +90,7 @@ class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
         path: the folder, made when missing.
         vocab_size, fingerprint, model_name, kind, settings: see :class:`VectorManifest`.
         resume: keep the shards of an earlier writer with the same settings. With False, they are discarded.
+        lists: with False, files of shards are made for a writer in another process, which lists them.
 
     Raises:
         FileExistsError: `path` holds files but no manifest, so it is not a folder of vectors.
@@ -109,10 +110,11 @@ class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
         kind: str = "document",
         settings: Mapping[str, Any] | None = None,
         resume: bool = False,
+        lists: bool = True,
     ) -> None:
         _parquet.arrow()
         manifest = VectorManifest(vocab_size, fingerprint, model_name, kind, settings=dict(settings or {}))
-        super().__init__(Path(path), manifest, resume)
+        super().__init__(Path(path), manifest, resume, lists)
 
     def _load(self, folder: Path) -> VectorManifest:
         return _load_manifest(folder)
