@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import threading
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from tilefold.ops import maxsim
 from tilefold.serve.models import Served
 from tilefold.serve.service import Service
 from tilefold.serve.settings import Limits
+from tilefold.serve.text import TextTokens
 
 TEXTS = ["read csv files", "write json text, with examples", "dates"]
 
@@ -179,6 +181,24 @@ def test_errors_have_the_codes_kinds_and_words_of_text_embeddings_inference(
     assert (reply.status, reply.json["error_type"]) == (status, kind)
     assert message in reply.json["error"]
     assert set(reply.json) == {"error", "error_type"}
+
+
+def test_token_ids_are_decoded_beside_the_event_loop_and_not_before_their_number_is_checked(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, threads = TextTokens.decode, []
+
+    def spied(self: TextTokens, ids: Any, skip_special: bool) -> str:
+        threads.append(threading.current_thread().name)
+        return decode(self, ids, skip_special)
+
+    monkeypatch.setattr(TextTokens, "decode", spied)
+    for path, name in (("/embed_sparse", "inputs"), ("/decode", "ids")):
+        assert client.post(path, {name: [[7]] * 33}).json["error"].startswith("batch size 33 >")
+        assert threads == []  # half a million lists would have kept the server from answering anybody for seconds
+        assert client.post(path, {name: [[7]] * 32}).status == 200
+        assert len(threads) == 32 and all(thread.startswith("tilefold-helper") for thread in threads)
+        threads.clear()
 
 
 def test_the_openai_route_of_a_sparse_model_is_refused_with_the_remedy_in_its_own_form(client: Client) -> None:

@@ -14,6 +14,7 @@ from tilefold.serve.endpoints import JSON, Work, add_get, add_post
 from tilefold.serve.errors import ServeError, invalid, wrong_model
 from tilefold.serve.models import Kind, Side
 from tilefold.serve.service import Asked, Outcome, Service
+from tilefold.serve.text import TextTokens
 
 __all__ = ["Routes"]
 
@@ -70,19 +71,16 @@ class Routes:
         """What a body says of the encoding."""
         return Asked(self.side, body.prompt_name, body.truncate, body.truncation_direction)
 
-    def texts(self, inputs: list[Any]) -> list[str]:
-        """Inputs as texts: token ids are decoded, as text-embeddings-inference does."""
-        texts = [each if isinstance(each, str) else self.service.text.decode(each, True) for each in inputs]
-        if any(not text for text in texts):
-            raise invalid("`inputs` cannot be empty")
-        return texts
-
-    async def _encoded(self, kind: Kind, body: Any) -> Outcome:
-        self.service.model(kind)
-        texts = self.texts(body.inputs)
-        self.service.metrics.count("te_request_count", method=_method(texts))
-        with self.service.permit(texts):
-            return await self.service.encode(kind, texts, self.asked(body))
+    async def _encoded(self, kind: Kind, inputs: list[Any], asked: Asked, name: str = "inputs") -> Outcome:
+        """Rows of texts, and of token ids, which are decoded to texts as text-embeddings-inference does."""
+        service = self.service
+        service.model(kind)
+        service.metrics.count("te_request_count", method=_method(inputs))
+        with service.permit(inputs, name):
+            texts = inputs
+            if not all(isinstance(each, str) for each in inputs):
+                texts = await service.off_loop(_decoded, service.text, inputs)
+            return await service.encode(kind, texts, asked)
 
     def answer(self, content: bytes, outcome: Outcome, kind: Kind, method: str) -> Response:
         """The response, noted in the metrics."""
@@ -91,21 +89,21 @@ class Routes:
 
     async def embed_sparse(self, body: bodies.EmbedSparse, request: Request) -> Response:
         """``[[{"index", "value"}]]``, a list per input."""
-        outcome = await self._encoded("sparse", body)
+        outcome = await self._encoded("sparse", body.inputs, self.asked(body))
         text = self.service.model("sparse").text
         content = await self.service.off_loop(answers.sparse_rows, outcome.rows, body, text)
         return self.answer(content, outcome, "sparse", _method(outcome.rows))
 
     async def embed_all(self, body: bodies.EmbedAll, request: Request) -> Response:
         """``[[[float]]]``: the token vectors of each input that take part in scores."""
-        outcome = await self._encoded("multi-vector", body)
+        outcome = await self._encoded("multi-vector", body.inputs, self.asked(body))
         content = await self.service.off_loop(answers.matrices, outcome.rows)
         return self.answer(content, outcome, "multi-vector", _method(outcome.rows))
 
     async def embed(self, body: bodies.Embed, request: Request) -> Response:
         """``[[float]]``."""
         self._refuse_dense()
-        outcome = await self._encoded("dense", body)
+        outcome = await self._encoded("dense", body.inputs, self.asked(body))
         rows = [_shaped(row, body.dimensions, body.normalize) for row in outcome.rows]
         content = await self.service.off_loop(answers.vectors, rows)
         return self.answer(content, outcome, "dense", _method(rows))
@@ -113,10 +111,7 @@ class Routes:
     async def openai(self, body: bodies.OpenAIEmbeddings, request: Request) -> Response:
         """``{"object": "list", "data": [{"embedding"}]}``."""
         self._refuse_dense()
-        texts = self.texts(body.input)
-        self.service.metrics.count("te_request_count", method=_method(texts))
-        with self.service.permit(texts, "input"):
-            outcome = await self.service.encode("dense", texts, Asked(self.side))
+        outcome = await self._encoded("dense", body.input, Asked(self.side), "input")
         rows = [_shaped(row, body.dimensions, True) for row in outcome.rows]
         data = [
             {
@@ -152,15 +147,15 @@ class Routes:
         model, texts = self.service.first_model, body.inputs
         with self.service.permit(texts):
             prompt = "" if body.prompt_name is None else model.prompt(model.way(self.side, body.prompt_name))
-            found = await self.service.off_loop(model.text.tokenize, texts, body.add_special_tokens, prompt)
-        return Response(answers.plain(found), media_type=JSON)
+            found = await self.service.off_loop(_tokens, model.text, texts, body.add_special_tokens, prompt)
+        return Response(found, media_type=JSON)
 
     async def decode(self, body: bodies.Decode, request: Request) -> Response:
         """``[text]``."""
         text = self.service.text
         with self.service.permit(body.ids, "ids"):
-            found = [text.decode(ids, body.skip_special_tokens) for ids in body.ids]
-        return Response(answers.plain(found), media_type=JSON)
+            found = await self.service.off_loop(_texts, text, body.ids, body.skip_special_tokens)
+        return Response(found, media_type=JSON)
 
     async def info(self, request: Request) -> Response:
         """The first model, and the limits."""
@@ -197,6 +192,19 @@ class Routes:
             return Response()
         error = ServeError("Unhealthy", "unhealthy")
         return Response(error.body(), error.status, media_type=JSON)
+
+
+# work of helper threads, where a body of 2 MB keeps nobody else waiting
+def _decoded(text: TextTokens, inputs: list[Any]) -> list[str]:
+    return [each if isinstance(each, str) else text.decode(each, True) for each in inputs]
+
+
+def _texts(text: TextTokens, ids: list[list[int]], skip_special: bool) -> bytes:
+    return answers.plain([text.decode(each, skip_special) for each in ids])
+
+
+def _tokens(text: TextTokens, texts: list[str], special: bool, prompt: str) -> bytes:
+    return answers.plain(text.tokenize(texts, special, prompt))
 
 
 def _method(inputs: Any) -> str:
