@@ -15,8 +15,8 @@ pytest.importorskip("sentence_transformers")
 from tests.distributed.models import VOCABULARY, save_tiny_splade
 from tilefold.bench.jobs import JobOptions, get_job
 from tilefold.bench.train import job as train_job
-from tilefold.bench.train.inputs import load_tokenizer, made_pairs, valid_share
-from tilefold.bench.train.run import GATE_STEPS, Measured
+from tilefold.bench.train.inputs import load_tokenizer, made_pairs, make_encoder, valid_share
+from tilefold.bench.train.run import GATE_STEPS, Measured, run
 
 JOB = get_job("train")
 
@@ -63,12 +63,21 @@ def test_half_of_a_batch_is_run_where_it_does_not_fit(monkeypatch: pytest.Monkey
     model = torch.nn.Linear(1, 1)
     measured = Measured([1.0], 5.0, 6.0, 0.0, None)
 
-    def fits_32(kind: str, model: Any, side: str, rows: Any, batch: int, steps: int) -> Measured:
+    def fits_32(kind: str, model: Any, side: str, rows: Any, batch: int, steps: int, device: torch.device) -> Measured:
         if batch > 32:
             raise torch.cuda.OutOfMemoryError
         return measured
 
     monkeypatch.setattr(train_job, "train", fits_32)
     monkeypatch.setattr(train_job, "exact_losses", lambda *_: [1.0])
-    found = train_job._outcome("splade", model, model.state_dict(), "stock", {"query": []}, 128, 3)
+    found = train_job._outcome("splade", model, "stock", {"query": []}, 128, 3, torch.device("cpu"))
     assert found == train_job.Outcome([1.0], measured, 32)
+
+
+@pytest.mark.parametrize("side", ["stock", "packed"])
+def test_every_run_multiplies_in_its_own_precision(side: str, tokenizer_folder: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder)
+    model = make_encoder("splade", VOCABULARY, True, tokenizer, 32)
+    rows = made_pairs(tokenizer, 2 * GATE_STEPS, ragged=True)
+    for bf16 in (False, True):
+        assert run("splade", model, side, rows, 2, 0, torch.device("cpu"), bf16).bf16 == bf16

@@ -60,15 +60,14 @@ def valid_share(tokenizer: Any, documents: list[str], batch: int, length: int) -
     return float(np.mean(shares))
 
 
-def make_encoder(kind: str, vocab: int, tiny: bool, tokenizer: Any, device: torch.device, length: int) -> Any:
-    """A stock model with random weights, loaded by sentence-transformers from a folder as a user would load it.
+def make_encoder(kind: str, vocab: int, tiny: bool, tokenizer: Any, length: int) -> Any:
+    """A stock model with random weights on the CPU, loaded by sentence-transformers from a folder as users do.
 
     Args:
         kind: ``"splade"`` or ``"colbert"``.
         vocab: V; XLM-R's kind of embeddings from 100,000 on, else BERT's.
         tiny: two narrow layers in place of the base size.
         tokenizer: its ids must lie below ``vocab``.
-        device: where the model ends up.
         length: tokens that are read of a text.
     """
     import transformers  # noqa: PLC0415
@@ -91,8 +90,7 @@ def make_encoder(kind: str, vocab: int, tiny: bool, tokenizer: Any, device: torc
     config: Any = transformers.XLMRobertaConfig(**sizes) if roberta else transformers.BertConfig(**sizes)
     auto = transformers.AutoModelForMaskedLM if kind == "splade" else transformers.AutoModel
     torch.manual_seed(0)
-    with torch.device(device):
-        network = auto.from_config(config)
+    network = auto.from_config(config)
     tokenizer.model_max_length = length
     with tempfile.TemporaryDirectory(prefix="tilefold-bench-") as folder:
         network.save_pretrained(folder)
@@ -106,21 +104,21 @@ def make_encoder(kind: str, vocab: int, tiny: bool, tokenizer: Any, device: torc
             model_kwargs={"local_files_only": True, "dtype": torch.float32},
             processor_kwargs={"local_files_only": True},
         )
-        model = _splade(transformer, device) if kind == "splade" else _colbert(transformer, hidden, device)
+        model = _splade(transformer) if kind == "splade" else _colbert(transformer, hidden)
     model.model_card_data.local_files_only = True
     model.model_card_data.generate_widget_examples = False
     model.model_card_data.widget = [{"text": "a"}]
     return model
 
 
-def _splade(transformer: Any, device: torch.device) -> Any:
+def _splade(transformer: Any) -> Any:
     from sentence_transformers import SparseEncoder  # noqa: PLC0415
     from sentence_transformers.sparse_encoder.modules import SpladePooling  # noqa: PLC0415
 
-    return SparseEncoder(modules=[transformer, SpladePooling("max")], device=str(device))
+    return SparseEncoder(modules=[transformer, SpladePooling("max")], device="cpu")
 
 
-def _colbert(transformer: Any, hidden: int, device: torch.device) -> Any:
+def _colbert(transformer: Any, hidden: int) -> Any:
     from sentence_transformers import MultiVectorEncoder  # noqa: PLC0415
     from sentence_transformers.base.modules import Dense, Normalize  # noqa: PLC0415
     from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask  # noqa: PLC0415
@@ -129,4 +127,4 @@ def _colbert(transformer: Any, hidden: int, device: torch.device) -> Any:
         hidden, 128, bias=False, activation_function=torch.nn.Identity(), module_input_name="token_embeddings"
     )
     modules = [transformer, dense, MultiVectorMask(), Normalize(module_input_name="token_embeddings")]
-    return MultiVectorEncoder(modules=modules, device=str(device))
+    return MultiVectorEncoder(modules=modules, device="cpu")

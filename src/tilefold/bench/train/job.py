@@ -46,8 +46,7 @@ def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
     length = FULL_LENGTH if numbers["documents"] == "full" else MAX_LENGTH
     steps = max(numbers["steps"].values())
     rows = made_pairs(tokenizer, batch * (GATE_STEPS + WARM_STEPS + steps + PROFILED_STEPS), length == MAX_LENGTH)
-    model = make_encoder(kind, vocab, numbers.get("tiny", False), tokenizer, options.device, length)
-    weights = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+    model = make_encoder(kind, vocab, numbers.get("tiny", False), tokenizer, length)
     shape = {
         "case": case.name,
         "batch": batch,
@@ -59,15 +58,12 @@ def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
     for side, timed in numbers["steps"].items():
         if options.impls is not None and reference is not None and side not in options.impls:
             continue
-        found = _outcome(kind, model, weights, side, rows, batch, timed)
+        found = _outcome(kind, model, side, rows, batch, timed, options.device)
         if found is None:
             yield shape | {"side": side, "steps": timed, "gate": "out of memory"}
             continue
         reference = reference or found
         yield shape | {"side": side, "steps": timed} | row(found, reference)
-    del model
-    if options.device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True)
@@ -87,22 +83,19 @@ class Outcome:
 def _outcome(
     kind: str,
     model: Any,
-    weights: dict[str, torch.Tensor],
     side: str,
     rows: dict[str, list[str]],
     batch: int,
     timed: int,
+    device: torch.device,
 ) -> Outcome | None:
     """The largest batch that fits of ``batch``, half of it and so on; None if none does."""
     gate = min(batch, GATE_BATCH)
-    model.load_state_dict(weights)
-    exact = exact_losses(
-        kind, model, side, {name: texts[: 2 * GATE_STEPS * gate] for name, texts in rows.items()}, gate
-    )
+    few = {name: texts[: 2 * GATE_STEPS * gate] for name, texts in rows.items()}
+    exact = exact_losses(kind, model, side, few, gate, device)
     while True:
-        model.load_state_dict(weights)
         try:
-            return Outcome(exact, train(kind, model, side, rows, batch, timed), batch)
+            return Outcome(exact, train(kind, model, side, rows, batch, timed, device), batch)
         except torch.cuda.OutOfMemoryError:
             pass  # what the error holds is free after this
         gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import tempfile
 import time
@@ -39,8 +40,10 @@ class Measured:
     busy: float | None
 
 
-def train(kind: str, model: Any, side: str, rows: Mapping[str, list[str]], batch: int, steps: int) -> Measured:
-    """Train ``model``, in place, with the stock trainer of its kind, under bf16 autocast on a GPU.
+def train(
+    kind: str, model: Any, side: str, rows: Mapping[str, list[str]], batch: int, steps: int, device: torch.device
+) -> Measured:
+    """Train a copy of ``model`` with the stock trainer of its kind, under bf16 autocast on a GPU.
 
     Args:
         kind: ``"splade"`` or ``"colbert"``.
@@ -50,30 +53,38 @@ def train(kind: str, model: Any, side: str, rows: Mapping[str, list[str]], batch
         rows: queries and documents, ``batch`` of each for every step.
         batch: pairs of a step.
         steps: timed steps.
+        device: where the copy is trained.
     """
-    watch = _Watch(model, steps)
-    _run(kind, model, side, rows, batch, watch, model.device.type == "cuda")
-    return watch.measured()
+    return run(kind, model, side, rows, batch, steps, device, device.type == "cuda").measured()
 
 
-def exact_losses(kind: str, model: Any, side: str, rows: Mapping[str, list[str]], batch: int) -> list[float]:
-    """Losses of the first steps in fp32 without dropout.
+def exact_losses(
+    kind: str, model: Any, side: str, rows: Mapping[str, list[str]], batch: int, device: torch.device
+) -> list[float]:
+    """Losses of the first steps of a copy in fp32 without dropout.
 
     In bf16 they say little: each side's rounding chooses other winners among the tokens of a fresh model, and the stock
     side's gradients alone are some 20% off those in fp32.
     """
-    watch = _Watch(model, 0)
-    _run(kind, model, side, rows, batch, watch, False)
-    return [float(loss) for loss in watch.losses]
+    return [float(loss) for loss in run(kind, model, side, rows, batch, 0, device, False).losses]
 
 
-def _run(
-    kind: str, model: Any, side: str, rows: Mapping[str, list[str]], batch: int, watch: _Watch, bf16: bool
-) -> None:
+def run(
+    kind: str,
+    model: Any,
+    side: str,
+    rows: Mapping[str, list[str]],
+    batch: int,
+    steps: int,
+    device: torch.device,
+    bf16: bool,
+    watch_type: type[Watch] | None = None,
+) -> Watch:
+    """What was seen of a run. A second trainer of one model runs in the precision of the first: each has a copy."""
     from datasets import Dataset  # noqa: PLC0415
     from transformers import PrinterCallback, TrainerCallback  # noqa: PLC0415
 
-    from tilefold.integrations.sentence_transformers import accelerate, collate_ahead, restore  # noqa: PLC0415
+    from tilefold.integrations.sentence_transformers import accelerate, collate_ahead  # noqa: PLC0415
 
     class Callback(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -82,6 +93,8 @@ def _run(
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             watch.end(state.global_step)
 
+    model = copy.deepcopy(model).to(device)
+    watch = (watch_type or Watch)(model, steps)
     if side != "stock":
         accelerate(model, packed=side == "packed")
     loss = _loss(kind, model, side)
@@ -95,12 +108,14 @@ def _run(
                 collate_ahead(trainer)
             trainer.train()
     finally:
-        restore(model)
-        watch.restore()
-        model.zero_grad(set_to_none=True)
+        watch.close()
+        del model, loss
         gc.collect()
-        if model.device.type == "cuda":
+        if device.type == "cuda":
             torch.cuda.empty_cache()
+    if watch.bf16 != bf16:
+        raise RuntimeError(f"the trainer must multiply in {'bf16' if bf16 else 'fp32'}, got the other.")
+    return watch
 
 
 def _loss(kind: str, model: Any, side: str) -> Any:
@@ -153,7 +168,7 @@ def _trainer(kind: str, model: Any, loss: Any, folder: str, batch: int, dataset:
 
 
 @dataclass
-class _Watch:
+class Watch:
     """Sees the steps of a run begin and end."""
 
     model: Any
@@ -162,6 +177,7 @@ class _Watch:
     ends: list[float] = field(default_factory=list)
     peak: int = 0
     busy: float | None = None
+    bf16: bool = False
 
     def __post_init__(self) -> None:
         self.dropouts = [(module, module.p) for module in self.model.modules() if isinstance(module, torch.nn.Dropout)]
@@ -171,6 +187,17 @@ class _Watch:
         self.total = self.first + self.steps + profiled if self.steps else GATE_STEPS
         self.profiler: Any = None
         self.profiled_from = 0.0
+        product = next(module for module in self.model.modules() if isinstance(module, torch.nn.Linear))
+        self.hook = product.register_forward_hook(self._sees_product)
+
+    def _sees_product(self, module: Any, inputs: Any, output: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            self.bf16 = output.dtype == torch.bfloat16
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self.hook.remove()
+        self.model, self.dropouts = None, []
 
     def saw(self, loss: Any) -> None:
         """The output of the loss; nothing waits for the device."""
