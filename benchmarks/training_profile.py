@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--side", default="packed", choices=["stock", "padded", "packed"])
     parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer of V = 250,002")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--compile", action="store_true", help="torch.compile of each layer, for any length")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     (case,) = get_job("train").chosen([options.shape], device.type, False)
@@ -112,7 +113,10 @@ def main() -> None:
     batch, kind = numbers["batch"], numbers["kind"]
     model = make_encoder(kind, numbers["vocab"], numbers.get("tiny", False), tokenizer, length)
     rows = made_pairs(tokenizer, batch * (options.steps + 12), ragged)
-    watch = run(kind, model, options.side, rows, batch, options.steps, device, device.type == "cuda", Profile)
+    on_gpu = device.type == "cuda"
+    start = time.perf_counter()
+    watch = run(kind, model, options.side, rows, batch, options.steps, device, on_gpu, Profile, options.compile)
+    print(f"{time.perf_counter() - start:.1f} s in all")
     if isinstance(watch, Profile):
         watch.report()
 

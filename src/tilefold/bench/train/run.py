@@ -79,6 +79,7 @@ def run(
     device: torch.device,
     bf16: bool,
     watch_type: type[Watch] | None = None,
+    compiled: bool = False,
 ) -> Watch:
     """What was seen of a run. A second trainer of one model runs in the precision of the first: each has a copy."""
     from datasets import Dataset  # noqa: PLC0415
@@ -97,6 +98,10 @@ def run(
     watch = (watch_type or Watch)(model, steps)
     if side != "stock":
         accelerate(model, packed=side == "packed")
+    if compiled:
+        layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+        for layer in layers:
+            layer.compile(dynamic=True)
     loss = _loss(kind, model, side)
     loss.register_forward_hook(lambda _, __, out: watch.saw(out))
     try:
@@ -187,12 +192,13 @@ class Watch:
         self.total = self.first + self.steps + profiled if self.steps else GATE_STEPS
         self.profiler: Any = None
         self.profiled_from = 0.0
-        product = next(module for module in self.model.modules() if isinstance(module, torch.nn.Linear))
-        self.hook = product.register_forward_hook(self._sees_product)
+        embedding = next(module for module in self.model.modules() if isinstance(module, torch.nn.Embedding))
+        self.hook = embedding.register_forward_hook(self._sees_precision)
 
-    def _sees_product(self, module: Any, inputs: Any, output: torch.Tensor) -> None:
+    def _sees_precision(self, *_: Any) -> None:
         if torch.is_grad_enabled():
-            self.bf16 = output.dtype == torch.bfloat16
+            device = "cuda" if self.on_gpu else "cpu"
+            self.bf16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
 
     def close(self) -> None:
         """Let go of the model."""
