@@ -53,7 +53,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from tilefold.integrations.transformers import AlphaSchedule, SparsityRecord, record_sparsity, use_entmax
+from tilefold.integrations.transformers import AlphaSchedule, SparsityRecord, one_gpu, record_sparsity, use_entmax
 from tilefold.recipes import minilm_path
 from tilefold.retrieval import evaluate, load_collection
 from tilefold.retrieval.collection import Collection
@@ -218,7 +218,7 @@ def retrieval(
         }
     )
     loss = MultipleNegativesRankingLoss(model)
-    args = SentenceTransformerTrainingArguments(str(folder / "run"), **options(setting, seed))
+    args = one_gpu(SentenceTransformerTrainingArguments)(str(folder / "run"), **options(setting, seed))
     callbacks = prepare(model, attention)
     trainer = SentenceTransformerTrainer(model, args, train_dataset=train, loss=loss, callbacks=callbacks)
     seconds = timed(trainer, setting)
@@ -262,7 +262,7 @@ def classification(
         for i in order[: setting.held_out + setting.documents]
     ]
     test, train = rows[: setting.held_out], rows[setting.held_out :]
-    args = TrainingArguments(str(folder / "run"), **options(setting, seed))
+    args = one_gpu(TrainingArguments)(str(folder / "run"), **options(setting, seed))
     callbacks = prepare(model, attention)
     trainer = Trainer(
         model, args, train_dataset=train, data_collator=DataCollatorWithPadding(tokenizer), callbacks=callbacks

@@ -69,12 +69,14 @@ class TrainingStep:
             SparseEncoderTrainingArguments,
         )
 
+        from tilefold.integrations.transformers import one_gpu  # noqa: PLC0415
+
         self.encoder = encoder
         self._folder = tempfile.TemporaryDirectory(prefix="tilefold-bench-trainer-")
         encoder.model_card_data.widget = encoder.model_card_data.widget or [{"text": "a"}]  # else it draws a bar
         self._trainer = SparseEncoderTrainer(
             model=encoder,
-            args=SparseEncoderTrainingArguments(
+            args=one_gpu(SparseEncoderTrainingArguments)(
                 output_dir=self._folder.name,
                 bf16=bf16,
                 use_cpu=encoder.device.type == "cpu",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tilefold._files import naming_full_disk
 from tilefold.recipes import _run
 from tilefold.recipes._attention import attention_callbacks, register_entmax, use_attention
+from tilefold.recipes._processes import check_one_process, say_unused_gpus
 from tilefold.recipes.precision import supports_bf16
 from tilefold.recipes.quiet import quiet_libraries
 from tilefold.retrieval.provenance import texts_digest
@@ -182,7 +183,9 @@ def run_training(
 
     Raises:
         ValueError, FileExistsError: see ``train`` of a recipe.
+        RuntimeError: in one of several processes of a launcher.
     """
+    check_one_process()
     started = time.monotonic()
     untrained = recipe.max_steps == 0
     made = Examples({}, 0) if untrained else (examples or (lambda: pair_examples(collection)))()
@@ -238,7 +241,9 @@ def run_trainer(
     from transformers.trainer_callback import PrinterCallback
 
     from tilefold.integrations.sentence_transformers import collate_ahead
+    from tilefold.integrations.transformers import one_gpu
 
+    say_unused_gpus()
     card = job.model.model_card_data
     card.widget = card.widget or [
         {"text": job.examples.columns["query"][0]}
@@ -250,7 +255,7 @@ def run_trainer(
     }
     trainer = trainer_class(
         model=job.model,
-        args=arguments_class(**_settings(job), batch_sampler=batch_sampler, **settings),
+        args=one_gpu(arguments_class)(**_settings(job), batch_sampler=batch_sampler, **settings),
         train_dataset=Dataset.from_dict(columns),
         loss=loss,
         callbacks=[*callbacks, *attention_callbacks(job.recipe), watcher],

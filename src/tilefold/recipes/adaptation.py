@@ -128,12 +128,14 @@ def adapt(
 
     Raises:
         ValueError: for a bidirectional model, one whose logits are not ``head(hidden)``, or too little text.
-        RuntimeError: if the loss is not a number, with the step.
+        RuntimeError: if the loss is not a number, with the step; in one of several processes of a launcher.
     """
     import tempfile
 
     from transformers import TrainingArguments
 
+    from tilefold.integrations.transformers import one_gpu
+    from tilefold.recipes._processes import check_one_process, say_unused_gpus
     from tilefold.recipes.precision import supports_bf16
 
     recipe = recipe or AdaptationRecipe()
@@ -143,10 +145,12 @@ def adapt(
             "make it bidirectional afterwards."
         )
     _check_head(network)
+    check_one_process()
+    say_unused_gpus()
     blocks = pack_texts(tokenizer, texts, recipe.length)
     seen: list[Any] = []
     with tempfile.TemporaryDirectory(prefix="tilefold-adaptation-") as folder:
-        arguments = TrainingArguments(
+        arguments = one_gpu(TrainingArguments)(
             output_dir=str(Path(folder)),
             max_steps=recipe.steps,
             per_device_train_batch_size=recipe.batch_size,
@@ -168,11 +172,6 @@ def adapt(
             train_dataset=[{"input_ids": block} for block in blocks],
             data_collator=_collate,
         )
-        if arguments.world_size > 1 or arguments.n_gpu > 1:
-            raise ValueError(
-                f"adaptation runs in one process on one device, got {max(arguments.world_size, arguments.n_gpu)}; "
-                "start it without torchrun and with CUDA_VISIBLE_DEVICES=0."
-            )
         trainer.prepare(recipe, seen, progress)
         trainer.train()
     first, last = seen[0], seen[-1]

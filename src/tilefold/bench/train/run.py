@@ -154,8 +154,10 @@ def _trainer(kind: str, model: Any, loss: Any, folder: str, batch: int, dataset:
         from sentence_transformers.multi_vector_encoder import (  # noqa: PLC0415
             MultiVectorEncoderTrainingArguments as Arguments,
         )
+    from tilefold.integrations.transformers import one_gpu  # noqa: PLC0415
+
     cpu = model.device.type == "cpu"
-    arguments = Arguments(
+    arguments = one_gpu(Arguments)(
         output_dir=folder,
         max_steps=steps,
         per_device_train_batch_size=batch,

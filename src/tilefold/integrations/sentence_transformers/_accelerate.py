@@ -13,9 +13,10 @@ from tilefold.integrations.sentence_transformers._batch_encoder import SparseBat
 from tilefold.integrations.sentence_transformers._fused_encode import FusedEncode
 from tilefold.integrations.sentence_transformers._heads import check_head
 from tilefold.integrations.sentence_transformers._own_pooling import FusedOwnPooling, fused_forward
-from tilefold.integrations.sentence_transformers._packing import pack_inputs, unpack_inputs
+from tilefold.integrations.sentence_transformers._packing import has_packed_inputs, pack_inputs, unpack_inputs
 from tilefold.integrations.sentence_transformers._pairs import find_pairs, find_scorers
 from tilefold.integrations.sentence_transformers._pooling import FusedSpladePooling, pass_hidden_states
+from tilefold.integrations.sentence_transformers._replicas import allow_replicas, refuse_replicas
 from tilefold.integrations.sentence_transformers._selfcheck import check_pair
 from tilefold.integrations.sentence_transformers._similarity import (
     fuse_similarity,
@@ -119,7 +120,7 @@ def accelerate(
             )
         fuse_similarity(model, impl, check)
         model.encode_token_batch = TokenBatchEncoder(model)
-        return Acceleration(model, 0, pack_inputs(model, check) if packed else {"all": "packed=False was chosen"})
+        return Acceleration(model, 0, _packed(model, check, packed))
     if not isinstance(model, SparseEncoder):
         raise TypeError(
             f"model must be a sentence_transformers.SparseEncoder or MultiVectorEncoder, got {type(model).__name__}; "
@@ -142,8 +143,18 @@ def accelerate(
     model.encode_sparse_batch = SparseBatchEncoder(model)
     if "encode" not in vars(model):
         model.encode = FusedEncode(model)
-    padded = pack_inputs(model, check) if packed else {"all": "packed=False was chosen"}
-    return Acceleration(model, len({id(pair.head) for pair in pairs}), padded)
+    refuse_replicas(model)
+    return Acceleration(model, len({id(pair.head) for pair in pairs}), _packed(model, check, packed))
+
+
+def _packed(model: Any, check: bool, packed: bool) -> dict[str, str]:
+    """Why networks stay padded; the others get packed batches."""
+    if not packed:
+        return {"all": "packed=False was chosen"}
+    padded = pack_inputs(model, check)
+    if has_packed_inputs(model):
+        refuse_replicas(model)
+    return padded
 
 
 def restore(model: Any) -> None:
@@ -171,6 +182,7 @@ def is_accelerated(model: Any) -> bool:
 def _remove_patches(model: nn.Module) -> None:
     unfuse_similarity(model)
     unpack_inputs(model)
+    allow_replicas(model)
     for name in ("encode_sparse_batch", "encode_token_batch"):
         if name in vars(model):
             delattr(model, name)

@@ -20,6 +20,7 @@ from tilefold.integrations.transformers._learn import learn_alpha, load_alpha, u
 from tilefold.integrations.transformers._packable import stop_packed, use_packed
 from tilefold.integrations.transformers._schedule import AlphaSchedule
 from tilefold.integrations.transformers._sparsity import LayerSparsity, SparsityRecord, record_sparsity
+from tilefold.integrations.transformers.one_gpu import one_gpu
 from tilefold.integrations.transformers.packed import packed_hidden_states
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "entmax_mask",
     "learn_alpha",
     "load_alpha",
+    "one_gpu",
     "packed_hidden_states",
     "record_sparsity",
     "register",
