@@ -96,6 +96,41 @@ def test_a_slow_body_and_a_slow_head_are_given_up_and_others_are_served_meanwhil
             assert read_all(opened) == b""
 
 
+def test_a_client_that_reads_nothing_of_its_answer_is_given_up_and_a_slow_one_is_not(sparse: Any) -> None:
+    limits = {"body_seconds": 1, "keep_alive_seconds": 1, "max_connections": 2}
+    body = json.dumps({"inputs": "a " * 120_000}).encode()  # several MB of tokens come back
+    with serving(service(sparse, **limits)) as client:
+        asked = head(JSON + f"content-length: {len(body)}\r\n", "/tokenize").replace(b"connection: close\r\n", b"")
+        with narrow_connection(client) as unread, narrow_connection(client) as slow:
+            for opened in (unread, slow):
+                opened.sendall(asked + body)
+            found, pauses = b"", 0
+            while not found.endswith(b"]]"):
+                found += slow.recv(1 << 20)
+                if len(found) > (pauses + 1) * 1_500_000:
+                    pauses += 1
+                    time.sleep(0.5)
+            assert pauses > 3 and (parsed(found)[0], len(parsed(found)[1][0])) == (200, 120_002)
+            assert client.get("/health").status == 200  # the place of the one that does not read is free again
+            assert len(read_all(unread)) < len(found)  # and is no answer, by its length
+
+
+def narrow_connection(client: Client) -> socket.socket:
+    opened = socket.socket()
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    opened.settimeout(20)
+    opened.connect(("127.0.0.1", client.port))
+    return opened
+
+
+def test_a_refusal_reaches_a_client_that_is_still_sending(sparse: Any) -> None:
+    with serving(service(sparse, payload_limit=10_000), api_key="sesam") as client:
+        for key, status in (("wrong", 401), ("sesam", 413)):
+            client.headers = {"authorization": f"Bearer {key}", "connection": "close"}
+            reply = client.request("POST", "/embed_sparse", b"x" * 20_000_000, content_type="application/json")
+            assert (reply.status, reply.json["error_type"]) == (status, "Validation")
+
+
 def test_bytes_that_are_no_http_are_answered_with_400(client: Client) -> None:
     assert client.raw(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 no http\r\n\r\n").startswith(b"HTTP/1.1 400")
 

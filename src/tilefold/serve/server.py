@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -99,7 +100,7 @@ def _protocol(limits: Limits) -> type[asyncio.Protocol]:
     """uvicorn's HTTP/1.1 with our limits.
 
     A connection above the limit gets an answer and is closed. One that sends no whole head of a request in time, slow
-    byte by byte or not at all, is closed, between requests too.
+    byte by byte or not at all, is closed, between requests too, and so is one that reads nothing of its answer.
     """
     refusal = ServeError("Overloaded", "too many connections").body()
     head = f"HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\ncontent-length: {len(refusal)}\r\n"
@@ -109,23 +110,36 @@ def _protocol(limits: Limits) -> type[asyncio.Protocol]:
 
     class Limited(H11Protocol):
         _head: asyncio.TimerHandle | None = None
+        _reader: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
+            transport.set_write_buffer_limits(0)  # pause_writing says that something waits for the client
+            self._really_close = transport.close
+            super().connection_made(_Closing(transport, self._close))  # type: ignore[arg-type]
             if len(self.connections) > limits.max_connections:
-                self._refuse()
+                self.connections.discard(self)
+                self.transport.write(refused)
+                self._linger()
             else:
                 self._head = self.loop.call_later(limits.header_seconds, self._too_slow)
 
-        def _refuse(self) -> None:
-            self.connections.discard(self)
-            self.transport.write(refused)
-            if len(lingering) >= _LINGERING:
-                self.transport.close()
+        def _close(self) -> None:
+            """Close, but not while the client still sends a body: that would take the answer back."""
+            if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
+                self._linger()
+            else:
+                self._really_close()
+
+        def _linger(self) -> None:
+            if self in lingering:
                 return
-            lingering.add(self)  # closing at once, with a request unread, would take the answer back
+            if len(lingering) >= _LINGERING:
+                self._really_close()
+                return
+            lingering.add(self)
             self.transport.write_eof()
-            self._head = self.loop.call_later(_LINGER_SECONDS, self.transport.close)
+            self.transport.resume_reading()
+            self.loop.call_later(_LINGER_SECONDS, self._really_close)
 
         def data_received(self, data: bytes) -> None:
             if self in lingering or self.transport.is_closing():
@@ -137,10 +151,31 @@ def _protocol(limits: Limits) -> type[asyncio.Protocol]:
                 self._head.cancel()
                 self._head = None
 
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._watch(self.transport.get_write_buffer_size())
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self._reader is not None:
+                self._reader.cancel()
+
+        def _watch(self, before: int) -> None:
+            self._reader = self.loop.call_later(limits.body_seconds, self._unread, before)
+
+        def _unread(self, before: int) -> None:
+            """Give a client up that has read nothing of its answer, which is kept in memory for it."""
+            left = self.transport.get_write_buffer_size()
+            if left < before:
+                self._watch(left)
+            else:
+                self.transport.abort()
+
         def connection_lost(self, exc: Exception | None) -> None:
             lingering.discard(self)
-            if self._head is not None:
-                self._head.cancel()
+            for timer in (self._head, self._reader):
+                if timer is not None:
+                    timer.cancel()
             super().connection_lost(exc)
 
         def _idle(self) -> bool:
@@ -152,3 +187,13 @@ def _protocol(limits: Limits) -> type[asyncio.Protocol]:
                 self.transport.close()
 
     return Limited
+
+
+class _Closing:
+    """A transport whose ``close`` is another function."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._transport, self.close = transport, close
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)

@@ -22,7 +22,7 @@ class Limits:
         max_hits: documents that a search may ask for.
         max_connections: open connections; the next one is told so and closed.
         header_seconds: time for the head of a request, from the first byte or the opening of the connection.
-        body_seconds: time for its body.
+        body_seconds: time for its body, and to read some more of an answer.
         keep_alive_seconds: time that an idle connection is kept.
         shutdown_seconds: time for running requests after a signal to stop.
 
