@@ -157,6 +157,7 @@ def test_what_waits_for_a_client_that_has_gone_is_dropped(sparse: Any) -> None:
             opened = socket.create_connection(("127.0.0.1", client.port))
             opened.sendall(head(JSON + f"content-length: {len(body)}\r\n") + body)
             wait_until(lambda: inputs_in_flight(client) == 6)
+            wait_until(lambda: "te_queue_size 5" in client.get("/metrics").raw.decode())  # their tokens are counted
             opened.close()
             wait_until(lambda: inputs_in_flight(client) == 1)
         wait_until(lambda: "tilefold_dropped_count 5" in client.get("/metrics").raw.decode())
