@@ -114,17 +114,15 @@ class ShardWriter(Generic[M, V]):
             )
         return None
 
+    def identified(self, manifest: M) -> dict[str, Any]:
+        """What makes a folder this one, by name."""
+        return {name: getattr(manifest, name) for name in self.identity} | manifest.settings
+
     def _check_resumable(self, earlier: M, wanted: M) -> None:
-        before, now = ({name: getattr(m, name) for name in self.identity} | m.settings for m in (earlier, wanted))
-        changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        changed = differences(self.identified(earlier), self.identified(wanted), "before", "now")
         if changed:
-            digests = {"texts_sha256": "other texts", "model_fingerprint": "another model, or other weights"}
-            detail = "; ".join(
-                f"{name}: {digests.get(name) or f'{before.get(name)!r} before, {now.get(name)!r} now'}"
-                for name in changed
-            )
             raise DataError(
-                f"{self.path}: holds vectors with other settings ({detail}). "
+                f"{self.path}: holds vectors with other settings ({changed}). "
                 "Go on with the former ones, choose another folder, or write them again with resume=False."
             )
 
@@ -195,8 +193,22 @@ class ShardWriter(Generic[M, V]):
         release_folder(self._lock)
         return self.manifest
 
+    def listed(self) -> M:
+        """The manifest on disk, which another process may have written."""
+        return self._load(self.path)
+
     def _save(self) -> None:
         write_json(self.path / MANIFEST_NAME, asdict(self.manifest))  # type: ignore[call-overload]
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any], first: str, second: str) -> str:
+    """In which settings two folders differ, in words; empty where in none."""
+    digests = {"texts_sha256": "other texts", "model_fingerprint": "another model, or other weights"}
+    return "; ".join(
+        f"{name}: {digests.get(name) or f'{one.get(name)!r} {first}, {other.get(name)!r} {second}'}"
+        for name in {**one, **other}
+        if one.get(name) != other.get(name)
+    )
 
 
 def read_layout(folder: Path) -> tuple[dict[str, Any], str]:

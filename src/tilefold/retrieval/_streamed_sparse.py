@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from tilefold.pipeline.rows import SparseBatch
+from tilefold.retrieval._made import PlainBatch
 from tilefold.retrieval._sparse import SparseVectors
 
 
 class SparseMaker:
-    """Makes the vectors of a folder, see :class:`tilefold.retrieval._streamed.Maker`.
+    """Makes the vectors of a folder, see :class:`tilefold.retrieval._made.Maker`.
 
     Args:
         vocab_size, fingerprint: of the folder.
@@ -21,17 +22,23 @@ class SparseMaker:
         self.vocab_size, self.min_weight = vocab_size, min_weight
         self.fingerprint, self.dropped = fingerprint, dropped
 
-    def vectors(self, names: list[str], batch: SparseBatch) -> SparseVectors:
+    def vectors(self, names: list[str], batch: SparseBatch | PlainBatch) -> SparseVectors:
         """Vectors of a batch, checked."""
-        weights = batch.values.float().numpy()
-        indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(batch.counts.numpy())])
-        made = SparseVectors(names, indptr, batch.columns.numpy(), weights, batch.vocab_size, self.fingerprint).above(
-            self.min_weight
-        )
+        made = self._made(names, batch)
         return made.without(self.dropped) if self.dropped else made
 
-    def alone(self, batch: SparseBatch, row: int) -> SparseBatch:
+    def _made(self, names: list[str], batch: SparseBatch | PlainBatch) -> SparseVectors:
+        if isinstance(batch, PlainBatch):
+            return SparseVectors.from_torch(names, batch.rows, self.fingerprint, self.min_weight)
+        weights = batch.values.float().numpy()
+        indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(batch.counts.numpy())])
+        made = SparseVectors(names, indptr, batch.columns.numpy(), weights, batch.vocab_size, self.fingerprint)
+        return made.above(self.min_weight)
+
+    def alone(self, batch: SparseBatch | PlainBatch, row: int) -> SparseBatch | PlainBatch:
         """One row of a batch."""
+        if isinstance(batch, PlainBatch):
+            return batch.alone(row)
         start = int(batch.counts[:row].sum())
         part = slice(start, start + int(batch.counts[row]))
         return batch._replace(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from tilefold.pipeline.tokens import TokenBatch
+from tilefold.retrieval._made import PlainBatch
 from tilefold.retrieval._token_vectors import TokenVectors
 from tilefold.retrieval.errors import DataError
 
 
 class TokenMaker:
-    """Makes the vectors of a folder, see :class:`tilefold.retrieval._streamed.Maker`.
+    """Makes the vectors of a folder, see :class:`tilefold.retrieval._made.Maker`.
 
     Args:
         dimension, storage: of the folder.
@@ -19,8 +20,10 @@ class TokenMaker:
     def __init__(self, dimension: int, storage: str) -> None:
         self.dimension, self.storage = dimension, storage
 
-    def vectors(self, names: list[str], batch: TokenBatch) -> TokenVectors:
+    def vectors(self, names: list[str], batch: TokenBatch | PlainBatch) -> TokenVectors:
         """Vectors of a batch, checked."""
+        if isinstance(batch, PlainBatch):
+            return TokenVectors.pack(names, batch.rows, self.dimension, self.storage)
         offsets = torch.nn.functional.pad(batch.counts.cumsum(0), (1, 0))
         if not bool(batch.finite.all()):
             at = int((~batch.finite).nonzero()[0])
@@ -30,8 +33,10 @@ class TokenMaker:
             )
         return TokenVectors(names, offsets, batch.values, batch.scales)
 
-    def alone(self, batch: TokenBatch, row: int) -> TokenBatch:
+    def alone(self, batch: TokenBatch | PlainBatch, row: int) -> TokenBatch | PlainBatch:
         """The vectors of one text of a batch."""
+        if isinstance(batch, PlainBatch):
+            return batch.alone(row)
         start = int(batch.counts[:row].sum())
         part = slice(start, start + int(batch.counts[row]))
         return batch._replace(

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 from tilefold._vocabulary import vocabulary_fingerprint
-from tilefold.retrieval._shards import ShardWriter
+from tilefold.retrieval._group_shards import write_folder
+from tilefold.retrieval._made import PlainStream, in_memory
 from tilefold.retrieval._sparse import SparseVectors
-from tilefold.retrieval._streamed import TOO_MANY, StreamedShards
+from tilefold.retrieval._streamed import Job
 from tilefold.retrieval._streamed_sparse import SparseMaker
-from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import texts_digest
 from tilefold.retrieval.truncation import cut_texts
 from tilefold.retrieval.vectors import SparseVectorWriter, VectorManifest
 
-if TYPE_CHECKING:
-    from tilefold.retrieval._token_vectors import TokenVectors
-
 __all__ = ["encode_batch", "encode_collection", "encode_queries", "model_fingerprint"]
 
 Kind = Literal["document", "query"]
-T = TypeVar("T", SparseVectors, "TokenVectors")
 _SAMPLES_PER_TENSOR = 1024
 PLAIN_TEXTS = 32  # of a batch of a model that is not accelerated
 
@@ -46,6 +40,7 @@ def encode_collection(
     special_tokens: bool = True,
     progress: Callable[[int, int], None] | None = None,
     resume: bool = True,
+    group: Any = "world",
 ) -> VectorManifest:
     """Encode `texts` into a folder of vectors, shard by shard, resuming an earlier run.
 
@@ -75,6 +70,11 @@ def encode_collection(
         progress: called as ``progress(texts done, texts in all)`` after each batch, and once at the start.
         resume: keep the complete shards of an earlier run; a different model, text or setting is an error. With False,
             earlier vectors are discarded.
+        group: the ranks of ``torch.distributed`` that share the work: a process group, ``"world"`` for all of them, if
+            there are any, or None for this process alone. Every rank calls with the same arguments and gets the same
+            manifest; the folder holds the bytes that one process writes, and any number of ranks may go on with it. A
+            rank takes the next shard when it is ready for one, so shards should be many more than ranks. Only whole
+            shards are kept, and only the first rank calls `progress`.
 
     Returns:
         The complete manifest.
@@ -85,6 +85,7 @@ def encode_collection(
             of a shard of at least 16, which points at the model and not at the texts.
         FileExistsError: the folder holds other files.
         InUseError: another process writes there.
+        RankError: another rank of the group failed or ended, or some did not come within five minutes.
     """
     _check_settings(kind, batch_size, top_k, min_weight, batch_tokens)
     check_shards(shard_size, save_minutes)
@@ -94,7 +95,7 @@ def encode_collection(
     fingerprint = vocabulary_fingerprint(_tokenizer(model))
     look = functools.cache(lambda: model_fingerprint(model))
 
-    def open_writer() -> SparseVectorWriter:
+    def open_writer(lists: bool) -> SparseVectorWriter:
         return SparseVectorWriter(
             output_dir,
             vocab_size=vocab_size,
@@ -110,144 +111,35 @@ def encode_collection(
                 **({} if special_tokens else {"special_tokens": False}),
             },
             resume=resume,
+            lists=lists,
         )
 
+    dropped = [] if special_tokens else list(_tokenizer(model).all_special_ids)
     stream = _stream_of(model)
     if stream is not None:
-        dropped = [] if special_tokens else list(_tokenizer(model).all_special_ids)
         how = {"top_k": top_k, "min_weight": min_weight, "batch_size": batch_size, "batch_tokens": batch_tokens}
-        shards = StreamedShards(
-            output_dir,
-            open_writer,
-            look,
-            texts,
-            shard_size,
-            functools.partial(stream, task=kind, **how),
-            functools.partial(cut_texts, model),
-            SparseMaker(vocab_size, min_weight, fingerprint, dropped),
-            progress or (lambda done, total: None),
-            save_minutes,
-        )
-        shards.run()
-        finished: VectorManifest = shards.finish()
-        return finished
-    writer = open_writer()
-    write_shards(
-        writer,
+        stream = functools.partial(stream, task=kind, **how)
+    job: Job[SparseVectors] = Job(
+        Path(output_dir),
+        open_writer,
+        look,
         texts,
         shard_size,
-        lambda chunk, part: _encode(
-            model, texts, chunk, kind, batch_size or PLAIN_TEXTS, top_k, min_weight, part, special_tokens
-        ),
-        progress,
+        stream or _plain(model, kind, batch_size, top_k, min_weight),
+        functools.partial(cut_texts, model),
+        SparseMaker(vocab_size, min_weight, fingerprint, dropped),
+        progress or (lambda done, total: None),
         save_minutes,
+        stream is not None,
     )
-    return writer.finish()
+    manifest: VectorManifest = write_folder(job, group)
+    return manifest
 
 
 def _stream_of(model: Any) -> Callable[..., Any] | None:
     """``encode_sparse_batch.stream`` of an accelerated model."""
     stream: Callable[..., Any] | None = getattr(getattr(model, "encode_sparse_batch", None), "stream", None)
     return stream
-
-
-@dataclass
-class Part(Generic[T]):
-    """What is done of some texts.
-
-    Attributes:
-        done: vectors, in batches.
-        failed: id -> reason.
-        after: called after each batch.
-    """
-
-    done: list[T] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-    after: Callable[[], None] = lambda: None
-
-    def __len__(self) -> int:
-        return sum(map(len, self.done)) + len(self.failed)
-
-    def vectors(self) -> T | None:
-        """All vectors so far, None without any."""
-        return self.done[0].concatenate(self.done) if self.done else None
-
-
-def write_shards(
-    writer: ShardWriter[Any, T],
-    texts: Mapping[str, str],
-    shard_size: int,
-    encode: Callable[[list[str], Part[T]], tuple[T, dict[str, str]]],
-    progress: Callable[[int, int], None] | None,
-    save_minutes: float,
-) -> None:
-    """Write the shards that `writer` lacks; ``encode(ids, part)`` gives their vectors, and the failed ids with reasons.
-
-    What is done of a shard is kept every `save_minutes`, and on Ctrl-C.
-
-    Raises:
-        DataError: every text failed, or every one of a shard of at least 16, which points at the model and not at the
-            texts.
-    """
-    ids = list(texts)
-    report = progress or (lambda done, total: None)
-    starts = range(0, len(ids), shard_size)
-    missing = {
-        number: ids[start : start + shard_size] for number, start in enumerate(starts) if not writer.has_shard(number)
-    }
-    finished = len(ids) - sum(map(len, missing.values()))
-    report(finished, len(ids))
-    for number, chunk in missing.items():
-        vectors, failed = _encode_shard(
-            writer, number, encode, chunk, save_minutes, functools.partial(_report_more, report, finished, len(ids))
-        )
-        nothing_yet = writer.manifest.n_documents == 0 and number == len(starts) - 1
-        if failed and not len(vectors) and (len(chunk) >= TOO_MANY or nothing_yet):
-            name, reason = next(iter(failed.items()))
-            raise DataError(
-                f"texts: all {len(chunk)} of shard {number} failed, {name!r} first ({reason}). "
-                "Check the model; earlier shards are kept."
-            )
-        writer.write_shard(number, vectors, failed)
-        finished += len(chunk)
-        report(finished, len(ids))
-
-
-def _report_more(report: Callable[[int, int], None], finished: int, total: int, done: int) -> None:
-    report(finished + done, total)
-
-
-def _encode_shard(
-    writer: ShardWriter[Any, T],
-    number: int,
-    encode: Callable[[list[str], Part[T]], tuple[T, dict[str, str]]],
-    chunk: list[str],
-    save_minutes: float,
-    report: Callable[[int], None],
-) -> tuple[T, dict[str, str]]:
-    """``encode(chunk, part)`` with a part that goes on from what was kept of the shard, and is kept in turn."""
-    part: Part[T] = Part(*writer.read_partial(number))
-    kept, saved = len(part), time.monotonic()
-
-    def save() -> None:
-        nonlocal kept, saved
-        vectors = part.vectors()
-        if vectors is not None and kept < len(part) < len(chunk):
-            writer.write_partial(number, vectors, part.failed)
-        kept, saved = len(part), time.monotonic()
-
-    def after_batch() -> None:
-        if time.monotonic() - saved >= 60 * save_minutes:
-            save()
-        if len(part) < len(chunk):  # what is done of the whole shard counts when it is written
-            report(len(part))
-
-    part.after = after_batch
-    try:
-        return encode(chunk, part)
-    except KeyboardInterrupt:
-        save()
-        raise
 
 
 def encode_queries(
@@ -267,11 +159,18 @@ def encode_queries(
     _check_settings("query", batch_size, top_k, min_weight)
     if not queries:
         raise ValueError("queries: expected at least one, got none.")
-    vectors, failed = _encode(model, queries, list(queries), "query", batch_size or PLAIN_TEXTS, top_k, min_weight)
-    if failed:
-        name, reason = next(iter(failed.items()))
-        raise DataError(f"queries: {len(failed)} of {len(queries)} failed, {name!r} first ({reason}).")
-    return vectors
+    return in_memory(
+        "queries",
+        queries,
+        _plain(model, "query", batch_size, top_k, min_weight),
+        functools.partial(cut_texts, model),
+        SparseMaker(1, min_weight, vocabulary_fingerprint(_tokenizer(model)), []),
+    )
+
+
+def _plain(model: Any, kind: Kind, batch_size: int | None, top_k: int | None, min_weight: float) -> PlainStream:
+    """Batches through :func:`encode_batch`."""
+    return PlainStream(lambda texts: encode_batch(model, texts, kind, top_k, min_weight), batch_size or PLAIN_TEXTS)
 
 
 def model_fingerprint(model: Any) -> str:
@@ -290,74 +189,6 @@ def model_fingerprint(model: Any) -> str:
     for name in ("prompts", "default_prompt_name", "max_seq_length", "max_active_dims"):
         digest.update(f"{name}={getattr(model, name, None)!r}\n".encode())
     return digest.hexdigest()
-
-
-def _encode(
-    model: Any,
-    texts: Mapping[str, str],
-    ids: Sequence[str],
-    kind: Kind,
-    batch_size: int,
-    top_k: int | None,
-    min_weight: float,
-    part: Part[SparseVectors] | None = None,
-    special_tokens: bool = True,
-) -> tuple[SparseVectors, dict[str, str]]:
-    """Vectors of `ids` that could be encoded, in their order, and the reasons for the others."""
-    dropped = [] if special_tokens else list(_tokenizer(model).all_special_ids)
-    fingerprint = vocabulary_fingerprint(_tokenizer(model))
-
-    def run(batch: list[str]) -> SparseVectors:
-        matrix = encode_batch(model, [texts[name] for name in batch], kind, top_k, min_weight)
-        vectors = SparseVectors.from_torch(batch, matrix, fingerprint, min_weight)
-        return vectors.without(dropped) if dropped else vectors
-
-    encoded, failed = encode_each(texts, ids, batch_size, run, Part[SparseVectors]() if part is None else part)
-    if encoded is None:
-        encoded = SparseVectors.from_rows({}, _vocab_size(model, kind), fingerprint)
-    return encoded, failed
-
-
-def encode_each(
-    texts: Mapping[str, str], ids: Sequence[str], batch_size: int, run: Callable[[list[str]], T], part: Part[T]
-) -> tuple[T | None, dict[str, str]]:
-    """The vectors of `ids` in their order, and the reasons of failed texts; ``None`` if all of them failed.
-
-    ``run(batch)`` encodes texts of similar length, longest first, except what `part` already has. A batch that fails
-    is halved until the failing text is alone, so that the others are not lost.
-    """
-    failed, done = part.failed, part.done
-    known = failed.keys() | {name for vectors in done for name in vectors.ids}
-
-    def attempt(batch: list[str]) -> None:
-        try:
-            done.append(run(batch))
-        except Exception as error:  # an error of one text must not lose the others
-            if len(batch) == 1:
-                failed[batch[0]] = f"{type(error).__name__}: {error}"
-                return
-            middle = len(batch) // 2
-            attempt(batch[:middle])
-            attempt(batch[middle:])
-
-    strings: list[str] = []
-    for name in ids:
-        if isinstance(texts[name], str):
-            strings.append(name)
-        else:
-            failed[name] = f"expected a string, got {type(texts[name]).__name__}"
-    strings.sort(key=lambda name: len(texts[name]), reverse=True)
-    for start in range(0, len(strings), batch_size):
-        batch = [name for name in strings[start : start + batch_size] if name not in known]
-        if batch:
-            attempt(batch)
-            part.after()
-    reasons = {name: failed[name] for name in ids if name in failed}
-    encoded = part.vectors()
-    if encoded is None:
-        return None, reasons
-    row_of = {name: row for row, name in enumerate(encoded.ids)}
-    return encoded.take([row_of[name] for name in ids if name in row_of]), reasons
 
 
 def check_shards(shard_size: int, save_minutes: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["DataError", "MissingPackageError", "VocabularyMismatchError"]
+__all__ = ["DataError", "MissingPackageError", "RankError", "VocabularyMismatchError"]
 
 
 class DataError(ValueError):
@@ -15,3 +15,7 @@ class VocabularyMismatchError(ValueError):
 
 class MissingPackageError(ImportError):
     """An optional package is needed; the message says how to install it."""
+
+
+class RankError(RuntimeError):
+    """Another rank of a process group failed, ended, or did not come."""

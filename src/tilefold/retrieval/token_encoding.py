@@ -5,27 +5,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilefold.retrieval._streamed import StreamedShards
+from tilefold.retrieval._group_shards import write_folder
+from tilefold.retrieval._made import PlainStream, in_memory
+from tilefold.retrieval._streamed import Job
 from tilefold.retrieval._streamed_tokens import TokenMaker
 from tilefold.retrieval._token_vectors import STORAGES, TokenVectors
-from tilefold.retrieval.encoding import (
-    PLAIN_TEXTS,
-    Kind,
-    Part,
-    check_shards,
-    encode_each,
-    model_fingerprint,
-    model_name,
-    write_shards,
-)
-from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.encoding import PLAIN_TEXTS, Kind, check_shards, model_fingerprint, model_name
 from tilefold.retrieval.provenance import texts_digest
 from tilefold.retrieval.tokens import TokenManifest, TokenVectorWriter
 from tilefold.retrieval.truncation import cut_texts
@@ -47,6 +39,7 @@ def encode_tokens(
     source: str | None = None,
     progress: Callable[[int, int], None] | None = None,
     resume: bool = True,
+    group: Any = "world",
 ) -> TokenManifest:
     """Encode `texts` into a folder of token vectors, shard by shard, resuming an earlier run.
 
@@ -68,6 +61,7 @@ def encode_tokens(
         source: folder or name that `model` was loaded from, stored so that queries can be encoded with it.
         progress: called as ``progress(texts done, texts in all)`` after each batch, and once at the start.
         resume: keep the complete shards of an earlier run with the same model, texts and settings.
+        group: the ranks that share the work, as in :func:`tilefold.retrieval.encode_collection`.
 
     Returns:
         The complete manifest.
@@ -76,6 +70,7 @@ def encode_tokens(
         ValueError: a wrong argument, or no text.
         DataError: ``resume=True`` and the folder holds vectors with other settings; or every text of a shard failed.
         FileExistsError: the folder holds other files.
+        RankError: another rank of the group failed or ended, or some did not come within five minutes.
     """
     _check(kind, storage, batch_size, texts)
     _check(kind, storage, batch_tokens, texts, "batch_tokens")
@@ -84,7 +79,7 @@ def encode_tokens(
 
     look = functools.cache(lambda: token_model_fingerprint(model))
 
-    def open_writer() -> TokenVectorWriter:
+    def open_writer(lists: bool) -> TokenVectorWriter:
         manifest = TokenManifest(
             dimension,
             storage,
@@ -94,36 +89,27 @@ def encode_tokens(
             kind,
             settings={"texts_sha256": texts_digest(texts), "shard_size": shard_size},
         )
-        return TokenVectorWriter(output_dir, manifest, resume=resume)
+        return TokenVectorWriter(output_dir, manifest, resume=resume, lists=lists)
 
     stream = getattr(getattr(model, "encode_token_batch", None), "stream", None)
     if stream is not None:
         how = {"storage": storage, "batch_size": batch_size, "batch_tokens": batch_tokens}
-        shards = StreamedShards(
-            output_dir,
-            open_writer,
-            look,
-            texts,
-            shard_size,
-            functools.partial(stream, task=kind, **how),
-            functools.partial(cut_texts, model),
-            TokenMaker(dimension, storage),
-            progress or (lambda done, total: None),
-            save_minutes,
-        )
-        shards.run()
-        finished: TokenManifest = shards.finish()
-        return finished
-    writer = open_writer()
-    write_shards(
-        writer,
+        stream = functools.partial(stream, task=kind, **how)
+    job: Job[TokenVectors] = Job(
+        Path(output_dir),
+        open_writer,
+        look,
         texts,
         shard_size,
-        lambda chunk, part: _encode(model, texts, chunk, kind, batch_size or PLAIN_TEXTS, dimension, storage, part),
-        progress,
+        stream or _plain(model, kind, batch_size),
+        functools.partial(cut_texts, model),
+        TokenMaker(dimension, storage),
+        progress or (lambda done, total: None),
         save_minutes,
+        stream is not None,
     )
-    return writer.finish()
+    manifest: TokenManifest = write_folder(job, group)
+    return manifest
 
 
 def encode_texts(
@@ -137,11 +123,8 @@ def encode_texts(
     """
     _check(kind, storage, batch_size, texts)
     dimension = token_dimension(model, kind)
-    vectors, failed = _encode(model, texts, list(texts), kind, batch_size, dimension, storage)
-    if failed:
-        name, reason = next(iter(failed.items()))
-        raise DataError(f"texts: {len(failed)} of {len(texts)} failed, {name!r} first ({reason}).")
-    return vectors
+    maker = TokenMaker(dimension, storage)
+    return in_memory("texts", texts, _plain(model, kind, batch_size), functools.partial(cut_texts, model), maker)
 
 
 def token_model_fingerprint(model: Any) -> str:
@@ -170,25 +153,8 @@ def token_dimension(model: Any, kind: Kind) -> int:
     return int(vectors.size(1))
 
 
-def _encode(
-    model: Any,
-    texts: Mapping[str, str],
-    ids: Sequence[str],
-    kind: Kind,
-    batch_size: int,
-    dimension: int,
-    storage: str,
-    part: Part[TokenVectors] | None = None,
-) -> tuple[TokenVectors, dict[str, str]]:
-    """Vectors of `ids` that could be encoded, in their order, and the reasons for the others."""
-
-    def run(batch: list[str]) -> TokenVectors:
-        return TokenVectors.pack(batch, _run(model, [texts[name] for name in batch], kind), dimension, storage)
-
-    encoded, failed = encode_each(texts, ids, batch_size, run, Part[TokenVectors]() if part is None else part)
-    if encoded is None:
-        encoded = TokenVectors.pack([], [], dimension, storage)
-    return encoded, failed
+def _plain(model: Any, kind: Kind, batch_size: int | None) -> PlainStream:
+    return PlainStream(lambda texts: _run(model, texts, kind), batch_size or PLAIN_TEXTS)
 
 
 def _run(model: Any, batch: list[str], kind: Kind) -> list[Tensor]:

@@ -1,0 +1,186 @@
+"""The texts of one shard, and what was made of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from tilefold.pipeline.rows import Begun, FailedText, Window, WindowEnd
+from tilefold.retrieval._shards import Vectors
+from tilefold.retrieval.errors import DataError
+
+V = TypeVar("V", bound=Vectors)
+Made_co = TypeVar("Made_co", bound=Vectors, covariant=True)
+Stream = Callable[[Iterator[Window]], Generator[Any, None, None]]
+Prepare = Callable[[Sequence[str]], Sequence[str]]
+
+
+class Maker(Protocol[Made_co]):
+    """Makes vectors of what a stream gives."""
+
+    def vectors(self, names: list[str], batch: Any) -> Made_co:
+        """Vectors of the texts of a batch; an error tells that one of them is at fault."""
+
+    def alone(self, batch: Any, row: int) -> Any:
+        """The batch of one text out of a batch, for finding which one."""
+
+    def nothing(self) -> Made_co:
+        """Vectors of no text."""
+
+
+@dataclass
+class Shard(Generic[V]):
+    """Texts of one shard, and what is done of them.
+
+    Attributes:
+        number, ids: of the shard.
+        strings: those of its texts that can be encoded at all.
+        done, failed: vectors in batches, and id -> reason.
+        kept, saved: how much of it is on disk, and since when.
+        written: whether all of it is.
+    """
+
+    number: int
+    ids: list[str]
+    strings: list[str] = field(default_factory=list)
+    done: list[V] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    kept: int = 0
+    saved: float = field(default_factory=time.monotonic)
+    written: bool = False
+
+    def __len__(self) -> int:
+        return sum(map(len, self.done)) + len(self.failed)
+
+    def open(self, texts: Mapping[str, Any], done: Sequence[V] = (), failed: Mapping[str, str] | None = None) -> None:
+        """Sort out what is no string; `done` and `failed` are known from before."""
+        self.done, self.failed = list(done), dict(failed or {})
+        self.kept = len(self)
+        for name in self.ids:
+            if isinstance(texts[name], str):
+                self.strings.append(name)
+            else:
+                self.failed[name] = f"expected a string, got {type(texts[name]).__name__}"
+
+    def window(self, texts: Mapping[str, str], prepare: Prepare) -> Window:
+        """Its texts for a stream."""
+        known = {name for vectors in self.done for name in vectors.ids} if self.kept else set()
+        known |= self.failed.keys()
+        skip = frozenset(place for place, name in enumerate(self.strings) if name in known)
+        return Window(prepare([texts[name] for name in self.strings]), skip)
+
+    def take(self, item: Any, maker: Maker[V]) -> None:
+        """A batch of the stream, or a text that failed."""
+        if isinstance(item, FailedText):
+            self.failed[self.strings[item.place]] = reason(item.error)
+            return
+        names = [self.strings[place] for place in item.places]
+        try:
+            self.done.append(maker.vectors(names, item))
+        except Exception as error:  # such as NaN in a row, which must not lose the others
+            if len(names) == 1:
+                self.failed[names[0]] = reason(error)
+                return
+            for row in range(len(names)):
+                self.take(maker.alone(item, row), maker)
+
+    def assembled(self, maker: Maker[V]) -> tuple[V, dict[str, str]]:
+        """All vectors in the order of the texts, and the failed ones."""
+        failed = self.failures()
+        if not self.done:
+            return maker.nothing(), failed
+        whole: Any = self.part()
+        row_of = {name: row for row, name in enumerate(whole.ids)}
+        return whole.take([row_of[name] for name in self.ids if name in row_of]), failed
+
+    def failures(self) -> dict[str, str]:
+        """Reasons of the failed texts, in the order of the texts."""
+        return {name: self.failed[name] for name in self.ids if name in self.failed}
+
+    def part(self) -> V:
+        """All vectors in the order in which they were made; there are some."""
+        whole: V = type(self.done[0]).concatenate(self.done)  # type: ignore[attr-defined]
+        return whole
+
+
+class PlainBatch(NamedTuple):
+    """What a model that is not accelerated made of some texts of a window.
+
+    Attributes:
+        window: number of the window.
+        places: of the texts in it.
+        rows: a matrix of one row per text, or a list.
+    """
+
+    window: int
+    places: Sequence[int]
+    rows: Any
+
+    def alone(self, row: int) -> PlainBatch:
+        """One of its texts."""
+        rows = self.rows.to_dense() if hasattr(self.rows, "to_dense") else self.rows
+        return self._replace(places=[self.places[row]], rows=rows[row : row + 1])
+
+
+class PlainStream:
+    """Windows of texts to batches by a function of texts, without threads; a text that fails loses no other.
+
+    Args:
+        run: texts of similar length, longest first -> rows.
+        batch_size: texts given to it at a time.
+    """
+
+    def __init__(self, run: Callable[[list[str]], Any], batch_size: int) -> None:
+        self.run, self.batch_size = run, batch_size
+
+    def __call__(self, windows: Iterator[Window]) -> Generator[Any, None, None]:
+        """Batches of all texts, window by window, as :class:`tilefold.pipeline.rows.Item` says."""
+        yield Begun()
+        for number, window in enumerate(windows):
+            texts = window.texts
+            order = sorted(range(len(texts)), key=lambda place: len(texts[place]), reverse=True)
+            for start in range(0, len(order), self.batch_size):
+                places = [place for place in order[start : start + self.batch_size] if place not in window.skip]
+                if places:
+                    yield from self._encoded(number, texts, places)
+            yield WindowEnd(number, len(texts))
+
+    def _encoded(self, window: int, texts: Sequence[str], places: list[int]) -> Iterator[Any]:
+        """A batch that fails is halved until the failing text is alone."""
+        try:
+            yield PlainBatch(window, places, self.run([texts[place] for place in places]))
+            return
+        except Exception as error:
+            if len(places) == 1:
+                yield FailedText(window, places[0], error)
+                return
+        middle = len(places) // 2
+        yield from self._encoded(window, texts, places[:middle])
+        yield from self._encoded(window, texts, places[middle:])
+
+
+def in_memory(what: str, texts: Mapping[str, str], stream: Stream, prepare: Prepare, maker: Maker[V]) -> V:
+    """The vectors of all texts, in their order.
+
+    Raises:
+        DataError: a text cannot be encoded; the message says `what` it is one of, and names it.
+    """
+    shard: Shard[V] = Shard(0, list(texts))
+    shard.open(texts)
+    with closing(stream(iter([shard.window(texts, prepare)]))) as items:
+        for item in items:
+            if not isinstance(item, (Begun, WindowEnd)):
+                shard.take(item, maker)
+    vectors, failed = shard.assembled(maker)
+    if failed:
+        name, why = next(iter(failed.items()))
+        raise DataError(f"{what}: {len(failed)} of {len(texts)} failed, {name!r} first ({why}).")
+    return vectors
+
+
+def reason(error: Exception) -> str:
+    """As the manifest lists it."""
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,144 @@
+"""encode_collection with the ranks of a process group: the bytes of one process, whatever happens to a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import encode_jobs as jobs
+from tests.distributed.ranks import Ranks
+from tests.integrations.multi_vector_models import build_colbert
+from tilefold._files import LOCK
+from tilefold.retrieval import encode_collection, encode_tokens, read_manifest
+from tilefold.retrieval._group import KEPT
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process writes."""
+    folder = tmp_path_factory.mktemp("alone") / "v"
+    encode_collection(jobs.load(tiny_folder, True), jobs.TEXTS, folder, **jobs.OPTIONS)
+    return folder
+
+
+def test_the_bytes_are_those_of_one_process_and_every_rank_gets_the_manifest(
+    two_ranks: Ranks, tiny_folder: Path, whole: Path, tmp_path: Path
+) -> None:
+    (first, _, calls), (second, _, others) = two_ranks.run(jobs.encode, tiny_folder, tmp_path / "v")
+    assert contents(tmp_path / "v") == contents(whole)
+    assert first == second == asdict(read_manifest(whole)) and set(first["failed"]) == {"number", "half"}
+    assert calls[0] == (0, 73) and calls[-1] == (73, 73) and calls == sorted(set(calls)) and not others
+
+
+def test_a_plain_model_is_shared_too(two_ranks: Ranks, tiny_folder: Path, tmp_path: Path) -> None:
+    encode_collection(jobs.load(tiny_folder, False), jobs.TEXTS, tmp_path / "one", **jobs.OPTIONS)
+    two_ranks.run(jobs.encode, tiny_folder, tmp_path / "two", {"fast": False})
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+
+
+def test_token_vectors_are_shared_too(two_ranks: Ranks, tmp_path: Path) -> None:
+    build_colbert().save_pretrained(str(tmp_path / "model"), create_model_card=False)
+    first, second = two_ranks.run(jobs.encode_token_vectors, tmp_path / "model", tmp_path / "two")
+    model = jobs.load(tmp_path / "model", True, "tokens")
+    manifest = encode_tokens(model, jobs.few_texts(), tmp_path / "one", storage="int8", shard_size=4, batch_tokens=60)
+    assert first == second == asdict(manifest) and set(manifest.failed) == {"number"}
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+
+
+def test_ranks_on_their_own_write_folders_of_their_own(
+    two_ranks: Ranks, tiny_folder: Path, whole: Path, tmp_path: Path
+) -> None:
+    two_ranks.run(jobs.alone, tiny_folder, tmp_path)
+    assert contents(tmp_path / "0") == contents(tmp_path / "1") == contents(whole)
+
+
+def test_one_process_goes_on_where_two_were_interrupted_and_two_where_one_was(
+    two_ranks: Ranks, tiny_folder: Path, whole: Path, tmp_path: Path
+) -> None:
+    model = jobs.load(tiny_folder, True)
+    (raised, _, calls), (other, _, _) = two_ranks.run(jobs.encode, tiny_folder, tmp_path / "a", {"stop_at": 16})
+    assert raised == other == "KeyboardInterrupt" and calls[-1][0] >= 16
+    assert read_manifest(tmp_path / "a").n_documents >= 16
+    (tmp_path / "a" / LOCK).unlink()  # which ends with the first rank's process
+    encode_collection(model, jobs.TEXTS, tmp_path / "a", **jobs.OPTIONS)
+
+    def stop(done: int, total: int) -> None:
+        if done % 8 and done > 16:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        encode_collection(model, jobs.TEXTS, tmp_path / "b", progress=stop, **{**jobs.OPTIONS, "batch_size": 2})
+    kept = read_manifest(tmp_path / "b").partial
+    assert kept["shard"] >= 2
+    (tmp_path / "b" / LOCK).unlink()
+    two_ranks.run(jobs.encode, tiny_folder, tmp_path / "b", {"batch_size": 2})
+    encode_collection(model, jobs.TEXTS, tmp_path / "c", **{**jobs.OPTIONS, "batch_size": 2})
+    assert contents(tmp_path / "a") == contents(whole) and contents(tmp_path / "b") == contents(tmp_path / "c")
+
+
+def test_ranks_that_were_given_different_things_are_told(two_ranks: Ranks, tiny_folder: Path, tmp_path: Path) -> None:
+    texts = [{f"d{i}": f"cats {i + rank}" for i in range(20)} for rank in range(2)]
+    (kind, first, _), (other, second, _) = two_ranks.run(jobs.encode, tiny_folder, tmp_path / "v", {"texts": texts})
+    assert (kind, other) == ("DataError", "RankError")
+    assert "rank 1 encodes something else (texts_sha256: other texts)" in first and first in second
+    assert not read_manifest(tmp_path / "v").shards
+
+
+def test_what_fails_on_one_rank_ends_all(two_ranks: Ranks, tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "v").mkdir()
+    (tmp_path / "v" / "notes.txt").write_text("mine")
+    (kind, first, _), (other, second, _) = two_ranks.run(jobs.encode, tiny_folder, tmp_path / "v")
+    assert (kind, other) == ("FileExistsError", "RankError") and second == f"rank 0: FileExistsError: {first} {KEPT}"
+    texts = [dict.fromkeys((f"d{i}" for i in range(40)), 3)] * 2
+    (kind, first, _), (other, second, _) = two_ranks.run(
+        jobs.encode, tiny_folder, tmp_path / "w", {"texts": texts, "shard_size": 20}
+    )
+    assert (kind, other) == ("DataError", "RankError") and "all 20 of shard 0 failed" in first and first in second
+
+
+def test_a_rank_that_does_not_come_is_missed(two_ranks: Ranks, tiny_folder: Path, tmp_path: Path) -> None:
+    told, _ = two_ranks.run(jobs.one_does_not_come, tiny_folder, tmp_path / "v")
+    assert "expected a call on every rank of the process group within 1 s" in told and "group=None" in told
+    two_ranks.close()  # gloo is of no use after that
+
+
+DIES = """
+import os, sys
+from pathlib import Path
+from tests.distributed import encode_jobs as jobs
+model, folder = jobs.load(Path(sys.argv[1]), True), Path(sys.argv[2])
+children = []
+for rank in range(2):
+    children.append(os.fork())
+    if not children[-1]:
+        print(jobs.dies(rank, model, folder, folder / "meet"), flush=True)
+        os._exit(0)
+print([os.waitpid(child, 0)[1] for child in children])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked, so that one import serves all")
+def test_a_rank_that_dies_is_told_at_once_and_nothing_that_was_reported_is_lost(
+    tiny_folder: Path, whole: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", DIES, str(tiny_folder), str(tmp_path)]
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": f"{root / 'src'}:{root}"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=100)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 and json.loads(lines[1]) == [0, 9], done.stdout + done.stderr
+    waited, reported, told = lines[0].split(" ", 2)
+    assert float(waited) < 5 and told == f"rank 1 ended before the work was done. {KEPT}"
+    assert read_manifest(tmp_path / "v").n_documents >= int(reported) - 2
+    encode_collection(jobs.load(tiny_folder, True), jobs.TEXTS, tmp_path / "v", **jobs.OPTIONS)
+    assert contents(tmp_path / "v") == contents(whole)
