@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.serve.running import serving
 from tilefold import retrieval as r
 from tilefold.retrieval.collection import Collection
 from tilefold.retrieval.index.qdrant import QdrantIndex
-from tilefold.retrieval.qdrant import QdrantCollection
+from tilefold.retrieval.qdrant import Documents, QdrantCollection
 from tilefold.serve.models import Served
 from tilefold.serve.searchable import Searchable
 from tilefold.serve.service import Service
@@ -59,3 +60,43 @@ def test_a_server_that_went_away_is_a_503_without_its_address(sparse: Any, vecto
         http.fault = None
         assert client.get(PATH).status == 200
     http.stop()
+
+
+def test_while_the_server_is_away_others_are_answered_and_searches_do_not_wait_in_turn(
+    sparse: Any, vectors: r.SparseVectors
+) -> None:
+    http = OverHttp()
+    r.build_index(vectors, "qdrant", url=http.url, collection="papers")
+    index = QdrantIndex(QdrantCollection.server(http.url, "papers", patience=3))
+    model = Served(sparse, "sparse", "tiny")
+    with serving(Service([model], searchable=Searchable("papers", index, model))) as client:
+        http.fault = lambda method, path: 503
+        began = time.monotonic()
+        with ThreadPoolExecutor(16) as pool:
+            searches = [pool.submit(client.get, PATH) for _ in range(12)]  # more than there are threads for them
+            time.sleep(0.5)
+            assert client.post("/embed_sparse", {"inputs": "csv"}).status == 200
+            assert not any(search.done() for search in searches)
+            assert [search.result().status for search in searches] == [503] * 12
+        assert time.monotonic() - began < 6
+        http.fault = None
+        assert client.get(PATH).status == 200
+    http.stop()
+
+
+def test_a_document_that_the_index_alone_has_is_named(
+    sparse: Any, late: Any, collection: Collection, vectors: r.SparseVectors
+) -> None:
+    index: Any = r.build_index(vectors, "qdrant")
+    models = Served(sparse, "sparse", "tiny"), Served(late, "multi-vector", "colbert")
+    found = Searchable("papers", index, models[0], collection.documents, vectors, late=models[1])
+    with serving(Service(list(models), searchable=found)) as client:
+        terms, weights = vectors.row(0)
+        added = {"added": dict(zip(terms.tolist(), (2 * weights).tolist(), strict=True))}
+        rows = r.SparseVectors.from_rows(added, vectors.vocab_size, vectors.fingerprint)
+        index.collection.upsert(Documents(["added"], rows))
+        for name, option in (("prf", "--vectors"), ("rerank", "--data")):
+            reply = client.post("/v1/papers/search", {"query": "csv files", name: True})
+            assert (reply.status, reply.json["error_type"]) == (424, "Backend")
+            assert "'added'" in reply.json["error"] and option in reply.json["error"]
+        assert client.post("/v1/papers/search", {"query": "csv files", "explain": True}).status == 200

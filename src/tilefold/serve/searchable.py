@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.retrieval.bm25 import BM25Index
@@ -16,10 +16,12 @@ from tilefold.retrieval.index import SparseIndex, hits_to_run
 from tilefold.retrieval.tokens import TokenStore
 from tilefold.retrieval.vectors import SparseVectors
 from tilefold.serve.answers import Row, strongest
+from tilefold.serve.errors import ServeError
 from tilefold.serve.models import Served
 
 __all__ = ["Ranking", "Searchable"]
 
+T = TypeVar("T")
 Scores = dict[str, float]
 QUERY = "query"  # the id of the one query of a request
 
@@ -85,6 +87,22 @@ class Searchable:
         """Document id -> row of its vector."""
         return {} if self.vectors is None else {name: row for row, name in enumerate(self.vectors.ids)}
 
+    def contents(self, names: Sequence[str]) -> list[str]:
+        """What a model reads of documents.
+
+        Raises:
+            ServeError: one of them is not in the collection.
+        """
+        return [self._known(name, self.documents.get(name), "--data").contents or " " for name in names]
+
+    def _row(self, name: str) -> int:
+        return self._known(name, self.rows.get(name), "--vectors")
+
+    def _known(self, name: str, found: T | None, option: str) -> T:
+        if found is None:  # added to an index that can be added to
+            raise ServeError("Backend", f"the index has a document {name!r} that {option} of this server lacks")
+        return found
+
     def query_vector(self, row: Row) -> SparseVectors:
         """The vector of a query, with its heaviest terms alone if the index is searched so."""
         if self.encoder is None:
@@ -117,7 +135,7 @@ class Searchable:
         scores, after = self.search(vector, depth), vector
         if feedback is not None and self.vectors is not None:
             run: Run = {QUERY: scores}
-            wanted = self.vectors.take([self.rows[name] for name in feedback_documents(run, feedback)])
+            wanted = self.vectors.take([self._row(name) for name in feedback_documents(run, feedback)])
             after = expand_sparse(vector, wanted, run, feedback)
             scores = self.search(after, k)
         scores = dict(list(scores.items())[:k])

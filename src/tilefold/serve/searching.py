@@ -27,6 +27,7 @@ from tilefold.serve.service import Asked, Service
 __all__ = ["SearchRoutes", "search_router"]
 
 RERANK_DEPTH = 100
+_AWAY = "the index is on a server that does not answer; the log says why"
 T = TypeVar("T")
 
 
@@ -91,6 +92,7 @@ class SearchRoutes:
 
     def __init__(self, service: Service, searchable: Searchable) -> None:
         self.service, self.searchable = service, searchable
+        self._away = 0.0  # when the server of the index last failed to answer
 
     def router(self) -> APIRouter:
         """All of them."""
@@ -191,13 +193,23 @@ class SearchRoutes:
         return Response(content, media_type=JSON)
 
     async def _asked(self, work: Callable[..., T], *args: Any) -> T:
-        """What the index answers, in a helper thread: it may be on a server, which may be away."""
-        try:
-            return await self.service.off_loop(work, *args)
-        except (ConnectionError, PermissionError) as error:
-            self.service.log_failure(error)
-            message = "the index is on a server that does not answer; the log says why"
-            raise ServeError("Unhealthy", message) from error
+        """What the index answers, in a thread: it may be on a server, which may be away.
+
+        A request that waited for a thread while the server failed another one is not made to wait for it once more.
+        """
+        came, away = time.monotonic(), ServeError("Unhealthy", _AWAY)
+
+        def ask() -> T:
+            if self._away > came:
+                raise away
+            try:
+                return work(*args)
+            except (ConnectionError, PermissionError) as error:
+                self._away = time.monotonic()
+                self.service.log_failure(error)
+                raise away from error
+
+        return await self.service.in_search(ask)
 
     async def _rerank(self, body: SearchBody, ranking: Ranking) -> None:
         """Order the best candidates by MaxSim, or by both scores."""
@@ -210,7 +222,7 @@ class SearchRoutes:
             names = list(ranking.scores)[: options.depth]
             if len(names) > service.permits.total:
                 raise invalid(f"`rerank.depth` expected at most {service.permits.total}, got {options.depth}")
-            texts = await service.off_loop(lambda: [found.documents[name].contents or " " for name in names])
+            texts = await service.off_loop(found.contents, names)
             with service.permits.take(len(texts)):
                 encoded = await service.encode("multi-vector", texts, Asked("document", truncate=True))
             documents = _packed(names, encoded.rows)

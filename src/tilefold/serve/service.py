@@ -27,6 +27,7 @@ __all__ = ["Asked", "Outcome", "Service"]
 T = TypeVar("T")
 _CALL = "call"  # the key of payloads that are functions
 _CHARACTERS_PER_TOKEN = 250  # of text-embeddings-inference; longer texts than that many per token are not tokenized
+_SEARCHERS = 4  # threads that search, at least
 _REMEDIES: dict[Kind, str] = {
     "sparse": "sparse vectors come from a SparseEncoder: start the server with one as --model",
     "multi-vector": "token vectors and reranking come from a multi-vector model: start the server with one as --model",
@@ -107,6 +108,7 @@ class Service:
         self.metrics, self.permits = Metrics(), Permits(self.limits.max_concurrent_requests)
         self.closing = False
         self._pool: ThreadPoolExecutor | None = None
+        self._searchers: ThreadPoolExecutor | None = None
         self._lanes: dict[str, Lane] = {}
         self.metrics.gauge("te_queue_size", lambda: sum(map(len, self._lanes.values())))
         self.metrics.gauge("tilefold_inputs_in_flight", lambda: self.permits.taken)
@@ -124,6 +126,7 @@ class Service:
     def start(self) -> None:
         """Start the threads: one per device, and those that tokenize and search."""
         self._pool = ThreadPoolExecutor(self.limits.tokenization_workers, "tilefold-helper")
+        self._searchers = ThreadPoolExecutor(max(_SEARCHERS, self.limits.tokenization_workers), "tilefold-searcher")
         for device in {model.device for model in self.models.values()}:
             self._lanes[device] = Lane(device, self._run, self.limits.max_batch_tokens, self.metrics)
             self._lanes[device].start()
@@ -133,8 +136,9 @@ class Service:
         self.closing = True
         for lane in self._lanes.values():
             lane.close()
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._pool, self._searchers):
+            if pool is not None:
+                pool.shutdown(wait=True, cancel_futures=True)
 
     @property
     def healthy(self) -> bool:
@@ -174,9 +178,20 @@ class Service:
         Raises:
             ServeError: Unhealthy, the service is closing.
         """
-        if self._pool is None or self.closing:
+        return await self._in(self._pool, work, *args)
+
+    async def in_search(self, work: Callable[..., T], *args: Any) -> T:
+        """Run a search in a thread for them: an index on a server may take long, and must not hold up the helpers.
+
+        Raises:
+            ServeError: Unhealthy, the service is closing.
+        """
+        return await self._in(self._searchers, work, *args)
+
+    async def _in(self, pool: ThreadPoolExecutor | None, work: Callable[..., T], *args: Any) -> T:
+        if pool is None or self.closing:
             raise ServeError("Unhealthy", "the service is closing")
-        return await asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(work, *args))
+        return await asyncio.get_running_loop().run_in_executor(pool, functools.partial(work, *args))
 
     async def on_device(self, model: Served, work: Callable[[], T]) -> T:
         """Run something on the device of a model, in its turn."""
