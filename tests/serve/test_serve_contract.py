@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import threading
 from typing import Any
 
@@ -49,6 +50,13 @@ def test_the_documented_fields_of_embed_sparse_are_taken_and_unknown_ones_ignore
         {"normalize": True, "parameters": {}, "model": "any"},
     ):
         assert client.post("/embed_sparse", {"inputs": TEXTS[0]} | extra).json == plain
+    body = json.dumps({"inputs": TEXTS[0]}).encode()
+    for kind in (
+        'application/json; charset="UTF-8"',
+        "Application/JSON;charset=utf-8; profile=a",
+        "application/json;v=1",
+    ):
+        assert client.request("POST", "/embed_sparse", body, content_type=kind).json == plain
     ids = [token["id"] for token in client.post("/tokenize", {"inputs": TEXTS[0]}).json[0]]
     for inputs in (ids, [ids]):
         assert client.post("/embed_sparse", {"inputs": inputs}).json == plain
@@ -71,6 +79,7 @@ def test_our_own_fields_choose_entries_and_their_form(client: Client) -> None:
     assert client.post("/embed_sparse", {"inputs": TEXTS[0], "top_k": 5}).json[0] == best
     above = client.post("/embed_sparse", {"inputs": TEXTS[0], "threshold": best[0]["value"]}).json[0]
     assert above == [entry for entry in whole if entry["value"] > best[0]["value"]]
+    assert client.post("/embed_sparse", {"inputs": TEXTS[0], "threshold": 1e300}).json == [[]]
     arrays = client.post("/embed_sparse", {"inputs": TEXTS[0], "top_k": 5, "format": "arrays"}).json[0]
     assert arrays == {"indices": [e["index"] for e in best], "values": [e["value"] for e in best]}
     named = client.post("/embed_sparse", {"inputs": TEXTS[0], "top_k": 5, "tokens": True}).json[0]

@@ -31,7 +31,7 @@ def numbers(values: npt.NDArray[np.float32]) -> list[str]:
 def strongest(row: Row, top_k: int | None, threshold: float | None) -> Row:
     """The `top_k` heaviest entries (equal weights: the lower index stays) above `threshold`, in index order."""
     indices, weights = row
-    keep = np.flatnonzero(weights > (threshold or 0.0))
+    keep = np.flatnonzero(weights > min(threshold or 0.0, float(np.finfo(np.float32).max)))
     if top_k is not None and keep.size > top_k:
         keep = np.sort(keep[np.argsort(-weights[keep], kind="stable")[:top_k]])
     return indices[keep], weights[keep]

@@ -183,7 +183,7 @@ class Lane:
         try:
             values = self._run(batch[0].key, [entry.payload for entry in batch])
             return [(entry, value, None) for entry, value in zip(batch, values, strict=True)]
-        except Exception as error:  # whatever a model raises for one text must not take the others with it
+        except BaseException as error:  # whatever a model raises, a panic of the tokenizer too, must not end the thread
             if len(batch) > 1:
                 middle = len(batch) // 2
                 return self._attempt(batch[:middle]) + self._attempt(batch[middle:])

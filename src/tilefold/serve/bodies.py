@@ -181,9 +181,9 @@ async def read(request: Request, model: type[B], limits: Limits) -> B:
 
 
 def _check_type(request: Request) -> None:
-    kind, _, rest = request.headers.get("content-type", "").partition(";")
-    charset = rest.lower().partition("charset=")[2].strip(' "') or "utf-8"
-    if kind.strip().lower() != "application/json" or charset not in ("utf-8", "utf8"):
+    kind, *rest = (part.strip().lower() for part in request.headers.get("content-type", "").split(";"))
+    charsets = {part.partition("=")[2].strip('"') for part in rest if part.startswith("charset=")}
+    if kind != "application/json" or not charsets <= {"utf-8", "utf8"}:
         raise ServeError("Validation", "expected a body of Content-Type: application/json in UTF-8", status=415)
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise ServeError("Validation", "expected a body without Content-Encoding", status=415)
