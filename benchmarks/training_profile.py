@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -99,14 +98,14 @@ def main() -> None:
     """Parse arguments, train, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="ragged-128")
-    parser.add_argument("--side", default="packed", choices=["stock", "padded", "packed"])
+    parser.add_argument("--side", default="packed", choices=["stock", "padded", "packed", "graphs"])
     parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer of V = 250,002")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--compile", action="store_true", help="torch.compile of each layer, for any length")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     (case,) = get_job("train").chosen([options.shape], device.type, False)
-    numbers: dict[str, Any] = case.numbers
+    numbers = case.numbers
     tokenizer = load_tokenizer(options.tokenizer if numbers["vocab"] == LARGE else None)
     ragged = numbers["documents"] != "full"
     length = MAX_LENGTH if ragged else FULL_LENGTH

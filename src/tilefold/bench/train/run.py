@@ -49,7 +49,7 @@ def train(
         kind: ``"splade"`` or ``"colbert"``.
         model: as :func:`tilefold.bench.train.inputs.make_encoder` made it.
         side: ``"stock"``; ``"padded"``, accelerated but for packed inputs; ``"packed"``, accelerated, with batches made
-            ahead.
+            ahead; ``"graphs"``, with CUDA graphs, too.
         rows: queries and documents, ``batch`` of each for every step.
         batch: pairs of a step.
         steps: timed steps.
@@ -97,7 +97,7 @@ def run(
     model = copy.deepcopy(model).to(device)
     watch = (watch_type or Watch)(model, steps)
     if side != "stock":
-        accelerate(model, packed=side == "packed")
+        accelerate(model, packed=side != "padded")
     if compiled:
         layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
         for layer in layers:
@@ -109,8 +109,8 @@ def run(
             trainer = _trainer(kind, model, loss, folder, batch, Dataset.from_dict(dict(rows)), watch.total, bf16)
             trainer.add_callback(Callback())
             trainer.remove_callback(PrinterCallback)
-            if side == "packed":
-                collate_ahead(trainer)
+            if side in {"packed", "graphs"}:
+                collate_ahead(trainer, graphs=side == "graphs")
             trainer.train()
     finally:
         watch.close()
@@ -194,8 +194,7 @@ class Watch:
         self.total = self.first + self.steps + profiled if self.steps else GATE_STEPS
         self.profiler: Any = None
         self.profiled_from = 0.0
-        embedding = next(module for module in self.model.modules() if isinstance(module, torch.nn.Embedding))
-        self.hook = embedding.register_forward_hook(self._sees_precision)
+        self.hook = list(self.model)[1].register_forward_hook(self._sees_precision)
 
     def _sees_precision(self, *_: Any) -> None:
         if torch.is_grad_enabled():

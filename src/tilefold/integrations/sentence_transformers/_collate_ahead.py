@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, get_worker_info
 
 from tilefold.integrations.sentence_transformers._columns import Batch, PackedForward, join_columns
+from tilefold.integrations.sentence_transformers._step_graphs import StepGraphs
 
 
-def collate_ahead(trainer: Any, *, join: bool = True) -> None:
+def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False) -> None:
     """Let a stock trainer of sentence-transformers tokenise its next batch while the step before it runs.
 
     The trainer's own data collator then works in a thread, into pinned memory, and tensors are copied to the GPU
@@ -26,13 +27,23 @@ def collate_ahead(trainer: Any, *, join: bool = True) -> None:
     forward, and the loss takes the outputs column by column: less work for the host, the same numbers but for those of
     dropout. Losses that cut columns into mini-batches (cached ones) run each part by itself.
 
+    With ``graphs``, the forward and backward pass of the encoder are captured as CUDA graphs and repeated, so that the
+    host launches them with two calls: a step then takes the time of the GPU. Sequences that nobody reads fill batches
+    up to a few sizes (at most an eighth more tokens); each size runs as usual when it is first met and is captured at
+    the second time, which takes about a second. Gradients are written once and copied (memory of the weights once
+    more), and come all at the end of the backward pass, so that several GPUs overlap nothing. Steps that a graph
+    cannot repeat run as usual: see :class:`tilefold.integrations.sentence_transformers._step_graphs.StepGraphs`.
+    Dropout draws other numbers.
+
     Args:
         trainer: a ``SparseEncoderTrainer``, ``MultiVectorEncoderTrainer`` or another trainer of sentence-transformers.
         join: one forward for all columns; False for a loss that calls ``backward`` once for each column.
+        graphs: repeat the encoder's launches as CUDA graphs.
 
     Raises:
         TypeError: if ``trainer`` has no data collator.
-        ValueError: for an iterable dataset, whose batches one process cuts for all others.
+        ValueError: for an iterable dataset, whose batches one process cuts for all others; or for ``graphs`` without
+            ``join``, or of a model that is no sequence of modules whose first takes packed inputs.
     """
     collator = getattr(trainer, "data_collator", None)
     if collator is None:
@@ -42,8 +53,16 @@ def collate_ahead(trainer: Any, *, join: bool = True) -> None:
     for name in ("train_dataset", "eval_dataset"):
         if isinstance(getattr(trainer, name, None), IterableDataset):
             raise ValueError(f"{name} must not be iterable to be collated ahead, got one; use a Dataset with a length.")
+    one = _one_packed_encoder(trainer.model)
+    if graphs and not (one and join):
+        raise ValueError(
+            "graphs must be False for columns that are not joined or not packed, got True; call accelerate(model) "
+            "first and leave join=True (a model with several encoders has no joined columns)."
+        )
+    if one:
+        encoder = trainer.model[0]
+        encoder.forward.graphs = StepGraphs(encoder) if graphs else None
     if not isinstance(collator, AheadCollator):
-        one = _one_packed_encoder(trainer.model)
         trainer.data_collator = AheadCollator(
             _without_detours(collator, trainer.model) if one else collator, join and one
         )

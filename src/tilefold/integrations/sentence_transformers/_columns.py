@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilefold.integrations.sentence_transformers._step_graphs import StepGraphs
+
 JOINED = "joined_columns"  # key of a column's place among those it was joined with
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
@@ -26,14 +28,16 @@ class Columns:
         self.features, self.parts = features, parts
         self._waiting: dict[tuple[Any, ...], Tensor] = {}
 
-    def embeddings(self, index: int, transformer: Any) -> Tensor:
+    def embeddings(self, index: int, transformer: Any, graphs: StepGraphs | None = None) -> Tensor:
         """Those of a column, from the forward of the column before it or from one of all columns."""
         device = self.parts[0].device.type
         autocasts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         mode = (id(transformer), transformer.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         found = self._waiting.pop((index, *mode, autocasts), None)
         if found is None:
-            output = type(transformer).forward(transformer, dict(self.features))[transformer.module_output_name]
+            output = None if graphs is None else graphs(self.features)
+            if output is None:
+                output = type(transformer).forward(transformer, dict(self.features))[transformer.module_output_name]
             parts = output.split([part.size(1) for part in self.parts], dim=1)
             self._waiting = {(i, *mode, autocasts): part for i, part in enumerate(parts) if i != index}
             found = parts[index]
@@ -45,10 +49,14 @@ class PackedForward:
 
     Args:
         transformer: the module, whose own forward runs on their tokens.
+
+    Attributes:
+        graphs: runs joined columns in training, if it can.
     """
 
     def __init__(self, transformer: Any) -> None:
         self.transformer = transformer
+        self.graphs: StepGraphs | None = None
 
     def __call__(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """The features with the output of the module."""
@@ -58,7 +66,7 @@ class PackedForward:
         if columns is None or kwargs or features["input_ids"] is not columns.parts[index] or self._shows_layers():
             found: dict[str, Any] = type(transformer).forward(transformer, features, **kwargs)
             return found
-        features[transformer.module_output_name] = columns.embeddings(index, transformer)
+        features[transformer.module_output_name] = columns.embeddings(index, transformer, self.graphs)
         return features
 
     def _shows_layers(self) -> bool:

@@ -1,0 +1,292 @@
+"""CUDA graphs of an encoder's forward and backward: a training step that the host launches with two calls.
+
+An encoder of 12 layers takes some 1,500 launches forward and backward, and on many machines the host needs longer for
+them than the GPU for the work. A graph repeats all of them at once, but only with tensors of the sizes and addresses
+that it was captured with. So packed tokens are copied into tensors of a few sizes, whose rest is filled by sequences
+that nobody reads: their gradients are zero.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+LIMIT = 16  # graphs that are kept; each has its inputs and outputs to itself and shares all other memory
+_SMALLEST = 64  # tokens; sizes are multiples of this
+_FINENESS = 16  # sizes between a power of two and the next
+_WARM_RUNS = 2
+_TOKENS = ("input_ids", "position_ids", "token_type_ids")
+_OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
+_LONGEST = ("max_length_q", "max_length_k")
+_KNOWN = {*_TOKENS, *_OFFSETS, *_LONGEST, "modality"}
+
+Run = Callable[[dict[str, Any]], Tensor]
+
+
+class Sizes(NamedTuple):
+    """Sizes of a graph: T tokens in ``sequences``, ``extra`` more that hold the rest, none above ``longest`` tokens."""
+
+    tokens: int
+    sequences: int
+    extra: int
+    longest: int
+
+
+def sizes_for(tokens: int, sequences: int, longest: int) -> Sizes:
+    """The least sizes that hold a pack; few of them, at most an eighth too large (or 64 tokens)."""
+    step = max(_SMALLEST, 2 ** (max(1, tokens).bit_length() - 1) // _FINENESS)
+    longest = math.ceil(max(1, longest) / _SMALLEST) * _SMALLEST
+    return Sizes(math.ceil(max(1, tokens) / step) * step, sequences, math.ceil(step / longest), longest)
+
+
+class StaticInputs:
+    """Features of one size, into which those of a batch are copied.
+
+    Args:
+        features: of the first batch.
+        sizes: those of the tensors.
+    """
+
+    def __init__(self, features: dict[str, Any], sizes: Sizes) -> None:
+        self.sizes = sizes
+        ids: Tensor = features["input_ids"]
+        self.tokens = {
+            name: features[name][:, :1].expand(1, sizes.tokens).contiguous() for name in _TOKENS if name in features
+        }
+        self.offsets = torch.zeros(sizes.sequences + sizes.extra + 1, dtype=torch.int32, device=ids.device)
+        self.ends = torch.arange(1, sizes.extra + 1, dtype=torch.int32, device=ids.device) * sizes.longest
+
+    def features(self) -> dict[str, Any]:
+        """What the encoder is called with."""
+        return {**self.tokens, **dict.fromkeys(_OFFSETS, self.offsets), **dict.fromkeys(_LONGEST, self.sizes.longest)}
+
+    def fill(self, features: dict[str, Any]) -> None:
+        """Copy a batch; behind it stay tokens of others, in sequences of their own."""
+        count = features["input_ids"].size(1)
+        for name, tensor in self.tokens.items():
+            tensor[:, :count].copy_(features[name])
+        self.offsets[: self.sizes.sequences + 1].copy_(features[_OFFSETS[0]])
+        torch.clamp(self.ends + count, max=self.sizes.tokens, out=self.offsets[self.sizes.sequences + 1 :])
+
+
+class Captured:
+    """Forward and backward of one size.
+
+    Args:
+        run: the encoder; features to ``[1, T, D]``.
+        inputs: what the graph reads.
+        parameters: those that get gradients.
+        gradients: where these are written, None for parameters that the encoder does not use.
+        pool: memory that all graphs share.
+    """
+
+    def __init__(
+        self, run: Run, inputs: StaticInputs, parameters: list[Tensor], gradients: list[Tensor | None], pool: Any
+    ) -> None:
+        self.inputs = inputs
+        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_RUNS):
+                warm = run(inputs.features())
+                found = torch.autograd.grad(warm, parameters, torch.zeros_like(warm), allow_unused=True)
+            for i, gradient in enumerate(found):
+                if gradient is not None and gradients[i] is None:
+                    gradients[i] = torch.zeros_like(parameters[i])
+            self.output_gradient = torch.zeros_like(warm)
+            del warm, found
+        torch.cuda.current_stream().wait_stream(stream)
+        how: dict[str, Any] = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
+        self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.forward_graph, **how):
+            output = run(inputs.features())
+        with torch.cuda.graph(self.backward_graph, **how):
+            found = torch.autograd.grad(output, parameters, self.output_gradient, allow_unused=True)
+            write_gradients(gradients, found)
+        self.output = output.detach()
+
+    def forward(self) -> Tensor:
+        """Output ``[1, T, D]`` for what was filled in; the next call overwrites it."""
+        self.forward_graph.replay()
+        return self.output
+
+    def backward(self, gradient: Tensor) -> None:
+        """Write the gradients of the last forward, for those of its first tokens."""
+        count = gradient.size(1)
+        self.output_gradient[:, :count].copy_(gradient)
+        self.output_gradient[:, count:].zero_()
+        self.backward_graph.replay()
+
+
+def write_gradients(to: list[Tensor | None], found: tuple[Tensor | None, ...]) -> None:
+    """Copy what was found, and 0 where this time there is none."""
+    pairs = [(kept, new) for kept, new in zip(to, found, strict=True) if kept is not None]
+    torch._foreach_copy_([kept for kept, new in pairs if new is not None], [new for _, new in pairs if new is not None])
+    for kept, new in pairs:
+        if new is None:
+            kept.zero_()
+
+
+class StepGraphs:
+    """Runs packed batches of one Transformer in training as CUDA graphs, where that changes nothing.
+
+    A batch runs without a graph if its size is new, if an output of a graph still waits for its backward pass, without
+    gradients, with gradient checkpointing, with hooks on the network's modules, on a CPU, and with sharded parameters.
+    Other parameters, buffers, modes, dropout rates or autocast are noticed, and new graphs captured.
+
+    Args:
+        transformer: the ``Transformer`` of sentence-transformers, whose own forward is captured.
+        capture: makes what repeats a batch of one size.
+    """
+
+    def __init__(self, transformer: Any, capture: Callable[..., Any] = Captured) -> None:
+        self.transformer = transformer
+        self._capture = capture
+        self.failed = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self.graphs: OrderedDict[Sizes, Any] = OrderedDict()
+        self._seen: Counter[Sizes] = Counter()
+        self._state: Any = None
+        self._rates = [
+            (module, name)
+            for module in self.transformer.model.modules()
+            for name, value in vars(module).items()
+            if isinstance(value, float)  # dropout among them
+        ]
+        self._pool: Any = None
+        self.parameters: list[Tensor] = []
+        self.gradients: list[Tensor | None] = []
+        self.serial = 0
+        self._pending: Callable[[], Any] = lambda: None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"transformer": self.transformer, "_capture": self._capture}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.failed = False
+        self._forget()
+
+    def __call__(self, features: dict[str, Any]) -> Tensor | None:
+        """``[1, T, D]`` with its gradients, or None if the batch must run without a graph."""
+        ids = features["input_ids"]
+        if self.failed or not torch.is_grad_enabled() or features.keys() - _KNOWN or not self._may_run(ids):
+            return None
+        if self._pending() is not None:
+            return None
+        state = self._state_now(ids.device.type)
+        if state != self._state:
+            self._forget()
+            self._state = state
+        sizes = sizes_for(ids.size(1), features[_OFFSETS[0]].numel() - 1, features[_LONGEST[0]])
+        graph = self.graphs.get(sizes) or self._captured(sizes, features)
+        if graph is None:
+            return None
+        self.graphs.move_to_end(sizes)
+        graph.inputs.fill(features)
+        self.serial += 1
+        waits = _Waits()
+        self._pending = weakref.ref(waits)
+        output: Tensor = _Replay.apply(  # type: ignore[no-untyped-call]
+            self, graph, ids.size(1), waits, *self.parameters
+        )
+        return output
+
+    def _may_run(self, ids: Tensor) -> bool:
+        if ids.numel() == 0 or (self._capture is Captured and not ids.is_cuda):
+            return False
+        return not any(
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+            or getattr(module, "gradient_checkpointing", False)
+            for module in self.transformer.model.modules()
+        )
+
+    def _state_now(self, device: str) -> Any:
+        """What a graph was captured with and cannot follow."""
+        model = self.transformer.model
+        tensors = [*model.parameters(), *model.buffers()]
+        addresses = [(tensor.data_ptr(), tensor.requires_grad, tensor.dtype) for tensor in tensors]
+        modules = [module.training for module in model.modules()]
+        rates = [getattr(module, name, None) for module, name in self._rates]
+        autocasts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        return addresses, modules, rates, autocasts
+
+    def _captured(self, sizes: Sizes, features: dict[str, Any]) -> Any:
+        """A graph of these sizes when they are met for the second time."""
+        self._seen[sizes] += 1
+        if self._seen[sizes] < 2:
+            return None
+        if not self.parameters:
+            self.parameters = [tensor for tensor in self.transformer.model.parameters() if tensor.requires_grad]
+            self.gradients = [None] * len(self.parameters)
+        if not self.parameters or any(type(tensor) is not nn.Parameter for tensor in self.parameters):
+            self.failed = True  # frozen, or sharded
+            return None
+        inputs = StaticInputs(features, sizes)
+        inputs.fill(features)
+        if self._pool is None and self._capture is Captured:
+            self._pool = torch.cuda.graph_pool_handle()
+        if len(self.graphs) >= LIMIT:
+            self.graphs.popitem(last=False)
+        try:
+            self.graphs[sizes] = self._capture(self._run, inputs, self.parameters, self.gradients, self._pool)
+        except RuntimeError as error:  # out of memory, or an operation that cannot be captured
+            self._forget()
+            self.failed = True
+            warnings.warn(
+                f"{type(self.transformer.model).__name__} trains without CUDA graphs, which could not be captured: "
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. Steps take longer where "
+                "the host is the limit; nothing else changes.",
+                UserWarning,
+                stacklevel=2,
+            )
+            return None
+        return self.graphs[sizes]
+
+    def _run(self, features: dict[str, Any]) -> Tensor:
+        transformer, device = self.transformer, features["input_ids"].device.type
+        scope: Any = contextlib.nullcontext()
+        if torch.is_autocast_enabled(device):  # what autocast keeps of weights would be older than the next replay
+            scope = torch.autocast(device, dtype=torch.get_autocast_dtype(device), cache_enabled=False)
+        with scope:
+            output: Tensor = type(transformer).forward(transformer, features)[transformer.module_output_name]
+        return output
+
+
+class _Waits:
+    """Lives as long as a forward may still be followed by its backward pass."""
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, owner: StepGraphs, graph: Any, count: int, waits: _Waits, *parameters: Tensor) -> Tensor:
+        ctx.owner, ctx.graph, ctx.waits, ctx.serial = owner, graph, waits, owner.serial
+        output: Tensor = graph.forward()
+        return output[:, :count].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        owner: StepGraphs = ctx.owner
+        if ctx.serial != owner.serial:
+            raise RuntimeError(
+                "backward must come before the next batch with collate_ahead(graphs=True), got a second backward of a "
+                "batch after another one ran; use graphs=False for a loss that needs it."
+            )
+        ctx.graph.backward(gradient)
+        ctx.waits = None
+        return None, None, None, None, *owner.gradients

@@ -1,0 +1,318 @@
+"""Training steps whose encoder is repeated: the gradients of every batch are those of a step without graphs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sentence_transformers import SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
+from torch import Tensor
+
+from tests.integrations.splade_models import assert_close, build_tiny_splade
+from tests.integrations.test_sentence_transformers_packed import KINDS, PAIRS, splade_loss, without_dropout
+from tilefold.integrations.sentence_transformers import accelerate, collate_ahead
+from tilefold.integrations.sentence_transformers._packed_inputs import packed_features
+from tilefold.integrations.sentence_transformers._step_graphs import (
+    LIMIT,
+    Run,
+    StaticInputs,
+    StepGraphs,
+    sizes_for,
+    write_gradients,
+)
+from tilefold.integrations.transformers.packed import padding_position
+
+# fp32: as in the tests of packed batches, with another number of rows in each product
+ROUNDING = 512 * 2**-24
+
+
+class Repeated:
+    """What a captured graph does, run anew each time: for machines without a GPU."""
+
+    def __init__(
+        self, run: Run, inputs: StaticInputs, parameters: list[Tensor], gradients: list[Tensor | None], pool: Any
+    ) -> None:
+        self.run, self.inputs, self.parameters, self.gradients = run, inputs, parameters, gradients
+        self.forward()
+        found = torch.autograd.grad(self.output.sum(), parameters, allow_unused=True)
+        gradients[:] = [None if new is None else torch.zeros_like(new) for new in found]
+
+    def forward(self) -> Tensor:
+        with torch.enable_grad():
+            self.output = self.run(self.inputs.features())
+        return self.output.detach()
+
+    def backward(self, gradient: Tensor) -> None:
+        whole = torch.zeros_like(self.output)
+        whole[:, : gradient.size(1)] = gradient
+        write_gradients(self.gradients, torch.autograd.grad(self.output, self.parameters, whole, allow_unused=True))
+
+
+def batch(transformer: Any, lengths: list[int], seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    device = next(transformer.parameters()).device
+    ids = torch.randint(5, 100, (sum(lengths),), generator=generator)
+    features = packed_features(ids, torch.tensor(lengths), padding_position(transformer.model))
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in features.items()}
+
+
+def plain(transformer: Any, features: dict[str, Any]) -> Tensor:
+    found: Tensor = type(transformer).forward(transformer, dict(features))[transformer.module_output_name]
+    return found
+
+
+def gradients(transformer: Any, output: Tensor) -> dict[str, Tensor]:
+    transformer.zero_grad(set_to_none=True)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    (output * weights).sum().backward()
+    return {name: p.grad.clone() for name, p in transformer.named_parameters() if p.grad is not None}
+
+
+def assert_as_without(transformer: Any, graphs: StepGraphs, features: dict[str, Any]) -> None:
+    expected = plain(transformer, features)
+    right = gradients(transformer, expected)
+    got = graphs(features)
+    assert got is not None and got.shape == expected.shape
+    assert_close(got, expected, ROUNDING)
+    found = gradients(transformer, got)
+    assert found.keys() == right.keys()
+    for name, value in found.items():
+        assert (value - right[name]).abs().max() <= ROUNDING * max(1.0, float(right[name].abs().max())), name
+
+
+@pytest.fixture
+def transformer(tokenizer_folder: Path) -> Any:
+    model = without_dropout(build_tiny_splade("bert", tokenizer_folder))
+    accelerate(model)
+    return model[0].train()
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 63, 64, 65, 1000, 1024, 1025, 11_300, 99_999])
+@pytest.mark.parametrize("longest", [1, 60, 256])
+def test_sizes_hold_a_batch_and_are_few(tokens: int, longest: int) -> None:
+    sizes = sizes_for(tokens, 7, longest)
+    assert tokens <= sizes.tokens <= max(tokens + 64, tokens * 9 / 8)
+    assert sizes.longest >= longest and sizes.extra * sizes.longest >= sizes.tokens - tokens
+    near = {sizes_for(n, 7, 256) for n in range(max(1, tokens), max(1, tokens) + max(64, tokens // 16))}
+    assert len(near) <= 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_and_gradients_are_those_of_a_plain_step(kind: str, tokenizer_folder: Path) -> None:
+    model = without_dropout(build_tiny_splade(kind, tokenizer_folder))
+    accelerate(model)
+    encoder = model[0].train()
+    graphs = StepGraphs(encoder, Repeated)
+    assert graphs(batch(encoder, [3, 5, 4])) is None  # met for the first time
+    for seed, lengths in enumerate(([3, 5, 4], [1, 30, 2], [20, 0, 20], [1, 1, 1])):
+        assert_as_without(encoder, graphs, batch(encoder, list(lengths), seed))
+    assert list(graphs.graphs) == [sizes_for(12, 3, 5)]
+    for _ in range(2):
+        features = batch(encoder, [60, 50])
+        graphs(features)
+    assert_as_without(encoder, graphs, features)
+    assert len(graphs.graphs) == 2
+
+
+def test_a_forward_whose_backward_is_to_come_is_not_overwritten(transformer: Any) -> None:
+    graphs = StepGraphs(transformer, Repeated)
+    features = [batch(transformer, [4, 6], seed) for seed in range(3)]
+    graphs(features[0])
+    first = graphs(features[0])
+    assert first is not None and graphs(features[1]) is None
+    kept = first.detach().clone()
+    gradients(transformer, first)
+    second = graphs(features[1])
+    assert second is not None and torch.equal(first, kept)
+    del second  # nobody will ask for its gradients
+    third = graphs(features[2])
+    assert third is not None
+    loss = third.sum()
+    loss.backward(retain_graph=True)
+    graphs(features[1])
+    with pytest.raises(RuntimeError, match="backward must come before the next batch"):
+        loss.backward()
+
+
+def test_steps_that_cannot_be_repeated_run_as_usual(transformer: Any) -> None:
+    graphs = StepGraphs(transformer, Repeated)
+    features = batch(transformer, [4, 6])
+    for _ in range(2):
+        graphs(features)
+    assert graphs(features) is not None
+    with torch.no_grad():
+        assert graphs(features) is None
+    assert graphs(features | {"output_attentions": True}) is None
+    assert graphs(batch(transformer, [])) is None
+    handle = transformer.model.bert.encoder.layer[0].register_forward_hook(lambda *_: None)
+    assert graphs(features) is None
+    handle.remove()
+    assert graphs(features) is not None
+    transformer.model.gradient_checkpointing_enable()
+    assert graphs(features) is None
+    transformer.model.gradient_checkpointing_disable()
+    on_cpu = StepGraphs(transformer)
+    assert on_cpu(features) is None and on_cpu(features) is None and not on_cpu.failed
+
+
+def test_what_a_graph_cannot_follow_is_noticed(transformer: Any) -> None:
+    graphs = StepGraphs(transformer, Repeated)
+    features = batch(transformer, [4, 6])
+    layer = transformer.model.bert.encoder.layer[0]
+
+    def moved() -> None:
+        weight = layer.output.dense.weight
+        weight.data = weight.data * 2
+
+    def frozen() -> None:
+        layer.output.dense.weight.requires_grad_(False)
+
+    def dropped() -> None:
+        layer.output.dropout.p = 0.5
+
+    for change in (lambda: None, moved, frozen, dropped, transformer.eval):
+        change()
+        assert graphs(features) is None and graphs(features) is not None, change
+    transformer.train()
+    layer.output.dropout.p = 0.0
+    graphs(features)
+    assert_as_without(transformer, graphs, features)
+    with torch.no_grad():  # as an optimizer does
+        layer.output.dense.bias.add_(1.0)
+    assert_as_without(transformer, graphs, features)
+
+
+def test_graphs_are_bounded_and_copies_begin_anew(transformer: Any) -> None:
+    graphs = StepGraphs(transformer, Repeated)
+    for count in range(1, LIMIT + 3):
+        for _ in range(2):
+            graphs(batch(transformer, [2] * count))
+    assert len(graphs.graphs) == LIMIT
+    again = pickle.loads(pickle.dumps(graphs))  # noqa: S301 - of our own making
+    assert not again.graphs and not copy.deepcopy(graphs).graphs
+
+
+def test_a_capture_that_fails_is_told_once(transformer: Any) -> None:
+    def capture(*_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    graphs = StepGraphs(transformer, capture)
+    features = batch(transformer, [4, 6])
+    assert graphs(features) is None
+    with pytest.warns(UserWarning, match="trains without CUDA graphs.*not permitted when stream is capturing"):
+        assert graphs(features) is None
+    assert graphs(features) is None
+
+
+def trainer_of(model: SparseEncoder, folder: Path, **options: Any) -> SparseEncoderTrainer:
+    cpu = model.device.type == "cpu"
+    arguments = SparseEncoderTrainingArguments(
+        output_dir=str(folder),
+        max_steps=8,
+        per_device_train_batch_size=4,
+        learning_rate=5e-5,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=cpu,
+        seed=3,
+        dataloader_pin_memory=not cpu,
+        **options,
+    )
+    return SparseEncoderTrainer(model=model, args=arguments, train_dataset=PAIRS, loss=splade_loss(model))
+
+
+def losses_of(trainer: SparseEncoderTrainer) -> list[float]:
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_a_trainer_has_the_same_losses(tokenizer_folder: Path, tmp_path: Path) -> None:
+    stock = without_dropout(build_tiny_splade("bert", tokenizer_folder))
+    model = copy.deepcopy(stock)
+    accelerate(model)
+    trainer = trainer_of(model, tmp_path)
+    collate_ahead(trainer, graphs=True)
+    graphs = StepGraphs(model[0], Repeated)
+    model[0].forward.graphs = graphs
+    assert losses_of(trainer) == pytest.approx(losses_of(trainer_of(stock, tmp_path)), rel=1e-4)
+    assert len(graphs.graphs) > 0 and not graphs.failed
+
+
+def test_graphs_are_refused_where_nothing_is_joined(tokenizer_folder: Path, tmp_path: Path) -> None:
+    model = build_tiny_splade("bert", tokenizer_folder)
+    trainer = trainer_of(model, tmp_path)
+    with pytest.raises(ValueError, match=r"graphs must be False.*call accelerate\(model\) first"):
+        collate_ahead(trainer, graphs=True)
+    accelerate(model)
+    with pytest.raises(ValueError, match="leave join=True"):
+        collate_ahead(trainer, join=False, graphs=True)
+    collate_ahead(trainer, graphs=True)
+    assert model[0].forward.graphs is not None
+    collate_ahead(trainer)
+    assert model[0].forward.graphs is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gpu_repeats_a_step(kind: str, tokenizer_folder: Path) -> None:
+    model = without_dropout(build_tiny_splade(kind, tokenizer_folder)).to("cuda")
+    accelerate(model)
+    encoder = model[0].train()
+    graphs = StepGraphs(encoder)
+    for seed, lengths in enumerate(([3, 5, 4], [1, 30, 2], [20, 0, 20], [60, 50, 1], [60, 50, 1], [1, 1, 1])):
+        features = batch(encoder, list(lengths), seed)
+        if sizes_for(sum(lengths), 3, max(lengths)) in graphs.graphs or graphs(features) is not None:
+            assert_as_without(encoder, graphs, features)
+    assert len(graphs.graphs) == 2 and not graphs.failed
+
+
+@pytest.mark.gpu
+def test_dropout_draws_anew_in_each_repetition(tokenizer_folder: Path) -> None:
+    model = build_tiny_splade("bert", tokenizer_folder).to("cuda")
+    accelerate(model)
+    encoder = model[0].train()
+    graphs = StepGraphs(encoder)
+    features = batch(encoder, [30, 20])
+    found = []
+    for seed in (0, 0, 1, 2, 1):
+        torch.manual_seed(seed)
+        output = graphs(features)
+        if output is not None:
+            output.sum().backward()
+            found.append(output.detach())
+    assert len(found) == 4 and not torch.equal(found[1], found[2]) and torch.equal(found[1], found[3])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"gradient_accumulation_steps": 2}])
+def test_a_trainer_on_a_gpu_has_nearly_the_same_losses(
+    options: dict[str, Any], tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    stock = without_dropout(build_tiny_splade("bert", tokenizer_folder)).to("cuda")
+    models = [copy.deepcopy(stock), stock]
+    found = []
+    for model, graphs in zip(models, (True, False), strict=True):
+        accelerate(model)
+        trainer = trainer_of(model, tmp_path, **options)
+        collate_ahead(trainer, graphs=graphs)
+        found.append(losses_of(trainer))
+    captured = models[0][0].forward.graphs
+    assert captured.graphs and not captured.failed
+    assert found[0] == pytest.approx(found[1], rel=2e-2 if "bf16" in options else 1e-4)
+
+
+@pytest.mark.gpu
+def test_two_sets_of_graphs_share_nothing(tokenizer_folder: Path) -> None:
+    model = without_dropout(build_tiny_splade("bert", tokenizer_folder)).to("cuda")
+    accelerate(model)
+    graphs = [StepGraphs(model[0].train()), StepGraphs(model[0])]
+    features = batch(model[0], [5, 9])
+    for one in graphs:
+        one(features)
+        assert_as_without(model[0], one, features)
