@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.ops.cross_compile import Compiled, check_spills, compile_kernel
 from tilefold.ops._shared._triton.offsets import int32_kernel
+from tilefold.ops._shared._triton.releases import release
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.maxsim import configs
 from tilefold.ops.maxsim._triton import norms, smooth
@@ -125,8 +126,9 @@ def test_forward_of_quantized_documents_builds_without_spills(capability: int, k
 
 
 STREAMS = [  # queries, documents, dimension, what is there
-    ("i8", "i8", 128, {"HAS_QMASK": True, "UNIFORM_D": False}),
-    ("i8", "i8", 96, {"HAS_DMASK": True, "MASK_ZERO": True, "UNIFORM_Q": False}),
+    ("bf16", "i8", 128, {}),
+    ("bf16", "i8", 128, {"HAS_QMASK": True, "UNIFORM_D": False}),
+    ("fp32", "i8", 96, {"HAS_DMASK": True, "MASK_ZERO": True, "UNIFORM_Q": False}),
     ("fp16", "fp8e4nv", 128, {"HAS_DMASK": True}),
 ]
 
@@ -138,18 +140,27 @@ def test_the_stream_of_documents_builds_without_spills(
 ) -> None:
     if document == "fp8e4nv" and capability < 89:
         pytest.skip("no fp8 there")
-    dtype = torch.int8 if query == "i8" else torch.float16
+    dtype = torch.int8 if document == "i8" else torch.float16  # of the products
     stored = torch.int8 if document == "i8" else torch.float8_e4m3fn
+    given = torch.float32 if query == "fp32" else torch.bfloat16
     for rows in (32, 64):
-        config = configs.stream_config_for(divmod(capability, 10), stored, dim, rows)
+        config = configs.stream_config_for(divmod(capability, 10), stored, dim, rows, given)
         assert config is not None
-        types = types_of(torch.bfloat16) | {"query_ptr": f"*{query}", "doc_src": f"*{document}"}
+        types = types_of(torch.bfloat16) | dict.fromkeys(["doc_src", "doc_ptr"], f"*{document}")
+        types["query_ptr"] = f"*{query}"
         if config.use_tma:
             types["doc_src"] = f"tensordesc<{document}[{config.block_t},{config.block_k}]>"
-        constants = forward_constants(config, dim, dtype, HAS_SCALE=True, **changes)
+        constants = forward_constants(config, dim, dtype, HAS_SCALE=True, PREFETCH=config.prefetch, **changes)
         constants = {name: value for name, value in constants.items() if name in stream_kernel.arg_names}
-        compiled = compile_kernel(stream_kernel, types, constants, capability, config.num_warps, config.num_stages)
+        compiled = compile_kernel(
+            stream_kernel, types, constants, capability, config.num_warps, config.num_stages,
+            registers=config.registers,
+        )  # fmt: skip
         check(compiled, capability, tensor_cores=True)
+        if document == "i8" and release() == (3, 6):  # all programs that are planned run at a time
+            threads = 32 * config.num_warps * config.programs
+            assert -(-compiled.registers // 8) * 8 * threads <= 65536, compiled
+            assert (compiled.shared + 1024) * config.programs <= SHARED_LIMIT[capability], compiled
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,28 @@ def test_nan_and_zero_tokens_come_through(target: Target) -> None:
     assert scores[:, 0].isfinite().all() and not scores[:, 1].any() and scores[:, 2].isnan().all()
 
 
+@pytest.mark.parametrize(("rows", "dtype"), [(7, torch.float16), (7, torch.float32), (33, torch.float32)], ids=str)
+def test_queries_are_rounded_to_the_bits_of_quantize_tokens(target: Target, rows: int, dtype: torch.dtype) -> None:
+    columns, generator = 4 if INTERPRETED else 64, torch.Generator().manual_seed(rows)
+    queries = torch.randn(rows, 64, generator=generator)
+    steps = torch.randint(-127, 127, (rows, 63), generator=generator) + 0.5
+    queries[:, :-1] = steps * queries[:, -1:]  # next to where the rounding changes
+    queries[:, -1] *= 127
+    queries = queries.to(dtype)
+    queries[1] *= 2.0**-14 if dtype == torch.float16 else 2.0**-140
+    queries[2] = 0
+    queries[3, 5], queries[4, 5] = math.nan, math.inf
+    rounded = quantize_tokens(queries)
+    documents = quantize_tokens(torch.eye(64)[:columns, None]).to(target.device)
+    queries = queries.to(target.device)
+    found = maxsim(queries[:, None], documents, impl=target.impl).cpu()
+    # a document is one entry of 127 with its scale, which are multiplied first
+    expected = rounded.values[:, :columns] * 127.0 * documents.scales.cpu()[:, 0] * rounded.scales[:, None]
+    ordinary = rounded.scales.isfinite()
+    assert torch.equal(found[ordinary], expected[ordinary]) and found[~ordinary].isnan().all()
+    assert ordinary.sum() == rows - 2
+
+
 @pytest.mark.skipif(INTERPRETED, reason="this part needs no interpreter")
 def test_the_quantized_operator_passes_opcheck_and_compiles_whole() -> None:
     inputs = maxsim_inputs(3, 4, 5, 9, 16)

@@ -30,6 +30,8 @@ class ForwardConfig:
         programs: programs for each multiprocessor.
         use_tma: read documents through TMA descriptors (compute capability 9.0 and newer).
         precision: ``input_precision`` of fp32 products.
+        prefetch: document tokens that a program of the streaming kernel asks for before it reads the query.
+        registers: what a thread of the streaming kernel may take at most, ``None`` for as many as the assembler likes.
     """
 
     block_q: int
@@ -40,6 +42,8 @@ class ForwardConfig:
     programs: int = 2
     use_tma: bool = False
     precision: str = "ieee"
+    prefetch: int = 0
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ INTERPRETED = ForwardConfig(32, 16, 32, num_warps=4, num_stages=1, use_tma=True)
 BY_TMA = "maxsim's kernels with TMA"  # where they cannot be built, others read by pointers
 MAX_BLOCK_K = 128
 QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+STREAM_PREFETCH = 256  # document tokens, on compute capability 9.0; 0 for none
 MAX_STREAMED_ROWS = 64  # query tokens of all queries together that one tile of the streaming kernel holds
 
 
@@ -179,7 +184,11 @@ def _forward_config_on(
 
 
 def stream_config_for(
-    capability: tuple[int, int], documents: torch.dtype, dim: int, query_rows: int
+    capability: tuple[int, int],
+    documents: torch.dtype,
+    dim: int,
+    query_rows: int,
+    queries: torch.dtype = torch.bfloat16,
 ) -> ForwardConfig | None:
     """The configuration of the streaming kernel, which holds all query rows and the whole dimension, if it is better.
 
@@ -191,21 +200,48 @@ def stream_config_for(
     block_k = _power_of_two(dim, 32, MAX_BLOCK_K)  # int8 products take 32 at least
     if capability < (9, 0):
         return ForwardConfig(block_q, 64, block_k, num_warps=4, num_stages=3)
+    programs, registers = _streams_at_a_time(capability, documents, block_q, queries == torch.float32)
     warps = 8 if capability >= (10, 0) else 4  # products lie in a memory of their own: their copies take registers
-    return ForwardConfig(block_q, 64, block_k, num_warps=warps, num_stages=3, programs=6, use_tma=True)
+    return ForwardConfig(
+        block_q, 64, block_k, num_warps=warps, num_stages=3, programs=programs, use_tma=True, registers=registers,
+        prefetch=STREAM_PREFETCH if capability < (10, 0) else 0,
+    )  # fmt: skip
 
 
-def stream_config(documents: torch.dtype, dim: int, query_rows: int, device: torch.device) -> ForwardConfig | None:
+def _streams_at_a_time(
+    capability: tuple[int, int], documents: torch.dtype, block_q: int, wide: bool
+) -> tuple[int, int | None]:
+    """How many programs of the streaming kernel a multiprocessor runs at a time, and a limit of registers if one helps.
+
+    Programs beyond those wait for all others to end. Their registers decide, and for fp8 with ``wide`` queries in fp32
+    their shared memory.
+    """
+    if capability >= (10, 0):
+        return {16: 4, 32: 3, 64: 2}[block_q], None
+    if documents == torch.int8:
+        if block_q <= 32:
+            return 5 if wide else 6, None
+        return (3, None) if wide else (4, 128)
+    if wide:
+        return 3 if block_q <= 32 else 2, None
+    return 5 if block_q <= 32 else 3, None
+
+
+def stream_config(
+    documents: torch.dtype, dim: int, query_rows: int, device: torch.device, queries: torch.dtype
+) -> ForwardConfig | None:
     """The configuration of the streaming kernel on ``device``, or ``None`` where another is better."""
     if device.type != "cuda" or triton_interpreted():
         config = stream_config_for((9, 0), documents, dim, query_rows)
-        return config and replace(config, block_t=INTERPRETED.block_t, programs=INTERPRETED.programs)
-    return _stream_config_on(device, documents, dim, min(query_rows, MAX_STREAMED_ROWS + 1))
+        return config and replace(config, block_t=INTERPRETED.block_t, programs=INTERPRETED.programs, prefetch=0)
+    return _stream_config_on(device, documents, dim, min(query_rows, MAX_STREAMED_ROWS + 1), queries)
 
 
 @functools.lru_cache(maxsize=1024)
-def _stream_config_on(device: torch.device, documents: torch.dtype, dim: int, query_rows: int) -> ForwardConfig | None:
-    return stream_config_for(torch.cuda.get_device_capability(device), documents, dim, query_rows)
+def _stream_config_on(
+    device: torch.device, documents: torch.dtype, dim: int, query_rows: int, queries: torch.dtype
+) -> ForwardConfig | None:
+    return stream_config_for(torch.cuda.get_device_capability(device), documents, dim, query_rows, queries)
 
 
 def backward_config_for(capability: tuple[int, int], dtype: torch.dtype, tf32: bool) -> BackwardConfig:

@@ -26,7 +26,7 @@ from tilefold.ops.maxsim._triton.stream import stream_kernel
 from tilefold.ops.maxsim.configs import BY_TMA, ForwardConfig, forward_config, stream_config
 
 PAIRINGS = {"all": 0, "grouped": 1, "index": 2}
-UNUSED_IN_STREAM = ("SMOOTH", "WITH_SAVED", "NO_WINNER", "NORMALIZED")
+UNUSED_IN_STREAM = ("SMOOTH", "WITH_SAVED", "NO_WINNER", "NORMALIZED", "HAS_QSCALE")
 PLANS: CallCache[Plan] = CallCache()  # of the registered operator's calls
 
 
@@ -70,7 +70,7 @@ def plan_forward(problem: Problem, operands: Operands, with_saved: bool, shape: 
     stored = problem.documents.dtype
     stream = None
     if everything and not with_saved and not problem.temperature:
-        stream = stream_config(stored, dim, rows, device)
+        stream = stream_config(stored, dim, rows, device, queries.dtype)
     dtype = stored if stored == torch.int8 else queries.dtype  # queries of int8 documents are rounded to int8 too
     config = stream or forward_config(dtype, dim, rows, device, problem.document_length if with_saved else None)
     tma = None
@@ -79,7 +79,7 @@ def plan_forward(problem: Problem, operands: Operands, with_saved: bool, shape: 
     constants = _constants(problem, config, with_saved, tma is not None)
     if problem.normalize:
         stages += inverse_norms(problem)
-    elif stored == torch.int8:
+    elif stored == torch.int8 and not stream:  # which rounds them itself
         stages += int8_queries(queries)
     add = _add_stream if stream else _add_all_pairs if everything else _add_listed_pairs
     add(stages, problem, config, constants, () if tma is None else (None, tma))
@@ -149,7 +149,7 @@ def _constants(problem: Problem, config: ForwardConfig, with_saved: bool, use_tm
 
 
 def _operands(problem: Problem) -> tuple[int, ...]:
-    """The places of what every forward kernel takes first."""
+    """The places of what the kernels of batches and listed pairs take first."""
     queries = at.INT8_QUERIES if problem.documents.dtype == torch.int8 else at.QUERIES
     return (
         queries, at.DOCUMENTS, at.QUERY_MASK, at.DOCUMENT_MASK, at.QUERY_SCALE, at.DOCUMENT_SCALE, at.CU_QUERIES,
@@ -168,9 +168,16 @@ def _add_stream(
     stages: list[Stage], problem: Problem, config: ForwardConfig, constants: dict[str, Any], tma: tuple[Tma | None, ...]
 ) -> None:
     constants = {name: value for name, value in constants.items() if name not in UNUSED_IN_STREAM}
+    constants["PREFETCH"] = config.prefetch if tma else 0
+    if config.registers is not None:
+        constants["maxnreg"] = config.registers
     programs = plan_splits(1, problem.n_documents, sm_count(problem.queries.device) * config.programs)
     step = Step(stream_kernel, (programs, 1, 1), _sizes(problem), constants, tma)
-    stages.append(Run(step, (*_operands(problem), at.SCORES)))
+    places = (
+        at.QUERIES, at.DOCUMENTS, at.DOCUMENTS, at.QUERY_MASK, at.DOCUMENT_MASK, at.DOCUMENT_SCALE, at.CU_QUERIES,
+        at.CU_DOCUMENTS, at.SCORES,
+    )  # fmt: skip
+    stages.append(Run(step, places))
 
 
 def _add_listed_pairs(

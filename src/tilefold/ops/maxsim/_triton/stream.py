@@ -3,38 +3,89 @@
 With a query of 32 tokens on the rows, half of Hopper's 64 would be idle. Here a tile of document tokens is on the rows,
 straight from registers where it must be converted first, and the query on the columns. The maximum is kept for each
 place of a tile and taken over the places once per document, so that a tile costs one comparison per element.
+
+Where documents are in int8 every program rounds the query itself: a launch of its own would take 4 microseconds, as
+long as 17 MB of documents. Meanwhile the first document is on its way from memory to L2.
 """
 
 import triton
 import triton.language as tl
 
 from tilefold.ops._shared._triton.activation import nan_max
+from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.maxsim._triton.device import bounds, load_block
+
+_INTERPRETED = tl.constexpr(triton_interpreted())
+TINY = tl.constexpr(2.0**-100)
+
+
+@triton.jit
+def int8_rows(x):
+    """``[R, K]`` rows in int8 and their scales, as ``quantize_kernel`` has them; of an infinite row the scale is NaN.
+
+    A row is divided by its scale without a division: the inverse and two steps of Newton give the rounded quotient.
+    The residuals of both are exact once a row with a tiny scale is enlarged.
+    """
+    x = x.to(tl.float32)
+    scale = tl.div_rn(tl.reduce(tl.abs(x), 1, nan_max), 127.0)
+    enlarged = tl.where(scale < TINY, 2.0**100, 1.0)
+    x *= enlarged[:, None]
+    divisor = tl.where(scale > 0.0, scale * enlarged, 1.0)
+    if _INTERPRETED:  # its multiply-add rounds twice
+        y = tl.div_rn(x, divisor[:, None] + tl.zeros(x.shape, tl.float32))
+    else:
+        inverse = tl.div_rn(1.0, divisor)[:, None] + tl.zeros(x.shape, tl.float32)
+        minus = tl.zeros(x.shape, tl.float32) - divisor[:, None]
+        y = x * inverse
+        y = tl.fma(tl.fma(y, minus, x), inverse, y)
+        y = tl.fma(tl.fma(y, minus, x), inverse, y)
+    whole = tl.minimum(tl.maximum(y, -127.0), 127.0) + 12582912.0  # 1.5 * 2^23: half to even, in the lowest byte
+    return whole.to(tl.int32, bitcast=True).to(tl.int8), tl.where(scale < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def prefetch(ptr, size):
+    """Ask for ``size`` bytes, a multiple of 16, from where no address is looked at again; compute capability 9.0."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.gt.and.s32 p, $2, 0, p;"
+        " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, t; }",
+        "=r,l,r", [ptr, size], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["Tq", "Td", "Nq", "Nd", "length_q", "length_d"])
 def stream_kernel(
-    query_ptr, doc_src, query_mask_ptr, doc_mask_ptr, query_scale_ptr, doc_scale_ptr, cu_q_ptr, cu_d_ptr, score_ptr,
+    query_ptr, doc_src, doc_ptr, query_mask_ptr, doc_mask_ptr, doc_scale_ptr, cu_q_ptr, cu_d_ptr, score_ptr,
     Tq, Td, Nq, Nd, length_q, length_d,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, UNIFORM_Q: tl.constexpr,
-    UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr, HAS_DMASK: tl.constexpr, HAS_QSCALE: tl.constexpr,
+    UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr, HAS_DMASK: tl.constexpr,
     MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
-    INTEGER: tl.constexpr,
+    INTEGER: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """Scores ``[Nq, Nd]``: all ``Tq <= BLOCK_Q`` query rows meet every tile; a program owns every so many documents."""
+    """Scores ``[Nq, Nd]``: all ``Tq <= BLOCK_Q`` query rows meet every tile; a program owns every so many documents.
+
+    ``PREFETCH`` rows of its first document are asked for at once, through ``doc_ptr``.
+    """
     kind: tl.constexpr = tl.int32 if INTEGER else tl.float32
     split = tl.program_id(0)
     splits = tl.num_programs(0)
+    d = split
+    start, end, ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
+    if PREFETCH > 0:
+        prefetch(doc_ptr + tl.cast(start, tl.int64) * D, tl.minimum(end - start, PREFETCH) * D)
+    place = tl.arange(0, BLOCK_T)
+    if HAS_SCALE:
+        scale = tl.load(doc_scale_ptr + start + place, mask=place < end - start, other=0.0)
     row = tl.arange(0, BLOCK_Q)
     inside = row < Tq
     k = tl.arange(0, BLOCK_K)
     q = load_block(query_ptr, 0, Tq, k, D, BLOCK_Q)
-    kept_q = inside
-    if HAS_QMASK:
+    weight = tl.full((BLOCK_Q,), 1.0, tl.float32)
+    if INTEGER:
+        q, weight = int8_rows(q)
+    if HAS_QMASK:  # what is left out has a scale that no row has: one vector in registers instead of two
         kept_q = inside & (tl.load(query_mask_ptr + row, mask=inside, other=0) != 0)
-    row_scale = tl.full((BLOCK_Q,), 1.0, tl.float32)
-    if HAS_QSCALE:
-        row_scale = tl.load(query_scale_ptr + row, mask=inside, other=0.0)
+        weight = tl.where(kept_q, weight, -1.0)
 
     mine = (Nd - split + splits - 1) // splits
     if UNIFORM_D:
@@ -43,30 +94,35 @@ def stream_kernel(
         n_tiles = 0
         for i0 in range(0, mine, 64):
             i = i0 + tl.arange(0, 64)
-            start, end, _known = bounds(cu_d_ptr, split + i * splits, Nd, Td, length_d, UNIFORM_D)
-            n = tl.maximum((end - start + BLOCK_T - 1) // BLOCK_T, 1)
+            first, last, _known = bounds(cu_d_ptr, split + i * splits, Nd, Td, length_d, UNIFORM_D)
+            n = tl.maximum((last - first + BLOCK_T - 1) // BLOCK_T, 1)
             n_tiles += tl.sum(tl.where(i < mine, n, 0))
 
-    d = split
     t0 = 0
     parts = 0
     best = tl.full((BLOCK_T, BLOCK_Q), float("-inf"), tl.float32)
-    start, end, ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
     for _ in tl.range(0, n_tiles):
         length = end - start
-        first = start + t0
         if USE_TMA:
-            rows = doc_src.load([first, 0])
+            rows = doc_src.load([start + t0, 0])
         else:
-            rows = load_block(doc_src, first, Td - first, k, D, BLOCK_T)
+            rows = load_block(doc_src, start + t0, Td - start - t0, k, D, BLOCK_T)
+        done = t0 + BLOCK_T >= length
+        next_t0 = tl.where(done, 0, t0 + BLOCK_T)
+        next_d = tl.where(done, d + splits, d)
+        next_start, next_end, next_ok = bounds(cu_d_ptr, next_d, Nd, Td, length_d, UNIFORM_D)
+        if HAS_SCALE:  # of the next tile: what is read when it is needed is waited for
+            next_t = next_t0 + place
+            there = (next_t < next_end - next_start) & (next_d < Nd)
+            next_scale = tl.load(doc_scale_ptr + next_start + next_t, mask=there, other=0.0)
         acc = tl.dot(rows.to(q.dtype), q.T, input_precision=PRECISION, out_dtype=kind).to(tl.float32)
-        t = t0 + tl.arange(0, BLOCK_T)
-        there = t < length
+        there = t0 + place < length
         if HAS_SCALE:
-            acc *= tl.load(doc_scale_ptr + start + t, mask=there, other=0.0)[:, None]
+            acc *= scale[:, None]
+            scale = next_scale
         part = tl.minimum(length - t0, BLOCK_T)
         if HAS_DMASK:
-            kept = tl.load(doc_mask_ptr + start + t, mask=there, other=0) != 0
+            kept = tl.load(doc_mask_ptr + start + t0 + place, mask=there, other=0) != 0
             if MASK_ZERO:
                 acc = tl.where(kept[:, None], acc, 0.0)
                 acc = tl.where(there[:, None], acc, float("-inf"))
@@ -77,12 +133,13 @@ def stream_kernel(
             acc = tl.where(there[:, None], acc, float("-inf"))
         best = nan_max(best, acc)
         parts += part
-        done = t0 + BLOCK_T >= length
         if done:
             value = tl.reduce(best, 0, nan_max)
-            if HAS_QSCALE:
-                value *= row_scale
-            value = tl.where(kept_q & (parts > 0), value, 0.0)
+            if INTEGER or HAS_QMASK:
+                value *= weight
+            if HAS_QMASK:
+                value = tl.where(weight == -1.0, 0.0, value)
+            value = tl.where(parts > 0, value, 0.0)
             for query in range(Nq):
                 q_start, q_end, known = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
                 total = tl.sum(tl.where((row >= q_start) & (row < q_end), value, 0.0))
@@ -90,6 +147,6 @@ def stream_kernel(
                 tl.store(score_ptr + tl.cast(query, tl.int64) * Nd + d, total)
             best = tl.full((BLOCK_T, BLOCK_Q), float("-inf"), tl.float32)
         parts = tl.where(done, 0, parts)
-        t0 = tl.where(done, 0, t0 + BLOCK_T)
-        d = tl.where(done, d + splits, d)
-        start, end, ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
+        t0 = next_t0
+        d = next_d
+        start, end, ok = next_start, next_end, next_ok
