@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tilefold.retrieval import SparseIndex, SparseVectors, build_index, hits_to_run, load_index
 from tilefold.retrieval.errors import DataError, MissingPackageError, VocabularyMismatchError
-from tilefold.retrieval.index.seismic import SeismicIndex
+from tilefold.retrieval.index.seismic import SeismicIndex, SeismicOptions
 
 Make = Callable[..., SparseVectors]
 BACKENDS = ["exact", "seismic"]
@@ -258,3 +258,15 @@ def test_a_missing_backend_package_says_how_to_install_it(make_vectors: Make, mo
     monkeypatch.setitem(sys.modules, "seismic", None)
     with pytest.raises(MissingPackageError, match=r"pip install pyseismic-lsr"):
         build_index(make_vectors(3), "seismic")
+
+
+def test_seismic_chooses_by_the_collection_what_is_not_given(make_vectors: Make, tmp_path: Path) -> None:
+    index = build_index(make_vectors(300), "seismic", heap_factor=0.6)  # 6,000 postings of 500 terms: 12 each
+    assert isinstance(index, SeismicIndex)
+    assert (index.options.n_postings, index.options.query_cut, index.options.heap_factor) == (40, 20, 0.6)
+    index.save(tmp_path / "index")
+    assert SeismicIndex.load(tmp_path / "index").options == index.options
+    many = SeismicOptions().for_collection(8_841_823, 34_500.0)  # MS MARCO
+    assert 3_000 <= (many.n_postings or 0) <= 4_000
+    assert (many.query_cut, many.heap_factor) == (10, 0.8)
+    assert SeismicOptions(n_postings=7, query_cut=3, heap_factor=0.0).for_collection(10, 1.0).n_postings == 7

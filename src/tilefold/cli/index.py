@@ -44,12 +44,15 @@ def index(
         bool,
         typer.Option("--identifiers", help="bm25: cut words at underscores and capitals, for texts about programs."),
     ] = False,
-    n_postings: Annotated[int | None, typer.Option(help="seismic: postings kept per term, on average (3500).")] = None,
+    n_postings: Annotated[
+        int | None,
+        typer.Option(help="seismic: postings kept per term, on average; more for more documents by default."),
+    ] = None,
     centroid_fraction: Annotated[
         float | None, typer.Option(help="seismic: clusters of a term, as a fraction of its documents (0.1).")
     ] = None,
     min_cluster_size: Annotated[
-        int | None, typer.Option(help="seismic: documents of the smallest cluster (2).")
+        int | None, typer.Option(help="seismic: documents of the smallest cluster (10).")
     ] = None,
     summary_energy: Annotated[
         float | None, typer.Option(help="seismic: fraction of a cluster's weight in its summary (0.4).")
@@ -58,10 +61,14 @@ def index(
         int | None, typer.Option(help="seismic: heaviest terms of a document used to cluster (15).")
     ] = None,
     query_cut: Annotated[
-        int | None, typer.Option(help="seismic: query terms that choose clusters, at search (20).")
+        int | None,
+        typer.Option(help="seismic: query terms that choose clusters, at search (20; 10 from a million documents on)."),
     ] = None,
     heap_factor: Annotated[
-        float | None, typer.Option(help="seismic: 0 to 1, lower is slower and closer to exact, at search (0.7).")
+        float | None,
+        typer.Option(
+            help="seismic: 0 to 1, lower is slower and closer to exact (0.7; 0.8 from a million documents on)."
+        ),
     ] = None,
     threads: Annotated[int | None, typer.Option(help="seismic: threads, 0 for one per core (0).")] = None,
     url: Annotated[

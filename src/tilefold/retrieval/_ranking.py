@@ -15,8 +15,7 @@ def check_k(k: int) -> None:
 
 def top_positive(scores: npt.NDArray[np.float32], k: int) -> list[int]:
     """Positions of the `k` highest positive scores, best first, equal scores by position."""
-    bound = _lower_bound(scores, k)
-    found = np.flatnonzero(scores >= bound if bound > 0 else scores > 0)
+    found = _candidates(scores, k)
     if found.size > k:
         values = scores[found]
         threshold = np.partition(values, found.size - k)[found.size - k]
@@ -26,11 +25,23 @@ def top_positive(scores: npt.NDArray[np.float32], k: int) -> list[int]:
     return [int(i) for i in found[order]]
 
 
-def _lower_bound(scores: npt.NDArray[np.float32], k: int) -> float:
-    """What the `k`-th best score is not below: the `k`-th best of the largest of each block; 0 where blocks are few."""
+def _candidates(scores: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:
+    """Positions, ascending, that hold the `k` highest positive scores: in large arrays, few more.
+
+    The `k`-th best score is not below the `k`-th best of the largest of each block, and only blocks whose largest
+    reaches that are looked into.
+    """
     for width in _BLOCKS:
         blocks = scores.size // width
-        if blocks >= 4 * k:
-            largest = scores[: blocks * width].reshape(blocks, width).max(axis=1)
-            return float(np.partition(largest, blocks - k)[blocks - k])
-    return 0.0
+        if blocks < 4 * k:
+            continue
+        whole = scores[: blocks * width].reshape(blocks, width)
+        largest = whole.max(axis=1)
+        bound = np.partition(largest, blocks - k)[blocks - k]
+        if not bound > 0:
+            break
+        reach = np.flatnonzero(largest >= bound)
+        inside = np.flatnonzero(whole[reach] >= bound)
+        behind = blocks * width + np.flatnonzero(scores[blocks * width :] >= bound)
+        return np.concatenate([reach[inside // width] * width + inside % width, behind])
+    return np.flatnonzero(scores > 0)

@@ -1,22 +1,26 @@
-"""Exact search: an inverted index in numpy."""
+"""Exact search: an inverted index, read from disk as far as queries need it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._files import atomic_directory, write_json
+from tilefold._files import atomic_directory
 from tilefold.retrieval._ranking import top_positive
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.index._postings import Postings
+from tilefold.retrieval.index._stored_ids import ID_FILES, StoredIds, save_ids
 from tilefold.retrieval.index.protocol import (
     MANIFEST_NAME,
     Hit,
     check_buildable,
     check_search,
+    read_description,
     read_ids,
     read_manifest,
     write_manifest,
@@ -25,33 +29,27 @@ from tilefold.retrieval.provenance import Provenance
 
 __all__ = ["ExactIndex"]
 
-_ARRAYS = ("offsets", "documents", "weights")
-_OWN_NAMES = (MANIFEST_NAME, "ids.json", *(f"{name}.npy" for name in _ARRAYS))
+_OFFSETS, _DOCUMENTS, _WEIGHTS, _CHECKSUMS = "offsets.npy", "documents.npy", "weights.npy", "checksums.npy"
+_LARGE = (_DOCUMENTS, _WEIGHTS)  # checked term by term, when a query reads them
+_OLD_IDS = "ids.json"  # of indexes without checksums by term
+_OWN_NAMES = (MANIFEST_NAME, _OLD_IDS, *ID_FILES, _OFFSETS, _CHECKSUMS, *_LARGE)
+_REMEDY = "Build the index again (tilefold index)."
 
 
 class ExactIndex:
     """Term-at-a-time exact inner products: the ground truth for approximate backends.
 
     For every term the postings are the documents, ascending, and their weights; a query adds the postings of
-    its terms, ascending, to one float32 score per document. Results do not depend on batch or threads; equal
-    scores are in document order. Time grows with the postings read and the number of documents; memory is
-    8 bytes per weight and 8 bytes per term.
+    its terms, ascending, to one float32 score per document. Results do not depend on batch, threads or packages; equal
+    scores are in document order. Time grows with the postings read and the number of documents. Disk holds 8 bytes per
+    weight; memory, what the queries of a loaded index have read of that, and 4 bytes per document.
     """
 
     backend: ClassVar[str] = "exact"
 
-    def __init__(
-        self,
-        ids: list[str],
-        offsets: npt.NDArray[np.int64],
-        documents: npt.NDArray[np.int32],
-        weights: npt.NDArray[np.float32],
-        fingerprint: str | None,
-        provenance: Provenance,
-    ) -> None:
-        self._ids = ids
-        self._offsets, self._documents, self._weights = offsets, documents, weights
-        self.n_documents, self.vocab_size = len(ids), len(offsets) - 1
+    def __init__(self, ids: Sequence[str], postings: Postings, fingerprint: str | None, provenance: Provenance) -> None:
+        self._ids, self._postings = ids, postings
+        self.n_documents, self.vocab_size = len(ids), postings.n_terms
         self.fingerprint, self.provenance = fingerprint, provenance
 
     @classmethod
@@ -64,13 +62,7 @@ class ExactIndex:
         if options:
             raise ValueError(f"options: the exact index has none, got {', '.join(sorted(options))}.")
         check_buildable(vectors)
-        keep = vectors.data > 0
-        rows = np.repeat(np.arange(len(vectors), dtype=np.int32), np.diff(vectors.indptr))[keep]
-        terms, weights = vectors.indices[keep], vectors.data[keep]
-        order = np.argsort(terms, kind="stable")
-        counts = np.bincount(terms, minlength=vectors.vocab_size)
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
-        return cls(list(vectors.ids), offsets, rows[order], weights[order], vectors.fingerprint, vectors.provenance)
+        return cls(list(vectors.ids), Postings.of(vectors), vectors.fingerprint, vectors.provenance)
 
     def search(self, queries: SparseVectors, k: int) -> list[list[Hit]]:
         """See :class:`SparseIndex`. Products that underflow float32 to 0 count as no shared term.
@@ -78,51 +70,69 @@ class ExactIndex:
         Raises:
             ValueError: ``k < 1``.
             VocabularyMismatchError: the queries are over another vocabulary.
+            DataError: the index was loaded, and a part of it that is read for the first time is damaged.
         """
         check_search(self, queries, k)
-        scores = np.zeros(self.n_documents, dtype=np.float32)
+        scores = np.empty(self.n_documents, np.float32)
         results: list[list[Hit]] = []
         for i in range(len(queries)):
             scores.fill(0.0)
-            terms, weights = queries.row(i)
-            for term, weight in zip(terms.tolist(), weights, strict=True):
-                low, high = self._offsets[term], self._offsets[term + 1]
-                np.add.at(scores, self._documents[low:high], weight * self._weights[low:high])
+            self._postings.add(scores, *queries.row(i))
             results.append([Hit(self._ids[at], float(scores[at])) for at in top_positive(scores, k)])
         return results
 
     def save(self, path: str | Path) -> None:
-        """Write the index as a directory of ``.npy`` and JSON files; only an earlier exact index is replaced."""
+        """Write the index as a directory of ``.npy`` files and JSON; only an earlier exact index is replaced."""
+        postings = self._postings
+        arrays: dict[str, npt.NDArray[Any]] = {
+            _OFFSETS: postings.offsets,
+            _DOCUMENTS: postings.documents,
+            _WEIGHTS: postings.weights,
+            _CHECKSUMS: postings.all_checksums(),
+        }
         with atomic_directory(Path(path), own_names=_OWN_NAMES) as folder:
-            np.save(folder / "offsets.npy", self._offsets, allow_pickle=False)
-            np.save(folder / "documents.npy", self._documents, allow_pickle=False)
-            np.save(folder / "weights.npy", self._weights, allow_pickle=False)
-            write_json(folder / "ids.json", {"ids": self._ids})
+            for name, values in arrays.items():
+                np.save(folder / name, values, allow_pickle=False)
+            save_ids(self._ids, folder)
             write_manifest(folder, self, {"numpy": np.__version__}, {})
 
     @classmethod
     def load(cls, path: str | Path) -> ExactIndex:
-        """Read an index that :meth:`save` wrote; its arrays are memory-mapped.
+        """Open an index that :meth:`save` wrote; its arrays are memory-mapped.
+
+        The postings of a term are read, and compared with their checksum, when a query asks for them. An index that an
+        earlier tilefold wrote has none by term, and is read whole for those of its files.
 
         Raises:
             FileNotFoundError, DataError: no index there, or a damaged one.
         """
         folder = Path(path)
-        manifest = read_manifest(folder, cls.backend)
-        ids = read_ids(folder / "ids.json", manifest["n_documents"])
-        try:
-            offsets, documents, weights = (
-                np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)) for name in _ARRAYS
-            )
-        except (OSError, ValueError, EOFError) as error:
-            raise DataError(f"{folder}: expected the arrays of an exact index, got ({error}).") from error
-        fits = (
-            offsets.shape == (manifest["vocab_size"] + 1,)
-            and documents.shape == weights.shape == (int(offsets[-1]),)
-            and documents.dtype == np.dtype(np.int32)
-            and weights.dtype == np.dtype(np.float32)
+        by_term = _CHECKSUMS in read_description(folder)["files"]
+        manifest = read_manifest(folder, cls.backend, unread=_LARGE if by_term else ())
+        count, size = manifest["n_documents"], manifest["vocab_size"]
+        offsets = _array(folder / _OFFSETS, np.int64, size + 1)
+        if offsets[0] != 0 or (np.diff(offsets) < 0).any():
+            raise DataError(f"{folder / _OFFSETS}: expected offsets that rise from 0, got others. {_REMEDY}")
+        postings = Postings(
+            offsets,
+            _array(folder / _DOCUMENTS, np.int32, int(offsets[-1])),
+            _array(folder / _WEIGHTS, np.float32, int(offsets[-1])),
+            count,
+            _array(folder / _CHECKSUMS, np.uint32, size) if by_term else None,
         )
-        if not fits:
-            raise DataError(f"{folder}: arrays do not fit together. Build the index again (tilefold index).")
-        origin = Provenance.from_dict(manifest)
-        return cls(ids, offsets, documents, weights, manifest.get("fingerprint"), origin)
+        ids = StoredIds.load(folder, count) if by_term else read_ids(folder / _OLD_IDS, count)
+        return cls(ids, postings, manifest.get("fingerprint"), Provenance.from_dict(manifest))
+
+
+def _array(file: Path, dtype: Any, size: int) -> npt.NDArray[Any]:
+    """The flat array in `file`, memory-mapped."""
+    try:
+        values = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{file}: expected an array of an exact index, got ({error}). {_REMEDY}") from error
+    if values.shape != (size,) or values.dtype != np.dtype(dtype):
+        raise DataError(
+            f"{file}: expected {size} numbers of {np.dtype(dtype)}, got {values.dtype} of shape {values.shape}. "
+            + _REMEDY
+        )
+    return values
