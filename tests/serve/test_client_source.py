@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -90,6 +91,24 @@ def test_a_busy_server_is_asked_again() -> None:
     assert SparseSource(url=page_of(busy, busy, fine)).encode(["a"], "query") == [([1], [2.5])]
 
 
+def test_a_server_that_knows_nothing_of_top_k_gives_the_same_entries() -> None:
+    entries = [{"index": index, "value": value} for index, value in ((3, 0.5), (4, 2), (7, 0.5), (9, 1.25))]
+    source = SparseSource(url=page_of(reply(json.dumps([entries]))), top_k=3, sides=False)
+    assert source.encode(["a"], "query") == [([3, 4, 9], [0.5, 2, 1.25])]
+
+
+@pytest.mark.parametrize(
+    "row", ['{"indices":[1],"values":[1,2]}', '[{"index":1,"value":NaN}]', '[{"index":"a","value":1}]']
+)
+def test_numbers_that_are_none_are_refused(row: str) -> None:
+    with pytest.raises(ServerError, match="expected whole numbers and finite weights"):
+        SparseSource(url=page_of(reply(f"[{row}]"))).encode(["a"], "query")
+
+
+def reply(body: str) -> bytes:
+    return f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n{body}".encode()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -97,14 +116,20 @@ def test_a_busy_server_is_asked_again() -> None:
         ({"model": "a", "url": "http://b"}, "got both"),
         ({"url": "localhost:8080"}, "url: expected an address such as"),
         ({"url": "file:///etc/passwd"}, "url: expected an address such as"),
+        ({"url": "http://localhost:99999"}, "url: expected an address such as"),
+        ({"url": "http://me:secret@localhost"}, "url: expected an address without a name, a password"),
+        ({"url": "http://localhost?key=secret"}, "url: expected an address without a name, a password"),
+        ({"url": "http://localhost", "api_key": "sesam\n"}, "api_key: expected printable ASCII"),
+        ({"url": "http://localhost", "api_key": "s\xe9sam"}, "api_key: expected printable ASCII"),
         ({"model": "a", "top_k": 0}, "top_k: expected at least 1"),
         ({"model": "a", "batch_size": 0}, "batch_size: expected at least 1"),
         ({"model": "a", "timeout": 0}, "timeout: expected a number above 0"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(arguments: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         SparseSource(**arguments)
+    assert "secret" not in str(caught.value) and "sam" not in str(caught.value)
 
 
 def test_one_text_instead_of_several_is_refused(two_sided: Any) -> None:

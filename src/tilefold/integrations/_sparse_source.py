@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
+import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +18,7 @@ __all__ = ["ServerError", "SparseSource"]
 Side = Literal["query", "document"]
 Vector = tuple[list[int], list[float]]
 _BUSY = 429
+_KEY = re.compile(r"[\x21-\x7e]+")
 _TRIES = 5  # of a server that is busy
 _FIRST_WAIT = 0.2  # seconds, doubled each time
 
@@ -53,8 +56,10 @@ class SparseSource:
     ) -> None:
         if (model is None) == (url is None):
             raise ValueError("model, url: expected one of them, got " + ("neither." if model is None else "both."))
-        if url is not None and (urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname):
-            raise ValueError(f"url: expected an address such as http://localhost:8080, got {url!r}.")
+        if url is not None:
+            _check_url(url)
+        if api_key is not None and not _KEY.fullmatch(api_key):
+            raise ValueError("api_key: expected printable ASCII without spaces or line ends, got other text.")
         for name, value in (("top_k", top_k), ("batch_size", batch_size)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}.")
@@ -79,7 +84,8 @@ class SparseSource:
         found: list[Vector] = []
         for start in range(0, len(texts), self.batch_size):
             batch = list(texts[start : start + self.batch_size])
-            found += _vectors(self._ask({"inputs": batch, "format": "arrays", "top_k": self.top_k}, side), len(batch))
+            answer = self._ask({"inputs": batch, "format": "arrays", "top_k": self.top_k}, side)
+            found += [_strongest(*row, self.top_k) for row in _vectors(answer, len(batch))]
         return found
 
     def _encode(self, texts: Sequence[str], side: Side) -> list[Vector]:
@@ -136,6 +142,27 @@ class SparseSource:
             connection.close()
 
 
+def _check_url(url: str) -> None:
+    """Refuse what is no address, and one with parts that a request would lose."""
+    try:
+        parts = urlsplit(url)
+        wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
+    except ValueError:  # of the port
+        wrong = True
+    if wrong:
+        raise ValueError(f"url: expected an address such as http://localhost:8080, got {url!r}.")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ValueError("url: expected an address without a name, a password or a query in it; a key goes in api_key.")
+
+
+def _strongest(indices: list[int], weights: list[float], top_k: int | None) -> Vector:
+    """The heaviest entries, as the model in process keeps them: a server that does not know `top_k` sends all."""
+    if top_k is None or len(indices) <= top_k:
+        return indices, weights
+    kept = sorted(sorted(range(len(indices)), key=lambda at: (-weights[at], indices[at]))[:top_k])
+    return [indices[at] for at in kept], [weights[at] for at in kept]
+
+
 def _vectors(answer: Any, expected: int) -> list[Vector]:
     """Vectors of either form: arrays, or a list of entries as servers answer that do not know `format`."""
     try:
@@ -147,6 +174,13 @@ def _vectors(answer: Any, expected: int) -> list[Vector]:
         ]
     except (KeyError, TypeError) as error:
         raise ServerError("url: expected sparse vectors in the answer of the server, got another form.") from error
+    if not all(_is_vector(*row) for row in found):
+        raise ServerError("url: expected whole numbers and finite weights in the answer of the server, got others.")
     if len(found) != expected:
         raise ServerError(f"url: expected {expected} vectors in the answer of the server, got {len(found)}.")
     return found
+
+
+def _is_vector(indices: list[Any], weights: list[Any]) -> bool:
+    numbers = all(type(weight) in (int, float) and math.isfinite(weight) for weight in weights)
+    return numbers and len(indices) == len(weights) and all(type(index) is int for index in indices)
