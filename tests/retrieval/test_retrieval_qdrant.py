@@ -174,6 +174,49 @@ def test_filters_count_and_search(place: Open, make_vectors: Make) -> None:
     assert {int(hit.id[1:]) % 20 for hits in found for hit in hits} <= {3, 5} and any(found)
 
 
+def test_filters_tell_booleans_from_numbers_and_find_fields_with_odd_names(place: Open, make_vectors: Make) -> None:
+    collection = place(Layout(500, "f" * 64))
+    payloads = {
+        "d0": {"open": True, "n": 1, "my field": "a", "a.b": 1, "by": {"name": "x"}},
+        "d1": {"open": False, "n": 0, "größe": 2, "by": {"name": "y"}},
+        "d2": {"open": [True, False], "n": 2**63 - 1, "in": [{"name": "x"}, {"name": "z"}]},
+    }
+    vectors = make_vectors(3)
+    collection.upsert(Documents(vectors.ids, vectors, payloads=payloads))
+    for where, count in (
+        ({"open": True}, 2),
+        ({"open": False}, 2),
+        ({"n": True}, 0),
+        ({"n": 1}, 1),
+        ({"n": 2**63 - 1}, 1),
+        ({'"größe"': 2}, 1),
+        ({"by.name": "x"}, 1),
+        ({"in[].name": "z"}, 1),
+        ({'"my field"': "a"}, 1),
+    ):
+        assert collection.count(where) == count, where
+    for wrong in ("my field", 'q"', "$", "", "a..b", ".a"):
+        with pytest.raises(ValueError, match=r"where: expected names of fields, with quotes"):
+            collection.count({wrong: 1})
+    for value in (2**63, "\ud800"):
+        with pytest.raises(ValueError, match=r"where: expected Unicode or an integer of 64 bits for 'n'"):
+            collection.count({"n": value})
+
+
+def test_one_id_instead_of_a_list_deletes_nothing(place: Open) -> None:
+    collection = place(Layout(500, "f" * 64))
+    rows = SparseVectors.from_rows({name: {1: 1.0} for name in ("a", "7", "a7")}, 500, "f" * 64)
+    collection.upsert(Documents(rows.ids, rows))
+    for wrong in ("a7", [7]):
+        for call in (collection.delete, collection.present, collection.payloads, collection.vectors):
+            with pytest.raises(TypeError, match=r"ids: expected a list of texts, .* Pass \[id\]"):
+                call(wrong)
+    with pytest.raises(DataError, match="half a surrogate pair"):
+        collection.delete(["\ud800"])
+    assert len(collection) == 3
+    assert collection.delete(("a7", "a7")) == 1
+
+
 def test_a_collection_knows_what_made_it_and_refuses_the_rest(place: Open, make_vectors: Make) -> None:
     vectors = make_vectors(20)
     vectors.provenance = Provenance("m" * 64, "t" * 64)
@@ -245,6 +288,7 @@ def test_bad_input_is_refused_before_anything_is_written(place: Open, make_vecto
 def test_documents_that_cannot_be_stored_are_named(make_vectors: Make) -> None:
     vectors = make_vectors(2)
     for payload, message in (
+        ({"deep": [{"n": 2**64}]}, "an integer of more than 64 bits"),
         ({"_id": 1}, "'_id' is where the id is kept, got it for 'd0'"),
         ({"x": float("nan")}, "what JSON can hold for 'd0'"),
         ({"x": object()}, "what JSON can hold for 'd0'"),

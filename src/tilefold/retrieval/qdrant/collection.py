@@ -12,7 +12,7 @@ from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import Hit
 from tilefold.retrieval.provenance import Provenance
-from tilefold.retrieval.qdrant.documents import Documents, Queries, key_of
+from tilefold.retrieval.qdrant.documents import Documents, Queries, key_of, list_of_ids
 from tilefold.retrieval.qdrant.filters import Filter
 from tilefold.retrieval.qdrant.layout import ID, SPARSE, TOKENS, Layout, Record
 from tilefold.retrieval.qdrant.plans import Engine, Plan, Stage
@@ -178,7 +178,11 @@ class QdrantCollection:
         self._put(documents, batch_size, progress, resume=False)
 
     def delete(self, ids: Sequence[str]) -> int:
-        """Delete documents; how many of the `ids` there were."""
+        """Delete documents; how many of the `ids` there were.
+
+        Raises:
+            TypeError: one text instead of several, whose letters may be ids too.
+        """
         there = sorted(self.present(ids))
         if there:
             self._changed()
@@ -252,6 +256,7 @@ class QdrantCollection:
     def payloads(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Id -> payload, of those of the `ids` that are there."""
         found: dict[str, dict[str, Any]] = {}
+        ids = list_of_ids(ids)
         for start in range(0, len(ids), _LOOKED_UP):
             keys = [key_of(name) for name in ids[start : start + _LOOKED_UP]]
             for point in self._engine.fetch(keys, vectors=False):
@@ -261,6 +266,7 @@ class QdrantCollection:
     def vectors(self, ids: Sequence[str]) -> SparseVectors:
         """The sparse vectors of those of the `ids` that are there, in their order, as they are stored."""
         rows: dict[str, dict[int, float]] = {}
+        ids = list_of_ids(ids)
         for start in range(0, len(ids), _LOOKED_UP):
             keys = [key_of(name) for name in ids[start : start + _LOOKED_UP]]
             for point in self._engine.fetch(keys, vectors=True):

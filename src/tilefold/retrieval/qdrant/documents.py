@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +23,29 @@ Dense = npt.NDArray[np.float32]
 _SPACE = uuid.UUID("6b0f2f0e-6f0c-5a54-9f7e-2b1a3c1d9e41")  # of document ids
 _LARGEST_HALF = 65504.0
 _FLOATS_OF_A_POINT = 1_048_576  # of token vectors; Qdrant takes fewer
+_INTEGERS = -(1 << 63), (1 << 64) - 1  # that a payload keeps
 _BYTES_OF_A_NUMBER = 20  # in a request, about
 
 
 def key_of(name: str) -> str:
     """The UUID of a document's id, always the same."""
     return str(uuid.uuid5(_SPACE, name))
+
+
+def list_of_ids(ids: Iterable[str]) -> list[str]:
+    """The ids that somebody asks for.
+
+    Raises:
+        TypeError: one text, whose letters may be ids too, or something else than texts.
+        DataError: half a surrogate pair, which is in no id.
+    """
+    names = [] if isinstance(ids, str) else list(ids)
+    if isinstance(ids, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"ids: expected a list of texts, got {ids!r:.80}. Pass [id] for one document.")
+    wrong = next((name for name in names if not is_unicode(name)), None)
+    if wrong is not None:
+        raise DataError(f"ids: expected Unicode, got half a surrogate pair in {wrong!r}.")
+    return names
 
 
 @dataclass
@@ -223,6 +240,18 @@ def _check_layout(part: Documents | Queries, layout: Layout, place: str, what: s
             raise DataError(f"documents: {place} keeps {kind} vectors, got none. Give those of all documents.")
 
 
+def _integers(value: Any) -> Iterator[int]:
+    """The integers in what JSON can hold."""
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _integers(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _integers(part)
+
+
 def _check_payload(name: str, payload: Mapping[str, Any]) -> None:
     if ID in payload:
         raise DataError(f"payloads: {ID!r} is where the id is kept, got it for {name!r}. Rename that field.")
@@ -232,5 +261,7 @@ def _check_payload(name: str, payload: Mapping[str, Any]) -> None:
             raise TypeError("a field whose name is no text")
         if not is_unicode(json.dumps(json.loads(text), ensure_ascii=False)):
             raise ValueError("half a surrogate pair")
+        if any(not _INTEGERS[0] <= number <= _INTEGERS[1] for number in _integers(payload)):
+            raise ValueError("an integer of more than 64 bits, which would be rounded")
     except (TypeError, ValueError) as error:
         raise DataError(f"payloads: expected what JSON can hold for {name!r}, got other values ({error}).") from error

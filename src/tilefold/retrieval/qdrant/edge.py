@@ -2,7 +2,8 @@
 
 Behaviour of qdrant-edge-py 0.9.0 that this wrapper handles: opening a folder that is open already fails, but damages it
 for the one that has it open, so a lock of ours comes first; errors are bare ``Exception``; numbers that are not finite,
-terms given twice and token vectors beyond the server's limit are stored without a word (``Documents`` refuses them).
+terms given twice and token vectors beyond the server's limit are stored without a word (``Documents`` refuses them);
+``MatchValue(True)`` is that of the integer 1.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from tilefold._files import LOCK, InUseError, hold_folder, naming_full_disk, read_json, release_folder, write_json
 from tilefold.retrieval._files import require
@@ -222,8 +225,11 @@ class EdgeEngine:
         edge = self._edge
         if condition.values is None:
             return edge.FieldCondition(condition.name, range=edge.RangeFloat(**(condition.bounds or {})))
-        single = len(condition.values) == 1
-        match = edge.MatchValue(condition.values[0]) if single else edge.MatchAny(condition.values)
+        single, value = len(condition.values) == 1, condition.values[0]
+        value = (
+            np.bool_(value) if isinstance(value, bool) else value
+        )  # a plain one would be taken for the integer 1 or 0
+        match = edge.MatchValue(value) if single else edge.MatchAny(condition.values)
         return edge.FieldCondition(condition.name, match=match)
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -13,7 +14,18 @@ WEIGHTS = ("float32", "float16")
 DISTANCES = ("dot", "cosine")
 FIELDS = ("keyword", "integer", "float", "bool", "text")
 ID = "_id"  # of the document, in the payload: Qdrant's own ids are numbers or UUIDs
+_STEP = r'(?:[\w-]+|"[^"]+")(?:\[\d*\])*'
+_FIELD = re.compile(rf"{_STEP}(?:\.{_STEP})*")
 SPARSE, DENSE, TOKENS = "sparse", "dense", "tokens"  # names of the vectors
+
+
+def check_field(name: Any, what: str) -> None:
+    """Raise ``ValueError`` unless `name` is the way to a field, as Qdrant reads it."""
+    if not isinstance(name, str) or not _FIELD.fullmatch(name):
+        raise ValueError(
+            f'{what}: expected names of fields, with quotes ("a name") around what holds more than letters, digits, - '
+            f"and _, got {name!r}. A dot reaches into an object, [] into a list of objects."
+        )
 
 
 @dataclass(frozen=True)
@@ -53,8 +65,9 @@ class Layout:
             if value not in allowed:
                 raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}.")
         for name, kind in self.fields.items():
-            if kind not in FIELDS or not name or name == ID:
+            if kind not in FIELDS or name == ID:
                 raise ValueError(f"fields: expected a name and one of {', '.join(FIELDS)}, got {name!r}: {kind!r}.")
+            check_field(name, "fields")
 
     @property
     def kinds(self) -> list[str]:
