@@ -185,6 +185,35 @@ def test_options_show_the_stages_and_the_address_brings_a_search_back(page: Any,
     assert page.url.endswith("/?q=dates")
 
 
+def test_rankings_stand_side_by_side_and_lead_to_the_results(page: Any, client: Client) -> None:
+    page.goto(f"http://127.0.0.1:{client.port}/?q=read+csv+files")
+    page.wait_for_selector("#results article")
+    assert page.locator("#beside").is_hidden()
+    page.check("#columns")
+    page.wait_for_selector("#rankings section")
+    answer = client.post("/v1/small/search", {"query": "read csv files", "columns": True}).json
+    heads = page.locator("#rankings h3").all_inner_texts()
+    assert heads == ["learned sparse", "BM25", "late interaction"]
+    for section, name in zip(page.locator("#rankings section").all(), ("sparse", "words", "late"), strict=True):
+        expected = [f"{entry['rank']}. {entry['title']}" for entry in answer["columns"][name]]
+        assert section.locator("li .name").all_inner_texts() == expected
+    boxes = [section.bounding_box() for section in page.locator("#rankings section").all()]
+    assert len({box["y"] for box in boxes}) == 1 and len({box["x"] for box in boxes}) == 3
+    top = page.locator("#rankings section").first.locator("li").nth(1)
+    top.hover()
+    same = page.locator("article.same")
+    assert (same.count(), same.get_attribute("data-document")) == (1, top.get_attribute("data-document"))
+    top.locator("a").focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id || location.hash").endswith("result-2")
+    page.set_viewport_size({"width": 360, "height": 700})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert len({section.bounding_box()["x"] for section in page.locator("#rankings section").all()}) == 1
+    page.uncheck("#columns")
+    page.wait_for_selector("#beside", state="hidden")
+    assert page.said == []
+
+
 def test_the_keyboard_alone_reaches_everything(page: Any, client: Client) -> None:
     page.goto(f"http://127.0.0.1:{client.port}/?q=dates")
     page.wait_for_selector("#results article")
@@ -194,7 +223,8 @@ def test_the_keyboard_alone_reaches_everything(page: Any, client: Client) -> Non
     for _ in range(12):
         page.keyboard.press("Tab")
         seen.add(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
-    assert {"fusion", "prf", "rerank", "hits", "more-terms", "ARTICLE"} <= seen
+    assert {"fusion", "prf", "rerank", "columns", "hits", "more-terms"} <= seen
+    assert any(each.startswith("result-") for each in seen)
     focused = "Array.from(document.querySelectorAll('article')).indexOf(document.activeElement)"
     before = page.evaluate(focused)
     page.keyboard.press("j")

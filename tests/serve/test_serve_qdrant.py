@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,7 +14,7 @@ from tests.serve.running import serving
 from tilefold import retrieval as r
 from tilefold.retrieval.collection import Collection
 from tilefold.retrieval.index.qdrant import QdrantIndex
-from tilefold.retrieval.qdrant import Documents, QdrantCollection
+from tilefold.retrieval.qdrant import Documents, Layout, QdrantCollection
 from tilefold.serve.models import Served
 from tilefold.serve.searchable import Searchable
 from tilefold.serve.service import Service
@@ -100,3 +101,25 @@ def test_a_document_that_the_index_alone_has_is_named(
             assert (reply.status, reply.json["error_type"]) == (424, "Backend")
             assert "'added'" in reply.json["error"] and option in reply.json["error"]
         assert client.post("/v1/papers/search", {"query": "csv files", "explain": True}).status == 200
+
+
+def test_dense_vectors_of_the_collection_are_a_column(
+    sparse: Any, collection: Collection, vectors: r.SparseVectors
+) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    from tilefold.recipes.backbone import minilm_path
+
+    minilm = SentenceTransformer(str(minilm_path()), device="cpu", local_files_only=True)
+    expected = r.dense_run(minilm, collection.contents(), {"q": "csv files"}, 3)["q"]
+    embedded = minilm.encode(list(collection.contents().values()))
+    layout = Layout(vectors.vocab_size, vectors.fingerprint, dense=embedded.shape[1])
+    models = Served(sparse, "sparse", "tiny"), Served(minilm, "dense", "minilm")
+    with tempfile.TemporaryDirectory() as folder, QdrantCollection.embedded(folder, layout) as opened:
+        opened.upsert(Documents(vectors.ids, vectors, embedded))
+        found = Searchable("papers", QdrantIndex(opened), models[0], dense=models[1])
+        with serving(Service(list(models), searchable=found)) as client:
+            answer = client.post("/v1/papers/search", {"query": "csv files", "hits": 3, "columns": True}).json
+            assert client.get("/v1/indexes").json["indexes"][0]["features"]["dense"] is True
+    assert set(answer["columns"]) == {"sparse", "dense"}
+    assert {entry["docid"]: entry["score"] for entry in answer["columns"]["dense"]} == pytest.approx(expected, abs=1e-4)

@@ -123,6 +123,19 @@ def test_a_post_fuses_and_reranks_as_the_functions_do(client: Client, runs: Any)
     assert set(everything.json["candidates"][0]["explanation"]["stages"]) <= {"sparse", "words", "fusion", "late"}
 
 
+def test_columns_are_the_rankings_of_each_method_alone_and_change_no_other(client: Client, runs: Any) -> None:
+    for options in ({}, {"fusion": True}, {"rerank": {"depth": 2}}):
+        plain = client.post("/v1/small/search", {"query": QUERY, "hits": 4} | options).json
+        beside = client.post("/v1/small/search", {"query": QUERY, "hits": 4, "columns": True} | options).json
+        assert [entry["docid"] for entry in beside["candidates"]] == [entry["docid"] for entry in plain["candidates"]]
+        assert ("columns" in plain, set(beside["columns"])) == (False, {"sparse", "words", "late"})
+        for name, column in beside["columns"].items():
+            best = dict(list(runs[name].items())[:4])
+            assert [entry["rank"] for entry in column] == list(range(1, len(best) + 1))
+            assert {entry["docid"]: entry["score"] for entry in column} == pytest.approx(best, abs=5e-2)
+            assert all(entry["title"] == "module" + entry["docid"][1:] for entry in column)
+
+
 def test_feedback_moves_the_query_and_says_so(client: Client, searchable: Searchable, sparse: Any) -> None:
     body = {"query": QUERY, "hits": 5, "prf": {"method": "rocchio", "depth": 2, "top_terms": 20}, "explain": True}
     reply = client.post("/v1/small/search", body)
@@ -213,6 +226,6 @@ def test_without_stored_token_vectors_the_candidates_are_encoded(searchable: Sea
 def test_the_schema_names_every_field(client: Client) -> None:
     paths = client.get("/openapi.json").json["paths"]
     schema = paths["/v1/{index}/search"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert set(schema["properties"]) == {"query", "hits", "parse", "fusion", "prf", "rerank", "explain"}
+    assert set(schema["properties"]) == {"query", "hits", "parse", "fusion", "prf", "rerank", "explain", "columns"}
     assert "$ref" not in json.dumps(paths)
     assert "/v1/{index}/doc/{docid}" in paths

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.collection import Document
@@ -57,6 +60,7 @@ class Searchable:
         store: its token vectors of the documents; without, the documents are encoded when they are candidates.
         query_top_k: terms kept of a query; None keeps all.
         options: of the index's search, such as Seismic's ``heap_factor``.
+        dense: the model of the dense vectors of the index, which is a Qdrant collection with such, or None.
     """
 
     name: str
@@ -69,6 +73,7 @@ class Searchable:
     store: TokenStore | None = None
     query_top_k: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    dense: Served | None = None
 
     @property
     def features(self) -> dict[str, bool]:
@@ -79,6 +84,7 @@ class Searchable:
             "explain": explained,
             "prf": explained,
             "fusion": self.words is not None,
+            "dense": self.dense is not None,
             "rerank": self.late is not None and (self.store is not None or bool(self.documents)),
         }
 
@@ -117,6 +123,18 @@ class Searchable:
         if isinstance(self.index, BM25Index):
             raise ValueError("index: expected one of vectors, got one of words.")
         return hits_to_run(vector, self.index.search(vector, k, **self.options))[QUERY]
+
+    def search_dense(self, vector: npt.NDArray[np.float32], k: int) -> Scores:
+        """The `k` best documents by their dense vectors, in the collection of the index."""
+        from tilefold.retrieval.index.qdrant import QdrantIndex  # noqa: PLC0415 - needs qdrant
+        from tilefold.retrieval.qdrant import Queries  # noqa: PLC0415
+
+        if not isinstance(self.index, QdrantIndex):
+            raise ValueError(
+                f"index: expected a Qdrant collection with dense vectors, got backend {self.index.backend!r}."
+            )
+        (hits,) = self.index.collection.search(Queries([QUERY], dense=vector[None]), k)
+        return {hit.id: hit.score for hit in hits}
 
     def search_words(self, index: BM25Index, query: str, k: int) -> Scores:
         """The `k` best documents for a query's words."""

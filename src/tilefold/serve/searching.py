@@ -16,12 +16,13 @@ from tilefold.retrieval.feedback import Feedback
 from tilefold.retrieval.fusion import interpolate
 from tilefold.retrieval.reranking import rerank
 from tilefold.retrieval.tokens import TokenVectors
+from tilefold.retrieval.vectors import SparseVectors
 from tilefold.serve.answers import plain
 from tilefold.serve.bodies import Body
 from tilefold.serve.endpoints import JSON, add_get, add_post
 from tilefold.serve.errors import ServeError, invalid
 from tilefold.serve.explaining import explain_document, explain_query
-from tilefold.serve.searchable import QUERY, Fusion, Ranking, Searchable
+from tilefold.serve.searchable import QUERY, Fusion, Ranking, Scores, Searchable
 from tilefold.serve.service import Asked, Service
 
 __all__ = ["SearchRoutes", "search_router"]
@@ -72,6 +73,7 @@ class SearchBody(_Strict):
     prf: FeedbackBody | bool = False
     rerank: RerankBody | bool = False
     explain: bool = False
+    columns: bool = False
 
 
 def search_router(service: Service) -> APIRouter:
@@ -185,9 +187,14 @@ class SearchRoutes:
             ranking = await self._asked(self.searchable.rank, body.query, vector, depth, *options)
             times["search"] = time.perf_counter() - started - times["encode"]
             if body.rerank is not False and ranking.scores:
-                await self._rerank(body, ranking)
+                await self._rerank(_reranking(body), body.query, ranking)
                 times["rerank"] = time.perf_counter() - started - times["encode"] - times["search"]
-            content = await service.off_loop(self._rendered, body, ranking, times, brief)
+            columns: dict[str, Scores] = {}
+            if body.columns:
+                began = time.perf_counter()
+                columns = await self._columns(body, vector)
+                times["columns"] = time.perf_counter() - began
+            content = await service.off_loop(self._rendered, body, ranking, columns, times, brief)
         service.metrics.count("tilefold_search_count")
         service.metrics.observe("tilefold_search_duration", times["search"])
         return Response(content, media_type=JSON)
@@ -211,10 +218,10 @@ class SearchRoutes:
 
         return await self.service.in_search(ask)
 
-    async def _rerank(self, body: SearchBody, ranking: Ranking) -> None:
+    async def _rerank(self, options: RerankBody, text: str, ranking: Ranking) -> None:
         """Order the best candidates by MaxSim, or by both scores."""
-        service, found, options = self.service, self.searchable, _reranking(body)
-        asked = await service.encode("multi-vector", [body.query], Asked("query"))
+        service, found = self.service, self.searchable
+        asked = await service.encode("multi-vector", [text], Asked("query"))
         late, store = service.model("multi-vector"), found.store
         query = _packed([QUERY], asked.rows)
         documents: Any = store
@@ -240,7 +247,24 @@ class SearchRoutes:
             mixed = interpolate([run, {QUERY: reranked}], [1 - options.weight, options.weight], k=len(run[QUERY]))
             ranking.scores = mixed[QUERY]
 
-    def _rendered(self, body: SearchBody, ranking: Ranking, times: dict[str, float], brief: bool) -> bytes:
+    async def _columns(self, body: SearchBody, vector: SparseVectors | None) -> dict[str, Scores]:
+        """The ranking of each method alone; that of late interaction is of the candidates of the index."""
+        found, depth = self.searchable, max(body.hits, RERANK_DEPTH)
+        ranking = await self._asked(found.rank, body.query, vector, depth, _feedback(body), None)
+        columns = dict(ranking.stages)
+        if found.words is not None:
+            columns["words"] = await self._asked(found.search_words, found.words, body.query, depth)
+        if found.dense is not None:
+            outcome = await self.service.encode("dense", [body.query], Asked("query"))
+            columns["dense"] = await self._asked(found.search_dense, outcome.rows[0], depth)
+        if found.features["rerank"] and ranking.scores:
+            await self._rerank(RerankBody(depth=depth), body.query, ranking)
+            columns["late"] = ranking.stages["late"]
+        return columns
+
+    def _rendered(
+        self, body: SearchBody, ranking: Ranking, columns: dict[str, Scores], times: dict[str, float], brief: bool
+    ) -> bytes:
         """The answer, in a helper thread: documents are read from their file."""
         found, query = self.searchable, {"text": body.query}
         candidates = []
@@ -251,9 +275,19 @@ class SearchRoutes:
         if body.explain:
             query |= explain_query(found, ranking, body.query)
         answer: dict[str, Any] = {"api": "v1", "index": found.name, "query": query, "candidates": candidates}
+        if columns:
+            answer["columns"] = {name: self._column(scores, body.hits) for name, scores in columns.items()}
         if not brief:
             answer["milliseconds"] = {name: round(1000 * value, 3) for name, value in times.items()}
         return plain(answer)
+
+    def _column(self, scores: dict[str, float], hits: int) -> list[dict[str, Any]]:
+        """The best of one stage."""
+        column = []
+        for rank, (name, score) in enumerate(list(scores.items())[:hits], start=1):
+            document = self.searchable.documents.get(name)
+            column.append({"docid": name, "score": score, "rank": rank, "title": document.title if document else ""})
+        return column
 
 
 def _shown(document: Document | None, parse: bool) -> Any:

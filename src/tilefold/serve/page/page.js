@@ -3,7 +3,8 @@
 
 const FIRST_TERMS = 16;
 const FIRST_CHARACTERS = 420;
-const STAGES = { sparse: "learned sparse", words: "BM25", fusion: "fused", late: "late interaction" };
+const STAGES = { sparse: "learned sparse", words: "BM25", dense: "dense", fusion: "fused", late: "late interaction" };
+const COMPARED = ["fusion", "rerank", "dense"]; // what gives a second ranking
 const $ = (id) => document.getElementById(id);
 
 let index = null; // what the service searches, or null
@@ -101,6 +102,8 @@ function showResult(found) {
   const item = element("li");
   const card = element("article");
   card.tabIndex = 0;
+  card.id = "result-" + found.rank;
+  card.dataset.document = found.docid;
   const top = element("div", "top");
   const doc = found.doc || {};
   const why = found.explanation || { terms: [], stages: {}, marks: {} };
@@ -172,6 +175,33 @@ function stagesOf(stages) {
   return table;
 }
 
+/** A column for each method; where a document is among the results, its name leads there. */
+function showColumns(columns, candidates) {
+  const names = Object.keys(STAGES).filter((name) => columns[name]);
+  $("beside").hidden = names.length === 0;
+  const places = new Map(candidates.map((found) => [found.docid, found.rank]));
+  $("rankings").replaceChildren(...names.map((stage) => {
+    const column = element("section");
+    const title = element("h3", "", STAGES[stage]);
+    title.id = "column-" + stage;
+    column.setAttribute("aria-labelledby", title.id);
+    const list = element("ol");
+    list.append(...columns[stage].map((found) => entryOf(found, places.get(found.docid))));
+    column.append(title, list);
+    return column;
+  }));
+}
+
+function entryOf(found, place) {
+  const entry = element("li");
+  const name = element(place ? "a" : "span", "name", `${found.rank}. ${found.title || found.docid}`);
+  if (place) name.href = "#result-" + place;
+  name.title = found.docid;
+  entry.dataset.document = found.docid;
+  entry.append(name, element("span", "number", number(found.score)));
+  return entry;
+}
+
 // ---- searching -------------------------------------------------------------------------------------------------
 
 function say(text) {
@@ -192,6 +222,7 @@ async function search() {
     if (mine.signal.aborted) return;
     $("key-row").hidden = true;
     showQuery(answer.query);
+    showColumns(answer.columns || {}, answer.candidates);
     $("results").replaceChildren(...answer.candidates.map(showResult));
     say(summary(answer, performance.now() - began));
   } catch (error) {
@@ -201,7 +232,7 @@ async function search() {
       $("key").focus();
     }
     $("results").replaceChildren();
-    $("vector").hidden = true;
+    $("vector").hidden = $("beside").hidden = true;
     say(error.status ? error.message : "The service does not answer.");
   }
 }
@@ -211,6 +242,7 @@ function searchIndex(query, signal) {
   for (const name of ["fusion", "prf", "rerank"]) {
     if (index.features[name] && $(name).checked) body[name] = true;
   }
+  if ($("columns").checked) body.columns = true;
   return ask(`v1/${encodeURIComponent(index.name)}/search`, body, signal);
 }
 
@@ -245,6 +277,7 @@ async function describe() {
   if (index) {
     $("about").textContent = `${index.name}: ${index.documents.toLocaleString("en")} documents, ${index.backend} index`;
     for (const name of ["fusion", "prf", "rerank"]) $("for-" + name).hidden = !index.features[name];
+    $("for-columns").hidden = !COMPARED.some((name) => index.features[name]);
     const lacks = !index.features.explain && index.backend !== "bm25";
     $("hint").hidden = !lacks;
     if (lacks) $("hint").textContent = "Matched terms are shown where the server is started with --vectors.";
@@ -258,9 +291,14 @@ async function describe() {
 // ---- hovering and keys -----------------------------------------------------------------------------------------
 
 function sameTerm(event) {
-  const over = event.target.closest ? event.target.closest("[data-term]") : null;
-  const id = over ? over.dataset.term : null;
-  for (const each of document.querySelectorAll("[data-term]")) each.classList.toggle("same", each.dataset.term === id);
+  same("term", event);
+  if (!$("beside").hidden) same("document", event);
+}
+
+function same(kind, event) {
+  const over = event.target.closest ? event.target.closest(`[data-${kind}]`) : null;
+  const id = over ? over.dataset[kind] : null;
+  for (const each of document.querySelectorAll(`[data-${kind}]`)) each.classList.toggle("same", each.dataset[kind] === id);
 }
 
 function keys(event) {
