@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.ops.quick_interpreter import quicken
 from tilefold.ops._shared.impl import triton_interpreted
 
 
@@ -15,6 +16,10 @@ class Target:
 
     impl: str
     device: str
+
+
+if triton_interpreted():
+    quicken()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
