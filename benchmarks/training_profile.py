@@ -22,7 +22,7 @@ import torch
 from tilefold.bench.jobs import get_job
 from tilefold.bench.train.inputs import FULL_LENGTH, MAX_LENGTH, load_tokenizer, made_pairs, make_encoder
 from tilefold.bench.train.job import LARGE
-from tilefold.bench.train.run import PROFILED_STEPS, Watch, run
+from tilefold.bench.train.run import GATE_STEPS, GRAPH_WARM_STEPS, PROFILED_STEPS, Watch, run
 
 STEPS = 30
 PERIOD_S = 5e-4
@@ -111,7 +111,7 @@ def main() -> None:
     length = MAX_LENGTH if ragged else FULL_LENGTH
     batch, kind = numbers["batch"], numbers["kind"]
     model = make_encoder(kind, numbers["vocab"], numbers.get("tiny", False), tokenizer, length)
-    rows = made_pairs(tokenizer, batch * (options.steps + 12), ragged)
+    rows = made_pairs(tokenizer, batch * (options.steps + GATE_STEPS + GRAPH_WARM_STEPS + PROFILED_STEPS), ragged)
     on_gpu = device.type == "cuda"
     start = time.perf_counter()
     watch = run(kind, model, options.side, rows, batch, options.steps, device, on_gpu, Profile, options.compile)

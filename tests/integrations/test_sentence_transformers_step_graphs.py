@@ -36,9 +36,10 @@ class Repeated:
     def __init__(
         self, run: Run, inputs: StaticInputs, parameters: list[Tensor], gradients: list[Tensor | None], pool: Any
     ) -> None:
-        self.run, self.inputs, self.parameters, self.gradients = run, inputs, parameters, gradients
+        self.run, self.inputs, self.gradients = run, inputs, gradients
         self.forward()
         found = torch.autograd.grad(self.output.sum(), parameters, allow_unused=True)
+        self.model = run.__self__.transformer.model  # type: ignore[attr-defined]
         gradients[:] = [None if new is None else torch.zeros_like(new) for new in found]
 
     def forward(self) -> Tensor:
@@ -49,7 +50,8 @@ class Repeated:
     def backward(self, gradient: Tensor) -> None:
         whole = torch.zeros_like(self.output)
         whole[:, : gradient.size(1)] = gradient
-        write_gradients(self.gradients, torch.autograd.grad(self.output, self.parameters, whole, allow_unused=True))
+        parameters = [tensor for tensor in self.model.parameters() if tensor.requires_grad]
+        write_gradients(self.gradients, torch.autograd.grad(self.output, parameters, whole, allow_unused=True))
 
 
 def batch(transformer: Any, lengths: list[int], seed: int = 0) -> dict[str, Any]:

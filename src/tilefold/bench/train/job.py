@@ -30,7 +30,7 @@ import torch
 
 from tilefold.bench.jobs import Job, JobCase, JobOptions, Row
 from tilefold.bench.train.inputs import FULL_LENGTH, MAX_LENGTH, load_tokenizer, made_pairs, make_encoder, valid_share
-from tilefold.bench.train.run import GATE_STEPS, PROFILED_STEPS, WARM_STEPS, Measured, exact_losses, train
+from tilefold.bench.train.run import GATE_STEPS, GRAPH_WARM_STEPS, PROFILED_STEPS, Measured, exact_losses, train
 
 LARGE = 250_002
 GATE_BATCH = 16  # pairs of a step of the gate, which is in fp32
@@ -46,7 +46,8 @@ def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
     tokenizer = load_tokenizer(options.tokenizer if vocab == LARGE or "tiny" in numbers else None)
     length = FULL_LENGTH if numbers["documents"] == "full" else MAX_LENGTH
     steps = max(numbers["steps"].values())
-    rows = made_pairs(tokenizer, batch * (GATE_STEPS + WARM_STEPS + steps + PROFILED_STEPS), length == MAX_LENGTH)
+    total = GATE_STEPS + GRAPH_WARM_STEPS + steps + PROFILED_STEPS
+    rows = made_pairs(tokenizer, batch * total, length == MAX_LENGTH)
     model = make_encoder(kind, vocab, numbers.get("tiny", False), tokenizer, length)
     shape = {
         "case": case.name,
@@ -128,6 +129,7 @@ def row(found: Outcome, reference: Outcome) -> dict[str, Any]:
         "pairs_per_s": found.pairs_per_s,
         "ratio": found.pairs_per_s / reference.pairs_per_s,
         "peak_gib": measured.peak_gib,
+        "reserved_gib": measured.reserved_gib,
         "busy": "" if measured.busy is None else measured.busy,
     }
 
@@ -163,6 +165,7 @@ JOB = Job(
         "pairs_per_s",
         "ratio",
         "peak_gib",
+        "reserved_gib",
         "busy",
         "loss_error",
         "gate",

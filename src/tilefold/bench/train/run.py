@@ -14,6 +14,7 @@ import torch
 
 GATE_STEPS = 3
 WARM_STEPS = 5
+GRAPH_WARM_STEPS = 30  # most sizes of a batch have been met twice by then
 PROFILED_STEPS = 3
 # Fresh weights give dense scores, whose dot products grow with V: these factors over V keep loss and FLOPS terms small,
 # so that rounding does not decide the softmax. They change no amount of work.
@@ -30,6 +31,7 @@ class Measured:
         step_ms: mean time of a timed step, device included.
         slowest_ms: the longest time between two timed steps that the host saw.
         peak_gib: memory of the device that was allocated during them, weights included; 0 on a CPU.
+        reserved_gib: what torch held of it, graphs' own included.
         busy: share of the time of some further steps in which a kernel ran on the GPU; None on a CPU.
     """
 
@@ -37,6 +39,7 @@ class Measured:
     step_ms: float
     slowest_ms: float
     peak_gib: float
+    reserved_gib: float
     busy: float | None
 
 
@@ -95,7 +98,7 @@ def run(
             watch.end(state.global_step)
 
     model = copy.deepcopy(model).to(device)
-    watch = (watch_type or Watch)(model, steps)
+    watch = (watch_type or Watch)(model, steps, GRAPH_WARM_STEPS if side == "graphs" else WARM_STEPS)
     if side != "stock":
         accelerate(model, packed=side != "padded")
     if compiled:
@@ -180,16 +183,18 @@ class Watch:
 
     model: Any
     steps: int
+    warm_steps: int
     losses: list[torch.Tensor] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     peak: int = 0
+    reserved: int = 0
     busy: float | None = None
     bf16: bool = False
 
     def __post_init__(self) -> None:
         self.dropouts = [(module, module.p) for module in self.model.modules() if isinstance(module, torch.nn.Dropout)]
         self.on_gpu = self.model.device.type == "cuda"
-        self.first = GATE_STEPS + WARM_STEPS  # the first timed step
+        self.first = GATE_STEPS + self.warm_steps  # the first timed step
         profiled = PROFILED_STEPS if self.on_gpu else 0
         self.total = self.first + self.steps + profiled if self.steps else GATE_STEPS
         self.profiler: Any = None
@@ -227,6 +232,8 @@ class Watch:
 
     def end(self, step: int) -> None:
         """After step number ``step``, from 1. The time of a step includes the wait for its batch."""
+        if self.on_gpu and step == GATE_STEPS:
+            torch.cuda.empty_cache()  # what other runs left
         if self.on_gpu and step in (self.first, self.first + self.steps, self.total):
             torch.cuda.synchronize()
         if self.first <= step <= self.first + self.steps:
@@ -236,7 +243,7 @@ class Watch:
         if step == self.first:
             torch.cuda.reset_peak_memory_stats()
         elif step == self.first + self.steps:
-            self.peak = torch.cuda.max_memory_allocated()
+            self.peak, self.reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
             self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             self.profiler.start()
             self.profiled_from = time.perf_counter()
@@ -253,6 +260,7 @@ class Watch:
             1e3 * (self.ends[-1] - self.ends[0]) / len(gaps),
             max(gaps),
             self.peak / 2**30,
+            self.reserved / 2**30,
             self.busy,
         )
 

@@ -13,7 +13,7 @@ import math
 import warnings
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +84,7 @@ class Captured:
     Args:
         run: the encoder; features to ``[1, T, D]``.
         inputs: what the graph reads.
-        parameters: those that get gradients.
+        parameters: leaves that get gradients, while the graph is made.
         gradients: where these are written, None for parameters that the encoder does not use.
         pool: memory that all graphs share.
     """
@@ -125,6 +125,25 @@ class Captured:
         self.output_gradient[:, :count].copy_(gradient)
         self.output_gradient[:, count:].zero_()
         self.backward_graph.replay()
+
+
+@contextlib.contextmanager
+def fresh_leaves(model: nn.Module, parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Within it, the model computes with other leaves of the same memory, which no other stream and no DDP knows."""
+    leaves = {id(tensor): nn.Parameter(tensor.detach()) for tensor in parameters}
+    places = [
+        (module, name, tensor)
+        for module in model.modules()
+        for name, tensor in module._parameters.items()
+        if id(tensor) in leaves
+    ]
+    for module, name, tensor in places:
+        module._parameters[name] = leaves[id(tensor)]
+    try:
+        yield [leaves[id(tensor)] for tensor in parameters]
+    finally:
+        for module, name, tensor in places:
+            module._parameters[name] = tensor
 
 
 def write_gradients(to: list[Tensor | None], found: tuple[Tensor | None, ...]) -> None:
@@ -243,7 +262,8 @@ class StepGraphs:
         if len(self.graphs) >= LIMIT:
             self.graphs.popitem(last=False)
         try:
-            self.graphs[sizes] = self._capture(self._run, inputs, self.parameters, self.gradients, self._pool)
+            with fresh_leaves(self.transformer.model, self.parameters) as leaves:
+                self.graphs[sizes] = self._capture(self._run, inputs, leaves, self.gradients, self._pool)
         except RuntimeError as error:  # out of memory, or an operation that cannot be captured
             self._forget()
             self.failed = True
