@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.recipes.small import small_collection
 from tilefold import cli
@@ -19,7 +20,7 @@ from tilefold._version import __version__
 from tilefold.retrieval import read_trec_run, read_vectors, write_vectors
 from tilefold.retrieval.errors import DataError
 
-VERBS = ("demo", "train", "encode", "index", "search", "evaluate", "fuse", "bench", "info")
+VERBS = ("demo", "train", "encode", "index", "search", "evaluate", "fuse", "bench", "warmup", "info")
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,14 @@ def test_help_names_every_verb_and_loads_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert all(re.search(rf"\b{verb}\b", done.stdout) for verb in VERBS)
     assert done.stdout.strip().endswith("False")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what machines without a GPU say")
+def test_warmup_says_that_nothing_is_built_without_a_gpu(call: Any, tmp_path: Path) -> None:
+    outcome = call("warmup", "--model", tmp_path)
+    assert outcome.code == 1 and "torch sees none here; on a CPU nothing is built" in outcome.err
+    outcome = call("warmup", "--model", tmp_path, "--length", "0")
+    assert outcome.code == 2 and "--length: expected at least 1, got 0" in outcome.err
 
 
 def test_the_version_is_printed(call: Any) -> None:

@@ -104,6 +104,7 @@ def _app() -> Any:
         search,
         serve,
         train,
+        warmup,
     )
     from tilefold.cli._root import root
 
@@ -130,6 +131,7 @@ def _app() -> Any:
         score.score,
         serve.serve,
         bench.bench,
+        warmup.warmup,
         info.info,
     ):
         app.command()(verb)

@@ -3,7 +3,8 @@
 :func:`accelerate` fuses, in place, the LM head and the SpladePooling of a ``SparseEncoder`` or the similarities of a
 ``MultiVectorEncoder``, and lets their encoders run on packed tokens; :func:`restore` undoes it; :func:`collate_ahead`
 makes the batches of a stock trainer in a thread; :func:`encode_sparse` encodes texts to a CSR matrix without a dense
-``[B, V]``; the module ``multi_vector`` has the scores for losses and evaluators of a ``MultiVectorEncoder``.
+``[B, V]``; :func:`warm_up` builds the kernels of a model ahead; the module ``multi_vector`` has the scores for losses
+and evaluators of a ``MultiVectorEncoder``.
 """
 
 try:
@@ -22,5 +23,6 @@ from tilefold.integrations.sentence_transformers._accelerate import (
 )
 from tilefold.integrations.sentence_transformers._collate_ahead import collate_ahead
 from tilefold.integrations.sentence_transformers._encode import encode_sparse
+from tilefold.integrations.sentence_transformers._warm_up import warm_up
 
-__all__ = ["Acceleration", "accelerate", "collate_ahead", "encode_sparse", "is_accelerated", "restore"]
+__all__ = ["Acceleration", "accelerate", "collate_ahead", "encode_sparse", "is_accelerated", "restore", "warm_up"]

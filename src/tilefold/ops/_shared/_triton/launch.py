@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -38,13 +39,17 @@ class Launcher:
     """
 
     def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
-        self._kernel, self._constants = kernel, constants
+        self._kernel, self._constants, self.name = kernel, constants, str(getattr(kernel, "__name__", kernel))
         self._specialized: list[bool] = []
         # by what Triton specialises on: the compiled kernel, and the constants in the kernel's order
         self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
         self._unavailable: dict[tuple[Any, ...], str] = {}  # why it cannot be built: trying again takes seconds
 
     def __call__(self, grid: Grid, arguments: tuple[Any, ...]) -> None:
+        if _LISTED:
+            compiles = isinstance(self._kernel, JITFunction)
+            _LISTED[-1].setdefault((self, self._kind(arguments) if compiles else None), (grid, arguments))
+            return
         if not isinstance(self._kernel, JITFunction):  # interpreted
             self._kernel[grid](*arguments, **self._constants)
             return
@@ -57,17 +62,30 @@ class Launcher:
             return
         if kind in self._unavailable:
             raise KernelUnavailableError(self._kernel.__name__, self._unavailable[kind])
-        by_address = graph_owns_memory()
+        self._build(kind, grid, arguments, not graph_owns_memory())
+
+    def build(self, grid: Grid, arguments: tuple[Any, ...]) -> None:
+        """Compile for arguments like these, on any thread, and launch nothing; Triton keeps the result on the disk.
+
+        Raises:
+            KernelUnavailableError: it cannot be built.
+        """
+        kind = self._kind(arguments)
+        if kind not in self._compiled:
+            self._build(kind, grid, arguments, None)
+
+    def _build(self, kind: tuple[Any, ...], grid: Grid, arguments: tuple[Any, ...], run: bool | None) -> None:
+        """Compile, and launch: with tensors (``run``), with their addresses (``False``), or not at all (``None``)."""
         try:
-            if by_address:
-                compiled = self._kernel.warmup(*arguments, grid=grid, **self._constants, **BUILD_OPTIONS)
-            else:
+            if run:
                 compiled = self._kernel[grid](*arguments, **self._constants, **BUILD_OPTIONS)
+            else:
+                compiled = self._kernel.warmup(*arguments, grid=grid, **self._constants, **BUILD_OPTIONS)
             if hasattr(compiled, "result"):  # compiled beside the program
                 compiled = compiled.result()
             names = self._kernel.arg_names[len(arguments) :]
             tail = tuple(self._constants[name] for name in names)
-            if by_address:
+            if run is False:
                 compiled[grid](*addresses(arguments), *tail)
         except Exception as error:
             if not is_of_the_build(error):
@@ -99,6 +117,25 @@ class Launcher:
             else:
                 kind += (type(argument), argument.base.dtype, tuple(argument.block_shape), argument.padding)
         return tuple(kind)
+
+
+# by launcher and kind of arguments, which is None for kernels that are interpreted
+Listed = dict[tuple[Launcher, Hashable], tuple[Grid, tuple[Any, ...]]]
+_LISTED: list[Listed] = []
+
+
+@contextmanager
+def listed() -> Iterator[Listed]:
+    """Launches of all threads are listed, one of each kind, and not run: what they would write keeps what it held.
+
+    For calls whose results nobody reads. Launches that were bound before run as ever.
+    """
+    found: Listed = {}
+    _LISTED.append(found)
+    try:
+        yield found
+    finally:
+        _LISTED.pop()
 
 
 def rows_fit_descriptor(matrix: Tensor) -> bool:

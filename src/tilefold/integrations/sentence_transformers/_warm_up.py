@@ -1,0 +1,126 @@
+"""The kernels that a model needs, built ahead: its steps and calls with made texts of the lengths that matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilefold.integrations.sentence_transformers._accelerate import accelerate, is_accelerated, restore
+from tilefold.ops.warm_up import Built, build_kernels, check_kernels_can_be_built
+
+__all__ = ["warm_up"]
+
+
+def warm_up(
+    model: Any,
+    lengths: Sequence[int] = (32, 256),
+    batch_size: int = 32,
+    *,
+    inference: bool = True,
+    training: bool = True,
+    dtype: torch.dtype | None = torch.bfloat16,
+    workers: int | None = None,
+) -> Built:
+    """Build the kernels of a model ahead, so that no first call or step waits for a compiler.
+
+    Runs the model as :func:`accelerate` makes it, which is undone afterwards unless it was there before: for each
+    length scores of a batch, and with ``training`` their gradients too, under autocast. A ``MultiVectorEncoder``
+    scores texts of the first length, as queries, with those of every length. Half of a batch's texts are shorter.
+    Parameters, their ``grad``, modes and random states stay as they are.
+
+    Args:
+        model: a ``SparseEncoder`` or ``MultiVectorEncoder`` on a CUDA device.
+        lengths: tokens of the longest text of a batch; for a ``MultiVectorEncoder`` first those of queries.
+        batch_size: texts in a batch. Launches are chosen by shape, so take that of the job.
+        inference: whether to build what scores without a gradient need.
+        training: whether to build what gradients need.
+        dtype: of autocast; ``None`` for none.
+        workers: threads that build; by default one per core, at most 16.
+
+    Raises:
+        RuntimeError: nothing can be built on this machine, or the model is not on a GPU.
+        ValueError: for lengths, a batch or workers below 1, or if there is nothing to build.
+        TypeError: for a model that :func:`accelerate` does not take.
+    """
+    if not lengths or min(lengths) < 1 or batch_size < 1:
+        raise ValueError(
+            f"lengths and batch_size must be at least 1, got lengths={list(lengths)}, batch_size={batch_size}."
+        )
+    if not (inference or training):
+        raise ValueError("inference or training must be true, got neither: there is nothing to build.")
+    check_kernels_can_be_built()
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        raise RuntimeError(f"model must be on the GPU that will run it, got one on {device}; call model.to('cuda').")
+    with ExitStack() as undo:
+        undo.enter_context(torch.cuda.device(device))
+        if not is_accelerated(model):
+            accelerate(model)
+            undo.callback(restore, model)
+        modes = {module: module.training for module in model.modules()}
+        undo.callback(_set_modes, modes)
+        calls = steps(model, lengths, batch_size, inference, training, dtype)
+        with torch.random.fork_rng(devices=[device]):
+            return build_kernels(calls, workers)
+
+
+def steps(
+    model: Any, lengths: Sequence[int], batch_size: int, inference: bool, training: bool, dtype: torch.dtype | None
+) -> list[Callable[[], object]]:
+    """One function for each length, with and without gradients, as asked for."""
+    queries = made_batch(model, lengths[0], batch_size)
+    calls: list[Callable[[], object]] = []
+    for length in lengths:
+        documents = made_batch(model, length, batch_size)
+        for trains in (False, True):
+            if training if trains else inference:
+                calls.append(_step(model, queries, documents, trains, dtype))
+    return calls
+
+
+def made_batch(model: Any, length: int, batch_size: int) -> dict[str, Any]:
+    """Features of made texts on the device of the model: the first has about ``length`` tokens, half of them fewer."""
+    sizes = [length if i % 2 == 0 else max(length // 2, 1) for i in range(batch_size)]
+    features = model.preprocess(["a " * max(size - 2, 1) for size in sizes])  # two special tokens
+    device = next(model.parameters()).device
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in features.items()}
+
+
+def _step(
+    model: Any, queries: dict[str, Any], documents: dict[str, Any], trains: bool, dtype: torch.dtype | None
+) -> Callable[[], object]:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def step() -> object:
+        model.train(trains)
+        device = next(model.parameters()).device.type
+        with torch.set_grad_enabled(trains), torch.autocast(device, dtype, enabled=dtype is not None):
+            scores = _scores(model, queries, documents)
+            if not trains:
+                return scores
+        return torch.autograd.grad(scores.float().sum(), parameters, allow_unused=True)
+
+    return step
+
+
+def _scores(model: Any, queries: dict[str, Any], documents: dict[str, Any]) -> Tensor:
+    out = model(dict(documents))
+    if "token_embeddings" in out and "sentence_embedding" not in out:
+        from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores  # noqa: PLC0415
+
+        asked = model(dict(queries))
+        return colbert_scores(
+            asked["token_embeddings"], out["token_embeddings"][:, None], asked["attention_mask"],
+            out["attention_mask"][:, None],
+        )  # fmt: skip
+    scores: Tensor = out["sentence_embedding"]
+    return scores
+
+
+def _set_modes(modes: dict[torch.nn.Module, bool]) -> None:
+    for module, training in modes.items():
+        module.training = training
