@@ -181,6 +181,7 @@ def check_replaceable(path: Path, own_names: Collection[str]) -> None:
         raise FileExistsError(
             f"{path}: expected a new directory or one that tilefold wrote, got a file. Choose another path."
         )
+    remove_leftovers(path)  # of files in it that somebody was writing when killed
     strange = sorted(entry.name for entry in path.iterdir() if entry.name not in own_names)
     if strange:
         raise FileExistsError(

@@ -18,7 +18,7 @@ import pytest
 
 from tests.retrieval.qdrant_killed import BATCH, OLD
 from tests.retrieval.qdrant_over_http import OverHttp
-from tilefold.retrieval import SparseVectors
+from tilefold.retrieval import SparseVectors, build_index, load_index
 from tilefold.retrieval.errors import VocabularyMismatchError
 from tilefold.retrieval.qdrant import Documents, Layout, QdrantCollection, UnreachableError
 
@@ -186,3 +186,26 @@ def test_a_client_that_is_killed_in_a_request_lost_nothing_that_it_reported(http
     collection.build(documents, batch_size=BATCH)
     stored = collection.vectors(OLD.ids)
     assert collection.complete and np.array_equal(stored.indices, OLD.indices) and np.array_equal(stored.data, OLD.data)
+
+
+@pytest.mark.parametrize("at", ["collection.json", "index.json"])
+def test_a_process_killed_while_it_writes_a_record_leaves_an_index_that_is_read_and_replaced(
+    make_vectors: Make, tmp_path: Path, at: str
+) -> None:
+    folder, vectors = tmp_path / "index", make_vectors(5)
+    build_index(vectors, "qdrant", folder=folder).close()
+    code = f"""
+import os
+from pathlib import Path
+import tilefold._files as files
+from tilefold.retrieval import load_index
+from tilefold.retrieval.index.qdrant import QdrantIndex
+index = load_index({str(folder)!r})
+replace = Path.replace
+Path.replace = lambda self, to: os._exit(9) if str(to).endswith({at!r}) else replace(self, to)
+index.save({str(folder)!r}) if {at!r} == "index.json" else index.collection.delete(["d0"])
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    with load_index(folder).collection as left:
+        assert len(left) == 5
+    build_index(make_vectors(6), "qdrant", folder=folder).close()

@@ -215,6 +215,14 @@ def test_a_stopped_server_answers_what_it_had_begun(sparse: Any) -> None:
         client.get("/health")
 
 
+def test_a_service_may_be_served_again(sparse: Any) -> None:
+    again = service(sparse)
+    for _ in range(2):
+        with serving(again) as client:
+            assert client.get("/health").status == 200
+            assert client.post("/embed_sparse", {"inputs": "a"}).status == 200
+
+
 class hold:  # noqa: N801 - read as a word
     """A request whose batch stays in the model until the block is left, or for some seconds."""
 

@@ -124,7 +124,8 @@ class Service:
                 model.encode(model.way(side, None), ["a"])
 
     def start(self) -> None:
-        """Start the threads: one per device, and those that tokenize and search."""
+        """Start the threads: one per device, and those that tokenize and search; also after :meth:`close`."""
+        self.closing = False
         self._pool = ThreadPoolExecutor(self.limits.tokenization_workers, "tilefold-helper")
         self._searchers = ThreadPoolExecutor(max(_SEARCHERS, self.limits.tokenization_workers), "tilefold-searcher")
         for device in {model.device for model in self.models.values()}:

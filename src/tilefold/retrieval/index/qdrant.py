@@ -231,7 +231,6 @@ class QdrantIndex:
     def _describe(self, folder: Path) -> None:
         package = "qdrant-edge-py" if self._address is None else "qdrant-client"
         options = {"weights": self.collection.layout.weights, **(self._address or {})}
-        (folder / MANIFEST_NAME).unlink(missing_ok=True)
         write_manifest(folder, self, {package: _version(package)}, options, changing=_NAMES)
 
 
