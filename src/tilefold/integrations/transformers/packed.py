@@ -72,7 +72,8 @@ def packed_attention_forward(
     heads = query.size(1) // key.size(1)
     if heads > 1:
         key, value = (tensor.repeat_interleave(heads, dim=1) for tensor in (key, value))
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    # squeeze, whose backward is a view: that of [0] is a copy into zeros
+    query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     out = packed_softmax_attention(
         query,
         key,
@@ -188,4 +189,4 @@ def packed_hidden_states(
     )
     output = model(**arguments)
     hidden: Tensor = output.logits if "logits" in output else output.last_hidden_state
-    return hidden[0]
+    return hidden.squeeze(0)
