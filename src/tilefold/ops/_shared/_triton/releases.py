@@ -18,7 +18,7 @@ fused multiply-add by default (4)      yes    yes    yes    yes    yes    warns
 attention, sm_90, keeps to registers   yes    yes    yes    yes    no (8) no (7)
 roots of one stage get registers (11)  no     yes    yes    yes    yes    yes
 fp32 dk and dv get registers (13)      yes    yes    yes    yes    no     yes
-any alpha keeps to 128 (18)            yes    yes    yes    yes    no     (7)
+any alpha keeps to 128 (18)            yes    no     yes    yes    no     (7)
 maxsim's gradients spill (14)          yes    no     no     no     no     no
 maxsim's lists keep to 8 warps (15)    yes    yes    yes    yes    no     no
 documents' tiles of 128 spill (17)     yes    no     no     yes    yes    no
@@ -129,7 +129,7 @@ def general_form_needs_warps() -> bool:
 
 def any_alpha_wants_registers() -> bool:
     """Whether forms of attention that look at alpha spill in 128 registers on 9.0; see 18."""
-    return release() == (3, 8)
+    return release() in ((3, 5), (3, 8))
 
 
 def roots_want_stages() -> bool:
