@@ -12,12 +12,12 @@ import typer
 from tilefold._files import hold_path
 from tilefold.cli import _common
 
-# Measured with 120 terms per document on two cores: up to here exact search is faster, smaller, and built in seconds.
-SEISMIC_DOCUMENTS = 50_000
+# Measured with 120 terms per document on two cores: up to here exact search is as fast, smaller, and built in seconds.
+SEISMIC_DOCUMENTS = 100_000
 LONG_VECTOR = 256
 BM25, QDRANT = "bm25", "qdrant"
 _BACKEND_HELP = (
-    "exact (fastest and smallest up to 50,000 documents at least), bm25 (words, no model: give --data), seismic "
+    "exact (fastest and smallest up to 100,000 documents at least), bm25 (words, no model: give --data), seismic "
     "(approximate, for much larger collections; encode with --top-k 128 or so), or qdrant (exact; to add to "
     "and delete from; in the folder, or on the server at --url)."
 )
@@ -219,7 +219,7 @@ def _advise(documents: int, terms: float) -> None:
     if documents < SEISMIC_DOCUMENTS:
         _common.note(
             f"{documents} documents are few for seismic: up to {SEISMIC_DOCUMENTS:,} at least, --backend exact is "
-            "built in seconds, smaller, faster, and misses nothing"
+            "built in seconds, smaller, as fast, and misses nothing"
         )
     if terms > LONG_VECTOR:
         _common.note(

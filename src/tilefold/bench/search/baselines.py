@@ -1,4 +1,7 @@
-"""What searches sparse vectors without an index of ours: a product of scipy, an inverted index in numba."""
+"""What searches sparse vectors without an index of ours: a product of scipy, an inverted index in numba.
+
+Both read the postings that an exact index has saved, into memory.
+"""
 # ruff: noqa: PLC0415 - both packages are optional
 
 from __future__ import annotations
@@ -10,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from tilefold.retrieval import SparseVectors
 
 Best = list[tuple[int, float]]  # positions of documents and their scores, best first
 Search = Callable[[npt.NDArray[np.int32], npt.NDArray[np.float32], int], Best]
@@ -57,16 +58,6 @@ def numba_postings(folder: Path) -> Search:
 
 
 BASELINES: dict[str, Callable[[Path], Search]] = {"scipy": scipy_product, "numba": numba_postings}
-
-
-def save_postings(documents: SparseVectors, folder: Path) -> None:
-    """Documents and weights by term, as ``.npy`` files for both."""
-    order = np.argsort(documents.indices, kind="stable")
-    rows = np.repeat(np.arange(len(documents), dtype=np.int32), np.diff(documents.indptr))
-    counts = np.bincount(documents.indices, minlength=documents.vocab_size)
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
-    for name, values in (("offsets", offsets), ("documents", rows[order]), ("weights", documents.data[order])):
-        np.save(folder / f"{name}.npy", values, allow_pickle=False)
 
 
 def _postings(folder: Path) -> list[Any]:

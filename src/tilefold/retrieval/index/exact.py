@@ -13,7 +13,7 @@ from tilefold._files import atomic_directory
 from tilefold.retrieval._ranking import top_positive
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.index._postings import Postings
+from tilefold.retrieval.index._postings import Postings, fastest
 from tilefold.retrieval.index._stored_ids import ID_FILES, StoredIds, save_ids
 from tilefold.retrieval.index.protocol import (
     MANIFEST_NAME,
@@ -113,6 +113,7 @@ class ExactIndex:
         offsets = _array(folder / _OFFSETS, np.int64, size + 1)
         if offsets[0] != 0 or (np.diff(offsets) < 0).any():
             raise DataError(f"{folder / _OFFSETS}: expected offsets that rise from 0, got others. {_REMEDY}")
+        fastest()  # its import is not part of the first query
         postings = Postings(
             offsets,
             _array(folder / _DOCUMENTS, np.int32, int(offsets[-1])),

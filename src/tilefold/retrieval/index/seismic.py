@@ -153,17 +153,18 @@ class SeismicIndex:
                 f"vectors: Seismic keeps weights in 16 bits, up to {_LARGEST_WEIGHT:.0f}, "
                 f"got {float(vectors.data.max()):g}. Scale the vectors down, or use the exact backend."
             )
-        rows = np.repeat(np.arange(len(vectors)), np.diff(vectors.indptr))[keep]
-        counts = np.bincount(rows, minlength=len(vectors))
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
-        terms, components = np.unique(vectors.indices[keep], return_inverse=True)
-        chosen = chosen.for_collection(len(vectors), components.size / terms.size)
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(keep)])[vectors.indptr]
+        kept = vectors.indices[keep]
+        terms = np.flatnonzero(np.bincount(kept, minlength=vectors.vocab_size))
+        numbers = np.zeros(vectors.vocab_size, np.int64)
+        numbers[terms] = np.arange(terms.size)
+        chosen = chosen.for_collection(len(vectors), kept.size / terms.size)
         large = terms.size > _SMALL_VOCABULARY
         with _quiet():
             dataset = _dataset(
                 seismic.SeismicDatasetLV if large else seismic.SeismicDataset,
                 int(terms.size),
-                components.astype(np.int64),
+                numbers[kept],
                 vectors.data[keep],
                 offsets,
             )
