@@ -68,3 +68,43 @@ def test_index_refuses_options_that_do_not_belong_together(call: Any, work: Path
         refused = call(*index, *options)
         assert (refused.code, message in refused.err) == (2, True), refused.err
     assert not (tmp_path / "index").exists()
+
+
+def test_an_index_is_added_to_and_deleted_from(call: Any, work: Path, masked_lm: str, tmp_path: Path) -> None:
+    http = OverHttp()
+    new = tmp_path / "new.jsonl"
+    texts = {"d0": "sockets alone, and nothing else", "extra": "a document about csv files that is new"}
+    new.write_text("".join(json.dumps({"_id": name, "text": text}) + "\n" for name, text in texts.items()))
+    encode = ("encode", "--model", masked_lm, "--data", new, "--top-k", "64", "--output", tmp_path / "vectors")
+    assert call(*encode).code == 0
+    gone = tmp_path / "gone.txt"
+    gone.write_text("d3\nd4\n\nnever there\n")
+    index = ("index", "--backend", "qdrant", "--output")
+    update = ("--vectors", tmp_path / "vectors", "--update", "--delete", gone, "--json")
+    for name, options in (("folder", ()), ("server", ("--url", http.url))):
+        place = tmp_path / name
+        assert call(*index, place, *options, "--vectors", work / "vectors").code == 0
+        made = call(*index, place, *update)
+        assert made.code == 0, made.err
+        expected = {"n_documents": len(small_collection().documents) - 1, "written": 2, "deleted": 2}
+        assert json.loads(made.out).items() >= expected.items()
+        found = call("search", "csv files", "--model", masked_lm, "--index", place, "--k", "50", "--json")
+        names = {hit["id"] for hit in json.loads(found.out)["hits"]}
+        assert "extra" in names and not {"d3", "d4"} & names
+        assert json.loads((place / "index.json").read_text())["n_documents"] == expected["n_documents"]
+        again = call(*index, place, *update)
+        assert (again.code, json.loads(again.out)["deleted"]) == (0, 0)
+    http.stop()
+    place = tmp_path / "folder"
+    for options, code, message in (
+        (("--update",), 2, "give them with --vectors"),
+        (("--delete", tmp_path / "none"), 2, "--delete:"),
+        (("--delete", gone, "--vectors", tmp_path / "vectors"), 2, "--vectors goes with --update"),
+        (("--delete", gone, "--weights", "float16"), 2, "--weights is for a new index"),
+        (("--delete", gone, "--output", tmp_path / "nowhere"), 1, "no such file"),
+        (("--delete", gone, "--output", work / "exact"), 1, "expected an index of backend 'qdrant', got 'exact'"),
+    ):
+        refused = call("index", "--backend", "qdrant", "--output", place, *options)
+        assert (refused.code, message in refused.err) == (code, True), refused.err
+    refused = call("index", "--output", place, "--vectors", work / "vectors", "--update")
+    assert (refused.code, "--update goes with --backend qdrant" in refused.err) == (2, True)

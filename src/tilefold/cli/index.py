@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tilefold._files import hold_path
-from tilefold.cli import _common
+from tilefold.cli import _common, _qdrant
 
 # Measured with 120 terms per document on two cores: up to here exact search is as fast, smaller, and built in seconds.
 SEISMIC_DOCUMENTS = 100_000
@@ -83,9 +83,22 @@ def index(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="qdrant: replace other vectors in the collection of the server.")
     ] = False,
+    update: Annotated[
+        bool,
+        typer.Option(
+            "--update", help="qdrant: put --vectors into the index at --output, replacing documents of the same id."
+        ),
+    ] = False,
+    delete: Annotated[
+        Path | None,
+        typer.Option(help="qdrant: remove documents, an id per line of this file, from the index at --output."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
 ) -> None:
-    """Build an index: of encoded documents (exact, seismic, qdrant), or of the words of a collection (bm25)."""
+    """Build an index: of encoded documents (exact, seismic, qdrant), or of the words of a collection (bm25).
+
+    With --update and --delete, an index of --backend qdrant is changed.
+    """
     own: dict[str, dict[str, Any]] = {
         BM25: {"language": language, "k1": k1, "b": b, "identifiers": identifiers or None},
         "seismic": {
@@ -98,12 +111,27 @@ def index(
             "heap_factor": heap_factor,
             "num_threads": threads,
         },
-        QDRANT: {"url": url, "collection": collection, "weights": weights, "overwrite": overwrite or None},
+        QDRANT: {
+            "url": url,
+            "collection": collection,
+            "weights": weights,
+            "overwrite": overwrite or None,
+            "update": update or None,
+            "delete": delete,
+        },
     }
     options = _options(backend, own)
-    if backend == QDRANT:
-        options = _place(output, options)
     started = time.monotonic()
+    if update or delete is not None:
+        changed = _qdrant.change(output, _read(vectors) if update else vectors, options)
+        if as_json:
+            _common.print_json({**changed, "seconds": round(time.monotonic() - started, 3)})
+        else:
+            told = f"{changed['n_documents']} documents: {changed['written']} written, {changed['deleted']} removed"
+            typer.echo(f"{told} in {time.monotonic() - started:.1f} s: {output}")
+        return
+    if backend == QDRANT:
+        options = _qdrant.place(output, options)
     with hold_path(output), _common.heartbeat(f"indexing ({backend})"):
         built = _words(vectors, data, options) if backend == BM25 else _vectors(vectors, data, backend, options)
         built.save(output)
@@ -151,56 +179,29 @@ def _words(vectors: Path | None, data: str | None, options: dict[str, Any]) -> A
 
 
 def _vectors(vectors: Path | None, data: str | None, backend: str, options: dict[str, Any]) -> Any:
-    from tilefold.retrieval import build_index, read_manifest, read_vectors
+    from tilefold.retrieval import build_index
 
     _common.refuse("--data", data, f"goes with --backend bm25; {backend} reads --vectors")
-    if vectors is None:
-        raise _common.UsageError(f"--backend {backend} indexes encoded documents: give them with --vectors.")
     if backend == "seismic":
         _check_seismic(options)
-    kind = read_manifest(vectors).kind
-    if kind != "document":
-        raise _common.UsageError(f"--vectors: {vectors} holds {kind} vectors; encode documents without --queries.")
-    read = read_vectors(vectors)
+    read = _read(vectors, backend)
     if backend == QDRANT:
-        return _qdrant(read, options)
+        return _qdrant.build(read, options)
     if backend == "seismic":
         _advise(len(read), len(read.indices) / max(1, len(read)))
     return build_index(read, backend, **options)
 
 
-def _place(output: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a Qdrant index: in the folder, or on a server."""
-    if "url" in options:
-        return {"collection": output.resolve().name, **options}
-    for name in ("collection", "overwrite"):
-        _common.refuse(f"--{name}", options.get(name), "goes with --url, the address of a server")
-    return {"folder": output, **options}
+def _read(vectors: Path | None, backend: str = QDRANT) -> Any:
+    """The encoded documents that --vectors names."""
+    from tilefold.retrieval import read_manifest, read_vectors
 
-
-def _qdrant(read: Any, options: dict[str, Any]) -> Any:
-    from tilefold.retrieval import build_index
-    from tilefold.retrieval.errors import DataError
-
-    done = 0
-    _common.keeps(lambda: done > 0)
-    try:
-        with _common.progress_bar("indexing") as update:
-
-            def count(kept: int, total: int) -> None:
-                nonlocal done
-                done = kept
-                update(kept, total, "")
-
-            return build_index(read, QDRANT, progress=count, **options)
-    except DataError as error:
-        raise _common.CommandError(str(error)) from error
-    except ValueError as error:
-        name, _, rest = str(error).partition(":")
-        option = "collection" if name == "name" else name
-        if option not in ("url", "collection", "weights"):
-            raise
-        raise _common.UsageError(f"--{option}:{rest}") from error
+    if vectors is None:
+        raise _common.UsageError(f"--backend {backend} indexes encoded documents: give them with --vectors.")
+    kind = read_manifest(vectors).kind
+    if kind != "document":
+        raise _common.UsageError(f"--vectors: {vectors} holds {kind} vectors; encode documents without --queries.")
+    return read_vectors(vectors)
 
 
 def _check_seismic(options: dict[str, Any]) -> None:
