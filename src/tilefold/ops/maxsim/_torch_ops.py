@@ -43,6 +43,7 @@ class Call:
         empty: whether one side has no element, so that every score is 0 and nothing is computed.
         cast: the dtype that autocast gives both sides, if it is another one.
         plan: how the kernels score tensors like these, where that was worked out.
+        divisor: what the plan divides scores by.
     """
 
     options: Options
@@ -51,6 +52,7 @@ class Call:
     empty: bool
     cast: torch.dtype | None = None
     plan: Plan | None = None
+    divisor: float = 1.0
 
 
 CALLS: CallCache[Call] = CallCache()  # by the arguments of the public function
@@ -285,7 +287,7 @@ def _forward(queries: Tensor, operands: Operands, call: Call, with_saved: bool) 
         return call.plan(*operands)
     except KernelUnavailableError:  # gives up what cannot be built; calls that follow are planned without it
         scores, saved = compute(queries, Problem.of(operands, call.options), with_saved, call.impl)
-        return scores.view(call.shape).clone(), saved  # no view: it may be changed in place
+        return scores.view(call.shape) / call.divisor, saved  # no view: it may be changed in place
 
 
 def planned(key: Key | None, operands: Operands, call: Call, training: bool) -> Call:
@@ -293,7 +295,7 @@ def planned(key: Key | None, operands: Operands, call: Call, training: bool) -> 
     of_values = training and operands.pairs is not None and operands.cu_queries is not None  # its longest query
     if key is None or call.impl not in ("triton", "auto") or of_values:
         return call
-    plan = _kernels().plan_forward(Problem.of(operands, call.options), operands, training, call.shape)
+    plan = _kernels().plan_forward(Problem.of(operands, call.options), operands, training, call.shape, call.divisor)
     return CALLS.keep(key, replace(call, plan=plan))
 
 

@@ -105,11 +105,14 @@ def maxsim(
         )
         if call.empty:
             return zeros(operands, call)
+        counted = query_mask is None and cu_seqlens_q is None
+        if reduction == "mean" and counted and scales is None and not training:
+            call = replace(call, divisor=float(queries.size(-2)))
         call = planned(key, operands, call, training)
     elif call.cast is not None:
         operands = cast_to(operands, call.cast)
     scores = _by_reference(operands, call) if call.impl == "reference" else scores_of(operands, call, training)
-    if reduction == "sum":
+    if reduction == "sum" or (call.plan is not None and call.divisor != 1.0):
         return scores
     kept = kept_tokens(operands, scores.dim())
     return scores / kept if training else scores.div_(kept)  # nobody else has them

@@ -88,6 +88,7 @@ def _query_rows(
         "splits",
         "temperature",
         "inverse_temperature",
+        "divisor",
         "length_q",
         "length_d",
     ]
@@ -95,7 +96,7 @@ def _query_rows(
 def all_pairs_kernel(
     query_ptr, doc_src, query_mask_ptr, doc_mask_ptr, query_scale_ptr, doc_scale_ptr, cu_q_ptr, cu_d_ptr,
     score_ptr, part_ptr, saved_ptr,
-    Tq, Td, Nq, Nd, length_q, length_d, tile_rows, splits, temperature, inverse_temperature,
+    Tq, Td, Nq, Nd, length_q, length_d, tile_rows, splits, temperature, inverse_temperature, divisor,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, LQ: tl.constexpr,
     DIRECT: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr,
     HAS_DMASK: tl.constexpr, HAS_QSCALE: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr,
@@ -155,18 +156,24 @@ def all_pairs_kernel(
                 tl.store(saved_ptr + offs, saved.to(saved_ptr.dtype.element_ty), mask=inside)
             if LQ > 0:  # whole queries of a length that divides the tile
                 sums = tl.sum(tl.reshape(value, (BLOCK_Q // LQ, LQ)), axis=1)
+                sums = tl.div_rn(sums, divisor + tl.zeros((BLOCK_Q // LQ,), tl.float32))
                 query = first_q + tl.arange(0, BLOCK_Q // LQ)
                 tl.store(
                     score_ptr + query.to(tl.int64) * Nd + d, tl.where(ok, sums, float("nan")), mask=query <= last_q
                 )
             else:
-                for query in range(first_q, last_q + 1):
-                    q_start, q_end, _known = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+                begin, finish_q = first_q, last_q + 1
+                if DIRECT and not UNIFORM_Q:  # the one tile has all queries, those without a token too
+                    begin, finish_q = first_q * 0, Nq
+                for query in range(begin, finish_q):
+                    q_start, q_end, known = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
                     total = tl.sum(tl.where((row >= q_start) & (row < q_end), value, 0.0))
-                    total = tl.where(ok, total, float("nan"))
                     if DIRECT:
+                        total = tl.div_rn(total, divisor)
+                        total = tl.where(ok & known, total, float("nan"))
                         tl.store(score_ptr + tl.cast(query, tl.int64) * Nd + d, total)
                     else:
+                        total = tl.where(ok, total, float("nan"))
                         tl.store(part_ptr + tl.cast(tile + query, tl.int64) * Nd + d, total)
             best, state = init_state(BLOCK_Q, SMOOTH)
         parts = tl.where(done, 0, parts)
@@ -182,10 +189,21 @@ def all_pairs_kernel(
         "Nd",
         "tile_rows",
         "length_q",
+        "divisor",
     ]
 )
 def combine_kernel(
-    part_ptr, cu_q_ptr, score_ptr, Tq, Nq, Nd, length_q, tile_rows, BLOCK: tl.constexpr, UNIFORM_Q: tl.constexpr
+    part_ptr,
+    cu_q_ptr,
+    score_ptr,
+    Tq,
+    Nq,
+    Nd,
+    length_q,
+    tile_rows,
+    divisor,
+    BLOCK: tl.constexpr,
+    UNIFORM_Q: tl.constexpr,
 ):
     """Add up the parts of each query, tile by tile."""
     blocks = (Nd + BLOCK - 1) // BLOCK  # on the grid's first axis, the only one that holds more than 65,535
@@ -199,7 +217,7 @@ def combine_kernel(
         if not UNIFORM_Q:  # offsets that fall elsewhere give its rows to other queries: these parts were not written
             ok &= sequence_at(cu_q_ptr, start, Nq, length_q, UNIFORM_Q) == query
             ok &= sequence_at(cu_q_ptr, end - 1, Nq, length_q, UNIFORM_Q) == query
-    total = tl.where(ok, total, float("nan"))
+    total = tl.where(ok, tl.div_rn(total, divisor + tl.zeros((BLOCK,), tl.float32)), float("nan"))
     tl.store(score_ptr + query.to(tl.int64) * Nd + d, total, mask=d < Nd)
 
 
@@ -213,6 +231,7 @@ def combine_kernel(
         "longest",
         "temperature",
         "inverse_temperature",
+        "divisor",
         "length_q",
         "length_d",
     ]
@@ -220,7 +239,7 @@ def combine_kernel(
 def listed_pairs_kernel(
     query_ptr, doc_src, query_mask_ptr, doc_mask_ptr, query_scale_ptr, doc_scale_ptr, cu_q_ptr, cu_d_ptr, index_ptr,
     score_ptr, saved_ptr,
-    Tq, Td, Nq, Nd, length_q, length_d, group, longest, temperature, inverse_temperature,
+    Tq, Td, Nq, Nd, length_q, length_d, group, longest, temperature, inverse_temperature, divisor,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PAIRING: tl.constexpr,
     UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr, HAS_DMASK: tl.constexpr,
     HAS_QSCALE: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr, SMOOTH: tl.constexpr,
@@ -273,4 +292,4 @@ def listed_pairs_kernel(
             else:
                 offs = (pair % group).to(tl.int64) * Tq + row
             tl.store(saved_ptr + offs, saved.to(saved_ptr.dtype.element_ty), mask=inside)
-    tl.store(score_ptr + pair, tl.where(ok, total, float("nan")))
+    tl.store(score_ptr + pair, tl.where(ok, tl.div_rn(total, divisor), float("nan")))

@@ -50,7 +50,9 @@ def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
     return scores, scores.new_empty(0, 0, dtype=problem.saved_dtype) if saved is None else saved
 
 
-def plan_forward(problem: Problem, operands: Operands, with_saved: bool, shape: tuple[int, ...]) -> Plan:
+def plan_forward(
+    problem: Problem, operands: Operands, with_saved: bool, shape: tuple[int, ...], divisor: float = 1.0
+) -> Plan:
     """How tensors like the ``operands`` of a problem are scored.
 
     Args:
@@ -58,6 +60,7 @@ def plan_forward(problem: Problem, operands: Operands, with_saved: bool, shape: 
         operands: as the plan will get them.
         with_saved: whether what backward needs is kept.
         shape: of the scores, which lie in the order of ``problem.score_shape``.
+        divisor: of all scores; 1 with quantized documents.
     """
     queries, device, dim = problem.queries, problem.queries.device, problem.queries.size(1)
     stages: list[Stage] = [*copies(operands), Make(at.SCORES, queries, shape, torch.float32)]
@@ -81,8 +84,12 @@ def plan_forward(problem: Problem, operands: Operands, with_saved: bool, shape: 
         stages += inverse_norms(problem)
     elif stored == torch.int8 and not stream:  # which rounds them itself
         stages += int8_queries(queries)
-    add = _add_stream if stream else _add_all_pairs if everything else _add_listed_pairs
-    add(stages, problem, config, constants, () if tma is None else (None, tma))
+    described = () if tma is None else (None, tma)
+    if stream:
+        _add_stream(stages, problem, config, constants, described)
+    else:
+        add = _add_all_pairs if everything else _add_listed_pairs
+        add(stages, problem, config, constants, described, divisor)
     return Plan(tuple(stages), (at.SCORES, at.SAVED), tma is not None)
 
 
@@ -181,25 +188,28 @@ def _add_stream(
 
 
 def _add_listed_pairs(
-    stages: list[Stage], problem: Problem, config: ForwardConfig, constants: dict[str, Any], tma: tuple[Tma | None, ...]
-) -> None:
+    stages: list[Stage], problem: Problem, config: ForwardConfig, constants: dict[str, Any],
+    tma: tuple[Tma | None, ...], divisor: float,
+) -> None:  # fmt: skip
     constants["PAIRING"] = PAIRINGS[problem.pairing]
-    numbers = (*_sizes(problem), max(problem.group, 1), problem.longest_query, *_temperatures(problem))
+    numbers = (*_sizes(problem), max(problem.group, 1), problem.longest_query, *_temperatures(problem), divisor)
     step = Step(listed_pairs_kernel, (problem.score_shape[0], 1, 1), numbers, constants, tma)
     stages.append(Run(step, (*_operands(problem), at.INDEX, at.SCORES, at.SAVED)))
 
 
 def _add_all_pairs(
-    stages: list[Stage], problem: Problem, config: ForwardConfig, constants: dict[str, Any], tma: tuple[Tma | None, ...]
-) -> None:
+    stages: list[Stage], problem: Problem, config: ForwardConfig, constants: dict[str, Any],
+    tma: tuple[Tma | None, ...], divisor: float,
+) -> None:  # fmt: skip
     rows, length = problem.queries.size(0), problem.query_length
     direct = 0 < length <= config.block_q
     tile_rows = config.block_q // length * length if direct else config.block_q
     tiles = cdiv(rows, tile_rows)
+    direct = direct or (not length and tiles == 1)
     splits = plan_splits(tiles, problem.n_documents, sm_count(problem.queries.device) * config.programs)
-    constants["LQ"] = length if direct and config.block_q % length == 0 else 0
+    constants["LQ"] = length if direct and length and config.block_q % length == 0 else 0
     constants["DIRECT"] = direct
-    numbers = (*_sizes(problem), tile_rows, splits, *_temperatures(problem))
+    numbers = (*_sizes(problem), tile_rows, splits, *_temperatures(problem), divisor)
     step = Step(all_pairs_kernel, (tiles, splits, 1), numbers, constants, tma)
     stages.append(Run(step, (*_operands(problem), at.SCORES, at.PARTS, at.SAVED)))
     if direct:
@@ -207,7 +217,7 @@ def _add_all_pairs(
     # partial sums of queries that several tiles share
     stages.insert(-1, Make(at.PARTS, problem.queries, (tiles + problem.n_queries, problem.n_documents), torch.float32))
     constants = {"BLOCK": 256, "UNIFORM_Q": problem.cu_queries is None, "num_warps": 4, "num_stages": 3}
-    numbers = (rows, *problem.score_shape, length, tile_rows)
+    numbers = (rows, *problem.score_shape, length, tile_rows, divisor)
     step = Step(combine_kernel, (problem.n_queries * cdiv(problem.n_documents, 256), 1, 1), numbers, constants)
     stages.append(Run(step, (at.PARTS, at.CU_QUERIES, at.SCORES)))
 
