@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tilefold.retrieval.collection import Collection
 from tilefold.serve.models import Served
 from tilefold.serve.searchable import Searchable
 from tilefold.serve.service import Service
+from tilefold.serve.settings import Limits
 
 QUERY = "how do I work with csv files"
 
@@ -215,12 +217,24 @@ def test_an_index_of_words_needs_no_model(searchable: Searchable, collection: Co
 
 
 def test_without_stored_token_vectors_the_candidates_are_encoded(searchable: Searchable, runs: Any) -> None:
-    from dataclasses import replace
-
     assert searchable.encoder is not None and searchable.late is not None
     with serving(Service([searchable.encoder, searchable.late], searchable=replace(searchable, store=None))) as client:
         reply = client.post("/v1/small/search", {"query": QUERY, "hits": 16, "rerank": True})
         assert ranked(reply) == pytest.approx(runs["late"], abs=5e-2)
+
+
+def test_no_more_candidates_are_encoded_than_there_are_permits_beside_that_of_the_search(
+    searchable: Searchable,
+) -> None:
+    assert searchable.encoder is not None and searchable.late is not None
+    models = [searchable.encoder, searchable.late]
+    limits = Limits(max_concurrent_requests=8, max_client_batch_size=8)
+    with serving(Service(models, limits, searchable=replace(searchable, store=None))) as client:
+        for depth, status in ((7, 200), (8, 422)):  # an idle server was too busy for 8, for ever
+            reply = client.post("/v1/small/search", {"query": QUERY, "rerank": {"depth": depth}})
+            assert reply.status == status, reply.json
+        assert "`rerank.depth` expected at most 7, got 8" in reply.json["error"]
+        assert len(client.post("/v1/small/search", {"query": QUERY, "columns": True}).json["columns"]["late"]) >= 7
 
 
 def test_the_schema_names_every_field(client: Client) -> None:

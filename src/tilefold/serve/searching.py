@@ -218,6 +218,11 @@ class SearchRoutes:
 
         return await self.service.in_search(ask)
 
+    @property
+    def _encodable(self) -> int:
+        """The most candidates that a search may encode, which itself has a permit."""
+        return self.service.permits.total - 1
+
     async def _rerank(self, options: RerankBody, text: str, ranking: Ranking) -> None:
         """Order the best candidates by MaxSim, or by both scores."""
         service, found = self.service, self.searchable
@@ -227,8 +232,8 @@ class SearchRoutes:
         documents: Any = store
         if store is None:
             names = list(ranking.scores)[: options.depth]
-            if len(names) > service.permits.total:
-                raise invalid(f"`rerank.depth` expected at most {service.permits.total}, got {options.depth}")
+            if len(names) > self._encodable:
+                raise invalid(f"`rerank.depth` expected at most {self._encodable}, got {options.depth}")
             texts = await service.off_loop(found.contents, names)
             with service.permits.take(len(texts)):
                 encoded = await service.encode("multi-vector", texts, Asked("document", truncate=True))
@@ -250,6 +255,7 @@ class SearchRoutes:
     async def _columns(self, body: SearchBody, vector: SparseVectors | None) -> dict[str, Scores]:
         """The ranking of each method alone; that of late interaction is of the candidates of the index."""
         found, depth = self.searchable, max(body.hits, RERANK_DEPTH)
+        late = depth if found.store is not None else min(depth, self._encodable)
         ranking = await self._asked(found.rank, body.query, vector, depth, _feedback(body), None)
         columns = dict(ranking.stages)
         if found.words is not None:
@@ -257,8 +263,8 @@ class SearchRoutes:
         if found.dense is not None:
             outcome = await self.service.encode("dense", [body.query], Asked("query"))
             columns["dense"] = await self._asked(found.search_dense, outcome.rows[0], depth)
-        if found.features["rerank"] and ranking.scores:
-            await self._rerank(RerankBody(depth=depth), body.query, ranking)
+        if found.features["rerank"] and ranking.scores and late:
+            await self._rerank(RerankBody(depth=late), body.query, ranking)
             columns["late"] = ranking.stages["late"]
         return columns
 
