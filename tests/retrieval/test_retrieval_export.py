@@ -97,7 +97,7 @@ def test_a_folder_of_shards_gives_the_files_of_the_vectors_in_memory(
 def test_terms_that_would_become_one_are_refused(export: Any, tmp_path: Path) -> None:
     vectors = SparseVectors.from_rows({"a": {0: 1.0, 2: 1.0}}, 4)
     with pytest.raises(
-        DataError, match=r"tokens: expected a name of its own for every term, got 'x' \(terms 0 and 3\)"
+        DataError, match=r"a name of its own for every term, got 'x' \(terms 0 and 3\) twice\. .* their numbers\.$"
     ):
         export(vectors, tmp_path / "out", ["x", "y", "z", "x"])  # a query with term 3 would find term 0
     with pytest.raises(
@@ -139,6 +139,13 @@ def test_texts_go_along(export: Any, make_vectors: Make, tmp_path: Path) -> None
     with pytest.raises(DataError, match="half a surrogate pair in that of 'd0'"):
         export(vectors, tmp_path / "other", texts={"d0": "\ud800", "d1": ""})
     assert not (tmp_path / "other").exists()
+
+
+def test_a_ceiling_of_sparse_vector_is_above_0_where_no_document_has_a_weight(tmp_path: Path) -> None:
+    export_opensearch(SparseVectors.from_rows({"a": {}}, 5), tmp_path / "out", field_type="sparse_vector")
+    mapping = json.loads((tmp_path / "out" / "mapping.json").read_text())
+    parameters = mapping["mappings"]["properties"]["sparse"]["method"]["parameters"]
+    assert parameters["quantization_ceiling_ingest"] > 0
 
 
 def test_opensearch_refuses_dots_unless_told_to_keep_them(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ def name_terms(
     complaint: Callable[[str], str | None],
     engine: str,
     remedy: str,
+    more: str = "",
 ) -> list[str]:
     """The name of each term of the vocabulary: its token, or its number where there are no tokens.
 
@@ -27,6 +28,7 @@ def name_terms(
         tokens: V tokens, or None.
         complaint: why the engine does not take a name, or None; asked for the terms in use.
         engine, remedy: for the message.
+        more: of the remedy for a name that the engine does not take.
 
     Raises:
         VocabularyMismatchError: another number of tokens than V.
@@ -51,7 +53,7 @@ def name_terms(
         why, owners = next(iter(bad.items()))
         raise DataError(
             f"tokens: {engine} takes no term whose name {why}, got {_some(owners)}"
-            f"{f', and {len(bad) - 1} other kinds of such names' if len(bad) > 1 else ''}. {remedy}"
+            f"{f', and {len(bad) - 1} other kinds of such names' if len(bad) > 1 else ''}. {remedy}{more}."
         )
     first: dict[str, int] = {}
     same: list[str] = []
@@ -60,7 +62,7 @@ def name_terms(
         if earlier != term and (used[term] or used[earlier]):
             same.append(f"{name!r} (terms {earlier} and {term})")
     if same:
-        raise DataError(f"tokens: expected a name of its own for every term, got {_some(same)} twice. {remedy}")
+        raise DataError(f"tokens: expected a name of its own for every term, got {_some(same)} twice. {remedy}.")
     return names
 
 

@@ -83,8 +83,8 @@ def export_opensearch(
     _check_weights(documents)
     if field_type == "sparse_vector":
         _check_folding(documents, tokens)
-    remedy = f"{_REMEDY}{'' if dots == 'keep' else ' (or dots=keep, for neural_sparse on OpenSearch)'}."
-    names = name_terms(documents.used, tokens, lambda name: _bad_name(name, dots), "OpenSearch", remedy)
+    more = "" if dots == "keep" else " (or dots=keep, for neural_sparse on OpenSearch)"
+    names = name_terms(documents.used, tokens, lambda name: _bad_name(name, dots), "OpenSearch", _REMEDY, more)
     made_of = origin(documents, "numbers" if tokens is None else "tokens")
     with export_folder(Path(output)) as folder:
         write_json(folder / MAPPING, _mapping(documents, field, field_type, made_of, texts is not None))
@@ -100,7 +100,7 @@ def _mapping(
     vectors: dict[str, Any] = {"type": field_type}
     settings: dict[str, Any] = {}
     if field_type == "sparse_vector":
-        ceiling = math.ceil(documents.heaviest * 100) / 100  # weights above it would be cut off
+        ceiling = math.ceil(documents.heaviest * 100) / 100 or 1.0  # weights above it would be cut off; 0 is refused
         vectors["method"] = {"name": "seismic", "parameters": {"quantization_ceiling_ingest": ceiling}}
         settings = {"settings": {"index": {"sparse": True}}}
     properties = {"id": {"type": "keyword"}, field: vectors}

@@ -92,7 +92,7 @@ def export_vespa(
     if not _WORD.fullmatch(field) or field in _TAKEN:
         raise ValueError(f"field: expected letters, digits or _, and none of {', '.join(_TAKEN)}, got {field!r}.")
     documents = survey(vectors, _bad_id, "Vespa")
-    remedy = "Leave tokens out, so that terms are named by their numbers."
+    remedy = "Leave tokens out, so that terms are named by their numbers"
     names = name_terms(documents.used, tokens, _bad_name, "Vespa", remedy)
     made_of = origin(documents, "numbers" if tokens is None else "tokens")
     schema = f"{document}.sd"
