@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from benchmarks import serve_soak
 from benchmarks.serve_clients import load
 from benchmarks.serve_load import row
-from tests.serve.running import Client
+from tests.serve.running import Client, serving
+from tilefold.serve.models import Served
+from tilefold.serve.service import Service
+from tilefold.serve.settings import Limits
 
 
 def test_load_counts_answers_and_their_times(client: Client) -> None:
@@ -27,10 +31,11 @@ def test_load_counts_answers_and_their_times(client: Client) -> None:
         asyncio.run(load(client.port, "/embed_sparse", bodies, clients=5000, seconds=1))
 
 
-def test_bad_input_gets_the_codes_that_the_soak_expects(client: Client) -> None:
-    quick = {name: each for name, each in serve_soak.BAD.items() if "half" not in name}  # those wait for a time-out
-    for name, (sent, codes) in quick.items():
-        assert asyncio.run(serve_soak._sent(client.port, sent)) in codes, name
+def test_bad_input_gets_the_codes_that_the_soak_expects(client: Client, sparse: Any, masked_lm: str) -> None:
+    limits = Limits(header_seconds=0.5, body_seconds=0.5)  # some wait for them
+    with serving(Service([Served(sparse, "sparse", masked_lm)], limits)) as hasty:
+        for name, (sent, codes) in serve_soak.BAD.items():
+            assert asyncio.run(serve_soak._sent(hasty.port, sent)) in codes, name
     seen: Counter[str] = Counter()
     asyncio.run(serve_soak.good(client.port, ["csv", "dates", "queues", "hash"], time.monotonic() + 0.5, seen))
     assert set(seen) == {"answered"}
