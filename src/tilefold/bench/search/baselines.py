@@ -35,7 +35,7 @@ def scipy_product(folder: Path) -> Search:
 
 
 def numba_postings(folder: Path) -> Search:
-    """The postings of the query's terms, one after the other, in a compiled loop."""
+    """The postings of the query's terms, one after the other, and then the best of all scores, in compiled loops."""
     numba: Any = importlib.import_module("numba")
     offsets, documents, weights = _postings(folder)
     scores = np.zeros(int(documents.max()) + 1, np.float32)
@@ -48,11 +48,22 @@ def numba_postings(folder: Path) -> Search:
             for at in range(offsets[terms[j]], offsets[terms[j] + 1]):
                 scores[documents[at]] += values[j] * weights[at]
 
+    @numba.njit  # type: ignore[untyped-decorator]
+    def best(scores: Any, found: Any, values: Any) -> None:  # pragma: no cover - compiled
+        for at in range(len(scores)):
+            place = len(found) - 1
+            if scores[at] > values[place]:
+                while place > 0 and values[place - 1] < scores[at]:
+                    values[place], found[place] = values[place - 1], found[place - 1]
+                    place -= 1
+                values[place], found[place] = scores[at], at
+
     def search(terms: npt.NDArray[np.int32], values: npt.NDArray[np.float32], k: int) -> Best:
         scores.fill(0.0)
         add(scores, terms, values, offsets, documents, weights)
-        found = np.flatnonzero(scores > 0)
-        return _best(found, scores[found], k)
+        found, highest = np.zeros(k, np.int64), np.zeros(k, np.float32)
+        best(scores, found, highest)
+        return [(int(at), float(score)) for at, score in zip(found, highest, strict=True) if score > 0]
 
     return search
 
