@@ -82,6 +82,7 @@ def test_a_product_that_rounds_otherwise_is_told_apart() -> None:
     def broken(scores: Any, lists: Any, values: Any) -> None:
         raise TypeError("another signature")
 
+    assert _postings._agrees(_postings.of_rounded_products(fused))
     assert _postings._agrees(portable) and not _postings._agrees(fused) and not _postings._agrees(broken)
 
 
