@@ -127,6 +127,26 @@ def test_inference_is_one_launch(case: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert_within_budget(found, truth)
 
 
+@kernels
+@pytest.mark.parametrize("pairing", ["all", "grouped"])
+def test_gradients_of_a_mean_that_a_plan_divides(pairing: str) -> None:
+    inputs = given(3, 4, 5, 9, 64, pairing=pairing)
+    sides = ("queries", "documents")
+
+    def step(given: MaxSimInputs, impl: str) -> list[Tensor]:
+        leaves = [getattr(given, side).detach().requires_grad_() for side in sides]
+        scores = maxsim(*leaves, pairing=pairing, reduction="mean", impl=impl)
+        return [scores.detach(), *torch.autograd.grad(scores, leaves, given.dscores)]
+
+    truth = step(inputs.cast(torch.float64), "reference")
+    first, *others = (step(inputs, "triton") for _ in range(4))
+    for name, found, exact in zip(("scores", "dqueries", "ddocuments"), first, truth, strict=True):
+        assert_within_budget(found, exact, DTYPE, "forward" if name == "scores" else "gradient", name=name)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    (plan,) = _torch_ops.CALLS._plans.values()
+    assert plan.divisor == 5.0 and plan.plan is not None
+
+
 @pytest.mark.parametrize("offsets", [[0, 3, 3, 7, 20], [0, 20], [0, 0, 0, 20], [0, 9, 4, 13, 20], [0, 400]], ids=str)
 def test_rows_find_their_query_as_a_search_does(offsets: list[int], target: Target) -> None:
     if target.impl != "triton":

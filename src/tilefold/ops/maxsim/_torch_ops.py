@@ -261,9 +261,10 @@ class _MaxSim(torch.autograd.Function):
     """Scores and their gradient without the dispatcher, for plain tensors; see ``is_plain``."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        operands, ctx.call = Operands(*inputs[:-1]), inputs[-1]
-        scores, saved = run(_forward, operands.queries, operands, ctx.call, True)
+    def forward(ctx: Any, queries: Tensor, documents: Tensor, operands: Operands, call: Call) -> Tensor:
+        # torch looks at every argument in Python: what has no gradient comes in one
+        ctx.call = call
+        scores, saved = run(_forward, queries, operands, call, True)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(saved, *operands)
         return scores  # type: ignore[no-any-return]
@@ -271,10 +272,12 @@ class _MaxSim(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
         if dscores is None:
-            return (None,) * 9
+            return None, None, None, None
+        if ctx.call.plan is not None and ctx.call.divisor != 1.0:
+            dscores = dscores / ctx.call.divisor
         saved, *operands = ctx.saved_tensors
         grads = gradients(dscores, saved, Operands(*operands), ctx.call, ctx.needs_input_grad[:2])
-        return (*grads, None, None, None, None, None, None, None)
+        return (*grads, None, None)
 
 
 def _forward(queries: Tensor, operands: Operands, call: Call, with_saved: bool) -> tuple[Tensor, Tensor]:
@@ -309,7 +312,7 @@ def scores(operands: Operands, call: Call, training: bool) -> Tensor:
             values = (problem.queries, problem.documents, problem.document_scale, *problem.arguments[2:-2])
             found = torch.ops.tilefold.maxsim_quantized(*values, call.impl)
     elif training:
-        found = _MaxSim.apply(*operands, call)  # type: ignore[no-untyped-call]
+        found = _MaxSim.apply(operands.queries, operands.documents, operands, call)  # type: ignore[no-untyped-call]
     else:
         found = run(_forward, operands.queries, operands, call, False)[0]
     return found if call.plan is not None else found.view(call.shape)  # type: ignore[no-any-return]

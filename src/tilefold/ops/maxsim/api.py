@@ -106,7 +106,7 @@ def maxsim(
         if call.empty:
             return zeros(operands, call)
         counted = query_mask is None and cu_seqlens_q is None
-        if reduction == "mean" and counted and scales is None and not training:
+        if reduction == "mean" and counted and scales is None:
             call = replace(call, divisor=float(queries.size(-2)))
         call = planned(key, operands, call, training)
     elif call.cast is not None:
