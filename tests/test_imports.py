@@ -24,6 +24,7 @@ HEAVY = (
     "bm25s",
     "qdrant_edge",
     "qdrant_client",
+    "ray",
 )
 
 # Hides distributions as if they had never been installed: find_spec answers None, import raises.

@@ -22,6 +22,7 @@ _FULL = re.compile(
 )
 SCRATCH = ".tilefold.tmp"  # ends the name of a folder in which something is written before it is put in its place
 _ATTEMPTS, _PAUSE_SECONDS = 8, 0.02
+_UNLOCKED_SECONDS = 60.0  # between making a scratch folder and locking it, at the very most
 
 
 class InUseError(RuntimeError):
@@ -136,6 +137,8 @@ def remove_leftovers(parent: Path) -> None:
                 lock = hold_folder(left, again=False)
                 shutil.rmtree(left)
                 lock.release()
+            elif time.time() - left.lstat().st_mtime > _UNLOCKED_SECONDS:
+                left.rmdir()  # killed before it was locked: nothing is in it, else this fails
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +205,15 @@ def test_a_writer_that_another_one_of_the_process_follows_is_not_in_its_way(tmp_
     second = SparseVectorWriter(tmp_path, vocab_size=500, fingerprint="f" * 64, resume=True)
     assert second.has_shard(0)
     assert second.finish().n_documents == 3
+
+
+def test_an_empty_temporary_folder_of_a_process_that_was_killed_before_it_locked_it_is_removed(tmp_path: Path) -> None:
+    for name, age in (("old", 100.0), ("new", 0.0), ("full", 100.0)):
+        folder = tmp_path / f".{name}.tilefold.tmp"
+        folder.mkdir()
+        if name == "full":
+            (folder / "work").touch()
+        os.utime(folder, (time.time() - age,) * 2)
+    with atomic_file(tmp_path / "file"):
+        pass
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".full.tilefold.tmp", ".new.tilefold.tmp", "file"]

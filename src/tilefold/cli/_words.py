@@ -20,9 +20,22 @@ _OPTIONS = {
 }
 _SAME = (
     "batch_size", "max_length", "train_max_length", "query_length", "anneal_alpha", "save_steps", "save_minutes",
-    "shard_size", "special_tokens", "top_k", "group_by_length", "expand_queries", "max_score_share",
+    "shard_size", "special_tokens", "top_k", "group_by_length", "expand_queries", "max_score_share", "worker_cpus",
+    "batch_tokens",
 )  # fmt: skip
-_WORDS = ("attention", "alpha", "bf16", "dimension", "epochs", "margin", "method", "seed", "storage")
+_WORDS = (
+    "address",
+    "workers",
+    "attention",
+    "alpha",
+    "bf16",
+    "dimension",
+    "epochs",
+    "margin",
+    "method",
+    "seed",
+    "storage",
+)
 
 _TABLE = _OPTIONS | {name: f"--{name.replace('_', '-')}" for name in _SAME}
 _ANYWHERE = re.compile("|".join(rf"(?<![\w/.-]){re.escape(name)}(?![\w/-])" for name in _TABLE))

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tilefold._files import read_json
-from tilefold.cli import _common, _models
+from tilefold.cli import _common, _encode_at_scale, _models
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
+    from tilefold.retrieval.encodings import Encoding
 
 STORAGES = ("fp16", "int8")
 KINDS = {"sparse": "sparse", "tokens": "multi-vector"}  # of vectors, and of the models that make them
@@ -57,6 +58,23 @@ def encode(
         Path | None, typer.Option(help="Sparse: also write the vectors as JSON lines (Anserini form).")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="Keep what an interrupted run has encoded.")] = True,
+    engine: Annotated[
+        str, typer.Option(help="local, this process; or ray: workers on this machine or on a cluster.")
+    ] = "local",
+    address: Annotated[
+        str | None,
+        typer.Option(help="Ray: host:port of a cluster, auto for the one of this machine; by default this machine."),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Ray: models at a time, at most; by default as many as fit, one per GPU.")
+    ] = None,
+    worker_cpus: Annotated[int | None, typer.Option(help="Ray: cores of each worker.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say how many shards, tokens, hours and gigabytes it would be.")
+    ] = False,
+    rate: Annotated[
+        float | None, typer.Option(help="With --dry-run: texts per second of a worker, instead of what is measured.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The manifest as JSON on stdout.")] = False,
 ) -> None:
     """Encode a collection to sparse vectors, or to token vectors with a multi-vector model (for --rerank).
@@ -64,66 +82,133 @@ def encode(
     --model minilm is the packaged all-MiniLM-L6-v2 without training: as SPLADE, the start that train --steps 0 makes
     from the documents of --data; with --kind tokens, its own token states.
 
-    The same command again resumes an interrupted run from what was kept last.
+    The same command again resumes an interrupted run from what was kept last, with either engine.
     """
     if split is not None and not queries:
         raise _common.UsageError("--split chooses queries: give it together with --queries.")
-    if storage is not None and storage not in STORAGES:
-        raise _common.UsageError(f"--storage: expected one of {', '.join(STORAGES)}, got {storage!r}.")
-    if kind is not None and kind not in KINDS:
-        raise _common.UsageError(f"--kind: expected one of {', '.join(KINDS)}, got {kind!r}.")
-    _common.check_at_least_one(top_k=top_k, batch_size=batch_size, batch_tokens=batch_tokens, shard_size=shard_size)
+    for option, value, allowed in (("--storage", storage, STORAGES), ("--kind", kind, tuple(KINDS)),
+                                   ("--engine", engine, _encode_at_scale.ENGINES)):  # fmt: skip
+        if value is not None and value not in allowed:
+            raise _common.UsageError(f"{option}: expected one of {', '.join(allowed)}, got {value!r}.")
+    _common.check_at_least_one(
+        top_k=top_k, batch_size=batch_size, batch_tokens=batch_tokens, shard_size=shard_size, workers=workers,
+        worker_cpus=worker_cpus,
+    )  # fmt: skip
+    _check_engine(engine, dry_run, address, workers, worker_cpus, rate, jsonl)
     _models.find_model(model, "--model")
-    collection = _common.load_data(data, documents_only=not queries, drop_unknown=True)
-    texts = _texts(collection, data, queries, split)
-    encoder, made = _load(model, kind, collection)
+    stored = (engine == "ray" or dry_run) and not queries and data != "pydocs" and Path(data).exists()
+    collection = None if stored else _common.load_data(data, documents_only=not queries, drop_unknown=True)
+    texts = None if collection is None else _texts(collection, data, queries, split)
+    encoder, made = _load(model, kind, None if engine == "ray" else collection)
     _check_options(model, made, {
         "--top-k": top_k, "--no-special-tokens": special_tokens, "--jsonl": jsonl, "--storage": storage,
     })  # fmt: skip
+    encoding = _encoding(made, model, storage, {
+        "kind": "query" if queries else "document", "batch_size": batch_size, "batch_tokens": batch_tokens,
+    }, {"top_k": top_k, "special_tokens": special_tokens is not False})  # fmt: skip
+    if dry_run:
+        given = _encode_at_scale.source(data, texts)
+        found = _encode_at_scale.dry_run(encoder, encoding, given, shard_size, workers or 1, rate)
+        _common.print_json(asdict(found)) if as_json else _encode_at_scale.print_dry_run(found)
+        return
     _common.keeps(lambda: _has_vectors(output))
     with _common.progress_bar("encoding") as update:
         options: dict[str, Any] = {
-            "kind": "query" if queries else "document",
-            "batch_size": batch_size,
-            "batch_tokens": batch_tokens,
             "shard_size": shard_size,
-            "save_minutes": save_minutes,
             "progress": lambda done, total: update(done, total, ""),
             "resume": resume,
         }
-        if made == "multi-vector":
-            result, failed = _tokens(encoder, model, texts, output, storage or STORAGES[0], options)
+        if engine == "ray":
+            cluster = _encode_at_scale.Where(address, workers, worker_cpus)
+            given = _encode_at_scale.source(data, texts)
+            manifest = _encode_at_scale.on_ray(model, made, given, output, encoding, cluster, options)
         else:
-            result, failed = _sparse(
-                encoder,
-                texts,
-                output,
-                jsonl,
-                options | {"top_k": top_k, "special_tokens": special_tokens is not False},
-            )
-    if as_json:
-        _common.print_json(result | {"failed": failed})
-        return
-    if made == "multi-vector":
-        each = f"{result['mean_tokens']:.0f} of {result['dimension']} entries in {result['storage']}"
-        typer.echo(f"token vectors of {result['n']} texts, {each} each on average: {output}")
+            from tilefold.retrieval.encodings import Output, encode_to_folder
+
+            where = Output(output, save_minutes=save_minutes, **options)
+            manifest = encode_to_folder(encoding, encoder, texts or {}, where)
+    if jsonl is not None:
+        from tilefold.retrieval import export_jsonl, read_vectors
+
+        tokens = encoder.tokenizer.convert_ids_to_tokens(range(manifest.vocab_size))
+        export_jsonl(read_vectors(output), jsonl, tokens, contents=texts)
+    _print(manifest, output, as_json)
+
+
+def _print(manifest: Any, output: Path, as_json: bool) -> None:
+    """What is in the folder, and what is not."""
+    result, failed = {"output": str(output), "n": manifest.n_documents, "kind": manifest.kind}, manifest.failed
+    if hasattr(manifest, "vocab_size"):
+        nonzeros = sum(shard["nonzeros"] for shard in manifest.shards)
+        mean = nonzeros / max(1, manifest.n_documents)
+        result |= {"vocab_size": manifest.vocab_size, "mean_active_terms": mean}
+        line = f"{manifest.n_documents} vectors, {mean:.0f} terms each on average: {output}"
     else:
-        typer.echo(f"{result['n']} vectors, {result['mean_active_terms']:.0f} terms each on average: {output}")
+        mean = manifest.n_tokens / max(1, manifest.n_documents)
+        shape = {"dimension": manifest.dimension, "storage": manifest.storage}
+        result |= {**shape, "n_tokens": manifest.n_tokens, "mean_tokens": mean}
+        each = f"{mean:.0f} of {manifest.dimension} entries in {manifest.storage}"
+        line = f"token vectors of {manifest.n_documents} texts, {each} each on average: {output}"
+    if as_json:
+        counts = {"shards": len(manifest.shards), "texts": manifest.n_texts}
+        _common.print_json(result | counts | {"failed": failed})
+        return
+    typer.echo(line)
+    typer.echo(f"{manifest.n_texts} texts = {manifest.n_documents} encoded + {len(failed)} not encoded")
     for name, reason in list(failed.items())[:5]:
         _common.note(f"not encoded: {name}: {reason}")
     if len(failed) > 5:
         _common.note(f"and {len(failed) - 5} more; see {output / 'manifest.json'}")
 
 
-def _load(model: str, kind: str | None, collection: Collection) -> tuple[Any, str]:
+def _check_engine(
+    engine: str,
+    dry_run: bool,
+    address: str | None,
+    workers: int | None,
+    worker_cpus: int | None,
+    rate: float | None,
+    jsonl: Path | None,
+) -> None:
+    """Raise an error for options that do nothing with this engine."""
+    if engine == "ray":
+        _common.refuse("--jsonl", jsonl, "is written from all vectors in memory: leave it out with --engine ray")
+    else:
+        for option, value in (("--address", address), ("--worker-cpus", worker_cpus)):
+            _common.refuse(option, value, "is for --engine ray")
+        if not dry_run:
+            _common.refuse("--workers", workers, "is for --engine ray and --dry-run")
+    if rate is not None and not (dry_run and rate > 0):
+        raise _common.UsageError("--rate: expected a number above 0 together with --dry-run.")
+
+
+def _load(model: str, kind: str | None, collection: Collection | None) -> tuple[Any, str]:
     """The model that makes vectors of `kind`, and its own kind; minilm is a sparse one unless tokens are asked for."""
     if model != _models.PACKAGED or kind == "tokens":
-        return _models.load_model(model, kinds=tuple(KINDS.values()) if kind is None else (KINDS[kind],))
+        kinds = tuple(KINDS.values()) if kind is None else (KINDS[kind],)
+        return _encode_at_scale.worker_model(_encode_at_scale.absolute(model), kinds)
+    if collection is None:
+        raise _common.UsageError(
+            f"--model: {model} as a sparse model is made from the documents, by one process. Save it first: "
+            "tilefold train --steps 0"
+        )
     from tilefold.retrieval.provenance import texts_digest
 
     documents = collection.contents()
     what = f"the documents of {collection.name}"
     return _models.load_untrained(texts_digest(documents), lambda: documents, what), "sparse"
+
+
+def _encoding(made: str, model: str, storage: str | None, shared: dict[str, Any], sparse: dict[str, Any]) -> Encoding:
+    """What is made of texts; `shared` are fields of every kind, `sparse` those of sparse vectors."""
+    if made == "multi-vector":
+        from tilefold.retrieval.token_encoding import TokenEncoding
+
+        source = model if model == _models.PACKAGED else _encode_at_scale.absolute(model)
+        return TokenEncoding(storage=storage or STORAGES[0], source=source, **shared)
+    from tilefold.retrieval.encoding import SparseEncoding
+
+    return SparseEncoding(**shared, **sparse)
 
 
 def _texts(collection: Collection, data: str, queries: bool, split: str | None) -> dict[str, str]:
@@ -141,7 +226,7 @@ def _texts(collection: Collection, data: str, queries: bool, split: str | None) 
 def _has_vectors(output: Path) -> bool:
     """Whether an interrupted run kept a shard, or a part of one."""
     manifest = read_json(output / "manifest.json") or {}
-    return bool(manifest.get("shards") or manifest.get("partial"))
+    return bool(manifest.get("shards") or manifest.get("partial") or any(output.glob("part-*.receipt.json")))
 
 
 def _check_options(model: str, kind: str, given: dict[str, Any]) -> None:
@@ -151,47 +236,3 @@ def _check_options(model: str, kind: str, given: dict[str, Any]) -> None:
         if given[name] is not None:
             other = "sparse" if kind == "multi-vector" else "multi-vector"
             raise _common.UsageError(f"{name} is for {other} models, and {model} is a {kind} one: leave it out.")
-
-
-def _sparse(
-    encoder: Any, texts: Mapping[str, str], output: Path, jsonl: Path | None, options: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    from tilefold.retrieval import encode_collection, export_jsonl, read_vectors
-
-    manifest = encode_collection(encoder, texts, output, **options)
-    if jsonl is not None:
-        tokens = encoder.tokenizer.convert_ids_to_tokens(range(manifest.vocab_size))
-        export_jsonl(read_vectors(output), jsonl, tokens, contents=texts)
-    nonzeros = sum(shard["nonzeros"] for shard in manifest.shards)
-    result = {
-        "output": str(output),
-        "n": manifest.n_documents,
-        "kind": manifest.kind,
-        "vocab_size": manifest.vocab_size,
-        "mean_active_terms": nonzeros / max(1, manifest.n_documents),
-        "shards": len(manifest.shards),
-    }
-    return result, manifest.failed
-
-
-def _tokens(
-    encoder: Any, model: str, texts: Mapping[str, str], output: Path, storage: str, options: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    from tilefold.integrations.sentence_transformers import accelerate
-    from tilefold.retrieval import encode_tokens
-
-    accelerate(encoder)
-    is_path = model != _models.PACKAGED and Path(model).is_dir()
-    source = str(Path(model).resolve()) if is_path else model
-    manifest = encode_tokens(encoder, texts, output, storage=storage, source=source, **options)
-    result = {
-        "output": str(output),
-        "n": manifest.n_documents,
-        "kind": manifest.kind,
-        "dimension": manifest.dimension,
-        "storage": manifest.storage,
-        "n_tokens": manifest.n_tokens,
-        "mean_tokens": manifest.n_tokens / max(1, manifest.n_documents),
-        "shards": len(manifest.shards),
-    }
-    return result, manifest.failed

@@ -20,6 +20,7 @@ OPTIONAL_PACKAGES = {
     "qdrant-client": "an index on a Qdrant server",
     "bm25s": "lexical baseline",
     "ir-measures": "evaluation",
+    "ray": "encoding on many machines",
     "fastapi": "serving",
     "uvicorn": "serving",
     "matplotlib": "plots",

@@ -124,6 +124,6 @@ class GroupShards(StreamedShards[V]):
             self.seat.wait()
             return self.writer.listed()
         self.seat.wait(self._report)
-        manifest = self.writer.finish()
+        manifest = self.writer.finish(self.total)
         self.seat.over()
         return manifest

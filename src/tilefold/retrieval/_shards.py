@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from tilefold._files import LOCK, atomic_file, hold_folder, release_folder, remove_leftovers, sha256_file, write_json
 from tilefold.retrieval._files import read_json_object
+from tilefold.retrieval._receipts import RECEIPTS, Receipt
 from tilefold.retrieval.errors import DataError
 
 MANIFEST_NAME = "manifest.json"
@@ -19,6 +22,7 @@ class Manifest(Protocol):
     """The fields that every manifest has."""
 
     kind: str
+    n_texts: int | None
     n_documents: int
     shards: list[dict[str, Any]]
     settings: dict[str, Any]
@@ -66,13 +70,16 @@ class ShardWriter(Generic[M, V]):
 
     def __init__(self, path: Path, manifest: M, resume: bool, lists: bool = True) -> None:
         self.path = path
+        self._received: dict[int, Receipt] = {}
         if not lists:
             self.manifest = manifest
             return
         self._earlier()  # refuses a foreign folder before anything is written there
         self._lock = hold_folder(path)
         earlier = self._earlier()
-        resume = resume and earlier is not None and bool(earlier.shards or earlier.partial)  # else any settings do
+        receipts = list(self.path.glob(RECEIPTS))
+        written = earlier is not None and bool(earlier.shards or earlier.partial or receipts)
+        resume = resume and written  # else any settings do
         if earlier is not None and resume:
             self._check_resumable(earlier, manifest)
             manifest = earlier
@@ -81,9 +88,11 @@ class ShardWriter(Generic[M, V]):
         if earlier is None or not resume:
             self.path.mkdir(parents=True, exist_ok=True)
             self._save()
-            for stale in self.path.glob(shards):
-                stale.unlink()
+            for stale in (*self.path.glob(shards), *receipts):
+                stale.unlink(missing_ok=True)
         remove_leftovers(self.path)
+        if resume:
+            self.receive(map(Receipt.number_of, receipts))
 
     def _load(self, folder: Path) -> M:
         raise NotImplementedError
@@ -127,12 +136,41 @@ class ShardWriter(Generic[M, V]):
             )
 
     def has_shard(self, number: int) -> bool:
-        """Whether shard `number` is complete: listed in the manifest, with an unchanged file."""
-        if number >= len(self.manifest.shards):
+        """Whether shard `number` is complete: listed in the manifest or received, with an unchanged file."""
+        if number < len(self.manifest.shards):
+            shard = self.manifest.shards[number]
+        elif number in self._received:
+            shard = self._received[number].shard
+        else:
             return False
-        shard = self.manifest.shards[number]
         file = self.path / str(shard["file"])
-        return file.is_file() and sha256_file(file) == shard["sha256"]
+        if file.is_file() and sha256_file(file) == shard["sha256"]:
+            return True
+        self._received.pop(number, None)
+        return False
+
+    @property
+    def key(self) -> str:
+        """SHA-256 of what makes the folder this one."""
+        return hashlib.sha256(json.dumps(self.identified(self.manifest), sort_keys=True).encode()).hexdigest()
+
+    def receive(self, numbers: Iterable[int]) -> set[int]:
+        """Take shards whose receipts are there, from processes that only share the folder.
+
+        They are listed as far as none before them is missing; those that were found are returned.
+        """
+        found = {number: Receipt.read(self.path, number, self.key) for number in numbers}
+        taken = {number: receipt for number, receipt in found.items() if receipt is not None}
+        self._received |= taken
+        for number in sorted(taken):
+            if number < len(self.manifest.shards):  # written again
+                self.list_shard(number, taken[number].shard, taken[number].failed)
+        self._list_received()
+        return set(taken)
+
+    def _list_received(self) -> None:
+        while (number := len(self.manifest.shards)) in self._received:
+            self.list_shard(number, self._received[number].shard, self._received[number].failed)
 
     def read_partial(self, number: int) -> tuple[list[V], dict[str, str]]:
         """What :meth:`write_partial` kept of shard `number`: vectors, if any, and failed ids with reasons."""
@@ -158,6 +196,8 @@ class ShardWriter(Generic[M, V]):
     def write_shard(self, number: int, vectors: V, failed: Mapping[str, str] | None = None) -> None:
         """Write shard `number` (the next one, or one to replace) and list it in the manifest."""
         self._check_next(number)
+        for name in self.manifest.failed.keys() & set(vectors.ids):  # of a shard that is written again
+            del self.manifest.failed[name]
         self.list_shard(number, self.store_shard(number, vectors), failed)
 
     def store_shard(self, number: int, vectors: V) -> dict[str, Any]:
@@ -178,6 +218,9 @@ class ShardWriter(Generic[M, V]):
         self._save()
         for left in self.path.glob(f"part-*.partial.{self.suffix}"):
             left.unlink()
+        if self._received.pop(number, None) is not None:
+            Receipt.file_of(self.path, number).unlink(missing_ok=True)
+        self._list_received()
 
     def _check_next(self, number: int) -> None:
         if not 0 <= number <= len(self.manifest.shards):
@@ -186,8 +229,22 @@ class ShardWriter(Generic[M, V]):
                 "Shards are written in order."
             )
 
-    def finish(self) -> M:
-        """Mark the folder as complete."""
+    def finish(self, n_texts: int | None = None) -> M:
+        """Mark the folder as complete.
+
+        Args:
+            n_texts: texts that were given, each of which has a row or a reason why not; None where only rows are known.
+
+        Raises:
+            DataError: they are not as many.
+        """
+        rows, errors = self.manifest.n_documents, len(self.manifest.failed)
+        if n_texts is not None and rows + errors != n_texts:
+            raise DataError(
+                f"{self.path}: expected {n_texts} texts, got {rows} rows and {errors} errors. "
+                "Write the vectors again with resume=False."
+            )
+        self.manifest.n_texts = n_texts
         self.manifest.complete = True
         self._save()
         release_folder(self._lock)

@@ -138,7 +138,7 @@ class StreamedShards(Generic[V]):
         self.writer = self.job.open_writer(True)
 
     def _end(self) -> Any:
-        return self.writer.finish()
+        return self.writer.finish(self.total)
 
     def _take(self, item: Any, behind: Behind) -> None:
         if isinstance(item, Begun):

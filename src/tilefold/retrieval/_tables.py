@@ -6,6 +6,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -64,29 +65,49 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
             start += len(line)
 
 
-def table_rows(path: Path) -> Iterator[Row]:
+def table_files(path: Path) -> list[Path]:
+    """The files, or the saved dataset, whose rows :func:`table_rows` gives one after the other."""
+    if not path.is_dir() or is_saved_dataset(path):
+        return [path]
+    files = sorted(file for file in path.iterdir() if file.name.endswith(ROWS))
+    if not files:
+        raise DataError(f"{path}: expected files that end in {', '.join(ROWS)}, or a saved dataset, got none.")
+    return files
+
+
+def table_rows(path: Path, skip: int = 0) -> Iterator[Row]:
     """``(where, row)`` of each row, with `where` for messages: file and line, or file and row.
+
+    Args:
+        path: a file, a folder of files, or a saved dataset.
+        skip: rows at the beginning of each file that are passed over without being looked at.
 
     Raises:
         DataError: a malformed line or file, a file of another kind, a dataset with several splits.
     """
     if path.is_dir():
-        yield from _dataset_rows(path) if is_saved_dataset(path) else _folder_rows(path)
+        if is_saved_dataset(path):
+            yield from _dataset_rows(path, skip)
+            return
+        for file in table_files(path):
+            yield from table_rows(file, skip)
     elif path.name.endswith(".parquet"):
-        yield from _parquet_rows(path)
+        yield from _parquet_rows(path, skip)
     elif path.name.endswith(ROWS):
-        for number, line in numbered_lines(path):
-            if line.strip():
-                yield f"{path}:{number}", _json_object(line, path, number)
+        for number, line in _filled_lines(path, skip):
+            yield f"{path}:{number}", _json_object(line, path, number)
     elif path.name.endswith(TEXT):
-        for number, line in numbered_lines(path):
-            if line.strip():
-                name, tab, text = line.rstrip("\r\n").partition("\t")
-                if not tab:
-                    raise DataError(f"{path}:{number}: expected an id, a tab and a text, got no tab. Fix that line.")
-                yield f"{path}:{number}", {"_id": name, "text": text}
+        for number, line in _filled_lines(path, skip):
+            name, tab, text = line.rstrip("\r\n").partition("\t")
+            if not tab:
+                raise DataError(f"{path}:{number}: expected an id, a tab and a text, got no tab. Fix that line.")
+            yield f"{path}:{number}", {"_id": name, "text": text}
     else:
         raise DataError(f"{path}: expected a file that ends in {', '.join((*ROWS, *TEXT))}, got another.")
+
+
+def _filled_lines(path: Path, skip: int) -> Iterator[tuple[int, str]]:
+    return islice(((number, line) for number, line in numbered_lines(path) if line.strip()), skip, None)
 
 
 def _json_object(line: str, path: Path, number: int) -> dict[str, Any]:
@@ -101,32 +122,28 @@ def _json_object(line: str, path: Path, number: int) -> dict[str, Any]:
     return row
 
 
-def _folder_rows(path: Path) -> Iterator[Row]:
-    files = sorted(file for file in path.iterdir() if file.name.endswith(ROWS))
-    if not files:
-        raise DataError(f"{path}: expected files that end in {', '.join(ROWS)}, or a saved dataset, got none.")
-    for file in files:
-        yield from table_rows(file)
-
-
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(path: Path, skip: int) -> Iterator[Row]:
     arrow, parquet = (require(name, "pyarrow", "Reading Parquet") for name in ("pyarrow", "pyarrow.parquet"))
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(_ROWS_PER_BATCH):
+            groups = list(range(file.num_row_groups))
+            while groups and number + file.metadata.row_group(groups[0]).num_rows <= skip:
+                number += file.metadata.row_group(groups.pop(0)).num_rows
+            for batch in file.iter_batches(_ROWS_PER_BATCH, row_groups=groups):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path}, row {number}", row
+                    if number > skip:
+                        yield f"{path}, row {number}", row
     except arrow.ArrowException as error:
         raise DataError(f"{path}: expected a Parquet file, got ({error}). Fetch it again.") from error
 
 
-def _dataset_rows(path: Path) -> Iterator[Row]:
+def _dataset_rows(path: Path, skip: int) -> Iterator[Row]:
     saved = require("datasets", "datasets", "Reading a saved dataset").load_from_disk(str(path))
     if hasattr(saved, "keys"):  # a DatasetDict
         if len(saved) != 1:
             raise DataError(f"{path}: expected a dataset of one split, got {', '.join(saved)}. Save one of them.")
         (saved,) = saved.values()
-    for number, row in enumerate(saved, start=1):
+    for number, row in enumerate(saved.skip(skip) if skip else saved, start=skip + 1):
         yield f"{path}, row {number}", cast(dict[str, Any], row)

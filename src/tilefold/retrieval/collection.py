@@ -140,11 +140,9 @@ def load_beir(
     folder = Path(path)
     if not folder.exists():
         raise FileNotFoundError(f"{folder}: no such folder. {BEIR_LAYOUT}")
-    if folder.is_file() or is_saved_dataset(folder):
+    corpus = documents_table(folder)
+    if corpus == folder:
         return Collection(folder.resolve().name.partition(".")[0], load_documents(folder), {}, {})
-    corpus = find_table(folder, "corpus", ROWS)
-    if corpus is None:
-        raise FileNotFoundError(f"{folder / 'corpus.jsonl'}: no such file. {BEIR_LAYOUT}")
     collection = Collection(folder.resolve().name, load_documents(corpus), {}, {})
     if documents_only:
         return collection
@@ -157,6 +155,20 @@ def load_beir(
     return collection
 
 
+def documents_table(folder: Path) -> Path:
+    """Where the rows of the documents are: `folder` itself where it is a file or a saved dataset.
+
+    Raises:
+        FileNotFoundError: a folder without documents.
+    """
+    if folder.is_file() or is_saved_dataset(folder):
+        return folder
+    corpus = find_table(folder, "corpus", ROWS)
+    if corpus is None:
+        raise FileNotFoundError(f"{folder / 'corpus.jsonl'}: no such file. {BEIR_LAYOUT}")
+    return corpus
+
+
 def load_documents(path: str | Path) -> dict[str, Document]:
     """Document id -> :class:`Document`, from JSON lines, Parquet, a folder of those, or a saved dataset.
 
@@ -167,9 +179,15 @@ def load_documents(path: str | Path) -> dict[str, Document]:
     """
     documents: dict[str, Document] = {}
     for where, row in table_rows(Path(path)):
-        name = _id(row, where, documents)
-        documents[name] = Document(name, _string(row, "title", where, optional=True), _string(row, "text", where))
+        document = document_of_row(row, where, documents)
+        documents[document.id] = document
     return _some(documents, Path(path))
+
+
+def document_of_row(row: dict[str, Any], where: str, seen: Mapping[str, object]) -> Document:
+    """The document in a row, checked; its id is none of those `seen`."""
+    name = _id(row, where, seen)
+    return Document(name, _string(row, "title", where, optional=True), _string(row, "text", where))
 
 
 def load_queries(path: str | Path) -> dict[str, str]:
@@ -198,7 +216,7 @@ def _some(found: dict[str, T], path: Path) -> dict[str, T]:
     return found
 
 
-def _id(row: dict[str, Any], where: str, seen: dict[str, Any]) -> str:
+def _id(row: dict[str, Any], where: str, seen: Mapping[str, object]) -> str:
     key = "id" if "_id" not in row and "id" in row else "_id"
     value = row.get(key)
     if isinstance(value, int) and not isinstance(value, bool):

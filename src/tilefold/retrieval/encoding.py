@@ -5,22 +5,21 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tilefold._vocabulary import vocabulary_fingerprint
-from tilefold.retrieval._group_shards import write_folder
 from tilefold.retrieval._made import PlainStream, in_memory
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval._streamed import Job
 from tilefold.retrieval._streamed_sparse import SparseMaker
-from tilefold.retrieval.provenance import texts_digest
+from tilefold.retrieval.encodings import Encoding, Kind, Output, encode_to_folder
 from tilefold.retrieval.truncation import cut_texts
 from tilefold.retrieval.vectors import SparseVectorWriter, VectorManifest
 
-__all__ = ["encode_batch", "encode_collection", "encode_queries", "model_fingerprint"]
+__all__ = ["SparseEncoding", "encode_batch", "encode_collection", "encode_queries", "model_fingerprint"]
 
-Kind = Literal["document", "query"]
 _SAMPLES_PER_TENSOR = 1024
 PLAIN_TEXTS = 32  # of a batch of a model that is not accelerated
 
@@ -87,53 +86,96 @@ def encode_collection(
         InUseError: another process writes there.
         RankError: another rank of the group failed or ended, or some did not come within five minutes.
     """
-    _check_settings(kind, batch_size, top_k, min_weight, batch_tokens)
-    check_shards(shard_size, save_minutes)
-    if not texts:
-        raise ValueError("texts: expected at least one, got none.")
-    vocab_size = _vocab_size(model, kind)
-    fingerprint = vocabulary_fingerprint(_tokenizer(model))
-    look = functools.cache(lambda: model_fingerprint(model))
+    encoding = SparseEncoding(
+        kind=kind,
+        batch_size=batch_size,
+        batch_tokens=batch_tokens,
+        top_k=top_k,
+        min_weight=min_weight,
+        special_tokens=special_tokens,
+    )
+    output = Output(Path(output_dir), shard_size, save_minutes, progress, resume)
+    manifest: VectorManifest = encode_to_folder(encoding, model, texts, output, group)
+    return manifest
 
-    def open_writer(lists: bool) -> SparseVectorWriter:
-        return SparseVectorWriter(
-            output_dir,
-            vocab_size=vocab_size,
-            fingerprint=fingerprint,
-            model_name=model_name(model),
-            kind=kind,
-            settings={
-                "model_fingerprint": look(),
-                "texts_sha256": texts_digest(texts),
-                "shard_size": shard_size,
-                "top_k": top_k,
-                "min_weight": min_weight,
-                **({} if special_tokens else {"special_tokens": False}),
-            },
-            resume=resume,
-            lists=lists,
+
+@dataclass(frozen=True, kw_only=True)
+class SparseEncoding(Encoding):
+    """Sparse vectors of a ``SparseEncoder``; the fields are those of :func:`encode_collection`.
+
+    Attributes:
+        top_k: heaviest terms kept per text; None uses the model's own ``max_active_dims``.
+        min_weight: terms are kept above this weight.
+        special_tokens: keep weights of the tokenizer's special tokens.
+    """
+
+    top_k: int | None = None
+    min_weight: float = 0.0
+    special_tokens: bool = True
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for a value that it cannot have."""
+        super().check()
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k: expected None or at least 1, got {self.top_k}.")
+        if not self.min_weight >= 0:
+            raise ValueError(f"min_weight: expected at least 0, got {self.min_weight}.")
+
+    def job(
+        self, model: Any, texts: Mapping[str, str], output: Output, texts_sha256: Callable[[], str]
+    ) -> Job[SparseVectors]:
+        """See :meth:`Encoding.job`."""
+        vocab_size = _vocab_size(model, self.kind)
+        fingerprint = vocabulary_fingerprint(_tokenizer(model))
+        look = functools.cache(lambda: model_fingerprint(model))
+
+        def open_writer(lists: bool) -> SparseVectorWriter:
+            return SparseVectorWriter(
+                output.folder,
+                vocab_size=vocab_size,
+                fingerprint=fingerprint,
+                model_name=model_name(model),
+                kind=self.kind,
+                settings={
+                    "model_fingerprint": look(),
+                    "texts_sha256": texts_sha256(),
+                    "shard_size": output.shard_size,
+                    "top_k": self.top_k,
+                    "min_weight": self.min_weight,
+                    **({} if self.special_tokens else {"special_tokens": False}),
+                },
+                resume=output.resume,
+                lists=lists,
+            )
+
+        dropped = [] if self.special_tokens else list(_tokenizer(model).all_special_ids)
+        stream = _stream_of(model)
+        if stream is not None:
+            what = {"top_k": self.top_k, "min_weight": self.min_weight}
+            limits = {"batch_size": self.batch_size, "batch_tokens": self.batch_tokens}
+            stream = functools.partial(stream, task=self.kind, **what, **limits)
+        return Job(
+            output.folder,
+            open_writer,
+            look,
+            texts,
+            output.shard_size,
+            stream or self.plain(model),
+            functools.partial(cut_texts, model),
+            SparseMaker(vocab_size, self.min_weight, fingerprint, dropped),
+            output.progress or (lambda done, total: None),
+            output.save_minutes,
+            stream is not None,
         )
 
-    dropped = [] if special_tokens else list(_tokenizer(model).all_special_ids)
-    stream = _stream_of(model)
-    if stream is not None:
-        how = {"top_k": top_k, "min_weight": min_weight, "batch_size": batch_size, "batch_tokens": batch_tokens}
-        stream = functools.partial(stream, task=kind, **how)
-    job: Job[SparseVectors] = Job(
-        Path(output_dir),
-        open_writer,
-        look,
-        texts,
-        shard_size,
-        stream or _plain(model, kind, batch_size, top_k, min_weight),
-        functools.partial(cut_texts, model),
-        SparseMaker(vocab_size, min_weight, fingerprint, dropped),
-        progress or (lambda done, total: None),
-        save_minutes,
-        stream is not None,
-    )
-    manifest: VectorManifest = write_folder(job, group)
-    return manifest
+    def plain(self, model: Any) -> PlainStream:
+        """Batches through :func:`encode_batch`."""
+        run = functools.partial(_encode_batch, model, self)
+        return PlainStream(run, self.batch_size or PLAIN_TEXTS)
+
+
+def _encode_batch(model: Any, how: SparseEncoding, texts: Sequence[str]) -> Any:
+    return encode_batch(model, texts, how.kind, how.top_k, how.min_weight)
 
 
 def _stream_of(model: Any) -> Callable[..., Any] | None:
@@ -156,21 +198,17 @@ def encode_queries(
         ValueError: a wrong argument, or no query.
         DataError: a query cannot be encoded; the message names it.
     """
-    _check_settings("query", batch_size, top_k, min_weight)
+    encoding = SparseEncoding(kind="query", batch_size=batch_size, top_k=top_k, min_weight=min_weight)
+    encoding.check()
     if not queries:
         raise ValueError("queries: expected at least one, got none.")
     return in_memory(
         "queries",
         queries,
-        _plain(model, "query", batch_size, top_k, min_weight),
+        encoding.plain(model),
         functools.partial(cut_texts, model),
         SparseMaker(1, min_weight, vocabulary_fingerprint(_tokenizer(model)), []),
     )
-
-
-def _plain(model: Any, kind: Kind, batch_size: int | None, top_k: int | None, min_weight: float) -> PlainStream:
-    """Batches through :func:`encode_batch`."""
-    return PlainStream(lambda texts: encode_batch(model, texts, kind, top_k, min_weight), batch_size or PLAIN_TEXTS)
 
 
 def model_fingerprint(model: Any) -> str:
@@ -189,28 +227,6 @@ def model_fingerprint(model: Any) -> str:
     for name in ("prompts", "default_prompt_name", "max_seq_length", "max_active_dims"):
         digest.update(f"{name}={getattr(model, name, None)!r}\n".encode())
     return digest.hexdigest()
-
-
-def check_shards(shard_size: int, save_minutes: float) -> None:
-    """Raise an error for sizes and times that no shard has."""
-    if shard_size < 1:
-        raise ValueError(f"shard_size: expected at least 1, got {shard_size}.")
-    if not save_minutes >= 0:
-        raise ValueError(f"save_minutes: expected at least 0, got {save_minutes}.")
-
-
-def _check_settings(
-    kind: str, batch_size: int | None, top_k: int | None, min_weight: float, batch_tokens: int | None = None
-) -> None:
-    if kind not in ("document", "query"):
-        raise ValueError(f"kind: expected 'document' or 'query', got {kind!r}.")
-    for name, value in (("batch_size", batch_size), ("batch_tokens", batch_tokens)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}.")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k: expected None or at least 1, got {top_k}.")
-    if not min_weight >= 0:
-        raise ValueError(f"min_weight: expected at least 0, got {min_weight}.")
 
 
 def _tokenizer(model: Any) -> Any:

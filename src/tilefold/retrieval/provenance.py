@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-__all__ = ["Provenance", "texts_digest"]
+__all__ = ["Provenance", "TextsDigest", "texts_digest"]
 
 TAG = "tilefold"
 _TAG_DIGITS = 16
@@ -59,11 +59,26 @@ class Provenance:
         return cls(values.get("model"), values.get("texts"))
 
 
-def texts_digest(texts: Mapping[str, str]) -> str:
-    """SHA-256 over ids and texts, in order."""
-    digest = hashlib.sha256()
-    for name, text in texts.items():
+class TextsDigest:
+    """SHA-256 over ids and texts, in order, as they come."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def add(self, name: str, text: object) -> None:
+        """One more text."""
         for part in (name, text if isinstance(text, str) else repr(text)):
             encoded = part.encode("utf-8", "surrogatepass")
-            digest.update(len(encoded).to_bytes(8, "big") + encoded)
+            self._digest.update(len(encoded).to_bytes(8, "big") + encoded)
+
+    def hexdigest(self) -> str:
+        """Of what was added so far."""
+        return self._digest.hexdigest()
+
+
+def texts_digest(texts: Mapping[str, str]) -> str:
+    """SHA-256 over ids and texts, in order."""
+    digest = TextsDigest()
+    for name, text in texts.items():
+        digest.add(name, text)
     return digest.hexdigest()

@@ -54,7 +54,7 @@ class StoredDocuments(Mapping[str, Document]):
         self._path, self._state, self._keys, self._offsets = file, state, keys, offsets
 
     def __getitem__(self, name: str) -> Document:
-        key = np.uint64(_key(name))
+        key = np.uint64(id_key(name))
         at = int(np.searchsorted(self._keys, key))
         with self._open() as stream:
             while at < len(self._keys) and self._keys[at] == key:
@@ -155,7 +155,7 @@ def _keep(folder: Path, file: Path, state: list[int], documents: Mapping[str, Do
     written = max(state[1], state[2]) / 1e9
     if len(offsets) != len(documents) or _state(file) != state or time.time() - written < SETTLED_SECONDS:
         return
-    keys = np.array([_key(name) for name in documents], np.uint64)
+    keys = np.array([id_key(name) for name in documents], np.uint64)
     order = np.argsort(keys, kind="stable")
     try:
         with atomic_directory(folder, own_names=(_KEYS, _OFFSETS, _FACTS)) as made:
@@ -166,5 +166,6 @@ def _keep(folder: Path, file: Path, state: list[int], documents: Mapping[str, Do
         _logger.warning("where the documents of %s lie could not be kept: %s", file, error)
 
 
-def _key(name: str) -> int:
+def id_key(name: str) -> int:
+    """64 bits of an id, which another one shares once in 2^64."""
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

@@ -6,23 +6,23 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilefold.retrieval._group_shards import write_folder
 from tilefold.retrieval._made import PlainStream, in_memory
 from tilefold.retrieval._streamed import Job
 from tilefold.retrieval._streamed_tokens import TokenMaker
 from tilefold.retrieval._token_vectors import STORAGES, TokenVectors
-from tilefold.retrieval.encoding import PLAIN_TEXTS, Kind, check_shards, model_fingerprint, model_name
-from tilefold.retrieval.provenance import texts_digest
+from tilefold.retrieval.encoding import PLAIN_TEXTS, model_fingerprint, model_name
+from tilefold.retrieval.encodings import Encoding, Kind, Output, encode_to_folder
 from tilefold.retrieval.tokens import TokenManifest, TokenVectorWriter
 from tilefold.retrieval.truncation import cut_texts
 
-__all__ = ["encode_texts", "encode_tokens", "token_model_fingerprint"]
+__all__ = ["TokenEncoding", "encode_texts", "encode_tokens", "token_model_fingerprint"]
 
 
 def encode_tokens(
@@ -72,44 +72,66 @@ def encode_tokens(
         FileExistsError: the folder holds other files.
         RankError: another rank of the group failed or ended, or some did not come within five minutes.
     """
-    _check(kind, storage, batch_size, texts)
-    _check(kind, storage, batch_tokens, texts, "batch_tokens")
-    check_shards(shard_size, save_minutes)
-    dimension = token_dimension(model, kind)
-
-    look = functools.cache(lambda: token_model_fingerprint(model))
-
-    def open_writer(lists: bool) -> TokenVectorWriter:
-        manifest = TokenManifest(
-            dimension,
-            storage,
-            model_name(model),
-            look(),
-            source,
-            kind,
-            settings={"texts_sha256": texts_digest(texts), "shard_size": shard_size},
-        )
-        return TokenVectorWriter(output_dir, manifest, resume=resume, lists=lists)
-
-    stream = getattr(getattr(model, "encode_token_batch", None), "stream", None)
-    if stream is not None:
-        how = {"storage": storage, "batch_size": batch_size, "batch_tokens": batch_tokens}
-        stream = functools.partial(stream, task=kind, **how)
-    job: Job[TokenVectors] = Job(
-        Path(output_dir),
-        open_writer,
-        look,
-        texts,
-        shard_size,
-        stream or _plain(model, kind, batch_size),
-        functools.partial(cut_texts, model),
-        TokenMaker(dimension, storage),
-        progress or (lambda done, total: None),
-        save_minutes,
-        stream is not None,
+    encoding = TokenEncoding(
+        kind=kind, batch_size=batch_size, batch_tokens=batch_tokens, storage=storage, source=source
     )
-    manifest: TokenManifest = write_folder(job, group)
+    output = Output(Path(output_dir), shard_size, save_minutes, progress, resume)
+    manifest: TokenManifest = encode_to_folder(encoding, model, texts, output, group)
     return manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenEncoding(Encoding):
+    """Token vectors of a ``MultiVectorEncoder``; the fields are those of :func:`encode_tokens`.
+
+    Attributes:
+        storage: ``"fp16"``, or ``"int8"`` with one scale per token.
+        source: folder or name that the model was loaded from.
+    """
+
+    storage: str = "fp16"
+    source: str | None = None
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for a value that it cannot have."""
+        super().check()
+        if self.storage not in STORAGES:
+            raise ValueError(f"storage: expected one of {', '.join(STORAGES)}, got {self.storage!r}.")
+
+    def job(
+        self, model: Any, texts: Mapping[str, str], output: Output, texts_sha256: Callable[[], str]
+    ) -> Job[TokenVectors]:
+        """See :meth:`Encoding.job`."""
+        dimension = token_dimension(model, self.kind)
+        look = functools.cache(lambda: token_model_fingerprint(model))
+
+        def open_writer(lists: bool) -> TokenVectorWriter:
+            made_by = (model_name(model), look(), self.source, self.kind)
+            settings = {"texts_sha256": texts_sha256(), "shard_size": output.shard_size}
+            manifest = TokenManifest(dimension, self.storage, *made_by, settings=settings)
+            return TokenVectorWriter(output.folder, manifest, resume=output.resume, lists=lists)
+
+        stream = getattr(getattr(model, "encode_token_batch", None), "stream", None)
+        if stream is not None:
+            limits = {"batch_size": self.batch_size, "batch_tokens": self.batch_tokens}
+            stream = functools.partial(stream, task=self.kind, storage=self.storage, **limits)
+        return Job(
+            output.folder,
+            open_writer,
+            look,
+            texts,
+            output.shard_size,
+            stream or self.plain(model),
+            functools.partial(cut_texts, model),
+            TokenMaker(dimension, self.storage),
+            output.progress or (lambda done, total: None),
+            output.save_minutes,
+            stream is not None,
+        )
+
+    def plain(self, model: Any) -> PlainStream:
+        """Batches through the stock ``encode``."""
+        return PlainStream(lambda texts: _run(model, texts, self.kind), self.batch_size or PLAIN_TEXTS)
 
 
 def encode_texts(
@@ -121,10 +143,12 @@ def encode_texts(
         ValueError: a wrong argument, or no text.
         DataError: a text cannot be encoded; the message names it.
     """
-    _check(kind, storage, batch_size, texts)
-    dimension = token_dimension(model, kind)
-    maker = TokenMaker(dimension, storage)
-    return in_memory("texts", texts, _plain(model, kind, batch_size), functools.partial(cut_texts, model), maker)
+    encoding = TokenEncoding(kind=kind, batch_size=batch_size, storage=storage)
+    encoding.check()
+    if not texts:
+        raise ValueError("texts: expected at least one, got none.")
+    maker = TokenMaker(token_dimension(model, kind), storage)
+    return in_memory("texts", texts, encoding.plain(model), functools.partial(cut_texts, model), maker)
 
 
 def token_model_fingerprint(model: Any) -> str:
@@ -153,24 +177,9 @@ def token_dimension(model: Any, kind: Kind) -> int:
     return int(vectors.size(1))
 
 
-def _plain(model: Any, kind: Kind, batch_size: int | None) -> PlainStream:
-    return PlainStream(lambda texts: _run(model, texts, kind), batch_size or PLAIN_TEXTS)
-
-
 def _run(model: Any, batch: list[str], kind: Kind) -> list[Tensor]:
     """One ``[n, D]`` tensor per text."""
     encode = model.encode_document if kind == "document" else model.encode_query
     with torch.no_grad():
         vectors: list[Tensor] = encode(cut_texts(model, batch), batch_size=len(batch), show_progress_bar=False)
     return vectors
-
-
-def _check(kind: str, storage: str, batch_size: int | None, texts: Mapping[str, str], name: str = "batch_size") -> None:
-    if kind not in ("document", "query"):
-        raise ValueError(f"kind: expected 'document' or 'query', got {kind!r}.")
-    if storage not in STORAGES:
-        raise ValueError(f"storage: expected one of {', '.join(STORAGES)}, got {storage!r}.")
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"{name}: expected at least 1, got {batch_size}.")
-    if not texts:
-        raise ValueError("texts: expected at least one, got none.")

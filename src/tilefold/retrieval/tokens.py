@@ -42,6 +42,7 @@ class TokenManifest:
         model_fingerprint: its :func:`tilefold.retrieval.token_encoding.token_model_fingerprint`.
         model_source: folder or name that the model was loaded from, if known.
         kind: ``"document"`` or ``"query"``.
+        n_texts: texts that were given: those in shards and failed ones; None if unknown.
         n_documents, n_tokens: texts and vectors in all shards.
         shards: ``{"file", "rows", "tokens", "sha256"}`` for each shard, in order.
         settings, failed, partial, complete: as in :class:`tilefold.retrieval.VectorManifest`.
@@ -61,6 +62,7 @@ class TokenManifest:
     failed: dict[str, str] = field(default_factory=dict)
     partial: dict[str, Any] = field(default_factory=dict)
     complete: bool = False
+    n_texts: int | None = None
     layout: str = LAYOUT
     schema_version: int = SCHEMA_VERSION
 

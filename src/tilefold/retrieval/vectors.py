@@ -48,6 +48,7 @@ class VectorManifest:
         vocab_size, fingerprint: of the vocabulary; see :class:`SparseVectors`.
         model_name: the model that made the vectors, if known.
         kind: ``"document"`` or ``"query"``.
+        n_texts: texts that were given: rows and failed ones; None if only rows are known.
         n_documents: rows in all shards.
         shards: ``{"file", "rows", "nonzeros", "sha256"}`` for each shard, in order.
         settings: how the vectors were computed; a writer resumes a folder only if these are equal.
@@ -67,6 +68,7 @@ class VectorManifest:
     failed: dict[str, str] = field(default_factory=dict)
     partial: dict[str, Any] = field(default_factory=dict)
     complete: bool = False
+    n_texts: int | None = None
     schema_version: int = SCHEMA_VERSION
 
     @property

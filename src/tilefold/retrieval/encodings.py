@@ -1,0 +1,91 @@
+"""What is made of texts, as a record that can be sent to other processes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from tilefold.retrieval._group_shards import write_folder
+from tilefold.retrieval._streamed import Job
+from tilefold.retrieval.provenance import texts_digest
+
+__all__ = ["Encoding", "Kind", "Output", "encode_to_folder"]
+
+Kind = Literal["document", "query"]
+
+
+class Output(NamedTuple):
+    """Where vectors go, and when.
+
+    Attributes:
+        folder: where they are written.
+        shard_size: texts of a shard.
+        save_minutes: after this time, and on Ctrl-C, what is done of a shard is kept.
+        progress: called with the texts done and the texts in all.
+        resume: keep what an earlier run wrote.
+    """
+
+    folder: Path
+    shard_size: int = 1024
+    save_minutes: float = 1.0
+    progress: Callable[[int, int], None] | None = None
+    resume: bool = True
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for sizes and times that no shard has."""
+        if self.shard_size < 1:
+            raise ValueError(f"shard_size: expected at least 1, got {self.shard_size}.")
+        if not self.save_minutes >= 0:
+            raise ValueError(f"save_minutes: expected at least 0, got {self.save_minutes}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoding(ABC):
+    """What is made of texts, apart from the model.
+
+    Attributes:
+        kind: ``"document"`` or ``"query"``: the model's prompt and route.
+        batch_size: texts encoded at a time, at most.
+        batch_tokens: tokens that an accelerated model encodes at a time.
+    """
+
+    kind: Kind = "document"
+    batch_size: int | None = None
+    batch_tokens: int | None = None
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for a value that it cannot have."""
+        if self.kind not in ("document", "query"):
+            raise ValueError(f"kind: expected 'document' or 'query', got {self.kind!r}.")
+        for name in ("batch_size", "batch_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}.")
+
+    @abstractmethod
+    def job(self, model: Any, texts: Mapping[str, str], output: Output, texts_sha256: Callable[[], str]) -> Job[Any]:
+        """The work of `model`, which is looked at, so that a wrong one is an error.
+
+        Args:
+            model: a sentence-transformers model.
+            texts: id -> text, in a fixed order.
+            output: where the vectors go.
+            texts_sha256: what identifies the texts; called when the folder is opened.
+        """
+
+
+def encode_to_folder(
+    encoding: Encoding, model: Any, texts: Mapping[str, str], output: Output, group: object = None
+) -> Any:
+    """Encode texts with a model of this process, or with those of all ranks of a group; the complete manifest.
+
+    Arguments and errors are those of :func:`tilefold.retrieval.encode_collection`.
+    """
+    encoding.check()
+    output.check()
+    if not texts:
+        raise ValueError("texts: expected at least one, got none.")
+    return write_folder(encoding.job(model, texts, output, lambda: texts_digest(texts)), group)

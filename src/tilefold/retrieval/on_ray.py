@@ -1,0 +1,157 @@
+"""Encode a collection on several machines: Ray Data with a pool of actors, each of which has a model.
+
+A task is some shards, told as ranges of rows with a digest. A worker reads the rows, encodes them as a single process
+does, and writes each shard into the output folder with a receipt; the command lists shards in the manifest in their
+order. After a kill of a worker its task is given to another one, after a kill of the command the next one takes what
+has a receipt; either loses the shards that were not written.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tilefold.retrieval._ray_cluster import ClusterError, Pool, RayCluster, connected, pool_of, quiet_data
+from tilefold.retrieval._ray_worker import TRIED, Work, Worker, appears
+from tilefold.retrieval._shards import ShardWriter
+from tilefold.retrieval.encodings import Encoding, Output
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.text_ranges import HeldTexts, Range, StoredTexts, Texts
+
+__all__ = ["ClusterError", "RayCluster", "encode_on_ray"]
+
+SHARDS_PER_TASK = 16  # at most: within a task the next texts are tokenised while the last ones are encoded
+_BEACON = ".shared.tmp"
+
+
+def encode_on_ray(
+    load: Callable[[], Any],
+    texts: Mapping[str, str] | str | Path | Texts,
+    output_dir: str | Path,
+    encoding: Encoding,
+    *,
+    cluster: RayCluster | None = None,
+    shard_size: int = 1024,
+    progress: Callable[[int, int], None] | None = None,
+    resume: bool = True,
+) -> Any:
+    """Encode texts into a folder that all machines of a Ray cluster share, resuming an earlier run of any engine.
+
+    Shards, manifest and failed texts are those of :func:`tilefold.retrieval.encode_collection`, with the same bytes
+    where workers have the same kind of device, the same releases, and on a CPU as many threads. Every text has a row or
+    a reason in ``manifest.failed``, and ``manifest.n_texts`` is their sum.
+
+    Args:
+        load: makes the model, called once in each worker, and once here; a function that workers can import, or that
+            can be pickled.
+        texts: id -> text in a fixed order, which are sent to the workers; or a file, folder or saved dataset as
+            :func:`tilefold.retrieval.load_documents` reads, which all machines must see and which is read row by row:
+            of each document only 8 bytes are kept in memory.
+        output_dir: the folder, at the same path on all machines.
+        encoding: ``SparseEncoding`` or ``TokenEncoding``.
+        cluster: where workers run; by default the machine alone.
+        shard_size: texts per shard.
+        progress: called as ``progress(texts done, texts in all)``.
+        resume: keep the complete shards of an earlier run; a different model, text or setting is an error.
+
+    Returns:
+        The complete manifest.
+
+    Raises:
+        MissingPackageError: Ray is not installed.
+        ClusterError: the cluster cannot be reached, has no room for a worker, or workers died again and again.
+        DataError: ``resume=True`` and the folder holds vectors with other settings; bad or repeated rows; every text of
+            a shard failed; a machine does not see the same folder, texts or model.
+        FileExistsError: the folder holds other files.
+        InUseError: another process writes there.
+    """
+    encoding.check()
+    output = Output(Path(output_dir).resolve(), shard_size, 0.0, None, resume)
+    output.check()
+    source, report = _source(texts), progress or (lambda done, total: None)
+    with connected(cluster or RayCluster()) as ray:
+        pool = pool_of(ray, cluster or RayCluster())
+        survey = source.survey(shard_size)
+        writer = encoding.job(_on_cpu(load()), {}, output, lambda: survey.sha256).open_writer(True)
+        missing = {part.number: part for part in survey.ranges if not writer.has_shard(part.number)}
+        with _beacon(writer.path) as beacon:
+            work = Work(encoding, load, output, writer.identified(writer.manifest), beacon, pool.cpus)
+            finished = survey.count - sum(part.count for part in missing.values())
+            report(finished, survey.count)
+            for numbers in _written(ray, pool, work, list(missing.values())) if missing else ():
+                _receive(writer, numbers)
+                finished += sum(missing.pop(number).count for number in numbers)
+                report(finished, survey.count)
+    if missing:
+        raise DataError(f"{writer.path}: {len(missing)} shards were not written. Start the command again.")
+    if writer.manifest.n_documents == 0:
+        name, reason = next(iter(writer.manifest.failed.items()))
+        raise DataError(f"texts: all {survey.count} failed, {name!r} first ({reason}). Check the model.")
+    return writer.finish(survey.count)
+
+
+def _source(texts: Mapping[str, str] | str | Path | Texts) -> Texts:
+    if isinstance(texts, Texts):
+        return texts
+    return HeldTexts(texts) if isinstance(texts, Mapping) else StoredTexts(Path(texts))
+
+
+def _written(ray: Any, pool: Pool, work: Work, missing: list[Range]) -> Iterator[list[int]]:
+    """Numbers of shards as they are written, some at a time."""
+    size = max(1, min(SHARDS_PER_TASK, len(missing) // (2 * pool.most)))
+    tasks: list[dict[str, Any]] = [{"ranges": missing[start : start + size]} for start in range(0, len(missing), size)]
+    with quiet_data(ray):
+        rows = ray.data.from_items(tasks, override_num_blocks=len(tasks)).map_batches(
+            Worker,
+            fn_constructor_args=(work,),
+            batch_size=1,
+            compute=ray.data.ActorPoolStrategy(min_size=pool.first, max_size=pool.most),
+            num_cpus=pool.cpus,
+            num_gpus=pool.gpus or None,
+        )
+        try:
+            for batch in rows.iter_batches(batch_size=None):
+                problem = next(filter(None, batch["problem"]), "")
+                if problem:
+                    raise DataError(f"a worker could not go on: {problem} What was written is kept.")
+                yield [int(number) for number in batch["number"]]
+        except ray.exceptions.RayError as error:
+            raise ClusterError(
+                f"Ray: the workers were lost ({' '.join(str(error).split())[:300]}). What was written is kept: run the "
+                "same command again."
+            ) from error
+
+
+def _receive(writer: ShardWriter[Any, Any], numbers: list[int]) -> None:
+    left = set(numbers)
+
+    def all_there() -> bool:
+        left.difference_update(writer.receive(sorted(left)))
+        return not left
+
+    if not appears(all_there):
+        raise DataError(
+            f"{writer.path}: shard {min(left)} was written by a worker, and is not there where the command runs. "
+            "Choose an output folder that all machines share."
+        )
+
+
+@contextmanager
+def _beacon(folder: Path) -> Iterator[str]:
+    """The name of a new file in a folder, by which other machines know it."""
+    for left in (*folder.glob(f"*{_BEACON}"), *folder.glob(f"*{TRIED}")):
+        left.unlink(missing_ok=True)
+    file = folder / f"{uuid.uuid4().hex}{_BEACON}"
+    file.touch()
+    try:
+        yield file.name
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _on_cpu(model: Any) -> Any:
+    """The GPUs are for the workers."""
+    return model.to("cpu") if hasattr(model, "to") else model

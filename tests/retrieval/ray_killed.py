@@ -1,0 +1,118 @@
+"""``python -m tests.retrieval.ray_killed FOLDER SEED [KILLS]``: commands on a real Ray, killed at random moments.
+
+Each command is a process of its own with workers on this machine. After the kills one more goes to the end, with a
+worker that dies once, and the folder must have the bytes that one process writes.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.recipes.small import small_masked_lm
+from tilefold.retrieval import encode_collection
+from tilefold.retrieval.encoding import SparseEncoding
+from tilefold.retrieval.on_ray import RayCluster, encode_on_ray
+
+COUNT, SHARD = 200, 8
+TEXTS: dict[str, Any] = {f"d{i}": "cats sleep and dogs run " * (i % 37) + f"text {i}" for i in range(COUNT)}
+TEXTS |= {"number": 5, "nothing": None}
+OPTIONS: dict[str, Any] = {"top_k": 20}
+
+
+def load(folder: str) -> Any:
+    from sentence_transformers import SparseEncoder
+
+    from tilefold.integrations.sentence_transformers import accelerate
+
+    model = SparseEncoder(folder, device="cpu", local_files_only=True)
+    accelerate(model, check=False)
+    return model
+
+
+def load_and_die_once(folder: str, output: str, flag: str) -> Any:
+    """A model whose first process ends when a shard has been written since."""
+    model = load(folder)
+    if os.getpid() == int(os.environ["TILEFOLD_COMMAND"]):  # which looks at the model, too
+        return model
+    try:
+        Path(flag).touch(exist_ok=False)
+    except FileExistsError:
+        return model
+    before = written(Path(output))
+
+    def die() -> None:
+        while written(Path(output)) <= before:
+            time.sleep(0.005)
+        os._exit(9)
+
+    threading.Thread(target=die, daemon=True).start()
+    return model
+
+
+def written(output: Path) -> int:
+    return len(list(output.glob("part-*.parquet")))
+
+
+def command(model: Path, output: Path) -> list[str]:
+    return [sys.executable, "-m", "tests.retrieval.ray_killed", "run", str(model), str(output)]
+
+
+def run(make: Callable[[], Any], output: str | Path, address: str | None = None, cpus: int = 1) -> Any:
+    cluster = RayCluster(address, worker_cpus=cpus)
+    return encode_on_ray(make, TEXTS, output, SparseEncoding(**OPTIONS), cluster=cluster, shard_size=SHARD)
+
+
+def killed(model: Path, output: Path, shards: int, pause: float, environment: dict[str, str]) -> int:
+    """Kill a command `pause` seconds after that many shards have appeared; how many there are then."""
+    before = written(output)
+    with subprocess.Popen(command(model, output), env=environment, stdout=subprocess.DEVNULL) as process:
+        while written(output) < before + shards and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(pause)
+        process.send_signal(signal.SIGKILL)
+    return written(output)
+
+
+def same_files(one: Path, other: Path) -> bool:
+    """Whether two folders have the same files with the same bytes, apart from what a killed process was writing."""
+    names, others = ({file.name for file in folder.iterdir() if file.is_file()} for folder in (one, other))
+    return names == others and all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    if sys.argv[1] == "run":
+        run(functools.partial(load, sys.argv[2]), sys.argv[3], os.environ.get("RAY_ADDRESS"), cpus=2)
+        return
+    home, moments = Path(sys.argv[1]), random.Random(int(sys.argv[2]))  # noqa: S311
+    (home / "model").mkdir(parents=True)
+    model, output = small_masked_lm(home / "model"), home / "vectors"
+    for _ in range(int(sys.argv[3]) if len(sys.argv) > 3 else 3):
+        shards = moments.choice([0, 1, 3, 5])
+        pause = moments.uniform(0.0, 0.3) if shards else moments.uniform(2.0, 15.0)
+        say(f"killed with {killed(model, output, shards, pause, dict(os.environ))} shards")
+    encode_collection(load(str(model)), TEXTS, home / "alone", shard_size=SHARD, **OPTIONS)
+    os.environ["TILEFOLD_COMMAND"] = str(os.getpid())
+    manifest = run(functools.partial(load_and_die_once, str(model), str(output), str(home / "died")), output)
+    say(f"{manifest.n_texts} = {manifest.n_documents} + {len(manifest.failed)}")
+    assert (home / "died").exists(), "no worker has died"
+    assert same_files(output, home / "alone")
+    say("the same bytes")
+
+
+if __name__ == "__main__":
+    main()

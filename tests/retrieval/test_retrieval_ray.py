@@ -1,0 +1,299 @@
+"""Encoding on Ray: the bytes of one process, whatever is killed; what does not fit together is refused."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.recipes.small import small_masked_lm
+from tests.retrieval import ray_killed
+from tilefold.retrieval import encode_collection, read_manifest
+from tilefold.retrieval._ray_worker import TRIED, TRIES, Work, Worker
+from tilefold.retrieval._shards import ShardWriter
+from tilefold.retrieval.encoding import SparseEncoding
+from tilefold.retrieval.encodings import Output
+from tilefold.retrieval.errors import DataError, MissingPackageError
+from tilefold.retrieval.on_ray import ClusterError, RayCluster, encode_on_ray
+from tilefold.retrieval.text_ranges import HeldTexts, StoredTexts
+
+TEXTS: dict[str, Any] = {f"d{i}": "cats sleep " * (i + 1) for i in range(8)} | {"number": 5}
+ENCODING = SparseEncoding(top_k=20, batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_masked_lm(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def alone(splade: Any, tmp_path: Path) -> Path:
+    """What one process writes."""
+    encode_collection(splade, TEXTS, tmp_path / "alone", top_k=20, batch_size=2, shard_size=2)
+    return tmp_path / "alone"
+
+
+class Held:
+    """A folder that a command holds, and the worker's side of it."""
+
+    def __init__(self, model: Any, folder: Path, texts: HeldTexts | StoredTexts) -> None:
+        self.model, self.survey, self.folder = model, texts.survey(2), folder
+        self.writer = self.open()
+        (folder / "here.shared.tmp").touch()
+
+    def open(self) -> ShardWriter[Any, Any]:
+        output = Output(self.folder, shard_size=2)
+        return ENCODING.job(self.model, {}, output, lambda: self.survey.sha256).open_writer(True)
+
+    def worker(self, **other: Any) -> Worker:
+        made: dict[str, Any] = {
+            "encoding": ENCODING,
+            "load": lambda: self.model,
+            "output": Output(self.folder, shard_size=2),
+            "identity": self.writer.identified(self.writer.manifest),
+            "beacon": "here.shared.tmp",
+            "threads": 1,
+        }
+        return Worker(Work(**made | other))
+
+    def ask(self, worker: Worker, *numbers: int) -> list[str]:
+        """What a worker says after being given shards: their problems."""
+        rows = worker({"ranges": [[self.survey.ranges[number] for number in numbers]]})
+        assert rows["number"] == list(numbers)
+        return rows["problem"]
+
+
+@pytest.fixture
+def held(splade: Any, tmp_path: Path) -> Held:
+    return Held(splade, tmp_path / "v", HeldTexts(TEXTS))
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilefold.retrieval._ray_worker.PATIENCE", 0.1)
+
+
+@pytest.fixture
+def warned() -> Iterator[None]:
+    """Ray leaves files and sockets to the collector of garbage."""
+    pytest.importorskip("ray")
+    yield
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("warned")
+def test_the_command_and_a_worker_are_killed_and_the_bytes_are_those_of_one_process(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    output = tmp_path / "vectors"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    assert 0 < ray_killed.killed(saved, output, 2, 0.0, environment) < 26, "it was killed on its way"
+    encode_collection(ray_killed.load(str(saved)), ray_killed.TEXTS, tmp_path / "alone", shard_size=8, top_k=20)
+    monkeypatch.setenv("TILEFOLD_COMMAND", str(os.getpid()))
+    load = functools.partial(ray_killed.load_and_die_once, str(saved), str(output), str(tmp_path / "died"))
+    manifest = ray_killed.run(load, output)
+    assert not ray.is_initialized(), "what was started is ended"
+    assert (tmp_path / "died").exists(), "a worker has died"
+    assert manifest.failed == {"number": "expected a string, got int", "nothing": "expected a string, got NoneType"}
+    assert manifest.n_texts == 202 and manifest.n_documents == 200
+    assert ray_killed.same_files(output, tmp_path / "alone")
+
+
+def test_shards_come_in_any_order_and_a_single_process_takes_them(held: Held, alone: Path, splade: Any) -> None:
+    worker = held.worker()
+    assert held.ask(worker, 4, 1) == ["", ""]
+    assert held.writer.receive([4, 1]) == {4, 1}
+    assert held.writer.manifest.shards == [], "none is listed before the first"
+    encode_collection(splade, TEXTS, held.folder, top_k=20, batch_size=2, shard_size=2)
+    (held.folder / "here.shared.tmp").unlink()
+    assert ray_killed.same_files(held.folder, alone)
+
+
+def test_after_a_kill_of_the_command_what_has_a_receipt_is_not_written_again(held: Held, alone: Path) -> None:
+    held.ask(held.worker(), 0, 1, 3)
+    again = held.open()
+    assert [again.has_shard(number) for number in range(5)] == [True, True, False, True, False]
+    assert len(again.manifest.shards) == 2, "the others are listed when none is missing before them"
+    times = {file: file.stat().st_mtime_ns for file in held.folder.glob("part-*.parquet")}
+    held.ask(held.worker(), 2, 3, 4)
+    assert again.receive([2, 3, 4]) == {2, 3, 4}
+    assert {file: file.stat().st_mtime_ns for file in times} == times
+    again.finish(len(TEXTS))
+    (held.folder / "here.shared.tmp").unlink()
+    assert ray_killed.same_files(held.folder, alone)
+
+
+def test_a_receipt_of_other_settings_or_of_a_half_written_file_counts_for_nothing(held: Held) -> None:
+    held.ask(held.worker(), 0, 1)
+    file = held.folder / "part-00001.parquet"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert held.writer.receive([0, 1]) == {0}
+    held.writer.manifest.settings["shard_size"] = 3
+    assert held.writer.receive([1]) == set()
+
+
+def test_a_shard_that_was_damaged_is_written_again_apart(held: Held, alone: Path) -> None:
+    held.ask(held.worker(), 0, 1, 2, 3, 4)
+    held.writer.receive(range(5))
+    (held.folder / "part-00002.parquet").write_bytes(b"damaged")
+    again = held.open()
+    assert not again.has_shard(2)
+    held.ask(held.worker(), 2)
+    again.receive([2])
+    again.finish(len(TEXTS))
+    (held.folder / "here.shared.tmp").unlink()
+    assert ray_killed.same_files(held.folder, alone)
+
+
+def test_other_settings_are_refused_when_only_receipts_are_there(held: Held, splade: Any) -> None:
+    held.ask(held.worker(), 3)
+    with pytest.raises(DataError, match="top_k: 20 before, 5 now"):
+        encode_collection(splade, TEXTS, held.folder, top_k=5, shard_size=2)
+    encode_collection(splade, TEXTS, held.folder, top_k=5, shard_size=2, resume=False)
+    assert not list(held.folder.glob("*.receipt.json"))
+
+
+def test_a_folder_that_is_not_shared_is_named(held: Held, tmp_path: Path) -> None:
+    (problem,) = held.ask(held.worker(beacon="elsewhere.shared.tmp"), 0)
+    assert f"{held.folder}: is not the folder of the command on the machine" in problem
+    assert "that all machines share" in problem
+    assert not list(held.folder.glob("part-*"))
+
+
+def test_another_model_on_a_machine_is_refused(held: Held) -> None:
+    identity = held.writer.identified(held.writer.manifest) | {"model_fingerprint": "0" * 64}
+    (problem,) = held.ask(held.worker(identity=identity), 0)
+    assert "would encode something else (model_fingerprint: another model, or other weights)" in problem
+
+
+def test_a_model_that_cannot_be_loaded_is_told(held: Held) -> None:
+    def load() -> Any:
+        raise OSError("no such model")
+
+    assert held.ask(held.worker(load=load), 0) == ["OSError: no such model"]
+
+
+def test_texts_that_end_their_worker_every_time_end_the_command(held: Held) -> None:
+    (held.folder / f"00002{TRIED}").write_text(str(TRIES))
+    problem, _ = held.ask(held.worker(), 2, 3)
+    assert "shards 2 to 3 have ended 5 workers" in problem and "'d4' to 'd5'" in problem
+    assert held.ask(held.worker(), 0) == [""], "others go on"
+    assert not (held.folder / f"00000{TRIED}").exists()
+
+
+def test_when_every_text_of_a_shard_fails_the_model_is_at_fault(splade: Any, tmp_path: Path) -> None:
+    texts: dict[str, Any] = dict.fromkeys(map(str, range(40)), 5)
+    held = Held(splade, tmp_path / "v", HeldTexts(texts))
+    assert held.ask(held.worker(), 0) == [""], "two texts may be wrong"
+    survey = HeldTexts(texts).survey(20)
+    (problem,) = held.worker()({"ranges": [[survey.ranges[1]]]})["problem"]
+    assert "all 20 of shard 1 failed, '20' first (expected a string, got int)" in problem
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    rows = [f'{{"_id": "d{i}", "title": "t{i}", "text": "cats sleep {i}"}}\n' for i in range(7)]
+    (folder / "a.jsonl").write_text("".join([*rows[:3], "\n"]), encoding="utf-8")
+    (folder / "b.jsonl").write_text("".join(rows[3:]), encoding="utf-8")
+    return folder
+
+
+def test_rows_of_a_table_are_read_by_ranges_that_go_over_files(table: Path) -> None:
+    from tilefold.retrieval import load_documents
+    from tilefold.retrieval.provenance import texts_digest
+
+    survey = StoredTexts(table).survey(2, sample=2)
+    texts = {name: document.contents for name, document in load_documents(table).items()}
+    assert survey.count == 7 and survey.sha256 == texts_digest(texts) and 2 <= len(survey.sample) < 4
+    assert survey.characters == sum(map(len, texts.values()))
+    parts = [part.read() for part in survey.ranges]
+    assert [len(part) for part in parts] == [2, 2, 2, 1]
+    assert {name: text for part in parts for name, text in part.items()} == texts
+    assert [len(part.rows) for part in survey.ranges] == [1, 2, 1, 1]
+
+
+def test_parquet_and_saved_datasets_are_read_by_ranges(table: Path, tmp_path: Path) -> None:
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"_id": f"d{i}", "text": f"cats {i}"} for i in range(7)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=2)
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    for path in (tmp_path / "rows.parquet", tmp_path / "saved"):
+        read = [name for part in StoredTexts(path).survey(3).ranges for name in part.read()]
+        assert read == [f"d{i}" for i in range(7)]
+
+
+def test_a_table_that_changes_while_it_is_encoded_is_refused(table: Path, splade: Any, tmp_path: Path) -> None:
+    held = Held(splade, tmp_path / "v", StoredTexts(table))
+    text = (table / "b.jsonl").read_text(encoding="utf-8")
+    (table / "b.jsonl").write_text(text.replace("sleep 5", "wake 5"), encoding="utf-8")
+    assert held.ask(held.worker(), 0, 1) == ["", ""]
+    (problem,) = held.ask(held.worker(), 2)
+    assert "b.jsonl: from row 2 on, the 2 rows are not those that were read at the beginning" in problem
+
+
+def test_ids_that_are_repeated_in_a_table_are_named(table: Path) -> None:
+    with (table / "b.jsonl").open("a", encoding="utf-8") as stream:
+        stream.write('{"_id": "d1", "text": "again"}\n')
+    with pytest.raises(DataError, match=r"b.jsonl:5: '_id' 'd1' was given before"):
+        StoredTexts(table).survey(2)
+
+
+def refused(tmp_path: Path, cluster: RayCluster, error: type[Exception]) -> str:
+    with pytest.raises(error) as caught:
+        encode_on_ray(lambda: None, TEXTS, tmp_path / "v", ENCODING, cluster=cluster)
+    assert not (tmp_path / "v").exists()
+    return str(caught.value)
+
+
+def test_a_ray_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray.data", None)
+    assert "pip install 'tilefold[ray]'" in refused(tmp_path, RayCluster(), MissingPackageError)
+
+
+@pytest.mark.usefixtures("warned")
+def test_a_cluster_that_does_not_answer_is_named_with_the_time_waited(tmp_path: Path, free_port: int) -> None:
+    began = time.monotonic()
+    message = refused(tmp_path, RayCluster(f"127.0.0.1:{free_port}", patience=0.3), ClusterError)
+    assert time.monotonic() - began < 5
+    assert f"no answer from 127.0.0.1:{free_port} after 0 s" in message and "ray start --head" in message
+    assert "ray job submit" in refused(tmp_path, RayCluster("ray://here:1"), ValueError)
+    assert "expected host:port" in refused(tmp_path, RayCluster("here"), ValueError)
+
+
+@pytest.fixture
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def test_texts_and_rows_must_add_up(held: Held) -> None:
+    held.ask(held.worker(), 0, 1, 2, 3, 4)
+    held.writer.receive(range(5))
+    with pytest.raises(DataError, match="expected 10 texts, got 8 rows and 1 errors"):
+        held.writer.finish(10)
+    assert not read_manifest(held.folder).complete
+    assert held.writer.finish(9).n_texts == 9
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda: RayCluster(workers=0), lambda: RayCluster(worker_cpus=0), lambda: RayCluster(worker_gpus=-1)]
+)
+def test_sizes_of_a_cluster_are_checked(wrong: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match="expected at least"):
+        wrong()
