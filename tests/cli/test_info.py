@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 import typer
 from typer.testing import CliRunner
 
@@ -91,3 +93,21 @@ def test_a_kernel_that_was_given_up_is_shown(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(releases, "release", lambda: (3, 9))
     monkeypatch.setitem(fallback._GIVEN_UP, (configs.kernel_name(configs.HOPPER_16BIT), device), "no such instruction")
     assert kernel_of("lsr_head", (9, 0), device) == ("portable kernel with TMA", "no such instruction")
+
+
+def test_a_plan_says_what_fits_and_what_encoding_takes(tmp_path: Path) -> None:
+    transformers.BertConfig(vocab_size=250002).save_pretrained(str(tmp_path))
+    asked = ("plan", "--model", str(tmp_path), "--length", "256", "--gpu-memory", "40")
+    found = json.loads(run(*asked, "--json"))
+    assert found["training"]["largest_batch"] == pytest.approx(306, rel=0.05), "as measured with XLM-R-base"
+    assert found["training_checkpointed"]["largest_batch"] > 4 * found["training"]["largest_batch"]
+    printed = run(*asked, "--documents", "1000000000")
+    assert "at most 3" in printed and "encoding 1,000,000,000 documents" in printed and "not measured" in printed
+
+
+@pytest.mark.parametrize("asked", [("plan",), ("plans", "--model", "x"), ("--length", "5")])
+def test_a_plan_needs_its_word_and_a_model(asked: tuple[str, ...]) -> None:
+    app = typer.Typer()
+    app.command()(info)
+    error = CliRunner().invoke(app, list(asked)).exception
+    assert "tilefold info plan --model" in str(error)

@@ -30,9 +30,26 @@ ARCHITECTURES = {"8.0": (8, 0), "8.9": (8, 9), "9.0": (9, 0), "10.0": (10, 0), "
 
 
 def info(
+    what: Annotated[str | None, typer.Argument(help="plan: what a model needs; by default what is installed.")] = None,
+    model: Annotated[str | None, typer.Option(help="plan: a folder or Hugging Face name.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="plan: tokens of a document; by default 256.")] = None,
+    query_length: Annotated[int | None, typer.Option(min=1, help="plan: tokens of a query; by default 24.")] = None,
+    gpu_memory: Annotated[float | None, typer.Option(min=0.1, help="plan: GiB of the GPU; by default 80.")] = None,
+    documents: Annotated[int | None, typer.Option(min=1, help="plan: to encode; by default a million.")] = None,
+    terms: Annotated[float | None, typer.Option(min=1, help="plan: of a document; by default 200.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show versions, devices, the implementation that each operator would run, and the optional packages."""
+    """Show versions, devices, the implementation that each operator would run, and the optional packages.
+
+    tilefold info plan --model M works out how large a batch fits for training, and what encoding takes.
+    """
+    asked = {"length": length, "query_length": query_length, "gpu_memory": gpu_memory, "documents": documents,
+             "terms": terms}  # fmt: skip
+    if what is not None or model is not None or any(value is not None for value in asked.values()):
+        from tilefold.cli import _plan  # noqa: PLC0415
+
+        _plan.plan(what, model, {name: value for name, value in asked.items() if value is not None}, json)
+        return
     facts = collect()
     if json:
         typer.echo(jsonlib.dumps(facts, indent=2))

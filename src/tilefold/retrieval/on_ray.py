@@ -142,14 +142,19 @@ def _receive(writer: ShardWriter[Any, Any], numbers: list[int]) -> None:
 @contextmanager
 def _beacon(folder: Path) -> Iterator[str]:
     """The name of a new file in a folder, by which other machines know it."""
-    for left in (*folder.glob(f"*{_BEACON}"), *folder.glob(f"*{TRIED}")):
-        left.unlink(missing_ok=True)
+    _remove_notes(folder)
     file = folder / f"{uuid.uuid4().hex}{_BEACON}"
     file.touch()
     try:
         yield file.name
     finally:
-        file.unlink(missing_ok=True)
+        _remove_notes(folder)
+
+
+def _remove_notes(folder: Path) -> None:
+    """Beacons, and counts of workers that died."""
+    for left in (*folder.glob(f"*{_BEACON}"), *folder.glob(f"*{TRIED}")):
+        left.unlink(missing_ok=True)
 
 
 def _on_cpu(model: Any) -> Any:

@@ -1,0 +1,100 @@
+"""What a model needs, worked out from its shape: memory and batch of training, rate and bytes of encoding.
+
+The constants are fitted to the rows of ``benchmarks/results/nvidia-h200``: ``train_splade.csv`` (BERT-base and
+XLM-R-base, bf16 autocast, AdamW, fused head; 12 rows, with which ``tests/bench/test_plan.py`` compares) and one row of
+``encode.csv``. Other widths and depths are worked out from the same formulas and were not measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 2**30
+USABLE = 0.955  # of the memory of a GPU: what the largest batches of the benchmark used
+_STATE = 16  # bytes of a parameter: fp32 weight, gradient and both moments of AdamW
+_LAYER, _FEED = 28.2, 4.0  # bytes that a layer saves of a token, per hidden dimension and per intermediate one
+_SAVED = 4.0  # bytes of a token and dimension that a checkpointed layer saves
+_ENDS = 16.0  # the same of embedding and head, which checkpointing leaves
+_ROWS = 2.85  # fp32 rows [V] of a text at the peak: scores, their gradient, the regulariser's
+_ENCODING_FLOPS = 3.89e14  # per second, of an H200 that encodes BERT-base to Parquet
+_TOKENISED = 4.85e6  # tokens per second of the Rust tokenizer on the 16 cores beside it
+_TERM_BYTES, _POSTING_BYTES = 5.0, 8.0  # in Parquet, at most; in the exact index
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A BERT-like encoder with a tied LM head.
+
+    Attributes:
+        hidden, layers, intermediate, vocab: D, number of layers, width of the feed-forward part, V.
+    """
+
+    hidden: int
+    layers: int
+    intermediate: int
+    vocab: int
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of all layers."""
+        return self.layers * (4 * self.hidden**2 + 2 * self.hidden * self.intermediate)
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model, about."""
+        return self.layer_parameters + (self.vocab + 512) * self.hidden + self.hidden**2
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training step of pairs.
+
+    Attributes:
+        fixed_gib: weights, gradients and the state of AdamW.
+        mib_a_pair: what each query with its document adds at the peak.
+        largest_batch: pairs that fit; 0 where the weights alone do not.
+    """
+
+    fixed_gib: float
+    mib_a_pair: float
+    largest_batch: int
+
+    def step_gib(self, batch: int) -> float:
+        """Peak memory of a step."""
+        return self.fixed_gib + batch * self.mib_a_pair / 1024
+
+
+def training(shape: Shape, length: int, query_length: int, memory_gib: float, *, checkpointing: bool) -> Training:
+    """SPLADE with `accelerate`, bf16 autocast, texts of full length: a query and a document for each pair.
+
+    Args:
+        shape: of the model.
+        length, query_length: tokens.
+        memory_gib: of the GPU.
+        checkpointing: of the gradients, layer by layer.
+    """
+    layer = _LAYER * shape.hidden + _FEED * shape.intermediate
+    ends = _ENDS * shape.hidden
+    of_token = shape.layers * _SAVED * shape.hidden + layer + ends if checkpointing else shape.layers * layer
+    rows = 1.0 if checkpointing else _ROWS  # the layers' backward runs when most of the head's are gone
+    pair = (length + query_length) * of_token + 2 * rows * 4 * shape.vocab
+    fixed = _STATE * shape.parameters
+    largest = int((USABLE * memory_gib * GIB - fixed) / pair)
+    return Training(fixed / GIB, pair / 2**20, max(0, largest))
+
+
+def texts_per_second(shape: Shape, length: int) -> float:
+    """Of encoding to Parquet on one H200 in bf16: its operations per second with BERT-base, or the tokenizer's rate."""
+    attention = 4 * length * shape.hidden * shape.layers
+    of_token = 2 * (shape.layer_parameters + shape.hidden * shape.vocab) + attention
+    return min(_ENCODING_FLOPS / of_token, _TOKENISED) / length
+
+
+def vector_bytes(terms: float) -> float:
+    """Of a sparse vector in Parquet, at most."""
+    return _TERM_BYTES * terms
+
+
+def index_bytes(terms: float) -> float:
+    """Of a document in the exact index."""
+    return _POSTING_BYTES * terms
