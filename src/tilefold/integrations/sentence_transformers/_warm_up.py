@@ -59,7 +59,7 @@ def warm_up(
     with ExitStack() as undo:
         undo.enter_context(torch.cuda.device(device))
         if not is_accelerated(model):
-            accelerate(model)
+            accelerate(model, check=False)  # which would build some of them one after the other
             undo.callback(restore, model)
         modes = {module: module.training for module in model.modules()}
         undo.callback(_set_modes, modes)
