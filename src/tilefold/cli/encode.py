@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tilefold._files import read_json
-from tilefold.cli import _common, _encode_at_scale, _models
+from tilefold._ranks import first_rank_first, joined
+from tilefold.cli import _common, _encode_at_scale, _models, _several
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
@@ -54,6 +56,7 @@ def encode(
     save_minutes: Annotated[
         float, typer.Option(min=0, help="What is done of a shard is kept after this time, and on Ctrl-C.")
     ] = 1.0,
+    devices: Annotated[str | None, typer.Option(help=_several.HELP)] = None,
     jsonl: Annotated[
         Path | None, typer.Option(help="Sparse: also write the vectors as JSON lines (Anserini form).")
     ] = None,
@@ -82,7 +85,8 @@ def encode(
     --model minilm is the packaged all-MiniLM-L6-v2 without training: as SPLADE, the start that train --steps 0 makes
     from the documents of --data; with --kind tokens, its own token states.
 
-    The same command again resumes an interrupted run from what was kept last, with either engine.
+    The same command again resumes an interrupted run from what was kept last, with either engine. With --devices, or
+    under torchrun, several processes share the work; the result is that of one.
     """
     if split is not None and not queries:
         raise _common.UsageError("--split chooses queries: give it together with --queries.")
@@ -96,43 +100,54 @@ def encode(
     )  # fmt: skip
     _check_engine(engine, dry_run, address, workers, worker_cpus, rate, jsonl)
     _models.find_model(model, "--model")
-    stored = (engine == "ray" or dry_run) and not queries and data != "pydocs" and Path(data).exists()
-    collection = None if stored else _common.load_data(data, documents_only=not queries, drop_unknown=True)
-    texts = None if collection is None else _texts(collection, data, queries, split)
-    encoder, made = _load(model, kind, None if engine == "ray" else collection)
-    _check_options(model, made, {
-        "--top-k": top_k, "--no-special-tokens": special_tokens, "--jsonl": jsonl, "--storage": storage,
-    })  # fmt: skip
-    encoding = _encoding(made, model, storage, {
-        "kind": "query" if queries else "document", "batch_size": batch_size, "batch_tokens": batch_tokens,
-    }, {"top_k": top_k, "special_tokens": special_tokens is not False})  # fmt: skip
-    if dry_run:
-        given = _encode_at_scale.source(data, texts)
-        found = _encode_at_scale.dry_run(encoder, encoding, given, shard_size, workers or 1, rate)
-        _common.print_json(asdict(found)) if as_json else _encode_at_scale.print_dry_run(found)
-        return
-    _common.keeps(lambda: _has_vectors(output))
-    with _common.progress_bar("encoding") as update:
-        options: dict[str, Any] = {
-            "shard_size": shard_size,
-            "progress": lambda done, total: update(done, total, ""),
-            "resume": resume,
-        }
-        if engine == "ray":
-            cluster = _encode_at_scale.Where(address, workers, worker_cpus)
+    if devices is not None and (engine == "ray" or dry_run):
+        raise _common.UsageError("--devices is for encoding in processes of this machine: with Ray give --workers.")
+    if (code := _several.run_on(devices)) is not None:
+        raise typer.Exit(code)
+    with joined() as rank:
+        stored = (engine == "ray" or dry_run) and not queries and data != "pydocs" and Path(data).exists()
+        with first_rank_first() if model == _models.PACKAGED or data == "pydocs" else nullcontext():
+            collection = None if stored else _common.load_data(data, documents_only=not queries, drop_unknown=True)
+            texts = None if collection is None else _texts(collection, data, queries, split)
+            encoder, made = _load(model, kind, None if engine == "ray" else collection)
+        _check_options(model, made, {
+            "--top-k": top_k, "--no-special-tokens": special_tokens, "--jsonl": jsonl, "--storage": storage,
+        })  # fmt: skip
+        encoding = _encoding(made, model, storage, {
+            "kind": "query" if queries else "document", "batch_size": batch_size, "batch_tokens": batch_tokens,
+        }, {"top_k": top_k, "special_tokens": special_tokens is not False})  # fmt: skip
+        if dry_run:
             given = _encode_at_scale.source(data, texts)
-            manifest = _encode_at_scale.on_ray(model, made, given, output, encoding, cluster, options)
-        else:
-            from tilefold.retrieval.encodings import Output, encode_to_folder
+            found = _encode_at_scale.dry_run(encoder, encoding, given, shard_size, workers or 1, rate)
+            _common.print_json(asdict(found)) if as_json else _encode_at_scale.print_dry_run(found)
+            return
+        _common.keeps(lambda: _has_vectors(output))
+        with nullcontext(_nothing) if rank else _common.progress_bar("encoding") as update:
+            options: dict[str, Any] = {
+                "shard_size": shard_size,
+                "progress": lambda done, total: update(done, total, ""),
+                "resume": resume,
+            }
+            if engine == "ray":
+                cluster = _encode_at_scale.Where(address, workers, worker_cpus)
+                given = _encode_at_scale.source(data, texts)
+                manifest = _encode_at_scale.on_ray(model, made, given, output, encoding, cluster, options)
+            else:
+                from tilefold.retrieval.encodings import Output, encode_to_folder
 
-            where = Output(output, save_minutes=save_minutes, **options)
-            manifest = encode_to_folder(encoding, encoder, texts or {}, where)
-    if jsonl is not None:
-        from tilefold.retrieval import export_jsonl, read_vectors
+                where = Output(output, save_minutes=save_minutes, **options)
+                manifest = encode_to_folder(encoding, encoder, texts or {}, where, "world")
+        if jsonl is not None and rank == 0:
+            from tilefold.retrieval import export_jsonl, read_vectors
 
-        tokens = encoder.tokenizer.convert_ids_to_tokens(range(manifest.vocab_size))
-        export_jsonl(read_vectors(output), jsonl, tokens, contents=texts)
-    _print(manifest, output, as_json)
+            tokens = encoder.tokenizer.convert_ids_to_tokens(range(manifest.vocab_size))
+            export_jsonl(read_vectors(output), jsonl, tokens, contents=texts)
+        if rank == 0:
+            _print(manifest, output, as_json)
+
+
+def _nothing(done: int, total: int, remark: str) -> None:
+    """Progress that another rank shows."""
 
 
 def _print(manifest: Any, output: Path, as_json: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from tilefold.pipeline.copies import Fetched
+
+IN_FLIGHT = 3  # batches that a stream launches at most before it gives the one ahead of them
 
 
 class SparseBatch(NamedTuple):
@@ -62,10 +64,16 @@ class Window(NamedTuple):
         texts: any number.
         skip: places of texts whose rows are known. Batches are cut as if they were not, so that the others get the
             same companions, and with them the same bits, as in a run that was not interrupted.
+        prepare: cuts the texts before they are tokenised; may ask the tokenizer for that.
     """
 
     texts: Sequence[str]
     skip: frozenset[int] = frozenset()
+    prepare: Callable[[Sequence[str]], Sequence[str]] | None = None
+
+    def prepared(self) -> list[str]:
+        """The texts that are tokenised."""
+        return list(self.texts if self.prepare is None else self.prepare(self.texts))
 
 
 class NoRoomError(Exception):

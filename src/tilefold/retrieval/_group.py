@@ -56,6 +56,7 @@ class Desk:
         with self._changed:
             self._writer = writer
             self._list()
+            self._changed.notify_all()
 
     def take(self) -> tuple[int, dict[str, Any]] | None:
         """The next shard, with what the manifest says of a kept part; None without another one."""
@@ -72,9 +73,15 @@ class Desk:
             return number, dict(partial) if partial.get("shard") == number else {}
 
     def identify(self, rank: int, identity: dict[str, Any]) -> None:
-        """What a rank would write; nothing is listed if it differs from what this one writes."""
+        """What a rank would write; nothing is listed if it differs from what this one writes.
+
+        Returns when the folder is open: until then no rank may store anything there.
+        """
         with self._changed:
             self._identities[rank] = identity
+            while self._writer is None:
+                self._raise()
+                self._changed.wait(_POLL_SECONDS)
             self._list()
 
     def hand_in(self, number: int, stored: dict[str, Any], failed: dict[str, str]) -> None:
@@ -156,8 +163,9 @@ class Desk:
             with self._changed:
                 self._raise()
                 if not self.left:
-                    return
+                    break
                 self._changed.wait(_POLL_SECONDS)
+        report()
 
 
 class Line:

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from tilefold.pipeline.ahead import Behind
+from tilefold.pipeline.rows import IN_FLIGHT
 from tilefold.retrieval._group import Desk, Line
 from tilefold.retrieval._made import Shard
 from tilefold.retrieval._meeting import meeting, ranks_of
 from tilefold.retrieval._shards import Vectors
 from tilefold.retrieval._streamed import Job, StreamedShards
 
-OPEN_SHARDS = 4  # that a rank has taken and not yet encoded: enough to keep its device busy, few at the end of the work
+# that a rank has taken and not yet encoded: few at the end of the work, but more than a stream holds back of one batch
+OPEN_SHARDS = IN_FLIGHT + 2
 _POLL_SECONDS = 0.2
 V = TypeVar("V", bound=Vectors)
 

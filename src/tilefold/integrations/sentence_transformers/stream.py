@@ -1,8 +1,9 @@
 """Texts to rows in a stream: tokenised ahead, encoded without padding, fetched a batch or two later.
 
-Three stages, of which only the middle one touches the model: a thread turns windows of texts into batches of token
-ids; the caller's thread launches batches and collects rows that have arrived; what is done with them is the caller's
-business. The GPU always has the next batches before the host looks at the last one.
+Stages, of which only that of the caller's thread touches the model: a thread gives windows of texts to the tokenizer;
+another makes batches of what comes out, while the next window is tokenised; the caller's thread launches batches and
+collects rows that have arrived; what is done with them is the caller's business. The GPU always has the next batches
+before the host looks at the last one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,16 @@ from tilefold.ops.lsr_head.rows import CapacityRows
 from tilefold.pipeline.ahead import Ahead
 from tilefold.pipeline.copies import to_device
 from tilefold.pipeline.ragged import TokenIds, cut_batches
-from tilefold.pipeline.rows import Begun, FailedText, NoRoomError, PendingRows, SparseBatch, Window, WindowEnd
+from tilefold.pipeline.rows import (
+    IN_FLIGHT,
+    Begun,
+    FailedText,
+    NoRoomError,
+    PendingRows,
+    SparseBatch,
+    Window,
+    WindowEnd,
+)
 
 __all__ = ["SparseStream", "TextStream", "Work", "sparse_scores"]
 
@@ -36,7 +46,6 @@ SMALL_GPU = 32 << 30  # bytes of memory
 CPU_TOKENS = 2048  # activations of a layer stay in the cache
 PADDED_TEXTS = 32  # of a batch whose texts are padded
 AHEAD = 8  # batches of token ids that wait
-IN_FLIGHT = 3  # batches that are launched before the one ahead of them is collected
 CAPACITY = 1024  # entries of a row at first; doubled where a row has more
 MOST_CAPACITY = 1 << 14
 _PACKED = {"input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"}
@@ -56,6 +65,26 @@ class Work(NamedTuple):
     texts: list[str]
     ids: TokenIds | None = None
     features: dict[str, Any] | None = None
+
+
+class _Begun(NamedTuple):
+    """A window that was given to the tokenizer.
+
+    Attributes:
+        skip, texts: of the window.
+        finish: gives its features; None where it could not be tokenised as a whole, or need not be.
+    """
+
+    skip: frozenset[int]
+    texts: list[str]
+    finish: Callable[[], dict[str, Any]] | None
+
+
+def _finished(finish: Callable[[], dict[str, Any]] | None) -> dict[str, Any] | None:
+    try:
+        return None if finish is None else finish()
+    except Exception:  # told when the texts are encoded one by one
+        return None
 
 
 class TextStream(ABC):
@@ -105,10 +134,13 @@ class TextStream(ABC):
         """Batches of all texts, window by window; a text that fails is reported and loses no other.
 
         Args:
-            windows: taken by the thread that works ahead. Everything of a window, its :class:`WindowEnd` last, comes
+            windows: taken by a thread that works ahead. Everything of a window, its :class:`WindowEnd` last, comes
                 before anything of the next one.
         """
-        with Ahead(self._works(windows), AHEAD, "tilefold-tokens") as works:
+        with (
+            Ahead(self._begun(windows), 1, "tilefold-tokenizer") as begun,
+            Ahead(self._works(begun), AHEAD, "tilefold-tokens") as works,
+        ):
             yield Begun()
             yield from self._run(works)
 
@@ -128,30 +160,50 @@ class TextStream(ABC):
         for work in works:
             waiting.append((work, None if isinstance(work, WindowEnd) else self._launched(work)))
             launched += not isinstance(work, WindowEnd)
-            while launched > IN_FLIGHT:
+            while waiting and (launched > IN_FLIGHT or isinstance(waiting[0][0], WindowEnd)):
                 launched -= not isinstance(waiting[0][0], WindowEnd)
                 yield from self._collected(*waiting.popleft())
         while waiting:
             yield from self._collected(*waiting.popleft())
 
-    # in the thread that works ahead
+    # in the threads that work ahead
 
-    def _works(self, windows: Iterable[Window]) -> Iterator[Work | WindowEnd]:
-        given = iter(windows)
-        number = 0
-        while True:
-            with self._lock:  # what makes the windows may ask the tokenizer too
-                window = next(given, None)
-            if window is None:
-                return
-            for work in self._works_of(number, list(window.texts)):
-                if not window.skip or not window.skip.issuperset(work.places):
+    def tokenised(self, windows: Iterable[Window]) -> Iterator[Work | WindowEnd]:
+        """Batches of token ids, made by two threads that work ahead."""
+        with (
+            Ahead(self._begun(windows), 1, "tilefold-tokenizer") as begun,
+            Ahead(self._works(begun), AHEAD, "tilefold-tokens") as works,
+        ):
+            yield from works
+
+    def _begun(self, windows: Iterable[Window]) -> Iterator[_Begun]:
+        """In the first thread: the Rust tokenizer at work, which leaves Python's lock to the others."""
+        for window in windows:
+            with self._lock:
+                texts = window.prepared()
+                begun = self._begin(texts) if self.packed and texts else None
+            yield _Begun(window.skip, texts, begun)
+
+    def _begin(self, texts: list[str]) -> Callable[[], dict[str, Any]] | None:
+        try:
+            begin = getattr(self._tokenised, "begin", None)
+            if begin is None:
+                features = self._tokenised(texts, prompt=self.prompt, **self.task)
+                return lambda: features
+            begun: Callable[[], dict[str, Any]] = begin(texts, prompt=self.prompt, **self.task)
+        except Exception:  # told when they are encoded one by one
+            return None
+        return begun
+
+    def _works(self, begun: Iterable[_Begun]) -> Iterator[Work | WindowEnd]:
+        """In the second thread: ids into one array, and batches cut from it."""
+        for number, (skip, texts, finish) in enumerate(begun):
+            for work in self._works_of(number, texts, _finished(finish)):
+                if not skip or not skip.issuperset(work.places):
                     yield work
-            yield WindowEnd(number, len(window.texts))
-            number += 1
+            yield WindowEnd(number, len(texts))
 
-    def _works_of(self, number: int, texts: list[str]) -> Iterator[Work]:
-        features = self._preprocessed(texts) if self.packed and texts else None
+    def _works_of(self, number: int, texts: list[str], features: dict[str, Any] | None) -> Iterator[Work]:
         if features is None or {key for key, value in features.items() if isinstance(value, Tensor)} != _PACKED:
             lengths = np.fromiter(map(len, texts), np.int64, len(texts))
             for cut in cut_batches(lengths, None, self.batch_size or PADDED_TEXTS):

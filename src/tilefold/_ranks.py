@@ -1,0 +1,161 @@
+"""Ranks of a process group on one machine: started by a command of ours, or by torchrun, and joined."""
+# ruff: noqa: PLC0415 - torch is imported where ranks are joined, not by the process that starts them
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+MEET = "TILEFOLD_RANKS_MEET"  # names a file by which the ranks of a command find each other
+INTERRUPTED = 130
+_GRACE_SECONDS = 20.0  # for the other ranks to tell why they end too
+_CTRL_C_SECONDS = 120.0  # to keep what is done
+_POLL_SECONDS = 0.1
+
+
+def started() -> bool:
+    """Whether this process is a rank, of :func:`run_ranks` or of torchrun."""
+    return MEET in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def run_ranks(command: Sequence[str], count: int) -> int:
+    """Run `command` as `count` ranks of this machine; its exit code.
+
+    The first rank writes to the terminal. What another one wrote to stderr is shown if it was the first to fail. Ctrl-C
+    reaches all ranks once, and none of them outlives this process.
+
+    Args:
+        command: the program and its arguments; it calls :func:`joined`.
+        count: of ranks.
+    """
+    with tempfile.TemporaryDirectory(prefix="tilefold-ranks-") as name:
+        home = Path(name)
+        ranks = [_start(command, rank, count, home) for rank in range(count)]
+        try:
+            return _outcome(ranks, home)
+        except KeyboardInterrupt:
+            for rank in ranks:
+                if rank.poll() is None:
+                    rank.send_signal(signal.SIGINT)
+            _wait(ranks, time.monotonic() + _CTRL_C_SECONDS)
+            return INTERRUPTED
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+                if rank.stdin is not None:
+                    rank.stdin.close()
+
+
+def _start(command: Sequence[str], rank: int, count: int, home: Path) -> subprocess.Popen[bytes]:
+    share = str(_share(count))
+    environment = os.environ | {
+        MEET: str(home / "meet"),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "RAYON_NUM_THREADS": os.environ.get("RAYON_NUM_THREADS", share),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", share),
+    }
+    with (home / f"stderr-{rank}").open("wb") as log:
+        return subprocess.Popen(  # noqa: S603 - the command is this program
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,  # closes when this process ends, however it does
+            stdout=None if rank == 0 else subprocess.DEVNULL,
+            stderr=None if rank == 0 else log,
+            start_new_session=True,  # Ctrl-C comes from here, once
+        )
+
+
+def _outcome(ranks: list[subprocess.Popen[bytes]], home: Path) -> int:
+    while all(rank.poll() in (None, 0) for rank in ranks):
+        if all(rank.poll() == 0 for rank in ranks):
+            return 0
+        time.sleep(_POLL_SECONDS)
+    number, failed = next((i, rank) for i, rank in enumerate(ranks) if rank.poll())
+    _wait(ranks, time.monotonic() + _GRACE_SECONDS)
+    code = int(failed.returncode)
+    first = ranks[0].poll()
+    if number:  # the first rank waits for it, or fails because of it
+        text = (home / f"stderr-{number}").read_text(encoding="utf-8", errors="replace")
+        sys.stderr.write(text or f"Error: rank {number} ended with code {code}.\n")
+    return (first or code) if (first or code) > 0 else 1
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], until: float) -> None:
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < until:
+        time.sleep(_POLL_SECONDS)
+
+
+def _share(count: int) -> int:
+    """Cores of one of `count` ranks."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // count)
+
+
+@contextmanager
+def joined() -> Iterator[int]:
+    """Join the other ranks, if this process is one; its number, 0 where it is alone.
+
+    A rank takes the GPU of its number, and its share of the cores.
+
+    Raises:
+        ValueError: there are more ranks than GPUs.
+    """
+    if not started() or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        yield 0
+        return
+    import torch
+    import torch.distributed as dist
+
+    if MEET in os.environ:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    local, rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
+    share = _share(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    os.environ.setdefault("RAYON_NUM_THREADS", str(share))  # of the tokenizers
+    if torch.cuda.is_available():
+        if local >= torch.cuda.device_count():
+            raise ValueError(f"expected at most {torch.cuda.device_count()} ranks, one for each GPU, got {local + 1}.")
+        torch.cuda.set_device(local)
+    else:
+        torch.set_num_threads(share)
+    meet = os.environ.get(MEET)
+    dist.init_process_group(
+        "gloo",
+        init_method=None if meet is None else f"file://{meet}",
+        rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    try:
+        yield rank
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def first_rank_first() -> Iterator[None]:
+    """The first rank runs the block before the others do: what it leaves in a cache, they find there."""
+    import torch.distributed as dist
+
+    many = dist.is_available() and dist.is_initialized()
+    if many and dist.get_rank():
+        dist.barrier()
+    yield
+    if many and not dist.get_rank():
+        dist.barrier()
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 1024):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
