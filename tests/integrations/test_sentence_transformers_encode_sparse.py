@@ -41,7 +41,8 @@ def test_rows_carry_the_vocabulary_into_vectors(model: SparseEncoder) -> None:
 def test_an_accelerated_model_and_its_copies_carry_the_encoding_of_a_batch(model: SparseEncoder) -> None:
     accelerate(model)
     expected = model.encode_sparse_batch(TEXTS, task="document", top_k=8)
-    assert torch.equal(expected.to_dense(), encode_sparse(model, TEXTS, task="document", top_k=8).to_dense())
+    # in another order of the texts, whose products may round otherwise
+    assert_close(encode_sparse(model, TEXTS, task="document", top_k=8).to_dense(), expected.to_dense(), 1e-5)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         twin.transformers_model.get_output_embeddings().bias.add_(1.0)

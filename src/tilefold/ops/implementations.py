@@ -12,10 +12,21 @@ from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared.checks import check_choice
 from tilefold.ops._shared.fallback import given_up
 from tilefold.ops._shared.impl import IMPLS, resolve_impl, why_not_triton
+from tilefold.ops._shared.internals import copy_each
 from tilefold.ops.lsr_head import configs as head
 from tilefold.ops.maxsim import configs as maxsim
 
-__all__ = ["IMPLS", "check_impl", "given_up", "kernel_of", "operators", "releases", "resolve_impl", "why_not_triton"]
+__all__ = [
+    "IMPLS",
+    "check_impl",
+    "copy_each",
+    "given_up",
+    "kernel_of",
+    "operators",
+    "releases",
+    "resolve_impl",
+    "why_not_triton",
+]
 
 
 def check_impl(impl: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from tilefold.ops._shared.fallback import KernelUnavailableError
+from tilefold.ops._shared.internals import triton_cache
 
 __all__ = ["Built", "build_kernels", "check_kernels_can_be_built"]
 
@@ -73,8 +74,6 @@ def build_kernels(calls: Iterable[Callable[[], object]], workers: int | None = N
         ValueError: for fewer than one worker.
     """
     check_kernels_can_be_built()
-    from triton import knobs  # noqa: PLC0415
-
     from tilefold.ops._shared._triton.launch import Launcher, listed  # noqa: PLC0415
 
     workers = min(16, os.cpu_count() or 1) if workers is None else workers
@@ -107,4 +106,4 @@ def build_kernels(calls: Iterable[Callable[[], object]], workers: int | None = N
         call()
         torch.cuda.synchronize()
         first_calls.append(time.perf_counter() - start)
-    return Built(kernels, failed, time.perf_counter() - begin, tuple(first_calls), Path(knobs.cache.dir))
+    return Built(kernels, failed, time.perf_counter() - begin, tuple(first_calls), Path(triton_cache()))

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from tilefold.ops.implementations import copy_each
+
 LIMIT = 16  # graphs that are kept; each has its inputs and outputs to itself and shares all other memory
 _SMALLEST = 64  # tokens; sizes are multiples of this
 _FINENESS = 16  # sizes between a power of two and the next
@@ -149,7 +151,7 @@ def fresh_leaves(model: nn.Module, parameters: list[Tensor]) -> Iterator[list[Te
 def write_gradients(to: list[Tensor | None], found: tuple[Tensor | None, ...]) -> None:
     """Copy what was found, and 0 where this time there is none."""
     pairs = [(kept, new) for kept, new in zip(to, found, strict=True) if kept is not None]
-    torch._foreach_copy_([kept for kept, new in pairs if new is not None], [new for _, new in pairs if new is not None])
+    copy_each([kept for kept, new in pairs if new is not None], [new for _, new in pairs if new is not None])
     for kept, new in pairs:
         if new is None:
             kept.zero_()

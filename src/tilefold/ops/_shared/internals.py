@@ -73,6 +73,18 @@ def precision_reader() -> Callable[[str, str], str] | None:
 
 
 @functools.cache
+def triton_cache() -> str:
+    """The folder in which Triton keeps what it has built."""
+    from triton import knobs  # noqa: PLC0415
+
+    return str(knobs.cache.dir)
+
+
+def copy_each(to: list[Tensor], found: list[Tensor]) -> None:
+    """Copy each tensor to its place, all in as few launches as can be."""
+    torch._foreach_copy_(to, found)
+
+
 def _triton_runtime() -> Any:
     from triton import knobs  # noqa: PLC0415
 
