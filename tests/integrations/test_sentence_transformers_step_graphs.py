@@ -24,6 +24,7 @@ from tilefold.integrations.sentence_transformers._step_graphs import (
     sizes_for,
     write_gradients,
 )
+from tilefold.integrations.transformers import one_gpu
 from tilefold.integrations.transformers.packed import padding_position
 
 # fp32: as in the tests of packed batches, with another number of rows in each product
@@ -212,7 +213,7 @@ def test_a_capture_that_fails_is_told_once(transformer: Any) -> None:
 
 def trainer_of(model: SparseEncoder, folder: Path, **options: Any) -> SparseEncoderTrainer:
     cpu = model.device.type == "cpu"
-    arguments = SparseEncoderTrainingArguments(
+    arguments = one_gpu(SparseEncoderTrainingArguments)(
         output_dir=str(folder),
         max_steps=8,
         per_device_train_batch_size=4,

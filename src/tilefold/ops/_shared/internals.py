@@ -72,7 +72,6 @@ def precision_reader() -> Callable[[str, str], str] | None:
     return reader
 
 
-@functools.cache
 def triton_cache() -> str:
     """The folder in which Triton keeps what it has built."""
     from triton import knobs  # noqa: PLC0415
@@ -85,6 +84,7 @@ def copy_each(to: list[Tensor], found: list[Tensor]) -> None:
     torch._foreach_copy_(to, found)
 
 
+@functools.cache
 def _triton_runtime() -> Any:
     from triton import knobs  # noqa: PLC0415
 
