@@ -3,18 +3,18 @@
     python -m benchmarks.int8_rerank --output DIR
 
 Every program of the launch rounds the query itself. Floor: the bytes of the documents and their scales, 132 per token
-at D = 128, at the 4.3 TB/s of a large copy. Written before it ran on a GPU, milliseconds of a graph with a cold L2:
+at D = 128, at the 4.3 TB/s of a large copy. The prediction was written before it ran on a GPU; milliseconds of a graph with a cold L2:
 
-=====================  ======  ================  ===========================  ==========
-case                   floor   before            flash-maxsim, query rounded  prediction
-=====================  ======  ================  ===========================  ==========
-48 x 2,000 x 512       .0314   .065              .057                         .041
-32 x 10,000 x 300      .0921   .107              -                            .099
-32 x 1,000 x 300       .0092   .024              .025 (a graph)               .017
-24 x 10,000 x 1,030    .316    .333              -                            .327
-32 x 10,000 x U(50,    .054    .083              -                            .072
+=====================  ======  ================  ===========================  ==========  =====
+case                   floor   before            flash-maxsim, query rounded  prediction  after
+=====================  ======  ================  ===========================  ==========  =====
+48 x 2,000 x 512       .0314   .065              .057                         .041        .047
+32 x 10,000 x 300      .0921   .107              -                            .099        .104
+32 x 1,000 x 300       .0092   .024              .025 (a graph)               .017        .020
+24 x 10,000 x 1,030    .316    .333              -                            .327        .327
+32 x 10,000 x U(50,    .054    .083              -                            .072        .076
 300)
-=====================  ======  ================  ===========================  ==========
+=====================  ======  ================  ===========================  ==========  =====
 
 Where the time went, from the machine code for 9.0: 4 microseconds in a launch that rounded the query; for more than 32
 query tokens 128 registers per thread, so that 4 programs fit a multiprocessor where 6 were planned, and a fifth of them

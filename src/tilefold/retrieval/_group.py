@@ -189,12 +189,11 @@ class Line:
         try:
             while True:
                 message = json.loads(self._connection.recv_bytes())
-                if "stop" in message:
-                    self._end(problem_of(message["stop"]))
-                elif "over" in message:
-                    self._end(None)
-                else:
+                if "answer" in message:
                     self._answers.put(message["answer"])
+                    continue
+                self._end(problem_of(message["stop"]) if "stop" in message else None)
+                return  # a thread that reads would keep the line open when this rank closes it
         except (EOFError, OSError):
             self._end(RankError(f"rank 0 ended before the work was done. {KEPT}"))
 
