@@ -3,7 +3,8 @@
     python -m benchmarks.int8_rerank --output DIR
 
 Every program of the launch rounds the query itself. Floor: the bytes of the documents and their scales, 132 per token
-at D = 128, at the 4.3 TB/s of a large copy. The prediction was written before it ran on a GPU; milliseconds of a graph with a cold L2:
+at D = 128, at the 4.3 TB/s of a large copy. The prediction was written before it ran on a GPU; milliseconds of a graph
+with a cold L2:
 
 =====================  ======  ================  ===========================  ==========  =====
 case                   floor   before            flash-maxsim, query rounded  prediction  after
