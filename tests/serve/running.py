@@ -68,10 +68,10 @@ def read_all(opened: socket.socket) -> bytes:
 
 
 @contextmanager
-def serving(service: Service, api_key: str | None = None) -> Iterator[Client]:
+def serving(service: Service, api_key: str | None = None, local: bool = False) -> Iterator[Client]:
     """The service on a free port of the loopback address, in a thread."""
     opened, ready = bind("127.0.0.1", 0), threading.Event()
-    server = Server(create_app(service, api_key), service, ready.set)
+    server = Server(create_app(service, api_key, local=local), service, ready.set)
     thread = threading.Thread(target=server.run, args=([opened],))
     thread.start()
     try:

@@ -111,7 +111,7 @@ def _run(service: Service, key: str | None, opened: socket.socket, host: str) ->
     except Exception as error:  # of any model, before anybody asks it
         raise _common.CommandError(f"--model: {names} cannot encode a word ({_common.first_line(error)}).") from error
     run(
-        create_app(service, key),
+        create_app(service, key, local=host in _LOOPBACK and key is None),
         service,
         opened,
         lambda: _common.note(f"{names} at http://{shown}:{port}; Ctrl-C ends"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -29,7 +30,7 @@ OPEN_PATHS = frozenset({"/health", "/ping"}) | PAGE_PATHS  # of probes, which ca
 _HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
 
 
-def create_app(service: Service, api_key: str | None = None) -> FastAPI:
+def create_app(service: Service, api_key: str | None = None, *, local: bool = False) -> FastAPI:
     """The application of a service: text-embeddings-inference at three mount points, search at ``/v1``.
 
     The service starts and ends with the application.
@@ -37,6 +38,8 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
     Args:
         service: answers.
         api_key: what requests must carry as ``Authorization: Bearer KEY``, except health checks and the page.
+        local: answer only requests whose header Host names this machine: for a server without a key on the loopback
+            address, which a page in a browser could otherwise reach by a name of its own.
 
     Raises:
         ValueError: an empty key.
@@ -67,7 +70,7 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
     for side in SIDES:
         app.include_router(Routes(service, side).router(), prefix=f"/{side}")
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_middleware(Guard, service=service, api_key=api_key)
+    app.add_middleware(Guard, service=service, api_key=api_key, local=local)
     return app
 
 
@@ -85,11 +88,11 @@ class Guard:
     Args:
         app: what is guarded.
         service: whose log takes such errors.
-        api_key: see :func:`create_app`.
+        api_key, local: see :func:`create_app`.
     """
 
-    def __init__(self, app: Any, service: Service, api_key: str | None) -> None:
-        self._app, self._service = app, service
+    def __init__(self, app: Any, service: Service, api_key: str | None, local: bool = False) -> None:
+        self._app, self._service, self._local = app, service, local
         self._key = None if api_key is None else _digest(api_key.encode())
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -109,6 +112,12 @@ class Guard:
         if not self._allowed(scope):
             error = ServeError("Validation", "expected a valid key in the header Authorization: Bearer KEY", status=401)
             await Response(error.body(), 401, {"www-authenticate": "Bearer"}, JSON)(scope, receive, tracked)
+            return
+        if self._local and not _is_local(scope["headers"]):
+            text = "expected a name of this machine in the header Host, such as localhost; other names need a key"
+            await Response(ServeError("Validation", text, status=421).body(), 421, media_type=JSON)(
+                scope, receive, tracked
+            )
             return
         try:
             await self._app(scope, receive, tracked)
@@ -130,6 +139,18 @@ class Guard:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+def _is_local(headers: list[tuple[bytes, bytes]]) -> bool:
+    """Whether the client asked for this machine: a page of another site whose name leads here says that name."""
+    host = next((value for name, value in headers if name == b"host"), b"localhost").decode("latin-1").strip().lower()
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def _missing(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
