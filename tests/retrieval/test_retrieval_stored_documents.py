@@ -48,7 +48,7 @@ def test_documents_read_one_by_one_are_those_of_the_whole_file(corpus: Path) -> 
 
 
 def test_ids_with_one_key_are_told_apart(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored, "_key", lambda name: 3)
+    monkeypatch.setattr(stored, "id_key", lambda name: 3)
     assert opened(corpus)[1] == opened(corpus)[1] == load_documents(corpus)
     assert "unknown" not in stored.open_documents(corpus, corpus.parent / "cache")[0].documents
 

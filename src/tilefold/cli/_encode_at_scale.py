@@ -24,9 +24,8 @@ _SAMPLE = 512  # texts whose tokens a dry run counts, about
 _TIMED = {"cpu": 32, "cuda": 4096}  # texts that it encodes, at most
 
 
-@functools.cache
-def worker_model(name: str, kinds: tuple[str, ...]) -> tuple[Any, str]:
-    """The accelerated model of a worker, and its kind; also that of the command, which loads it once."""
+def accelerated(name: str, kinds: tuple[str, ...]) -> tuple[Any, str]:
+    """The accelerated model of a name or folder, and its kind."""
     from tilefold.integrations.sentence_transformers import accelerate
 
     model, kind = _models.load_model(name, kinds=kinds)
@@ -35,8 +34,10 @@ def worker_model(name: str, kinds: tuple[str, ...]) -> tuple[Any, str]:
     return model, kind
 
 
+@functools.cache
 def _load(name: str, kinds: tuple[str, ...]) -> Any:
-    return worker_model(name, kinds)[0]
+    """The model of a worker, which loads it once."""
+    return accelerated(name, kinds)[0]
 
 
 def absolute(model: str) -> str:
