@@ -57,7 +57,8 @@ def test_logits_of_all_positions_never_exist() -> None:
     hidden, weight = torch.randn(n, 4, requires_grad=True), torch.randn(v, 4, requires_grad=True)
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         activated_lm_loss(hidden, weight, torch.zeros(n, dtype=torch.int64), chunk=4).total.backward()
-    largest = max(abs(event.cpu_memory_usage) for event in profile.function_events)
+    # what is taken, not what is given back: that may be anything that was collected meanwhile
+    largest = max(event.cpu_memory_usage for event in profile.function_events)
     assert largest < n * v * 4 / 2
 
 

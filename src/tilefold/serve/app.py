@@ -38,8 +38,8 @@ def create_app(service: Service, api_key: str | None = None, *, local: bool = Fa
     Args:
         service: answers.
         api_key: what requests must carry as ``Authorization: Bearer KEY``, except health checks and the page.
-        local: answer only requests whose header Host names this machine: for a server without a key on the loopback
-            address, which a page in a browser could otherwise reach by a name of its own.
+        local: refuse requests whose header Host is a domain name: for a server without a key on the loopback address,
+            which a page of another site could otherwise reach by a name of its own.
 
     Raises:
         ValueError: an empty key.
@@ -114,7 +114,7 @@ class Guard:
             await Response(error.body(), 401, {"www-authenticate": "Bearer"}, JSON)(scope, receive, tracked)
             return
         if self._local and not _is_local(scope["headers"]):
-            text = "expected a name of this machine in the header Host, such as localhost; other names need a key"
+            text = "expected this machine in the header Host, such as localhost; names of other machines need a key"
             await Response(ServeError("Validation", text, status=421).body(), 421, media_type=JSON)(
                 scope, receive, tracked
             )
@@ -142,15 +142,16 @@ def _digest(key: bytes) -> bytes:
 
 
 def _is_local(headers: list[tuple[bytes, bytes]]) -> bool:
-    """Whether the client asked for this machine: a page of another site whose name leads here says that name."""
-    host = next((value for name, value in headers if name == b"host"), b"localhost").decode("latin-1").strip().lower()
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    if name == "localhost" or name.endswith(".localhost"):
+    """Whether no other site can have sent the client here: by a name of its own, which has a dot and is no address."""
+    host = next((value for name, value in headers if name == b"host"), b"").decode("latin-1").strip().lower()
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].removesuffix(".")
+    if "." not in name or name.endswith(".localhost"):
         return True
     try:
-        return ipaddress.ip_address(name).is_loopback
+        ipaddress.ip_address(name)
     except ValueError:
         return False
+    return True
 
 
 def _missing(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
