@@ -141,6 +141,21 @@ def test_a_forward_whose_backward_is_to_come_is_not_overwritten(transformer: Any
         loss.backward()
 
 
+def test_a_second_backward_of_an_older_model_is_refused_too(transformer: Any) -> None:
+    graphs = StepGraphs(transformer, Repeated)
+    features = batch(transformer, [4, 6])
+    graphs(features)
+    output = graphs(features)
+    assert output is not None
+    loss = output.sum()
+    loss.backward(retain_graph=True)
+    transformer.model.bert.encoder.layer[0].output.dropout.p = 0.5  # so that graphs are made anew
+    graphs(features)
+    assert graphs(features) is not None
+    with pytest.raises(RuntimeError, match="backward must come before the next batch"):
+        loss.backward()
+
+
 def test_steps_that_cannot_be_repeated_run_as_usual(transformer: Any) -> None:
     graphs = StepGraphs(transformer, Repeated)
     features = batch(transformer, [4, 6])

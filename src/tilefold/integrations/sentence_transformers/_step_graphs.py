@@ -162,7 +162,9 @@ class StepGraphs:
 
     A batch runs without a graph if its size is new, if an output of a graph still waits for its backward pass, without
     gradients, with gradient checkpointing, with hooks on the network's modules, on a CPU, and with sharded parameters.
-    Other parameters, buffers, modes, dropout rates or autocast are noticed, and new graphs captured.
+    Other parameters, buffers, modes, dropout rates or autocast are noticed, and new graphs captured. Gradients are for
+    ``backward()``, which copies them into ``grad``: those that ``torch.autograd.grad`` returns are overwritten by the
+    next step.
 
     Args:
         transformer: the ``Transformer`` of sentence-transformers, whose own forward is captured.
@@ -173,6 +175,7 @@ class StepGraphs:
         self.transformer = transformer
         self._capture = capture
         self.failed = False
+        self.serial = 0  # of the last forward; never begins anew, so that no backward takes another one's numbers
         self._forget()
 
     def _forget(self) -> None:
@@ -188,7 +191,6 @@ class StepGraphs:
         self._pool: Any = None
         self.parameters: list[Tensor] = []
         self.gradients: list[Tensor | None] = []
-        self.serial = 0
         self._pending: Callable[[], Any] = lambda: None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -197,6 +199,7 @@ class StepGraphs:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.failed = False
+        self.serial = 0
         self._forget()
 
     def __call__(self, features: dict[str, Any]) -> Tensor | None:
