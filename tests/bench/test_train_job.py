@@ -49,7 +49,7 @@ def test_ragged_texts_have_the_stated_share_of_tokens(tokenizer_folder: Path) ->
 
 
 def test_other_losses_get_no_times() -> None:
-    right = train_job.Outcome([1.0, 2.0], Measured([1.0], 5.0, 6.0, 0.0, 0.0, None), 4)
+    right = train_job.Outcome([1.0, 2.0], Measured([1.0], 5.0, 4.0, 5.0, 5.5, 6.0, 0.0, 0.0, None), 4)
     wrong: dict[str, Any] = train_job.row(replace(right, exact=[1.0, 2.1]), right)
     assert "losses differ by" in wrong["gate"] and "step_ms" not in wrong
     rounded = replace(right, measured=replace(right.measured, losses=[1.1]))
@@ -61,7 +61,7 @@ def test_other_losses_get_no_times() -> None:
 
 def test_half_of_a_batch_is_run_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(1, 1)
-    measured = Measured([1.0], 5.0, 6.0, 0.0, 0.0, None)
+    measured = Measured([1.0], 5.0, 4.0, 5.0, 5.5, 6.0, 0.0, 0.0, None)
 
     def fits_32(kind: str, model: Any, side: str, rows: Any, batch: int, steps: int, device: torch.device) -> Measured:
         if batch > 32:

@@ -125,6 +125,9 @@ def row(found: Outcome, reference: Outcome) -> dict[str, Any]:
     measured = found.measured
     return facts | {
         "step_ms": measured.step_ms,
+        "p20_ms": measured.p20_ms,
+        "median_ms": measured.median_ms,
+        "p80_ms": measured.p80_ms,
         "slowest_ms": measured.slowest_ms,
         "pairs_per_s": found.pairs_per_s,
         "ratio": found.pairs_per_s / reference.pairs_per_s,
@@ -161,6 +164,7 @@ JOB = Job(
         "side",
         "valid",
         "step_ms",
+        "median_ms",
         "slowest_ms",
         "pairs_per_s",
         "ratio",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import statistics
 import tempfile
 import time
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ import torch
 
 GATE_STEPS = 3
 WARM_STEPS = 5
-GRAPH_WARM_STEPS = 30  # most sizes of a batch have been met twice by then
+GRAPH_WARM_STEPS = 30  # the sizes of nearly all batches have been met twice by then
 PROFILED_STEPS = 3
 # Fresh weights give dense scores, whose dot products grow with V: these factors over V keep loss and FLOPS terms small,
 # so that rounding does not decide the softmax. They change no amount of work.
@@ -29,7 +30,7 @@ class Measured:
     Attributes:
         losses: of the first steps, without dropout, in the precision of the others.
         step_ms: mean time of a timed step, device included.
-        slowest_ms: the longest time between two timed steps that the host saw.
+        p20_ms, median_ms, p80_ms, slowest_ms: of the times between the ends of two timed steps that the host saw.
         peak_gib: memory of the device that was allocated during them, weights included; 0 on a CPU.
         reserved_gib: what torch held of it, graphs' own included.
         busy: share of the time of some further steps in which a kernel ran on the GPU; None on a CPU.
@@ -37,6 +38,9 @@ class Measured:
 
     losses: list[float]
     step_ms: float
+    p20_ms: float
+    median_ms: float
+    p80_ms: float
     slowest_ms: float
     peak_gib: float
     reserved_gib: float
@@ -255,9 +259,13 @@ class Watch:
     def measured(self) -> Measured:
         """What was seen."""
         gaps = [1e3 * (after - before) for before, after in zip(self.ends[:-1], self.ends[1:], strict=True)]
+        fifths = statistics.quantiles(gaps, n=5) if len(gaps) > 1 else gaps * 4
         return Measured(
             [float(loss) for loss in self.losses],
             1e3 * (self.ends[-1] - self.ends[0]) / len(gaps),
+            fifths[0],
+            statistics.median(gaps),
+            fifths[3],
             max(gaps),
             self.peak / 2**30,
             self.reserved / 2**30,

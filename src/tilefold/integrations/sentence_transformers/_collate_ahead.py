@@ -29,11 +29,11 @@ def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False) -> N
 
     With ``graphs``, the forward and backward pass of the encoder are captured as CUDA graphs and repeated, so that the
     host launches them with two calls: a step then takes the time of the GPU. Sequences that nobody reads fill batches
-    up to a few sizes (at most an eighth more tokens); each size runs as usual when it is first met and is captured at
-    the second time, which takes about a second. Gradients are written once and copied (memory of the weights once
-    more), and come all at the end of the backward pass, so that several GPUs overlap nothing. Steps that a graph
-    cannot repeat run as usual: see :class:`tilefold.integrations.sentence_transformers._step_graphs.StepGraphs`.
-    Dropout draws other numbers.
+    up to a few sizes (at most a fifth more tokens); batches of a new size run as usual when they are first met and are
+    captured at the second time, which takes about a second. Gradients are written once and copied (memory of the
+    weights once more), and come all at the end of the backward pass, so that several GPUs overlap nothing. Steps that
+    a graph cannot repeat run as usual: see
+    :class:`tilefold.integrations.sentence_transformers._step_graphs.StepGraphs`. Dropout draws other numbers.
 
     Args:
         trainer: a ``SparseEncoderTrainer``, ``MultiVectorEncoderTrainer`` or another trainer of sentence-transformers.

@@ -24,7 +24,8 @@ from tilefold.ops.implementations import copy_each
 
 LIMIT = 16  # graphs that are kept; each has its inputs and outputs to itself and shares all other memory
 _SMALLEST = 64  # tokens; sizes are multiples of this
-_FINENESS = 16  # sizes between a power of two and the next
+_HEADROOM = 1 / 16  # tokens that a graph holds above those of the batch that it is captured with
+_WASTE = 1 / 5  # of the tokens of a batch that a graph may compute for nothing
 _WARM_RUNS = 2
 _TOKENS = ("input_ids", "position_ids", "token_type_ids")
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -42,12 +43,19 @@ class Sizes(NamedTuple):
     extra: int
     longest: int
 
+    def hold(self, tokens: int, sequences: int, longest: int) -> bool:
+        """Whether a pack fits, with few tokens computed for nothing."""
+        if self.sequences != sequences or self.longest < longest or self.tokens < tokens:
+            return False
+        rest = self.tokens - tokens
+        return rest <= max(2 * _SMALLEST, tokens * _WASTE) and rest <= self.extra * self.longest
+
 
 def sizes_for(tokens: int, sequences: int, longest: int) -> Sizes:
-    """The least sizes that hold a pack; few of them, at most an eighth too large (or 64 tokens)."""
-    step = max(_SMALLEST, 2 ** (max(1, tokens).bit_length() - 1) // _FINENESS)
-    longest = math.ceil(max(1, longest) / _SMALLEST) * _SMALLEST
-    return Sizes(math.ceil(max(1, tokens) / step) * step, sequences, math.ceil(step / longest), longest)
+    """Sizes of a graph for a pack and for those that are a little larger or smaller."""
+    tokens, longest = (math.ceil(max(1, n) / _SMALLEST) * _SMALLEST for n in (tokens * (1 + _HEADROOM), longest))
+    rest = max(2 * _SMALLEST, math.ceil(tokens * _WASTE))
+    return Sizes(tokens, sequences, math.ceil(rest / longest), longest)
 
 
 class StaticInputs:
@@ -89,13 +97,19 @@ class Captured:
         parameters: leaves that get gradients, while the graph is made.
         gradients: where these are written, None for parameters that the encoder does not use.
         pool: memory that all graphs share.
+        stream: where all of them are captured; memory that one leaves serves the next.
     """
 
     def __init__(
-        self, run: Run, inputs: StaticInputs, parameters: list[Tensor], gradients: list[Tensor | None], pool: Any
+        self,
+        run: Run,
+        inputs: StaticInputs,
+        parameters: list[Tensor],
+        gradients: list[Tensor | None],
+        pool: Any,
+        stream: Any,
     ) -> None:
         self.inputs = inputs
-        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_RUNS):
@@ -189,6 +203,7 @@ class StepGraphs:
             if isinstance(value, float)  # dropout among them
         ]
         self._pool: Any = None
+        self._stream: Any = None
         self.parameters: list[Tensor] = []
         self.gradients: list[Tensor | None] = []
         self._pending: Callable[[], Any] = lambda: None
@@ -213,10 +228,13 @@ class StepGraphs:
         if state != self._state:
             self._forget()
             self._state = state
-        sizes = sizes_for(ids.size(1), features[_OFFSETS[0]].numel() - 1, features[_LONGEST[0]])
-        graph = self.graphs.get(sizes) or self._captured(sizes, features)
-        if graph is None:
+        needed = ids.size(1), features[_OFFSETS[0]].numel() - 1, features[_LONGEST[0]]
+        sizes = min((sizes for sizes in self.graphs if sizes.hold(*needed)), default=None) or self._captured(
+            needed, features
+        )
+        if sizes is None:
             return None
+        graph = self.graphs[sizes]
         self.graphs.move_to_end(sizes)
         graph.inputs.fill(features)
         self.serial += 1
@@ -249,10 +267,12 @@ class StepGraphs:
         autocasts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         return addresses, modules, rates, autocasts
 
-    def _captured(self, sizes: Sizes, features: dict[str, Any]) -> Any:
-        """A graph of these sizes when they are met for the second time."""
-        self._seen[sizes] += 1
-        if self._seen[sizes] < 2:
+    def _captured(self, needed: tuple[int, int, int], features: dict[str, Any]) -> Sizes | None:
+        """Sizes of a new graph, when a pack of about these is met for the second time."""
+        sizes = sizes_for(*needed)
+        alike = next((seen for seen in self._seen if seen.hold(*needed)), sizes)
+        self._seen[alike] += 1
+        if self._seen[alike] < 2:
             return None
         if not self.parameters:
             self.parameters = [tensor for tensor in self.transformer.model.parameters() if tensor.requires_grad]
@@ -264,11 +284,12 @@ class StepGraphs:
         inputs.fill(features)
         if self._pool is None and self._capture is Captured:
             self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         if len(self.graphs) >= LIMIT:
             self.graphs.popitem(last=False)
         try:
             with fresh_leaves(self.transformer.model, self.parameters) as leaves:
-                self.graphs[sizes] = self._capture(self._run, inputs, leaves, self.gradients, self._pool)
+                made = self._capture(self._run, inputs, leaves, self.gradients, self._pool, self._stream)
         except RuntimeError as error:  # out of memory, or an operation that cannot be captured
             self._forget()
             self.failed = True
@@ -280,7 +301,8 @@ class StepGraphs:
                 stacklevel=2,
             )
             return None
-        return self.graphs[sizes]
+        self.graphs[sizes] = made
+        return sizes
 
     def _run(self, features: dict[str, Any]) -> Tensor:
         transformer, device = self.transformer, features["input_ids"].device.type
