@@ -1,4 +1,4 @@
-"""What the calls of ``host_time`` take of the host, without a GPU: microseconds, Python and C calls, torch operations.
+"""What the calls of ``host_time`` take of the host, without a GPU: microseconds, Python and C calls, torch, launches.
 
     python -m benchmarks.host_steps --only lsr_head
 
@@ -50,7 +50,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     without_a_gpu()
-    print(f"{'call':44s} {'us':>8s} {'python':>7s} {'C':>6s} {'torch':>6s}")
+    print(f"{'call':44s} {'us':>8s} {'python':>7s} {'C':>6s} {'torch':>6s} {'launches':>9s}")
     for name, prepare in host_time.cases():
         if options.only and not any(text in name for text in options.only):
             continue
@@ -62,8 +62,8 @@ def main() -> int:
         except Exception as error:
             print(f"{name:44s} {type(error).__name__}: {str(error).splitlines()[0][:100]}")
             continue
-        python, of_c = entered(call)
-        print(f"{name:44s} {least:8.1f} {python:7d} {of_c:6d} {operations(call):6d}", flush=True)
+        python, of_c, launches = entered(call)
+        print(f"{name:44s} {least:8.1f} {python:7d} {of_c:6d} {operations(call):6d} {launches:9d}", flush=True)
     return 0
 
 
@@ -148,20 +148,24 @@ def timed(call: host_time.Call, calls: int, samples: int) -> float:
     return min(times)
 
 
-def entered(call: host_time.Call) -> tuple[int, int]:
-    """Functions of Python and of C that one call enters."""
-    counts = {"call": 0, "c_call": 0}
+def entered(call: host_time.Call) -> tuple[int, int, int]:
+    """Functions of Python and of C that one call enters, and launches."""
+    counts, launches = {"call": 0, "c_call": 0}, 0
 
-    def count(frame: object, event: str, argument: object) -> None:
+    def count(frame: Any, event: str, argument: object) -> None:
+        nonlocal launches
         if event in counts:
             counts[event] += 1
+        code = frame.f_code
+        if event == "call" and code.co_name.startswith("launch") and code.co_filename == internals.__file__:
+            launches += 1
 
     sys.setprofile(count)
     try:
         call()
     finally:
         sys.setprofile(None)
-    return counts["call"] - 1, counts["c_call"] - 1  # without what ends the profile
+    return counts["call"] - 1, counts["c_call"] - 1, launches  # without what ends the profile
 
 
 def operations(call: host_time.Call) -> int:

@@ -150,6 +150,6 @@ def test_sums_of_more_documents_than_a_grids_second_axis_has_programs_are_laid_o
     problem = Problem(queries, documents, None, None, None, None, 150, 1, None, "all", False, 0.0, False, 0)  # type: ignore[call-arg]
     grids: dict[object, tuple[int, int, int]] = {}
     monkeypatch.setattr(launch, "Step", lambda kernel, grid, *rest: grids.update({kernel: grid}))
-    launch.plan_forward(problem, problem.operands, False, problem.score_shape)
+    launch.plan_forward(problem, problem.operands, False, problem.score_shape, True)
     x, y, z = grids[launch.combine_kernel]
     assert x == 2 * 2**25 // 256 and (y, z) == (1, 1)

@@ -287,3 +287,28 @@ def test_offsets_of_queries_that_fall_give_nan_and_no_number_that_nobody_wrote(
         alone = maxsim(queries[None, start:end], inputs.documents, impl="reference")[0]
         assert torch.allclose(scores[query], alone.to(scores.dtype), rtol=1e-3), (query, scores[query], alone)
     assert scores.isnan().any()
+
+
+@kernels
+@pytest.mark.parametrize("offsets", [[0, 9, 3, 20], [2, 9, 12, 20], [0, 5, 30, 20], [0, 12, 15, 18]], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded queries", "packed queries"])
+def test_rows_that_broken_offsets_give_to_no_document_have_no_gradient(
+    monkeypatch: pytest.MonkeyPatch, offsets: list[int], packed: bool
+) -> None:
+    monkeypatch.setattr(_torch_ops, "check_values", lambda problem, impl: None)  # as on a GPU, where nobody looks
+    inputs = given(3, 2, 4, 10, 16)
+    layout = {"cu_seqlens_d": torch.tensor(offsets, dtype=torch.int32, device=DEVICE)}
+    queries, documents = inputs.queries, inputs.documents.flatten(0, 1)
+    if packed:
+        layout["cu_seqlens_q"] = torch.arange(0, 13, 4, dtype=torch.int32, device=DEVICE)
+        queries = queries.flatten(0, 1)
+    leaves = [queries.detach().requires_grad_(), documents.detach().requires_grad_()]
+    whole = [(a, b) for i, (a, b) in enumerate(pairwise(offsets)) if 0 <= a <= b <= 20 and (i > 0 or a == 0)]
+    whole = [(a, b) for a, b in whole if (a, b) != (offsets[-2], offsets[-1]) or b == 20]
+    held = torch.tensor([any(a <= row < b for a, b in whole) for row in range(20)], device=DEVICE)
+    for _ in range(3):
+        with nan_poisoned_empty():
+            scores = maxsim(*leaves, **layout, impl="triton")
+            dqueries, ddocuments = torch.autograd.grad(scores, leaves, torch.ones_like(scores))
+        assert bool(scores.isnan().any()) and bool(dqueries.isfinite().all()) and bool(ddocuments.isfinite().all())
+        assert not ddocuments[~held].any() and bool(ddocuments[held].any())

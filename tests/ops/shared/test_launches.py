@@ -146,7 +146,7 @@ def late_interaction(
 ) -> Operator:
     """MaxSim of two queries of 17 tokens, or as many packed ones."""
     queries = (34, 16) if "cu_seqlens_q" in given else (2, 17, 16)
-    caches = (maxsim_ops.CALLS, maxsim_forward.PLANS, maxsim_backward.PLANS)
+    caches = (maxsim_ops.CALLS, maxsim_forward.PLANS, maxsim_backward.GRADIENT_PLANS)
     return Operator(maxsim, (queries, documents), caches, launches, given, options)
 
 

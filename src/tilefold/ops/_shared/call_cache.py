@@ -63,19 +63,20 @@ def call_key(tensors: Sequence[object], options: tuple[object, ...]) -> Key | No
 def gradient_key(call: Hashable, needs: tuple[object, ...], grad: Tensor, saved: Sequence[Tensor | None]) -> Key | None:
     """What gradients depend on besides the ``call``, which is equal to itself only and has its options.
 
-    Hooks for saved tensors may bring them back elsewhere, and laid out in another way. Not to be asked where
-    :func:`gradient_needs_dispatcher` says yes.
+    Hooks for saved tensors may bring them back elsewhere, and laid out in another way, but not in another shape, and
+    autograd gives ``grad`` the shape and dtype of the result. Not to be asked where :func:`gradient_needs_dispatcher`
+    says yes.
     """
     if type(grad) not in PLAIN:
         return None
-    facts: list[object] = [call, needs, tf32_allowed(torch.float32), grad.shape, grad.stride(), grad.dtype]
+    facts: list[object] = [call, needs, tf32_allowed(torch.float32), grad.stride()]
     together = grad.data_ptr()
     for tensor in saved:
         if tensor is None:
             continue
         if type(tensor) not in PLAIN:
             return None
-        facts += (tensor.shape, tensor.stride(), tensor.dtype)
+        facts += (tensor.stride(), tensor.dtype)
         together |= tensor.data_ptr()
     return together % ALIGNMENT == 0, *facts
 

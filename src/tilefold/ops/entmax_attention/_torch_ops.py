@@ -12,8 +12,9 @@ from torch import Tensor
 
 from tilefold.ops._shared import impl as implementations
 from tilefold.ops._shared.call_cache import CallCache, Key, call_key, is_aligned
-from tilefold.ops._shared.fallback import triton_or_tiled
+from tilefold.ops._shared.fallback import KernelUnavailableError, triton_or_tiled
 from tilefold.ops._shared.impl import settled
+from tilefold.ops._shared.internals import is_on_current
 from tilefold.ops._shared.library import define_op, forbid_double_backward, gradient_needs_dispatcher, is_plain, run
 from tilefold.ops.entmax_attention import _tiled
 from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
@@ -99,6 +100,18 @@ def planned(key: Key | None, tensors: AttentionTensors, call: Call) -> Call:
     return triton_or_tiled("entmax_attention", call.impl, tensors.q.device, plan, lambda: call)
 
 
+def _again(q: Tensor, tensors: AttentionTensors, call: Call) -> Forward:
+    """Output and what is saved for a gradient, by the plan of ``call`` if there is one."""
+    if call.plan is not None and is_on_current(q):
+        if not q.is_cuda:
+            check_values(tensors, call.options.max_seqlen_k)
+        try:
+            return _kernels().forward(call.plan, tensors)  # type: ignore[no-any-return]
+        except KernelUnavailableError:  # looks for what can run
+            pass
+    return run(_run_forward, q, tensors, call)  # type: ignore[no-any-return]
+
+
 def _run_forward(q: Tensor, tensors: AttentionTensors, call: Call) -> Forward:
     """Output and what is saved for a gradient; ``q`` tells :func:`run` the device."""
     if tensors.alpha is not None or tensors.cu_seqlens_q is not None:
@@ -131,7 +144,7 @@ def _run_backward(
             torch.empty_like(like).copy_(grad) if grad is not None and grad.stride() != like.stride() else grad
             for grad, like in zip(found, tensors[:3], strict=True)
         )
-        return dq, dk, dv, of_alpha
+        return dq, dk, dv, of_alpha if of_alpha is None or tensors.alpha is None else of_alpha.to(tensors.alpha.dtype)
 
     def kernels() -> Gradients:
         plan = _BACKWARD.find(key)
@@ -139,12 +152,14 @@ def _run_backward(
             plan = _kernels().plan_backward(dout, tensors, saved, call.options, needs)
             if key is not None:
                 _BACKWARD.keep(key, plan)
-        return _kernels().backward(plan, dout, tensors, saved)  # type: ignore[no-any-return]
+        return _gradients(plan, dout, tensors, saved)
 
-    dq, dk, dv, dalpha = triton_or_tiled("entmax_attention", call.impl, dout.device, kernels, tiled)
-    if dalpha is not None and tensors.alpha is not None:
-        dalpha = dalpha.to(tensors.alpha.dtype)
-    return dq, dk, dv, dalpha
+    return triton_or_tiled("entmax_attention", call.impl, dout.device, kernels, tiled)
+
+
+def _gradients(plan: BackwardPlan, dout: Tensor, tensors: AttentionTensors, saved: Saved) -> Gradients:
+    dq, dk, dv, dalpha = _kernels().backward(plan, dout, tensors, saved)
+    return dq, dk, dv, dalpha if dalpha is None or tensors.alpha is None else dalpha.to(tensors.alpha.dtype)
 
 
 @define_op(
@@ -259,16 +274,16 @@ def _autograd(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> tuple[Tensor 
 torch.library.register_autograd("tilefold::entmax_attention", _autograd, setup_context=_setup_context)
 
 
-@dataclasses.dataclass
 class _Request:
     """What :class:`_Attention` takes besides the tensors that may have a gradient, and the statistics that it leaves.
 
     ``torch.autograd`` looks at every argument and every output on its own: few are fast.
     """
 
+    __slots__ = ("call", "stats", "tensors")
     tensors: AttentionTensors
     call: Call
-    stats: Tensor | None = None
+    stats: Tensor | None
 
 
 class _Attention(torch.autograd.Function):
@@ -276,11 +291,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, request: _Request) -> Tensor:
-        out, out2, request.stats, live = run(_run_forward, q, request.tensors, request.call)
+        out, out2, request.stats, live = _again(q, request.tensors, request.call)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*request.tensors, out2, request.stats, live)
         ctx.call = request.call
-        return out  # type: ignore[no-any-return]
+        return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -296,6 +311,12 @@ class _Attention(torch.autograd.Function):
             # tensors that were packed away may come back with other strides, and with nothing else that is another
             strides = (tensors.q.stride(), tensors.k.stride(), tensors.v.stride(), rest[0].stride())
             key = (call, needs, dout.stride(), *strides)
+            plan = _BACKWARD.find(key)
+            if plan is not None and is_on_current(dout):
+                try:
+                    return *_gradients(plan, dout, tensors, rest), None
+                except KernelUnavailableError:  # looks for what can run
+                    pass
         return *run(_run_backward, dout, tensors, rest, call, needs, key), None
 
 
@@ -307,8 +328,9 @@ def attention(tensors: AttentionTensors, call: Call) -> tuple[Tensor, Tensor]:
         out, _, stats, _ = torch.ops.tilefold.entmax_attention(*arguments)
         return out, stats
     if call.with_gradient:
-        request = _Request(tensors, call)
+        request = _Request()  # without a function of its own, which would take longer
+        request.tensors, request.call = tensors, call
         out = _Attention.apply(q, k, v, alpha, request)  # type: ignore[no-untyped-call]
         return out, request.stats  # type: ignore[return-value]
-    out, _, stats, _ = run(_run_forward, q, tensors, call)
-    return out, stats
+    out, _, stats, _ = _again(q, tensors, call)
+    return out, stats  # type: ignore[return-value]

@@ -93,7 +93,12 @@ def entmax_attention(
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
     learned = alpha if isinstance(alpha, Tensor) else None
-    with_gradient = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in (q, k, v, learned))
+    with_gradient = torch.is_grad_enabled() and (
+        getattr(q, "requires_grad", False)
+        or getattr(k, "requires_grad", False)
+        or getattr(v, "requires_grad", False)
+        or (learned is not None and learned.requires_grad)
+    )
     given = (q, k, v, learned, key_padding_mask, cu_seqlens_q, cu_seqlens_k)
     number = None if learned is not None else alpha
     key = call_key(given, (number, causal, window, scale, dropout_p, max_seqlen_k, impl, return_stats, with_gradient))

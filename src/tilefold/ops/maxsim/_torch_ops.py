@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.call_cache import CallCache, Key, gradient_key
+from tilefold.ops._shared.call_cache import CallCache, Key, gradient_key, is_aligned
 from tilefold.ops._shared.checks import check_cu_seqlens
 from tilefold.ops._shared.fallback import SLOWER, KernelUnavailableError, give_up, triton_or_tiled
 from tilefold.ops._shared.impl import chosen_impl, host_may_read, settled
+from tilefold.ops._shared.internals import is_on_current
 from tilefold.ops._shared.library import define_op, forbid_double_backward, gradient_needs_dispatcher, is_plain, run
 from tilefold.ops.maxsim._problem import ARGUMENTS, Operands, Options, Problem, wide_dtype
 
@@ -139,15 +140,19 @@ def compute_gradients(
     needs: Needs,
     impl: str,
     key: Key | None = None,
+    divisor: float = 1.0,
 ) -> Gradients:
-    """Gradients of queries and documents in their shapes, ``None`` where not needed; ``key`` is that of their plan."""
+    """Gradients of queries and documents in their shapes, ``None`` where not needed.
+
+    ``key`` is that of their plan; ``dscores`` are those of scores that were divided by ``divisor``.
+    """
 
     def kernels() -> Gradients:
-        return _kernels().backward(operands, options, dscores, saved, needs, key)  # type: ignore[no-any-return]
+        return _kernels().backward(operands, options, dscores, saved, needs, key, divisor)  # type: ignore[no-any-return]
 
     def tiled() -> Gradients:
-        problem = Problem.of(operands, options)
-        return _in_shape(_tiles().backward(problem, dscores.reshape(problem.score_shape), saved, *needs), operands)
+        problem, grad = Problem.of(operands, options), dscores / divisor
+        return _in_shape(_tiles().backward(problem, grad.reshape(problem.score_shape), saved, *needs), operands)
 
     return triton_or_tiled("maxsim", impl, dscores.device, kernels, tiled)
 
@@ -229,13 +234,19 @@ def registered_gradients(dscores: Tensor, saved: Tensor, problem: Problem, needs
 
 def gradients(dscores: Tensor, saved: Tensor, operands: Operands, call: Call, needs: Needs) -> Gradients:
     """Gradients of queries and documents in their shapes, ``None`` where not needed."""
-    if not gradient_needs_dispatcher(dscores):
-        key = None if call.plan is None else gradient_key(call, needs, dscores, (saved, *operands))
-        return run(compute_gradients, dscores, saved, operands, call.options, needs, call.impl, key)  # type: ignore[no-any-return]
-    problem = Problem.of(operands, call.options)
-    return _in_shape(
-        registered_gradients(dscores.reshape(problem.score_shape), saved, problem, needs, call.impl), operands
-    )
+    divisor = 1.0 if call.plan is None else call.divisor
+    if gradient_needs_dispatcher(dscores):
+        problem = Problem.of(operands, call.options)
+        grad = (dscores / divisor).reshape(problem.score_shape)
+        return _in_shape(registered_gradients(grad, saved, problem, needs, call.impl), operands)
+    key = None if call.plan is None else gradient_key(call, needs, dscores, (saved, *operands))
+    plan = None if key is None else _kernels().GRADIENT_PLANS.find(key)
+    if plan is not None and is_on_current(dscores):
+        try:
+            return plan(*operands, saved, dscores)  # type: ignore[no-any-return]
+        except KernelUnavailableError:  # looks for what can run
+            pass
+    return run(compute_gradients, dscores, saved, operands, call.options, needs, call.impl, key, divisor)  # type: ignore[no-any-return]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -264,32 +275,32 @@ class _MaxSim(torch.autograd.Function):
     def forward(ctx: Any, queries: Tensor, documents: Tensor, operands: Operands, call: Call) -> Tensor:
         # torch looks at every argument in Python: what has no gradient comes in one
         ctx.call = call
-        scores, saved = run(_forward, queries, operands, call, True)
+        scores, saved = _run_forward(queries, operands, call, True)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(saved, *operands)
-        return scores  # type: ignore[no-any-return]
+        return scores
 
     @staticmethod
     def backward(ctx: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
         if dscores is None:
             return None, None, None, None
-        if ctx.call.plan is not None and ctx.call.divisor != 1.0:
-            dscores = dscores / ctx.call.divisor
         saved, *operands = ctx.saved_tensors
         grads = gradients(dscores, saved, Operands(*operands), ctx.call, ctx.needs_input_grad[:2])
         return (*grads, None, None)
 
 
-def _forward(queries: Tensor, operands: Operands, call: Call, with_saved: bool) -> tuple[Tensor, Tensor]:
+def _run_forward(queries: Tensor, operands: Operands, call: Call, with_saved: bool) -> tuple[Tensor, Tensor]:
     """Scores, in their final shape if ``call`` has a plan, and what backward needs."""
     if call.plan is None:
-        return compute(queries, Problem.of(operands, call.options), with_saved, call.impl)
+        return run(compute, queries, Problem.of(operands, call.options), with_saved, call.impl)  # type: ignore[no-any-return]
+    if not is_on_current(queries):
+        return run(_run_forward, queries, operands, call, with_saved)  # type: ignore[no-any-return]
     if not queries.is_cuda and any(tensor is not None for tensor in operands[4:7]):  # offsets and pairs
         check_values(Problem.of(operands, call.options), call.impl)
     try:
         return call.plan(*operands)
     except KernelUnavailableError:  # gives up what cannot be built; calls that follow are planned without it
-        scores, saved = compute(queries, Problem.of(operands, call.options), with_saved, call.impl)
+        scores, saved = run(compute, queries, Problem.of(operands, call.options), with_saved, call.impl)
         return scores.view(call.shape) / call.divisor, saved  # no view: it may be changed in place
 
 
@@ -298,7 +309,8 @@ def planned(key: Key | None, operands: Operands, call: Call, training: bool) -> 
     of_values = training and operands.pairs is not None and operands.cu_queries is not None  # its longest query
     if key is None or call.impl not in ("triton", "auto") or of_values:
         return call
-    plan = _kernels().plan_forward(Problem.of(operands, call.options), operands, training, call.shape, call.divisor)
+    problem, aligned = Problem.of(operands, call.options), is_aligned(key)
+    plan = _kernels().plan_forward(problem, operands, training, call.shape, aligned, call.divisor)
     return CALLS.keep(key, replace(call, plan=plan))
 
 
@@ -314,7 +326,7 @@ def scores(operands: Operands, call: Call, training: bool) -> Tensor:
     elif training:
         found = _MaxSim.apply(operands.queries, operands.documents, operands, call)  # type: ignore[no-untyped-call]
     else:
-        found = run(_forward, operands.queries, operands, call, False)[0]
+        found = _run_forward(operands.queries, operands, call, False)[0]
     return found if call.plan is not None else found.view(call.shape)  # type: ignore[no-any-return]
 
 

@@ -210,9 +210,12 @@ class Step:
         numbers: the arguments after the tensors.
         constants: ``constexpr`` parameters, warps and stages.
         tma: by argument, how a tensor is described; those after the last one are plain pointers.
+
+    Attributes:
+        bound: what launches with tensors for which ``same`` holds, once that is known.
     """
 
-    __slots__ = ("_bound", "_constants", "_grid", "_kernel", "_launcher", "_numbers", "_ran", "_tma")
+    __slots__ = ("_constants", "_grid", "_kernel", "_launcher", "_numbers", "_ran", "_tma", "bound")
 
     def __init__(
         self,
@@ -224,18 +227,18 @@ class Step:
     ) -> None:
         self._kernel, self._constants, self._launcher = kernel, constants, launcher(kernel, constants)
         self._grid, self._numbers, self._tma = grid, numbers, tma
-        self._bound: Launch | None = None
+        self.bound: Launch | None = None
         self._ran = False
 
     def __call__(self, same: bool, *tensors: Tensor | Piece | None) -> None:
-        bound = self._bound
+        bound = self.bound
         if same and bound is not None:
             bound(tensors)
             return
         arguments = (*self._described(tensors), *self._numbers)
         self._launcher(self._grid, arguments)
         if same and self._ran:  # shapes that never come back need not pay for what is not repeated
-            self._bound = self._bind(arguments)
+            self.bound = self._bind(arguments)
         self._ran = True
 
     def _described(self, given: Sequence[Any]) -> Sequence[Any]:

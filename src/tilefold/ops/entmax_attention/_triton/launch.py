@@ -8,12 +8,19 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import Step
-from tilefold.ops._shared._triton.tensors import contiguous, one_byte, power_of_two, sm_count
+from tilefold.ops._shared._triton.tensors import Scratch, power_of_two, sm_count
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.internals import hooked
 from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
 from tilefold.ops.entmax_attention._triton.forward import output_kernel, resident_kernel
-from tilefold.ops.entmax_attention._triton.layout import is_readable, layout_of, outline, read_strides, readable
+from tilefold.ops.entmax_attention._triton.layout import (
+    is_readable,
+    layout_of,
+    outline,
+    packed_densely,
+    read_strides,
+    readable,
+)
 from tilefold.ops.entmax_attention._triton.packing import Tables, nan_if_broken
 from tilefold.ops.entmax_attention._triton.roots import roots_kernel
 from tilefold.ops.entmax_attention.configs import (
@@ -29,7 +36,6 @@ from tilefold.ops.entmax_attention.configs import (
     tolerance,
 )
 
-Shape = tuple[int, ...]
 Forward = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -50,8 +56,8 @@ class ForwardPlan:
     Attributes:
         aligned: whether q, k, v and whatever is given besides begin at multiples of 16 bytes.
         with_gradient: whether what delta is made from is kept.
-        stats: shape of the statistics; ``None`` where nobody reads them.
-        scratch: shapes of the map of live blocks, the maxima, the lists and their lengths; ``None`` without a map.
+        stats: memory of the statistics; ``None`` where nobody reads them.
+        scratch: that of the map of live blocks, the maxima, the lists and their lengths; ``None`` without a map.
         copies: whether q, k, v or the output must be copied for the kernels.
         tables: of a packed batch, and
         nan_if_broken: what becomes of its output if the offsets are broken.
@@ -61,8 +67,8 @@ class ForwardPlan:
 
     aligned: bool
     with_gradient: bool
-    stats: Shape | None
-    scratch: tuple[Shape, Shape, Shape, Shape] | None
+    stats: Scratch | None
+    scratch: tuple[Scratch, Scratch, Scratch, Scratch] | None
     copies: bool
     tables: Tables | None = None
     nan_if_broken: Step | None = None
@@ -79,14 +85,12 @@ def forward(plan: ForwardPlan, tensors: AttentionTensors) -> Forward:
     q, k, v, alpha, mask, cu_q, cu_k, seed = tensors
     out = torch.empty_like(q)
     out2 = torch.empty_like(q) if plan.with_gradient else None
-    stats = None if plan.stats is None else q.new_empty(plan.stats, dtype=torch.float32)
+    stats = None if plan.stats is None else plan.stats()
     live = maxima = lists = counts = None
     if plan.scratch is not None:
-        live = q.new_empty(plan.scratch[0], dtype=torch.int32)
-        maxima = q.new_empty(plan.scratch[1], dtype=torch.float32)
-        lists = q.new_empty(plan.scratch[2], dtype=torch.int32)
-        counts = q.new_empty(plan.scratch[3], dtype=torch.int32)
-    alpha, mask, cu_q, cu_k = contiguous(alpha), one_byte(mask), contiguous(cu_q), contiguous(cu_k)
+        live, maxima, lists, counts = (memory() for memory in plan.scratch)
+    if alpha is not None or mask is not None or cu_q is not None:
+        alpha, mask, cu_q, cu_k = packed_densely(alpha, mask, cu_q, cu_k)
     target, target2 = out, out if out2 is None else out2
     if plan.copies:
         q, k, v = readable(q), readable(k), readable(v)
@@ -130,10 +134,15 @@ def plan_forward(
     scratch = None
     if not (resident or short):
         programs = min(programs, config.programs * _turns(blocks) * _processors(q.device))
-        scratch = live, (programs, blocks, rows), (q.size(1), tiles, blocks), (q.size(1), tiles)
+        shapes = live, (programs, blocks, rows), (q.size(1), tiles, blocks), (q.size(1), tiles)
+        dtypes = torch.int32, torch.float32, torch.int32, torch.int32
+        first, second, third, fourth = (Scratch(s, d, q.device) for s, d in zip(shapes, dtypes, strict=True))
+        scratch = first, second, third, fourth
     copies = not all(is_readable(tensor) for tensor in (q, k, v, out))
     packed = tensors.packed
-    stats = (4, *tensors.stats_shape) if with_gradient or with_support or not resident else None
+    stats = None
+    if with_gradient or with_support or not resident:
+        stats = Scratch((4, *tensors.stats_shape), torch.float32, q.device)
     place = (aligned, with_gradient, stats, scratch, copies)
     if q.numel() == 0:
         return ForwardPlan(*place)

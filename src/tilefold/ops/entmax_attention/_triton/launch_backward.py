@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import Step, aligned
-from tilefold.ops._shared._triton.tensors import cdiv, contiguous, one_byte
+from tilefold.ops._shared._triton.tensors import Scratch, cdiv
 from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
 from tilefold.ops.entmax_attention._triton.backward import dkv_kernel, dq_kernel, key_lists_kernel, query_lists_kernel
 from tilefold.ops.entmax_attention._triton.layout import (
@@ -16,6 +16,7 @@ from tilefold.ops.entmax_attention._triton.layout import (
     is_readable,
     layout_of,
     outline,
+    packed_densely,
     read_strides,
     readable,
     write_strides,
@@ -26,6 +27,7 @@ from tilefold.ops.entmax_attention.configs import AttentionConfig, attention_con
 Needs = tuple[bool, bool, bool, bool]
 Saved = tuple[Tensor, Tensor, Tensor | None]  # what delta is made from, statistics, map of live blocks
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+Lists = tuple[Scratch, Scratch, Step]  # their memory, that of their lengths, and what fills them
 
 
 @dataclass(frozen=True)
@@ -34,23 +36,23 @@ class BackwardPlan:
 
     Attributes:
         needs: which of q, k, v and alpha want a gradient.
-        rows: shape of one number per row.
+        rows: memory of one number per row.
         copies: whether an operand must be copied for the kernels, or a gradient for its layout.
         tables: of a packed batch.
-        key_lists: shape of the lists of live blocks of keys for each tile of queries, and the kernel that fills them,
-            where there is a map.
+        key_lists: memory of the lists of live blocks of keys for each tile of queries and of their lengths, and the
+            kernel that fills them, where there is a map.
         dq: the kernel of dq, dalpha and what dk needs of every row; ``None`` where there is no query or no key.
         query_lists: as ``key_lists``, of the tiles of queries for each tile of keys.
         dkv: the kernel of dk and dv.
     """
 
     needs: Needs
-    rows: tuple[int, ...]
+    rows: Scratch
     copies: bool = False
     tables: Tables | None = None
-    key_lists: tuple[tuple[int, ...], Step] | None = None
+    key_lists: Lists | None = None
     dq: Step | None = None
-    query_lists: tuple[tuple[int, ...], Step] | None = None
+    query_lists: Lists | None = None
     dkv: Step | None = None
 
 
@@ -70,8 +72,9 @@ def backward(plan: BackwardPlan, dout: Tensor, tensors: AttentionTensors, saved:
     dv = like(v) if need_v else None
     if plan.copies:
         q, k, v, dout, out2 = (readable(t) for t in (q, k, v, dout, out2))
-    alpha, mask, cu_q, cu_k = contiguous(alpha), one_byte(mask), contiguous(cu_q), contiguous(cu_k)
-    delta = q.new_empty(plan.rows, dtype=torch.float32)
+    if alpha is not None or mask is not None or cu_q is not None:
+        alpha, mask, cu_q, cu_k = packed_densely(alpha, mask, cu_q, cu_k)
+    delta = plan.rows()
     dalpha = None
     if need_alpha:  # a packed batch may have rows of no sequence, should its offsets be broken
         dalpha = torch.empty_like(delta) if cu_q is None else torch.zeros_like(delta)
@@ -80,10 +83,13 @@ def backward(plan: BackwardPlan, dout: Tensor, tensors: AttentionTensors, saved:
     if plan.tables is not None:
         q_batch, q_start, k_batch, k_start = plan.tables(same, cu_q, cu_k)
     tables = (alpha, mask, cu_q, cu_k)
-    key_list, key_count = _filled(plan.key_lists, same, live)
+    key_list = key_count = query_list = query_count = None
+    if plan.key_lists is not None:
+        key_list, key_count = _filled(plan.key_lists, same, live)
     plan.dq(same, q, k, v, dout, out2, dq, delta, dalpha, stats, key_list, key_count, *tables, q_batch, q_start, seed)
     if plan.dkv is not None:
-        query_list, query_count = _filled(plan.query_lists, same, live, cu_q, cu_k, q_start, k_batch, k_start)
+        if plan.query_lists is not None:
+            query_list, query_count = _filled(plan.query_lists, same, live, cu_q, cu_k, q_start, k_batch, k_start)
         plan.dkv(same, q, k, v, dout, dk, dv, delta, stats, query_list, query_count, *tables, k_batch, k_start, seed)
     if plan.copies:
         laid_out = zip((dq, dk, dv), tensors[:3], strict=True)
@@ -91,14 +97,10 @@ def backward(plan: BackwardPlan, dout: Tensor, tensors: AttentionTensors, saved:
     return dq, dk, dv, None if dalpha is None else dalpha.sum(dim=(0, 2))
 
 
-def _filled(
-    lists: tuple[tuple[int, ...], Step] | None, same: bool, live: Tensor | None, *tables: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Lists of live blocks or tiles, and their lengths, if there is a map."""
-    if lists is None or live is None:
-        return None, None
-    shape, step = lists
-    listed, count = live.new_empty(shape), live.new_empty(shape[:2])
+def _filled(lists: Lists, same: bool, live: Tensor | None, *tables: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Lists of live blocks or tiles, and their lengths."""
+    memory, lengths, step = lists
+    listed, count = memory(), lengths()
     step(same, live, listed, count, *tables)
     return listed, count
 
@@ -113,8 +115,9 @@ def plan_backward(
 ) -> BackwardPlan:
     """How gradients for tensors like these are launched."""
     (q, k, v), (out2, _, live), (need_q, need_k, need_v, need_alpha) = tensors[:3], saved, needs
+    rows = Scratch(tensors.stats_shape, torch.float32, q.device)
     if q.numel() == 0 or k.numel() == 0:
-        return BackwardPlan(needs, tensors.stats_shape)
+        return BackwardPlan(needs, rows)
     if live is not None and live.numel() == 0:  # of a registered operator, which returns tensors only
         live = None
     config = attention_config(q, tensors.seed is not None)
@@ -155,14 +158,18 @@ def plan_backward(
         )  # fmt: skip
     key_lists = query_lists = None
     if live is not None:
-        key_lists = (heads, q_tiles, blocks), _key_lists(live, blocks)
+        key_lists = _lists((heads, q_tiles, blocks), _key_lists(live, blocks), q.device)
         if dkv is not None:
             shape = (heads, k_tiles, list_length)
-            query_lists = shape, _query_lists(live, config, packed, (*sizes, k_per), shape)
+            query_lists = _lists(shape, _query_lists(live, config, packed, (*sizes, k_per), shape), q.device)
     grads = (t for t, needed in zip((q, k, v), needs[:3], strict=True) if needed)
     copies = not all(is_readable(t) for t in (q, k, v, dout, out2)) or any(outline(t).stride(-1) != 1 for t in grads)
     tables = Tables(layout.batch, q_tiles, config.rows, k_tiles, config.dkv_keys) if packed else None
-    return BackwardPlan(needs, tensors.stats_shape, copies, tables, key_lists, dq, query_lists, dkv)
+    return BackwardPlan(needs, rows, copies, tables, key_lists, dq, query_lists, dkv)
+
+
+def _lists(shape: tuple[int, int, int], step: Step, device: torch.device) -> Lists:
+    return Scratch(shape, torch.int32, device), Scratch(shape[:2], torch.int32, device), step
 
 
 def _key_lists(live: Tensor, blocks: int) -> Step:

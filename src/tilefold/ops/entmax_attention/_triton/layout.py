@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared._triton.tensors import power_of_two
+from tilefold.ops._shared._triton.tensors import contiguous, one_byte, power_of_two
 from tilefold.ops._shared.entmax_root import kernel_kind
 from tilefold.ops._shared.philox import dropout_threshold
 from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
@@ -62,6 +62,13 @@ def is_readable(tensor: Tensor) -> bool:
 def readable(tensor: Tensor) -> Tensor:
     """The tensor, or a copy that the kernels can read."""
     return tensor if is_readable(tensor) else tensor.contiguous()
+
+
+def packed_densely(
+    alpha: Tensor | None, mask: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """As the kernels read them: contiguous, and the mask in bytes."""
+    return contiguous(alpha), one_byte(mask), contiguous(cu_q), contiguous(cu_k)
 
 
 def empty_like_writable(tensor: Tensor) -> Tensor:

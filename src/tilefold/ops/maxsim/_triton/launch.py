@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilefold.ops._shared._triton.launch import Step, rows_fit_descriptor
 from tilefold.ops._shared._triton.offsets import int32_step
 from tilefold.ops._shared._triton.tensors import cdiv, sm_count
-from tilefold.ops._shared.call_cache import CallCache, call_key
+from tilefold.ops._shared.call_cache import CallCache, call_key, is_aligned
 from tilefold.ops._shared.fallback import KernelUnavailableError, give_up, given_up
 from tilefold.ops._shared.internals import Tma
 from tilefold.ops._shared.winners import no_winner
@@ -36,7 +36,8 @@ def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
     key = call_key(operands, (problem.options, with_saved))
     plan = PLANS.find(key)
     if plan is None:
-        plan = plan_forward(problem, operands, with_saved, problem.score_shape)
+        aligned = key is not None and is_aligned(key)
+        plan = plan_forward(problem, operands, with_saved, problem.score_shape, aligned)
         if key is not None:
             PLANS.keep(key, plan)
     try:
@@ -51,7 +52,12 @@ def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
 
 
 def plan_forward(
-    problem: Problem, operands: Operands, with_saved: bool, shape: tuple[int, ...], divisor: float = 1.0
+    problem: Problem,
+    operands: Operands,
+    with_saved: bool,
+    shape: tuple[int, ...],
+    aligned: bool,
+    divisor: float = 1.0,
 ) -> Plan:
     """How tensors like the ``operands`` of a problem are scored.
 
@@ -60,6 +66,7 @@ def plan_forward(
         operands: as the plan will get them.
         with_saved: whether what backward needs is kept.
         shape: of the scores, which lie in the order of ``problem.score_shape``.
+        aligned: whether all operands are known to begin at multiples of 16 bytes.
         divisor: of all scores; 1 with quantized documents.
     """
     queries, device, dim = problem.queries, problem.queries.device, problem.queries.size(1)
@@ -67,7 +74,7 @@ def plan_forward(
     if with_saved:
         stages.append(_make_saved(problem))
     if 0 in shape:
-        return Plan(tuple(stages), (at.SCORES, at.SAVED))
+        return Plan(tuple(stages), (at.SCORES, at.SAVED), aligned)
     everything = problem.pairing == "all"
     rows = queries.size(0) if everything else problem.query_length or queries.size(0)
     stored = problem.documents.dtype
@@ -90,7 +97,7 @@ def plan_forward(
     else:
         add = _add_all_pairs if everything else _add_listed_pairs
         add(stages, problem, config, constants, described, divisor)
-    return Plan(tuple(stages), (at.SCORES, at.SAVED), tma is not None)
+    return Plan(tuple(stages), (at.SCORES, at.SAVED), aligned, tma is not None)
 
 
 def _itself(tensor: Tensor) -> Tensor:

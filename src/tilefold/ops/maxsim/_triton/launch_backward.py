@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import Grid, Step
 from tilefold.ops._shared._triton.tensors import cdiv
-from tilefold.ops._shared.call_cache import ALIGNMENT, CallCache, Key, call_key
+from tilefold.ops._shared.call_cache import CallCache, Key, call_key, is_aligned
 from tilefold.ops._shared.winners import no_winner
 from tilefold.ops.maxsim._problem import Operands, Options, Problem
 from tilefold.ops.maxsim._triton import plan as at
@@ -31,38 +31,50 @@ MANY_ROWS = 16384
 MAX_PROGRAMS = 4096  # that keep a list of winners each; the rest of the work is dealt to them
 
 Needs = tuple[bool, bool]  # whether queries and documents want a gradient
-PLANS: CallCache[Plan] = CallCache()
+GRADIENT_PLANS: CallCache[Plan] = CallCache()
 
 
 def backward(
-    operands: Operands, options: Options, dscores: Tensor, saved: Tensor, needs: Needs, key: Key | None = None
+    operands: Operands,
+    options: Options,
+    dscores: Tensor,
+    saved: Tensor,
+    needs: Needs,
+    key: Key | None = None,
+    divisor: float = 1.0,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of queries and documents, in their shapes and dtypes; ``None`` where not needed.
 
-    ``key`` is that of a call with a plan; that of any other is made here.
+    ``key`` is that of a call with a plan; that of any other is made here. ``dscores`` are those of scores that were
+    divided by ``divisor``.
     """
     tensors = (*operands, saved, dscores)
     if key is None:
-        key = call_key(tensors, (options, needs))
-    plan = PLANS.find(key)
+        key = call_key(tensors, (options, needs, divisor))
+    plan = GRADIENT_PLANS.find(key)
     if plan is None:
-        plan = plan_backward(Problem.of(operands, options), operands, dscores, saved, needs)
+        problem, known = Problem.of(operands, options), key is not None and is_aligned(key)
+        plan = plan_backward(problem, operands, dscores, saved, needs, divisor, known)
         if key is not None:
-            PLANS.keep(key, plan)
+            GRADIENT_PLANS.keep(key, plan)
     dqueries, ddocuments = plan(*tensors)
     return dqueries, ddocuments
 
 
-def plan_backward(problem: Problem, operands: Operands, dscores: Tensor, saved: Tensor, needs: Needs) -> Plan:
+def plan_backward(
+    problem: Problem, operands: Operands, dscores: Tensor, saved: Tensor, needs: Needs, divisor: float, aligned: bool
+) -> Plan:
     """How gradients are computed of tensors like these.
 
     Args:
         problem: the operands as rows; only what makes a call's key is looked at.
         operands, dscores, saved: as the plan will get them.
         needs: which gradients are asked for.
+        divisor: of the scores.
+        aligned: whether all these tensors are known to begin at multiples of 16 bytes.
     """
-    aligned = all(x is None or x.data_ptr() % ALIGNMENT == 0 for x in (*operands, saved, dscores))
-    planning = _Planning(problem, backward_config(problem.queries.dtype, problem.queries.device), saved.dtype, dscores)
+    config = backward_config(problem.queries.dtype, problem.queries.device)
+    planning = _Planning(problem, config, saved.dtype, dscores, divisor)
     stages = copies(operands, masks=bool(problem.temperature))
     if not saved.is_contiguous():
         stages.append(Derive(at.SAVED, Tensor.contiguous, at.SAVED))
@@ -73,7 +85,7 @@ def plan_backward(problem: Problem, operands: Operands, dscores: Tensor, saved: 
     for side, rows in ((1, operands.documents), (0, operands.queries)):
         if needs[side]:
             stages += planning.gradient(side, rows, saved.numel() == 0)
-    return Plan(tuple(stages), (at.DQUERIES, at.DDOCUMENTS))
+    return Plan(tuple(stages), (at.DQUERIES, at.DDOCUMENTS), aligned)
 
 
 def _largest(dscores: Tensor) -> Tensor:
@@ -101,12 +113,14 @@ class _Planning:
         problem, config: what is differentiated, and with which tiles.
         saved_dtype: of winners, or smooth maxima.
         dscores: the scores' gradient, or one laid out like it.
+        divisor: of the scores.
     """
 
     problem: Problem
     config: BackwardConfig
     saved_dtype: torch.dtype
     dscores: Tensor
+    divisor: float
     strides: tuple[int, int] = (0, 0)  # of dscores over queries, and over documents (or pairs)
     has_largest: bool = False
 
@@ -136,8 +150,9 @@ class _Planning:
     def gradient(self, side: int, rows: Tensor, empty: bool) -> list[Stage]:
         """The gradient of queries (0) or documents (1), ``rows`` in the caller's shape."""
         p, place = self.problem, at.DDOCUMENTS if side else at.DQUERIES
-        # rows that no sequence holds, should offsets be broken, have none
-        fill = 0.0 if empty or p.cu_queries is not None or p.cu_documents is not None else None
+        # rows that no sequence holds, should offsets be broken, have none; those of queries of all pairs are written
+        packed = p.cu_documents is not None if side else p.cu_queries is not None and p.pairing != "all"
+        fill = 0.0 if empty or packed else None
         if empty:
             return [Make(place, rows, rows.shape, rows.dtype, fill)]
         # a unit vector's gradient is projected in fp32, before the only rounding
@@ -182,7 +197,15 @@ class _Planning:
             config.warps_few, config.stages_q, BLOCK_N=config.block_n, BLOCK_D=config.block_d,
             NO_WINNER=no_winner(self.saved_dtype),
         )  # fmt: skip
-        numbers = (count, p.documents.size(0), p.n_documents, p.query_length, p.document_length, *self.strides)
+        numbers = (
+            count,
+            p.documents.size(0),
+            p.n_documents,
+            p.query_length,
+            p.document_length,
+            *self.strides,
+            self.divisor,
+        )
         grid = (count, cdiv(p.queries.size(1), config.block_d), 1)
         places = (
             at.DSCORES, at.SAVED, at.DOCUMENTS, at.QUERY_SCALE, at.DOCUMENT_SCALE, at.CU_DOCUMENTS, at.ROW_QUERY, out,
@@ -197,12 +220,12 @@ class _Planning:
         )  # fmt: skip
         grid = self._blocks_of_queries(config.block_r, config.block_d)
         places = (at.DSCORES, at.SAVED, at.DOCUMENTS, at.QUERY_SCALE, at.DOCUMENT_SCALE, *_OFFSETS, out)
-        return Run(Step(dqueries_kernel, grid, (*self._sizes, *self.strides), constants), places)
+        return Run(Step(dqueries_kernel, grid, (*self._sizes, *self.strides, self.divisor), constants), places)
 
     def _smooth_queries(self, out: int) -> Run:
         p, config = self.problem, self.config
         constants = self._smooth_constants(HAS_DMASK=p.document_mask is not None)
-        numbers = (*self._sizes, *self.strides, 1.0 / p.temperature)
+        numbers = (*self._sizes, *self.strides, 1.0 / p.temperature, self.divisor)
         grid = self._blocks_of_queries(config.smooth_r, config.block_dd)
         places = (*_SMOOTH, at.DOCUMENT_MASK, *_OFFSETS, out)
         return Run(Step(smooth_dqueries_kernel, grid, numbers, constants), places)
@@ -240,14 +263,15 @@ class _Planning:
             at.DSCORES, at.SAVED, at.QUERIES, at.QUERY_SCALE, at.LARGEST, at.CU_QUERIES, at.CU_DOCUMENTS, at.ORDER,
             at.FIRST, at.INDEX, out,
         )  # fmt: skip
-        return Run(Step(ddocuments_kernel, grid, (*self._sizes, slices, self.strides[1]), constants), places)
+        numbers = (*self._sizes, slices, self.strides[1], self.divisor)
+        return Run(Step(ddocuments_kernel, grid, numbers, constants), places)
 
     def _smooth_documents(self, out: int) -> Run:
         p, config = self.problem, self.config
         constants = self._smooth_constants(HAS_QMASK=p.query_mask is not None, HAS_DMASK=p.document_mask is not None)
         slices = self._slices(config.smooth_t)
         grid = (p.n_documents, slices, cdiv(p.queries.size(1), config.block_dd))
-        numbers = (*self._sizes, slices, *self.strides, 1.0 / p.temperature)
+        numbers = (*self._sizes, slices, *self.strides, 1.0 / p.temperature, self.divisor)
         places = (*_SMOOTH, at.QUERY_MASK, at.DOCUMENT_MASK, *_OFFSETS, out)
         return Run(Step(smooth_ddocuments_kernel, grid, numbers, constants), places)
 
@@ -266,7 +290,7 @@ class _Planning:
         places = (
             at.DSCORES, at.SAVED, at.QUERIES, at.QUERY_SCALE, at.LARGEST, at.CU_DOCUMENTS, at.ROW_QUERY, at.LISTS, out,
         )  # fmt: skip
-        step = Step(ddocuments_listed_kernel, grid, (*sizes, *self.strides), constants)
+        step = Step(ddocuments_listed_kernel, grid, (*sizes, *self.strides, self.divisor), constants)
         return [
             Make(at.LISTS, p.queries, (grid[0] * grid[1] * capacity,), torch.int32),
             Run(step, places, last=(at.LISTS,)),

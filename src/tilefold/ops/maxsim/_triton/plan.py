@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared._triton.launch import Step, aligned
+from tilefold.ops._shared._triton.launch import Step
 from tilefold.ops._shared._triton.tensors import without_memory
 from tilefold.ops._shared.call_cache import ALIGNMENT
 from tilefold.ops._shared.internals import hooked
@@ -78,7 +78,11 @@ class Run:
         self._pick: Callable[[Places], tuple[Tensor | None, ...]] = itemgetter(*places)
 
     def __call__(self, places: Places, same: bool) -> None:
-        self._step(same, *self._pick(places))
+        bound = self._step.bound
+        if same and bound is not None:  # as the step would: one function fewer
+            bound(self._pick(places))
+        else:
+            self._step(same, *self._pick(places))
         for place in self._last:
             places[place] = None
 
@@ -90,19 +94,22 @@ class Plan:
     Attributes:
         stages: what is made, derived and launched.
         results: the places of what it returns.
+        aligned: whether all tensors of its calls begin at multiples of 16 bytes.
         by_tma: whether a kernel reads documents through a TMA descriptor.
     """
 
     stages: tuple[Stage, ...]
     results: tuple[int, ...]
+    aligned: bool = False
     by_tma: bool = False
 
     def __call__(self, *tensors: Tensor | None) -> tuple[Any, ...]:
         """Run every stage on the current device and stream."""
-        same = aligned(*tensors)
-        if not same:  # kernels are built for aligned tensors: a copy costs less than another build, and adds up alike
+        if (
+            not self.aligned
+        ):  # kernels are built for aligned tensors: a copy costs less than another build, and adds up alike
             tensors = tuple([x if x is None or x.data_ptr() % ALIGNMENT == 0 else _copy(x) for x in tensors])
-            same = not hooked()
+        same = not hooked()
         places: Places = [*tensors, *_BLANK[len(tensors) :]]
         for stage in self.stages:
             stage(places, same)

@@ -52,22 +52,23 @@ def _add_listed(
         "length_d",
         "stride_q",
         "stride_d",
+        "divisor",
     ]
 )
 def ddocuments_listed_kernel(
     dscore_ptr, saved_ptr, query_ptr, query_scale_ptr, largest_ptr, cu_d_ptr, row_query_ptr, list_ptr, ddoc_ptr,
-    Tq, Td, Nd, slices, length_q, length_d, stride_q, stride_d,
+    Tq, Td, Nd, slices, length_q, length_d, stride_q, stride_d, divisor,
     D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
     CAPACITY: tl.constexpr, ALIGNED: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_LARGEST: tl.constexpr, NO_WINNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``ddocuments[t] = sum over the query rows that t won of dscore * queries[row]``.
+    """``ddocuments[t] = sum over the query rows that t won of dscore * queries[row]``, divided by ``divisor``.
 
     Work item ``i`` is slice ``i % slices`` of document ``i // slices``: every ``slices``-th tile of it.
     """
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     list_ptr += (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * CAPACITY
-    unit = grad_unit(largest_ptr, HAS_LARGEST)
+    unit, weight = grad_unit(largest_ptr, divisor, HAS_LARGEST)
     for item in range(tl.program_id(0), Nd * slices, tl.num_programs(0)):
         d = item // slices
         start, end, _ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
@@ -96,6 +97,6 @@ def ddocuments_listed_kernel(
             row_d = start + t0 + tl.arange(0, BLOCK_T)
             tl.store(
                 ddoc_ptr + row_d.to(tl.int64)[:, None] * D + k[None, :],
-                (acc * unit).to(ddoc_ptr.dtype.element_ty),
+                (acc * weight).to(ddoc_ptr.dtype.element_ty),
                 mask=(row_d < end)[:, None] & (k < D)[None, :],
             )

@@ -1,0 +1,75 @@
+"""What a repeated call may take of the host: functions, operations of torch and launches, counted without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="the launchers need triton")
+
+from tilefold.ops._shared._triton.releases import release
+
+ROOT = Path(__file__).resolve().parents[2]
+EMPTY = "empty autograd.Function, f+b"
+# name: functions of Python, and of C, beyond what an empty function takes; operations of torch; launches
+INFERENCE = {
+    "maxsim all pairs": (26, 30, 2, 1),
+    "maxsim all pairs, masked": (26, 34, 2, 1),
+    "maxsim all pairs, mean": (26, 30, 2, 1),
+    "maxsim all pairs, normalised": (34, 35, 4, 2),
+    "maxsim all pairs, temperature": (26, 30, 2, 1),
+    "maxsim packed documents": (28, 36, 6, 1),  # offsets of tensors on the CPU are checked: 4 operations
+    "maxsim packed": (28, 38, 6, 1),
+    "maxsim aligned": (26, 30, 2, 1),
+    "maxsim grouped": (26, 30, 2, 1),
+    "maxsim int8": (26, 35, 2, 1),
+    "maxsim fp8": (26, 35, 2, 1),
+    "entmax_attention N=128": (20, 30, 2, 1),
+}
+TRAINING = {
+    "maxsim all pairs": (52, 61, 10, 3),
+    "maxsim all pairs, masked": (52, 69, 10, 3),
+    "maxsim all pairs, mean": (52, 61, 10, 3),
+    "maxsim all pairs, normalised": (76, 81, 18, 7),
+    "maxsim all pairs, temperature": (51, 61, 8, 3),
+    "maxsim packed documents": (54, 72, 16, 3),
+    "maxsim packed": (57, 82, 18, 4),
+    "maxsim aligned": (50, 56, 8, 3),
+    "maxsim grouped": (51, 59, 8, 3),
+    "maxsim all pairs fp16": (55, 63, 12, 3),
+    "entmax_attention N=128": (47, 79, 14, 3),
+}
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, tuple[int, int, int, int]]:
+    """The rows of the script, run in a process of its own, which it leaves without kernels."""
+    if release() != (3, 6):
+        pytest.skip("the script stands in for the launchers of Triton 3.6")
+    command = [sys.executable, "-m", "benchmarks.host_steps", "--samples", "1", "--calls", "1"]
+    command += ["--only", "maxsim", "--only", "entmax", "--only", EMPTY]
+    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr[-2000:]
+    rows: dict[str, tuple[int, int, int, int]] = {}
+    for line in child.stdout.splitlines()[1:]:
+        numbers = line[44:].split()
+        if "Error" not in line:  # of packages that are missing
+            python, of_c, operations, launches = map(int, numbers[1:])
+            rows[line[:44].strip()] = (python, of_c, operations, launches)
+    return rows
+
+
+@pytest.mark.parametrize("name", [*(f"{n}, inference" for n in INFERENCE), *(f"{n}, f+b" for n in TRAINING)])
+def test_a_repeated_call_takes_no_more_of_the_host(name: str, counted: dict[str, tuple[int, int, int, int]]) -> None:
+    call, mode = name.rsplit(", ", 1)
+    bounds = (INFERENCE if mode == "inference" else TRAINING)[call]
+    python, of_c, *rest = counted[name]
+    if mode == "f+b":
+        python, of_c = python - counted[EMPTY][0], of_c - counted[EMPTY][1]
+    found = (python, of_c, *rest)
+    assert all(number <= bound for number, bound in zip(found, bounds, strict=True)), (found, bounds)
