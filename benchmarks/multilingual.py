@@ -1,12 +1,17 @@
 """SPLADE with an XLM-R-sized vocabulary (V = 250,002) on one GPU: Japanese questions and paragraphs, from nothing.
 
     python -m benchmarks.multilingual --tokenizer FOLDER --data FOLDER [--split dev] [--output benchmarks/results]
+    python -m benchmarks.multilingual --tokenizer FOLDER --data FOLDER --seconds 180 --output benchmarks/results
 
 No pretrained weights are needed: the start is :func:`tilefold.recipes.fresh.fresh_masked_lm`, which matches tokens. An
 optional warm-up predicts masked tokens of the documents (`--warm-up-steps`), then the pairs of the train split are
 learned with in-batch negatives and FLOPS penalties. Prints nDCG@10 and recall@100 of the untrained start, after the
 warm-up, and after training, each with the active terms of queries and documents, the time of the phase and the peak
-memory of the GPU. The command exits with 1 if training does not beat the start.
+memory of the GPU. Rows are saved as they are measured. The command exits with 1 if training does not beat the start.
+
+With `--seconds`, the training has as many steps, up to those of `--epochs`, as fit into the time that is left once the
+start was measured, some steps were timed, and the last evaluation is counted as long as the first one. The learning
+rate falls to zero within these steps.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from tilefold.bench.provenance import collect
 from tilefold.bench.results import results_file, write_csv
 from tilefold.losses import activated_lm_loss
 from tilefold.recipes import LsrRecipe, train
+from tilefold.recipes._training import total_steps
 from tilefold.recipes.fresh import fresh_masked_lm
 from tilefold.recipes.lsr import RegularizerSpec
 from tilefold.retrieval import (
@@ -43,36 +49,48 @@ from tilefold.retrieval.evaluation import active_terms
 MEASURES = ("nDCG@10", "R@100")
 CSV_KEY = ("collection", "split", "vocabulary", "phase", "seed")
 MASKED_SHARE = 0.15
+TIMED_STEPS, UNTIMED_STEPS = 30, 10  # of the training that measures the rate; kernels are built in the first ones
+RESERVE = 0.85  # share of the time left that is planned with
 
 
 def main(argv: Sequence[str]) -> int:
     """Start, warm-up, training; the exit code."""
+    began = time.perf_counter()
     options = parse(argv)
-    collection = shortened(load_collection(options.data), options)
+    collection = shortened(load_collection(options.data), options.documents, options.split)
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer, local_files_only=True)
     rows: list[dict[str, Any]] = []
+
+    def keep(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print(
+            f"{row['phase']:>8} nDCG@10 {row['ndcg10']:.4f} R@100 {row['recall100']:.4f}, terms of a query "
+            f"{row['query_terms']:.0f}, of a document {row['document_terms']:.0f}, {row['steps']} steps, "
+            f"{row['seconds']:.0f} s, peak {row['peak_mb']:.0f} MB",
+            flush=True,
+        )
+        if options.output is not None:
+            provenance = collect(torch.device(options.device))
+            path = results_file(options.output, "multilingual", provenance)
+            write_csv(path, rows, provenance, CSV_KEY)
+            print(f"results: {path}", flush=True)
+
     with tempfile.TemporaryDirectory(prefix="tilefold-multilingual-") as name:
         work = Path(name)
         sizes = {"width": options.width, "layers": options.layers, "heads": options.heads}
         base = fresh_masked_lm(tokenizer, work / "start", seed=options.seed, **sizes)
-        rows.append(measured("start", options, collection, base, work, steps=0))
+        begin = time.perf_counter()
+        keep(measured("start", options, collection, base, work, steps=0))
+        evaluation = time.perf_counter() - begin
         if options.warm_up_steps:
             begin = time.perf_counter()
             base = warm_up(base, work / "warm", collection, options)
             seconds = time.perf_counter() - begin
-            rows.append(measured("warm-up", options, collection, base, work, steps=0) | {"seconds": seconds})
-        rows.append(measured("trained", options, collection, base, work, steps=options.steps))
-    for row in rows:
-        print(
-            f"{row['phase']:>8} nDCG@10 {row['ndcg10']:.4f} R@100 {row['recall100']:.4f}, terms of a query "
-            f"{row['query_terms']:.0f}, of a document {row['document_terms']:.0f}, {row['seconds']:.0f} s, peak "
-            f"{row['peak_mb']:.0f} MB"
-        )
-    if options.output is not None:
-        provenance = collect(torch.device(options.device))
-        path = results_file(options.output, "multilingual", provenance)
-        write_csv(path, rows, provenance, CSV_KEY)
-        print(f"results: {path}")
+            keep(measured("warm-up", options, collection, base, work, steps=0) | {"seconds": seconds})
+        steps = options.steps
+        if options.seconds is not None:
+            steps = affordable_steps(options, collection, base, work, began + options.seconds - evaluation)
+        keep(measured("trained", options, collection, base, work, steps=steps))
     return 0 if rows[-1]["ndcg10"] > rows[0]["ndcg10"] else 1
 
 
@@ -85,6 +103,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--split", default="dev", help="judgements that are evaluated")
     add("--steps", type=int, help="training steps; by default --epochs decides")
     add("--epochs", type=float, default=2.0)
+    add("--seconds", type=float, help="time of the whole command; steps are chosen to keep it")
     add("--warm-up-steps", type=int, default=0, help="steps of masked-token prediction before")
     add("--batch-size", type=int, default=64)
     add("--learning-rate", type=float, default=2e-4)
@@ -97,32 +116,33 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--output", type=Path, help="folder for <device>/multilingual.csv")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.seconds is not None and options.steps is not None:
+        parser.error("--steps and --seconds both say how long to train; give one of them")
+    return options
 
 
-def shortened(collection: Collection, options: argparse.Namespace) -> Collection:
-    """Half of so many documents from the answers of either split, with the judgements of those."""
-    if options.documents is None:
+def shortened(collection: Collection, count: int | None, split: str) -> Collection:
+    """Half of so many documents from the answers of either split, with the judgements of those; all for None."""
+    if count is None:
         return collection
-    splits = {split: collection.split_qrels(split) for split in ("train", options.split)}
+    splits = {name: collection.split_qrels(name) for name in ("train", split)}
     names = set()
     for qrels in splits.values():
-        names |= set(list(dict.fromkeys(name for row in qrels.values() for name in row))[: options.documents // 2])
+        names |= set(list(dict.fromkeys(name for row in qrels.values() for name in row))[: count // 2])
     documents = {name: collection.documents[name] for name in sorted(names)}
     kept = {
-        split: {query: row for query, row in qrels.items() if set(row) <= set(documents)}
-        for split, qrels in splits.items()
+        name: {query: row for query, row in qrels.items() if set(row) <= set(documents)}
+        for name, qrels in splits.items()
     }
     queries = {query: collection.queries[query] for qrels in kept.values() for query in qrels}
     return Collection(collection.name, documents, queries, kept)
 
 
-def measured(
-    phase: str, options: argparse.Namespace, collection: Collection, base: Path, work: Path, steps: int | None
-) -> dict[str, Any]:
-    """Train so many steps from `base`, encode, search exactly, evaluate; a row of the results."""
+def recipe_of(options: argparse.Namespace, base: Path, steps: int | None) -> LsrRecipe:
+    """SPLADE from `base` as the arguments say; without `steps`, the epochs decide."""
     penalty = RegularizerSpec(weight=options.penalty)
-    recipe = LsrRecipe(
+    return LsrRecipe(
         "multilingual",
         base_model=str(base),
         max_steps=steps,
@@ -136,6 +156,39 @@ def measured(
         save_minutes=1e6,
         seed=options.seed,
     )
+
+
+def affordable_steps(
+    options: argparse.Namespace, collection: Collection, base: Path, work: Path, deadline: float
+) -> int:
+    """Steps that end by `deadline`, a value of ``time.perf_counter()``, at the rate of some steps that are timed here.
+
+    Raises:
+        ValueError: if not even one fits.
+    """
+    stamps: list[float] = []
+    few = shortened(collection, 2 * TIMED_STEPS * options.batch_size, options.split)
+    begin = time.perf_counter()
+    timed = recipe_of(options, base, TIMED_STEPS)
+    train(timed, few, work / "model-timed", progress=lambda *_: stamps.append(time.perf_counter()))
+    rate = (stamps[-1] - stamps[UNTIMED_STEPS - 1]) / (TIMED_STEPS - UNTIMED_STEPS)
+    fixed = time.perf_counter() - begin - (stamps[-1] - stamps[0])  # of loading, the first step, and saving
+    left = RESERVE * (deadline - time.perf_counter() - fixed)
+    whole = total_steps(recipe_of(options, base, None), len(collection.pairs("train")))
+    steps = min(whole, int(left / rate))
+    if steps < 1:
+        raise ValueError(
+            f"--seconds: expected time for a step of {rate:.2f} s, got {left:.0f} s beside measuring and loading; "
+            "give more, or smaller sizes."
+        )
+    print(f"{rate * 1e3:.0f} ms a step: {steps} of {whole} steps fit into {left:.0f} s", flush=True)
+    return steps
+
+
+def measured(
+    phase: str, options: argparse.Namespace, collection: Collection, base: Path, work: Path, steps: int | None
+) -> dict[str, Any]:
+    """Train so many steps from `base`, encode, search exactly, evaluate; a row of the results."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     begin = time.perf_counter()
@@ -144,7 +197,7 @@ def measured(
         if step % 50 == 0:
             print(f"{phase}: step {step} of {total}, loss {loss}", file=sys.stderr)
 
-    train(recipe, collection, work / f"model-{phase}", progress=progress)
+    result = train(recipe_of(options, base, steps), collection, work / f"model-{phase}", progress=progress)
     seconds = time.perf_counter() - begin
     peak = torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else float("nan")
     return {
@@ -153,6 +206,10 @@ def measured(
         "vocabulary": AutoTokenizer.from_pretrained(str(base), local_files_only=True).vocab_size,
         "phase": phase,
         "seed": options.seed,
+        "steps": result.steps,
+        "batch_size": options.batch_size,
+        "max_length": options.max_length,
+        "bf16": result.bf16,
         **scores(work / f"model-{phase}", collection, options, work / f"vectors-{phase}"),
         "seconds": seconds,
         "peak_mb": peak,

@@ -9,6 +9,7 @@ import pytest
 from benchmarks import causal_lm, multilingual
 from tests.recipes.small import small_collection
 from tests.recipes.tiny import wordpiece
+from tilefold.bench.results import read_csv
 from tilefold.recipes.decoders import causal_splade
 
 
@@ -26,16 +27,40 @@ def test_a_causal_model_is_made_adapted_and_read_in_every_way(data: Path, tmp_pa
     assert (model.encode(["read zip archives"], convert_to_sparse_tensor=False) > 0).any()
 
 
-def test_a_model_from_nothing_is_measured_before_and_after(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture(scope="module")
+def multilingual_arguments(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     collection = small_collection()
     tokenizer = wordpiece([*collection.contents().values(), *collection.queries.values()])
-    tokenizer.save_pretrained(str(tmp_path / "tokenizer"))
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(str(folder))
     sizes = ["--width", "64", "--layers", "1", "--heads", "2", "--max-length", "32", "--batch-size", "4"]
-    steps = ["--steps", "2", "--warm-up-steps", "1", "--split", "test", "--device", "cpu"]
-    where = ["--tokenizer", str(tmp_path / "tokenizer"), "--data", str(data), "--output", str(tmp_path / "results")]
-    assert multilingual.main([*where, *sizes, *steps]) in (0, 1)  # two steps need not help
+    return ["--tokenizer", str(folder), "--data", str(data), "--split", "test", "--device", "cpu", *sizes]
+
+
+def test_a_model_from_nothing_is_measured_before_and_after(
+    multilingual_arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = ["--steps", "2", "--warm-up-steps", "1", "--output", str(tmp_path / "results")]
+    assert multilingual.main([*multilingual_arguments, *steps]) in (0, 1)  # two steps need not help
     printed = capsys.readouterr().out
     assert all(f"{phase} nDCG@10" in printed for phase in ("start", "warm-up", "trained"))
-    assert "multilingual.csv" in printed
+    (file,) = (tmp_path / "results").rglob("multilingual.csv")
+    assert [(row["phase"], row["steps"]) for row in read_csv(file)] == [
+        ("start", "0"),
+        ("warm-up", "0"),
+        ("trained", "2"),
+    ]
+
+
+def test_training_keeps_the_time_that_it_is_given(
+    multilingual_arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(multilingual, "TIMED_STEPS", 5)
+    monkeypatch.setattr(multilingual, "UNTIMED_STEPS", 2)
+    assert multilingual.main([*multilingual_arguments, "--epochs", "3", "--seconds", "600"]) in (0, 1)
+    printed = capsys.readouterr().out
+    assert "ms a step: 9 of 9 steps fit into" in printed and ", 9 steps, " in printed
+    with pytest.raises(ValueError, match="--seconds: expected time for a step of"):
+        multilingual.main([*multilingual_arguments, "--seconds", "0.1"])
+    with pytest.raises(SystemExit):
+        multilingual.main([*multilingual_arguments, "--seconds", "9", "--steps", "1"])

@@ -78,6 +78,31 @@ def test_negative_weights_keep_their_gradient_while_training(form: str) -> None:
     torch.testing.assert_close(module(getattr(case, form)(case.hidden))["sentence_embedding"], expected.clamp(min=0))
 
 
+@pytest.mark.parametrize("form", ["features", "packed"])
+def test_weights_saturate_as_frequencies_do_in_bm25_and_train_as_they_are(form: str) -> None:
+    case = batch(vocab=19)
+    case.ids[2, 1:4] = 7
+    plain = TokenWeights(6, 19, "none", ignore_ids=IGNORED).double()
+    module = TokenWeights(6, 19, "none", ignore_ids=IGNORED, saturation=0.1).double()
+    module.load_state_dict(plain.state_dict())
+    inputs = getattr(case, form)
+    same(
+        module(inputs(case.hidden))["sentence_embedding"],
+        plain(inputs(case.hidden))["sentence_embedding"],
+        [case.hidden],
+    )
+    k1, frequency = 10.0, 100 * plain.eval()(inputs(case.hidden))["sentence_embedding"]
+    expected = frequency * (k1 + 1) / (frequency + k1)  # BM25 without length normalisation
+    module.eval()
+    weights = module(inputs(case.hidden))["sentence_embedding"]
+    torch.testing.assert_close(weights * (k1 + 1), expected)
+    assert 0 < (weights > 0).sum() < (case.hidden.size(0) * 19) and weights.max() < 1
+    rows = module.fused_scores(inputs(case.hidden), None, out_dtype=None, impl="auto", sparse=SparseOptions(None, 0.0))
+    torch.testing.assert_close(rows.to_dense(), weights)
+    with pytest.raises(ValueError, match="saturation must be a finite number above 0 or None, got 0"):
+        TokenWeights(6, 19, saturation=0)
+
+
 def test_the_loss_of_deepct_reaches_terms_below_zero() -> None:
     case = batch(vocab=19)
     module = TokenWeights(6, 19, "none", ignore_ids=IGNORED).double()

@@ -127,6 +127,20 @@ def test_idf_queries_are_fitted_on_the_collection_and_learn_at_a_rate_of_their_o
         train(fixed, replace(collection, documents=more), tmp_path / "fixed", negatives=scores)
 
 
+def test_deepct_starts_at_an_idf_match_and_keeps_its_saturation(
+    bases: dict[str, str], collection: Collection, tmp_path: Path
+) -> None:
+    recipe = small_recipe(RECIPES["deepct"], bases)
+    texts = list(collection.contents().values())
+    start = load_base_model(recipe, texts).cpu().eval()
+    rows = start.encode_document(texts, convert_to_sparse_tensor=False)
+    assert set(rows[rows > 0].tolist()) == {0.5}  # all terms alike: queries' IDF decides
+    train(recipe, collection, tmp_path / "m")
+    model = load_encoder(str(tmp_path / "m"), device="cpu")
+    assert model[0].sub_modules["document"][1].saturation == 0.1
+    assert len(set(model.encode_document(texts, convert_to_sparse_tensor=False).flatten().tolist())) > 10
+
+
 def test_penalties_rise_with_a_warm_up_of_their_own_on_each_side() -> None:
     recipe = LsrRecipe(
         query_regularizer=RegularizerSpec("l1", 0.4, warmup_ratio=0.5),

@@ -32,6 +32,11 @@ class TokenWeights(FusedPooling, Module):  # type: ignore[misc]
     without a gradient; in training mode the ``max(0, ..)`` is left out, so that a loss of the weights themselves, as
     DeepCT's, still reaches terms that fell below 0.
 
+    With a ``saturation`` c, ``t`` is ``u / (u + c)``, where ``u = max(0, scale * act(linear(h)))``, in evaluation mode;
+    training mode, and its loss, keep the weights as they are. That is how BM25 counts a term frequency: DeepCT indexes
+    ``100 * weight`` as frequencies, of which BM25 with ``k1`` and no length normalisation makes ``u / (u + k1 / 100)``
+    (times ``k1 + 1``, which orders nothing).
+
     The encoder of uniCOIL (arXiv 2106.14807, ``"relu"``), DeepImpact (arXiv 2104.12016, ``"relu"``), DeepCT (arXiv
     1910.10687, ``"none"``), the query side of EPIC (arXiv 2004.14245, ``"log1p_softplus"``), and the "MLP" of the
     unified framework (arXiv 2303.13416, ``"log1p_relu"``).
@@ -45,6 +50,7 @@ class TokenWeights(FusedPooling, Module):  # type: ignore[misc]
         activation: as in :class:`HeadPooling`.
         scale: start of a learned factor on the weights; None has no such factor.
         ignore_ids: token ids that get no weight, for instance the special ones.
+        saturation: the weight that counts half, or None to count weights as they are.
 
     Attributes:
         linear: ``nn.Linear(D, 1)``.
@@ -56,7 +62,7 @@ class TokenWeights(FusedPooling, Module):  # type: ignore[misc]
 
     reads_logits = False
     config_keys: list[str] = [  # noqa: RUF012 - the attribute of the stock base class
-        "hidden_size", "vocab_size", "activation", "has_scale", "ignore_ids",
+        "hidden_size", "vocab_size", "activation", "has_scale", "ignore_ids", "saturation",
     ]  # fmt: skip
 
     def __init__(
@@ -67,14 +73,18 @@ class TokenWeights(FusedPooling, Module):  # type: ignore[misc]
         scale: float | None = None,
         ignore_ids: Iterable[int] = (),
         has_scale: bool = False,
+        saturation: float | None = None,
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}.")
+        if saturation is not None and not 0 < saturation < float("inf"):
+            raise ValueError(f"saturation must be a finite number above 0 or None, got {saturation!r}.")
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
         self.activation = activation
         self.ignore_ids = sorted({int(i) for i in ignore_ids})
+        self.saturation = saturation
         self.linear = nn.Linear(hidden_size, 1)
         if scale is None and not has_scale:
             self.register_parameter("scale", None)
@@ -93,7 +103,12 @@ class TokenWeights(FusedPooling, Module):  # type: ignore[misc]
             hidden = hidden.squeeze(0)
         product = self.linear(hidden).squeeze(-1)
         weights = activate(product.float() if autocasts(hidden) else product, self.activation)
-        return weights if self.scale is None else weights * self.scale
+        if self.scale is not None:
+            weights = weights * self.scale
+        if self.saturation is None or self.training:
+            return weights
+        weights = weights.clamp(min=0)
+        return weights / (weights + self.saturation)
 
     def forward(self, features: dict[str, Any]) -> dict[str, Any]:
         """Put ``sentence_embedding`` ``[B, V]`` and ``token_weights`` into ``features``."""

@@ -76,7 +76,7 @@ def build_mlp(spec: EncoderSpec, base: Base) -> list[Any]:
     """A Transformer without its LM head, and a learned weight for every token.
 
     The bias of the linear layer starts at 1, so that every token counts: with the usual start half of the tokens, or
-    all of a text, would have no weight and no gradient.
+    all of a text, would have no weight and no gradient. Weights that saturate all start at the one that counts half.
     """
     import torch
 
@@ -93,8 +93,11 @@ def build_mlp(spec: EncoderSpec, base: Base) -> list[Any]:
             activation=spec.activation or "relu",
             scale=spec.scale,
             ignore_ids=transformer.tokenizer.all_special_ids if drop else (),
+            saturation=spec.saturation,
         )
-        torch.nn.init.ones_(weights.linear.bias)
+        torch.nn.init.constant_(weights.linear.bias, 1.0 if spec.saturation is None else spec.saturation)
+        if spec.saturation is not None:
+            torch.nn.init.zeros_(weights.linear.weight)
     _continue_weights(weights, spec.base_model or base.base_model)
     return [transformer, weights]
 

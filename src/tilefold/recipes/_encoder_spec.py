@@ -19,7 +19,7 @@ KINDS: Mapping[str, frozenset[str]] = {
     "mlm": _HEAD | {"pooling", "drop_special_tokens"},
     "cls_mlm": _HEAD,
     "epic": frozenset({"layers", "drop_special_tokens", "top_k"}),
-    "mlp": _NETWORK | {"scale", "drop_special_tokens"},
+    "mlp": _NETWORK | {"scale", "drop_special_tokens", "saturation"},
     "binary": frozenset({"scale", "trainable"}),
     "idf": frozenset({"idf", "trainable"}),
     "causal": _CAUSAL,
@@ -56,6 +56,8 @@ class EncoderSpec(DictMixin):
         normalize: ``"l2"`` for vectors of length 1.
         scale: start of the learned factor on the weights of ``"mlp"`` (None: no such factor); the number of
             ``"binary"``, 0.3.
+        saturation: of ``"mlp"``: the weight that counts half when texts are encoded, as BM25 counts frequencies; the
+            loss sees the weights as they are. All tokens start with this one. None counts weights as they are.
         trainable: whether the numbers of ``"binary"`` (False) or ``"idf"`` (False), or the bias of the head of
             ``"splate"`` (False), are learned.
         idf: a JSON file of token -> weight; None counts document frequencies in the sample texts.
@@ -82,6 +84,7 @@ class EncoderSpec(DictMixin):
     lora: int | None = None
     literal_residual: bool | None = None
     head_model: str | None = None
+    saturation: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -96,7 +99,7 @@ class EncoderSpec(DictMixin):
         for name in ("drop_special_tokens", "trainable", "literal_residual"):
             if getattr(self, name) is not None:
                 check_flag(name, getattr(self, name))
-        for name in ("logit_scale", "scale"):
+        for name in ("logit_scale", "scale", "saturation"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), lambda value: value > 0, "greater than 0")
 

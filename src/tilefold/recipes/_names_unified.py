@@ -43,11 +43,12 @@ ENTRIES: tuple[Entry, ...] = (
         "deepct",
         "DeepCT: token weights that predict the share of relevant queries with the term",
         "1910.10687",
-        # DeepCT ranks by BM25, whose IDF the queries carry here; its weights alone know recall, and nothing of rarity
+        # DeepCT ranks by BM25: the queries carry its IDF, and 100 * recall is a frequency that saturates with k1 = 10.
+        # Without the saturation the few terms of high recall drown the others, and ranking is worse than before.
         LsrRecipe(
             "deepct",
             query=EncoderSpec("idf"),
-            document=EncoderSpec("mlp", activation="none"),
+            document=EncoderSpec("mlp", activation="none", saturation=0.1),
             loss={"term_recall": 1.0},
             **_NO_PENALTY,
         ),
