@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
+from benchmarks.masked_lm import predict_masked
 from tilefold.bench.provenance import collect
 from tilefold.bench.results import results_file, write_csv
-from tilefold.losses import activated_lm_loss
 from tilefold.recipes import LsrRecipe, train
 from tilefold.recipes._training import total_steps
 from tilefold.recipes.fresh import fresh_masked_lm
@@ -48,7 +48,6 @@ from tilefold.retrieval.evaluation import active_terms
 
 MEASURES = ("nDCG@10", "R@100")
 CSV_KEY = ("collection", "split", "vocabulary", "phase", "seed")
-MASKED_SHARE = 0.15
 TIMED_STEPS, UNTIMED_STEPS = 30, 10  # of the training that measures the rate; kernels are built in the first ones
 RESERVE = 0.85  # share of the time left that is planned with
 
@@ -238,39 +237,20 @@ def scores(folder: Path, collection: Collection, options: argparse.Namespace, ve
 
 
 def warm_up(base: Path, output: Path, collection: Collection, options: argparse.Namespace) -> Path:
-    """Predict masked tokens of the documents; vocabulary-wide logits exist for a chunk of the masked tokens alone."""
+    """Predict masked tokens of the documents."""
     tokenizer = AutoTokenizer.from_pretrained(str(base), local_files_only=True)
-    model = AutoModelForMaskedLM.from_pretrained(str(base), local_files_only=True).to(options.device).train()
-    texts = list(collection.contents().values())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
-    rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, options.warm_up_steps, pct_start=0.1)
-    draw = torch.Generator().manual_seed(options.seed)
-    head = model.get_output_embeddings()
-    for step in range(options.warm_up_steps):
-        rows = torch.randint(len(texts), (options.batch_size,), generator=draw).tolist()
-        batch = tokenizer(
-            [texts[row] for row in rows],
-            padding=True,
-            truncation=True,
-            max_length=options.max_length,
-            return_tensors="pt",
-        )
-        ids, mask = batch["input_ids"], batch["attention_mask"]
-        special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
-        chosen = (torch.rand(ids.shape, generator=draw) < MASKED_SHARE) & ~special & (mask != 0)
-        hidden_ids = ids.masked_fill(chosen, tokenizer.mask_token_id).to(options.device)
-        with torch.autocast(options.device, torch.bfloat16, enabled=options.device != "cpu"):
-            states = model.bert(input_ids=hidden_ids, attention_mask=mask.to(options.device)).last_hidden_state
-            states = model.cls.predictions.transform(states[chosen.to(options.device)])
-            labels = ids[chosen].to(options.device)
-            loss = activated_lm_loss(states, head.weight, labels, head.bias, activated_weight=0.0, chunk=2048)
-        optimizer.zero_grad()
-        torch.autograd.backward(loss.total)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        rate.step()
-        if step % 50 == 0:
-            print(f"warm-up: step {step} of {options.warm_up_steps}, loss {float(loss.plain):.3f}", file=sys.stderr)
+    model = AutoModelForMaskedLM.from_pretrained(str(base), local_files_only=True)
+    predict_masked(
+        model,
+        tokenizer,
+        list(collection.contents().values()),
+        steps=options.warm_up_steps,
+        batch_size=options.batch_size,
+        max_length=options.max_length,
+        learning_rate=options.learning_rate,
+        device=options.device,
+        seed=options.seed,
+    )
     model.save_pretrained(str(output))
     tokenizer.save_pretrained(str(output))
     return output

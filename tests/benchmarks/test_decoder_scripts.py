@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks import causal_lm, multilingual
+from benchmarks import causal_lm, masked_lm, multilingual
 from tests.recipes.small import small_collection
 from tests.recipes.tiny import wordpiece
 from tilefold.bench.results import read_csv
+from tilefold.recipes import get_recipe
 from tilefold.recipes.decoders import causal_splade
+from tilefold.recipes.lsr import load_base_model
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +27,19 @@ def test_a_causal_model_is_made_adapted_and_read_in_every_way(data: Path, tmp_pa
     sizes = ["--steps", "2", "--adaptation-steps", "2", "--batch-size", "2", "--length", "16", "--layers", "1"]
     assert causal_lm.main(["--data", str(data), "--output", str(tmp_path), "--device", "cpu", *sizes]) == 0
     model = causal_splade(tmp_path / "adapted", "echo", max_length=32, device="cpu")
+    assert (model.encode(["read zip archives"], convert_to_sparse_tensor=False) > 0).any()
+
+
+def test_a_modernbert_is_made_and_read_with_a_small_scale(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--steps", "2", "--batch-size", "2", "--length", "16", "--layers", "1", "--device", "cpu"]
+    assert masked_lm.main(["--data", str(data), "--output", str(tmp_path / "m"), *sizes]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["loss"] > 0 and 0 < said["share_above_0"] < 1 and said["terms_above_0"] > 16
+    recipe = get_recipe("splade-v2", base_model=str(tmp_path / "m"), max_length=32)
+    model = load_base_model(recipe, [])
+    assert model[1].logit_scale == 1 / 16
     assert (model.encode(["read zip archives"], convert_to_sparse_tensor=False) > 0).any()
 
 

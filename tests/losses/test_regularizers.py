@@ -15,6 +15,7 @@ from tilefold.losses import (
     DFFlopsLoss,
     GlobalFlopsLoss,
     L1Loss,
+    PositionSum,
     RegularizerSum,
     anti_zero,
     df_weights,
@@ -115,6 +116,25 @@ def test_a_sum_of_regularizers_weighs_its_terms_ours_and_stock() -> None:
     scores = random_scores()
     expected = 0.5 * flops(scores) + 2 * anti_zero(scores) + 0.1 * l1(scores)
     assert total.compute_loss_from_embeddings(scores).item() == pytest.approx(expected.item())
+
+
+def test_positions_of_a_group_are_penalised_by_themselves() -> None:
+    scores = random_scores(rows=6).requires_grad_()
+    value = PositionSum(GlobalFlopsLoss(threshold=3), 3).compute_loss_from_embeddings(scores)
+    by_hand = sum(flops(scores[low : low + 2], threshold=3) for low in (0, 2, 4))
+    torch.testing.assert_close(value, by_hand)
+    assert value > flops(scores, threshold=3), "terms of some documents alone cost more"
+    alike = random_scores(rows=2).repeat(3, 1)
+    torch.testing.assert_close(PositionSum(FlopsLoss(None), 3)(alike), 3 * flops(alike[:2]))
+    torch.testing.assert_close(PositionSum(L1Loss(), 1)(alike), l1(alike))
+    with pytest.raises(ValueError, match="rows of 4 positions, as many of each, got 6"):
+        PositionSum(GlobalFlopsLoss(), 4)(scores)
+    with pytest.raises(ValueError, match="positions must be a whole number of at least 1, got 0"):
+        PositionSum(GlobalFlopsLoss(), 0)
+    with pytest.raises(TypeError, match="term must have compute_loss_from_embeddings, got Linear"):
+        PositionSum(nn.Linear(1, 1), 2)
+    with pytest.raises(TypeError, match="must not be a DFFlopsLoss"):
+        PositionSum(DFFlopsLoss(), 2)
 
 
 def test_regularizers_can_be_copied_and_add_nothing_to_a_state_dict() -> None:

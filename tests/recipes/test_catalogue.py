@@ -8,22 +8,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from sentence_transformers import MultiVectorEncoder, SparseEncoder
 from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
 
 from tests.recipes.decoder_models import tiny_causal_lm
-from tests.recipes.tiny import tiny_masked_lm
 from tilefold import retrieval
 from tilefold.modules import load_encoder
 from tilefold.recipes import ColbertRecipe, LsrRecipe, RegularizerSpec, get_recipe, train
-from tilefold.recipes._lsr_loss import regularizer_schedule
+from tilefold.recipes._lsr_loss import make_loss, regularizer_schedule
 from tilefold.recipes.catalogue import RECIPES, Entry
 from tilefold.recipes.lsr import load_base_model
 from tilefold.retrieval.collection import Collection, Document
+from tilefold.retrieval.errors import DataError
 
 # saved with modules of sentence-transformers alone
 STOCK = (
@@ -41,32 +39,14 @@ SMALL: dict[str, Any] = {"max_steps": 2, "batch_size": 4, "max_length": 24, "bf1
 
 
 @pytest.fixture(scope="session")
-def bases(collection: Collection, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def bases(
+    collection: Collection, teachers: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
     """A tiny base model of each kind that entries name."""
-    folder = tmp_path_factory.mktemp("bases")
-    masked_lm = str(tiny_masked_lm(folder / "masked-lm", collection))
+    folder, masked_lm = tmp_path_factory.mktemp("bases"), str(teachers[1])
     texts = [*collection.contents().values(), *collection.queries.values()]
     causal = str(tiny_causal_lm(folder / "causal-lm", texts=texts))
     return {"masked-lm": masked_lm, "encoder": masked_lm, "causal-lm": causal, "multi-vector": masked_lm}
-
-
-@pytest.fixture(scope="session")
-def scores(collection: Collection, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten mined documents per training query, and one teacher."""
-    rows: dict[str, list[Any]] = {
-        name: [] for name in ("query_id", "document_id", "rank", "score", "relevant", "score:teacher")
-    }
-    for query, judged in collection.qrels["train"].items():
-        others = [name for name in collection.documents if name not in judged]
-        for rank, name in enumerate([*judged, *others[:9]]):
-            values = (query, name, rank + 1, 30.0 - 3 * rank, name in judged, 1.0 - 0.1 * rank)
-            for column, value in zip(rows.values(), values, strict=True):
-                column.append(value)
-    types = [pa.string(), pa.string(), pa.int32(), pa.float32(), pa.bool_(), pa.float32()]
-    table = pa.table({name: pa.array(rows[name], kind) for name, kind in zip(rows, types, strict=True)})
-    path = tmp_path_factory.mktemp("scores") / "scores.parquet"
-    pq.write_table(table, path)
-    return path
 
 
 def small_recipe(entry: Entry, bases: dict[str, str]) -> Any:
@@ -91,7 +71,8 @@ def test_two_steps_leave_a_model_that_sentence_transformers_loads_and_searches_w
         vectors = late.encode_query(list(collection.queries.values()))
         assert late.similarity(vectors, late.encode_document(list(collection.contents().values()))).shape == (16, 16)
         return
-    model = (SparseEncoder if entry.name in STOCK else load_encoder)(str(tmp_path / "m"), device="cpu")
+    trust = {} if entry.name in STOCK else {"trust_remote_code": True}  # of modules in the installed tilefold
+    model = SparseEncoder(str(tmp_path / "m"), device="cpu", **trust)
     retrieval.encode_collection(model, collection.contents(), tmp_path / "vectors")
     index = retrieval.build_index(retrieval.read_vectors(tmp_path / "vectors"), "exact")
     queries = retrieval.encode_queries(model, collection.split_queries("test"))
@@ -123,8 +104,13 @@ def test_idf_queries_are_fitted_on_the_collection_and_learn_at_a_rate_of_their_o
     kept = SparseEncoder(str(tmp_path / "fixed"), device="cpu")[0].sub_modules["query"][0].weight
     assert torch.equal(kept, start.weight)
     more = {**collection.documents, "new": Document("new", "", "A text that changes every frequency.")}
+    grown = replace(collection, documents=more)
+    with pytest.raises(DataError, match="made from other documents than those of small"):
+        train(fixed, grown, tmp_path / "fixed", negatives=scores)
+    from_pairs = small_recipe(RECIPES["deepct"], bases)
+    train(from_pairs, collection, tmp_path / "pairs")
     with pytest.raises(FileExistsError, match="differs in training data"):
-        train(fixed, replace(collection, documents=more), tmp_path / "fixed", negatives=scores)
+        train(from_pairs, grown, tmp_path / "pairs")
 
 
 def test_deepct_starts_at_an_idf_match_and_keeps_its_saturation(
@@ -139,6 +125,15 @@ def test_deepct_starts_at_an_idf_match_and_keeps_its_saturation(
     model = load_encoder(str(tmp_path / "m"), device="cpu")
     assert model[0].sub_modules["document"][1].saturation == 0.1
     assert len(set(model.encode_document(texts, convert_to_sparse_tensor=False).flatten().tolist())) > 10
+
+
+def test_documents_of_a_group_are_penalised_together_or_by_position() -> None:
+    recipe = get_recipe("inference-free", negatives=2)
+    rows = torch.rand(6, 9, generator=torch.Generator().manual_seed(0))  # two relevant ones, then negatives
+    spec = RegularizerSpec(per_position=True)
+    of_each = make_loss(None, replace(recipe, document_regularizer=spec)).document_regularizer
+    together = make_loss(None, replace(recipe, document_regularizer=RegularizerSpec())).document_regularizer
+    assert of_each(rows) == pytest.approx(sum(together(rows[low : low + 2]) for low in (0, 2, 4)))
 
 
 def test_penalties_rise_with_a_warm_up_of_their_own_on_each_side() -> None:

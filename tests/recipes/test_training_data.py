@@ -109,6 +109,11 @@ def test_rows_of_no_training_query_are_refused(collection: Collection, tmp_path:
         ({"loss": {"infonce": 0}}, r"loss\['infonce'\] must be a number greater than 0"),
         ({"query": {"kind": "word2vec"}}, "query: kind must be one of"),
         ({"document_regularizer": {"kind": "l0"}}, "document_regularizer: kind must be one of flops, l1"),
+        (
+            {"document_regularizer": {"kind": "df_flops", "per_position": True}},
+            "document_regularizer: per_position must",
+        ),
+        ({"query_regularizer": {"per_position": True}}, "query_regularizer: per_position must be False"),
         ({"document": None}, "document must be an instance of EncoderSpec, got None"),
         ({"negatives": -1}, "negatives must be a whole number of at least 0"),
         ({"idf_learning_rate": 0}, "idf_learning_rate must be a number greater than 0"),

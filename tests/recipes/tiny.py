@@ -47,3 +47,24 @@ def tiny_masked_lm(folder: Path, collection: Collection) -> Path:
     model.save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))
     return folder
+
+
+def tiny_reranker(folder: Path, masked_lm: Path, seed: int = 0) -> Path:
+    """A BertForSequenceClassification with one output, of the sizes and the tokenizer of a tiny masked LM."""
+    config = transformers.BertConfig.from_pretrained(str(masked_lm), num_labels=1, initializer_range=0.3)
+    torch.manual_seed(seed)
+    transformers.BertForSequenceClassification(config).save_pretrained(str(folder))
+    transformers.AutoTokenizer.from_pretrained(str(masked_lm)).save_pretrained(str(folder))
+    return folder
+
+
+def tiny_dense(folder: Path, masked_lm: Path) -> Path:
+    """A SentenceTransformer: the mean of the token states of a tiny masked LM."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    network = Transformer(str(masked_lm))
+    pooling = Pooling(network.get_embedding_dimension())
+    SentenceTransformer(modules=[network, pooling], device="cpu").save_pretrained(str(folder))
+    return folder

@@ -14,6 +14,7 @@ from tilefold.losses.regularizers import (
     L1Loss,
     L2Loss,
     NoPenalty,
+    PositionSum,
     Regularizer,
     RegularizerSum,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "L2Loss",
     "NoPenalty",
     "PairwiseSoftmaxLoss",
+    "PositionSum",
     "Regularizer",
     "RegularizerSum",
     "TermRecallLoss",

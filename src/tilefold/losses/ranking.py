@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from tilefold.losses._terms import checked_terms, weighted_sum
+
 __all__ = ["PairwiseSoftmaxLoss", "TermRecallLoss", "WeightedLosses"]
 
 
@@ -27,25 +29,11 @@ class WeightedLosses(nn.Module):
 
     def __init__(self, terms: Iterable[tuple[nn.Module, float]]) -> None:
         super().__init__()
-        pairs = list(terms)
-        if not pairs:
-            raise ValueError("terms must be at least one pair of a loss and its weight, got none.")
-        for term, _ in pairs:
-            if not callable(getattr(term, "compute_loss_from_embeddings", None)):
-                raise TypeError(
-                    f"terms must have compute_loss_from_embeddings, got {type(term).__name__}; pass losses that "
-                    "SpladeLoss takes."
-                )
-        self.terms = nn.ModuleList(term for term, _ in pairs)
-        self.weights = [float(weight) for _, weight in pairs]
+        self.terms, self.weights = checked_terms(terms, "a loss", "losses that SpladeLoss takes")
 
     def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
         """``sum_i weight_i * term_i``, a scalar."""
-        values = [
-            weight * term.compute_loss_from_embeddings(embeddings, labels)  # type: ignore[operator]
-            for term, weight in zip(self.terms, self.weights, strict=True)
-        ]
-        return torch.stack(values).sum()
+        return weighted_sum(self.terms, self.weights, embeddings, labels)
 
 
 class PairwiseSoftmaxLoss(nn.Module):

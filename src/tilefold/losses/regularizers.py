@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tilefold.losses._collectives import Group, columns_of
+from tilefold.losses._terms import check_term, checked_terms, weighted_sum
 from tilefold.losses.functional import anti_zero, check_curve, df_weights, flops, l1, l2
 
 
@@ -194,22 +195,51 @@ class RegularizerSum(Regularizer):
 
     def __init__(self, terms: Iterable[tuple[nn.Module, float]]) -> None:
         super().__init__(None)
-        pairs = list(terms)
-        if not pairs:
-            raise ValueError("terms must be at least one pair of a regulariser and its weight, got none.")
-        for term, _ in pairs:
-            if not callable(getattr(term, "compute_loss_from_embeddings", None)):
-                raise TypeError(
-                    f"terms must have compute_loss_from_embeddings, got {type(term).__name__}; pass regularisers of "
-                    "tilefold.losses or of sentence-transformers."
-                )
-        self.terms = nn.ModuleList(term for term, _ in pairs)
-        self.weights = [float(weight) for _, weight in pairs]
+        self.terms, self.weights = checked_terms(
+            terms, "a regulariser", "regularisers of tilefold.losses or of sentence-transformers"
+        )
 
     def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
         """``sum_i weight_i * term_i``."""
+        return weighted_sum(self.terms, self.weights, embeddings)
+
+
+class PositionSum(Regularizer):
+    """A regulariser of each position of a group of documents by itself: ``sum_p term(documents of position p)``.
+
+    ``SpladeLoss`` gives the relevant documents of a batch, then its first negatives, its second ones and so on, in one
+    tensor, of which the other regularisers take means over all rows. OpenSearch's trainer of inference-free models
+    (arXiv 2411.04403, in its code) takes FLOPS of each position and adds them, so that a term may not be frequent among
+    the relevant documents alone. With n positions the sum is n times as large where all are alike: divide the weight.
+
+    Args:
+        term: a module with ``compute_loss_from_embeddings``, ours or sentence-transformers'; no DFFlopsLoss, which
+            counts its calls as steps.
+        positions: documents in a group: 1, and the negatives of each query.
+
+    Raises:
+        TypeError: if the term has no ``compute_loss_from_embeddings``, or is a DFFlopsLoss.
+        ValueError: if ``positions`` is not a positive number; in the call, if rows do not make up so many positions.
+    """
+
+    def __init__(self, term: nn.Module, positions: int) -> None:
+        super().__init__(None)
+        check_term("term", term, "a regulariser of tilefold.losses or of sentence-transformers")
+        if isinstance(term, DFFlopsLoss):
+            raise TypeError("term must not be a DFFlopsLoss, which estimates frequencies once a step.")
+        if isinstance(positions, bool) or not isinstance(positions, int) or positions < 1:
+            raise ValueError(f"positions must be a whole number of at least 1, got {positions!r}.")
+        self.term = term
+        self.positions = positions
+
+    def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
+        """The sum over the positions of scores ``[positions * B, V]``."""
+        if embeddings.size(0) % self.positions:
+            raise ValueError(
+                f"embeddings must have rows of {self.positions} positions, as many of each, got {embeddings.size(0)}."
+            )
         values = [
-            weight * term.compute_loss_from_embeddings(embeddings)  # type: ignore[operator]
-            for term, weight in zip(self.terms, self.weights, strict=True)
+            self.term.compute_loss_from_embeddings(part)  # type: ignore[operator]
+            for part in embeddings.chunk(self.positions)
         ]
         return torch.stack(values).sum()

@@ -24,7 +24,7 @@ def make_loss(model: Any, recipe: LsrRecipe) -> Any:
         loss=_ranking_loss(model, recipe),
         document_regularizer_weight=document.weight,
         query_regularizer_weight=query.weight,
-        document_regularizer=make_regularizer(document),
+        document_regularizer=make_regularizer(document, positions=1 + recipe.negatives),
         query_regularizer=make_regularizer(query),
     )
 
@@ -52,16 +52,27 @@ def _term(model: Any, name: str, recipe: LsrRecipe) -> Any:
     return PairwiseSoftmaxLoss() if name == "pairwise_softmax" else TermRecallLoss()
 
 
-def make_regularizer(spec: RegularizerSpec) -> Any:
-    """The penalty as a module with ``compute_loss_from_embeddings``."""
-    from tilefold.losses import AntiZeroLoss, DFFlopsLoss, GlobalFlopsLoss, L1Loss, L2Loss, NoPenalty, RegularizerSum
+def make_regularizer(spec: RegularizerSpec, positions: int = 1) -> Any:
+    """The penalty as a module with ``compute_loss_from_embeddings``; a group has so many documents."""
+    from tilefold.losses import (
+        AntiZeroLoss,
+        DFFlopsLoss,
+        GlobalFlopsLoss,
+        L1Loss,
+        L2Loss,
+        NoPenalty,
+        PositionSum,
+        RegularizerSum,
+    )
 
     if spec.kind == "none":
         return NoPenalty()
     if spec.kind == "anti_zero":
-        return RegularizerSum([(GlobalFlopsLoss(), 1.0), (AntiZeroLoss(), 1.0)])
-    made = {"flops": GlobalFlopsLoss, "l1": L1Loss, "l2": L2Loss, "df_flops": DFFlopsLoss}[spec.kind]
-    return made(threshold=spec.threshold)
+        penalty: Any = RegularizerSum([(GlobalFlopsLoss(), 1.0), (AntiZeroLoss(), 1.0)])
+    else:
+        made = {"flops": GlobalFlopsLoss, "l1": L1Loss, "l2": L2Loss, "df_flops": DFFlopsLoss}[spec.kind]
+        penalty = made(threshold=spec.threshold)
+    return PositionSum(penalty, positions) if spec.per_position else penalty
 
 
 def regularizer_schedule(recipe: LsrRecipe, loss: Any) -> Any:

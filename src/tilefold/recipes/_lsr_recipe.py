@@ -27,12 +27,15 @@ class RegularizerSpec(DictMixin):
         weight: its factor once the warm-up is over.
         warmup_ratio: share of the steps over which the factor rises quadratically.
         threshold: rows with at most so many terms are not penalised (the l0 mask of arXiv 2504.14839).
+        per_position: of documents: the relevant ones, the first negatives and so on are penalised by themselves, and
+            the values added (:class:`tilefold.losses.PositionSum`); False takes all documents of a batch together.
     """
 
     kind: str = "flops"
     weight: float = 0.1
     warmup_ratio: float = 1 / 3
     threshold: int | None = None
+    per_position: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in REGULARIZERS:
@@ -42,6 +45,9 @@ class RegularizerSpec(DictMixin):
         check_count("threshold", self.threshold, optional=True)
         if self.kind == "anti_zero" and self.threshold is not None:
             raise ValueError(f"threshold must be None for kind {self.kind!r}, got {self.threshold}.")
+        check_flag("per_position", self.per_position)
+        if self.kind == "df_flops" and self.per_position:
+            raise ValueError("per_position must be False for kind 'df_flops', whose frequencies are of all documents.")
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,8 @@ class LsrRecipe(AttentionChoice, DictMixin):
             check_number("idf_learning_rate", self.idf_learning_rate, lambda value: value > 0, "greater than 0")
         check_count("negatives", self.negatives, optional=False, least=0)
         check_flag("group_by_length", self.group_by_length)
+        if self.query_regularizer.per_position:
+            raise ValueError("query_regularizer: per_position must be False, a group has one query.")
         self._check_loss()
 
     def _nest(self) -> None:
