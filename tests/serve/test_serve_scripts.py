@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import serve_soak
+from benchmarks import serve_bad, serve_soak
 from benchmarks.serve_clients import load
 from benchmarks.serve_load import row
 from tests.serve.running import Client, serving
@@ -31,14 +31,37 @@ def test_load_counts_answers_and_their_times(client: Client) -> None:
         asyncio.run(load(client.port, "/embed_sparse", bodies, clients=5000, seconds=1))
 
 
-def test_bad_input_gets_the_codes_that_the_soak_expects(client: Client, sparse: Any, masked_lm: str) -> None:
+def test_bad_input_gets_the_codes_that_the_soak_expects(sparse: Any, masked_lm: str) -> None:
     limits = Limits(header_seconds=0.5, body_seconds=0.5)  # some wait for them
     with serving(Service([Served(sparse, "sparse", masked_lm)], limits)) as hasty:
-        for name, (sent, codes) in serve_soak.BAD.items():
-            assert asyncio.run(serve_soak._sent(hasty.port, sent)) in codes, name
+        for name, (sent, codes) in (serve_bad.BAD | serve_bad.SLOW).items():
+            assert asyncio.run(serve_bad.send(hasty.port, sent)) in codes, name
+        seen: Counter[str] = Counter()
+        until = time.monotonic() + 0.1
+        asyncio.run(serve_bad.drip(hasty.port, until, seen))
+        asyncio.run(serve_bad.unread(hasty.port, time.monotonic() + 0.1, seen, wait=2))
+        assert seen == {"byte by byte: as expected": 1, "unread: as expected": 1}
+
+
+def test_the_soak_tells_answers_from_those_of_other_texts(client: Client) -> None:
     seen: Counter[str] = Counter()
-    asyncio.run(serve_soak.good(client.port, ["csv", "dates", "queues", "hash"], time.monotonic() + 0.5, seen))
+    texts = ["csv files", "dates", "queues of threads", "hash tables"]
+    vectors = asyncio.run(serve_soak.alone(client.port, texts))
+    asyncio.run(serve_soak.good(client.port, texts, vectors, time.monotonic() + 0.5, seen))
     assert set(seen) == {"answered"}
-    asyncio.run(serve_soak._leave(client.port))
-    asyncio.run(serve_soak.flood(client.port, 20, seen))
+    shifted = [{index + 1: value for index, value in vector.items()} for vector in vectors]
+    asyncio.run(serve_soak.good(client.port, texts, shifted, time.monotonic() + 0.1, seen))
+    assert set(seen) == {"answered", "LOST: another vector"}
+    asyncio.run(serve_bad.leave(client.port))
+    asyncio.run(serve_bad.flood(client.port, 20, seen))
     assert seen["idle connection: kept"] == 20
+    assert serve_soak.summed(seen)["connections_kept"] == 20
+
+
+def test_memory_that_grows_from_the_second_third_to_the_last_is_seen() -> None:
+    seen: Counter[str] = Counter(answered=6)
+    watched = serve_soak.Watched([(2.0 * step, (100 + step // 30) * 2**20, seen) for step in range(91)])
+    assert watched.medians() == (101, 102)
+    assert [(row["minute"], row["memory_mib"], row["answered"]) for row in watched.minutes()] == [
+        (1, 101.0, 6), (2, 102.0, 0), (3, 103.0, 0)
+    ]  # fmt: skip

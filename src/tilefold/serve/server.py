@@ -136,8 +136,12 @@ def _protocol(limits: Limits) -> type[asyncio.Protocol]:
             if len(lingering) >= _LINGERING:
                 self._really_close()
                 return
+            try:
+                self.transport.write_eof()
+            except OSError:  # the client has left: its connection was reset, and would never be closed
+                self._really_close()
+                return
             lingering.add(self)
-            self.transport.write_eof()
             self.transport.resume_reading()
             self.loop.call_later(_LINGER_SECONDS, self._really_close)
 
