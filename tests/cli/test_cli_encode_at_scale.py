@@ -55,6 +55,21 @@ def test_a_dry_run_of_queries_and_of_pydocs_needs_no_table(call: Call, masked_lm
     assert "4 texts in 1 shards" in call(*asked, "--dry-run").out
 
 
+def test_a_dry_run_leaves_texts_out_that_the_tokenizer_refuses(call: Call, masked_lm: str, tmp_path: Path) -> None:
+    rows = [{"_id": f"d{number}", "title": "", "text": f"cats sleep {number}"} for number in range(3)]
+    rows.insert(1, {"_id": "half", "title": "", "text": "half a character \ud800"})
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    asked = ("encode", "--model", masked_lm, "--data", tmp_path / "rows.jsonl", "--output", "v", "--dry-run")
+    printed = call(*asked)
+    assert printed.code == 0 and "4 texts in 1 shards" in printed.out and "in 3 texts; 1 others are none" in printed.out
+    assert json.loads(call(*asked, "--json").out)["refused_texts"] == 1
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[1]))
+    refused = call(*asked)
+    assert (
+        refused.code == 1 and "--data: the tokenizer refuses all 1 texts of the sample (TextEncodeInput" in refused.err
+    )
+
+
 def test_the_rows_add_up_in_what_is_printed(call: Call, masked_lm: str, data: Path, tmp_path: Path) -> None:
     asked = ("encode", "--model", masked_lm, "--data", data, "--output", tmp_path / "v")
     assert "16 texts = 16 encoded + 0 not encoded" in call(*asked).out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,9 +16,11 @@ from tilefold import retrieval as r
 from tilefold.retrieval.collection import Collection
 from tilefold.retrieval.index.qdrant import QdrantIndex
 from tilefold.retrieval.qdrant import Documents, Layout, QdrantCollection
+from tilefold.serve import service
 from tilefold.serve.models import Served
 from tilefold.serve.searchable import Searchable
 from tilefold.serve.service import Service
+from tilefold.serve.settings import Limits
 
 PATH = "/v1/papers/search?query=csv+files&hits=3"
 
@@ -82,6 +85,34 @@ def test_while_the_server_is_away_others_are_answered_and_searches_do_not_wait_i
         assert time.monotonic() - began < 6
         http.fault = None
         assert client.get(PATH).status == 200
+    http.stop()
+
+
+def test_the_service_ends_soon_although_a_server_never_answers(
+    sparse: Any, vectors: r.SparseVectors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_LEAVE_SECONDS", 0.3)
+    http, asked, never = OverHttp(), threading.Event(), threading.Event()
+    r.build_index(vectors, "qdrant", url=http.url, collection="papers")
+    index = QdrantIndex(QdrantCollection.server(http.url, "papers"))
+
+    def silent(method: str, path: str) -> None:
+        asked.set()
+        never.wait(20)
+
+    http.fault = silent
+    model = Served(sparse, "sparse", "tiny")
+    limits = Limits(shutdown_seconds=0.5)
+    with ThreadPoolExecutor(1) as pool:
+        with serving(Service([model], limits, searchable=Searchable("papers", index, model))) as client:
+            search = pool.submit(client.get, PATH)
+            assert asked.wait(10)
+            began = time.monotonic()
+        assert time.monotonic() - began < 4  # and not the 50 s that a search may take
+        left = [thread for thread in threading.enumerate() if thread.name.startswith("tilefold-searcher")]
+        assert len(left) == 1 and all(thread.daemon for thread in left)  # the process need not wait for it either
+        assert search.exception() is not None or search.result().status >= 500
+    never.set()
     http.stop()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 import threading
 import time
 from typing import Any
@@ -129,6 +130,20 @@ def test_a_refusal_reaches_a_client_that_is_still_sending(sparse: Any) -> None:
             client.headers = {"authorization": f"Bearer {key}", "connection": "close"}
             reply = client.request("POST", "/embed_sparse", b"x" * 20_000_000, content_type="application/json")
             assert (reply.status, reply.json["error_type"]) == (status, "Validation")
+
+
+def test_a_connection_that_was_reset_is_closed_at_once_and_leaves_no_trace(sparse: Any) -> None:
+    limits = Limits(payload_limit=10_000, max_connections=3, header_seconds=1)
+    with serving(Service([Served(sparse, "sparse", "tiny")], limits)) as client:
+        for _ in range(40):
+            opened = socket.create_connection(("127.0.0.1", client.port), timeout=20)
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() resets
+            opened.sendall(head(JSON + "content-length: 900000\r\n") + b"x" * 30_000)
+            opened.close()
+        deadline = time.monotonic() + 10
+        while client.get("/health").status != 200:  # 429 while lost connections hold their places
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_bytes_that_are_no_http_are_answered_with_400(client: Client) -> None:

@@ -7,13 +7,14 @@ import functools
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from tilefold.cli import _models
+from tilefold.cli import _common, _models
 
 if TYPE_CHECKING:
     from tilefold.retrieval.encodings import Encoding
@@ -81,6 +82,7 @@ class DryRun:
     tokens: int
     tokens_per_text: float
     sampled_texts: int
+    refused_texts: int
     bytes_per_text: float
     gigabytes: float
     texts_per_second: float
@@ -95,9 +97,10 @@ def dry_run(model: Any, encoding: Encoding, texts: Texts, shard_size: int, worke
     began = time.monotonic()
     survey = texts.survey(shard_size, sample=_SAMPLE)
     reading = time.monotonic() - began
-    tokens = _tokens(model, survey.sample)
+    sample, lengths = _tokenised(model, survey.sample)
+    tokens = sum(lengths) / len(lengths)
     device = model.device.type
-    here, size = _encoded(model, encoding, survey.sample[: _TIMED.get(device, 32)])
+    here, size = _encoded(model, encoding, sample[: _TIMED.get(device, 32)])
     measured = f"measured here on {device_name(device)}" if rate is None else "given with --rate"
     per_second = here if rate is None else rate
     return DryRun(
@@ -106,7 +109,8 @@ def dry_run(model: Any, encoding: Encoding, texts: Texts, shard_size: int, worke
         shard_size=shard_size,
         tokens=round(tokens * survey.count),
         tokens_per_text=tokens,
-        sampled_texts=len(survey.sample),
+        sampled_texts=len(sample),
+        refused_texts=len(survey.sample) - len(sample),
         bytes_per_text=size,
         gigabytes=size * survey.count / 1e9,
         texts_per_second=per_second,
@@ -126,14 +130,31 @@ def device_name(kind: str) -> str:
     return f"{kind} with {torch.get_num_threads()} threads"
 
 
-def _tokens(model: Any, sample: list[str]) -> float:
-    """Tokens per text, as many as the model reads."""
+def _tokenised(model: Any, sample: list[str]) -> tuple[list[str], list[int]]:
+    """The texts that the tokenizer takes, and their tokens, as many as the model reads.
+
+    Raises:
+        CommandError: it takes none of them.
+    """
     from tilefold.retrieval.truncation import cut_texts
 
     limit = getattr(model, "max_seq_length", None)
     cut = {"truncation": True, "max_length": limit} if isinstance(limit, int) else {}
-    ids = model.tokenizer(cut_texts(model, sample), **cut)["input_ids"]
-    return sum(map(len, ids)) / max(1, len(ids))
+
+    def lengths(texts: list[str]) -> list[int]:
+        return [len(ids) for ids in model.tokenizer(cut_texts(model, texts), **cut)["input_ids"]]
+
+    try:
+        return sample, lengths(sample)
+    except Exception as error:  # of one text, which encoding would list as not encoded
+        problem = _common.first_line(error)
+    found: list[tuple[str, int]] = []
+    for text in sample:
+        with suppress(Exception):
+            found.append((text, *lengths([text])))
+    if not found:
+        raise _common.CommandError(f"--data: the tokenizer refuses all {len(sample)} texts of the sample ({problem}).")
+    return [text for text, _ in found], [length for _, length in found]
 
 
 def _encoded(model: Any, encoding: Encoding, sample: list[str]) -> tuple[float, float]:
@@ -153,10 +174,11 @@ def _encoded(model: Any, encoding: Encoding, sample: list[str]) -> tuple[float, 
 
 def print_dry_run(found: DryRun) -> None:
     """Lines for people."""
+    refused = f"; {found.refused_texts} others are none that the tokenizer takes" if found.refused_texts else ""
     one = "1 worker" if found.workers == 1 else f"{found.workers} workers"
     typer.echo(
         f"{found.texts:,} texts in {found.shards:,} shards of {found.shard_size:,}\n"
-        f"{found.tokens:,} tokens, about ({found.tokens_per_text:.0f} each in {found.sampled_texts} texts)\n"
+        f"{found.tokens:,} tokens, about ({found.tokens_per_text:.0f} each in {found.sampled_texts} texts{refused})\n"
         f"{found.gigabytes:.3g} GB, about ({found.bytes_per_text:,.0f} bytes each)\n"
         f"{found.hours:.3g} hours, about, with {one} "
         f"({found.texts_per_second:,.0f} texts per second each, {found.rate_from})\n"

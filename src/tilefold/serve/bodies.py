@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from tilefold.serve.errors import ClientGoneError, ServeError, invalid
 from tilefold.serve.settings import Limits
 
-__all__ = ["read"]
+__all__ = ["explained", "read"]
 
 B = TypeVar("B", bound=BaseModel)
 _TEXT_OR_IDS = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}}]}
@@ -114,6 +114,36 @@ class OpenAIEmbeddings(Body):
     user: str | None = None
 
 
+class SimilarityInputs(Body):
+    """The inputs of ``/similarity``."""
+
+    source_sentence: str
+    sentences: list[str]
+
+
+class Similarity(Body):
+    """``/similarity``."""
+
+    inputs: SimilarityInputs
+    parameters: _Encoded | None = None
+
+    def encoded(self) -> _Encoded:
+        """How the sentences are encoded."""
+        return self.parameters or _Encoded()
+
+
+class Predict(Body):
+    """``/predict``, which no model here answers."""
+
+    inputs: Any = None
+
+
+class Vertex(Body):
+    """``/vertex``: bodies of ``/rerank``, and of what the first model makes."""
+
+    instances: list[Any]
+
+
 class Tokenize(Body):
     """``/tokenize``."""
 
@@ -175,9 +205,15 @@ async def read(request: Request, model: type[B], limits: Limits) -> B:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         if first["type"] == "json_invalid":
             raise ServeError("Validation", f"the body is not valid JSON: {first['msg']}", status=400) from None
-        where = ".".join(map(str, first["loc"])) or "body"
-        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-        raise invalid(f"`{where}`: {first['msg'].removeprefix('Value error, ')}{more}") from None
+        raise invalid(explained(error)) from None
+
+
+def explained(error: ValidationError, place: str = "") -> str:
+    """What is wrong with a body, or with the part of one at `place`: the first field, and how many more."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(filter(None, [place, *map(str, first["loc"])])) or "body"
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"`{where}`: {first['msg'].removeprefix('Value error, ')}{more}"
 
 
 def _check_type(request: Request) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from tilefold._version import __version__
-from tilefold.serve import answers, bodies, reranking
+from tilefold.serve import answers, bodies, reranking, vertex
 from tilefold.serve.endpoints import JSON, Work, add_get, add_post
 from tilefold.serve.errors import ServeError, invalid, wrong_model
 from tilefold.serve.models import Kind, Side
@@ -36,12 +36,7 @@ class Routes:
         """All of them."""
         router, service = APIRouter(), self.service
         embed: tuple[type[bodies.Body], Work] = (bodies.Embed, self.embed)
-        by_kind: dict[Kind, Any] = {
-            "sparse": (bodies.EmbedSparse, self.embed_sparse),
-            "multi-vector": (bodies.Rerank, self.rerank),
-            "dense": embed,
-        }
-        main = next((by_kind[kind] for kind in _PREFERRED if kind in service.models), embed)
+        main = self._main()
         for path, body, work, summary in (
             ("/embed_sparse", bodies.EmbedSparse, self.embed_sparse, "Sparse vectors"),
             ("/embed_all", bodies.EmbedAll, self.embed_all, "A vector for each token"),
@@ -50,6 +45,9 @@ class Routes:
             ("/v1/rerank", bodies.Rerank, self.rerank, "As /rerank"),
             ("/v2/rerank", bodies.Rerank, self.rerank, "As /rerank"),
             ("/score", bodies.Score, self.score, "Scores of pairs by late interaction"),
+            ("/similarity", bodies.Similarity, self.similarity, "Cosine similarity of a sentence with others"),
+            ("/predict", bodies.Predict, self.predict, "Classes, for which there is no model here"),
+            ("/vertex", bodies.Vertex, self.vertex, "Several bodies at once, as Google Vertex AI asks"),
             ("/tokenize", bodies.Tokenize, self.tokenize, "Tokens of texts"),
             ("/decode", bodies.Decode, self.decode, "Texts of token ids"),
             ("/", *main, "What the first model makes, as SageMaker and the Inference API ask for it"),
@@ -66,6 +64,15 @@ class Routes:
         for path in ("/health", "/ping"):
             add_get(router, path, self.health, service, "200 or 503")
         return router
+
+    def _main(self) -> tuple[type[bodies.Body], Work]:
+        """The form of a body, and what answers it, of the first model."""
+        by_kind: dict[Kind, tuple[type[bodies.Body], Work]] = {
+            "sparse": (bodies.EmbedSparse, self.embed_sparse),
+            "multi-vector": (bodies.Rerank, self.rerank),
+            "dense": (bodies.Embed, self.embed),
+        }
+        return by_kind[next((kind for kind in _PREFERRED if kind in self.service.models), "dense")]
 
     def asked(self, body: Any) -> Asked:
         """What a body says of the encoding."""
@@ -141,6 +148,30 @@ class Routes:
         """In the order of the request."""
         self.service.metrics.count("te_request_count", method="batch")
         return self.answer(*await reranking.score(self.service, body), "multi-vector", "batch")
+
+    async def similarity(self, body: bodies.Similarity, request: Request) -> Response:
+        """``[float]``: cosines of the vectors, sparse or dense."""
+        kind, given = vertex.similarity_kind(self.service), body.inputs
+        if not given.sentences:
+            raise ServeError("Empty", "`inputs.sentences` cannot be empty")
+        outcome = await self._encoded(kind, [given.source_sentence, *given.sentences], self.asked(body.encoded()))
+        content = await self.service.off_loop(lambda: answers.plain(vertex.cosines(outcome.rows, kind)))
+        return self.answer(content, outcome, kind, "batch")
+
+    async def predict(self, body: bodies.Predict, request: Request) -> Response:
+        """No answer: 424, as of text-embeddings-inference with a model that embeds."""
+        raise wrong_model("model is not a classifier model")
+
+    async def vertex(self, body: bodies.Vertex, request: Request) -> Response:
+        """``{"predictions": [...]}``: the answer to each instance."""
+        main, work = self._main()
+        parts = vertex.parts_of(
+            body.instances,
+            (bodies.Rerank, lambda each: self.rerank(each, request)),
+            (main, lambda each: work(each, request)),
+            self.service.limits.max_client_batch_size,
+        )
+        return Response(await vertex.together(parts), media_type=JSON)
 
     async def tokenize(self, body: bodies.Tokenize, request: Request) -> Response:
         """``[[{"id", "text", "special", "start", "stop"}]]``."""

@@ -8,7 +8,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -18,6 +18,7 @@ from tilefold.serve.metrics import Metrics
 from tilefold.serve.models import SIDES, Kind, Served, Side, Way
 from tilefold.serve.settings import Limits
 from tilefold.serve.text import TextTokens
+from tilefold.serve.threads import Leavable
 
 if TYPE_CHECKING:
     from tilefold.serve.searchable import Searchable
@@ -28,6 +29,7 @@ T = TypeVar("T")
 _CALL = "call"  # the key of payloads that are functions
 _CHARACTERS_PER_TOKEN = 250  # of text-embeddings-inference; longer texts than that many per token are not tokenized
 _SEARCHERS = 4  # threads that search, at least
+_LEAVE_SECONDS = 5.0  # for searches that run when the service ends; a Qdrant server may be away
 _REMEDIES: dict[Kind, str] = {
     "sparse": "sparse vectors come from a SparseEncoder: start the server with one as --model",
     "multi-vector": "token vectors and reranking come from a multi-vector model: start the server with one as --model",
@@ -108,7 +110,7 @@ class Service:
         self.metrics, self.permits = Metrics(), Permits(self.limits.max_concurrent_requests)
         self.closing = False
         self._pool: ThreadPoolExecutor | None = None
-        self._searchers: ThreadPoolExecutor | None = None
+        self._searchers: Leavable | None = None
         self._lanes: dict[str, Lane] = {}
         self.metrics.gauge("te_queue_size", lambda: sum(map(len, self._lanes.values())))
         self.metrics.gauge("tilefold_inputs_in_flight", lambda: self.permits.taken)
@@ -127,19 +129,20 @@ class Service:
         """Start the threads: one per device, and those that tokenize and search; also after :meth:`close`."""
         self.closing = False
         self._pool = ThreadPoolExecutor(self.limits.tokenization_workers, "tilefold-helper")
-        self._searchers = ThreadPoolExecutor(max(_SEARCHERS, self.limits.tokenization_workers), "tilefold-searcher")
+        self._searchers = Leavable(max(_SEARCHERS, self.limits.tokenization_workers), "tilefold-searcher")
         for device in {model.device for model in self.models.values()}:
             self._lanes[device] = Lane(device, self._run, self.limits.max_batch_tokens, self.metrics)
             self._lanes[device].start()
 
     def close(self) -> None:
-        """Refuse what waits and end the threads."""
+        """Refuse what waits and end the threads; a search that a server does not answer is left behind after 5 s."""
         self.closing = True
         for lane in self._lanes.values():
             lane.close()
-        for pool in (self._pool, self._searchers):
-            if pool is not None:
-                pool.shutdown(wait=True, cancel_futures=True)
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._searchers is not None and not self._searchers.leave(_LEAVE_SECONDS):
+            logging.getLogger("tilefold.serve").warning("searches that nobody answers were left behind")
 
     @property
     def healthy(self) -> bool:
@@ -189,7 +192,7 @@ class Service:
         """
         return await self._in(self._searchers, work, *args)
 
-    async def _in(self, pool: ThreadPoolExecutor | None, work: Callable[..., T], *args: Any) -> T:
+    async def _in(self, pool: Executor | None, work: Callable[..., T], *args: Any) -> T:
         if pool is None or self.closing:
             raise ServeError("Unhealthy", "the service is closing")
         return await asyncio.get_running_loop().run_in_executor(pool, functools.partial(work, *args))
