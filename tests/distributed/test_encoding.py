@@ -40,6 +40,13 @@ def test_the_bytes_are_those_of_one_process_and_every_rank_gets_the_manifest(
     assert calls[0] == (0, 73) and calls[-1] == (73, 73) and calls == sorted(set(calls)) and not others
 
 
+def test_the_first_report_is_where_the_work_began_though_others_were_quicker(
+    two_ranks: Ranks, tiny_folder: Path, tmp_path: Path
+) -> None:
+    (_, _, calls), _ = two_ranks.run(jobs.encode, tiny_folder, tmp_path / "v", {"slow": True})
+    assert calls[0] == (0, 73) and calls[-1] == (73, 73)
+
+
 def test_shards_of_one_batch_keep_a_rank_going(two_ranks: Ranks, tiny_folder: Path, tmp_path: Path) -> None:
     sizes = {"shard_size": 2, "batch_tokens": 4096}
     encode_collection(jobs.load(tiny_folder, True), jobs.TEXTS, tmp_path / "one", **{**jobs.OPTIONS, **sizes})

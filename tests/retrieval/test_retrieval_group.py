@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -33,3 +35,28 @@ def test_a_rank_that_has_heard_the_last_word_leaves_at_once(well: bool) -> None:
     start = time.monotonic()
     thread.join(timeout=5)
     assert not thread.is_alive() and time.monotonic() - start < 1
+
+
+def test_the_last_word_may_come_before_the_answer_to_the_last_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank's own thread says that all is over as soon as the shard is listed."""
+    here, there = socket.socketpair()
+    desk = Desk(1)
+    hand_in = desk.hand_in
+
+    def slow(*given: Any) -> None:
+        hand_in(*given)
+        desk.over()
+        time.sleep(0.3)
+
+    monkeypatch.setattr(desk, "hand_in", slow)
+    serve(desk, 1, connection_of(here))
+    with connection_of(there) as connection:
+        line = Line(1, connection)
+        desk.begin([0])
+        assert line.take() == (0, {})
+        ended = threading.Thread(target=line.hand_in, args=(0, {"rows": 1}, {}), daemon=True)
+        ended.start()
+        ended.join(timeout=5)  # it waited for its answer without end
+        assert not ended.is_alive()
+        assert line.take() is None
+        line.wait()

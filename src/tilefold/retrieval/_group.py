@@ -210,10 +210,13 @@ class Line:
                 self._over.wait()
             while True:
                 self.check()
+                over = self._over.is_set()  # before the look: what is answered comes before the last word, or never
                 try:
                     return self._answers.get(timeout=_POLL_SECONDS)
                 except queue.Empty:
-                    continue
+                    if over:  # the last shard was listed, and that was told before the question was answered
+                        self.check()
+                        return None
 
     def take(self) -> tuple[int, dict[str, Any]] | None:
         """As :meth:`Desk.take`."""

@@ -58,7 +58,9 @@ class GroupShards(StreamedShards[V]):
             return
         if not (self.job.ahead and self.job.is_fresh()):
             self._open_writer()
-        self.seat.begin([number for number in range(len(self.chunks)) if self._lacks(number)])
+        missing = [number for number in range(len(self.chunks)) if self._lacks(number)]
+        self.finished = self.total - sum(len(self.chunks[number]) for number in missing)
+        self.seat.begin(missing)
 
     def _open_writer(self) -> None:
         self.writer = self.job.open_writer(isinstance(self.seat, Desk))
@@ -115,7 +117,7 @@ class GroupShards(StreamedShards[V]):
     def _start_report(self) -> None:
         if isinstance(self.seat, Desk):
             self.reported = -1
-            self._report()
+            self._tell(self.finished)  # what was there before: another rank may have handed in some already
 
     def _report(self) -> None:
         if isinstance(self.seat, Desk):

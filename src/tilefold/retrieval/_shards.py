@@ -176,9 +176,13 @@ class ShardWriter(Generic[M, V]):
         """What :meth:`write_partial` kept of shard `number`: vectors, if any, and failed ids with reasons."""
         partial = self.manifest.partial
         file = self.path / str(partial.get("file"))
-        if partial.get("shard") != number or not file.is_file() or sha256_file(file) != partial["sha256"]:
+        if partial.get("shard") != number or not file.is_file():
             return [], {}
-        return [self._read(file)], dict(partial["failed"])
+        try:
+            kept = [self._read(file)] if sha256_file(file) == partial["sha256"] else []
+        except FileNotFoundError:  # another rank's shard was listed meanwhile, which forgets what was kept
+            return [], {}
+        return (kept, dict(partial["failed"])) if kept else ([], {})
 
     def write_partial(self, number: int, vectors: V, failed: Mapping[str, str]) -> None:
         """Keep what is done of shard `number`, until it is written whole or this is called again."""
