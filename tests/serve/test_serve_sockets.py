@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import struct
 import threading
@@ -65,6 +66,7 @@ def test_bodies_above_the_limit_are_refused_while_they_stream(sparse: Any) -> No
         (JSON, b"[]", 422, "`body`"),
         ("", b'{"inputs": "a"}', 415, "Content-Type: application/json"),
         ("content-type: text/plain\r\n", b'{"inputs": "a"}', 415, "Content-Type: application/json"),
+        ("content-type: text/plain+json\r\n", b"{}", 415, "Content-Type: application/json"),
         ("content-type: application/json; charset=latin-1\r\n", b"{}", 415, "in UTF-8"),
         (JSON + "content-encoding: gzip\r\n", b"{}", 415, "Content-Encoding"),
     ],
@@ -75,6 +77,11 @@ def test_a_body_that_is_none_gets_a_clear_answer(
     code, answer = parsed(client.raw(head(f"{header}content-length: {len(body)}\r\n") + body))
     assert (code, answer["error_type"]) == (status, "Validation")
     assert message in answer["error"]
+
+
+def test_json_under_another_name_is_json(client: Client) -> None:
+    for kind in ("application/json", "application/JSON; charset=UTF-8", "application/vnd.api+json"):
+        assert client.request("POST", "/embed_sparse", b'{"inputs": "a"}', content_type=kind).status == 200
 
 
 def test_a_slow_body_and_a_slow_head_are_given_up_and_others_are_served_meanwhile(sparse: Any) -> None:
@@ -146,8 +153,54 @@ def test_a_connection_that_was_reset_is_closed_at_once_and_leaves_no_trace(spars
             time.sleep(0.05)
 
 
-def test_bytes_that_are_no_http_are_answered_with_400(client: Client) -> None:
-    assert client.raw(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 no http\r\n\r\n").startswith(b"HTTP/1.1 400")
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 no http\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nhost: a\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",  # without Host
+        head(JSON + "content-length: 5\r\ncontent-length: 6\r\n") + b"12345",
+        head(JSON + "content-length: -5\r\n"),
+        head(JSON + "transfer-encoding: chunked\r\n") + b"zz\r\n",
+    ],
+)
+def test_bytes_that_are_no_http_are_answered_with_400_and_fill_no_log(
+    client: Client, caplog: pytest.LogCaptureFixture, sent: bytes
+) -> None:
+    assert client.raw(sent).startswith(b"HTTP/1.1 400")
+    assert not caplog.records
+
+
+def test_a_body_that_nobody_reads_does_not_become_the_next_request(client: Client) -> None:
+    after = b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+    smuggled = b"GET /info HTTP/1.1\r\nhost: a\r\n\r\n"
+    for first, status in ((b"GET /health", b"200"), (b"POST /nowhere", b"404"), (b"POST /embed_sparse", b"415")):
+        asked = first + f" HTTP/1.1\r\nhost: a\r\ncontent-length: {len(smuggled)}\r\n\r\n".encode() + smuggled
+        found = client.raw(asked, after)
+        assert re.findall(rb"HTTP/1.1 (\d+)", found) == [status, b"200"] and b"model_id" not in found
+
+
+def test_an_endless_body_after_an_early_answer_is_cut_off(sparse: Any) -> None:
+    asked = head(JSON + "transfer-encoding: chunked\r\n").replace(b"connection: close\r\n", b"")
+    with (
+        serving(service(sparse, header_seconds=0.5), api_key="sesam") as client,
+        socket.create_connection(("127.0.0.1", client.port), timeout=20) as opened,
+    ):
+        opened.sendall(asked)
+        began = time.monotonic()
+        with pytest.raises(OSError, match=r"reset|[Bb]roken|aborted"):
+            while time.monotonic() - began < 10:
+                opened.sendall(b"1000\r\n" + b"x" * 4096 + b"\r\n")
+                time.sleep(0.01)
+        assert time.monotonic() - began < 8
+
+
+def test_head_is_get_without_the_body(client: Client) -> None:
+    for path in ("/health", "/", "/info"):
+        reply, whole = client.request("HEAD", path), client.get(path)
+        assert (reply.status, reply.raw) == (200, b"")
+        assert reply.headers["content-length"] == str(len(whole.raw))
+    assert client.request("HEAD", "/embed_sparse").status == 405
 
 
 def test_inputs_above_the_limit_get_429_at_once_and_later_ones_are_served(sparse: Any) -> None:

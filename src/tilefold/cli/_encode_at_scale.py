@@ -151,7 +151,7 @@ def _tokenised(model: Any, sample: list[str]) -> tuple[list[str], list[int]]:
     found: list[tuple[str, int]] = []
     for text in sample:
         with suppress(Exception):
-            found.append((text, *lengths([text])))
+            found.append((text, lengths([text])[0]))
     if not found:
         raise _common.CommandError(f"--data: the tokenizer refuses all {len(sample)} texts of the sample ({problem}).")
     return [text for text, _ in found], [length for _, length in found]

@@ -100,6 +100,8 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # as GET; uvicorn, which has the scope that was sent, leaves the body out
+            scope = {**scope, "method": "GET"}
         started = False
 
         async def tracked(message: Message) -> None:

@@ -219,7 +219,8 @@ def explained(error: ValidationError, place: str = "") -> str:
 def _check_type(request: Request) -> None:
     kind, *rest = (part.strip().lower() for part in request.headers.get("content-type", "").split(";"))
     charsets = {part.partition("=")[2].strip('"') for part in rest if part.startswith("charset=")}
-    if kind != "application/json" or not charsets <= {"utf-8", "utf8"}:
+    json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+    if not json or not charsets <= {"utf-8", "utf8"}:
         raise ServeError("Validation", "expected a body of Content-Type: application/json in UTF-8", status=415)
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise ServeError("Validation", "expected a body without Content-Encoding", status=415)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ __all__ = ["Server", "bind", "run"]
 
 _BACKLOG = 512
 _SPARE_FILES = 256  # of the process beside connections
+_clients = logging.getLogger("tilefold.serve.clients")  # what is wrong with them would fill the log of a server
 _LINGER_SECONDS = 1.0  # for a refused client to read why
 _LINGERING = 256  # of them at once
 
@@ -107,10 +109,16 @@ def _protocol(limits: Limits) -> type[asyncio.Protocol]:
     refused = f"{head}retry-after: 1\r\nconnection: close\r\n\r\n".encode() + refusal
 
     lingering: set[H11Protocol] = set()
+    if _clients.level == logging.NOTSET:
+        _clients.setLevel(logging.ERROR)
 
     class Limited(H11Protocol):
         _head: asyncio.TimerHandle | None = None
         _reader: asyncio.TimerHandle | None = None
+
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            self.logger = _clients
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             transport.set_write_buffer_limits(0)  # pause_writing says that something waits for the client
