@@ -23,20 +23,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from benchmarks.effectiveness_data import evaluation_split, prepare, with_splits
+from benchmarks.runs import run_all, take_named
+from benchmarks.small_xlmr import small_xlmr
 from tilefold.recipes.splade import SpladeRecipe
 from tilefold.retrieval.collection import Collection
 from tilefold.retrieval.datasets import load_collection
@@ -47,10 +46,6 @@ SIDES = ("stock", "fused")
 EXTRA = ("start", "control")  # the model before training; stock once more, whose difference is the machine's own noise
 CSV_KEY = ("dataset", "backbone", "precision", "steps", "seed", "side")
 DEPTH = 100
-
-# hidden size, layers and attention heads of xlmr-small
-HIDDEN, LAYERS, HEADS = 256, 4, 4
-OWN_LOGIT, MARGIN = 4.0, 5.0  # logit of a token's own entry; the bias in standard deviations of all other logits
 
 
 @dataclass(frozen=True)
@@ -166,63 +161,6 @@ def evaluate_model(model: Any, collection: Collection, job: Job, setting: Settin
     }
 
 
-def small_xlmr(folder: Path, tokenizer: str, max_length: int, seed: int) -> Path:
-    """Save the `xlmr-small` start as a stock SparseEncoder; equal seeds give equal weights.
-
-    The head is `LayerNorm(gelu(W h + b))` before the tied embeddings. `W = I` and `b = 6` keep it where gelu is the
-    identity, and the LayerNorm takes the shift out again; token embeddings of length 1 then give every token's own
-    entry a logit of about ``OWN_LOGIT`` and the others noise of ``OWN_LOGIT / sqrt(D)``, which the bias cuts off.
-    """
-    import torch
-    from sentence_transformers import SparseEncoder
-    from sentence_transformers.base.modules import Transformer
-    from sentence_transformers.sparse_encoder.modules import SpladePooling
-    from transformers import AutoTokenizer, XLMRobertaConfig, XLMRobertaForMaskedLM
-
-    from tilefold.recipes.quiet import quiet_libraries
-
-    with quiet_libraries(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        reader = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
-        reader.model_max_length = max_length
-        config = XLMRobertaConfig(
-            vocab_size=len(reader),
-            hidden_size=HIDDEN,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            intermediate_size=4 * HIDDEN,
-            max_position_embeddings=514,
-            type_vocab_size=1,
-            pad_token_id=reader.pad_token_id,
-        )
-        network = XLMRobertaForMaskedLM(config)
-        scale = OWN_LOGIT / math.sqrt(HIDDEN)
-        with torch.no_grad():
-            embeddings = network.roberta.embeddings
-            embeddings.word_embeddings.weight.normal_(std=1 / math.sqrt(HIDDEN))
-            embeddings.word_embeddings.weight[reader.pad_token_id] = 0
-            embeddings.position_embeddings.weight.mul_(0.25)
-            embeddings.token_type_embeddings.weight.zero_()
-            head = network.lm_head
-            head.dense.weight.copy_(torch.eye(HIDDEN))
-            head.dense.bias.fill_(6.0)
-            head.layer_norm.weight.fill_(scale)
-            head.bias.fill_(-MARGIN * scale)
-            for token in reader.all_special_ids:
-                head.bias[token] = -100.0  # no text is about them
-        network.save_pretrained(str(folder))
-        reader.save_pretrained(str(folder))
-        transformer = Transformer(
-            str(folder),
-            transformer_task="fill-mask",
-            max_seq_length=max_length,
-            model_kwargs={"local_files_only": True},
-            processor_kwargs={"local_files_only": True},
-        )
-        SparseEncoder(modules=[transformer, SpladePooling("max")], device="cpu").save_pretrained(str(folder))
-    return folder
-
-
 def plan(arguments: argparse.Namespace) -> list[Job]:
     """Every run that the arguments ask for, the longest ones first."""
     sides = [*SIDES, *(side for side in EXTRA if getattr(arguments, side))]
@@ -244,29 +182,6 @@ def plan(arguments: argparse.Namespace) -> list[Job]:
             for side in sides
         ]  # fmt: skip
     return sorted(jobs, key=lambda job: job.backbone != "xlmr-small")
-
-
-def run_all(jobs: Sequence[Job], processes: int) -> Iterator[tuple[Job, dict[str, Any] | None, str]]:
-    """Yield ``(job, result or None, error)`` as runs end, in `processes` processes of their own, or here for one."""
-    if processes == 1:
-        for job in jobs:
-            yield _attempt(job)
-        return
-    # otherwise every process starts one thread per core
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(_attempt, job): job for job in jobs}
-        for future in as_completed(futures):
-            error = future.exception()  # the process was killed
-            yield future.result() if error is None else (futures[future], None, f"{type(error).__name__}: {error}")
-
-
-def _attempt(job: Job) -> tuple[Job, dict[str, Any] | None, str]:
-    try:
-        return job, run_job(job), ""
-    except Exception as error:  # the failure of one run must not end the others
-        return job, None, f"{type(error).__name__}: {error}"
 
 
 def paired(rows: Sequence[Mapping[str, Any]], left: str = "fused", right: str = "stock") -> list[dict[str, Any]]:
@@ -357,11 +272,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--documents", type=int, default=3000, help="of a large collection that --prepare keeps")
     add("--queries", type=int, default=2000, help="evaluation queries that --prepare keeps of a large collection")
     arguments = parser.parse_args(argv)
-    for name in ("data", "backbone"):
-        pairs = [item.partition("=") for item in getattr(arguments, name)]
-        if not all(key and value for key, _, value in pairs):
-            parser.error(f"--{name} must be NAME=VALUE, got {getattr(arguments, name)}")
-        setattr(arguments, name, {key: value for key, _, value in pairs})
+    take_named(parser, arguments, ("data", "backbone"))
     return arguments
 
 
@@ -389,7 +300,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     rows: list[dict[str, Any]] = []
     started = time.monotonic()
-    for job, row, reason in run_all(jobs, arguments.jobs):
+    for job, row, reason in run_all(jobs, run_job, arguments.jobs):
         value = f"nDCG@10 {row[MEASURES[0]]:.4f} in {row['seconds']:.0f} s" if row is not None else reason
         print(f"[{time.monotonic() - started:5.0f} s] {job.name}: {value}", flush=True)
         if row is not None:

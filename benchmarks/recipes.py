@@ -20,18 +20,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from benchmarks.effectiveness_data import evaluation_split, with_splits
+from benchmarks.runs import run_all, take_named
 from tilefold.recipes.catalogue import RECIPES, Config, Entry, get_recipe
 from tilefold.recipes.colbert import ColbertRecipe
 from tilefold.recipes.encoders import EncoderSpec
@@ -250,29 +248,6 @@ def plan(options: argparse.Namespace, scores: dict[str, str], bases: dict[str, s
     return [*starts.values(), *trainings]
 
 
-def run_all(jobs: Sequence[Job], processes: int) -> Iterator[tuple[Job, dict[str, Any] | None, str]]:
-    """Yield ``(job, measures or None, error)`` as runs end, in processes of their own, or here for one."""
-    if processes == 1:
-        for job in jobs:
-            yield _attempt(job)
-        return
-    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(_attempt, job): job for job in jobs}
-        for future in as_completed(futures):
-            error = future.exception()  # the process was killed
-            yield future.result() if error is None else (futures[future], None, f"{type(error).__name__}: {error}")
-
-
-def _attempt(job: Job) -> tuple[Job, dict[str, Any] | None, str]:
-    try:
-        return job, run_job(job), ""
-    except Exception as error:  # the failure of one run must not end the others
-        return job, None, f"{type(error).__name__}: {error}"
-
-
 def row_of(job: Job, end: dict[str, Any], start: dict[str, Any] | None) -> dict[str, Any]:
     """A line of the CSV."""
     entry = entry_of(job.recipe)
@@ -313,11 +288,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--work", type=Path, default=Path("recipes-work"), help="folder for teacher scores and models")
     add("--output", type=Path, help="folder for <device>/recipes.csv")
     options = parser.parse_args(argv)
-    for name in ("data", "base"):
-        pairs = [item.partition("=") for item in getattr(options, name)]
-        if not all(key and value for key, _, value in pairs):
-            parser.error(f"--{name} must be NAME=VALUE, got {getattr(options, name)}")
-        setattr(options, name, {key: value for key, _, value in pairs})
+    take_named(parser, options, ("data", "base"))
     unknown = {name.partition(";")[0] for name in options.recipe} - {"all", *RECIPES}
     if unknown:
         parser.error(f"--recipe must be of {', '.join(RECIPES)}, got {', '.join(sorted(unknown))}")
@@ -326,8 +297,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def prepare(options: argparse.Namespace) -> tuple[dict[str, str], dict[str, str]]:
     """Teacher scores where a recipe needs them, and the folders of the base models."""
-    from benchmarks.effectiveness import small_xlmr
     from benchmarks.recipes_data import make_scores
+    from benchmarks.small_xlmr import small_xlmr
 
     need = any("negatives" in entry_of(name).needs for name in chosen(options))
     scores: dict[str, str] = {}
@@ -353,7 +324,7 @@ def main(argv: Sequence[str]) -> int:
     starts: dict[str, dict[str, Any]] = {}
     ends: dict[Job, dict[str, Any]] = {}
     failed = 0
-    for job, found, reason in run_all(jobs, options.processes):
+    for job, found, reason in run_all(jobs, run_job, options.processes):
         value = reason if found is None else f"nDCG@10 {found['nDCG@10']:.4f}, R@100 {found['R@100']:.4f}"
         if found is not None and "document_terms" in found:
             value += f", terms {found['query_terms']:.0f} and {found['document_terms']:.0f}"

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import effectiveness
 from benchmarks import effectiveness_data as data
+from benchmarks.small_xlmr import small_xlmr
 from tests.recipes.small import small_collection
 from tilefold.recipes.quiet import quiet_libraries
 from tilefold.retrieval.collection import Collection, load_beir
@@ -73,7 +74,7 @@ def test_the_lexical_start_scores_the_tokens_of_a_text_and_little_else(tmp_path:
 
     with quiet_libraries():
         for name in ("one", "two"):
-            effectiveness.small_xlmr(tmp_path / name, MINILM, 32, seed=4)
+            small_xlmr(tmp_path / name, MINILM, 32, seed=4)
         first, second = (SparseEncoder(str(tmp_path / name), device="cpu") for name in ("one", "two"))
     for left, right in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(left, right)

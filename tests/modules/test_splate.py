@@ -117,7 +117,7 @@ def test_what_does_not_fit_together_is_refused(colbert: MultiVectorEncoder, tmp_
     other = tiny_masked_lm(tmp_path / "other")
     make_tokenizer_folder(other)
     tiny_network("bert").save_pretrained(str(other))
-    with pytest.raises(ValueError, match=r"masked_lm must have ColBERT's width 16 and its tokenizer of \d+ tokens"):
+    with pytest.raises(ValueError, match=r"masked_lm must have ColBERT's width 32 and its tokenizer of \d+ tokens"):
         splate_encoder(colbert, masked_lm(other))
     with pytest.raises(ValueError, match=r"masked_lm must have the MLM head of BERT, .* got LlamaForCausalLM"):
         mlm_head(tiny_network("llama"))

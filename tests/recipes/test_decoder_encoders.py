@@ -104,7 +104,7 @@ def test_lora_trains_alone(bases: dict[str, str]) -> None:
 def test_bge_m3_reads_its_published_head_and_weighs_tokens_by_hand(tmp_path: Path) -> None:
     base = tiny_masked_lm(tmp_path / "base")
     torch.manual_seed(0)
-    state = {"weight": torch.randn(1, 16), "bias": torch.tensor([0.3])}
+    state = {"weight": torch.randn(1, 32), "bias": torch.tensor([0.3])}
     torch.save(state, base / "sparse_linear.pt")
     model: Any = built(str(base), EncoderSpec("bge_m3"))
     assert torch.equal(model[1].linear.weight, state["weight"])
@@ -120,7 +120,7 @@ def test_bge_m3_reads_its_published_head_and_weighs_tokens_by_hand(tmp_path: Pat
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
     (base / "sparse_linear.pt").unlink()
     save_file({"weight": torch.ones(1, 5), "bias": torch.ones(1)}, base / "sparse_linear.safetensors")
-    with pytest.raises(ValueError, match=r"must fit states of width 16, got \[1, 5\]"):
+    with pytest.raises(ValueError, match=r"must fit states of width 32, got \[1, 5\]"):
         built(str(base), EncoderSpec("bge_m3"))
 
 

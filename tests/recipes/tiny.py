@@ -30,20 +30,23 @@ def wordpiece(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=64, **names)
 
 
-def tiny_masked_lm(folder: Path, collection: Collection) -> Path:
-    """A BertForMaskedLM of three narrow layers over a vocabulary of its own."""
-    tokenizer = wordpiece([*collection.contents().values(), *collection.queries.values()])
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=64,
-    )
-    model = transformers.BertForMaskedLM(config)
-    torch.nn.init.normal_(model.bert.embeddings.word_embeddings.weight, std=0.3)
+def tiny_masked_lm(
+    folder: Path, texts: Collection | list[str], kind: str = "bert", *, layers: int = 3, seed: int = 0
+) -> Path:
+    """A BertForMaskedLM or ModernBertForMaskedLM of narrow layers over a vocabulary of its own."""
+    if isinstance(texts, Collection):
+        texts = [*texts.contents().values(), *texts.queries.values()]
+    tokenizer = wordpiece(texts)
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 48}
+    sizes |= {"vocab_size": len(tokenizer), "max_position_embeddings": 64, "pad_token_id": 0}
+    if kind == "bert":
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
+    else:
+        ids = {"bos_token_id": 2, "cls_token_id": 2, "eos_token_id": 3, "sep_token_id": 3}
+        config = transformers.ModernBertConfig(**sizes, **ids, attn_implementation="sdpa")
+        model = transformers.ModernBertForMaskedLM(config)
+    torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.3)
     model.save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))
     return folder
