@@ -66,6 +66,9 @@ def train(
     fused: Annotated[
         bool, typer.Option("--fused/--plain", help="Fused head (sparse) or similarity (colbert), or the stock one.")
     ] = True,
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="GPU: repeat the encoder's launches as CUDA graphs; see docs/cli.md.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal models.")] = 0,
     save_steps: Annotated[int, typer.Option(help="A checkpoint after so many steps.")] = 25,
     save_minutes: Annotated[float, typer.Option(min=0, help="A checkpoint after this time at the latest.")] = 5.0,
@@ -92,6 +95,7 @@ def train(
         "anneal_alpha": anneal_alpha,
         "bf16": bf16,
         "fused": fused,
+        "graphs": graphs or None,
         "save_steps": save_steps,
         "save_minutes": save_minutes,
         "seed": seed,

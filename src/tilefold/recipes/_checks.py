@@ -55,5 +55,8 @@ def check_training(recipe: Any) -> None:
         raise ValueError(
             f"train_max_length must not exceed max_length ({recipe.max_length}), got {recipe.train_max_length}."
         )
+    check_flag("graphs", recipe.graphs)
+    if recipe.graphs and not recipe.fused:
+        raise ValueError("graphs must be False without fused, got True; leave --graphs or --plain out.")
     if recipe.bf16 not in (None, True, False):
         raise ValueError(f"bf16 must be True, False or None (by hardware), got {recipe.bf16!r}.")

@@ -62,8 +62,8 @@ class LsrRecipe(AttentionChoice, DictMixin):
         negatives: mined negatives per query and step; 0 for in-batch negatives alone.
         idf_learning_rate: of the weights of an ``"idf"`` query encoder; ``None`` takes `learning_rate`.
         base_model, max_steps, epochs, batch_size, learning_rate, warmup_ratio, similarity_scale, max_length,
-        train_max_length, start_percentile, start_deviations, group_by_length, bf16, fused, save_steps, save_minutes,
-        seed: see :class:`tilefold.recipes.SpladeRecipe`.
+        train_max_length, start_percentile, start_deviations, group_by_length, bf16, fused, graphs, save_steps,
+        save_minutes, seed: see :class:`tilefold.recipes.SpladeRecipe`.
         attention, alpha, anneal_alpha: see :class:`AttentionChoice`.
     """
 
@@ -89,6 +89,7 @@ class LsrRecipe(AttentionChoice, DictMixin):
     group_by_length: bool = False
     bf16: bool | None = None
     fused: bool = True
+    graphs: bool = False
     save_steps: int = 25
     save_minutes: float = 5.0
     seed: int = 0

@@ -132,8 +132,9 @@ class TrainingRun:
 
 
 def _training(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The fields that change the model."""
-    return {name: value for name, value in recipe.items() if name not in ("save_steps", "save_minutes")}
+    """The fields that change the model; records from before ``graphs`` have none, which is False."""
+    fields = {"graphs": False} | recipe
+    return {name: value for name, value in fields.items() if name not in ("save_steps", "save_minutes")}
 
 
 def newest_step(output_dir: Path) -> int | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tilefold._files import naming_full_disk
 from tilefold.recipes import _run
 from tilefold.recipes._attention import attention_callbacks, register_entmax, use_attention
+from tilefold.recipes._graphs import check_graphs, collate, graphs_warnings
 from tilefold.recipes._processes import check_one_process, say_unused_gpus
 from tilefold.recipes.precision import supports_bf16
 from tilefold.recipes.quiet import quiet_libraries
@@ -72,6 +73,9 @@ class Recipe(Protocol):
 
     @property
     def fused(self) -> bool: ...
+
+    @property
+    def graphs(self) -> bool: ...
 
     def to_dict(self) -> dict[str, Any]: ...
 
@@ -182,7 +186,7 @@ def run_training(
     pairs of the collection.
 
     Raises:
-        ValueError, FileExistsError: see ``train`` of a recipe.
+        ValueError, FileExistsError: see ``train`` of a recipe; also for graphs without a GPU.
         RuntimeError: in one of several processes of a launcher.
     """
     check_one_process()
@@ -197,6 +201,7 @@ def run_training(
     if finished is not None:
         now = {"seconds": time.monotonic() - started, "reused": True, "model_dir": str(output_dir)}
         return TrainResult(**finished | now | {"warnings": tuple(finished.get("warnings", ()))})
+    check_graphs(recipe.graphs)
     checkpoint = run.open(resume=resume)
     with quiet_libraries(verbose):
         register_entmax()
@@ -240,7 +245,6 @@ def run_trainer(
     from datasets import Dataset
     from transformers.trainer_callback import PrinterCallback
 
-    from tilefold.integrations.sentence_transformers import collate_ahead
     from tilefold.integrations.transformers import one_gpu
 
     say_unused_gpus()
@@ -260,12 +264,13 @@ def run_trainer(
         loss=loss,
         callbacks=[*callbacks, *attention_callbacks(job.recipe), watcher],
     )
-    collate_ahead(trainer)
+    collate(trainer, job.recipe.graphs)
     if not job.verbose:
         trainer.remove_callback(PrinterCallback)
     with _run.heeding_interrupts(watcher):
         trainer.train(resume_from_checkpoint=str(job.checkpoint.path) if job.checkpoint else None)
-    return Losses(watcher.loss, watcher.ranking_loss, watcher.first_ranking_loss)
+    said = graphs_warnings(trainer, job.recipe.graphs)
+    return Losses(watcher.loss, watcher.ranking_loss, watcher.first_ranking_loss, said)
 
 
 def _settings(job: TrainingJob) -> dict[str, Any]:

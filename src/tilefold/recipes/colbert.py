@@ -1,13 +1,15 @@
 """Train a ColBERT encoder (arXiv 2004.12832) with the stock trainer, loss and checkpoints of sentence-transformers.
 
-The loss is ``MultiVectorMultipleNegativesRankingLoss`` over in-batch negatives; only its similarity is replaced, so
-that the similarities ``[B, B, Lq, Ld]`` never exist. What is saved is a stock ``MultiVectorEncoder``.
+The loss is ``MultiVectorMultipleNegativesRankingLoss`` over in-batch negatives; its similarity is replaced, so that
+the similarities ``[B, B, Lq, Ld]`` never exist, and the encoder runs on packed tokens where it can. What is saved is a
+stock ``MultiVectorEncoder``.
 """
 # ruff: noqa: PLC0415 - torch and sentence-transformers are imported by the functions that need them
 
 from __future__ import annotations
 
 import string
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +52,8 @@ class ColbertRecipe(AttentionChoice, DictMixin):
         max_length: maximum tokens per document of the saved model.
         train_max_length: the same while training; ``None`` takes ``max_length``.
         bf16: bf16 autocast; ``None`` uses it where the hardware has it.
-        fused: train with the fused similarity.
+        fused: train with the fused similarity, on packed tokens where the model allows.
+        graphs: see :class:`tilefold.recipes.SpladeRecipe`.
         save_steps: steps between checkpoints, from which an interrupted run is resumed.
         save_minutes: time between checkpoints at the latest.
         seed: of the projection, the data order and dropout.
@@ -72,6 +75,7 @@ class ColbertRecipe(AttentionChoice, DictMixin):
     train_max_length: int | None = None
     bf16: bool | None = None
     fused: bool = True
+    graphs: bool = False
     save_steps: int = 25
     save_minutes: float = 5.0
     seed: int = 0
@@ -205,6 +209,7 @@ def _fit(recipe: ColbertRecipe, job: TrainingJob) -> Losses:
     from sentence_transformers import MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
     from sentence_transformers.multi_vector_encoder import losses
 
+    from tilefold.integrations.sentence_transformers import accelerate
     from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
 
     model = job.model
@@ -213,6 +218,7 @@ def _fit(recipe: ColbertRecipe, job: TrainingJob) -> Losses:
     loss = losses.MultiVectorMultipleNegativesRankingLoss(
         model, scale=recipe.similarity_scale, similarity_fct=colbert_scores if recipe.fused else None
     )
-    last = run_trainer(job, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments, loss)
+    with accelerate(model) if recipe.fused else nullcontext():
+        last = run_trainer(job, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments, loss)
     model[0].document_length = length
     return last

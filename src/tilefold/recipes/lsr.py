@@ -111,7 +111,7 @@ def _fit(recipe: LsrRecipe, job: TrainingJob) -> Losses:
     if any(side is not None and side.lora is not None for side in (recipe.query, recipe.document)):
         merge_adapters(model)
     to_stock(model)
-    return replace(last, warnings=watcher.warnings())
+    return replace(last, warnings=last.warnings + watcher.warnings())
 
 
 def _routes(recipe: LsrRecipe, job: TrainingJob) -> dict[str, Any]:

@@ -52,6 +52,8 @@ class SpladeRecipe(AttentionChoice, DictMixin):
         group_by_length: batches of documents of similar length, with little padding.
         bf16: bf16 autocast; ``None`` uses it where the hardware has it.
         fused: train with the fused head.
+        graphs: repeat forward and backward of the encoder as CUDA graphs, see :func:`collate_ahead`. Needs a GPU and
+            ``fused``. A resumed run draws other numbers for dropout than one that was not interrupted.
         save_steps: steps between checkpoints, from which an interrupted run is resumed.
         save_minutes: time between checkpoints at the latest.
         seed: of the data order, dropout and the sample for the decoder bias.
@@ -76,6 +78,7 @@ class SpladeRecipe(AttentionChoice, DictMixin):
     group_by_length: bool = False
     bf16: bool | None = None
     fused: bool = True
+    graphs: bool = False
     save_steps: int = 25
     save_minutes: float = 5.0
     seed: int = 0
@@ -208,7 +211,7 @@ def _fit(recipe: SpladeRecipe, job: TrainingJob) -> Losses:
             batch_sampler=sampler,
         )
     model.max_seq_length = length
-    return replace(last, warnings=watcher.warnings())
+    return replace(last, warnings=last.warnings + watcher.warnings())
 
 
 def _head(model: SparseEncoder, fused: bool) -> Any:

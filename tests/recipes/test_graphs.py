@@ -1,0 +1,70 @@
+"""Training steps as CUDA graphs: where they are refused, and that a run resumes with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.recipes.test_runs import stop_at
+from tilefold.recipes import ColbertRecipe, LsrRecipe, SpladeRecipe, _run, _training
+from tilefold.recipes.catalogue import get_recipe, train
+from tilefold.retrieval.collection import Collection
+
+
+@pytest.fixture
+def recipe(masked_lm: str) -> SpladeRecipe:
+    return SpladeRecipe(base_model=masked_lm, max_steps=4, batch_size=4, max_length=16, save_steps=2, graphs=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_graphs_need_a_gpu_and_nothing_is_left_behind(recipe, collection: Collection, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"graphs must be False without a GPU of CUDA, got True; leave --graphs out"):
+        train(recipe, collection, tmp_path / "m")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [SpladeRecipe, ColbertRecipe, LsrRecipe])
+def test_graphs_need_packed_batches(kind) -> None:
+    assert not kind().graphs
+    with pytest.raises(ValueError, match="graphs must be False without fused, got True"):
+        kind(graphs=True, fused=False)
+    with pytest.raises(ValueError, match="graphs must be True or False, got 1"):
+        kind(graphs=1)
+
+
+def test_a_model_of_two_encoders_is_refused(
+    masked_lm: str, collection: Collection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_training, "check_graphs", lambda graphs: None)
+    two = get_recipe("splade-doc", base_model=masked_lm, max_steps=1, batch_size=4, max_length=16, graphs=True)
+    with pytest.raises(ValueError, match="graphs must be False for a model of several encoders"):
+        train(two, collection, tmp_path / "m")
+
+
+def test_runs_from_before_graphs_go_on_without_them_and_are_refused_with_them(tmp_path: Path) -> None:
+    before = SpladeRecipe().to_dict()
+    del before["graphs"]
+    record = {"settings": {"recipe": before, "data": "d"}}
+    assert _run.TrainingRun(tmp_path / "m", SpladeRecipe().to_dict(), "d")._same(record)
+    run = _run.TrainingRun(tmp_path / "m", SpladeRecipe(graphs=True).to_dict(), "d")
+    assert not run._same(record)
+    assert run._difference(record) == "differs in graphs"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [SpladeRecipe, ColbertRecipe])
+def test_a_run_with_graphs_is_interrupted_and_goes_on(
+    kind, masked_lm: str, collection: Collection, tmp_path: Path
+) -> None:
+    recipe = kind(base_model=masked_lm, max_steps=8, batch_size=4, max_length=16, save_steps=4, graphs=True)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, collection, tmp_path / "m", progress=stop_at(6))
+    with pytest.raises(ValueError, match="differs in graphs"):
+        train(dataclasses.replace(recipe, graphs=False), collection, tmp_path / "m")
+    resumed = train(recipe, collection, tmp_path / "m")
+    assert (resumed.resumed_from, resumed.steps, resumed.warnings) == (4, 8, ())
+    plain = train(dataclasses.replace(recipe, graphs=False), collection, tmp_path / "plain")
+    assert resumed.loss is not None and resumed.loss == pytest.approx(plain.loss, rel=0.05)
