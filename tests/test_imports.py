@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ast
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.import_graph import PACKAGE, circles, import_graph, sources
+from tests.processes import environment
 
-SOURCES = Path(__file__).resolve().parents[1] / "src"
 HEAVY = (
     "triton",
     "transformers",
@@ -55,8 +53,9 @@ assert tilefold.token_scatter_sparse(hidden[..., 0], ids, 11, top_k=3).layout ==
 
 def run_python(code: str) -> str:
     """Standard output of ``code`` in a fresh interpreter; fails the test with its error if it fails."""
-    environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
         pytest.fail(f"the fresh interpreter failed:\n{done.stderr}")
     return done.stdout

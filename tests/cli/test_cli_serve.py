@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -17,9 +16,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.cli.program import run_cli
+from tests.processes import environment
 from tests.recipes.tiny import tiny_masked_lm
 from tests.serve.running import Client
-from tests.test_imports import HIDE, SOURCES, run_python
+from tests.test_imports import HIDE, run_python
 from tilefold.recipes import ColbertRecipe
 from tilefold.recipes.colbert import load_base_model
 from tilefold.retrieval.collection import Collection, Document
@@ -119,8 +119,7 @@ def test_a_served_index_answers_and_ends_at_a_signal_with_code_0(tmp_path: Path,
     options = [part for option, name in paths.items() for part in (f"--{option}", str(work / name))]
     options += ["--name", "small", "--port", "0", "--api-key-file", str(key)]
     command = [sys.executable, "-m", "tilefold.cli", "serve", *options]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, env=environment(OMP_NUM_THREADS="1"), stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
             line = next(line for line in process.stderr if "http://" in line)

@@ -14,6 +14,7 @@ import pytest
 from tests.distributed import encode_jobs as jobs
 from tests.distributed.ranks import Ranks
 from tests.integrations.multi_vector_models import build_colbert
+from tests.processes import ROOT, environment
 from tilefold._files import LOCK
 from tilefold.retrieval import encode_collection, encode_tokens, read_manifest
 from tilefold.retrieval._group import KEPT
@@ -146,9 +147,8 @@ def test_a_rank_that_dies_is_told_at_once_and_nothing_that_was_reported_is_lost(
     tiny_folder: Path, whole: Path, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-c", DIES, str(tiny_folder), str(tmp_path)]
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": f"{root / 'src'}:{root}"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=100)
+    given = environment(ROOT, TOKENIZERS_PARALLELISM="false")
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=given, timeout=100)
     lines = done.stdout.splitlines()
     assert len(lines) == 2 and json.loads(lines[1]) == [0, 9], done.stdout + done.stderr
     waited, reported, told = lines[0].split(" ", 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,11 +14,11 @@ from sentence_transformers import SparseEncoder
 
 from tests.integrations.splade_models import FP32_BUDGET, assert_close
 from tests.ops.interpreter import NEEDS_INTERPRETER
+from tests.processes import ROOT, environment
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse
 from tilefold.integrations.sentence_transformers.stream import SparseStream
 
 TEXTS = [f"text number {i}: " + "cats sleep and dogs run " * (i % 9) for i in range(48)]
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -154,8 +153,8 @@ for capacity, top_k in ((1024, None), (4, None), (1024, 5)):
 @pytest.mark.skipif(NEEDS_INTERPRETER[0].args[0], reason="triton is not installed")
 @pytest.mark.skipif(NEEDS_INTERPRETER[2].args[0], reason="numpy is too new for the interpreter")
 def test_rows_of_fixed_capacity_are_those_of_stock_and_full_ones_are_encoded_again() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    given = environment(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     command = [sys.executable, "-c", KERNELS]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines() == ["1024 None False", "4 None True", "1024 5 False"]

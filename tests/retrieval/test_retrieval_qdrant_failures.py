@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import signal
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.processes import ROOT, environment
 from tests.retrieval.qdrant_killed import BATCH, OLD
 from tests.retrieval.qdrant_over_http import OverHttp
 from tilefold.retrieval import SparseVectors, build_index, load_index
@@ -23,7 +23,6 @@ from tilefold.retrieval.errors import VocabularyMismatchError
 from tilefold.retrieval.qdrant import Documents, Layout, QdrantCollection, UnreachableError
 
 Make = Callable[..., SparseVectors]
-ROOT = Path(__file__).resolve().parents[2]
 KEY = "sesame-4711-open"
 SPARSE = Layout(500, "f" * 64)
 BUILD = """
@@ -50,8 +49,8 @@ def waited(message: str) -> float:
 
 def test_killed_writers_lose_nothing_that_they_reported(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.retrieval.qdrant_killed", str(tmp_path / "collection"), "3"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    given = environment(OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -164,9 +163,8 @@ def test_a_key_over_a_network_without_encryption_is_warned_of() -> None:
 def test_a_client_that_is_killed_in_a_request_lost_nothing_that_it_reported(http: OverHttp, tmp_path: Path) -> None:
     documents = Documents(OLD.ids, OLD)
     command = [sys.executable, "-c", BUILD, http.url]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     with (tmp_path / "reports").open("wb") as stream:
-        client = subprocess.Popen(command, env=environment, stdout=stream)
+        client = subprocess.Popen(command, env=environment(ROOT, OMP_NUM_THREADS="1"), stdout=stream)
     sent = random.randrange(2, 8)  # noqa: S311
 
     def kill(method: str, path: str) -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import re
 import signal
@@ -22,8 +21,8 @@ from typing import Any
 
 import pytest
 
+from tests.processes import environment
 from tests.serve.running import Client
-from tests.test_imports import SOURCES
 from tilefold import retrieval as r
 from tilefold.retrieval.collection import Collection
 from tilefold.retrieval.index.qdrant import QdrantIndex
@@ -44,8 +43,7 @@ def vectors(sparse: Any, collection: Collection, tmp_path_factory: pytest.TempPa
 def served(model: str, index: Path) -> Iterator[tuple[subprocess.Popen[str], Client]]:
     """A process that serves the index."""
     command = [sys.executable, "-m", "tilefold.cli", "serve", "--model", model, "--index", str(index), "--port", "0"]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, env=environment(OMP_NUM_THREADS="1"), stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
             line = next(line for line in process.stderr if "http://" in line)

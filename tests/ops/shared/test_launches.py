@@ -142,7 +142,10 @@ def offsets() -> Tensor:
 
 
 def late_interaction(
-    documents: tuple[int, ...], launches: int, given: dict[str, Callable[[], Tensor]], *options: dict[str, Any]
+    documents: tuple[int, ...],
+    launches: int | tuple[int, ...],
+    given: dict[str, Callable[[], Tensor]],
+    *options: dict[str, Any],
 ) -> Operator:
     """MaxSim of two queries of 17 tokens, or as many packed ones."""
     queries = (34, 16) if "cu_seqlens_q" in given else (2, 17, 16)
@@ -175,7 +178,11 @@ OPERATORS: dict[str, Operator] = {
         {"temperature": 0.5, "mask_mode": "zero"},
     ),
     "maxsim packed": late_interaction(
-        (20, 16), 5, {"cu_seqlens_q": of_queries, "cu_seqlens_d": of_documents}, {"reduction": "mean"}, {}
+        (20, 16),
+        (4, 5),  # 4 where one tile holds all queries
+        {"cu_seqlens_q": of_queries, "cu_seqlens_d": of_documents},
+        {"reduction": "mean"},
+        {},
     ),
     "maxsim grouped, normalised": late_interaction(
         (2, 2, 5, 16), 7, {}, {"pairing": "grouped", "normalize": True}, {"pairing": "grouped"}
