@@ -17,6 +17,7 @@ rate falls to zero within these steps.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import tempfile
 import time
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     rows: list[dict[str, Any]] = []
 
     def keep(row: dict[str, Any]) -> None:
-        rows.append(row)
+        rows.append(row | {"command": command(argv)})
         print(
             f"{row['phase']:>8} nDCG@10 {row['ndcg10']:.4f} R@100 {row['recall100']:.4f}, terms of a query "
             f"{row['query_terms']:.0f}, of a document {row['document_terms']:.0f}, {row['steps']} steps, "
@@ -91,6 +92,12 @@ def main(argv: Sequence[str]) -> int:
             steps = affordable_steps(options, collection, base, work, began + options.seconds - evaluation)
         keep(measured("trained", options, collection, base, work, steps=steps))
     return 0 if rows[-1]["ndcg10"] > rows[0]["ndcg10"] else 1
+
+
+def command(argv: Sequence[str]) -> str:
+    """What measures the same rows, wherever they are written."""
+    at = argv.index("--output") if "--output" in argv else len(argv)
+    return shlex.join(["python", "-m", "benchmarks.multilingual", *argv[:at], *argv[at + 2 :]])
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -61,6 +61,7 @@ def test_a_model_from_nothing_is_measured_before_and_after(
     printed = capsys.readouterr().out
     assert all(f"{phase} nDCG@10" in printed for phase in ("start", "warm-up", "trained"))
     (file,) = (tmp_path / "results").rglob("multilingual.csv")
+    assert all(row["command"].endswith("--steps 2 --warm-up-steps 1") for row in read_csv(file))
     assert [(row["phase"], row["steps"]) for row in read_csv(file)] == [
         ("start", "0"),
         ("warm-up", "0"),
