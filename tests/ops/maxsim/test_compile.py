@@ -30,7 +30,7 @@ SCALES = ["query_scale_ptr", "doc_scale_ptr", "scale_ptr", "dscore_ptr", "score_
 INT32 = ["cu_q_ptr", "cu_d_ptr", "index_ptr", "row_query_ptr", "list_ptr"]
 INT64 = ["order_ptr", "first_ptr"]
 SIZES = ["Tq", "Td", "Nq", "Nd", "T", "length_q", "length_d", "tile_rows", "splits", "group", "longest", "stride_q",
-         "stride_d", "tiles", "slices"]  # fmt: skip
+         "stride_d", "tiles", "slices", "steps"]  # fmt: skip
 
 
 def types_of(dtype: torch.dtype, saved: str = "*u16") -> dict[str, str]:
@@ -174,7 +174,7 @@ def test_backward_builds_without_spills(capability: int, dtype: torch.dtype, pai
     types = types_of(dtype)
     uniform = pairing != 2
     common = {"D": 128, "PAIRING": pairing, "UNIFORM_Q": uniform, "UNIFORM_D": uniform, "NO_WINNER": 65535,
-              "HAS_SCALE": not uniform}  # fmt: skip
+              "HAS_SCALE": not uniform, "PROJECTS": False}  # fmt: skip
     own = common | {"BLOCK_R": config.block_r, "BLOCK_D": config.block_d}
     compiled = compile_kernel(dqueries_kernel, types, own, capability, config.warps_q, config.stages_q)
     check(compiled, capability, tensor_cores=False)
@@ -239,7 +239,7 @@ def test_gradients_of_packed_tokens_build_without_spills(
     constants = {
         "D": 128, "PAIRING": pairing, "UNIFORM_Q": "q" not in packed, "UNIFORM_D": "d" not in packed,
         "HAS_SCALE": scaled, "HAS_QMASK": scaled, "HAS_DMASK": scaled, "HAS_LARGEST": True, "NO_WINNER": 65535,
-        "PRECISION": config.precision,
+        "PRECISION": config.precision, "PROJECTS": scaled and blocks["BLOCK_D"] >= 128,
     } | blocks  # fmt: skip
     own = {key: value for key, value in constants.items() if key in kernel.arg_names}
     registers = config.smooth_registers if which.startswith("smooth") else None
@@ -268,7 +268,7 @@ def gradient_kernel(which: str, config: configs.BackwardConfig) -> tuple[Any, in
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_small_kernels_build_without_spills(capability: int) -> None:
-    types = types_of(torch.bfloat16) | {"steps": "i32", "count": "i32", "int64_ptr": "*i64", "int32_ptr": "*i32"}
+    types = types_of(torch.bfloat16) | {"count": "i32", "int64_ptr": "*i64", "int32_ptr": "*i32"}
     rows = {"D": 128, "BLOCK_R": 16, "BLOCK_D": 128}
     for kernel, constants in (
         (norms.quantize_kernel, rows),

@@ -156,8 +156,8 @@ def test_rows_find_their_query_as_a_search_does(offsets: list[int], target: Targ
 
     rows = torch.zeros(offsets[-1], 16, device=target.device)
     cu = torch.tensor(offsets, dtype=torch.int32, device=target.device)
-    stages = row_queries(rows, cu.numel() - 1)
-    (found,) = at.Plan(tuple(stages), (at.ROW_QUERY,))(rows, rows, None, None, cu)
+    made = at.Make(at.ROW_QUERY, rows, (rows.size(0),), torch.int32)
+    (found,) = at.Plan((made, row_queries(rows.size(0), cu.numel() - 1)), (at.ROW_QUERY,))(rows, rows, None, None, cu)
     every_row = torch.arange(offsets[-1], dtype=torch.int32, device=target.device)
     expected = torch.searchsorted(cu[1:].contiguous(), every_row, right=True).clamp_(max=cu.numel() - 2)
     assert torch.equal(found.long(), expected)

@@ -46,7 +46,8 @@ class Operator:
         given: shapes, and largest values, of integer tensors that the call gets by name.
         options: keyword arguments that give other results, one set of them for each kind of call.
         caches: the operator's own.
-        launches: kernels of one call and its gradients; two numbers where more multiprocessors need one more.
+        launches: kernels of one call and its gradients; two numbers where more multiprocessors, or smaller tiles, need
+            one more.
     """
 
     call: Callable[..., Tensor]
@@ -179,14 +180,15 @@ OPERATORS: dict[str, Operator] = {
     ),
     "maxsim packed": late_interaction(
         (20, 16),
-        (4, 5),  # 4 where one tile holds all queries
+        (3, 4),  # 3 where one tile holds all queries
         {"cu_seqlens_q": of_queries, "cu_seqlens_d": of_documents},
         {"reduction": "mean"},
         {},
     ),
     "maxsim grouped, normalised": late_interaction(
-        (2, 2, 5, 16), 7, {}, {"pairing": "grouped", "normalize": True}, {"pairing": "grouped"}
+        (2, 2, 5, 16), 6, {}, {"pairing": "grouped", "normalize": True}, {"pairing": "grouped"}
     ),
+    "maxsim normalised": late_interaction((3, 5, 16), (4, 5), {}, {"normalize": True}, {"reduction": "mean"}),
     "maxsim aligned": late_interaction((2, 5, 16), 3, {}, {"pairing": "aligned"}, {"pairing": "all"}),
     "maxsim listed pairs": late_interaction((3, 5, 16), 5, {"pairing": pairs}, {}, {"mask_mode": "zero"}),
     "lsr_head": head("max", 5),

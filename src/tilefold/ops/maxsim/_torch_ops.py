@@ -30,6 +30,7 @@ PROBLEM_SCHEMA = (
 PROBLEM_ARGUMENTS = len(ARGUMENTS)
 
 Needs = tuple[bool, bool]  # whether queries and documents want a gradient
+Forward = tuple[Tensor, Tensor, Tensor | None]  # scores, and what is kept for backward: winners, facts of rows
 Gradients = tuple[Tensor | None, Tensor | None]
 
 
@@ -141,17 +142,20 @@ def compute_gradients(
     impl: str,
     key: Key | None = None,
     divisor: float = 1.0,
+    facts: Tensor | None = None,
 ) -> Gradients:
     """Gradients of queries and documents in their shapes, ``None`` where not needed.
 
-    ``key`` is that of their plan; ``dscores`` are those of scores that were divided by ``divisor``.
+    ``key`` is that of their plan; ``dscores`` are those of scores that were divided by ``divisor``, and ``facts``
+    those of rows, from the plan of the call.
     """
 
     def kernels() -> Gradients:
-        return _kernels().backward(operands, options, dscores, saved, needs, key, divisor)  # type: ignore[no-any-return]
+        arguments = operands, options, dscores, saved, needs, key, divisor, facts
+        return _kernels().backward(*arguments)  # type: ignore[no-any-return]
 
     def tiled() -> Gradients:
-        problem, grad = Problem.of(operands, options), dscores / divisor
+        problem, grad = Problem.of(operands, options), dscores if divisor == 1.0 else dscores / divisor
         return _in_shape(_tiles().backward(problem, grad.reshape(problem.score_shape), saved, *needs), operands)
 
     return triton_or_tiled("maxsim", impl, dscores.device, kernels, tiled)
@@ -232,21 +236,24 @@ def registered_gradients(dscores: Tensor, saved: Tensor, problem: Problem, needs
     return dqueries, ddocuments
 
 
-def gradients(dscores: Tensor, saved: Tensor, operands: Operands, call: Call, needs: Needs) -> Gradients:
+def gradients(
+    dscores: Tensor, saved: Tensor, operands: Operands, call: Call, needs: Needs, facts: Tensor | None = None
+) -> Gradients:
     """Gradients of queries and documents in their shapes, ``None`` where not needed."""
     divisor = 1.0 if call.plan is None else call.divisor
     if gradient_needs_dispatcher(dscores):
         problem = Problem.of(operands, call.options)
         grad = (dscores / divisor).reshape(problem.score_shape)
         return _in_shape(registered_gradients(grad, saved, problem, needs, call.impl), operands)
-    key = None if call.plan is None else gradient_key(call, needs, dscores, (saved, *operands))
+    key = None if call.plan is None else gradient_key(call, needs, dscores, (saved, facts, *operands))
     plan = None if key is None else _kernels().GRADIENT_PLANS.find(key)
     if plan is not None and is_on_current(dscores):
         try:
-            return plan(*operands, saved, dscores)  # type: ignore[no-any-return]
+            return plan(*operands, saved, dscores, facts)  # type: ignore[no-any-return]
         except KernelUnavailableError:  # looks for what can run
             pass
-    return run(compute_gradients, dscores, saved, operands, call.options, needs, call.impl, key, divisor)  # type: ignore[no-any-return]
+    arguments = dscores, saved, operands, call.options, needs, call.impl, key, divisor, facts
+    return run(compute_gradients, *arguments)  # type: ignore[no-any-return]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -275,24 +282,24 @@ class _MaxSim(torch.autograd.Function):
     def forward(ctx: Any, queries: Tensor, documents: Tensor, operands: Operands, call: Call) -> Tensor:
         # torch looks at every argument in Python: what has no gradient comes in one
         ctx.call = call
-        scores, saved = _run_forward(queries, operands, call, True)
+        scores, saved, facts = _run_forward(queries, operands, call, True)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(saved, *operands)
+        ctx.save_for_backward(saved, facts, *operands)
         return scores
 
     @staticmethod
     def backward(ctx: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
         if dscores is None:
             return None, None, None, None
-        saved, *operands = ctx.saved_tensors
-        grads = gradients(dscores, saved, Operands(*operands), ctx.call, ctx.needs_input_grad[:2])
+        saved, facts, *operands = ctx.saved_tensors
+        grads = gradients(dscores, saved, Operands(*operands), ctx.call, ctx.needs_input_grad[:2], facts)
         return (*grads, None, None)
 
 
-def _run_forward(queries: Tensor, operands: Operands, call: Call, with_saved: bool) -> tuple[Tensor, Tensor]:
+def _run_forward(queries: Tensor, operands: Operands, call: Call, with_saved: bool) -> Forward:
     """Scores, in their final shape if ``call`` has a plan, and what backward needs."""
     if call.plan is None:
-        return run(compute, queries, Problem.of(operands, call.options), with_saved, call.impl)  # type: ignore[no-any-return]
+        return *run(compute, queries, Problem.of(operands, call.options), with_saved, call.impl), None
     if not is_on_current(queries):
         return run(_run_forward, queries, operands, call, with_saved)  # type: ignore[no-any-return]
     if not queries.is_cuda and any(tensor is not None for tensor in operands[4:7]):  # offsets and pairs
@@ -301,7 +308,7 @@ def _run_forward(queries: Tensor, operands: Operands, call: Call, with_saved: bo
         return call.plan(*operands)
     except KernelUnavailableError:  # gives up what cannot be built; calls that follow are planned without it
         scores, saved = run(compute, queries, Problem.of(operands, call.options), with_saved, call.impl)
-        return scores.view(call.shape) / call.divisor, saved  # no view: it may be changed in place
+        return scores.view(call.shape) / call.divisor, saved, None  # no view: it may be changed in place
 
 
 def planned(key: Key | None, operands: Operands, call: Call, training: bool) -> Call:

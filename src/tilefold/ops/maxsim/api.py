@@ -43,7 +43,8 @@ def maxsim(
     fp32 (fp64). Among equal similarities the lowest document token wins and takes the whole gradient. A document
     without a token that takes part scores 0 with every query, with no gradient, and so does an empty query. NaN in a
     kept token gives NaN; what a masked token holds is never read into a result. Backward is bitwise deterministic and
-    keeps 2 bytes (4 from 65,536 document tokens on, and with a temperature) per query token and pair.
+    keeps 2 bytes (4 from 65,536 document tokens on, and with a temperature) per query token and pair, and in kernels 4
+    per normalised token and per packed query token.
 
     Args:
         queries: ``[Nq, Lq, D]``, or ``[T, D]`` packed with ``cu_seqlens_q``; fp16, bf16, fp32 or fp64.

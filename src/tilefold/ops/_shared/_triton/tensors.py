@@ -129,3 +129,12 @@ class Pieces:
         buffer = torch.empty_like(self._like)
         address = buffer.data_ptr()
         return [Piece(buffer, address + part[0], part) for part in self._parts]
+
+    def buffer(self) -> Tensor:
+        """The memory alone."""
+        return torch.empty_like(self._like)
+
+    def within(self, buffer: Tensor) -> list[Piece]:
+        """The parts of a buffer that was allocated before."""
+        address = buffer.data_ptr()
+        return [Piece(buffer, address + part[0], part) for part in self._parts]

@@ -20,6 +20,7 @@ from tilefold.ops.maxsim._triton.device import (
     split_scale,
     times_power,
 )
+from tilefold.ops.maxsim._triton.norms import projected
 
 
 @triton.jit
@@ -125,12 +126,15 @@ def dqueries_kernel(
 
 @triton.jit(do_not_specialize=["Tq", "Td", "Nd", "length_q", "length_d", "stride_q", "stride_d", "divisor"])
 def dqueries_row_kernel(
-    dscore_ptr, saved_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, cu_d_ptr, row_query_ptr, dquery_ptr,
+    dscore_ptr, saved_ptr, query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, cu_d_ptr, row_query_ptr, dquery_ptr,
     Tq, Td, Nd, length_q, length_d, stride_q, stride_d, divisor,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr,
-    HAS_SCALE: tl.constexpr, NO_WINNER: tl.constexpr,
+    HAS_SCALE: tl.constexpr, NO_WINNER: tl.constexpr, PROJECTS: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`dqueries_kernel` for all pairs of few query rows: a program owns a row, and takes many documents."""
+    """As :func:`dqueries_kernel` for all pairs of few query rows: a program owns a row, and takes many documents.
+
+    ``PROJECTS``: rows are normalised, of no more than ``BLOCK_D`` dimensions, and get their own gradient.
+    """
     _unit, weight = grad_unit(dscore_ptr, divisor, False)
     row = tl.program_id(0)
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -153,7 +157,12 @@ def dqueries_row_kernel(
             x *= tl.load(doc_scale_ptr + doc_row, mask=has, other=0.0)[:, None]
         acc += grad[:, None] * x
     total = tl.sum(acc, axis=0) * weight
-    tl.store(dquery_ptr + tl.cast(row, tl.int64) * D + k, total.to(dquery_ptr.dtype.element_ty), mask=k < D)
+    offs = tl.cast(row, tl.int64) * D + k
+    if PROJECTS:
+        x = tl.load(query_ptr + offs, mask=k < D, other=0.0).to(tl.float32)
+        scale = tl.load(query_scale_ptr + row + tl.arange(0, 1))
+        total = tl.sum(projected(x[None, :], scale, total[None, :]), axis=0)  # of one row
+    tl.store(dquery_ptr + offs, total.to(dquery_ptr.dtype.element_ty), mask=k < D)
 
 
 @triton.jit(

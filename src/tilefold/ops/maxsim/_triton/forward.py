@@ -9,6 +9,7 @@ in a small buffer, which a second kernel adds up in a fixed order. For listed pa
 import triton
 import triton.language as tl
 
+from tilefold.ops._shared._triton.masks import mask_if
 from tilefold.ops.maxsim._triton.device import (
     INDEX,
     bounds,
@@ -21,6 +22,7 @@ from tilefold.ops.maxsim._triton.device import (
     split_scale,
     times_power,
 )
+from tilefold.ops.maxsim._triton.row_queries import query_of
 
 
 @triton.jit
@@ -86,6 +88,7 @@ def _query_rows(
         "Nd",
         "tile_rows",
         "splits",
+        "steps",
         "temperature",
         "inverse_temperature",
         "divisor",
@@ -95,8 +98,8 @@ def _query_rows(
 )
 def all_pairs_kernel(
     query_ptr, doc_src, query_mask_ptr, doc_mask_ptr, query_scale_ptr, doc_scale_ptr, cu_q_ptr, cu_d_ptr,
-    score_ptr, part_ptr, saved_ptr,
-    Tq, Td, Nq, Nd, length_q, length_d, tile_rows, splits, temperature, inverse_temperature, divisor,
+    score_ptr, part_ptr, saved_ptr, row_query_ptr,
+    Tq, Td, Nq, Nd, length_q, length_d, tile_rows, splits, steps, temperature, inverse_temperature, divisor,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, LQ: tl.constexpr,
     DIRECT: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr,
     HAS_DMASK: tl.constexpr, HAS_QSCALE: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr,
@@ -115,6 +118,8 @@ def all_pairs_kernel(
     )  # fmt: skip
     first_q = sequence_at(cu_q_ptr, row0, Nq, length_q, UNIFORM_Q)
     last_q = sequence_at(cu_q_ptr, row0 + rows - 1, Nq, length_q, UNIFORM_Q)
+    if WITH_SAVED and not UNIFORM_Q:  # for backward
+        tl.store(row_query_ptr + row, query_of(cu_q_ptr, row, Nq, steps), mask=mask_if(inside, split == 0))
 
     # an empty document takes one tile, in which its score is written
     mine = (Nd - split + splits - 1) // splits

@@ -21,10 +21,11 @@ from tilefold.ops.maxsim._problem import Operands, Problem
 from tilefold.ops.maxsim._triton import plan as at
 from tilefold.ops.maxsim._triton.forward import all_pairs_kernel, combine_kernel, listed_pairs_kernel
 from tilefold.ops.maxsim._triton.plan import Derive, Make, Plan, Run, Stage
-from tilefold.ops.maxsim._triton.rows import int8_queries, inverse_norms
+from tilefold.ops.maxsim._triton.rows import RowFacts, int8_queries, inverse_norms, row_facts
 from tilefold.ops.maxsim._triton.stream import stream_kernel
 from tilefold.ops.maxsim.configs import BY_TMA, ForwardConfig, forward_config, stream_config
 
+RESULTS = (at.SCORES, at.SAVED, at.ROW_FACTS)
 PAIRINGS = {"all": 0, "grouped": 1, "index": 2}
 UNUSED_IN_STREAM = ("SMOOTH", "WITH_SAVED", "NO_WINNER", "NORMALIZED", "HAS_QSCALE")
 PLANS: CallCache[Plan] = CallCache()  # of the registered operator's calls
@@ -41,7 +42,7 @@ def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
         if key is not None:
             PLANS.keep(key, plan)
     try:
-        scores, saved = plan(*operands)
+        scores, saved, _ = plan(*operands)
     except KernelUnavailableError as error:
         if not plan.by_tma:
             raise
@@ -74,7 +75,7 @@ def plan_forward(
     if with_saved:
         stages.append(_make_saved(problem))
     if 0 in shape:
-        return Plan(tuple(stages), (at.SCORES, at.SAVED), aligned)
+        return Plan(tuple(stages), RESULTS, aligned)
     everything = problem.pairing == "all"
     rows = queries.size(0) if everything else problem.query_length or queries.size(0)
     stored = problem.documents.dtype
@@ -87,8 +88,10 @@ def plan_forward(
     if config.use_tma and rows_fit_descriptor(problem.documents) and given_up(BY_TMA, device) is None:
         tma = Tma(problem.documents.size(0), dim, functools.partial(_descriptor, [config.block_t, config.block_k]))
     constants = _constants(problem, config, with_saved, tma is not None)
+    if problem.normalize or (with_saved and row_facts(problem)):
+        stages.append(RowFacts(problem, found=False))
     if problem.normalize:
-        stages += inverse_norms(problem)
+        stages.append(inverse_norms(problem))
     elif stored == torch.int8 and not stream:  # which rounds them itself
         stages += int8_queries(queries)
     described = () if tma is None else (None, tma)
@@ -97,7 +100,7 @@ def plan_forward(
     else:
         add = _add_all_pairs if everything else _add_listed_pairs
         add(stages, problem, config, constants, described, divisor)
-    return Plan(tuple(stages), (at.SCORES, at.SAVED), aligned, tma is not None)
+    return Plan(tuple(stages), RESULTS, aligned, tma is not None)
 
 
 def _itself(tensor: Tensor) -> Tensor:
@@ -216,9 +219,10 @@ def _add_all_pairs(
     splits = plan_splits(tiles, problem.n_documents, sm_count(problem.queries.device) * config.programs)
     constants["LQ"] = length if direct and length and config.block_q % length == 0 else 0
     constants["DIRECT"] = direct
-    numbers = (*_sizes(problem), tile_rows, splits, *_temperatures(problem), divisor)
+    steps = problem.n_queries.bit_length()
+    numbers = (*_sizes(problem), tile_rows, splits, steps, *_temperatures(problem), divisor)
     step = Step(all_pairs_kernel, (tiles, splits, 1), numbers, constants, tma)
-    stages.append(Run(step, (*_operands(problem), at.SCORES, at.PARTS, at.SAVED)))
+    stages.append(Run(step, (*_operands(problem), at.SCORES, at.PARTS, at.SAVED, at.ROW_QUERY)))
     if direct:
         return
     # partial sums of queries that several tiles share

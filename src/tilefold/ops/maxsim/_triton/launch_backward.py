@@ -20,7 +20,7 @@ from tilefold.ops.maxsim._triton.backward import ddocuments_kernel, dqueries_ker
 from tilefold.ops.maxsim._triton.launch import PAIRINGS, copies, layout_flags
 from tilefold.ops.maxsim._triton.plan import Derive, Make, Plan, Run, Stage
 from tilefold.ops.maxsim._triton.row_queries import row_queries
-from tilefold.ops.maxsim._triton.rows import inverse_norms, unit_gradient
+from tilefold.ops.maxsim._triton.rows import RowFacts, inverse_norms, row_facts, unit_gradient
 from tilefold.ops.maxsim._triton.smooth import smooth_ddocuments_kernel, smooth_dqueries_kernel
 from tilefold.ops.maxsim._triton.winner_lists import ddocuments_listed_kernel
 from tilefold.ops.maxsim.configs import BackwardConfig, backward_config
@@ -42,19 +42,20 @@ def backward(
     needs: Needs,
     key: Key | None = None,
     divisor: float = 1.0,
+    facts: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of queries and documents, in their shapes and dtypes; ``None`` where not needed.
 
     ``key`` is that of a call with a plan; that of any other is made here. ``dscores`` are those of scores that were
-    divided by ``divisor``.
+    divided by ``divisor``, and ``facts`` are those of rows, from the plan of the call.
     """
-    tensors = (*operands, saved, dscores)
+    tensors = (*operands, saved, dscores, facts)
     if key is None:
         key = call_key(tensors, (options, needs, divisor))
     plan = GRADIENT_PLANS.find(key)
     if plan is None:
         problem, known = Problem.of(operands, options), key is not None and is_aligned(key)
-        plan = plan_backward(problem, operands, dscores, saved, needs, divisor, known)
+        plan = plan_backward(problem, operands, dscores, saved, needs, divisor, known, facts is not None)
         if key is not None:
             GRADIENT_PLANS.keep(key, plan)
     dqueries, ddocuments = plan(*tensors)
@@ -62,7 +63,14 @@ def backward(
 
 
 def plan_backward(
-    problem: Problem, operands: Operands, dscores: Tensor, saved: Tensor, needs: Needs, divisor: float, aligned: bool
+    problem: Problem,
+    operands: Operands,
+    dscores: Tensor,
+    saved: Tensor,
+    needs: Needs,
+    divisor: float,
+    aligned: bool,
+    found: bool,
 ) -> Plan:
     """How gradients are computed of tensors like these.
 
@@ -72,6 +80,7 @@ def plan_backward(
         needs: which gradients are asked for.
         divisor: of the scores.
         aligned: whether all these tensors are known to begin at multiples of 16 bytes.
+        found: whether forward left the facts of rows.
     """
     config = backward_config(problem.queries.dtype, problem.queries.device)
     planning = _Planning(problem, config, saved.dtype, dscores, divisor)
@@ -80,7 +89,7 @@ def plan_backward(
         stages.append(Derive(at.SAVED, Tensor.contiguous, at.SAVED))
     stages += planning.settle_strides(aligned)
     if saved.numel():
-        stages += planning.shared(needs)
+        stages += planning.shared(needs, found)
     # documents first: their lists of winners are gone when the queries' gradient is allocated
     for side, rows in ((1, operands.documents), (0, operands.queries)):
         if needs[side]:
@@ -135,13 +144,15 @@ class _Planning:
         self.strides = (strides[0], strides[1]) if everything else (0, strides[-1])
         return []
 
-    def shared(self, needs: Needs) -> list[Stage]:
-        """What the gradients of both sides need."""
+    def shared(self, needs: Needs, found: bool) -> list[Stage]:
+        """What the gradients of both sides need; ``found``: forward left the facts of rows."""
         p, stages = self.problem, list[Stage]()
-        if p.normalize:
-            stages += inverse_norms(p)
-        if p.pairing == "all" and p.cu_queries is not None:
-            stages += row_queries(p.queries, p.cu_queries.numel() - 1)
+        if row_facts(p):
+            stages.append(RowFacts(p, found))
+        if p.normalize and not found:
+            stages.append(inverse_norms(p))
+        if p.pairing == "all" and p.cu_queries is not None and not found:
+            stages.append(row_queries(p.queries.size(0), p.cu_queries.numel() - 1))
         if p.queries.dtype == torch.float16 and (needs[1] or p.temperature):  # by which fp16 products are scaled
             self.has_largest = True
             stages.append(Derive(at.LARGEST, _largest, at.DSCORES))
@@ -156,24 +167,35 @@ class _Planning:
         if empty:
             return [Make(place, rows, rows.shape, rows.dtype, fill)]
         # a unit vector's gradient is projected in fp32, before the only rounding
-        written = at.WIDE if p.normalize else place
-        stages: list[Stage] = [Make(written, rows, rows.shape, torch.float32 if p.normalize else rows.dtype, fill)]
+        apart = p.normalize and not self._projects(side)
+        written = at.WIDE if apart else place
+        stages: list[Stage] = [Make(written, rows, rows.shape, torch.float32 if apart else rows.dtype, fill)]
         if p.index is not None:
             count = p.n_documents if side else p.n_queries
             stages.append(Derive(at.ORDER, functools.partial(_sorted_pairs, side), at.INDEX))
             stages.append(Derive(at.FIRST, functools.partial(_first_pairs, side, count), at.INDEX, at.ORDER))
         stages += self._of_documents(written) if side else [self._of_queries(written)]
-        if p.normalize:
+        if apart:
             stages.append(Make(place, rows, rows.shape, rows.dtype))
             sides = (p.documents, at.DOCUMENTS, at.DOCUMENT_SCALE) if side else (p.queries, at.QUERIES, at.QUERY_SCALE)
             stages.append(unit_gradient(sides[0], (*sides[1:], written, place)))
         return stages
 
+    def _projects(self, side: int) -> bool:
+        """Whether the kernel itself makes gradients of rows of those of unit vectors: one that has whole rows."""
+        p, block = self.problem, self.config.block_dd if side else self.config.block_d
+        if not p.normalize or p.temperature or p.pairing != "all" or p.queries.size(1) > block:
+            return False
+        return side == 1 or self._has_few_rows
+
+    @property
+    def _has_few_rows(self) -> bool:
+        return self.problem.pairing == "all" and self.problem.queries.size(0) <= self.config.few_rows
+
     def _of_queries(self, out: int) -> Run:
         if self.problem.temperature:
             return self._smooth_queries(out)
-        few = self.problem.pairing == "all" and self.problem.queries.size(0) <= self.config.few_rows
-        return self._few_queries(out) if few else self._queries(out)
+        return self._few_queries(out) if self._has_few_rows else self._queries(out)
 
     def _of_documents(self, out: int) -> list[Stage]:
         if self.problem.temperature:
@@ -195,20 +217,14 @@ class _Planning:
         p, config, count = self.problem, self.config, self.problem.queries.size(0)
         constants = self._constants(
             config.warps_few, config.stages_q, BLOCK_N=config.block_n, BLOCK_D=config.block_d,
-            NO_WINNER=no_winner(self.saved_dtype),
+            NO_WINNER=no_winner(self.saved_dtype), PROJECTS=self._projects(0),
         )  # fmt: skip
-        numbers = (
-            count,
-            p.documents.size(0),
-            p.n_documents,
-            p.query_length,
-            p.document_length,
-            *self.strides,
-            self.divisor,
-        )
+        sizes = (count, p.documents.size(0), p.n_documents, p.query_length, p.document_length)
+        numbers = (*sizes, *self.strides, self.divisor)
         grid = (count, cdiv(p.queries.size(1), config.block_d), 1)
         places = (
-            at.DSCORES, at.SAVED, at.DOCUMENTS, at.QUERY_SCALE, at.DOCUMENT_SCALE, at.CU_DOCUMENTS, at.ROW_QUERY, out,
+            at.DSCORES, at.SAVED, at.QUERIES, at.DOCUMENTS, at.QUERY_SCALE, at.DOCUMENT_SCALE, at.CU_DOCUMENTS,
+            at.ROW_QUERY, out,
         )  # fmt: skip
         return Run(Step(dqueries_row_kernel, grid, numbers, constants), places)
 
@@ -283,12 +299,13 @@ class _Planning:
         constants = self._constants(
             config.list_warps, config.list_stages, BLOCK_T=config.list_t, BLOCK_S=block_s, BLOCK_E=config.list_e,
             BLOCK_D=config.block_dd, CAPACITY=capacity, ALIGNED=count % 8 == 0, HAS_LARGEST=self.has_largest,
-            NO_WINNER=no_winner(self.saved_dtype), PRECISION=config.precision,
+            NO_WINNER=no_winner(self.saved_dtype), PRECISION=config.precision, PROJECTS=self._projects(1),
         )  # fmt: skip
         grid = (min(p.n_documents * slices, MAX_PROGRAMS), cdiv(p.queries.size(1), config.block_dd), 1)
         sizes = (count, p.documents.size(0), p.n_documents, slices, p.query_length, p.document_length)
         places = (
-            at.DSCORES, at.SAVED, at.QUERIES, at.QUERY_SCALE, at.LARGEST, at.CU_DOCUMENTS, at.ROW_QUERY, at.LISTS, out,
+            at.DSCORES, at.SAVED, at.QUERIES, at.DOCUMENTS, at.QUERY_SCALE, at.DOCUMENT_SCALE, at.LARGEST,
+            at.CU_DOCUMENTS, at.ROW_QUERY, at.LISTS, out,
         )  # fmt: skip
         step = Step(ddocuments_listed_kernel, grid, (*sizes, *self.strides, self.divisor), constants)
         return [

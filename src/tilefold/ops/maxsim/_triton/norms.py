@@ -56,6 +56,15 @@ def inverse_norms_kernel(
         _inverse_norms(doc_ptr, doc_scale_ptr, block - of_queries, Td, D, BLOCK_R, BLOCK_D)
 
 
+@triton.jit
+def projected(x, scale, g):
+    """``scale * (g - u (u . g))`` with ``u = scale * x``: the gradient of whole rows ``[R, D]`` from that of ``u``."""
+    u = x * scale[:, None]
+    along = tl.sum(tl.where(g == 0.0, 0.0, u * g), axis=1)[:, None]
+    u = tl.where(along == 0.0, 0.0, u)
+    return tl.where((along == 0.0) & (g == 0.0), 0.0, scale[:, None] * (g - u * along))
+
+
 @triton.jit(do_not_specialize=["T"])
 def unit_gradient_kernel(
     rows_ptr, scale_ptr, grad_ptr, out_ptr, T, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr

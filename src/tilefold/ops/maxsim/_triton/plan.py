@@ -21,9 +21,9 @@ from tilefold.ops._shared.internals import hooked
 # The operands come first; what backward gets besides follows.
 (
     QUERIES, DOCUMENTS, QUERY_MASK, DOCUMENT_MASK, CU_QUERIES, CU_DOCUMENTS, INDEX, DOCUMENT_SCALE, SAVED, DSCORES,
-    QUERY_SCALE, SCORES, PARTS, INT8_QUERIES, ROW_QUERY, LARGEST, LISTS, ORDER, FIRST, WIDE, DQUERIES, DDOCUMENTS,
-    NARROW,
-) = range(23)  # fmt: skip
+    ROW_FACTS, QUERY_SCALE, SCORES, PARTS, INT8_QUERIES, ROW_QUERY, LARGEST, LISTS, ORDER, FIRST, WIDE, DQUERIES,
+    DDOCUMENTS, NARROW,
+) = range(24)  # fmt: skip
 
 Places = list[Any]  # tensors, pieces of scratch, and None
 Stage = Callable[[Places, bool], None]
