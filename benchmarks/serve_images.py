@@ -4,7 +4,8 @@
     python -m benchmarks.serve_images --demo tilefold-demo/minutes-4-... [--documents 3000] [--output docs/images]
 
 An embedded Qdrant collection holds the demo's learned sparse vectors and dense ones of the packaged all-MiniLM-L6-v2,
-beside a BM25 index and that model's token vectors for late interaction: the page then has all of its columns. Needs
+beside a BM25 index and that model's token vectors for late interaction, which the demo has stored: the page then has
+all of its columns. Needs
 `pip install "tilefold[page,serve,qdrant]" pillow` and a Chromium (apt install chromium).
 """
 
@@ -54,7 +55,8 @@ def searchable(demo: Path, documents: int, folder: Path) -> Searchable:
     dense = minilm.encode(list(texts.values()), batch_size=64)
     opened = QdrantCollection.embedded(folder, Layout(vectors.vocab_size, vectors.fingerprint, dense=dense.shape[1]))
     opened.upsert(Documents(vectors.ids, vectors, dense))
-    late, _ = load_model("minilm", kinds=("multi-vector",))
+    stored = next(demo.parent.glob("minilm-*"))
+    late, _ = load_model(str(stored / "model"), kinds=("multi-vector",))
     kept = {name: collection.documents[name] for name in texts}
     return Searchable(
         "pydocs",
@@ -64,6 +66,7 @@ def searchable(demo: Path, documents: int, folder: Path) -> Searchable:
         vectors,
         r.BM25Index.build(texts),
         Served(late, "multi-vector", "minilm"),
+        r.open_tokens(stored / "tokens"),
         dense=Served(minilm, "dense", "minilm"),
     )
 

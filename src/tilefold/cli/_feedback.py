@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -22,34 +24,99 @@ if TYPE_CHECKING:
 
 RANKED = 1000  # documents of a ranking that is interpolated, or whose last ones count
 
-Method = Annotated[
+# parameter of a command -> field, and what typer makes of it
+_OWN: dict[str, tuple[str, Any]] = {
+    "prf_depth": (
+        "depth",
+        Annotated[
+            int | None,
+            typer.Option("--prf-depth", help="Best documents taken as relevant; by default 3, and 5 for rocchio."),
+        ],
+    ),
+    "prf_terms": (
+        "top_terms",
+        Annotated[int | None, typer.Option("--prf-terms", help="Sparse: heaviest terms kept of a query after --prf.")],
+    ),
+    "prf_alpha": (
+        "alpha",
+        Annotated[float | None, typer.Option("--prf-alpha", help="rocchio: weight of the query (0.4).")],
+    ),
+    "prf_beta": (
+        "beta",
+        Annotated[float | None, typer.Option("--prf-beta", help="rocchio: weight of the best documents (0.6).")],
+    ),
+    "prf_gamma": (
+        "gamma",
+        Annotated[
+            float | None, typer.Option("--prf-gamma", help="rocchio: weight of the last documents, subtracted (0).")
+        ],
+    ),
+    "prf_bottom": (
+        "bottom",
+        Annotated[
+            int | None,
+            typer.Option("--prf-bottom", help="rocchio: how many last documents, of 1,000, --prf-gamma is for."),
+        ],
+    ),
+}
+_MIXED: dict[str, tuple[str, Any]] = {
+    "prf_with": (
+        "second",
+        Annotated[
+            Path | None,
+            typer.Option("--prf-with", help="A second ranking to interpolate with: a BM25 index, or a TREC run."),
+        ],
+    ),
+    "prf_place": (
+        "place",
+        Annotated[
+            str | None, typer.Option("--prf-place", help="Interpolate before feedback, after it, or both (default).")
+        ],
+    ),
+    "prf_weight": (
+        "weight",
+        Annotated[
+            float | None,
+            typer.Option("--prf-weight", help="Weight of --prf-with in [0, 1], beside the other one (0.5)."),
+        ],
+    ),
+    "prf_normalization": (
+        "normalization",
+        Annotated[
+            str | None,
+            typer.Option("--prf-normalization", help="Before interpolation: min_max (default), z_score or none."),
+        ],
+    ),
+}
+_METHOD = Annotated[
     str | None,
     typer.Option("--prf", help="Search again with each query moved towards what it found: average, or rocchio."),
 ]
-Depth = Annotated[
-    int | None, typer.Option("--prf-depth", help="Best documents taken as relevant; by default 3, and 5 for rocchio.")
-]
-Terms = Annotated[int | None, typer.Option("--prf-terms", help="Sparse: heaviest terms kept of a query after --prf.")]
-Alpha = Annotated[float | None, typer.Option("--prf-alpha", help="rocchio: weight of the query (0.4).")]
-Beta = Annotated[float | None, typer.Option("--prf-beta", help="rocchio: weight of the best documents (0.6).")]
-Gamma = Annotated[
-    float | None, typer.Option("--prf-gamma", help="rocchio: weight of the last documents, subtracted (0).")
-]
-Bottom = Annotated[
-    int | None, typer.Option("--prf-bottom", help="rocchio: how many last documents, of 1,000, --prf-gamma is for.")
-]
-With = Annotated[
-    Path | None, typer.Option("--prf-with", help="A second ranking to interpolate with: a BM25 index, or a TREC run.")
-]
-Place = Annotated[
-    str | None, typer.Option("--prf-place", help="Interpolate before feedback, after it, or both (default).")
-]
-Weight = Annotated[
-    float | None, typer.Option("--prf-weight", help="Weight of --prf-with in [0, 1], beside the other one (0.5).")
-]
-Normalization = Annotated[
-    str | None, typer.Option("--prf-normalization", help="Before interpolation: min_max (default), z_score or none.")
-]
+
+
+def takes_feedback(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with the options of --prf, which get to it as its parameter ``feedback``, and stand in its place."""
+    hints = get_type_hints(command, include_extras=True)
+    options_of = {"prf": _METHOD, **{name: kind for name, (_, kind) in (_OWN | _MIXED).items()}}
+    parameters: list[Parameter] = []
+    for name, parameter in signature(command).parameters.items():
+        if name == "feedback":
+            parameters += [
+                Parameter(option, Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=kind)
+                for option, kind in options_of.items()
+            ]
+        else:
+            parameters.append(parameter.replace(annotation=hints[name]))
+
+    @functools.wraps(command)
+    def taking(**given: Any) -> None:
+        own, mixed = ({field: given.pop(name) for name, (field, _) in group.items()} for group in (_OWN, _MIXED))
+        feedback = options(given.pop("prf"), own, mixed)
+        command(**given, feedback=feedback)
+
+    taking.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    taking.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return taking
 
 
 @dataclass(frozen=True)

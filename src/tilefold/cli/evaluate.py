@@ -12,6 +12,7 @@ from tilefold.cli import _common, _feedback, _models, _rerank, _retrievers, _sco
 DEPTH = 100
 
 
+@_feedback.takes_feedback
 def evaluate(
     data: Annotated[str, typer.Option(help=_common.DATA_HELP)] = "pydocs",
     split: Annotated[list[str] | None, typer.Option(help=_scores.SPLIT_HELP)] = None,
@@ -44,17 +45,7 @@ def evaluate(
     rerank_tail: Annotated[str | None, typer.Option(help=_rerank.TAIL_HELP)] = None,
     rerank_weight: Annotated[float | None, typer.Option(help=_rerank.WEIGHT_HELP)] = None,
     vectors: Annotated[Path | None, typer.Option(help="The encoded documents of --index, for --prf.")] = None,
-    prf: _feedback.Method = None,
-    prf_depth: _feedback.Depth = None,
-    prf_terms: _feedback.Terms = None,
-    prf_alpha: _feedback.Alpha = None,
-    prf_beta: _feedback.Beta = None,
-    prf_gamma: _feedback.Gamma = None,
-    prf_bottom: _feedback.Bottom = None,
-    prf_with: _feedback.With = None,
-    prf_place: _feedback.Place = None,
-    prf_weight: _feedback.Weight = None,
-    prf_normalization: _feedback.Normalization = None,
+    feedback: _feedback.FeedbackOptions | None = None,
     save_run: Annotated[Path | None, typer.Option(help=_scores.SAVE_RUN_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The measures as JSON on stdout.")] = False,
 ) -> None:
@@ -72,18 +63,6 @@ def evaluate(
     depth = None if run is not None else k or DEPTH
     _common.check_at_least_one(k=k, query_top_k=query_top_k, max_length=max_length)
     reranking = _rerank.options(rerank, rerank_model, rerank_depth, rerank_tail, rerank_weight)
-    feedback = _feedback.options(
-        prf,
-        {
-            "depth": prf_depth,
-            "top_terms": prf_terms,
-            "alpha": prf_alpha,
-            "beta": prf_beta,
-            "gamma": prf_gamma,
-            "bottom": prf_bottom,
-        },
-        {"second": prf_with, "place": prf_place, "weight": prf_weight, "normalization": prf_normalization},
-    )
     if feedback is None:
         _common.refuse("--vectors", vectors, "goes together with --prf")
     elif run is not None:

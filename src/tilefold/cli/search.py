@@ -19,6 +19,7 @@ SHOWN_TERMS = 6
 SHOWN_CHARACTERS = 80
 
 
+@_feedback.takes_feedback
 def search(
     query: Annotated[
         str | None, typer.Argument(help="The query; - reads one per line from standard input; without it, a prompt.")
@@ -45,17 +46,7 @@ def search(
     rerank_model: Annotated[str | None, typer.Option(help=_rerank.MODEL_HELP)] = None,
     rerank_depth: Annotated[int | None, typer.Option(help=_rerank.DEPTH_HELP + " By default 100.")] = None,
     rerank_weight: Annotated[float | None, typer.Option(help=_rerank.WEIGHT_HELP)] = None,
-    prf: _feedback.Method = None,
-    prf_depth: _feedback.Depth = None,
-    prf_terms: _feedback.Terms = None,
-    prf_alpha: _feedback.Alpha = None,
-    prf_beta: _feedback.Beta = None,
-    prf_gamma: _feedback.Gamma = None,
-    prf_bottom: _feedback.Bottom = None,
-    prf_with: _feedback.With = None,
-    prf_place: _feedback.Place = None,
-    prf_weight: _feedback.Weight = None,
-    prf_normalization: _feedback.Normalization = None,
+    feedback: _feedback.FeedbackOptions | None = None,
     as_json: Annotated[bool, typer.Option("--json", help="The hits as JSON on stdout.")] = False,
 ) -> None:
     """Search an index; without options, the index of the demo.
@@ -71,20 +62,10 @@ def search(
     reranking = _rerank.options(rerank, rerank_model, rerank_depth, None, rerank_weight)
     if rerank_depth is not None and rerank_depth < k:
         raise _common.UsageError(f"--rerank-depth: expected at least --k ({k}), got {rerank_depth}.")
-    feedback = _feedback.options(
-        prf,
-        {
-            "depth": prf_depth,
-            "top_terms": prf_terms,
-            "alpha": prf_alpha,
-            "beta": prf_beta,
-            "gamma": prf_gamma,
-            "bottom": prf_bottom,
-        },
-        {"second": prf_with, "place": prf_place, "weight": prf_weight, "normalization": prf_normalization},
-    )
-    if prf_with is not None and prf_with.is_file():
-        raise _common.UsageError(f"--prf-with: {prf_with} is a file; search takes a BM25 index, evaluate also a run.")
+    if feedback is not None and feedback.second is not None and feedback.second.is_file():
+        raise _common.UsageError(
+            f"--prf-with: {feedback.second} is a file; search takes a BM25 index, evaluate also a run."
+        )
     if index is None:
         for name, value in (("--model", model), ("--data", data), ("--vectors", vectors)):
             _common.refuse(name, value, "goes with --index")
