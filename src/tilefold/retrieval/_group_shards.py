@@ -6,11 +6,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+from tilefold._process_group import ranks_of
 from tilefold.pipeline.ahead import Behind
 from tilefold.pipeline.rows import IN_FLIGHT
 from tilefold.retrieval._group import Desk, Line
 from tilefold.retrieval._made import Shard
-from tilefold.retrieval._meeting import meeting, ranks_of
+from tilefold.retrieval._meeting import meeting
 from tilefold.retrieval._shards import Vectors
 from tilefold.retrieval._streamed import Job, StreamedShards
 

@@ -26,23 +26,6 @@ _LEAVE_SECONDS = 2.0
 _PATH_BYTES = 256
 
 
-def ranks_of(group: object) -> dist.ProcessGroup | None:
-    """The process group that `group` means, None where this process works alone.
-
-    Raises:
-        ValueError: for anything but a process group that holds this rank, ``"world"`` or None.
-    """
-    if group is None or not dist.is_available():
-        return None
-    if group == "world":
-        if not dist.is_initialized():
-            return None
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-        raise ValueError(f"group: expected a process group that holds this rank, 'world' or None, got {group!r}.")
-    return group if dist.get_world_size(group) > 1 else None
-
-
 @contextmanager
 def meeting(group: dist.ProcessGroup, shards: int) -> Iterator[Desk | Line]:
     """The desk, at the first rank of `group`, and the line to it at the others.

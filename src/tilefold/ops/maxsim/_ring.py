@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilefold._process_group import ranks_of
 from tilefold.ops._shared.checks import FLOAT_DTYPES
 from tilefold.ops._shared.library import run
 from tilefold.ops.maxsim import _reference
@@ -165,26 +166,6 @@ def _part(problem: Problem, shape: tuple[int, ...], options: object) -> Part:
         packed=int(problem.cu_documents is not None),
         masked=int(problem.document_mask is not None),
     )
-
-
-def ranks_of(group: object) -> dist.ProcessGroup | None:
-    """The process group that ``group`` means, ``None`` where this rank is on its own.
-
-    Raises:
-        ValueError: for anything but a process group that holds this rank, ``"world"`` or ``None``.
-    """
-    if group is None or not dist.is_available():
-        return None
-    if group == "world":
-        if not dist.is_initialized():
-            return None
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-        raise ValueError(
-            f"group must be a process group that holds this rank, 'world' or None, got {group!r}; call on its ranks "
-            "only, after torch.distributed.init_process_group."
-        )
-    return group if dist.get_world_size(group) > 1 else None
 
 
 def ring_scores(problem: Problem, ring: Ring, impl: str) -> Tensor:
