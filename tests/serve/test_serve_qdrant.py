@@ -89,7 +89,7 @@ def test_while_the_server_is_away_others_are_answered_and_searches_do_not_wait_i
 
 
 def test_the_service_ends_soon_although_a_server_never_answers(
-    sparse: Any, vectors: r.SparseVectors, monkeypatch: pytest.MonkeyPatch
+    sparse: Any, vectors: r.SparseVectors, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(service, "_LEAVE_SECONDS", 0.3)
     http, asked, never = OverHttp(), threading.Event(), threading.Event()
@@ -111,7 +111,8 @@ def test_the_service_ends_soon_although_a_server_never_answers(
         assert time.monotonic() - began < 4  # and not the 50 s that a search may take
         left = [thread for thread in threading.enumerate() if thread.name.startswith("tilefold-searcher")]
         assert len(left) == 1 and all(thread.daemon for thread in left)  # the process need not wait for it either
-        assert search.exception() is not None or search.result().status >= 500
+        assert (search.result().status, search.result().json["error"]) == (503, "the service is closing")
+        assert not [record for record in caplog.records if record.exc_info]
     never.set()
     http.stop()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
@@ -123,6 +124,10 @@ class Guard:
             return
         try:
             await self._app(scope, receive, tracked)
+        except asyncio.CancelledError:  # the server ends, and the time for requests in work is over
+            if not started:
+                over = ServeError("Unhealthy", "the service is closing")
+                await Response(over.body(), over.status, media_type=JSON)(scope, receive, tracked)
         except Exception as error:  # the client learns that it failed, the log why
             self._service.log_failure(error)
             self._service.metrics.count("te_request_failure", err="internal")
