@@ -14,8 +14,8 @@ from tilefold.ops._shared._triton.releases import lean_places, why_no_warp_roles
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.lsr_head import configs
 from tilefold.ops.lsr_head._triton import one_token, pack, quantize, sum_pooling
-from tilefold.ops.lsr_head._triton.launch_one_token import FIND_BLOCK
-from tilefold.ops.lsr_head._triton.launch_sum import CHECK_BLOCK, CLEAR_BLOCK
+from tilefold.ops.lsr_head._triton.launch_one_token import CLEAR_BLOCK, FIND_BLOCK
+from tilefold.ops.lsr_head._triton.launch_sum import CHECK_BLOCK, STORE_BIAS, STORE_BLOCK
 from tilefold.ops.lsr_head._triton.max_backward import (
     _count_kernel,
     _dhidden_kernel,
@@ -47,6 +47,8 @@ def common_types(dtype: torch.dtype) -> dict[str, str]:
     types |= dict.fromkeys(["offset_ptr", "position_ptr", "cu_ptr", "ok_ptr", "count_ptr", "code_ptr", "first_ptr",
                             "length_ptr", "part_winner_ptr"], "*i32")  # fmt: skip
     types |= {"code64_ptr": "*i64", "values_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+    types |= dict.fromkeys(["drows_ptr", "product_ptr", "sum_ptr", "unit_ptr"], "*fp32")
+    types |= dict.fromkeys(["n_hidden", "n_weight", "n_bias", "stride_sum"], "i32")
     types |= dict.fromkeys(["B", "V", "T", "N", "S", "D", "uniform_length", "length", "splits", "multiple", "SPLITS",
                             "split_v", "stride_db", "stride_dv", "stride_out", "v_start", "v_end"], "i32")  # fmt: skip
     types |= {"winner_ptr": "*u16", "part_ptr": "*fp32", "dbias_ptr": "*fp32", "place_ptr": "*i64", "mask_ptr": "*u8",
@@ -204,11 +206,15 @@ def test_sum_pooling_builds_without_spills(capability, dtype, offsets):
         "MEAN": True,
         "PRECISION": config.precision,
     }  # fmt: skip
-    kernels = [sum_pooling._sum_forward_kernel] + [sum_pooling._dlogits_kernel] * (offsets is None)
-    for kernel in kernels:
-        compiled = compile_kernel(kernel, common_types(dtype) | {"cu_ptr": offsets or "*i32"}, constants, capability,
-                                  config.num_warps, config.num_stages)  # fmt: skip
+    types = common_types(dtype) | {"cu_ptr": offsets or "*i32"}
+    gradient = constants | {"CLEAN": offsets is None, "NEED_BIAS": True}
+    for kernel, given in ((sum_pooling._sum_forward_kernel, constants), (sum_pooling._dlogits_kernel, gradient)):
+        compiled = compile_kernel(kernel, types, given, capability, config.num_warps, config.num_stages)
         check(compiled, capability, tensor_cores=dtype != torch.float32)
+    stored = {"D": DIM, "NEED_HIDDEN": True, "NEED_WEIGHT": True, "NEED_BIAS": True, "HAS_UNIT": False,
+              "BLOCK": STORE_BLOCK, "BLOCK_B": STORE_BIAS[0], "BLOCK_V": STORE_BIAS[1]}  # fmt: skip
+    compiled = compile_kernel(sum_pooling._store_gradients_kernel, types, stored, capability, 4, 3)
+    check(compiled, capability, tensor_cores=False)
 
 
 @pytest.mark.parametrize("offsets", ["*i32", "*i64"])
@@ -220,14 +226,12 @@ def test_packing_builds_without_spills(capability, offsets):
     rows = {"D": DIM, "BLOCK_ROWS": pack.BLOCK_ROWS, "BLOCK_D": pack.BLOCK_D, "GROUP": configs.HOPPER_16BIT.group,
             "BLOCK_EMPTY": pack.BLOCK_EMPTY, "WITH_WINNERS": True, "NO_WINNER": 65535}  # fmt: skip
     masked = {"SCAN": pack.SCAN, "HAS_MASK": True, **rows}
-    clearing = {"D": DIM, "BLOCK_ROWS": CLEAR_BLOCK[0], "BLOCK_D": CLEAR_BLOCK[1]}
     for kernel, constants in (
         (pack._count_kernel, {"SCAN": pack.SCAN}),
         (pack._copy_padded_kernel, masked | {"BLOCK_B": 0, "BLOCK_S": 0}),
         (pack._copy_padded_kernel, masked | {"BLOCK_B": 4, "BLOCK_S": 1024}),
         (pack._copy_padded_kernel, masked | {"BLOCK_B": 256, "BLOCK_S": 16}),
         (pack._copy_packed_kernel, {"SCAN_B": 64, **rows}),
-        (sum_pooling._clear_masked_kernel, clearing),
     ):
         check(compile_kernel(kernel, types, constants, capability, 4, 3), capability, tensor_cores=False)
 
@@ -255,7 +259,12 @@ def test_one_token_builds_without_spills(capability, dtype, layout, batch):
         (one_token._find_kernel, {"LAST": True, "NO_WINNER": 65535, "BLOCK": FIND_BLOCK}, 4, 3),
         (one_token._forward_kernel, forward, config.num_warps, config.num_stages),
         (one_token._weight_gradient_kernel, gradient | needed, config.weight_warps, config.gradient_stages),
-        (one_token._split_gradient_kernel, gradient, config.hidden_warps, config.gradient_stages),
+        (
+            one_token._split_gradient_kernel,
+            gradient | {"CLEAR": CLEAR_BLOCK},
+            config.hidden_warps,
+            config.gradient_stages,
+        ),
         (one_token._store_rows_kernel, stored, 4, 3),
     ):
         check(compile_kernel(kernel, types, constants, capability, warps, stages), capability, tensor_cores=False)

@@ -194,7 +194,7 @@ OPERATORS: dict[str, Operator] = {
     "lsr_head": head("max", 5),
     "lsr_head masked": head("max", 6, 21, attention_mask=mask),
     "lsr_head packed": head("max", (6, 7), cu_seqlens=offsets),
-    "lsr_head sum": head("sum", 2),
+    "lsr_head sum": head("sum", 3),
     "lsr_head mean, masked": head("mean", 3, 21, attention_mask=mask),
     "lsr_head cls, masked": head("cls", 5, 21, attention_mask=mask),
     "lsr_head last": head("last", 4),
@@ -520,7 +520,7 @@ def test_what_is_known_of_a_kernel_does_not_grow_with_the_lengths_it_is_called_w
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from tilefold.ops.lsr_head._triton.max_backward import _count_kernel
-    from tilefold.ops.lsr_head._triton.sum_pooling import _clear_masked_kernel
+    from tilefold.ops.lsr_head._triton.sum_pooling import _check_offsets_kernel
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     place = list(_count_kernel.arg_names).index("V")
@@ -533,4 +533,4 @@ def test_what_is_known_of_a_kernel_does_not_grow_with_the_lengths_it_is_called_w
     assert len(kinds(*range(2, 2000))) == 2
     assert not kinds(1) & kinds(3, 16) and not kinds(3) & kinds(16) and not kinds(3) & kinds(2**31 + 3)
     assert kinds(0, 16) == kinds(1600) and kinds(2**31) == kinds(2**33)
-    assert len({launch.Launcher(_clear_masked_kernel, {})._kind((*[None] * 3, value)) for value in range(2000)}) == 1
+    assert len({launch.Launcher(_check_offsets_kernel, {})._kind((None, None, n, n)) for n in range(2000)}) == 1

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from tilefold.ops._shared._triton.releases import launches_by_address
 
 Launch = Callable[[Sequence[Any]], None]  # of tensors, of what has an address like them, and of None
+LaunchAt = Callable[[Sequence["int | None"]], None]  # of their addresses
 Grid = tuple[int, int, int]
 MAX_DESCRIPTORS = 64  # kept per argument of a launch; blocks of a vocabulary lie at addresses of their own
 
@@ -59,6 +60,12 @@ def in_function_transform() -> bool:
         return False
     differentiating = torch._C._functorch.TransformType.Grad
     return any(level.key() == differentiating for level in torch._C._functorch.get_interpreter_stack() or ())
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` past what torch does before it in Python, which is for transforms: not for calls under one."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -118,8 +125,8 @@ def bind(compiled: Any, grid: Grid, tail: tuple[Any, ...], tma: Sequence[Tma | N
         tail: the arguments after the tensors, constants included.
         tma: by argument, how the tensor is described; those after the last one are plain pointers.
     """
-    direct = _launcher_function(compiled, sum(entry is not None for entry in tma))
-    if direct is None:
+    by_address = bind_addresses(compiled, grid, tail, tma)
+    if by_address is None:
         run = compiled[grid]
 
         def by_triton(tensors: Sequence[Any]) -> None:
@@ -127,31 +134,38 @@ def bind(compiled: Any, grid: Grid, tail: tuple[Any, ...], tma: Sequence[Tma | N
             run(*[None if x is None else x.data_ptr() if by is None else by.of(x) for x, by in pairs], *tail)
 
         return by_triton
+
+    def launch(tensors: Sequence[Any]) -> None:
+        by_address([None if tensor is None else tensor.data_ptr() for tensor in tensors])
+
+    return launch
+
+
+def bind_addresses(compiled: Any, grid: Grid, tail: tuple[Any, ...], tma: Sequence[Tma | None] = ()) -> LaunchAt | None:
+    """As :func:`bind`, given the tensors' addresses; ``None`` where the launcher's arguments are not known."""
+    direct = _launcher_function(compiled, sum(entry is not None for entry in tma))
+    if direct is None:
+        return None
     function, described = direct
     stream, index, (x, y, z) = torch._C._cuda_getCurrentRawStream, torch.cuda.current_device(), grid
     handle, packed = compiled.function, compiled.packed_metadata
     cooperative, overlapped = compiled.run.launch_cooperative_grid, compiled.run.launch_pdl
+    between = cooperative, overlapped, None, None, packed, None, None, None
     metadata = iter(described)
     sources = [None if entry is None else _Described(entry, next(metadata)) for entry in tma]
     count = len(sources)
 
-    def launch(tensors: Sequence[Any]) -> None:
-        function(
-            x, y, z, stream(index), handle, cooperative, overlapped, None, None, packed, None, None, None,
-            *[None if tensor is None else tensor.data_ptr() for tensor in tensors], *tail,
-        )  # fmt: skip
+    def launch(addresses: Sequence[int | None]) -> None:
+        function(x, y, z, stream(index), handle, *between, *addresses, *tail)
 
-    def launch_described(tensors: Sequence[Any]) -> None:
+    def launch_described(addresses: Sequence[int | None]) -> None:
         arguments: list[Any] = []
-        for tensor, source in zip(tensors, sources, strict=False):
-            if source is not None and tensor is not None:
-                arguments += source(tensor.data_ptr())
+        for address, source in zip(addresses, sources, strict=False):
+            if source is not None and address is not None:
+                arguments += source(address)
             else:
-                arguments.append(None if tensor is None else tensor.data_ptr())
-        function(
-            x, y, z, stream(index), handle, cooperative, overlapped, None, None, packed, None, None, None,
-            *arguments, *[None if tensor is None else tensor.data_ptr() for tensor in tensors[count:]], *tail,
-        )  # fmt: skip
+                arguments.append(address)
+        function(x, y, z, stream(index), handle, *between, *arguments, *addresses[count:], *tail)
 
     return launch_described if count else launch
 

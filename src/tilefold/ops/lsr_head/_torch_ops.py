@@ -15,8 +15,15 @@ from tilefold.ops._shared.call_cache import CallCache, Key, call_key, gradient_k
 from tilefold.ops._shared.checks import check_cu_seqlens
 from tilefold.ops._shared.fallback import KernelUnavailableError, triton_or_tiled
 from tilefold.ops._shared.impl import chosen_impl, host_may_read, settled
-from tilefold.ops._shared.internals import is_on_current
-from tilefold.ops._shared.library import define_op, forbid_double_backward, gradient_needs_dispatcher, is_plain, run
+from tilefold.ops._shared.internals import apply_of, is_on_current
+from tilefold.ops._shared.library import (
+    define_op,
+    forbid_double_backward,
+    gradient_needs_dispatcher,
+    is_plain,
+    run,
+    runs_at_once,
+)
 from tilefold.ops._shared.winners import winner_dtype
 from tilefold.ops.lsr_head import _quantized, _tiled
 from tilefold.ops.lsr_head._problem import (
@@ -267,8 +274,18 @@ class _Head(torch.autograd.Function):
             return *_by_operator(ctx, dscores, needs), None
         saved, plan = ctx.saved_tensors, ctx.plan
         key = None if plan is None else gradient_key(plan, needs, dscores, (*saved, main_grad))
-        records = Saved(*saved[:2]), Tokens(*saved[2:5]), Vocabulary(*saved[5:8]), ctx.options, needs, main_grad
-        return *run(_gradients, dscores, *records, key), None
+        scores, winners, hidden, mask, cu_seqlens, weight, weight_scale, bias = saved
+        records = Saved(scores, winners), Tokens(hidden, mask, cu_seqlens), Vocabulary(weight, weight_scale, bias)
+        found = BACKWARD_PLANS.find(key)
+        if found is not None and runs_at_once(dscores):
+            try:
+                return *found(dscores, *records, main_grad), None
+            except KernelUnavailableError:  # for these addresses: another plan may do
+                BACKWARD_PLANS.forget(key)
+        return *run(_gradients, dscores, *records, ctx.options, needs, main_grad, key), None
+
+
+_APPLY = apply_of(_Head)  # there is no key under transforms
 
 
 def again(key: Key | None, tokens: Tokens, vocabulary: Vocabulary, main_grad: Tensor | None) -> Tensor | None:
@@ -279,13 +296,14 @@ def again(key: Key | None, tokens: Tokens, vocabulary: Vocabulary, main_grad: Te
     if not is_on_current(tokens.hidden):
         with torch.cuda.device(tokens.hidden.device):
             return again(key, tokens, vocabulary, main_grad)
-    if not plan.options.training:
-        try:
-            return plan(tokens, vocabulary)[0]
-        except KernelUnavailableError:  # for these addresses: a full call finds what can run
-            FORWARD_PLANS.forget(key)
-            return None
-    return _called(Call(plan, key, tokens, vocabulary, plan.options, main_grad))
+    if plan.options.training:
+        call = Call(plan, key, tokens, vocabulary, plan.options, main_grad)
+        return _APPLY(tokens.hidden, vocabulary.weight, vocabulary.bias, call)  # type: ignore[no-any-return]
+    try:
+        return plan(tokens, vocabulary)[0]
+    except KernelUnavailableError:  # for these addresses: a full call finds what can run
+        FORWARD_PLANS.forget(key)
+        return None
 
 
 def head(

@@ -24,7 +24,7 @@ from tilefold.ops._shared._triton.releases import BUILD_OPTIONS, interpreted_row
 from tilefold.ops._shared._triton.tensors import Piece
 from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops._shared.internals import Grid, Launch, Tma, bind, hooked, specialized
+from tilefold.ops._shared.internals import Grid, Launch, LaunchAt, Tma, bind, bind_addresses, hooked, specialized
 
 MAX_LAUNCHERS = 1024  # constants may be as many as shapes are
 DESCRIPTOR_ALIGNMENT = 16  # bytes, of a descriptor's base and rows
@@ -240,6 +240,16 @@ class Step:
         if same and self._ran:  # shapes that never come back need not pay for what is not repeated
             self.bound = self._bind(arguments)
         self._ran = True
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it was launched often enough to be bound."""
+        return self._bound is not None
+
+    def by_address(self, tensors: Sequence[Any]) -> LaunchAt | None:
+        """What launches with addresses of tensors like these, with which it ran, where the release is known."""
+        found = self._launcher.compiled((*self._described(tensors), *self._numbers))
+        return None if found is None else bind_addresses(found[0], self._grid, (*self._numbers, *found[1]), self._tma)
 
     def _described(self, given: Sequence[Any]) -> Sequence[Any]:
         """As Triton takes them; a bound launch reads addresses, of which bool's are those of bytes."""

@@ -72,10 +72,6 @@ class Scratch:
             return self._nothing
         return torch.empty_like(self._like)
 
-    def zeros(self) -> Tensor:
-        """The same memory, zeroed."""
-        return torch.zeros_like(self._like)
-
 
 class Piece:
     """A part of a buffer that stands for a tensor in launches, which read its address: a view takes torch longer.
@@ -107,12 +103,12 @@ class _Part(NamedTuple):
 
 
 class Pieces:
-    """Scratch of several shapes and dtypes that is allocated at once: ``first, second = pieces()``.
+    """Scratch of several shapes and dtypes, ``size`` bytes that are allocated at once: ``first, second = pieces()``.
 
     Nothing that a call returns may lie in it: it would keep the rest.
     """
 
-    __slots__ = ("_like", "_nothing", "_parts")
+    __slots__ = ("_firsts", "_like", "_nothing", "_parts", "size")
 
     def __init__(self, device: torch.device, *parts: tuple[tuple[int, ...], torch.dtype]) -> None:
         self._parts: list[_Part] = []
@@ -120,8 +116,9 @@ class Pieces:
         for shape, dtype in parts:
             self._parts.append(_Part(total, math.prod(shape) * dtype.itemsize, shape, dtype))
             total += cdiv(self._parts[-1].size, PIECE_ALIGNMENT) * PIECE_ALIGNMENT
-        self._like = without_memory((total,), torch.uint8, device)
+        self._like, self.size = without_memory((total,), torch.uint8, device), total
         self._nothing = None if total else [Piece(self._like, 0, part) for part in self._parts]
+        self._firsts = [part.first for part in self._parts]
 
     def __call__(self) -> list[Piece]:
         if self._nothing is not None:
@@ -138,3 +135,10 @@ class Pieces:
         """The parts of a buffer that was allocated before."""
         address = buffer.data_ptr()
         return [Piece(buffer, address + part[0], part) for part in self._parts]
+
+    def extend(self, addresses: list[int | None]) -> Tensor:
+        """The buffer; those of its pieces are put behind ``addresses``, for launches that take nothing else."""
+        buffer = torch.empty_like(self._like)
+        address = buffer.data_ptr()
+        addresses += [address + first for first in self._firsts]
+        return buffer

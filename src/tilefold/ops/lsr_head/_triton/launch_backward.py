@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import Step
-from tilefold.ops._shared._triton.tensors import Pieces, Scratch, cdiv, contiguous, sm_count
-from tilefold.ops._shared.internals import hooked
+from tilefold.ops._shared._triton.launches import Launches
+from tilefold.ops._shared._triton.tensors import Pieces, Scratch, cdiv, sm_count
 from tilefold.ops._shared.winners import no_winner
 from tilefold.ops.lsr_head._problem import Gradients, HeadOptions, Needs, Saved, Tokens, Vocabulary
 from tilefold.ops.lsr_head._triton.max_backward import (
@@ -20,37 +20,38 @@ from tilefold.ops.lsr_head._triton.max_backward import (
     _dweight_kernel,
     _list_kernel,
 )
-from tilefold.ops.lsr_head._triton.operands import in_dtype
+from tilefold.ops.lsr_head._triton.operands import SavedOperands, plan_saved_operands
 from tilefold.ops.lsr_head.configs import MaxBackwardConfig, max_backward_config
 
 MAX_ADDED = 8192  # counts that every program adds up itself: more launches take the host longer
+MAX_TOGETHER = 1 << 20  # bytes of lists that are held while the weight's gradient is computed too
+GIVEN = "dscores scores winners cu_seqlens hidden weight dhidden dweight dbias"
+FILL = "dscores scores winners cu_seqlens places counts codes grads"
+PRODUCT = "weight places counts codes grads dhidden"
 
 
 @dataclass(frozen=True, slots=True)
-class HiddenGradient:
-    """Launches that list what each tile of hidden rows won, and multiply.
+class ManyLists:
+    """The launches of the hidden gradient where torch adds up the counts of lists between them.
 
     Attributes:
         lists: scratch of counts, codes and gradients.
         count: entries of each (tile, vocabulary split), int32.
-        added_up: whether torch adds them up for the launches that follow.
         fill: the entries, ``[B * V]`` codes and gradients.
         product: the gradient of the tiles' rows.
     """
 
     lists: Pieces
     count: Step
-    added_up: bool
     fill: Step
     product: Step
 
-    def __call__(
-        self, same: bool, dscores: Tensor, won: tuple[Tensor | None, ...], weight: Tensor, dhidden: Tensor
-    ) -> None:
-        """Write ``dhidden``; ``won`` are scores, winners and offsets."""
+    def __call__(self, same: bool, dscores: Tensor, *given: Tensor | None) -> None:
+        """Launch, given what :data:`GIVEN` names."""
+        *won, _, weight, dhidden, _, _ = given
         counts, codes, grads = self.lists()
         self.count(same, *won, counts)
-        places = counts.tensor().cumsum(0) if self.added_up else None
+        places = counts.tensor().cumsum(0)
         self.fill(same, dscores, *won, places, counts, codes, grads)
         self.product(same, weight, places, counts, codes, grads, dhidden)
 
@@ -60,47 +61,34 @@ class MaxBackward:
     """Gradients of max pooling, for all calls that have the key of the first.
 
     Attributes:
-        dtype: of the operands of products.
-        as_is: whether no tensor has to be cast or copied.
-        aligned: whether all begin at multiples of 16 bytes.
-        of_hidden, dhidden: the launches of that gradient, and its memory.
-        of_weight, lists: the launch of the weight's and the bias's gradient, and a list per program.
+        operands: how the tensors of a call become operands.
+        dhidden: the gradient of hidden, if it is needed.
+        first: its launches, which count and list the tokens that won and multiply, unless ``last`` does them too.
         dweight: ``None`` where it is not needed, or added to another buffer.
         dbias: the bias's gradient.
+        last: the launch of these two.
     """
 
-    dtype: torch.dtype
-    as_is: bool
-    aligned: bool
-    of_hidden: HiddenGradient | None
+    operands: SavedOperands
     dhidden: Scratch | None
-    of_weight: Step | None
-    lists: Pieces
+    first: Launches | ManyLists | None
     dweight: Scratch | None
     dbias: Scratch | None
+    last: Launches | None
 
     def __call__(
         self, dscores: Tensor, saved: Saved, tokens: Tokens, vocabulary: Vocabulary, main_grad: Tensor | None
     ) -> Gradients:
         """Gradients of hidden, weight and bias; that of the weight is added to ``main_grad``, if given."""
-        same = self.aligned and not hooked()
-        hidden, weight = tokens.hidden, vocabulary.weight
-        won: tuple[Tensor | None, ...] = (*saved, tokens.cu_seqlens)
-        if not self.as_is:
-            won = tuple(map(contiguous, won))
-            hidden = hidden if self.of_weight is None else in_dtype(hidden, self.dtype)
-            weight = weight if self.of_hidden is None else in_dtype(weight, self.dtype)
-        dhidden = None
-        if self.of_hidden is not None and self.dhidden is not None:
-            dhidden = self.dhidden()
-            self.of_hidden(same, dscores, won, weight, dhidden)
+        same, operands = self.operands.same(), self.operands.ready(saved, tokens, vocabulary)
+        dhidden = None if self.dhidden is None else self.dhidden()
+        if self.first is not None:
+            self.first(same, dscores, *operands, dhidden, None, None)
         # the lists of the hidden gradient are gone by now: the peak is that of the results
         dweight = None if self.dweight is None else self.dweight()
         dbias = None if self.dbias is None else self.dbias()
-        if self.of_weight is not None:
-            scores, winners, cu_seqlens = won
-            target = dweight if main_grad is None else main_grad
-            self.of_weight(same, dscores, scores, winners, hidden, cu_seqlens, *self.lists(), target, dbias)
+        if self.last is not None:
+            self.last(same, dscores, *operands, dhidden, dweight if main_grad is None else main_grad, dbias)
         return dhidden, dweight, dbias
 
 
@@ -122,7 +110,6 @@ def plan_max_backward(
     if weight.size(0) > MAX_VOCAB:
         raise ValueError(f"weight must have at most {MAX_VOCAB} rows for the Triton backward, got {weight.size(0)}.")
     config = max_backward_config(dtype, device, tokens.batch)
-    read = (*saved, tokens.cu_seqlens, hidden, weight)
     flags = {
         "ALWAYS_ACTIVE": options.activation in {"softplus", "none"},
         "NO_WINNER": no_winner(winners.dtype),
@@ -130,19 +117,17 @@ def plan_max_backward(
     }
     sizes = (tokens.batch, weight.size(0), tokens.n_rows, tokens.length)
     problem = _Problem(sizes, hidden.size(-1), dscores.stride(), options, flags, config, device)
-    of_weight, entries = None, 0
-    if needs.weight or needs.bias is not None:
-        of_weight, entries = _plan_weight(problem, needs, accumulate)
+    first = _plan_hidden(problem) if needs.hidden else None
+    last = _plan_weight(problem, needs, accumulate) if needs.weight or needs.bias is not None else None
+    if isinstance(first, Launches) and last is not None and first.scratch_bytes <= MAX_TOGETHER:
+        first, last = None, first.followed_by(last)
     return MaxBackward(
-        dtype,
-        hidden.dtype == weight.dtype == dtype and all(t is None or t.is_contiguous() for t in read),
-        aligned,
-        _plan_hidden(problem) if needs.hidden else None,
+        plan_saved_operands(saved, tokens, vocabulary, needs, dtype, aligned),
         Scratch(tuple(hidden.shape), hidden.dtype, device) if needs.hidden else None,
-        of_weight,
-        Pieces(device, ((entries,), torch.int64), ((entries,), dtype)),
+        first,
         Scratch(tuple(weight.shape), weight.dtype, device) if needs.weight and not accumulate else None,
         None if needs.bias is None else Scratch((weight.size(0),), needs.bias, device),
+        last,
     )
 
 
@@ -164,7 +149,7 @@ class _Problem:
         return self.options.compute_dtype == torch.float16
 
 
-def _plan_hidden(problem: _Problem) -> HiddenGradient:
+def _plan_hidden(problem: _Problem) -> Launches | ManyLists:
     p, config, device = problem, problem.config, problem.device
     batch, vocab, n_rows, _ = p.sizes
     splits, tiles = cdiv(vocab, config.split_v), cdiv(n_rows, config.block_r)
@@ -178,23 +163,20 @@ def _plan_hidden(problem: _Problem) -> HiddenGradient:
     slots = tiles * splits
     added_up = {"ADDED_UP": slots > MAX_ADDED}
     activation = {"ACTIVATION": p.options.activation}
+    count = Step(_count_kernel, (tiles, splits, 1), lists, block)
+    fill = Step(_list_kernel, (tiles, splits, 1), (*lists, *p.strides), block | activation | added_up)
+    grid, numbers = (tiles, cdiv(p.dim, config.dhidden_block_d), 1), (n_rows, splits, p.options.logit_scale)
+    product = Step(_dhidden_kernel, grid, numbers, constants | added_up)
     entries, wide = (batch * vocab,), torch.float32 if p.scaled else p.options.compute_dtype
-    return HiddenGradient(
-        Pieces(device, ((slots,), torch.int32), (entries, torch.int32), (entries, wide)),
-        Step(_count_kernel, (tiles, splits, 1), lists, block),
-        slots > MAX_ADDED,
-        Step(_list_kernel, (tiles, splits, 1), (*lists, *p.strides), block | activation | added_up),
-        Step(
-            _dhidden_kernel,
-            (tiles, cdiv(p.dim, config.dhidden_block_d), 1),
-            (n_rows, splits, p.options.logit_scale),
-            constants | added_up,
-        ),
-    )
+    scratch = {"counts": ((slots,), torch.int32), "codes": (entries, torch.int32), "grads": (entries, wide)}
+    if slots > MAX_ADDED:
+        return ManyLists(Pieces(device, *scratch.values()), count, fill, product)
+    steps = [(count, "scores winners cu_seqlens counts"), (fill, FILL), (product, PRODUCT)]
+    return Launches(device, GIVEN, {**scratch, "places": None}, steps)
 
 
-def _plan_weight(problem: _Problem, needs: Needs, accumulate: bool) -> tuple[Step, int]:
-    """The launch of the weight's and the bias's gradient, and the entries that its programs list."""
+def _plan_weight(problem: _Problem, needs: Needs, accumulate: bool) -> Launches:
+    """The launch of the weight's and the bias's gradient, whose programs list entries of their own."""
     p, config = problem, problem.config
     items = cdiv(p.sizes[1], config.dweight_block_v) * (cdiv(p.dim, config.dweight_block_d) if needs.weight else 1)
     programs = min(items, sm_count(p.device) * config.dweight_programs)
@@ -208,5 +190,8 @@ def _plan_weight(problem: _Problem, needs: Needs, accumulate: bool) -> tuple[Ste
     if config.dweight_registers is not None:
         constants["maxnreg"] = config.dweight_registers
     numbers = (*p.sizes, p.options.logit_scale, *p.strides)
-    entries = programs * config.dweight_block_b * config.dweight_block_v
-    return Step(_dweight_kernel, (programs, 1, 1), numbers, constants), entries
+    entries = (programs * config.dweight_block_b * config.dweight_block_v,)
+    step = Step(_dweight_kernel, (programs, 1, 1), numbers, constants)
+    scratch = {"own_codes": (entries, torch.int64), "own_grads": (entries, p.options.compute_dtype)}
+    names = "dscores scores winners hidden cu_seqlens own_codes own_grads dweight dbias"
+    return Launches(p.device, GIVEN, scratch, [(step, names)])

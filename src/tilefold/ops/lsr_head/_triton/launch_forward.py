@@ -13,14 +13,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared._triton.launch import Step, rows_fit_descriptor
-from tilefold.ops._shared._triton.tensors import Piece, Pieces, Scratch, cdiv, sm_count
+from tilefold.ops._shared._triton.launches import Launches
+from tilefold.ops._shared._triton.tensors import Scratch, cdiv, sm_count
 from tilefold.ops._shared.fallback import KernelUnavailableError, give_up
 from tilefold.ops._shared.internals import Tma
 from tilefold.ops._shared.winners import winner_dtype
 from tilefold.ops.lsr_head._problem import HeadOptions, Tokens, Vocabulary
 from tilefold.ops.lsr_head._triton.max_forward import _combine_kernel, _max_forward_kernel
 from tilefold.ops.lsr_head._triton.operands import Operands, plan_operands
-from tilefold.ops.lsr_head._triton.pack import Packing, plan_packing
+from tilefold.ops.lsr_head._triton.pack import plan_packing
 from tilefold.ops.lsr_head._triton.quantize import BLOCK_ROWS, _quantize_rows_kernel, row_constants
 from tilefold.ops.lsr_head.configs import (
     NEXT_BEST,
@@ -40,17 +41,7 @@ COMBINE_BLOCK = 1024
 FOLDING = ("max_forward_hopper_kernel", "_max_forward_kernel")
 
 
-@dataclass(frozen=True, slots=True)
-class Quantizing:
-    """The launch that rounds rows to fp8 with a scale per row.
-
-    Attributes:
-        step: the launch.
-        made: scratch of values ``[total, D]`` fp8, and of scales fp32, whole tiles of the kernel that reads them.
-    """
-
-    step: Step
-    made: Pieces
+GIVEN = "hidden mask cu_seqlens weight weight_scale bias scores winners"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -61,11 +52,8 @@ class MaxForward:
         options: of the head.
         operands: how the tensors of a call become operands.
         scores, winners: ``[B, V]``; winners where a gradient can be asked for.
-        packing: how valid tokens become rows, where hidden is not read in place.
-        quantizing: how rows become fp8, with a quantised weight.
-        fold: the persistent kernel.
-        parts: scratch of partial maxima of sequences that splits cut, and of their winners.
-        combine: puts them together.
+        launches: of what packs valid tokens and rounds them to fp8, where that is needed, of the persistent kernel, and
+            of what combines the maxima of sequences that its splits cut.
         config: of the persistent kernel.
     """
 
@@ -73,30 +61,15 @@ class MaxForward:
     operands: Operands
     scores: Scratch
     winners: Scratch | None
-    packing: Packing | None
-    quantizing: Quantizing | None
-    fold: Step
-    parts: Pieces
-    combine: Step | None
+    launches: Launches
     config: MaxForwardConfig
 
     def __call__(self, tokens: Tokens, vocabulary: Vocabulary) -> tuple[Tensor, Tensor | None]:
         """Scores, and winners where they are kept."""
         same = self.operands.same()
-        tokens, (weight, weight_scale, bias) = self.operands.ready(tokens, vocabulary)
+        tokens, vocabulary = self.operands.ready(tokens, vocabulary)
         scores, winners = self.scores(), None if self.winners is None else self.winners()
-        rows: Tensor | Piece
-        rows, offsets, positions, row_scale = tokens.hidden, None, None, None
-        if self.packing is not None:
-            rows, offsets, positions = self.packing(same, tokens, scores, winners)
-        if self.quantizing is not None:
-            values, row_scale = self.quantizing.made()
-            self.quantizing.step(same, rows, values, row_scale)
-            rows = values
-        folded = (weight_scale, bias, offsets, positions, scores, winners, *self.parts())
-        self.fold(same, weight, rows, row_scale, *folded)
-        if self.combine is not None:
-            self.combine(same, *folded)
+        self.launches(same, *tokens, *vocabulary, scores, winners)
         return scores, winners
 
 
@@ -135,34 +108,37 @@ def plan_max_forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOption
     total, length = (tokens.n_rows, tokens.length) if packing is None else (packing.total, 0)
     splits, multiple = plan_splits(total, vocab, length, config.block_v, config.block_t, sm_count(device))
     cuts = splits > 1 and (packing is not None or multiple * config.block_t % length != 0)
-    quantizing = None
+    steps = [] if packing is None else list(packing.steps)
+    scratch = dict.fromkeys(("offsets", "positions", "scales", "parts", "part_winners"))
+    scratch |= {} if packing is None else packing.scratch
+    rows = "hidden" if packing is None else "rows"
     if weight_scale is not None:
-        quantizing = Quantizing(
-            Step(_quantize_rows_kernel, (cdiv(total, BLOCK_ROWS), 1, 1), (total,), row_constants(dim)),
-            Pieces(device, ((total, dim), dtype), ((cdiv(total, config.block_t) * config.block_t,), torch.float32)),
-        )
+        step = Step(_quantize_rows_kernel, (cdiv(total, BLOCK_ROWS), 1, 1), (total,), row_constants(dim))
+        steps.append((step, f"{rows} values scales"))
+        # whole tiles of scales, as the kernel reads them
+        scales = (cdiv(total, config.block_t) * config.block_t,), torch.float32
+        scratch, rows = scratch | {"values": ((total, dim), dtype), "scales": scales}, "values"
     flags = {
         "ACTIVATION": options.activation, "HAS_BIAS": bias is not None,
         "HAS_POSITIONS": packing is not None and options.training, "WITH_WINNERS": options.training,
         "UNIFORM": packing is None, "QUANTIZED": weight_scale is not None, "BLOCK_T": config.block_t,
     }  # fmt: skip
     sizes = (batch, vocab, total, length, splits, multiple)
-    parts = 2 * splits * vocab if cuts else 0  # without a cut nothing is partial
-    combine = None
+    folded = "weight_scale bias offsets positions scores winners parts part_winners"
+    numbers = (*sizes, options.logit_scale)
+    folding = _folding(config, device, dtype, (vocab, total, dim), numbers, flags)
+    steps.append((folding, f"weight {rows} scales {folded}"))
+    parts = (2 * splits * vocab if cuts else 0,)  # without a cut nothing is partial
+    scratch |= {"parts": (parts, torch.float32), "part_winners": (parts if options.training else (0,), torch.int32)}
     if cuts:
         grid = (batch, cdiv(vocab, COMBINE_BLOCK), 1)
-        combine = Step(_combine_kernel, grid, sizes, flags | {"BLOCK": COMBINE_BLOCK})
-    winners = Scratch((batch, vocab), winner_dtype(tokens.length_bound), device) if options.training else None
+        steps.append((Step(_combine_kernel, grid, sizes, flags | {"BLOCK": COMBINE_BLOCK}), folded))
     return MaxForward(
         options,
         operands,
         Scratch((batch, vocab), options.out_dtype, device),
-        winners,
-        packing,
-        quantizing,
-        _folding(config, device, dtype, (vocab, total, dim), (*sizes, options.logit_scale), flags),
-        Pieces(device, ((parts,), torch.float32), ((parts if options.training else 0,), torch.int32)),
-        combine,
+        Scratch((batch, vocab), winner_dtype(tokens.length_bound), device) if options.training else None,
+        Launches(device, GIVEN, scratch, steps),
         config,
     )
 

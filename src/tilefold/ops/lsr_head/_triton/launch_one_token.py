@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import Step
-from tilefold.ops._shared._triton.tensors import Scratch, cdiv, contiguous, power_of_two, sm_count
-from tilefold.ops._shared.internals import hooked
+from tilefold.ops._shared._triton.launches import Launches
+from tilefold.ops._shared._triton.tensors import Scratch, cdiv, power_of_two, sm_count
 from tilefold.ops._shared.winners import no_winner, winner_dtype
 from tilefold.ops.lsr_head._problem import Gradients, HeadOptions, Needs, Saved, Tokens, Vocabulary
 from tilefold.ops.lsr_head._triton.one_token import (
@@ -20,10 +20,13 @@ from tilefold.ops.lsr_head._triton.one_token import (
     _store_rows_kernel,
     _weight_gradient_kernel,
 )
-from tilefold.ops.lsr_head._triton.operands import Operands, in_dtype, plan_operands
+from tilefold.ops.lsr_head._triton.operands import Operands, SavedOperands, plan_operands, plan_saved_operands
 from tilefold.ops.lsr_head.configs import OneTokenConfig, one_token_config
 
 FIND_BLOCK = 1024  # entries of a mask that are looked at a time
+GIVEN = "hidden mask cu_seqlens weight bias scores winners"
+GRADIENTS_GIVEN = "dscores scores winners cu_seqlens hidden weight dhidden dweight dbias"
+CLEAR_BLOCK = 1024  # of the gradient of hidden that are zeroed at a time
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -34,26 +37,22 @@ class OneTokenForward:
         options: of the head.
         operands: how the tensors of a call become operands.
         scores: ``[B, V]``.
-        find, winners: under a mask, the launch that finds the tokens, and their places ``[B, 1]``.
-        product: the launch that multiplies.
+        winners: under a mask, places of the tokens, ``[B, 1]``.
+        launches: of what finds them, and of what multiplies.
     """
 
     options: HeadOptions
     operands: Operands
     scores: Scratch
-    find: Step | None
     winners: Scratch | None
-    product: Step
+    launches: Launches
 
     def __call__(self, tokens: Tokens, vocabulary: Vocabulary) -> tuple[Tensor, Tensor | None]:
         """Scores, and the places of the tokens where a mask hides them."""
         same = self.operands.same()
-        (hidden, mask, cu_seqlens), (weight, _, bias) = self.operands.ready(tokens, vocabulary)
-        scores, winners = self.scores(), None
-        if self.find is not None and self.winners is not None:
-            winners = self.winners()
-            self.find(same, mask, winners)
-        self.product(same, weight, hidden, bias, winners, cu_seqlens, scores)
+        tokens, (weight, _, bias) = self.operands.ready(tokens, vocabulary)
+        scores, winners = self.scores(), None if self.winners is None else self.winners()
+        self.launches(same, *tokens, weight, bias, scores, winners)
         return scores, winners
 
 
@@ -65,28 +64,25 @@ def plan_one_token_forward(
     device, batch, (vocab, dim) = tokens.hidden.device, tokens.batch, weight.shape
     config = one_token_config(options.compute_dtype, device)
     dtype, masked = winner_dtype(tokens.length_bound), tokens.attention_mask is not None
-    find = None
+    steps = []
     if masked:
         last = {"LAST": options.pooling == "last", "NO_WINNER": no_winner(dtype), "BLOCK": FIND_BLOCK}
-        find = Step(_find_kernel, (batch, 1, 1), (tokens.length,), last)
+        steps.append((Step(_find_kernel, (batch, 1, 1), (tokens.length,), last), "mask winners"))
     block_b = config.rows(batch)
     constants = _flags(tokens, options, masked, dtype) | {
         "D": dim, "BLOCK_B": block_b, "BLOCK_V": config.block_v, "BLOCK_K": config.block_k,
         "ACTIVATION": options.activation, "HAS_BIAS": bias is not None, "PRECISION": config.precision,
         "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
+    grid = cdiv(vocab, config.block_v), cdiv(batch, block_b), 1
+    numbers = batch, vocab, tokens.n_rows, tokens.length, options.logit_scale
+    steps.append((Step(_forward_kernel, grid, numbers, constants), "weight hidden bias winners cu_seqlens scores"))
     return OneTokenForward(
         options,
         operands,
         Scratch((batch, vocab), options.out_dtype, device),
-        find,
         Scratch((batch, 1), dtype, device) if masked else None,
-        Step(
-            _forward_kernel,
-            (cdiv(vocab, config.block_v), cdiv(batch, block_b), 1),
-            (batch, vocab, tokens.n_rows, tokens.length, options.logit_scale),
-            constants,
-        ),
+        Launches(device, GIVEN, {}, steps),
     )
 
 
@@ -103,46 +99,27 @@ class OneTokenBackward:
     """Gradients of one token per sequence, for all calls that have the key of the first.
 
     Attributes:
-        dtype: of the operands of products.
-        as_is: whether no tensor has to be cast or copied.
-        aligned: whether all begin at multiples of 16 bytes.
-        dhidden: the gradient of hidden.
-        of_splits, parts: the launch that adds up splits of the vocabulary, and its sums, fp32.
-        store: the launch that puts them together.
-        of_weight, dweight, dbias: the launch of these gradients, and their memory.
+        operands: how the tensors of a call become operands.
+        dhidden, dweight, dbias: the gradients, where they are needed.
+        launches: of what adds up splits of the vocabulary and zeroes ``dhidden``, of what puts the splits together, and
+            of the gradients of weight and bias.
     """
 
-    dtype: torch.dtype
-    as_is: bool
-    aligned: bool
-    dhidden: Scratch
-    of_splits: Step | None
-    parts: Scratch
-    store: Step | None
-    of_weight: Step | None
+    operands: SavedOperands
+    dhidden: Scratch | None
     dweight: Scratch | None
     dbias: Scratch | None
+    launches: Launches
 
     def __call__(
         self, dscores: Tensor, saved: Saved, tokens: Tokens, vocabulary: Vocabulary, main_grad: Tensor | None
     ) -> Gradients:
         """Gradients of hidden, weight and bias."""
-        same = self.aligned and not hooked()
-        (scores, winners), (hidden, _, cu_seqlens), weight = saved, tokens, vocabulary.weight
-        if not self.as_is:
-            scores, winners, cu_seqlens = contiguous(scores), contiguous(winners), contiguous(cu_seqlens)
-            hidden = hidden if self.of_weight is None else in_dtype(hidden, self.dtype)
-            weight = weight if self.of_splits is None else in_dtype(weight, self.dtype)
-        dhidden = None
-        if self.of_splits is not None and self.store is not None:
-            dhidden = self.dhidden.zeros()
-            parts = self.parts()
-            self.of_splits(same, dscores, scores, winners, weight, cu_seqlens, parts)
-            self.store(same, winners, cu_seqlens, parts, dhidden)
+        same, operands = self.operands.same(), self.operands.ready(saved, tokens, vocabulary)
+        dhidden = None if self.dhidden is None else self.dhidden()
         dweight = None if self.dweight is None else self.dweight()
         dbias = None if self.dbias is None else self.dbias()
-        if self.of_weight is not None:
-            self.of_weight(same, dscores, scores, winners, hidden, cu_seqlens, dweight, dbias)
+        self.launches(same, dscores, *operands, dhidden, dweight, dbias)
         return dhidden, dweight, dbias
 
 
@@ -168,32 +145,29 @@ def plan_one_token_backward(
         "num_stages": config.gradient_stages,
     }  # fmt: skip
     sizes = (tokens.n_rows, tokens.length)
-    of_splits = store = of_weight = None
+    steps = []
     splits, split_v = plan_vocabulary_splits(vocab, dim, batch, config, sm_count(device))
     if needs.hidden:
         grid = (cdiv(dim, config.gradient_block_d), splits, cdiv(batch, block_b))
-        hidden_constants = constants | {"num_warps": config.hidden_warps}
+        hidden_constants = constants | {"num_warps": config.hidden_warps, "CLEAR": CLEAR_BLOCK}
         of_splits = Step(_split_gradient_kernel, grid, (batch, vocab, *sizes, split_v, *strides), hidden_constants)
+        steps.append((of_splits, "dscores scores winners weight cu_seqlens parts dhidden"))
         block = {"D": dim, "BLOCK_B": 4, "BLOCK_D": min(256, power_of_two(dim))} | flags
         grid = (cdiv(batch, 4), cdiv(dim, block["BLOCK_D"]), 1)
         store = Step(_store_rows_kernel, grid, (batch, *sizes, splits, options.logit_scale), block)
+        steps.append((store, "winners cu_seqlens parts dhidden"))
     if needs.weight or needs.bias is not None:
         tiles = cdiv(vocab, config.gradient_block_v) * (cdiv(dim, config.gradient_block_d) if needs.weight else 1)
         needed = {"NEED_WEIGHT": needs.weight, "NEED_BIAS": needs.bias is not None, "num_warps": config.weight_warps}
         numbers = (batch, vocab, *sizes, options.logit_scale, *strides)
         of_weight = Step(_weight_gradient_kernel, (tiles, 1, 1), numbers, constants | needed)
-    read = (*saved, tokens.cu_seqlens, hidden, weight)
+        steps.append((of_weight, "dscores scores winners hidden cu_seqlens dweight dbias"))
     return OneTokenBackward(
-        dtype,
-        hidden.dtype == weight.dtype == dtype and all(t is None or t.is_contiguous() for t in read),
-        aligned,
-        Scratch(tuple(hidden.shape), hidden.dtype, device),
-        of_splits,
-        Scratch((splits, batch, dim), torch.float32, device),
-        store,
-        of_weight,
+        plan_saved_operands(saved, tokens, vocabulary, needs, dtype, aligned),
+        Scratch(tuple(hidden.shape), hidden.dtype, device) if needs.hidden else None,
         Scratch((vocab, dim), weight.dtype, device) if needs.weight else None,
         None if needs.bias is None else Scratch((vocab,), needs.bias, device),
+        Launches(device, GRADIENTS_GIVEN, {"parts": ((splits, batch, dim), torch.float32)}, steps),
     )
 
 

@@ -9,20 +9,21 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import Step
-from tilefold.ops._shared._triton.tensors import Scratch, cdiv
+from tilefold.ops._shared._triton.tensors import Pieces, Scratch, cdiv
 from tilefold.ops.lsr_head._problem import Gradients, HeadOptions, Needs, Saved, Tokens, Vocabulary
 from tilefold.ops.lsr_head._range import largest_finite, unit_of
 from tilefold.ops.lsr_head._triton.operands import Operands, plan_operands
 from tilefold.ops.lsr_head._triton.sum_pooling import (
     _check_offsets_kernel,
-    _clear_masked_kernel,
     _dlogits_kernel,
+    _store_gradients_kernel,
     _sum_forward_kernel,
 )
 from tilefold.ops.lsr_head.configs import SumConfig, sum_config
 
 CHECK_BLOCK = 256  # sequences whose offsets are looked at a time
-CLEAR_BLOCK = 16, 128  # rows and columns
+STORE_BLOCK = 2048  # numbers that a program takes to another dtype
+STORE_BIAS = 32, 64  # sequences and columns of sums that one adds up
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -89,6 +90,22 @@ def _constants(tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions, con
 
 
 @dataclass(frozen=True, slots=True)
+class Slab:
+    """A part of the vocabulary, and what is launched for it.
+
+    Attributes:
+        first, last: entries.
+        dlogits: computes its logits again, and writes their gradients.
+        store: stores what the products made of these; ``None`` where products are gradients.
+    """
+
+    first: int
+    last: int
+    dlogits: Step
+    store: Step | None
+
+
+@dataclass(frozen=True, slots=True)
 class SumBackward:
     """Gradients of sums or means, for all calls that have the key of the first.
 
@@ -96,102 +113,122 @@ class SumBackward:
         options: of the head.
         operands: how the tensors of a call become operands.
         needs: which gradients are asked for.
-        slabs: first and last entry of each slab of the vocabulary, and the launch that computes its logits again and
-            writes their gradients.
+        slabs: of the vocabulary; all but the last one have the width of ``dlogits``.
         dlogits: gradients of logits of a slab.
-        clear, clean: under a mask, the launch that copies rows without what is masked, and the copy.
+        clean: under a mask, a copy of rows without what is masked.
+        sums: scratch of the sums of dlogits of each sequence, ``[B, slab]`` fp32, for the bias.
+        dhidden, dweight: gradients that are stored; ``None`` where they are products, or not needed.
+        dbias: the bias's gradient.
     """
 
     options: HeadOptions
     operands: Operands
     needs: Needs
-    slabs: tuple[tuple[int, int, Step], ...]
+    slabs: tuple[Slab, ...]
     dlogits: Scratch
-    clear: Step | None
     clean: Scratch | None
+    sums: Pieces
+    dhidden: Scratch | None
+    dweight: Scratch | None
+    dbias: Scratch | None
 
     def __call__(
         self, dscores: Tensor, saved: Saved, tokens: Tokens, vocabulary: Vocabulary, main_grad: Tensor | None
     ) -> Gradients:
         """Gradients of hidden, weight and bias."""
-        same, needs, options = self.operands.same(), self.needs, self.options
-        hidden_dtype, weight_dtype = tokens.hidden.dtype, vocabulary.weight.dtype
+        same, needs = self.operands.same(), self.needs
         tokens, (weight, _, bias) = self.operands.ready(tokens, vocabulary)
         hidden, mask, cu_seqlens = tokens
         unit: Tensor | None = None
-        scale: float | Tensor = options.logit_scale
-        if options.compute_dtype == torch.float16:
+        if self.options.compute_dtype == torch.float16:
             # dlogits in units that fp16 holds; whatever is made of them is fp32 until it is taken back
             # in fp16 those of a mean, not yet divided by the length, would not fit
             dscores = dscores.to(torch.float32, memory_format=torch.contiguous_format)
-            unit = _unit_of_dlogits(dscores, tokens, options.pooling == "mean")
-            dscores, scale = dscores / unit, unit * scale
-        rows = hidden.view(-1, hidden.size(-1))
-        clean = rows
-        if needs.weight and self.clear is not None and self.clean is not None:
-            clean = self.clean()
-            self.clear(same, hidden, mask, clean)
-        # the rows of packed input that no sequence holds, with broken offsets, are not written
-        dlogits = self.dlogits() if cu_seqlens is None else self.dlogits.zeros()
-        drows = dweight = dbias = None
-        for v0, v1, launch in self.slabs:
-            launch(same, dscores, weight, hidden, bias, mask, cu_seqlens, dlogits)
-            part = dlogits if v1 - v0 == dlogits.size(1) else dlogits[:, : v1 - v0]
-            whole = len(self.slabs) == 1
+            unit = _unit_of_dlogits(dscores, tokens, self.options.pooling == "mean")
+            dscores = dscores / unit
+        dlogits, clean, (sums,) = self.dlogits(), None if self.clean is None else self.clean(), self.sums()
+        rows = hidden if clean is None else clean
+        rows = rows if cu_seqlens is not None or not needs.weight else rows.view(-1, rows.size(-1))
+        dbias = None if self.dbias is None else self.dbias()
+        drows = dhidden = dproduct = dweight = None
+        for slab in self.slabs:
+            slab.dlogits(same, dscores, weight, hidden, bias, mask, cu_seqlens, dlogits, clean, sums)
+            part, columns = dlogits, weight
+            if slab.last - slab.first != dlogits.size(1):
+                part = dlogits[:, : slab.last - slab.first]
             if needs.hidden:
-                if drows is None:
-                    drows = _wide_product(part, weight if whole else weight[v0:v1])
-                else:
-                    drows += _wide_product(part, weight[v0:v1])
+                if len(self.slabs) > 1:
+                    columns = weight[slab.first : slab.last]
+                found = _wide_product(part, columns)
+                drows = found if drows is None else drows.add_(found)
+                del found
             if needs.weight:
-                if whole:
-                    dweight = _scaled(_wide_product(part.T, clean), scale).to(weight_dtype)
-                else:
-                    dweight = weight.new_empty(weight.shape, dtype=weight_dtype) if dweight is None else dweight
-                    dweight[v0:v1] = _scaled(_wide_product(part.T, clean), scale)
-            if needs.bias is not None:
-                column = part.sum(dim=0, dtype=torch.float32)
-                column = (column if unit is None else column.mul_(unit)).to(needs.bias)
-                if whole:
-                    dbias = column
-                else:
-                    dbias = weight.new_empty(weight.size(0), dtype=needs.bias) if dbias is None else dbias
-                    dbias[v0:v1] = column
-        dhidden = None if drows is None else _scaled(drows, scale).to(hidden_dtype).view(hidden.shape)
-        return dhidden, dweight, dbias
+                dproduct = None  # that of the slab before is stored
+                dproduct = _wide_product(part.t(), rows)
+                dweight = self.dweight() if dweight is None and self.dweight is not None else dweight
+            if slab is self.slabs[-1] and self.dhidden is not None:
+                dhidden = self.dhidden()
+            if slab.store is not None:
+                slab.store(same, drows, dhidden, dproduct, dweight, sums, dbias, unit)
+        if drows is not None and dhidden is None:
+            dhidden = drows.view(hidden.shape)
+        return dhidden, dproduct if self.dweight is None else dweight, dbias
 
 
 def plan_sum_backward(
     dscores: Tensor, tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions, needs: Needs, aligned: bool
 ) -> SumBackward:
     """The launches of such gradients."""
+    given = tokens.hidden.dtype, vocabulary.weight.dtype
     operands, tokens, vocabulary = plan_operands(tokens, vocabulary, options.compute_dtype, aligned)
     hidden, batch, (vocab, dim), n_rows = tokens.hidden, tokens.batch, vocabulary.weight.shape, tokens.n_rows
-    config = sum_config(options.compute_dtype, hidden.device)
+    config, device = sum_config(options.compute_dtype, hidden.device), hidden.device
     width = max(config.block_v, config.slab_elements // max(n_rows, 1) // config.block_v * config.block_v)
     width = min(width, cdiv(vocab, 8) * 8)
     scaled = options.compute_dtype == torch.float16
+    # products in fp32 are the gradients where nothing is left to be done to them
+    stored = [dtype != torch.float32 or scaled or options.logit_scale != 1.0 for dtype in given]
+    stored = [stored[0] and needs.hidden, (stored[1] or width < vocab) and needs.weight]
+    clean = tokens.attention_mask is not None and needs.weight
     strides = (vocab, 1) if scaled else dscores.stride()
-    constants = _constants(tokens, vocabulary, options, config)
+    constants = _constants(tokens, vocabulary, options, config) | {"NEED_BIAS": needs.bias is not None}
     slabs = []
     for v0 in range(0, vocab, width):
         v1 = min(v0 + width, vocab)
         numbers = (v0, v1, vocab, n_rows, tokens.length, options.logit_scale, *strides, width)
         grid = (batch, cdiv(v1 - v0, config.block_v), 1)
-        slabs.append((v0, v1, Step(_dlogits_kernel, grid, numbers, constants)))
-    clear = clean = None
-    if tokens.attention_mask is not None and needs.weight:
-        block = {"D": dim, "BLOCK_ROWS": CLEAR_BLOCK[0], "BLOCK_D": CLEAR_BLOCK[1]}
-        grid = (cdiv(n_rows, CLEAR_BLOCK[0]), cdiv(dim, CLEAR_BLOCK[1]), 1)
-        clear = Step(_clear_masked_kernel, grid, (n_rows,), block)
-        clean = Scratch((n_rows, dim), hidden.dtype, hidden.device)
-    dlogits = Scratch((n_rows, width), options.compute_dtype, hidden.device)
-    return SumBackward(options, operands, needs, tuple(slabs), dlogits, clear, clean)
+        step = Step(_dlogits_kernel, grid, numbers, constants | {"CLEAN": clean and v0 == 0})
+        counts = (n_rows * dim if stored[0] and v1 == vocab else 0, (v1 - v0) * dim if stored[1] else 0)
+        counted = (*counts, 0 if needs.bias is None else v1 - v0)
+        slabs.append(Slab(v0, v1, step, _plan_store(counted, v0, dim, batch, width, options)))
+    return SumBackward(
+        options,
+        operands,
+        needs,
+        tuple(slabs),
+        Scratch((n_rows, width), options.compute_dtype, device),
+        Scratch((n_rows, dim), hidden.dtype, device) if clean else None,
+        Pieces(device, ((batch if needs.bias is not None else 0, width), torch.float32)),
+        Scratch(tuple(hidden.shape), given[0], device) if stored[0] else None,
+        Scratch((vocab, dim), given[1], device) if stored[1] else None,
+        None if needs.bias is None else Scratch((vocab,), needs.bias, device),
+    )
 
 
-def _scaled(values: Tensor, scale: float | Tensor) -> Tensor:
-    """``values`` times ``scale``, in their memory."""
-    return values if isinstance(scale, float) and scale == 1.0 else values.mul_(scale)
+def _plan_store(
+    counts: tuple[int, int, int], first: int, dim: int, batch: int, width: int, options: HeadOptions
+) -> Step | None:
+    """The launch that stores so many numbers of hidden, weight and bias, of a slab from entry ``first`` on."""
+    if not any(counts):
+        return None
+    programs = sum(cdiv(n, block) for n, block in zip(counts, (STORE_BLOCK, STORE_BLOCK, STORE_BIAS[1]), strict=True))
+    constants = {
+        "D": dim, "NEED_HIDDEN": counts[0] > 0, "NEED_WEIGHT": counts[1] > 0, "NEED_BIAS": counts[2] > 0,
+        "HAS_UNIT": options.compute_dtype == torch.float16, "BLOCK": STORE_BLOCK, "BLOCK_B": STORE_BIAS[0],
+        "BLOCK_V": STORE_BIAS[1],
+    }  # fmt: skip
+    numbers = (*counts, first, batch, width, options.logit_scale)
+    return Step(_store_gradients_kernel, (programs, 1, 1), numbers, constants)
 
 
 def _unit_of_dlogits(dscores: Tensor, tokens: Tokens, mean: bool) -> Tensor:

@@ -155,12 +155,19 @@ def _weight_gradient_kernel(
 
 @triton.jit(do_not_specialize=["B", "N", "length"])
 def _split_gradient_kernel(
-    dscores_ptr, scores_ptr, winner_ptr, weight_ptr, cu_ptr, part_ptr, B, V, N, length, split_v, stride_db, stride_dv,
+    dscores_ptr, scores_ptr, winner_ptr, weight_ptr, cu_ptr, part_ptr, dhidden_ptr,
+    B, V, N, length, split_v, stride_db, stride_dv,
     D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, ACTIVATION: tl.constexpr,
     PACKED: tl.constexpr, MASKED: tl.constexpr, LAST: tl.constexpr, NO_WINNER: tl.constexpr, SCALED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
-    """``part[split, b] = sum over v of the split of g[b, v] * weight[v]``, fp32, in rising v."""
+    """``part[split, b] = sum over v of the split of g[b, v] * weight[v]``, fp32, in rising v; zeros in ``dhidden``."""
+    programs = tl.num_programs(0) * tl.num_programs(1)
+    program = tl.program_id(0) + tl.num_programs(0) * tl.program_id(1) + programs * tl.program_id(2)
+    entries = tl.cast(N, tl.int64) * D
+    for first in range(program.to(tl.int64) * CLEAR, entries, programs * tl.num_programs(2) * CLEAR):
+        entry = first + tl.arange(0, CLEAR)
+        tl.store(dhidden_ptr + entry, tl.zeros((CLEAR,), dhidden_ptr.dtype.element_ty), mask=entry < entries)
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     split = tl.program_id(1)
     b = tl.program_id(2) * BLOCK_B + tl.arange(0, BLOCK_B)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilefold.ops._shared._triton.tensors import as_bytes, contiguous
 from tilefold.ops._shared.internals import hooked
-from tilefold.ops.lsr_head._problem import Tokens, Vocabulary
+from tilefold.ops.lsr_head._problem import Needs, Saved, Tokens, Vocabulary
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -56,3 +56,44 @@ def plan_operands(
     given, made = (*tokens, *vocabulary), (*cast[0], *cast[1])
     as_is = all(one is other for one, other in zip(given, made, strict=True))
     return Operands(dtype, as_is, aligned), *cast
+
+
+class SavedOperands(NamedTuple):
+    """The same of what backward reads: scores, winners, offsets, hidden and weight.
+
+    Attributes:
+        dtype: of the operands of products.
+        as_is: whether no tensor has to be cast or copied.
+        aligned: whether all begin at multiples of 16 bytes.
+        reads_hidden, reads_weight: whether these two are read.
+    """
+
+    dtype: torch.dtype
+    as_is: bool
+    aligned: bool
+    reads_hidden: bool
+    reads_weight: bool
+
+    def ready(self, saved: Saved, tokens: Tokens, vocabulary: Vocabulary) -> tuple[Tensor | None, ...]:
+        """The operands, in that order."""
+        given = (*saved, tokens.cu_seqlens, tokens.hidden, vocabulary.weight)
+        if self.as_is:
+            return given
+        *won, hidden, weight = given
+        hidden = in_dtype(hidden, self.dtype) if self.reads_hidden else hidden
+        weight = in_dtype(weight, self.dtype) if self.reads_weight else weight
+        return *map(contiguous, won), hidden, weight
+
+    def same(self) -> bool:
+        """Whether launches may be repeated."""
+        return self.aligned and not hooked()
+
+
+def plan_saved_operands(
+    saved: Saved, tokens: Tokens, vocabulary: Vocabulary, needs: Needs, dtype: torch.dtype, aligned: bool
+) -> SavedOperands:
+    """How such operands are made."""
+    hidden, weight = tokens.hidden, vocabulary.weight
+    laid_out = all(t is None or t.is_contiguous() for t in (*saved, tokens.cu_seqlens, hidden, weight))
+    as_is = hidden.dtype == weight.dtype == dtype and laid_out
+    return SavedOperands(dtype, as_is, aligned, needs.weight or needs.bias is not None, needs.hidden)

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import Step
+from tilefold.ops._shared._triton.launches import Scratches
 from tilefold.ops._shared._triton.masks import mask_if
 from tilefold.ops._shared._triton.offsets import narrowed
-from tilefold.ops._shared._triton.tensors import Piece, Pieces, cdiv, power_of_two
+from tilefold.ops._shared._triton.tensors import cdiv, power_of_two
 from tilefold.ops._shared.winners import no_winner, winner_dtype
 from tilefold.ops.lsr_head._problem import HeadOptions, Tokens
 
@@ -209,37 +209,17 @@ class Packing:
     """Launches that write the rows that the forward kernel reads, and the scores of empty sequences.
 
     Attributes:
-        count, counts: what counts valid tokens, and two times ``[B]`` int32 that it writes, where a kernel of its own
-            does.
-        copy: what copies rows.
-        made: scratch of rows ``[total, D]``, of which the first ``offsets[B]`` are meant; of offsets ``[B + 1]`` int32,
-            multiples of the group; and, where winners are kept, of each row's position in its sequence, ``[total]``
-            int32.
+        steps: with the names of their arguments: what counts valid tokens, where a kernel of its own does, and what
+            copies rows.
+        scratch: ``rows`` ``[total, D]``, of which the first ``offsets[B]`` are meant; ``offsets`` ``[B + 1]`` int32,
+            multiples of the group; where winners are kept, ``positions`` of rows in their sequences, ``[total]`` int32;
+            ``counts`` and ``firsts``, ``[B]`` int32 that are counted.
         total: rows, at most.
     """
 
-    count: Step | None
-    counts: Pieces | None
-    copy: Step
-    made: Pieces
+    steps: list[tuple[Step, str]]
+    scratch: Scratches
     total: int
-
-    def __call__(
-        self, same: bool, tokens: Tokens, scores: Tensor, winners: Tensor | None
-    ) -> tuple[Piece, Piece, Piece | None]:
-        """Rows, offsets and positions."""
-        hidden, mask, cu_seqlens = tokens
-        rows, offsets, *others = self.made()
-        positions = others[0] if others else None
-        if cu_seqlens is not None:
-            self.copy(same, hidden, cu_seqlens, offsets, rows, positions, scores, winners)
-            return rows, offsets, positions
-        count = first = None
-        if self.count is not None and self.counts is not None:
-            count, first = self.counts()
-            self.count(same, mask, count, first)
-        self.copy(same, hidden, mask, count, first, offsets, rows, positions, scores, winners)
-        return rows, offsets, positions
 
 
 def plan_packing(tokens: Tokens, vocab: int, options: HeadOptions, group: int) -> Packing | None:
@@ -252,17 +232,19 @@ def plan_packing(tokens: Tokens, vocab: int, options: HeadOptions, group: int) -
         group: rows that sequences are aligned to.
     """
     hidden, mask, cu_seqlens = tokens
-    dim, batch, length, device = hidden.size(-1), tokens.batch, tokens.length, hidden.device
+    dim, batch, length = hidden.size(-1), tokens.batch, tokens.length
     constants: dict[str, Any] = {
         "D": dim, "BLOCK_ROWS": BLOCK_ROWS, "BLOCK_D": BLOCK_D, "GROUP": group, "BLOCK_EMPTY": BLOCK_EMPTY,
         "WITH_WINNERS": options.training, "NO_WINNER": no_winner(winner_dtype(tokens.length_bound)),
     }  # fmt: skip
-    count = counts = None
+    steps: list[tuple[Step, str]] = []
+    counted = None
     if cu_seqlens is not None:
         n_rows = hidden.size(0)
         total = max(1, n_rows + batch * (group - 1))
         grid = max(1, cdiv(n_rows, BLOCK_ROWS)), 1, 1
         copy = Step(_copy_packed_kernel, grid, (batch, n_rows, vocab), constants | {"SCAN_B": 64})
+        steps.append((copy, "hidden cu_seqlens offsets rows positions scores winners"))
     elif mask is None and length % group == 0:
         return None
     else:
@@ -271,11 +253,13 @@ def plan_packing(tokens: Tokens, vocab: int, options: HeadOptions, group: int) -
         if mask is None or blocks[0] * blocks[1] > MAX_MASK:
             blocks = 0, 0
         if mask is not None and blocks[0] == 0:
-            counts = Pieces(device, ((batch,), torch.int32), ((batch,), torch.int32))
-            count = Step(_count_kernel, (batch, 1, 1), (length,), {"SCAN": SCAN})
+            counted = (batch,), torch.int32
+            steps.append((Step(_count_kernel, (batch, 1, 1), (length,), {"SCAN": SCAN}), "mask counts firsts"))
         constants |= {"SCAN": SCAN, "HAS_MASK": mask is not None, "BLOCK_B": blocks[0], "BLOCK_S": blocks[1]}
         copy = Step(_copy_padded_kernel, (batch, cdiv(length, BLOCK_ROWS), 1), (batch, length, vocab), constants)
-    made = [((total, dim), hidden.dtype), ((batch + 1,), torch.int32)]
-    if options.training:
-        made.append(((total,), torch.int32))
-    return Packing(count, counts, copy, Pieces(device, *made), total)
+        steps.append((copy, "hidden mask counts firsts offsets rows positions scores winners"))
+    scratch: Scratches = {
+        "rows": ((total, dim), hidden.dtype), "offsets": ((batch + 1,), torch.int32),
+        "positions": ((total,), torch.int32) if options.training else None, "counts": counted, "firsts": counted,
+    }  # fmt: skip
+    return Packing(steps, scratch, total)

@@ -1,7 +1,8 @@
 """Sum and mean pooling: activation per token inside the tile; backward computes each tile of logits again.
 
 Forward never stores logits. Backward walks the vocabulary in slabs: one kernel writes the slab's ``dlogits``
-``[N, slab]``, two library products turn it into gradients.
+``[N, slab]``, two library products turn it into gradients in fp32, and one kernel stores those in the dtypes of the
+parameters, and the bias's beside them.
 """
 
 from __future__ import annotations
@@ -88,18 +89,53 @@ def _sum_forward_kernel(
     tl.store(out_ptr + b.to(tl.int64) * V + offs_v, total.to(out_ptr.dtype.element_ty), mask=offs_v < V)
 
 
+@triton.jit
+def _clear(dlogits_ptr, first, last, offs, mask_v, stride_out, BLOCK_T: tl.constexpr):
+    """Zeros in rows from ``first`` to ``last``."""
+    for r0 in range(first, last, BLOCK_T):
+        r = r0 + tl.arange(0, BLOCK_T)
+        at = dlogits_ptr + r.to(tl.int64)[:, None] * stride_out + offs[None, :]
+        tl.store(at, 0.0, mask=(r < last)[:, None] & mask_v[None, :])
+
+
+@triton.jit
+def _copy_valid(
+    rows_ptr, mask_ptr, clean_ptr, start, length, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """This program's share of a copy of a sequence, what is masked zero: times a gradient of 0 it could be NaN."""
+    for t0 in range(tl.program_id(1) * BLOCK_T, length, tl.num_programs(1) * BLOCK_T):
+        s = t0 + tl.arange(0, BLOCK_T)
+        row = start + s
+        valid = tl.load(mask_ptr + row, mask=s < length, other=0) != 0
+        for k0 in range(0, D, BLOCK_K):
+            k = k0 + tl.arange(0, BLOCK_K)
+            offs = row[:, None] * D + k[None, :]
+            x = tl.load(rows_ptr + offs, mask=valid[:, None] & (k < D)[None, :], other=0.0)  # [BLOCK_T, BLOCK_K]
+            tl.store(clean_ptr + offs, x, mask=(s < length)[:, None] & (k < D)[None, :])
+
+
 @triton.jit(do_not_specialize=["v_start", "v_end", "uniform_length", "N", "logit_scale"])
 def _dlogits_kernel(
-    dscores_ptr, weight_ptr, rows_ptr, bias_ptr, mask_ptr, cu_ptr, dlogits_ptr,
+    dscores_ptr, weight_ptr, rows_ptr, bias_ptr, mask_ptr, cu_ptr, dlogits_ptr, clean_ptr, sum_ptr,
     v_start, v_end, V, N, uniform_length, logit_scale, stride_db, stride_dv, stride_out,
     D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, UNIFORM: tl.constexpr, MEAN: tl.constexpr, PRECISION: tl.constexpr,
+    CLEAN: tl.constexpr, NEED_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """``dlogits[row, v - v_start] = dscores[b, v] * act'(logit[row, v])``, over the length for a mean."""
+    """``dlogits[row, v - v_start] = dscores[b, v] * act'(logit[row, v])``, over the length for a mean.
+
+    And ``sum[b, v - v_start]``, the sum of them over the rows of sequence ``b``, in fp32, for the gradient of the bias.
+    """
     b = tl.program_id(0)
     offs_v = v_start + tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_v = offs_v < v_end
     start, length = _row_range(cu_ptr, b, N, uniform_length, UNIFORM)
+    if not UNIFORM:  # with broken offsets, rows that no sequence holds lie before the first or after the last one
+        _clear(dlogits_ptr, 0, tl.where(b == 0, start, 0), offs_v - v_start, mask_v, stride_out, BLOCK_T)
+        end = tl.where(b == tl.num_programs(0) - 1, start + length, N)
+        _clear(dlogits_ptr, end, N, offs_v - v_start, mask_v, stride_out, BLOCK_T)
+    if CLEAN:
+        _copy_valid(rows_ptr, mask_ptr, clean_ptr, start, length, D, BLOCK_T, BLOCK_K)
     bias = tl.zeros((BLOCK_V,), tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
@@ -113,10 +149,11 @@ def _dlogits_kernel(
                 s = t0 + tl.arange(0, 1024)
                 count += tl.sum((tl.load(mask_ptr + start + s, mask=s < length, other=0) != 0).to(tl.int32))
         grad = grad / tl.maximum(count, 1).to(tl.float32)
+    total = tl.zeros((BLOCK_V,), tl.float32)
     for t0 in range(0, length, BLOCK_T):
         s = t0 + tl.arange(0, BLOCK_T)
         row = start + s
-        inside = (s < length) & (row >= 0) & (row < N)
+        inside = s < length
         valid = inside
         if HAS_MASK:
             valid = valid & (tl.load(mask_ptr + row, mask=inside, other=0) != 0)
@@ -128,17 +165,50 @@ def _dlogits_kernel(
             dlogits.to(dlogits_ptr.dtype.element_ty),
             mask=inside[:, None] & mask_v[None, :],
         )
+        if NEED_BIAS:
+            total += tl.sum(dlogits, axis=0)
+    if NEED_BIAS:
+        tl.store(sum_ptr + b.to(tl.int64) * stride_out + (offs_v - v_start), total, mask=mask_v)
 
 
-@triton.jit(do_not_specialize=["N"])
-def _clear_masked_kernel(
-    rows_ptr, mask_ptr, clean_ptr, N, D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr
+@triton.jit
+def _store_scaled(from_ptr, to_ptr, block, count, scale, BLOCK: tl.constexpr):
+    """Block ``block`` of ``count`` fp32 numbers, times ``scale``, in another dtype."""
+    offs = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(from_ptr + offs, mask=offs < count, other=0.0)
+    tl.store(to_ptr + offs, (x * scale).to(to_ptr.dtype.element_ty), mask=offs < count)
+
+
+@triton.jit(do_not_specialize=["v_start", "B", "logit_scale"])
+def _store_gradients_kernel(
+    drows_ptr, dhidden_ptr, product_ptr, dweight_ptr, sum_ptr, dbias_ptr, unit_ptr,
+    n_hidden, n_weight, n_bias, v_start, B, stride_sum, logit_scale,
+    D: tl.constexpr, NEED_HIDDEN: tl.constexpr, NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr,
+    HAS_UNIT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """A copy of rows, those that are masked zero: times a gradient of 0 they could be NaN."""
-    r = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    valid = tl.load(mask_ptr + r, mask=r < N, other=0) != 0
-    offs = r.to(tl.int64)[:, None] * D + d[None, :]
-    inside = (r < N)[:, None] & (d < D)[None, :]
-    x = tl.load(rows_ptr + offs, mask=inside & valid[:, None], other=0.0)  # [BLOCK_ROWS, BLOCK_D]
-    tl.store(clean_ptr + offs, x, mask=inside)
+    """Gradients of a slab in their own dtypes: products times ``logit_scale``, and sums over sequences.
+
+    All of them are in units of ``unit``. Programs of the bias come first, then those of the weight and of hidden.
+    """
+    block = tl.program_id(0)
+    unit = tl.full((), 1.0, tl.float32)
+    if HAS_UNIT:
+        unit = tl.load(unit_ptr)
+    if NEED_BIAS:
+        if block * BLOCK_V < n_bias:
+            v = block * BLOCK_V + tl.arange(0, BLOCK_V)
+            total = tl.zeros((BLOCK_V,), tl.float32)
+            for b0 in range(0, B, BLOCK_B):
+                b = b0 + tl.arange(0, BLOCK_B)
+                offs = b.to(tl.int64)[:, None] * stride_sum + v[None, :]
+                total += tl.sum(tl.load(sum_ptr + offs, mask=(b < B)[:, None] & (v < n_bias)[None, :], other=0.0), 0)
+            tl.store(dbias_ptr + v_start + v, (total * unit).to(dbias_ptr.dtype.element_ty), mask=v < n_bias)
+        block -= tl.cdiv(n_bias, BLOCK_V)
+    scale = unit * logit_scale
+    if NEED_WEIGHT:
+        if block >= 0:
+            own = dweight_ptr + tl.cast(v_start, tl.int64) * D
+            _store_scaled(product_ptr, own, block, n_weight, scale, BLOCK)
+        block -= tl.cdiv(n_weight, BLOCK)
+    if NEED_HIDDEN & (block >= 0):
+        _store_scaled(drows_ptr, dhidden_ptr, block, n_hidden, scale, BLOCK)
