@@ -125,8 +125,8 @@ def bind(compiled: Any, grid: Grid, tail: tuple[Any, ...], tma: Sequence[Tma | N
         tail: the arguments after the tensors, constants included.
         tma: by argument, how the tensor is described; those after the last one are plain pointers.
     """
-    by_address = bind_addresses(compiled, grid, tail, tma)
-    if by_address is None:
+    direct = _direct(compiled, tma)
+    if direct is None:
         run = compiled[grid]
 
         def by_triton(tensors: Sequence[Any]) -> None:
@@ -134,40 +134,72 @@ def bind(compiled: Any, grid: Grid, tail: tuple[Any, ...], tma: Sequence[Tma | N
             run(*[None if x is None else x.data_ptr() if by is None else by.of(x) for x, by in pairs], *tail)
 
         return by_triton
-
-    def launch(tensors: Sequence[Any]) -> None:
-        by_address([None if tensor is None else tensor.data_ptr() for tensor in tensors])
-
-    return launch
-
-
-def bind_addresses(compiled: Any, grid: Grid, tail: tuple[Any, ...], tma: Sequence[Tma | None] = ()) -> LaunchAt | None:
-    """As :func:`bind`, given the tensors' addresses; ``None`` where the launcher's arguments are not known."""
-    direct = _launcher_function(compiled, sum(entry is not None for entry in tma))
-    if direct is None:
-        return None
-    function, described = direct
-    stream, index, (x, y, z) = torch._C._cuda_getCurrentRawStream, torch.cuda.current_device(), grid
-    handle, packed = compiled.function, compiled.packed_metadata
-    cooperative, overlapped = compiled.run.launch_cooperative_grid, compiled.run.launch_pdl
-    between = cooperative, overlapped, None, None, packed, None, None, None
-    metadata = iter(described)
-    sources = [None if entry is None else _Described(entry, next(metadata)) for entry in tma]
+    function, stream, index, between, sources = direct
+    x, y, z = grid
     count = len(sources)
 
-    def launch(addresses: Sequence[int | None]) -> None:
-        function(x, y, z, stream(index), handle, *between, *addresses, *tail)
+    def launch(tensors: Sequence[Any]) -> None:
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        function(x, y, z, stream(index), *between, *addresses, *tail)
 
-    def launch_described(addresses: Sequence[int | None]) -> None:
+    def launch_described(tensors: Sequence[Any]) -> None:
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         arguments: list[Any] = []
         for address, source in zip(addresses, sources, strict=False):
             if source is not None and address is not None:
                 arguments += source(address)
             else:
                 arguments.append(address)
-        function(x, y, z, stream(index), handle, *between, *arguments, *addresses[count:], *tail)
+        function(x, y, z, stream(index), *between, *arguments, *addresses[count:], *tail)
 
     return launch_described if count else launch
+
+
+def bind_addresses(compiled: Any, grid: Grid, tail: tuple[Any, ...], tma: Sequence[Tma | None] = ()) -> LaunchAt | None:
+    """As :func:`bind`, given the tensors' addresses; ``None`` where the launcher's arguments are not known."""
+    direct = _direct(compiled, tma)
+    if direct is None:
+        return None
+    function, stream, index, between, sources = direct
+    x, y, z = grid
+    count = len(sources)
+
+    def launch(addresses: Sequence[int | None]) -> None:
+        function(x, y, z, stream(index), *between, *addresses, *tail)
+
+    def launch_described(addresses: Sequence[int | None]) -> None:
+        arguments: list[Any] = []
+        for address, source in zip(addresses, sources, strict=False):
+            arguments += (address,) if source is None or address is None else source(address)
+        function(x, y, z, stream(index), *between, *arguments, *addresses[count:], *tail)
+
+    return launch_described if count else launch
+
+
+class _Direct(NamedTuple):
+    """The C function that launches a kernel, and its arguments after the grid: the stream, and what follows it.
+
+    Attributes:
+        sources: by argument, what a descriptor of it is taken from.
+    """
+
+    function: Callable[..., None]
+    stream: Callable[[int], int]
+    device: int
+    between: tuple[Any, ...]
+    sources: list[_Described | None]
+
+
+def _direct(compiled: Any, tma: Sequence[Tma | None]) -> _Direct | None:
+    known = _launcher_function(compiled, sum(entry is not None for entry in tma))
+    if known is None:
+        return None
+    function, described = known
+    cooperative, overlapped = compiled.run.launch_cooperative_grid, compiled.run.launch_pdl
+    between = compiled.function, cooperative, overlapped, None, None, compiled.packed_metadata, None, None, None
+    metadata = iter(described)
+    sources = [None if entry is None else _Described(entry, next(metadata)) for entry in tma]
+    return _Direct(function, torch._C._cuda_getCurrentRawStream, torch.cuda.current_device(), between, sources)
 
 
 def _launcher_function(compiled: Any, descriptors: int) -> tuple[Callable[..., None], Sequence[Any]] | None:

@@ -241,11 +241,6 @@ class Step:
             self.bound = self._bind(arguments)
         self._ran = True
 
-    @property
-    def repeats(self) -> bool:
-        """Whether it was launched often enough to be bound."""
-        return self._bound is not None
-
     def by_address(self, tensors: Sequence[Any]) -> LaunchAt | None:
         """What launches with addresses of tensors like these, with which it ran, where the release is known."""
         found = self._launcher.compiled((*self._described(tensors), *self._numbers))

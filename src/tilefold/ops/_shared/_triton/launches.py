@@ -78,7 +78,7 @@ class Launches:
         every = (*tensors, *self._scratch(), None)
         for step, take in self._steps:
             step(same, *take(every))
-        if same and not self._tried and all(step.repeats for step, _ in self._steps):
+        if same and not self._tried and all(step.bound is not None for step, _ in self._steps):
             found = [(step.by_address(take(every)), take) for step, take in self._steps]
             known = [(launch, take) for launch, take in found if launch is not None]
             self._bound = known if len(known) == len(found) else None
