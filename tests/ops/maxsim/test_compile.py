@@ -174,7 +174,7 @@ def test_backward_builds_without_spills(capability: int, dtype: torch.dtype, pai
     types = types_of(dtype)
     uniform = pairing != 2
     common = {"D": 128, "PAIRING": pairing, "UNIFORM_Q": uniform, "UNIFORM_D": uniform, "NO_WINNER": 65535,
-              "HAS_SCALE": not uniform, "PROJECTS": False}  # fmt: skip
+              "HAS_SCALE": not uniform}  # fmt: skip
     own = common | {"BLOCK_R": config.block_r, "BLOCK_D": config.block_d}
     compiled = compile_kernel(dqueries_kernel, types, own, capability, config.warps_q, config.stages_q)
     check(compiled, capability, tensor_cores=False)
@@ -184,6 +184,7 @@ def test_backward_builds_without_spills(capability: int, dtype: torch.dtype, pai
         compiled = compile_kernel(ddocuments_kernel, types, own, capability, config.warps_d, config.stages_d)
     else:
         del own["PAIRING"]
+        own["PROJECTS"] = False
         row = {name: own[name] for name in own if name in dqueries_row_kernel.arg_names}
         row |= {"BLOCK_N": config.block_n, "BLOCK_D": config.block_d}
         compiled = compile_kernel(dqueries_row_kernel, types, row, capability, config.warps_few, config.stages_q)
