@@ -236,7 +236,8 @@ def test_packing_builds_without_spills(capability, offsets):
         check(compile_kernel(kernel, types, constants, capability, 4, 3), capability, tensor_cores=False)
 
 
-ONE_TOKEN_LAYOUTS = {"masked": (False, True, "*i32"), "packed": (True, False, "*i32"), "long": (True, False, "*i64")}
+ONE_TOKEN_LAYOUTS = {"masked": (False, True, "*i32"), "packed": (True, False, "*i32"), "long": (True, False, "*i64"),
+                     "rows": (False, False, "*i32")}  # fmt: skip
 
 
 @pytest.mark.parametrize("batch", [16, 1024])
@@ -248,7 +249,8 @@ def test_one_token_builds_without_spills(capability, dtype, layout, batch):
     packed, masked, offsets = ONE_TOKEN_LAYOUTS[layout]
     types = common_types(dtype) | {"cu_ptr": offsets}
     flags = {"PACKED": packed, "MASKED": masked, "LAST": True, "NO_WINNER": 65535}
-    tile = {"D": DIM, "BLOCK_B": config.rows(batch), "ACTIVATION": "log1p_relu", "PRECISION": config.precision} | flags
+    activation = {"ACTIVATION": "none" if layout == "rows" else "log1p_relu"}  # of few rows, slopes are multiplied
+    tile = {"D": DIM, "BLOCK_B": config.rows(batch), "PRECISION": config.precision} | flags | activation
     forward = tile | {"BLOCK_V": config.block_v, "BLOCK_K": config.block_k, "HAS_BIAS": True}
     scaled = {"SCALED": dtype == torch.float16}
     gradient = tile | {"BLOCK_B": config.gradient_rows, "BLOCK_V": config.gradient_block_v} | scaled

@@ -204,7 +204,12 @@ def max_backward_config(dtype: torch.dtype, device: torch.device, batch: int) ->
 
 @dataclass(frozen=True)
 class SumConfig:
-    """Tiles of the sum-pooling kernels; ``slab_elements`` bounds the ``dlogits`` that backward holds at a time."""
+    """Tiles of the sum-pooling kernels.
+
+    Attributes:
+        slab_elements: a bound of the ``dlogits`` that backward holds at a time.
+        few_rows: at most so many rows of hidden are multiplied by kernels of ours.
+    """
 
     block_v: int = 128
     block_t: int = 64
@@ -212,6 +217,7 @@ class SumConfig:
     num_warps: int = 8
     num_stages: int = 3
     slab_elements: int = 1 << 25
+    few_rows: int = 64
     precision: str = "ieee"
 
 
@@ -219,7 +225,9 @@ SUM_AMPERE = SumConfig(block_k=32)
 SUM_BLACKWELL = SumConfig(num_warps=16)  # products lie in a memory of their own: their copies take registers
 SUM_FP32 = SumConfig(block_v=32, block_t=32, block_k=32, num_warps=4, num_stages=2, precision="tf32x3")
 SUM_FP32_AMPERE = replace(SUM_FP32, block_k=16)  # with 32, some of Triton 3.6 to 3.8 spill at any depth
-SUM_INTERPRETED = SumConfig(block_v=16, block_t=16, block_k=16, num_warps=4, num_stages=1, slab_elements=4096)
+SUM_INTERPRETED = SumConfig(
+    block_v=16, block_t=16, block_k=16, num_warps=4, num_stages=1, slab_elements=4096, few_rows=32
+)
 
 
 def sum_config_for(capability: tuple[int, int], dtype: torch.dtype, tf32: bool) -> SumConfig:

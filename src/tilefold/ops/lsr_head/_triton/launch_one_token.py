@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,24 +134,59 @@ def plan_one_token_backward(
 ) -> OneTokenBackward:
     """The launches of such gradients."""
     hidden, weight, winners = tokens.hidden, vocabulary.weight, saved.winners
-    dtype, device, batch, (vocab, dim) = options.compute_dtype, hidden.device, tokens.batch, weight.shape
-    config = one_token_config(dtype, device)
+    dtype, device, (vocab, dim) = options.compute_dtype, hidden.device, weight.shape
     masked = winners is not None and winners.size(0) > 0
     flags = _flags(tokens, options, masked, winner_dtype(tokens.length_bound))
-    block_b, strides = config.gradient_rows, dscores.stride()
+    sizes = (tokens.batch, vocab, dim, tokens.n_rows, tokens.length)
+    taken = TakenRows(sizes, dscores.stride(), flags, options, needs, device)
+    steps, parts = plan_row_gradients(taken, "dscores", "scores", "hidden")
+    return OneTokenBackward(
+        plan_saved_operands(saved, tokens, vocabulary, needs, dtype, aligned),
+        Scratch(tuple(hidden.shape), hidden.dtype, device) if needs.hidden else None,
+        Scratch((vocab, dim), weight.dtype, device) if needs.weight else None,
+        None if needs.bias is None else Scratch((vocab,), needs.bias, device),
+        Launches(device, GRADIENTS_GIVEN, {"parts": parts}, steps),
+    )
+
+
+class TakenRows(NamedTuple):
+    """Rows of hidden, one a sequence, whose gradients are asked for.
+
+    Attributes:
+        sizes: sequences, V, D, rows of hidden, and length of the sequences.
+        strides: of the gradient of scores.
+        flags: which rows; see :func:`_flags`.
+        options: of the head; its activation is the one whose slope is still to be multiplied.
+    """
+
+    sizes: tuple[int, int, int, int, int]
+    strides: tuple[int, ...]
+    flags: dict[str, Any]
+    options: HeadOptions
+    needs: Needs
+    device: torch.device
+
+
+def plan_row_gradients(
+    taken: TakenRows, dscores: str, scores: str, rows: str
+) -> tuple[list[tuple[Step, str]], tuple[tuple[int, ...], torch.dtype]]:
+    """The launches of all gradients, given the names of what they read, and their scratch ``parts``."""
+    (batch, vocab, dim, *sizes), strides, flags, options, needs, device = taken
+    dtype = options.compute_dtype
+    config = one_token_config(dtype, device)
+    block_b = config.gradient_rows
     constants = flags | {
         "D": dim, "BLOCK_B": block_b, "BLOCK_V": config.gradient_block_v, "BLOCK_D": config.gradient_block_d,
         "ACTIVATION": options.activation, "SCALED": dtype == torch.float16, "PRECISION": config.precision,
         "num_stages": config.gradient_stages,
     }  # fmt: skip
-    sizes = (tokens.n_rows, tokens.length)
     steps = []
     splits, split_v = plan_vocabulary_splits(vocab, dim, batch, config, sm_count(device))
     if needs.hidden:
         grid = (cdiv(dim, config.gradient_block_d), splits, cdiv(batch, block_b))
         hidden_constants = constants | {"num_warps": config.hidden_warps, "CLEAR": CLEAR_BLOCK}
         of_splits = Step(_split_gradient_kernel, grid, (batch, vocab, *sizes, split_v, *strides), hidden_constants)
-        steps.append((of_splits, "dscores scores winners weight cu_seqlens parts dhidden"))
+        steps.append((of_splits, f"{dscores} {scores} winners weight cu_seqlens parts dhidden"))
         block = {"D": dim, "BLOCK_B": 4, "BLOCK_D": min(256, power_of_two(dim))} | flags
         grid = (cdiv(batch, 4), cdiv(dim, block["BLOCK_D"]), 1)
         store = Step(_store_rows_kernel, grid, (batch, *sizes, splits, options.logit_scale), block)
@@ -161,14 +196,8 @@ def plan_one_token_backward(
         needed = {"NEED_WEIGHT": needs.weight, "NEED_BIAS": needs.bias is not None, "num_warps": config.weight_warps}
         numbers = (batch, vocab, *sizes, options.logit_scale, *strides)
         of_weight = Step(_weight_gradient_kernel, (tiles, 1, 1), numbers, constants | needed)
-        steps.append((of_weight, "dscores scores winners hidden cu_seqlens dweight dbias"))
-    return OneTokenBackward(
-        plan_saved_operands(saved, tokens, vocabulary, needs, dtype, aligned),
-        Scratch(tuple(hidden.shape), hidden.dtype, device) if needs.hidden else None,
-        Scratch((vocab, dim), weight.dtype, device) if needs.weight else None,
-        None if needs.bias is None else Scratch((vocab,), needs.bias, device),
-        Launches(device, GRADIENTS_GIVEN, {"parts": ((splits, batch, dim), torch.float32)}, steps),
-    )
+        steps.append((of_weight, f"{dscores} {scores} winners {rows} cu_seqlens dweight dbias"))
+    return steps, ((splits, batch, dim), torch.float32)
 
 
 def plan_vocabulary_splits(vocab: int, dim: int, batch: int, config: OneTokenConfig, programs: int) -> tuple[int, int]:

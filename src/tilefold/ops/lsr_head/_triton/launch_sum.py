@@ -12,6 +12,7 @@ from tilefold.ops._shared._triton.launch import Step
 from tilefold.ops._shared._triton.tensors import Pieces, Scratch, cdiv
 from tilefold.ops.lsr_head._problem import Gradients, HeadOptions, Needs, Saved, Tokens, Vocabulary
 from tilefold.ops.lsr_head._range import largest_finite, unit_of
+from tilefold.ops.lsr_head._triton.launch_few_rows import FewRowsBackward, plan_few_rows
 from tilefold.ops.lsr_head._triton.operands import Operands, plan_operands
 from tilefold.ops.lsr_head._triton.sum_pooling import (
     _check_offsets_kernel,
@@ -177,7 +178,7 @@ class SumBackward:
 
 def plan_sum_backward(
     dscores: Tensor, tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions, needs: Needs, aligned: bool
-) -> SumBackward:
+) -> SumBackward | FewRowsBackward:
     """The launches of such gradients."""
     given = tokens.hidden.dtype, vocabulary.weight.dtype
     operands, tokens, vocabulary = plan_operands(tokens, vocabulary, options.compute_dtype, aligned)
@@ -191,7 +192,10 @@ def plan_sum_backward(
     stored = [stored[0] and needs.hidden, (stored[1] or width < vocab) and needs.weight]
     clean = tokens.attention_mask is not None and needs.weight
     strides = (vocab, 1) if scaled else dscores.stride()
-    constants = _constants(tokens, vocabulary, options, config) | {"NEED_BIAS": needs.bias is not None}
+    constants = _constants(tokens, vocabulary, options, config)
+    if n_rows <= config.few_rows and not scaled and given == (options.compute_dtype,) * 2:
+        return plan_few_rows(dscores, (tokens, vocabulary), operands, options, needs, config, constants)
+    constants |= {"NEED_BIAS": needs.bias is not None}
     slabs = []
     for v0 in range(0, vocab, width):
         v1 = min(v0 + width, vocab)
