@@ -38,7 +38,7 @@ def types_of(dtype: torch.dtype, saved: str = "*u16") -> dict[str, str]:
     types = dict.fromkeys(["query_ptr", "doc_ptr", "doc_src", "dquery_ptr", "ddoc_ptr", "rows_ptr", "out_ptr"], element)
     types |= dict.fromkeys(SCALES, "*fp32") | dict.fromkeys(INT32, "*i32") | dict.fromkeys(INT64, "*i64")
     types |= dict.fromkeys(["query_mask_ptr", "doc_mask_ptr"], "*u8") | dict.fromkeys(SIZES, "i32")
-    types |= dict.fromkeys(["temperature", "inverse_temperature", "divisor"], "fp32")
+    types |= dict.fromkeys(["temperature", "inverse_temperature", "divisor", "factor"], "fp32")
     return types | {"saved_ptr": saved, "grad_ptr": "*fp32"}
 
 

@@ -35,16 +35,13 @@ def query_list(query, first_ptr, Nd, group, PAIRING: tl.constexpr):
 
 
 @triton.jit
-def grad_unit(largest_ptr, divisor, HAS_LARGEST: tl.constexpr):
-    """What the scores' gradient is measured in, so that its products with fp16 neither vanish nor overflow.
-
-    And what sums of such products are multiplied by: that, divided by the ``divisor`` of the scores.
-    """
-    unit = tl.full((), 1.0, tl.float32)
+def grad_unit(largest_ptr, HAS_LARGEST: tl.constexpr):
+    """What the scores' gradient is measured in, so that its products with fp16 neither vanish nor overflow."""
+    unit = 1.0
     if HAS_LARGEST:
         unit = tl.load(largest_ptr).to(tl.float32)
         unit = tl.where(unit == 0.0, 1.0, unit)
-    return unit, tl.div_rn(unit, divisor)
+    return unit
 
 
 @triton.jit
@@ -68,18 +65,17 @@ def saved_at(e, pair, first_item, row, q_start, Tq, longest, PAIRING: tl.constex
         "length_d",
         "stride_q",
         "stride_d",
-        "divisor",
+        "factor",
     ]
 )
 def dqueries_kernel(
     dscore_ptr, saved_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, cu_q_ptr, cu_d_ptr, row_query_ptr, order_ptr,
     first_ptr, index_ptr, dquery_ptr,
-    Tq, Td, Nq, Nd, length_q, length_d, group, longest, stride_q, stride_d, divisor,
+    Tq, Td, Nq, Nd, length_q, length_d, group, longest, stride_q, stride_d, factor,
     D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, PAIRING: tl.constexpr, UNIFORM_Q: tl.constexpr,
     UNIFORM_D: tl.constexpr, HAS_SCALE: tl.constexpr, NO_WINNER: tl.constexpr,
 ):  # fmt: skip
-    """``dqueries[r] = sum over pairs of dscore * documents[winner]``, divided by ``divisor``."""
-    _unit, weight = grad_unit(dscore_ptr, divisor, False)
+    """``dqueries[r] = sum over pairs of dscore * documents[winner]``, times ``factor``."""
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     if PAIRING == ALL:
         block = tl.program_id(0) * BLOCK_R
@@ -119,15 +115,15 @@ def dqueries_kernel(
             acc += grad[:, None] * x
         tl.store(
             dquery_ptr + row.to(tl.int64)[:, None] * D + k[None, :],
-            (acc * weight).to(dquery_ptr.dtype.element_ty),
+            (acc * factor).to(dquery_ptr.dtype.element_ty),
             mask=inside[:, None] & (k < D)[None, :],
         )
 
 
-@triton.jit(do_not_specialize=["Tq", "Td", "Nd", "length_q", "length_d", "stride_q", "stride_d", "divisor"])
+@triton.jit(do_not_specialize=["Tq", "Td", "Nd", "length_q", "length_d", "stride_q", "stride_d", "factor"])
 def dqueries_row_kernel(
     dscore_ptr, saved_ptr, query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, cu_d_ptr, row_query_ptr, dquery_ptr,
-    Tq, Td, Nd, length_q, length_d, stride_q, stride_d, divisor,
+    Tq, Td, Nd, length_q, length_d, stride_q, stride_d, factor,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr,
     HAS_SCALE: tl.constexpr, NO_WINNER: tl.constexpr, PROJECTS: tl.constexpr,
 ):  # fmt: skip
@@ -135,7 +131,6 @@ def dqueries_row_kernel(
 
     ``PROJECTS``: rows are normalised, of no more than ``BLOCK_D`` dimensions, and get their own gradient.
     """
-    _unit, weight = grad_unit(dscore_ptr, divisor, False)
     row = tl.program_id(0)
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     if UNIFORM_Q:
@@ -156,7 +151,7 @@ def dqueries_row_kernel(
         if HAS_SCALE:
             x *= tl.load(doc_scale_ptr + doc_row, mask=has, other=0.0)[:, None]
         acc += grad[:, None] * x
-    total = tl.sum(acc, axis=0) * weight
+    total = tl.sum(acc, axis=0) * factor
     offs = tl.cast(row, tl.int64) * D + k
     if PROJECTS:
         x = tl.load(query_ptr + offs, mask=k < D, other=0.0).to(tl.float32)
@@ -177,22 +172,22 @@ def dqueries_row_kernel(
         "length_q",
         "length_d",
         "stride_d",
-        "divisor",
+        "factor",
     ]
 )
 def ddocuments_kernel(
     dscore_ptr, saved_ptr, query_ptr, query_scale_ptr, largest_ptr, cu_q_ptr, cu_d_ptr, order_ptr, first_ptr,
     index_ptr, ddoc_ptr,
-    Tq, Td, Nq, Nd, length_q, length_d, group, longest, tiles, stride_d, divisor,
+    Tq, Td, Nq, Nd, length_q, length_d, group, longest, tiles, stride_d, factor,
     D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PAIRING: tl.constexpr,
     UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_LARGEST: tl.constexpr,
     NO_WINNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``ddocuments[t] = sum over the query rows that t won of dscore * queries[row]``, divided by ``divisor``."""
+    """``ddocuments[t] = sum over the query rows that t won of dscore * queries[row]``, times ``factor``."""
     k = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     d = tl.program_id(0)
     start, end, _ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
-    unit, weight = grad_unit(largest_ptr, divisor, HAS_LARGEST)
+    unit = grad_unit(largest_ptr, HAS_LARGEST)
     if PAIRING == INDEX:
         e0 = tl.load(first_ptr + d).to(tl.int32)
         e1 = tl.load(first_ptr + d + 1).to(tl.int32)
@@ -233,6 +228,6 @@ def ddocuments_kernel(
         row_d = start + t
         tl.store(
             ddoc_ptr + row_d.to(tl.int64)[:, None] * D + k[None, :],
-            (acc * weight).to(ddoc_ptr.dtype.element_ty),
+            (acc * unit * factor).to(ddoc_ptr.dtype.element_ty),
             mask=(row_d < end)[:, None] & (k < D)[None, :],
         )

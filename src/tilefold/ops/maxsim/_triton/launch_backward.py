@@ -83,7 +83,7 @@ def plan_backward(
         found: whether forward left the facts of rows.
     """
     config = backward_config(problem.queries.dtype, problem.queries.device)
-    planning = _Planning(problem, config, saved.dtype, dscores, divisor)
+    planning = _Planning(problem, config, saved.dtype, dscores, 1.0 / divisor)
     stages = copies(operands, masks=bool(problem.temperature))
     if not saved.is_contiguous():
         stages.append(Derive(at.SAVED, Tensor.contiguous, at.SAVED))
@@ -122,14 +122,14 @@ class _Planning:
         problem, config: what is differentiated, and with which tiles.
         saved_dtype: of winners, or smooth maxima.
         dscores: the scores' gradient, or one laid out like it.
-        divisor: of the scores.
+        factor: of the gradients, for scores that were divided.
     """
 
     problem: Problem
     config: BackwardConfig
     saved_dtype: torch.dtype
     dscores: Tensor
-    divisor: float
+    factor: float
     strides: tuple[int, int] = (0, 0)  # of dscores over queries, and over documents (or pairs)
     has_largest: bool = False
 
@@ -220,7 +220,7 @@ class _Planning:
             NO_WINNER=no_winner(self.saved_dtype), PROJECTS=self._projects(0),
         )  # fmt: skip
         sizes = (count, p.documents.size(0), p.n_documents, p.query_length, p.document_length)
-        numbers = (*sizes, *self.strides, self.divisor)
+        numbers = (*sizes, *self.strides, self.factor)
         grid = (count, cdiv(p.queries.size(1), config.block_d), 1)
         places = (
             at.DSCORES, at.SAVED, at.QUERIES, at.DOCUMENTS, at.QUERY_SCALE, at.DOCUMENT_SCALE, at.CU_DOCUMENTS,
@@ -236,12 +236,12 @@ class _Planning:
         )  # fmt: skip
         grid = self._blocks_of_queries(config.block_r, config.block_d)
         places = (at.DSCORES, at.SAVED, at.DOCUMENTS, at.QUERY_SCALE, at.DOCUMENT_SCALE, *_OFFSETS, out)
-        return Run(Step(dqueries_kernel, grid, (*self._sizes, *self.strides, self.divisor), constants), places)
+        return Run(Step(dqueries_kernel, grid, (*self._sizes, *self.strides, self.factor), constants), places)
 
     def _smooth_queries(self, out: int) -> Run:
         p, config = self.problem, self.config
         constants = self._smooth_constants(HAS_DMASK=p.document_mask is not None)
-        numbers = (*self._sizes, *self.strides, 1.0 / p.temperature, self.divisor)
+        numbers = (*self._sizes, *self.strides, 1.0 / p.temperature, self.factor)
         grid = self._blocks_of_queries(config.smooth_r, config.block_dd)
         places = (*_SMOOTH, at.DOCUMENT_MASK, *_OFFSETS, out)
         return Run(Step(smooth_dqueries_kernel, grid, numbers, constants), places)
@@ -279,7 +279,7 @@ class _Planning:
             at.DSCORES, at.SAVED, at.QUERIES, at.QUERY_SCALE, at.LARGEST, at.CU_QUERIES, at.CU_DOCUMENTS, at.ORDER,
             at.FIRST, at.INDEX, out,
         )  # fmt: skip
-        numbers = (*self._sizes, slices, self.strides[1], self.divisor)
+        numbers = (*self._sizes, slices, self.strides[1], self.factor)
         return Run(Step(ddocuments_kernel, grid, numbers, constants), places)
 
     def _smooth_documents(self, out: int) -> Run:
@@ -287,7 +287,7 @@ class _Planning:
         constants = self._smooth_constants(HAS_QMASK=p.query_mask is not None, HAS_DMASK=p.document_mask is not None)
         slices = self._slices(config.smooth_t)
         grid = (p.n_documents, slices, cdiv(p.queries.size(1), config.block_dd))
-        numbers = (*self._sizes, slices, *self.strides, 1.0 / p.temperature, self.divisor)
+        numbers = (*self._sizes, slices, *self.strides, 1.0 / p.temperature, self.factor)
         places = (*_SMOOTH, at.QUERY_MASK, at.DOCUMENT_MASK, *_OFFSETS, out)
         return Run(Step(smooth_ddocuments_kernel, grid, numbers, constants), places)
 
@@ -307,7 +307,7 @@ class _Planning:
             at.DSCORES, at.SAVED, at.QUERIES, at.DOCUMENTS, at.QUERY_SCALE, at.DOCUMENT_SCALE, at.LARGEST,
             at.CU_DOCUMENTS, at.ROW_QUERY, at.LISTS, out,
         )  # fmt: skip
-        step = Step(ddocuments_listed_kernel, grid, (*sizes, *self.strides, self.divisor), constants)
+        step = Step(ddocuments_listed_kernel, grid, (*sizes, *self.strides, self.factor), constants)
         return [
             Make(at.LISTS, p.queries, (grid[0] * grid[1] * capacity,), torch.int32),
             Run(step, places, last=(at.LISTS,)),

@@ -63,18 +63,18 @@ def _weights(
         "length_d",
         "stride_q",
         "stride_d",
-        "divisor",
+        "factor",
     ]
 )
 def smooth_dqueries_kernel(
     dscore_ptr, saved_ptr, query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, largest_ptr, doc_mask_ptr, cu_q_ptr,
     cu_d_ptr, row_query_ptr, order_ptr, first_ptr, index_ptr, dquery_ptr,
-    Tq, Td, Nq, Nd, length_q, length_d, group, longest, stride_q, stride_d, inverse_temperature, divisor,
+    Tq, Td, Nq, Nd, length_q, length_d, group, longest, stride_q, stride_d, inverse_temperature, factor,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     PAIRING: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_DMASK: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_LARGEST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    unit, weight = grad_unit(largest_ptr, divisor, HAS_LARGEST)
+    unit = grad_unit(largest_ptr, HAS_LARGEST)
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     if PAIRING == ALL:
         block = tl.program_id(0) * BLOCK_Q
@@ -126,7 +126,7 @@ def smooth_dqueries_kernel(
                 acc = tl.dot(share.to(x.dtype), x, acc, input_precision=PRECISION)
         tl.store(
             dquery_ptr + row.to(tl.int64)[:, None] * D + k[None, :],
-            (acc * weight).to(dquery_ptr.dtype.element_ty),
+            (acc * unit * factor).to(dquery_ptr.dtype.element_ty),
             mask=inside[:, None] & (k < D)[None, :],
         )
 
@@ -145,18 +145,18 @@ def smooth_dqueries_kernel(
         "length_d",
         "stride_q",
         "stride_d",
-        "divisor",
+        "factor",
     ]
 )
 def smooth_ddocuments_kernel(
     dscore_ptr, saved_ptr, query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, largest_ptr, query_mask_ptr,
     doc_mask_ptr, cu_q_ptr, cu_d_ptr, row_query_ptr, order_ptr, first_ptr, index_ptr, ddoc_ptr,
-    Tq, Td, Nq, Nd, length_q, length_d, group, longest, tiles, stride_q, stride_d, inverse_temperature, divisor,
+    Tq, Td, Nq, Nd, length_q, length_d, group, longest, tiles, stride_q, stride_d, inverse_temperature, factor,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     PAIRING: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr,
     HAS_DMASK: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_LARGEST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    unit, weight = grad_unit(largest_ptr, divisor, HAS_LARGEST)
+    unit = grad_unit(largest_ptr, HAS_LARGEST)
     k = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     d = tl.program_id(0)
     start, end, _ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
@@ -216,6 +216,6 @@ def smooth_ddocuments_kernel(
                 acc = tl.dot(tl.trans(share).to(x.dtype), x, acc, input_precision=PRECISION)
         tl.store(
             ddoc_ptr + doc_row.to(tl.int64)[:, None] * D + k[None, :],
-            (acc * weight).to(ddoc_ptr.dtype.element_ty),
+            (acc * unit * factor).to(ddoc_ptr.dtype.element_ty),
             mask=inside_d[:, None] & (k < D)[None, :],
         )

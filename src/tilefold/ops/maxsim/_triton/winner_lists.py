@@ -53,26 +53,26 @@ def _add_listed(
         "length_d",
         "stride_q",
         "stride_d",
-        "divisor",
+        "factor",
     ]
 )
 def ddocuments_listed_kernel(
     dscore_ptr, saved_ptr, query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, largest_ptr, cu_d_ptr, row_query_ptr,
     list_ptr, ddoc_ptr,
-    Tq, Td, Nd, slices, length_q, length_d, stride_q, stride_d, divisor,
+    Tq, Td, Nd, slices, length_q, length_d, stride_q, stride_d, factor,
     D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
     CAPACITY: tl.constexpr, ALIGNED: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_LARGEST: tl.constexpr, NO_WINNER: tl.constexpr, PRECISION: tl.constexpr,
     PROJECTS: tl.constexpr,
 ):  # fmt: skip
-    """``ddocuments[t] = sum over the query rows that t won of dscore * queries[row]``, divided by ``divisor``.
+    """``ddocuments[t] = sum over the query rows that t won of dscore * queries[row]``, times ``factor``.
 
     Work item ``i`` is slice ``i % slices`` of document ``i // slices``: every ``slices``-th tile of it. ``PROJECTS``:
     rows are normalised, of no more than ``BLOCK_D`` dimensions, and get their own gradient.
     """
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     list_ptr += (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * CAPACITY
-    unit, weight = grad_unit(largest_ptr, divisor, HAS_LARGEST)
+    unit = grad_unit(largest_ptr, HAS_LARGEST)
     for item in range(tl.program_id(0), Nd * slices, tl.num_programs(0)):
         d = item // slices
         start, end, _ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
@@ -99,7 +99,7 @@ def ddocuments_listed_kernel(
                     count = 0
                     tl.debug_barrier()  # before it is written anew
             row_d = start + t0 + tl.arange(0, BLOCK_T)
-            acc *= weight
+            acc = acc * unit * factor
             if PROJECTS:
                 x = load_rows(doc_ptr, row_d, row_d < end, k, D).to(tl.float32)
                 acc = projected(x, tl.load(doc_scale_ptr + row_d, mask=row_d < end, other=0.0), acc)
