@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tilefold.bench.registry import module_of
 
 __all__ = ["JOB_MODULES", "Job", "JobCase", "JobOptions", "get_job", "job_names"]
 
@@ -92,7 +93,5 @@ def get_job(name: str) -> Job:
     Raises:
         ValueError: for a job without a benchmark.
     """
-    if name not in JOB_MODULES:
-        raise ValueError(f"job must be one of {', '.join(JOB_MODULES)}, got {name!r}.")
-    job: Job = importlib.import_module(JOB_MODULES[name]).JOB
+    job: Job = module_of(JOB_MODULES, "job", name).JOB
     return job

@@ -42,17 +42,58 @@ class PendingTokens:
 
     def __init__(self, vectors: Tensor, mask: Tensor, stored: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
         keep = mask.bool()
-        if vectors.device.type == "cpu":
-            rows = vectors[keep]
-        else:  # as many rows as there are places: those behind the last vector are not read
-            flat = keep.reshape(-1)
-            spare = flat.numel()
-            at = torch.where(flat, flat.cumsum(0) - 1, spare)
-            rows = vectors.new_zeros(spare + 1, vectors.size(-1)).index_copy_(0, at, vectors.flatten(0, 1))[:spare]
-        self._fetched = Fetched([keep.sum(1), *stored(rows.float())])
+        self._fetched = Fetched([keep.sum(1), *stored(_packed(vectors, keep).float())])
 
     def get(self) -> tuple[Tensor, ...]:
         """Counts, which vectors are finite, values, and scales if any."""
         counts, *others = self._fetched.get()
         total = int(counts.sum())
         return (counts, *(part[:total] for part in others))
+
+
+class VectorBatch(NamedTuple):
+    """Token vectors of some texts of a window, ``[n, D]`` of each, as the model made them.
+
+    Attributes:
+        window: number of the window.
+        places: of the texts in it, in the order of the vectors.
+        vectors: of each text.
+    """
+
+    window: int
+    places: Sequence[int]
+    vectors: list[Tensor]
+
+
+class PendingVectors:
+    """Token vectors that count, packed on the device, of whose numbers the host does not know yet.
+
+    Args:
+        vectors: ``[B, S, D]``.
+        mask: ``[B, S]``, nonzero = counts.
+        to_host: copy them to the CPU.
+    """
+
+    def __init__(self, vectors: Tensor, mask: Tensor, to_host: bool) -> None:
+        keep = mask.bool()
+        self._rows = _packed(vectors, keep)
+        self._fetched = Fetched([keep.sum(1), *([self._rows] if to_host else [])])
+
+    def get(self) -> list[Tensor]:
+        """``[n, D]`` of each text, parts of one tensor."""
+        counts, *rows = self._fetched.get()
+        total = int(counts.sum())
+        found = (rows or [self._rows])[0]
+        # a copy where rows are spare, so that nobody keeps them
+        found = found if found.size(0) == total else found[:total].clone()
+        return list(torch.split(found, counts.tolist()))
+
+
+def _packed(vectors: Tensor, keep: Tensor) -> Tensor:
+    """``[T, D]`` vectors that count; on a GPU as many rows as there are places, the last of which mean nothing."""
+    if vectors.device.type == "cpu":
+        return vectors[keep]
+    flat = keep.reshape(-1)
+    spare = flat.numel()
+    at = torch.where(flat, flat.cumsum(0) - 1, spare)
+    return vectors.new_zeros(spare + 1, vectors.size(-1)).index_copy_(0, at, vectors.flatten(0, 1))[:spare]

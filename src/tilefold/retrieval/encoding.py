@@ -151,22 +151,9 @@ class SparseEncoding(Encoding):
         dropped = [] if self.special_tokens else list(_tokenizer(model).all_special_ids)
         stream = _stream_of(model)
         if stream is not None:
-            what = {"top_k": self.top_k, "min_weight": self.min_weight}
-            limits = {"batch_size": self.batch_size, "batch_tokens": self.batch_tokens}
-            stream = functools.partial(stream, task=self.kind, **what, **limits)
-        return Job(
-            output.folder,
-            open_writer,
-            look,
-            texts,
-            output.shard_size,
-            stream or self.plain(model),
-            functools.partial(cut_texts, model),
-            SparseMaker(vocab_size, self.min_weight, fingerprint, dropped),
-            output.progress or (lambda done, total: None),
-            output.save_minutes,
-            stream is not None,
-        )
+            stream = functools.partial(stream, top_k=self.top_k, min_weight=self.min_weight)
+        maker = SparseMaker(vocab_size, self.min_weight, fingerprint, dropped)
+        return self._job(model, texts, output, open_writer, look, maker, stream)
 
     def plain(self, model: Any) -> PlainStream:
         """Batches through :func:`encode_batch`."""

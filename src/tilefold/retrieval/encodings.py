@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tilefold.retrieval._group_shards import write_folder
+from tilefold.retrieval._made import Maker, PlainStream
 from tilefold.retrieval._streamed import Job
 from tilefold.retrieval.provenance import texts_digest
+from tilefold.retrieval.truncation import cut_texts
 
 __all__ = ["Encoding", "Kind", "Output", "encode_to_folder"]
 
@@ -75,6 +78,36 @@ class Encoding(ABC):
             output: where the vectors go.
             texts_sha256: what identifies the texts; called when the folder is opened.
         """
+
+    @abstractmethod
+    def plain(self, model: Any) -> PlainStream:
+        """Batches of a model that is not accelerated."""
+
+    def _job(
+        self,
+        model: Any,
+        texts: Mapping[str, str],
+        output: Output,
+        open_writer: Callable[[bool], Any],
+        look: Callable[[], object],
+        maker: Maker[Any],
+        stream: Callable[..., Any] | None,
+    ) -> Job[Any]:
+        """The work, by the `stream` of an accelerated model, or without one by :meth:`plain`."""
+        limits = {"batch_size": self.batch_size, "batch_tokens": self.batch_tokens}
+        return Job(
+            output.folder,
+            open_writer,
+            look,
+            texts,
+            output.shard_size,
+            self.plain(model) if stream is None else functools.partial(stream, task=self.kind, **limits),
+            functools.partial(cut_texts, model),
+            maker,
+            output.progress or (lambda done, total: None),
+            output.save_minutes,
+            stream is not None,
+        )
 
 
 def encode_to_folder(

@@ -113,21 +113,9 @@ class TokenEncoding(Encoding):
 
         stream = getattr(getattr(model, "encode_token_batch", None), "stream", None)
         if stream is not None:
-            limits = {"batch_size": self.batch_size, "batch_tokens": self.batch_tokens}
-            stream = functools.partial(stream, task=self.kind, storage=self.storage, **limits)
-        return Job(
-            output.folder,
-            open_writer,
-            look,
-            texts,
-            output.shard_size,
-            stream or self.plain(model),
-            functools.partial(cut_texts, model),
-            TokenMaker(dimension, self.storage),
-            output.progress or (lambda done, total: None),
-            output.save_minutes,
-            stream is not None,
-        )
+            stream = functools.partial(stream, storage=self.storage)
+        maker = TokenMaker(dimension, self.storage)
+        return self._job(model, texts, output, open_writer, look, maker, stream)
 
     def plain(self, model: Any) -> PlainStream:
         """Batches through the stock ``encode``."""

@@ -24,6 +24,7 @@ from tilefold.integrations.sentence_transformers._similarity import (
     is_multi_vector,
     unfuse_similarity,
 )
+from tilefold.integrations.sentence_transformers._token_encode import FusedTokenEncode
 from tilefold.integrations.sentence_transformers._token_stream import TokenBatchEncoder
 from tilefold.modules.fused_pooling import FusedPooling
 from tilefold.ops.implementations import check_impl
@@ -68,8 +69,10 @@ def accelerate(
 
     For a MultiVectorEncoder, ``similarity`` and ``similarity_pairwise`` are replaced on the instance by those of
     :mod:`tilefold.integrations.sentence_transformers.multi_vector`, which pack the ragged lists that ``encode`` returns
-    and apply :func:`tilefold.ops.maxsim`; reranking and distillation evaluators call them. Its losses, and the other
-    evaluators, have functions of their own: pass those of that module (``similarity_fct=``, ``score_functions=``).
+    and apply :func:`tilefold.ops.maxsim`; reranking and distillation evaluators call them. ``encode`` tokenises more
+    than one batch of texts ahead, encodes them without padding and returns what the stock one returns. Its losses, and
+    the other evaluators, have functions of their own: pass those of that module (``similarity_fct=``,
+    ``score_functions=``).
 
     For a SparseEncoder, two forwards are replaced, on the instances: the LM head returns its input, and the
     SpladePooling after it, or a pooling of :mod:`tilefold.modules`, applies :func:`tilefold.ops.lsr_head`. The model
@@ -119,7 +122,7 @@ def accelerate(
                 "tilefold.ops.quantize_tokens for documents in int8."
             )
         fuse_similarity(model, impl, check)
-        model.encode_token_batch = TokenBatchEncoder(model)
+        _carry(model, encode_token_batch=TokenBatchEncoder(model), encode=FusedTokenEncode(model))
         return Acceleration(model, 0, _packed(model, check, packed))
     if not isinstance(model, SparseEncoder):
         raise TypeError(
@@ -140,11 +143,16 @@ def accelerate(
             pair.transformer.register_forward_pre_hook(_check_head_is_fused)
     for module, last in find_scorers(model):
         module.forward = fused_forward(module, None, impl, last=last)  # type: ignore[attr-defined]
-    model.encode_sparse_batch = SparseBatchEncoder(model)
-    if "encode" not in vars(model):
-        model.encode = FusedEncode(model)
+    _carry(model, encode_sparse_batch=SparseBatchEncoder(model), encode=FusedEncode(model))
     refuse_replicas(model)
     return Acceleration(model, len({id(pair.head) for pair in pairs}), _packed(model, check, packed))
+
+
+def _carry(model: Any, **methods: Any) -> None:
+    """Put methods on the instance; an ``encode`` of somebody else stays."""
+    for name, method in methods.items():
+        if name != "encode" or name not in vars(model):
+            setattr(model, name, method)
 
 
 def _packed(model: Any, check: bool, packed: bool) -> dict[str, str]:
@@ -186,7 +194,7 @@ def _remove_patches(model: nn.Module) -> None:
     for name in ("encode_sparse_batch", "encode_token_batch"):
         if name in vars(model):
             delattr(model, name)
-    if isinstance(vars(model).get("encode"), FusedEncode):
+    if isinstance(vars(model).get("encode"), (FusedEncode, FusedTokenEncode)):
         del model.encode
     for module in model.modules():
         forward = vars(module).get("forward")

@@ -13,6 +13,7 @@ from torch import Tensor
 from tilefold.integrations.sentence_transformers._heads import base_linear
 from tilefold.integrations.sentence_transformers._pooling import sparse_scores
 from tilefold.modules.fused_pooling import SparseOptions
+from tilefold.ops.cpu_linear import fast_linear
 
 
 def sparse_options(model: Any, top_k: int | None, min_weight: float) -> SparseOptions:
@@ -63,7 +64,8 @@ def encode_batch(
 def encode_features(model: Any, features: dict[str, Any], task_kwargs: dict[str, str]) -> dict[str, Any]:
     """What the model makes of features, moved to its device."""
     features = {key: value.to(model.device) if isinstance(value, Tensor) else value for key, value in features.items()}
-    found: dict[str, Any] = model(features, **task_kwargs)
+    with fast_linear(model, torch.device(model.device)):
+        found: dict[str, Any] = model(features, **task_kwargs)
     return found
 
 

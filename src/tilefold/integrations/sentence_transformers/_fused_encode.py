@@ -37,22 +37,16 @@ class FusedEncode:
         device.
         """
         model, stock = self.model, type(self.model).encode
-        try:
-            given = inspect.signature(stock).bind(model, *args, **kwargs)
-        except TypeError:
-            return stock(model, *args, **kwargs)
-        given.apply_defaults()
-        asked = given.arguments
-        if not self._serves(asked):
+        asked = asked_of(stock, model, args, kwargs)
+        if asked is None or not self._serves(asked):
             return stock(model, *args, **kwargs)
         model.eval()
-        prompt = _prompt(model, asked["prompt"], asked["prompt_name"])
+        prompt = prompt_of_call(model, asked)
         options = sparse_options(model, asked["max_active_dims"], 0.0)
-        limits = Limits(asked["batch_size"] if asked["batch_size"] < _USUAL else None)
+        limits = Limits(usual(asked))
         texts, task = asked["inputs"], asked["kwargs"].get("task")
-        show = asked["show_progress_bar"]
-        with _bar(len(texts), _logger.getEffectiveLevel() <= logging.INFO if show is None else show) as bar:
-            rows = encode_many(model, texts, task, prompt, options, limits, 0, bar.update)
+        with bar(len(texts), asked["show_progress_bar"], _logger, "Texts") as shown:
+            rows = encode_many(model, texts, task, prompt, options, limits, 0, shown.update)
         device = torch.device("cpu") if asked["save_to_cpu"] else model.device
         found = _as_coo(rows, device)
         if not asked["convert_to_sparse_tensor"]:
@@ -60,29 +54,51 @@ class FusedEncode:
         return found if asked["convert_to_tensor"] else list(found)
 
     def _serves(self, asked: dict[str, Any]) -> bool:
-        model, texts = self.model, asked.get("inputs")
-        many = isinstance(texts, list) and isinstance(asked["batch_size"], int) and len(texts) > asked["batch_size"] > 0
-        if not many or not all(isinstance(text, str) for text in texts or ()):
+        if set(asked["kwargs"]) - {"task"} or not serves_texts(self.model, asked):
             return False
-        here = asked.get("device") is None or asked["device"] in (model.device, str(model.device))
-        if not here or asked.get("pool") is not None or getattr(model, "_distributed_inference", None) is not None:
-            return False
-        if set(asked["kwargs"]) - {"task"}:
-            return False
-        forwards = [vars(module).get("forward") for module in model.modules() if "forward" in vars(module)]
+        forwards = [vars(module).get("forward") for module in self.model.modules() if "forward" in vars(module)]
         fused = [forward for forward in forwards if hasattr(forward, "pooling")]
         return bool(fused) and all(isinstance(forward, FusedSpladePooling) and forward.last for forward in fused)
 
 
-def _prompt(model: Any, prompt: str | None, name: str | None) -> str | None:
-    resolved: str | None = model._resolve_prompt(prompt, name)
+def asked_of(stock: Any, model: Any, args: Any, kwargs: Any) -> dict[str, Any] | None:
+    """The arguments of a call of `stock` by name, None for a wrong call, of which the stock method tells."""
+    try:
+        given = inspect.signature(stock).bind(model, *args, **kwargs)
+    except TypeError:
+        return None
+    given.apply_defaults()
+    return given.arguments
+
+
+def serves_texts(model: Any, asked: dict[str, Any]) -> bool:
+    """Whether a call is for more than one batch of strings, on the model's device, in this process."""
+    texts, size = asked.get("inputs"), asked["batch_size"]
+    many = isinstance(texts, list) and isinstance(size, int) and len(texts) > size > 0
+    if not many or not all(isinstance(text, str) for text in texts or ()):
+        return False
+    here = asked.get("device") is None or asked["device"] in (model.device, str(model.device))
+    return here and asked.get("pool") is None and getattr(model, "_distributed_inference", None) is None
+
+
+def usual(asked: dict[str, Any]) -> int | None:
+    """Texts of a batch, at most; None for a ``batch_size`` from the stock one on, where tokens decide."""
+    size: int = asked["batch_size"]
+    return size if size < _USUAL else None
+
+
+def prompt_of_call(model: Any, asked: dict[str, Any]) -> str | None:
+    """The prompt that the stock method would put before each text."""
+    resolved: str | None = model._resolve_prompt(asked["prompt"], asked["prompt_name"])
     return resolved
 
 
-def _bar(total: int, show: bool) -> Any:
+def bar(total: int, show: bool | None, logger: logging.Logger, title: str) -> Any:
+    """A progress bar of texts; `show` by default where the stock method shows one."""
     from tqdm.autonotebook import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415 - the one that is shown by stock
 
-    return tqdm(total=total, desc="Texts", disable=not show)
+    show = logger.getEffectiveLevel() <= logging.INFO if show is None else show
+    return tqdm(total=total, desc=title, disable=not show)
 
 
 def _as_coo(rows: Tensor, device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilefold._csr import csr_tensor
-from tilefold.integrations.sentence_transformers.stream import SparseStream
+from tilefold.integrations.sentence_transformers.stream import SparseStream, TextStream
 from tilefold.modules.fused_pooling import SparseOptions
 from tilefold.pipeline.rows import Begun, FailedText, SparseBatch, Window, WindowEnd, stacked
 
@@ -44,26 +44,32 @@ def encode_many(
     Raises:
         Exception: what the model raised for the first text that could not be encoded.
     """
+    stream = SparseStream(model, options, task=task, prompt=prompt, **limits._asdict())
+    found: list[SparseBatch] = list(batches_of(stream, texts, progress))
+    vocab_size = found[0].vocab_size if found else vocab_size
+    offsets, columns, values = stacked(found, len(texts))
+    return csr_tensor(offsets, columns.long(), values, (len(texts), vocab_size))
+
+
+def batches_of(stream: TextStream, texts: Sequence[str], progress: Callable[[int], object]) -> Iterator[Any]:
+    """What a stream makes of texts, longest first; ``places`` are those in `texts`.
+
+    Args:
+        progress: called with the number of texts that were encoded since the last call.
+
+    Raises:
+        Exception: what the model raised for the first text that could not be encoded.
+    """
     lengths = torch.tensor([len(text) for text in texts])
     order = lengths.argsort(descending=True, stable=True)
     starts = [0, *range(FIRST_TEXTS, len(texts), WINDOW_TEXTS), len(texts)]
     windows = [order[start:stop].tolist() for start, stop in itertools.pairwise(starts)]
-
-    def given() -> Iterator[Window]:
-        for window in windows:
-            yield Window([texts[i] for i in window])
-
-    stream = SparseStream(model, options, task=task, prompt=prompt, **limits._asdict())
-    found: list[SparseBatch] = []
-    with closing(stream(given())) as items:
+    with closing(stream(Window([texts[i] for i in window]) for window in windows)) as items:
         for item in items:
             if isinstance(item, FailedText):
                 raise item.error
             if isinstance(item, (Begun, WindowEnd)):
                 continue
             window = windows[item.window]
-            found.append(item._replace(places=[window[place] for place in item.places]))
+            yield item._replace(places=[window[place] for place in item.places])
             progress(len(item.places))
-    vocab_size = found[0].vocab_size if found else vocab_size
-    offsets, columns, values = stacked(found, len(texts))
-    return csr_tensor(offsets, columns.long(), values, (len(texts), vocab_size))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import platform
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -329,3 +330,24 @@ def efficient_attention_varlen(
     )
     out: Tensor = found[0]
     return out[0]
+
+
+@functools.cache
+def has_onednn_linear() -> bool:
+    """Whether torch has oneDNN's linear layer for x86, which its own compiler of code for the CPU uses."""
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    names = ("_linear_pointwise", "_reorder_linear_weight")
+    return x86 and available and all(hasattr(torch.ops.mkldnn, name) for name in names)
+
+
+def onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``rows @ weight.T + bias`` in fp32 on the CPU; the weight ``[N, K]`` as it is, or as :func:`onednn_packed`."""
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    return found
+
+
+def onednn_packed(weight: Tensor, rows: int) -> Tensor:
+    """The weight in the blocks that suit this number of rows."""
+    found: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    return found

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.onednn import tile_product
 from tilefold.ops._shared.winners import max_over_tokens
 from tilefold.ops.lsr_head._problem import PackedRows
 
@@ -63,13 +64,18 @@ def max_tiles(
     """
     pieces = _pieces(packed.offsets, TILE_ELEMENTS // BLOCK_V)
     largest = max((piece.end - piece.start for piece in pieces), default=0)
-    # one buffer for all tiles: fresh pages for each would cost a sixth of the products' time
-    tile = packed.rows.new_empty(largest * min(BLOCK_V, weight.size(0)))
+    tile: Tensor | None = None
     for v0, v1, tile_weight, _ in vocabulary_tiles(weight, None, packed.rows.dtype):
+        product = tile_product(packed.rows, largest, tile_weight)
         for piece in pieces:
             rows = packed.rows[piece.start : piece.end]
-            logits = tile[: rows.size(0) * (v1 - v0)].view(rows.size(0), v1 - v0)
-            torch.mm(rows, tile_weight.T, out=logits)
+            if product is not None:
+                logits = product(rows)
+            else:
+                if tile is None:  # one for all: fresh pages for each would cost a sixth of the products' time
+                    tile = packed.rows.new_empty(largest * min(BLOCK_V, weight.size(0)))
+                logits = tile[: rows.size(0) * (v1 - v0)].view(rows.size(0), v1 - v0)
+                torch.mm(rows, tile_weight.T, out=logits)
             if logit_scale != 1.0:
                 logits *= logit_scale
             for i, j, tokens in _runs_of_one_length(logits, packed.offsets, piece):

@@ -1,0 +1,90 @@
+"""Linear layers and tiles of the head by oneDNN: the same numbers, and who is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from tilefold.ops import cpu_linear, lsr_head
+from tilefold.ops._shared import onednn
+from tilefold.ops._shared.internals import has_onednn_linear, onednn_linear, onednn_packed
+from tilefold.ops.cpu_linear import fast_linear
+
+ROWS = onednn.FEWEST_ROWS
+pytestmark = pytest.mark.skipif(not has_onednn_linear(), reason="this torch has no oneDNN")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Rows of each product of the context that oneDNN made."""
+    seen: list[int] = []
+
+    def counting(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        seen.append(rows.numel() // rows.size(-1))
+        return onednn_linear(rows, weight, bias)
+
+    monkeypatch.setattr(cpu_linear, "onednn_linear", counting)
+    yield seen
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(ROWS, 40), (1, ROWS + 3, 40), (2, 3, ROWS, 40)])
+def test_layers_give_the_same_numbers_in_the_order_of_sums(
+    calls: list[int], bias: bool, shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    layer, rows = nn.Linear(40, 24, bias), torch.randn(shape)
+    with torch.inference_mode(), fast_linear(layer, CPU):
+        found = layer(rows)
+    right = layer.double()(rows.double())
+    assert calls == [rows.numel() // 40]
+    assert found.shape == right.shape and found.dtype == torch.float32
+    assert (found - right).abs().max() <= 40 * torch.finfo(torch.float32).eps * rows.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # of the flags of torch
+def test_everything_else_is_left_to_torch(calls: list[int]) -> None:
+    torch.manual_seed(0)
+    layer, rows = nn.Linear(16, 8), torch.randn(ROWS, 16)
+    with fast_linear(layer, CPU):
+        layer(rows).sum().backward()  # gradients
+        with torch.no_grad():
+            layer(rows[:-1])
+            layer(rows[0])
+            nn.Linear(16, 8).double()(rows.double())
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                assert layer(rows).dtype == torch.bfloat16
+            with torch.backends.mkldnn.flags(enabled=False):
+                layer(rows)
+    assert calls == [] and layer.weight.grad is not None
+    layer.compile()
+    with torch.no_grad(), fast_linear(layer, CPU):
+        nn.functional.linear(rows, layer.weight)
+    assert calls == []
+
+
+def test_a_nan_reaches_the_numbers_that_it_is_in() -> None:
+    rows = torch.ones(ROWS, 16)
+    rows[3, 5] = torch.nan
+    found = onednn_linear(rows, onednn_packed(torch.ones(8, 16), ROWS), None)
+    assert found[3].isnan().all() and found.isnan().sum() == 8
+
+
+@pytest.mark.parametrize("lengths", [[300, 20, 0, 20], [1500]])
+def test_the_head_of_many_tokens_gives_scores_and_winners_of_the_reference(lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    hidden, weight, bias = torch.randn(sum(lengths), 16), torch.randn(5000, 16), torch.randn(5000)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    hidden.requires_grad_()
+    found = lsr_head(hidden, weight, bias, cu_seqlens=cu_seqlens, impl="tiled")
+    wide = hidden.detach().double().requires_grad_()
+    right = lsr_head(wide, weight.double(), bias.double(), cu_seqlens=cu_seqlens, impl="reference")
+    torch.testing.assert_close(found.double(), right, atol=1e-5, rtol=1e-5)
+    found.sum().backward()
+    right.sum().backward()
+    assert hidden.grad is not None and wide.grad is not None
+    torch.testing.assert_close(hidden.grad.double(), wide.grad, atol=1e-2, rtol=1e-4)
