@@ -29,6 +29,14 @@ INFERENCE = {
     "maxsim int8": (26, 35, 2, 1),
     "maxsim fp8": (26, 35, 2, 1),
     "entmax_attention N=128": (20, 30, 2, 1),
+    "lsr_head": (21, 32, 2, 1),
+    "lsr_head masked": (24, 37, 4, 2),
+    "lsr_head packed": (24, 37, 4, 2),
+    "lsr_head sum": (22, 31, 2, 1),
+    "lsr_head mean masked": (22, 33, 2, 1),
+    "lsr_head cls": (21, 31, 2, 1),
+    "lsr_head last masked": (23, 36, 4, 2),
+    "lsr_head last packed": (21, 33, 2, 1),
 }
 TRAINING = {
     "maxsim all pairs": (52, 63, 10, 3),
@@ -42,6 +50,14 @@ TRAINING = {
     "maxsim grouped": (51, 59, 8, 3),
     "maxsim all pairs fp16": (55, 65, 12, 3),
     "entmax_attention N=128": (47, 79, 14, 3),
+    "lsr_head": (49, 65, 12, 5),
+    "lsr_head masked": (52, 70, 14, 6),
+    "lsr_head packed": (52, 73, 14, 6),
+    "lsr_head sum": (51, 59, 10, 5),
+    "lsr_head mean masked": (51, 64, 10, 5),
+    "lsr_head cls": (48, 58, 10, 4),
+    "lsr_head last masked": (50, 66, 12, 5),
+    "lsr_head last packed": (48, 63, 10, 4),
 }
 
 
@@ -51,7 +67,7 @@ def counted() -> dict[str, tuple[int, int, int, int]]:
     if release() != (3, 6):
         pytest.skip("the script stands in for the launchers of Triton 3.6")
     command = [sys.executable, "-m", "benchmarks.host_steps", "--samples", "1", "--calls", "1"]
-    command += ["--only", "maxsim", "--only", "entmax", "--only", EMPTY]
+    command += ["--only", "maxsim", "--only", "entmax", "--only", "lsr_head", "--only", EMPTY]
     environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr[-2000:]

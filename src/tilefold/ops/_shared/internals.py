@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from tilefold.ops._shared._triton.releases import launches_by_address
 
 Launch = Callable[[Sequence[Any]], None]  # of tensors, of what has an address like them, and of None
-LaunchAt = Callable[[Sequence["int | None"]], None]  # of their addresses
+LaunchAt = Callable[["tuple[int | None, ...]"], None]  # of their addresses
 Grid = tuple[int, int, int]
 MAX_DESCRIPTORS = 64  # kept per argument of a launch; blocks of a vocabulary lie at addresses of their own
 
@@ -157,7 +157,7 @@ def bind(compiled: Any, grid: Grid, tail: tuple[Any, ...], tma: Sequence[Tma | N
 
 
 def bind_addresses(compiled: Any, grid: Grid, tail: tuple[Any, ...], tma: Sequence[Tma | None] = ()) -> LaunchAt | None:
-    """As :func:`bind`, given the tensors' addresses; ``None`` where the launcher's arguments are not known."""
+    """As :func:`bind`, given a tuple of addresses; ``None`` where the launcher's arguments are not known."""
     direct = _direct(compiled, tma)
     if direct is None:
         return None
@@ -165,13 +165,21 @@ def bind_addresses(compiled: Any, grid: Grid, tail: tuple[Any, ...], tma: Sequen
     x, y, z = grid
     count = len(sources)
 
-    def launch(addresses: Sequence[int | None]) -> None:
+    def launch(addresses: tuple[int | None, ...]) -> None:
         function(x, y, z, stream(index), *between, *addresses, *tail)
 
-    def launch_described(addresses: Sequence[int | None]) -> None:
-        arguments: list[Any] = []
-        for address, source in zip(addresses, sources, strict=False):
-            arguments += (address,) if source is None or address is None else source(address)
+    known: dict[Any, list[Any]] = {}  # arguments of the matrices at these addresses
+
+    def launch_described(addresses: tuple[int | None, ...]) -> None:
+        first = addresses[:count]
+        arguments = known.get(first)
+        if arguments is None:
+            arguments = []
+            for address, source in zip(addresses, sources, strict=False):
+                arguments += (address,) if source is None or address is None else source(address)
+            if len(known) >= MAX_DESCRIPTORS:
+                known.clear()
+            known[first] = arguments
         function(x, y, z, stream(index), *between, *arguments, *addresses[count:], *tail)
 
     return launch_described if count else launch

@@ -248,6 +248,11 @@ class Call(NamedTuple):
         return run(_scores, hidden, self.tokens, self.vocabulary, self.options, self.key)  # type: ignore[no-any-return]
 
 
+def _needs(ctx: Any) -> Needs:
+    need_hidden, need_weight, need_bias, _ = ctx.needs_input_grad
+    return Needs(need_hidden, need_weight, ctx.bias_dtype if need_bias else None)
+
+
 class _Head(torch.autograd.Function):
     """The registered operator and its gradient without the dispatcher, for plain tensors; see ``is_plain``."""
 
@@ -263,17 +268,16 @@ class _Head(torch.autograd.Function):
     def backward(ctx: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
         if dscores is None:
             return None, None, None, None
-        need_hidden, need_weight, need_bias, _ = ctx.needs_input_grad
-        needs, main_grad = Needs(need_hidden, need_weight, ctx.bias_dtype if need_bias else None), ctx.main_grad
+        wanted, main_grad = ctx.needs_input_grad, ctx.main_grad
         if gradient_needs_dispatcher(dscores):
             if main_grad is not None:
                 raise RuntimeError(
                     "weight_main_grad cannot be used with create_graph=True or is_grads_batched=True; leave one of "
                     "them out."
                 )
-            return *_by_operator(ctx, dscores, needs), None
+            return *_by_operator(ctx, dscores, _needs(ctx)), None
         saved, plan = ctx.saved_tensors, ctx.plan
-        key = None if plan is None else gradient_key(plan, needs, dscores, (*saved, main_grad))
+        key = None if plan is None else gradient_key(plan, wanted, dscores, (*saved, main_grad))
         scores, winners, hidden, mask, cu_seqlens, weight, weight_scale, bias = saved
         records = Saved(scores, winners), Tokens(hidden, mask, cu_seqlens), Vocabulary(weight, weight_scale, bias)
         found = BACKWARD_PLANS.find(key)
@@ -282,7 +286,7 @@ class _Head(torch.autograd.Function):
                 return *found(dscores, *records, main_grad), None
             except KernelUnavailableError:  # for these addresses: another plan may do
                 BACKWARD_PLANS.forget(key)
-        return *run(_gradients, dscores, *records, ctx.options, needs, main_grad, key), None
+        return *run(_gradients, dscores, *records, ctx.options, _needs(ctx), main_grad, key), None
 
 
 _APPLY = apply_of(_Head)  # there is no key under transforms

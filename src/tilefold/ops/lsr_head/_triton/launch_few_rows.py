@@ -6,7 +6,6 @@ another dtype later, and by the host. Each row stands for a sequence of one toke
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -14,42 +13,13 @@ from torch import Tensor
 from tilefold.ops._shared._triton.launch import Step
 from tilefold.ops._shared._triton.launches import Launches, Scratches
 from tilefold.ops._shared._triton.tensors import Scratch, cdiv
-from tilefold.ops.lsr_head._problem import Gradients, HeadOptions, Needs, Saved, Tokens, Vocabulary
-from tilefold.ops.lsr_head._triton.launch_one_token import TakenRows, plan_row_gradients
-from tilefold.ops.lsr_head._triton.operands import Operands
+from tilefold.ops.lsr_head._problem import HeadOptions, Needs, Tokens, Vocabulary
+from tilefold.ops.lsr_head._triton.launch_one_token import OneTokenBackward, TakenRows, plan_row_gradients
+from tilefold.ops.lsr_head._triton.operands import AllOperands, Operands
 from tilefold.ops.lsr_head._triton.sum_pooling import _dlogits_kernel
 from tilefold.ops.lsr_head.configs import SumConfig
 
 GIVEN = "dscores hidden mask cu_seqlens weight bias dhidden dweight dbias"
-
-
-@dataclass(frozen=True, slots=True)
-class FewRowsBackward:
-    """Gradients of sums or means, for all calls that have the key of the first.
-
-    Attributes:
-        operands: how the tensors of a call become operands.
-        dhidden, dweight, dbias: the gradients, where they are needed.
-        launches: of the gradients of logits, and of what is made of them.
-    """
-
-    operands: Operands
-    dhidden: Scratch | None
-    dweight: Scratch | None
-    dbias: Scratch | None
-    launches: Launches
-
-    def __call__(
-        self, dscores: Tensor, saved: Saved, tokens: Tokens, vocabulary: Vocabulary, main_grad: Tensor | None
-    ) -> Gradients:
-        """Gradients of hidden, weight and bias."""
-        same = self.operands.same()
-        tokens, (weight, _, bias) = self.operands.ready(tokens, vocabulary)
-        dhidden = None if self.dhidden is None else self.dhidden()
-        dweight = None if self.dweight is None else self.dweight()
-        dbias = None if self.dbias is None else self.dbias()
-        self.launches(same, dscores, *tokens, weight, bias, dhidden, dweight, dbias)
-        return dhidden, dweight, dbias
 
 
 def plan_few_rows(
@@ -60,7 +30,7 @@ def plan_few_rows(
     needs: Needs,
     config: SumConfig,
     constants: dict[str, Any],
-) -> FewRowsBackward:
+) -> OneTokenBackward:
     """The launches of such gradients; ``constants`` are those that the kernels of sums share."""
     tokens, vocabulary = given
     hidden, (vocab, dim), n_rows = tokens.hidden, vocabulary.weight.shape, tokens.n_rows
@@ -79,8 +49,8 @@ def plan_few_rows(
         "winners": None, "parts": parts,
     }  # fmt: skip
     steps = [(step, "dscores weight hidden bias mask cu_seqlens dlogits clean sums"), *steps]
-    return FewRowsBackward(
-        operands,
+    return OneTokenBackward(
+        AllOperands(operands),
         Scratch(tuple(hidden.shape), hidden.dtype, device) if needs.hidden else None,
         Scratch((vocab, dim), vocabulary.weight.dtype, device) if needs.weight else None,
         None if needs.bias is None else Scratch((vocab,), needs.bias, device),

@@ -67,7 +67,8 @@ class MaxForward:
     def __call__(self, tokens: Tokens, vocabulary: Vocabulary) -> tuple[Tensor, Tensor | None]:
         """Scores, and winners where they are kept."""
         same = self.operands.same()
-        tokens, vocabulary = self.operands.ready(tokens, vocabulary)
+        if not self.operands.as_is:
+            tokens, vocabulary = self.operands.ready(tokens, vocabulary)
         scores, winners = self.scores(), None if self.winners is None else self.winners()
         self.launches(same, *tokens, *vocabulary, scores, winners)
         return scores, winners

@@ -20,11 +20,17 @@ from tilefold.ops.lsr_head._triton.one_token import (
     _store_rows_kernel,
     _weight_gradient_kernel,
 )
-from tilefold.ops.lsr_head._triton.operands import Operands, SavedOperands, plan_operands, plan_saved_operands
+from tilefold.ops.lsr_head._triton.operands import (
+    AllOperands,
+    Operands,
+    SavedOperands,
+    plan_operands,
+    plan_saved_operands,
+)
 from tilefold.ops.lsr_head.configs import OneTokenConfig, one_token_config
 
 FIND_BLOCK = 1024  # entries of a mask that are looked at a time
-GIVEN = "hidden mask cu_seqlens weight bias scores winners"
+GIVEN = "hidden mask cu_seqlens weight weight_scale bias scores winners"
 GRADIENTS_GIVEN = "dscores scores winners cu_seqlens hidden weight dhidden dweight dbias"
 CLEAR_BLOCK = 1024  # of the gradient of hidden that are zeroed at a time
 
@@ -50,9 +56,10 @@ class OneTokenForward:
     def __call__(self, tokens: Tokens, vocabulary: Vocabulary) -> tuple[Tensor, Tensor | None]:
         """Scores, and the places of the tokens where a mask hides them."""
         same = self.operands.same()
-        tokens, (weight, _, bias) = self.operands.ready(tokens, vocabulary)
+        if not self.operands.as_is:
+            tokens, vocabulary = self.operands.ready(tokens, vocabulary)
         scores, winners = self.scores(), None if self.winners is None else self.winners()
-        self.launches(same, *tokens, weight, bias, scores, winners)
+        self.launches(same, *tokens, *vocabulary, scores, winners)
         return scores, winners
 
 
@@ -96,7 +103,7 @@ def _flags(tokens: Tokens, options: HeadOptions, masked: bool, dtype: torch.dtyp
 
 @dataclass(frozen=True, slots=True)
 class OneTokenBackward:
-    """Gradients of one token per sequence, for all calls that have the key of the first.
+    """Gradients of one token per sequence, or of few rows, for all calls that have the key of the first.
 
     Attributes:
         operands: how the tensors of a call become operands.
@@ -105,7 +112,7 @@ class OneTokenBackward:
             of the gradients of weight and bias.
     """
 
-    operands: SavedOperands
+    operands: SavedOperands | AllOperands
     dhidden: Scratch | None
     dweight: Scratch | None
     dbias: Scratch | None

@@ -12,7 +12,8 @@ from tilefold.ops._shared._triton.launch import Step
 from tilefold.ops._shared._triton.tensors import Pieces, Scratch, cdiv
 from tilefold.ops.lsr_head._problem import Gradients, HeadOptions, Needs, Saved, Tokens, Vocabulary
 from tilefold.ops.lsr_head._range import largest_finite, unit_of
-from tilefold.ops.lsr_head._triton.launch_few_rows import FewRowsBackward, plan_few_rows
+from tilefold.ops.lsr_head._triton.launch_few_rows import plan_few_rows
+from tilefold.ops.lsr_head._triton.launch_one_token import OneTokenBackward
 from tilefold.ops.lsr_head._triton.operands import Operands, plan_operands
 from tilefold.ops.lsr_head._triton.sum_pooling import (
     _check_offsets_kernel,
@@ -178,7 +179,7 @@ class SumBackward:
 
 def plan_sum_backward(
     dscores: Tensor, tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions, needs: Needs, aligned: bool
-) -> SumBackward | FewRowsBackward:
+) -> SumBackward | OneTokenBackward:
     """The launches of such gradients."""
     given = tokens.hidden.dtype, vocabulary.weight.dtype
     operands, tokens, vocabulary = plan_operands(tokens, vocabulary, options.compute_dtype, aligned)

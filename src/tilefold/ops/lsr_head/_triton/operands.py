@@ -89,6 +89,25 @@ class SavedOperands(NamedTuple):
         return self.aligned and not hooked()
 
 
+class AllOperands(NamedTuple):
+    """The same of what backward reads that computes logits again: tokens, weight and bias.
+
+    Attributes:
+        operands: of forward.
+    """
+
+    operands: Operands
+
+    def ready(self, saved: Saved, tokens: Tokens, vocabulary: Vocabulary) -> tuple[Tensor | None, ...]:
+        """The operands, in that order."""
+        tokens, (weight, _, bias) = self.operands.ready(tokens, vocabulary)
+        return *tokens, weight, bias
+
+    def same(self) -> bool:
+        """Whether launches may be repeated."""
+        return self.operands.same()
+
+
 def plan_saved_operands(
     saved: Saved, tokens: Tokens, vocabulary: Vocabulary, needs: Needs, dtype: torch.dtype, aligned: bool
 ) -> SavedOperands:
