@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
         base = fresh_masked_lm(tokenizer, work / "start", seed=options.seed, **sizes)
         begin = time.perf_counter()
         keep(measured("start", options, collection, base, work, steps=0))
-        evaluation = time.perf_counter() - begin
+        again = time.perf_counter() - begin  # what loading, saving and evaluating take once more
         if options.warm_up_steps:
             begin = time.perf_counter()
             base = warm_up(base, work / "warm", collection, options)
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
             keep(measured("warm-up", options, collection, base, work, steps=0) | {"seconds": seconds})
         steps = options.steps
         if options.seconds is not None:
-            steps = affordable_steps(options, collection, base, work, began + options.seconds - evaluation)
+            steps = affordable_steps(options, collection, base, work, began + options.seconds - again)
         keep(measured("trained", options, collection, base, work, steps=steps))
     return 0 if rows[-1]["ndcg10"] > rows[0]["ndcg10"] else 1
 
@@ -174,12 +174,10 @@ def affordable_steps(
     """
     stamps: list[float] = []
     few = shortened(collection, 2 * TIMED_STEPS * options.batch_size, options.split)
-    begin = time.perf_counter()
     timed = recipe_of(options, base, TIMED_STEPS)
     train(timed, few, work / "model-timed", progress=lambda *_: stamps.append(time.perf_counter()))
     rate = (stamps[-1] - stamps[UNTIMED_STEPS - 1]) / (TIMED_STEPS - UNTIMED_STEPS)
-    fixed = time.perf_counter() - begin - (stamps[-1] - stamps[0])  # of loading, the first step, and saving
-    left = RESERVE * (deadline - time.perf_counter() - fixed)
+    left = RESERVE * (deadline - time.perf_counter())  # kernels are built by now
     whole = total_steps(recipe_of(options, base, None), len(collection.pairs("train")))
     steps = min(whole, int(left / rate))
     if steps < 1:
