@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.jobs_plot import plot_jobs
 from benchmarks.results_plot import plot_results
 from benchmarks.results_table import markdown_table
 from tilefold.bench.provenance import collect
@@ -46,3 +47,12 @@ def test_a_results_file_becomes_a_picture(tmp_path: Path) -> None:
     path.write_text("status,impl\nFAILED,tilefold\n")
     with pytest.raises(ValueError, match="must hold measured rows"):
         plot_results(path, picture)
+
+
+def test_results_of_jobs_become_a_picture(tmp_path: Path) -> None:
+    results = Path(__file__).resolve().parents[2] / "benchmarks/results/nvidia-h200"
+    assert plot_jobs(results, tmp_path / "jobs.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("encode", "train"):
+        (tmp_path / f"{name}.csv").write_text("case,gate\na,FAILED\n")
+    with pytest.raises(ValueError, match=r"encode.csv must hold rows of `tilefold bench` that passed their gate"):
+        plot_jobs(tmp_path, tmp_path / "none.png")
