@@ -127,15 +127,6 @@ class Pieces:
         address = buffer.data_ptr()
         return [Piece(buffer, address + part[0], part) for part in self._parts]
 
-    def buffer(self) -> Tensor:
-        """The memory alone."""
-        return torch.empty_like(self._like)
-
-    def within(self, buffer: Tensor) -> list[Piece]:
-        """The parts of a buffer that was allocated before."""
-        address = buffer.data_ptr()
-        return [Piece(buffer, address + part[0], part) for part in self._parts]
-
     def extend(self, addresses: list[int | None]) -> Tensor:
         """The buffer; those of its pieces are put behind ``addresses``, for launches that take nothing else."""
         buffer = torch.empty_like(self._like)

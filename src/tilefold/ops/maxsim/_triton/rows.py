@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import Grid, Step
-from tilefold.ops._shared._triton.tensors import Pieces, cdiv, without_memory
+from tilefold.ops._shared._triton.tensors import Piece, Pieces, cdiv, without_memory
 from tilefold.ops.maxsim._problem import Problem
 from tilefold.ops.maxsim._triton import plan as at
 from tilefold.ops.maxsim._triton.norms import inverse_norms_kernel, quantize_kernel, unit_gradient_kernel
 from tilefold.ops.maxsim._triton.plan import Places, Run, Stage
 
 BLOCK_ROWS, BLOCK_COLUMNS = 16, 128
+ALIGNED_ROWS = 32  # of 4 bytes: where the next facts begin
 
 
 class Share:
@@ -45,35 +46,46 @@ class RowFacts:
         found: whether the memory is there, from forward; else it is allocated.
     """
 
-    __slots__ = ("_found", "_pieces", "_places", "_queries")
+    __slots__ = ("_first", "_found", "_like", "_others")
 
     def __init__(self, problem: Problem, found: bool) -> None:
-        parts, device = row_facts(problem), problem.queries.device
-        self._places, self._found = [place for place, _, _ in parts], found
-        self._pieces = Pieces(device, *[(shape, dtype) for _, shape, dtype in parts])
-        alone = parts[0][0] == at.ROW_QUERY  # a tensor, which takes fewer functions than a piece
-        self._queries = without_memory(parts[0][1], torch.int32, device) if alone else None
+        parts, rows = row_facts(problem), 0
+        self._others: list[tuple[int, int, torch.dtype]] = []  # places after the first, rows before them, dtypes
+        for place, count, dtype in parts:
+            self._others.append((place, rows, dtype))
+            rows += cdiv(count, ALIGNED_ROWS) * ALIGNED_ROWS
+        (self._first, _, dtype), *self._others = self._others
+        self._like, self._found = without_memory((rows,), dtype, problem.queries.device), found
 
     def __call__(self, places: Places, same: bool) -> None:
-        if self._queries is not None:
-            if not self._found:
-                places[at.ROW_FACTS] = torch.empty_like(self._queries)
-            places[at.ROW_QUERY] = places[at.ROW_FACTS]
-            return
         if not self._found:
-            places[at.ROW_FACTS] = self._pieces.buffer()
-        for place, piece in zip(self._places, self._pieces.within(places[at.ROW_FACTS]), strict=True):
-            places[place] = piece
+            places[at.ROW_FACTS] = torch.empty_like(self._like)
+        facts = places[self._first] = places[at.ROW_FACTS]  # a tensor takes fewer functions than a piece of it
+        for place, rows, dtype in self._others:
+            places[place] = _Rest(facts, rows, dtype)
 
 
-def row_facts(problem: Problem) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
-    """Places, shapes and dtypes of the facts that there are."""
+class _Rest(Piece):
+    """What follows so many entries of 4 bytes, in a dtype of 4 bytes."""
+
+    __slots__ = ("_dtype", "_skipped")
+
+    def __init__(self, buffer: Tensor, skipped: int, dtype: torch.dtype) -> None:
+        self._buffer, self._skipped, self._dtype = buffer, skipped, dtype
+        self.data_ptr = (buffer.data_ptr() + 4 * skipped).__index__
+
+    def tensor(self) -> Tensor:
+        return self._buffer[self._skipped :].view(self._dtype)
+
+
+def row_facts(problem: Problem) -> list[tuple[int, int, torch.dtype]]:
+    """Places, rows and dtypes, of 4 bytes, of the facts that there are."""
     queries, documents = problem.queries.size(0), problem.documents.size(0)
-    facts: list[tuple[int, tuple[int, ...], torch.dtype]] = []
+    facts: list[tuple[int, int, torch.dtype]] = []
     if problem.normalize:
-        facts += [(at.QUERY_SCALE, (queries,), torch.float32), (at.DOCUMENT_SCALE, (documents,), torch.float32)]
+        facts += [(at.QUERY_SCALE, queries, torch.float32), (at.DOCUMENT_SCALE, documents, torch.float32)]
     if problem.pairing == "all" and problem.cu_queries is not None:
-        facts.append((at.ROW_QUERY, (queries,), torch.int32))
+        facts.append((at.ROW_QUERY, queries, torch.int32))
     return facts
 
 
