@@ -211,10 +211,15 @@ def test_sum_pooling_builds_without_spills(capability, dtype, offsets):
     for kernel, given in ((sum_pooling._sum_forward_kernel, constants), (sum_pooling._dlogits_kernel, gradient)):
         compiled = compile_kernel(kernel, types, given, capability, config.num_warps, config.num_stages)
         check(compiled, capability, tensor_cores=dtype != torch.float32)
-    stored = {"D": DIM, "NEED_HIDDEN": True, "NEED_WEIGHT": True, "NEED_BIAS": True, "HAS_UNIT": False,
-              "BLOCK": STORE_BLOCK, "BLOCK_B": STORE_BIAS[0], "BLOCK_V": STORE_BIAS[1]}  # fmt: skip
-    compiled = compile_kernel(sum_pooling._store_gradients_kernel, types, stored, capability, 4, 3)
-    check(compiled, capability, tensor_cores=False)
+    needs = {"NEED_HIDDEN": ["drows_ptr", "dhidden_ptr"], "NEED_WEIGHT": ["product_ptr", "dweight_ptr"],
+             "NEED_BIAS": ["sum_ptr", "dbias_ptr"]}  # fmt: skip
+    for needed in (list(needs), *([name] for name in needs)):
+        absent = [pointer for name, pointers in needs.items() if name not in needed for pointer in pointers]
+        stored = {name: name in needed for name in needs} | dict.fromkeys(absent)
+        stored |= {"D": DIM, "HAS_UNIT": False, "BLOCK": STORE_BLOCK, "BLOCK_B": STORE_BIAS[0],
+                   "BLOCK_V": STORE_BIAS[1]}  # fmt: skip
+        compiled = compile_kernel(sum_pooling._store_gradients_kernel, types, stored, capability, 4, 3)
+        check(compiled, capability, tensor_cores=False)
 
 
 @pytest.mark.parametrize("offsets", ["*i32", "*i64"])

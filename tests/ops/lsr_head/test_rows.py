@@ -59,12 +59,19 @@ def test_every_row_of_a_group_is_a_token_with_its_place_and_the_first_one_is_rep
     inputs = lsr_head_inputs(*shape, layout=layout, device=kernels.device)
     tokens = Tokens(inputs.hidden, as_bytes(inputs.attention_mask), inputs.cu_seqlens)
     packing = pack.plan_packing(tokens, 2000, OPTIONS, group)
-    assert packing is not None and (packing.count is None) == (layout == "packed" or max_mask > 0)
+    assert packing is not None and (packing.scratch["counts"] is None) == (layout == "packed" or max_mask > 0)
     scores = torch.full((tokens.batch, 2000), math.inf, device=kernels.device)
     winners = torch.full((tokens.batch, 2000), 7, dtype=torch.int32, device=kernels.device).to(torch.uint16)
     with nan_poisoned_empty():
-        made = packing(False, tokens, scores, winners)
-    rows, offsets, positions = (piece.tensor() for piece in made if piece is not None)
+        made = {
+            name: part and torch.empty(part[0], dtype=part[1], device=kernels.device)
+            for name, part in packing.scratch.items()
+        }
+    named = {**tokens._asdict(), **made, "mask": tokens.attention_mask, "scores": scores, "winners": winners}
+    for step, names in packing.steps:
+        step(False, *(named[name] for name in names.split()))
+    rows, offsets, positions = made["rows"], made["offsets"], made["positions"]
+    assert rows is not None and offsets is not None and positions is not None
     assert int(offsets[0]) == 0
     for b, places in enumerate(valid_places(inputs)):
         start, end = int(offsets[b]), int(offsets[b + 1])

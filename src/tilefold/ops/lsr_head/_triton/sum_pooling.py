@@ -210,5 +210,5 @@ def _store_gradients_kernel(
             own = dweight_ptr + tl.cast(v_start, tl.int64) * D
             _store_scaled(product_ptr, own, block, n_weight, scale, BLOCK)
         block -= tl.cdiv(n_weight, BLOCK)
-    if NEED_HIDDEN & (block >= 0):
+    if NEED_HIDDEN and block >= 0:  # & would build the branch without a pointer to store to
         _store_scaled(drows_ptr, dhidden_ptr, block, n_hidden, scale, BLOCK)
