@@ -65,6 +65,7 @@ def test_a_run_with_graphs_is_interrupted_and_goes_on(
     with pytest.raises(ValueError, match="differs in graphs"):
         train(dataclasses.replace(recipe, graphs=False), collection, tmp_path / "m")
     resumed = train(recipe, collection, tmp_path / "m")
-    assert (resumed.resumed_from, resumed.steps, resumed.warnings) == (4, 8, ())
+    assert (resumed.resumed_from, resumed.steps) == (4, 8)
+    assert not any("graphs" in warning for warning in resumed.warnings)  # other warnings: a tiny model learns nothing
     plain = train(dataclasses.replace(recipe, graphs=False), collection, tmp_path / "plain")
     assert resumed.loss is not None and resumed.loss == pytest.approx(plain.loss, rel=0.05)
