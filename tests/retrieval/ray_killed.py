@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.recipes.small import small_masked_lm
 from tilefold.retrieval import encode_collection
 from tilefold.retrieval.encoding import SparseEncoding
@@ -67,9 +69,19 @@ def command(model: Path, output: Path) -> list[str]:
     return [sys.executable, "-m", "tests.retrieval.ray_killed", "run", str(model), str(output)]
 
 
-def run(make: Callable[[], Any], output: str | Path, address: str | None = None, cpus: int = 1) -> Any:
-    cluster = RayCluster(address, worker_cpus=cpus)
+def run(make: Callable[[], Any], output: str | Path, address: str | None = None) -> Any:
+    cluster = RayCluster(address, worker_cpus=1)
     return encode_on_ray(make, TEXTS, output, SparseEncoding(**OPTIONS), cluster=cluster, shard_size=SHARD)
+
+
+def encode_alone(model: Path, output: Path) -> None:
+    """What one process writes, with as many threads as a worker has: MKL adds up in another order with more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        encode_collection(load(str(model)), TEXTS, output, shard_size=SHARD, **OPTIONS)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def killed(model: Path, output: Path, shards: int, pause: float, environment: dict[str, str]) -> int:
@@ -96,7 +108,7 @@ def say(text: str) -> None:
 
 def main() -> None:
     if sys.argv[1] == "run":
-        run(functools.partial(load, sys.argv[2]), sys.argv[3], os.environ.get("RAY_ADDRESS"), cpus=2)
+        run(functools.partial(load, sys.argv[2]), sys.argv[3], os.environ.get("RAY_ADDRESS"))
         return
     home, moments = Path(sys.argv[1]), random.Random(int(sys.argv[2]))  # noqa: S311
     (home / "model").mkdir(parents=True)
@@ -105,7 +117,7 @@ def main() -> None:
         shards = moments.choice([0, 1, 3, 5])
         pause = moments.uniform(0.0, 0.3) if shards else moments.uniform(2.0, 15.0)
         say(f"killed with {killed(model, output, shards, pause, dict(os.environ))} shards")
-    encode_collection(load(str(model)), TEXTS, home / "alone", shard_size=SHARD, **OPTIONS)
+    encode_alone(model, home / "alone")
     os.environ["TILEFOLD_COMMAND"] = str(os.getpid())
     manifest = run(functools.partial(load_and_die_once, str(model), str(output), str(home / "died")), output)
     say(f"{manifest.n_texts} = {manifest.n_documents} + {len(manifest.failed)}")

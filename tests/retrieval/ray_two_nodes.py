@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.recipes.small import small_masked_lm
-from tests.retrieval.ray_killed import OPTIONS, SHARD, TEXTS, load, run, same_files, say, written
-from tilefold.retrieval import encode_collection, read_manifest
+from tests.retrieval.ray_killed import SHARD, TEXTS, encode_alone, load, run, same_files, say, written
+from tilefold.retrieval import read_manifest
 
 SECONDS = 600
 
@@ -48,7 +48,7 @@ def main() -> None:
         (home / name).mkdir(parents=True)
     model, output = small_masked_lm(home / "model"), home / "vectors"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    encode_collection(load(str(model)), TEXTS, home / "alone", shard_size=SHARD, **OPTIONS)
+    encode_alone(model, home / "alone")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     try:
         other = cluster.add_node(num_cpus=1)
