@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import threading
 from pathlib import Path
@@ -214,6 +215,20 @@ def train(model: SparseEncoder, folder: Path, ahead: bool, **options: Any) -> li
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return [*losses, trainer.evaluate()["eval_loss"]]
+
+
+def test_a_loss_that_is_nan_is_logged_as_nan_and_nobody_waits_for_it(tiny: SparseEncoder, tmp_path: Path) -> None:
+    model = copy.deepcopy(tiny)
+    accelerate(model)
+    loss = splade_loss(model)
+    loss.register_forward_hook(lambda _, __, out: {name: value * float("nan") for name, value in out.items()})
+    options: dict[str, Any] = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True}
+    arguments = SparseEncoderTrainingArguments(str(tmp_path), max_steps=1, disable_tqdm=True, **options)
+    trainer = SparseEncoderTrainer(model=model, args=arguments, train_dataset=PAIRS, loss=loss)
+    collate_ahead(trainer)
+    trainer.train()
+    assert not trainer.args.logging_nan_inf_filter
+    assert math.isnan(next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry))
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}])

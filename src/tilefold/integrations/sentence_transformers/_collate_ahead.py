@@ -23,6 +23,10 @@ def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False) -> N
     batch one step before it uses it. With ``dataloader_num_workers`` above 0 nothing changes, because the collator
     works in other processes then. A second call does nothing.
 
+    The trainer's filter of NaN and infinity in what it logs (``logging_nan_inf_filter``) is turned off: for it the host
+    waits for the loss after the forward pass and again after the backward pass of every step, while the GPU has nothing
+    to do. A loss that is NaN is logged as NaN, and no longer as the mean of those before.
+
     If ``accelerate`` packs the inputs of the only encoder of the model, all columns of a batch go through it in one
     forward, and the loss takes the outputs column by column: less work for the host, the same numbers but for those of
     dropout. Losses that cut columns into mini-batches (cached ones) run each part by itself.
@@ -59,6 +63,7 @@ def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False) -> N
             "graphs must be False for columns that are not joined or not packed, got True; call accelerate(model) "
             "first and leave join=True (a model with several encoders has no joined columns)."
         )
+    trainer.args.logging_nan_inf_filter = False
     if one:
         encoder = trainer.model[0]
         encoder.forward.graphs = StepGraphs(encoder) if graphs else None
