@@ -160,11 +160,14 @@ def entered(call: host_time.Call) -> tuple[int, int, int]:
         if event == "call" and code.co_name.startswith("launch") and code.co_filename == internals.__file__:
             launches += 1
 
+    gc.collect()
+    gc.disable()  # what it ends may have functions to call
     sys.setprofile(count)
     try:
         call()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return counts["call"] - 1, counts["c_call"] - 1, launches  # without what ends the profile
 
 

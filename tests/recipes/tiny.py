@@ -1,12 +1,13 @@
-"""Tiny models with real tokenizers of about 200 tokens, trained on the texts of the small collection."""
+"""Tiny models with real tokenizers of about 200 tokens, made of the texts of the small collection."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import torch
 import transformers
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from tilefold.retrieval.collection import Collection
 
@@ -15,12 +16,18 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 def wordpiece(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
-    """A lower-casing WordPiece tokenizer with BERT's special tokens."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token=SPECIAL[1]))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(vocab_size=VOCABULARY, special_tokens=SPECIAL)
-    tokenizer.train_from_iterator(texts, trainer)
+    """A lower-casing WordPiece tokenizer with BERT's special tokens: frequent words are tokens, others are spelled.
+
+    The library's trainer settles ties in another order in each process, and models of fixed seeds would differ.
+    """
+    normalizer, pieces = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    words = Counter(word for text in texts for word, _ in pieces.pre_tokenize_str(normalizer.normalize_str(text)))
+    letters = sorted({letter for word in words for letter in word})
+    frequent = sorted(words, key=lambda word: (-words[word], word))
+    vocabulary = list(dict.fromkeys([*SPECIAL, *letters, *(f"##{letter}" for letter in letters), *frequent]))
+    numbers = {token: number for number, token in enumerate(vocabulary[:VOCABULARY])}
+    tokenizer = Tokenizer(models.WordPiece(numbers, unk_token=SPECIAL[1]))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pieces
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B [SEP]",
