@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,9 +16,12 @@ import pytest
 
 from tilefold._files import LOCK, DiskFullError, InUseError, atomic_file, hold_path
 from tilefold.retrieval import (
+    BM25Index,
     SparseVectorWriter,
     build_index,
     encode_collection,
+    hits_to_run,
+    load_index,
     read_manifest,
     read_vectors,
     write_vectors,
@@ -149,6 +153,37 @@ def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path, make_vec
     assert {entry.name[: len(".index.")] for entry in tmp_path.iterdir()} == {".index."}
     build_index(make_vectors(3), "exact").save(tmp_path / "index")
     assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the process that is killed is forked")
+@pytest.mark.parametrize("backend", ["exact", "bm25", "seismic"])
+def test_an_index_saved_again_and_again_is_whole_after_a_kill_at_any_moment(
+    backend: str, tmp_path: Path, make_vectors: Any
+) -> None:
+    if backend == "bm25":
+        built: list[Any] = [BM25Index.build({f"{side}{i}": f"cats sleep {i}" for i in range(50)}) for side in "ab"]
+    else:
+        built = [build_index(make_vectors(50, prefix=side), backend) for side in "ab"]
+    queries = make_vectors(3, seed=1)
+
+    def answers(index: Any) -> Any:
+        if backend == "bm25":
+            return index.search({"q": "cats"}, k=5)
+        return hits_to_run(queries, index.search(queries, k=5))
+
+    right = [answers(index) for index in built]
+    assert right[0] != right[1]
+    built[0].save(tmp_path / "index")
+    for _ in range(4):
+        child = os.fork()
+        if child == 0:
+            while True:
+                for index in built:
+                    index.save(tmp_path / "index")
+        time.sleep(random.uniform(0.0, 0.15))  # noqa: S311
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert answers((BM25Index.load if backend == "bm25" else load_index)(tmp_path / "index")) in right
 
 
 def test_a_killed_save_of_a_file_is_removed_by_the_next_of_any_name(tmp_path: Path) -> None:
