@@ -197,11 +197,12 @@ def check_replaceable(path: Path, own_names: Collection[str]) -> None:
 
 
 def swap_directory(new: Path, path: Path) -> None:
-    """Put the directory `new` in the place of `path`, which may be there."""
+    """Put the directory `new` in the place of `path`, which is removed if it was there; `new` is gone afterwards."""
     if not path.exists():
         new.replace(path)
         return
     if exchange(new, path):
+        shutil.rmtree(new, ignore_errors=True)  # what was at `path`
         return
     old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
     path.replace(old)

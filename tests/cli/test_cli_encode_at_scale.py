@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.program import Outcome
 from tilefold.retrieval.collection import Collection
@@ -37,8 +38,9 @@ def test_a_dry_run_says_what_it_would_be_and_writes_nothing(
         "--dry-run",
     )
     printed = call(*asked)
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu with"
     assert printed.code == 0 and "16 texts in 4 shards of 5" in printed.out
-    assert "with 1 worker (" in printed.out and "measured here on " in printed.out and "assumed:" in printed.out
+    assert "with 1 worker (" in printed.out and f"measured here on {where}" in printed.out and "assumed:" in printed.out
     found = json.loads(call(*asked, "--json", "--engine", "ray", "--workers", "8", "--rate", "2").out)
     assert (found["texts"], found["shards"], found["workers"]) == (16, 4, 8)
     assert found["hours"] == pytest.approx(16 / (2 * 8) / 3600) and found["rate_from"] == "given with --rate"

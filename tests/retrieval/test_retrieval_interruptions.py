@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tilefold._files import LOCK, DiskFullError, InUseError, atomic_file, hold_path
+from tilefold._files import LOCK, DiskFullError, InUseError, atomic_file, hold_path, swap_directory
 from tilefold.retrieval import (
     BM25Index,
     SparseVectorWriter,
@@ -184,6 +184,19 @@ def test_an_index_saved_again_and_again_is_whole_after_a_kill_at_any_moment(
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         assert answers((BM25Index.load if backend == "bm25" else load_index)(tmp_path / "index")) in right
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_directory_that_takes_the_place_of_another_leaves_nothing_beside_it(
+    at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not at_once:  # a system or file system without it
+        monkeypatch.setattr("tilefold._files.exchange", lambda one, other: False)
+    for name in ("new", "there"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("")
+    swap_directory(tmp_path / "new", tmp_path / "there")
+    assert [str(entry.relative_to(tmp_path)) for entry in sorted(tmp_path.rglob("*"))] == ["there", "there/new"]
 
 
 def test_a_killed_save_of_a_file_is_removed_by_the_next_of_any_name(tmp_path: Path) -> None:
