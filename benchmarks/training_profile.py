@@ -4,8 +4,9 @@
 
 Trains as `tilefold bench train` does, then prints, per step: the time; what the Python stack of the thread that trains
 stood in, sampled every half millisecond without a profiler (so the device's own time shows as a wait, if it is the
-limit); and, of further steps under torch's profiler, the time of the kernels by name. ``autograd`` is the host's part
-of the backward pass, which runs in a thread of its own.
+limit); and, of further steps under torch's profiler, the time of the kernels by name, and between which kernels the
+GPU had nothing to do for longest. ``autograd`` is the host's part of the backward pass, which runs in a thread of its
+own.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tilefold.bench.jobs import get_job
 from tilefold.bench.train.inputs import FULL_LENGTH, MAX_LENGTH, load_tokenizer, made_pairs, make_encoder
 from tilefold.bench.train.job import LARGE
-from tilefold.bench.train.run import GATE_STEPS, GRAPH_WARM_STEPS, PROFILED_STEPS, Watch, run
+from tilefold.bench.train.run import GATE_STEPS, GRAPH_WARM_STEPS, GRAPHS, PROFILED_STEPS, Watch, run
 
 STEPS = 30
 PERIOD_S = 5e-4
@@ -46,6 +48,7 @@ class Profile(Watch):
         super().__post_init__()
         self.samples: collections.Counter[tuple[str, ...]] = collections.Counter()
         self.kernels: list[tuple[str, float, int]] = []
+        self.gaps: list[tuple[float, str, str]] = []
         self.sampling = threading.Event()
 
     def end(self, step: int) -> None:
@@ -59,6 +62,7 @@ class Profile(Watch):
         if step == self.total and self.profiler is not None:
             found = [event for event in self.profiler.key_averages() if event.self_device_time_total]
             self.kernels = [(event.key, event.self_device_time_total / 1e3, event.count) for event in found]
+            self.gaps = _gaps(self.profiler)
 
     def _sample(self, thread: int) -> None:
         while self.sampling.is_set():
@@ -92,16 +96,36 @@ class Profile(Watch):
         print(f"device: {total / PROFILED_STEPS:.1f} ms of kernels a step; ms a step, launches a step")
         for name, milliseconds, count in sorted(self.kernels, key=lambda row: -row[1])[:ROWS]:
             print(f"  {milliseconds / PROFILED_STEPS:8.3f} {count / PROFILED_STEPS:6.0f}  {name[:120]}")
+        print(
+            f"device: nothing to do for {sum(gap for gap, *_ in self.gaps) / PROFILED_STEPS:.1f} ms a step; the longest"
+        )
+        for gap, before, after in sorted(self.gaps, reverse=True)[:ROWS]:
+            print(f"  {gap:8.3f}  {before[:60]} -> {after[:60]}")
+
+
+def _gaps(profiler: Any) -> list[tuple[float, str, str]]:
+    """Milliseconds without a kernel, and the names of those before and after."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events()
+        if event.device_type.name == "CUDA"
+    )
+    found, reached, last = [], spans[0][0] if spans else 0, ""
+    for start, end, name in spans:
+        if start > reached:
+            found.append(((start - reached) / 1e3, last, name))
+        if end > reached:
+            reached, last = end, name
+    return found
 
 
 def main() -> None:
     """Parse arguments, train, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="ragged-128")
-    parser.add_argument("--side", default="packed", choices=["stock", "padded", "packed", "graphs"])
+    parser.add_argument("--side", default="packed", choices=["stock", "padded", "packed", *GRAPHS])
     parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer of V = 250,002")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--compile", action="store_true", help="torch.compile of each layer, for any length")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     (case,) = get_job("train").chosen([options.shape], device.type, False)
@@ -114,7 +138,7 @@ def main() -> None:
     rows = made_pairs(tokenizer, batch * (options.steps + GATE_STEPS + GRAPH_WARM_STEPS + PROFILED_STEPS), ragged)
     on_gpu = device.type == "cuda"
     start = time.perf_counter()
-    watch = run(kind, model, options.side, rows, batch, options.steps, device, on_gpu, Profile, options.compile)
+    watch = run(kind, model, options.side, rows, batch, options.steps, device, on_gpu, Profile)
     print(f"{time.perf_counter() - start:.1f} s in all")
     if isinstance(watch, Profile):
         watch.report()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tilefold.integrations.sentence_transformers._step_graphs import (
     Run,
     StaticInputs,
     StepGraphs,
+    compiled_layers,
     sizes_for,
     write_gradients,
 )
@@ -29,6 +31,8 @@ from tilefold.integrations.transformers.packed import padding_position
 
 # fp32: as in the tests of packed batches, with another number of rows in each product
 ROUNDING = 512 * 2**-24
+# torch.compile looks at what it is given, leaves or not
+compiling = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
 class Repeated:
@@ -274,6 +278,42 @@ def test_a_trainer_has_the_same_losses(tokenizer_folder: Path, tmp_path: Path) -
     assert len(graphs.graphs) > 0 and not graphs.failed
 
 
+@compiling
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_are_compiled_while_a_graph_is_made(
+    kind: str, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # as on a GPU, without its kernels
+    model = without_dropout(build_tiny_splade(kind, tokenizer_folder))
+    accelerate(model)
+    encoder = model[0].train()
+    traced = []
+
+    def repeated(run: Run, *rest: Any) -> Repeated:
+        counters = torch._dynamo.utils.counters["stats"]
+        before = counters["unique_graphs"]
+        found = Repeated(run, *rest)
+        traced.append(counters["unique_graphs"] - before)
+        return found
+
+    graphs = StepGraphs(encoder, repeated, compiled=True)
+    features = batch(encoder, [3, 5, 4])
+    assert graphs(features) is None and not traced
+    assert_as_without(encoder, graphs, features)
+    stacks = [module for module in encoder.model.modules() if isinstance(module, torch.nn.ModuleList)]
+    assert traced[0] > 0 and not any("forward" in vars(layer) for stack in stacks for layer in stack)
+    assert copy.deepcopy(StepGraphs(encoder, compiled=True)).compiled
+
+
+def test_a_layer_with_a_forward_of_its_own_keeps_it(transformer: Any) -> None:
+    layers = transformer.model.bert.encoder.layer
+    given = layers[0].forward
+    layers[0].forward = given
+    with compiled_layers(transformer.model):
+        assert layers[0].forward is given and layers[1].forward is not type(layers[1]).forward
+    assert layers[0].forward is given and "forward" not in vars(layers[1])
+
+
 def test_graphs_are_refused_where_nothing_is_joined(tokenizer_folder: Path, tmp_path: Path) -> None:
     model = build_tiny_splade("bert", tokenizer_folder)
     trainer = trainer_of(model, tmp_path)
@@ -282,19 +322,23 @@ def test_graphs_are_refused_where_nothing_is_joined(tokenizer_folder: Path, tmp_
     accelerate(model)
     with pytest.raises(ValueError, match="leave join=True"):
         collate_ahead(trainer, join=False, graphs=True)
+    with pytest.raises(ValueError, match="compiled must be False without graphs"):
+        collate_ahead(trainer, compiled=True)
     collate_ahead(trainer, graphs=True)
     assert model[0].forward.graphs is not None
     collate_ahead(trainer)
     assert model[0].forward.graphs is None
 
 
+@compiling
 @pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_gpu_repeats_a_step(kind: str, tokenizer_folder: Path) -> None:
+def test_a_gpu_repeats_a_step(kind: str, compiled: bool, tokenizer_folder: Path) -> None:
     model = without_dropout(build_tiny_splade(kind, tokenizer_folder)).to("cuda")
     accelerate(model)
     encoder = model[0].train()
-    graphs = StepGraphs(encoder)
+    graphs = StepGraphs(encoder, compiled=compiled)
     for seed, lengths in enumerate(([3, 5, 4], [1, 30, 2], [20, 0, 20], [60, 50, 1], [60, 50, 1], [1, 1, 1])):
         features = batch(encoder, list(lengths), seed)
         if graphs(features) is not None:
@@ -302,12 +346,14 @@ def test_a_gpu_repeats_a_step(kind: str, tokenizer_folder: Path) -> None:
     assert len(graphs.graphs) == 2 and not graphs.failed
 
 
+@compiling
 @pytest.mark.gpu
-def test_dropout_draws_anew_in_each_repetition(tokenizer_folder: Path) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dropout_draws_anew_in_each_repetition(compiled: bool, tokenizer_folder: Path) -> None:
     model = build_tiny_splade("bert", tokenizer_folder).to("cuda")
     accelerate(model)
     encoder = model[0].train()
-    graphs = StepGraphs(encoder)
+    graphs = StepGraphs(encoder, compiled=compiled)
     features = batch(encoder, [30, 20])
     found = []
     for seed in (0, 0, 1, 2, 1):

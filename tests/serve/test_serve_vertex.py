@@ -21,7 +21,7 @@ def similarity(source: str, sentences: list[str], **parameters: Any) -> dict[str
 
 
 def test_similarity_is_the_cosine_of_the_vectors_that_the_model_makes(client: Client, sparse: Any) -> None:
-    rows = sparse.encode_document(TEXTS).to_dense().float().numpy().astype(np.float64)
+    rows = sparse.encode_document(TEXTS).to_dense().float().cpu().numpy().astype(np.float64)
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
     reply = client.post("/similarity", similarity(TEXTS[0], TEXTS[1:]))
     assert (reply.status, reply.json) == (200, pytest.approx((rows[1:] @ rows[0]).tolist(), abs=2e-2))

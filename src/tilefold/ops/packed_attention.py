@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -76,12 +74,7 @@ def places_of_tokens(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def _flash_runs_on(query: Tensor) -> bool:
-    return query.size(2) <= _FLASH_HEAD_DIM and _capability(query.get_device()) >= (8, 0)
-
-
-@functools.cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+    return query.size(2) <= _FLASH_HEAD_DIM and torch.cuda.get_device_capability(query.get_device()) >= (8, 0)
 
 
 def _one_by_one(

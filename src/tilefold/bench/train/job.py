@@ -17,6 +17,7 @@ run, and ratios are those of pairs per second.
 | padded | ``accelerate(model, packed=False)``: the fused head or scores on padded batches |
 | packed | ``accelerate(model)`` and ``collate_ahead(trainer)`` |
 | graphs | the same with ``collate_ahead(trainer, graphs=True)`` |
+| compiled | the same with ``collate_ahead(trainer, graphs=True, compiled=True)`` |
 """
 
 from __future__ import annotations
@@ -150,11 +151,22 @@ def _case(name: str, kind: str, batch: int, vocab: int, documents: str, steps: d
 JOB = Job(
     "train",
     (
-        _case("ragged-128", "splade", 128, 30_522, "ragged", {"stock": 10, "padded": 15, "packed": 40, "graphs": 40}),
-        _case("ragged-128-large", "splade", 128, LARGE, "ragged", {"stock": 5, "packed": 30, "graphs": 30}),
-        _case("ragged-512", "splade", 512, 30_522, "ragged", {"padded": 8, "packed": 20, "graphs": 20}),
-        _case("full-128", "splade", 128, 30_522, "full", {"stock": 10, "packed": 20, "graphs": 20}),
-        _case("colbert-128", "colbert", 128, 30_522, "ragged", {"stock": 15, "packed": 40, "graphs": 40}),
+        _case(
+            "ragged-128",
+            "splade",
+            128,
+            30_522,
+            "ragged",
+            {"stock": 10, "padded": 15, "packed": 40, "graphs": 100, "compiled": 100},
+        ),
+        _case(
+            "ragged-128-large", "splade", 128, LARGE, "ragged", {"stock": 5, "packed": 30, "graphs": 60, "compiled": 60}
+        ),
+        _case("ragged-512", "splade", 512, 30_522, "ragged", {"padded": 8, "packed": 20, "graphs": 40, "compiled": 40}),
+        _case("full-128", "splade", 128, 30_522, "full", {"stock": 10, "packed": 20, "graphs": 40, "compiled": 40}),
+        _case(
+            "colbert-128", "colbert", 128, 30_522, "ragged", {"stock": 15, "packed": 40, "graphs": 100, "compiled": 100}
+        ),
         _case("tiny", "splade", 8, 30_522, "ragged", {"stock": 4, "padded": 4, "packed": 4, "graphs": 4}, tiny=True),
         _case("tiny-colbert", "colbert", 8, 30_522, "ragged", {"stock": 4, "packed": 4}, tiny=True),
     ),

@@ -15,7 +15,10 @@ import torch
 
 GATE_STEPS = 3
 WARM_STEPS = 5
-GRAPH_WARM_STEPS = 30  # the sizes of nearly all batches have been met twice by then
+GRAPH_WARM_STEPS = (
+    80  # the sizes of nearly all batches have been met twice by then; a capture takes as long as ten steps
+)
+GRAPHS = ("graphs", "compiled")  # sides with graphs
 PROFILED_STEPS = 3
 # Fresh weights give dense scores, whose dot products grow with V: these factors over V keep loss and FLOPS terms small,
 # so that rounding does not decide the softmax. They change no amount of work.
@@ -56,7 +59,7 @@ def train(
         kind: ``"splade"`` or ``"colbert"``.
         model: as :func:`tilefold.bench.train.inputs.make_encoder` made it.
         side: ``"stock"``; ``"padded"``, accelerated but for packed inputs; ``"packed"``, accelerated, with batches made
-            ahead; ``"graphs"``, with CUDA graphs, too.
+            ahead; ``"graphs"``, with CUDA graphs, too; ``"compiled"``, with graphs of compiled layers.
         rows: queries and documents, ``batch`` of each for every step.
         batch: pairs of a step.
         steps: timed steps.
@@ -86,7 +89,6 @@ def run(
     device: torch.device,
     bf16: bool,
     watch_type: type[Watch] | None = None,
-    compiled: bool = False,
 ) -> Watch:
     """What was seen of a run. A second trainer of one model runs in the precision of the first: each has a copy."""
     from datasets import Dataset  # noqa: PLC0415
@@ -102,13 +104,9 @@ def run(
             watch.end(state.global_step)
 
     model = copy.deepcopy(model).to(device)
-    watch = (watch_type or Watch)(model, steps, GRAPH_WARM_STEPS if side == "graphs" else WARM_STEPS)
+    watch = (watch_type or Watch)(model, steps, GRAPH_WARM_STEPS if side in GRAPHS and bf16 else WARM_STEPS)
     if side != "stock":
         accelerate(model, packed=side != "padded")
-    if compiled:
-        layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
-        for layer in layers:
-            layer.compile(dynamic=True)
     loss = _loss(kind, model, side)
     loss.register_forward_hook(lambda _, __, out: watch.saw(out))
     try:
@@ -116,8 +114,8 @@ def run(
             trainer = _trainer(kind, model, loss, folder, batch, Dataset.from_dict(dict(rows)), watch.total, bf16)
             trainer.add_callback(Callback())
             trainer.remove_callback(PrinterCallback)
-            if side in {"packed", "graphs"}:
-                collate_ahead(trainer, graphs=side == "graphs")
+            if side in {"packed", *GRAPHS}:
+                collate_ahead(trainer, graphs=side in GRAPHS, compiled=side == "compiled")
             trainer.train()
     finally:
         watch.close()

@@ -15,7 +15,7 @@ from tilefold.integrations.sentence_transformers._columns import Batch, PackedFo
 from tilefold.integrations.sentence_transformers._step_graphs import StepGraphs
 
 
-def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False) -> None:
+def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False, compiled: bool = False) -> None:
     """Let a stock trainer of sentence-transformers tokenise its next batch while the step before it runs.
 
     The trainer's own data collator then works in a thread, into pinned memory, and tensors are copied to the GPU
@@ -39,15 +39,21 @@ def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False) -> N
     a graph cannot repeat run as usual: see
     :class:`tilefold.integrations.sentence_transformers._step_graphs.StepGraphs`. Dropout draws other numbers.
 
+    With ``compiled``, too, each layer of the encoder is compiled by ``torch.compile`` (for any length) before it is
+    captured, which fuses what lies between its products: about a seventh less work for the GPU and some ten seconds
+    more at the start. In 16 bits fewer results are rounded on the way.
+
     Args:
         trainer: a ``SparseEncoderTrainer``, ``MultiVectorEncoderTrainer`` or another trainer of sentence-transformers.
         join: one forward for all columns; False for a loss that calls ``backward`` once for each column.
         graphs: repeat the encoder's launches as CUDA graphs.
+        compiled: capture layers that ``torch.compile`` made.
 
     Raises:
         TypeError: if ``trainer`` has no data collator.
         ValueError: for an iterable dataset, whose batches one process cuts for all others; or for ``graphs`` without
-            ``join``, or of a model that is no sequence of modules whose first takes packed inputs.
+            ``join``, or of a model that is no sequence of modules whose first takes packed inputs; or for ``compiled``
+            without ``graphs``.
     """
     collator = getattr(trainer, "data_collator", None)
     if collator is None:
@@ -63,10 +69,12 @@ def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False) -> N
             "graphs must be False for columns that are not joined or not packed, got True; call accelerate(model) "
             "first and leave join=True (a model with several encoders has no joined columns)."
         )
+    if compiled and not graphs:
+        raise ValueError("compiled must be False without graphs, got True; pass graphs=True, too.")
     trainer.args.logging_nan_inf_filter = False
     if one:
         encoder = trainer.model[0]
-        encoder.forward.graphs = StepGraphs(encoder) if graphs else None
+        encoder.forward.graphs = StepGraphs(encoder, compiled=compiled) if graphs else None
     if not isinstance(collator, AheadCollator):
         trainer.data_collator = AheadCollator(
             _without_detours(collator, trainer.model) if one else collator, join and one

@@ -162,6 +162,27 @@ def fresh_leaves(model: nn.Module, parameters: list[Tensor]) -> Iterator[list[Te
             module._parameters[name] = tensor
 
 
+@contextlib.contextmanager
+def compiled_layers(model: nn.Module) -> Iterator[None]:
+    """Within it, layers of a ``ModuleList`` of one class run as ``torch.compile`` makes them, of any length."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    layers: list[Any] = [
+        layer for stack in lists if len({type(layer) for layer in stack}) == 1 for layer in stack if not own(layer)
+    ]
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def own(layer: nn.Module) -> bool:
+    """Whether somebody gave this layer a forward of its own."""
+    return "forward" in vars(layer)
+
+
 def write_gradients(to: list[Tensor | None], found: tuple[Tensor | None, ...]) -> None:
     """Copy what was found, and 0 where this time there is none."""
     pairs = [(kept, new) for kept, new in zip(to, found, strict=True) if kept is not None]
@@ -183,10 +204,12 @@ class StepGraphs:
     Args:
         transformer: the ``Transformer`` of sentence-transformers, whose own forward is captured.
         capture: makes what repeats a batch of one size.
+        compiled: what is captured are layers compiled by ``torch.compile``; batches without a graph run as usual.
     """
 
-    def __init__(self, transformer: Any, capture: Callable[..., Any] = Captured) -> None:
+    def __init__(self, transformer: Any, capture: Callable[..., Any] = Captured, *, compiled: bool = False) -> None:
         self.transformer = transformer
+        self.compiled = compiled
         self._capture = capture
         self.failed = False
         self.serial = 0  # of the last forward; never begins anew, so that no backward takes another one's numbers
@@ -209,7 +232,7 @@ class StepGraphs:
         self._pending: Callable[[], Any] = lambda: None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"transformer": self.transformer, "_capture": self._capture}
+        return {"transformer": self.transformer, "compiled": self.compiled, "_capture": self._capture}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -287,22 +310,30 @@ class StepGraphs:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         if len(self.graphs) >= LIMIT:
             self.graphs.popitem(last=False)
+        made = self._made(inputs)
+        if made is None:
+            return None
+        self.graphs[sizes] = made
+        return sizes
+
+    def _made(self, inputs: StaticInputs) -> Any:
+        """A graph, or None with a warning."""
+        model = self.transformer.model
+        scope: Any = compiled_layers(model) if self.compiled else contextlib.nullcontext()
         try:
-            with fresh_leaves(self.transformer.model, self.parameters) as leaves:
-                made = self._capture(self._run, inputs, leaves, self.gradients, self._pool, self._stream)
-        except RuntimeError as error:  # out of memory, or an operation that cannot be captured
+            with scope, fresh_leaves(model, self.parameters) as leaves:
+                return self._capture(self._run, inputs, leaves, self.gradients, self._pool, self._stream)
+        except RuntimeError as error:  # out of memory, no compiler, or an operation that cannot be captured
             self._forget()
             self.failed = True
             warnings.warn(
-                f"{type(self.transformer.model).__name__} trains without CUDA graphs, which could not be captured: "
+                f"{type(model).__name__} trains without CUDA graphs, which could not be captured: "
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. Steps take longer where "
                 "the host is the limit; nothing else changes.",
                 UserWarning,
                 stacklevel=2,
             )
             return None
-        self.graphs[sizes] = made
-        return sizes
 
     def _run(self, features: dict[str, Any]) -> Tensor:
         transformer, device = self.transformer, features["input_ids"].device.type
