@@ -65,7 +65,7 @@ def _print(model: str, found: dict[str, Any]) -> None:
         step = found[name]
         typer.echo(
             f"  at most {step['largest_batch']:,} pairs{how}: {step['fixed_gib']:.1f} GiB and "
-            f"{step['mib_a_pair']:.1f} MiB a pair"
+            f"{step['mib_a_pair']:.1f} MiB per pair"
         )
     typer.echo(
         f"encoding {found['documents']:,} documents of {found['terms']:g} terms on one H200: "
