@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import transformers
 
-from tilefold.recipes import minilm_path
+from benchmarks import small_lm
 from tilefold.recipes.adaptation import AdaptationRecipe, AdaptationResult, adapt
 from tilefold.retrieval import load_collection
 
@@ -43,29 +43,16 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    add = parser.add_argument
-    add("--data", required=True, help="a BEIR folder, or pydocs")
-    add("--output", type=Path, required=True, help="folder for the models plain and adapted")
-    add("--steps", type=int, default=2000, help="of next-token prediction")
-    add("--adaptation-steps", type=int, default=500, help="with the loss on activated logits")
-    add("--batch-size", type=int, default=32, help="blocks per step")
-    add("--length", type=int, default=256, help="tokens per block")
-    add("--layers", type=int, default=6)
-    add("--learning-rate", type=float, default=1e-3)
-    add("--documents", type=int, help="this many documents alone")
-    add("--seed", type=int, default=0)
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = small_lm.arguments(__doc__, batch_size=32, length=256, learning_rate=1e-3)
+    parser.add_argument("--output", type=Path, required=True, help="folder for the models plain and adapted")
+    parser.add_argument("--adaptation-steps", type=int, default=500, help="after --steps, with activated logits too")
     return parser.parse_args(argv)
 
 
 def start(options: argparse.Namespace) -> tuple[Any, Any]:
     """MiniLM's tokenizer, and a Llama over its word embeddings."""
-    path = str(minilm_path())
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    tokenizer, embeddings = small_lm.minilm_words()
     tokenizer.eos_token = tokenizer.sep_token
-    tokenizer.model_max_length = 512
-    embeddings = transformers.AutoModel.from_pretrained(path, local_files_only=True).get_input_embeddings().weight
     torch.manual_seed(options.seed)
     config = transformers.LlamaConfig(
         vocab_size=embeddings.size(0),

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModel, AutoTokenizer, ModernBertConfig, ModernBertForMaskedLM
+from transformers import ModernBertConfig, ModernBertForMaskedLM
 
+from benchmarks import small_lm
 from tilefold.losses import activated_lm_loss
-from tilefold.recipes import minilm_path
 from tilefold.retrieval import load_collection
 
 MASKED_SHARE = 0.15
@@ -54,27 +54,14 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    add = parser.add_argument
-    add("--data", required=True, help="a BEIR folder, or pydocs")
-    add("--output", type=Path, required=True, help="folder for the model")
-    add("--steps", type=int, default=2000)
-    add("--batch-size", type=int, default=64)
-    add("--length", type=int, default=128, help="tokens per text")
-    add("--layers", type=int, default=6)
-    add("--learning-rate", type=float, default=5e-4)
-    add("--documents", type=int, help="this many documents alone")
-    add("--seed", type=int, default=0)
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = small_lm.arguments(__doc__, batch_size=64, length=128, learning_rate=5e-4)
+    parser.add_argument("--output", type=Path, required=True, help="folder for the model")
     return parser.parse_args(argv)
 
 
 def start(options: argparse.Namespace) -> tuple[Any, Any]:
     """MiniLM's tokenizer, and a ModernBERT over its word embeddings."""
-    path = str(minilm_path())
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    tokenizer.model_max_length = 512
-    embeddings = AutoModel.from_pretrained(path, local_files_only=True).get_input_embeddings().weight
+    tokenizer, embeddings = small_lm.minilm_words()
     torch.manual_seed(options.seed)
     config = ModernBertConfig(
         vocab_size=embeddings.size(0),
