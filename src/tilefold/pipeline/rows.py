@@ -34,6 +34,22 @@ class SparseBatch(NamedTuple):
     values: Tensor
     vocab_size: int
 
+    def alone(self, row: int) -> SparseBatch:
+        """One of its texts."""
+        part = part_of(self.counts, row)
+        return self._replace(
+            places=[self.places[row]],
+            counts=self.counts[row : row + 1],
+            columns=self.columns[part],
+            values=self.values[part],
+        )
+
+
+def part_of(counts: Tensor, row: int) -> slice:
+    """Where the entries of a row are, of rows with so many one after the other."""
+    start = int(counts[:row].sum())
+    return slice(start, start + int(counts[row]))
+
 
 class FailedText(NamedTuple):
     """A text that could not be encoded, alone too."""

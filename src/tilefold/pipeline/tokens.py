@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilefold.pipeline.copies import Fetched
+from tilefold.pipeline.rows import part_of
 
 
 class TokenBatch(NamedTuple):
@@ -29,6 +30,17 @@ class TokenBatch(NamedTuple):
     finite: Tensor
     values: Tensor
     scales: Tensor | None = None
+
+    def alone(self, row: int) -> TokenBatch:
+        """One of its texts."""
+        part = part_of(self.counts, row)
+        return self._replace(
+            places=[self.places[row]],
+            counts=self.counts[row : row + 1],
+            finite=self.finite[part],
+            values=self.values[part],
+            scales=None if self.scales is None else self.scales[part],
+        )
 
 
 class PendingTokens:

@@ -24,9 +24,6 @@ class Maker(Protocol[Made_co]):
     def vectors(self, names: list[str], batch: Any) -> Made_co:
         """Vectors of the texts of a batch; an error tells that one of them is at fault."""
 
-    def alone(self, batch: Any, row: int) -> Any:
-        """The batch of one text out of a batch, for finding which one."""
-
     def nothing(self) -> Made_co:
         """Vectors of no text."""
 
@@ -85,7 +82,7 @@ class Shard(Generic[V]):
                 self.failed[names[0]] = reason(error)
                 return
             for row in range(len(names)):
-                self.take(maker.alone(item, row), maker)
+                self.take(item.alone(row), maker)
 
     def assembled(self, maker: Maker[V]) -> tuple[V, dict[str, str]]:
         """All vectors in the order of the texts, and the failed ones."""

@@ -35,19 +35,6 @@ class SparseMaker:
         made = SparseVectors(names, indptr, batch.columns.numpy(), weights, batch.vocab_size, self.fingerprint)
         return made.above(self.min_weight)
 
-    def alone(self, batch: SparseBatch | PlainBatch, row: int) -> SparseBatch | PlainBatch:
-        """One row of a batch."""
-        if isinstance(batch, PlainBatch):
-            return batch.alone(row)
-        start = int(batch.counts[:row].sum())
-        part = slice(start, start + int(batch.counts[row]))
-        return batch._replace(
-            places=[batch.places[row]],
-            counts=batch.counts[row : row + 1],
-            columns=batch.columns[part],
-            values=batch.values[part],
-        )
-
     def nothing(self) -> SparseVectors:
         """Vectors of no text."""
         return SparseVectors.from_rows({}, self.vocab_size, self.fingerprint)

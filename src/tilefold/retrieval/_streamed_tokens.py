@@ -33,20 +33,6 @@ class TokenMaker:
             )
         return TokenVectors(names, offsets, batch.values, batch.scales)
 
-    def alone(self, batch: TokenBatch | PlainBatch, row: int) -> TokenBatch | PlainBatch:
-        """The vectors of one text of a batch."""
-        if isinstance(batch, PlainBatch):
-            return batch.alone(row)
-        start = int(batch.counts[:row].sum())
-        part = slice(start, start + int(batch.counts[row]))
-        return batch._replace(
-            places=[batch.places[row]],
-            counts=batch.counts[row : row + 1],
-            finite=batch.finite[part],
-            values=batch.values[part],
-            scales=None if batch.scales is None else batch.scales[part],
-        )
-
     def nothing(self) -> TokenVectors:
         """Vectors of no text."""
         return TokenVectors.pack([], [], self.dimension, self.storage)

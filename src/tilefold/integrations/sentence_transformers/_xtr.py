@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -135,6 +136,8 @@ class XTRScores:
         ValueError: for a ``top_k`` below 1, when scores are asked for.
     """
 
+    _scores: Callable[..., Tensor] = staticmethod(xtr_scores)
+
     def __init__(self, top_k: int = 256, *, chunk_elements: int | None = None, impl: str = "auto") -> None:
         self.top_k = top_k
         self.chunk_elements = chunk_elements
@@ -147,8 +150,8 @@ class XTRScores:
     def __call__(
         self, queries_embeddings: Any, documents_embeddings: Any, queries_mask: Any = None, documents_mask: Any = None
     ) -> Tensor:
-        """``[Nq, B * N]`` scores."""
-        return xtr_scores(
+        """Scores: ``[Nq, B * N]``, of :class:`XTRKDScores` ``[B, N]``."""
+        return self._scores(
             queries_embeddings,
             documents_embeddings,
             queries_mask,
@@ -171,16 +174,4 @@ class XTRKDScores(XTRScores):
         ValueError: for a ``top_k`` below 1, when scores are asked for.
     """
 
-    def __call__(
-        self, queries_embeddings: Any, documents_embeddings: Any, queries_mask: Any = None, documents_mask: Any = None
-    ) -> Tensor:
-        """``[B, N]`` scores."""
-        return xtr_kd_scores(
-            queries_embeddings,
-            documents_embeddings,
-            queries_mask,
-            documents_mask,
-            self.top_k,
-            self.chunk_elements,
-            impl=self.impl,
-        )
+    _scores = staticmethod(xtr_kd_scores)

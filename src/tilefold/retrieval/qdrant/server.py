@@ -205,25 +205,17 @@ class ServerEngine:
         return self._models.SparseVector(indices=vector[0], values=vector[1])
 
     def _request(self, plan: Plan) -> Any:
-        stage, chosen = plan.stage, self._filter(plan.where)
-        return self._models.QueryRequest(
-            prefetch=[self._prefetch(part, chosen) for part in stage.stages] or None,
-            query=self._scoring(stage),
-            using=stage.using or None,
-            filter=chosen,
-            params=self._models.SearchParams(exact=True) if stage.exact else None,
-            limit=stage.limit,
-            with_payload=[ID],
-        )
+        return self._stage(self._models.QueryRequest, plan.stage, self._filter(plan.where), with_payload=[ID])
 
-    def _prefetch(self, stage: Stage, chosen: Any) -> Any:
-        return self._models.Prefetch(
-            prefetch=[self._prefetch(part, chosen) for part in stage.stages] or None,
+    def _stage(self, kind: Any, stage: Stage, chosen: Any, **more: Any) -> Any:
+        return kind(
+            prefetch=[self._stage(self._models.Prefetch, part, chosen) for part in stage.stages] or None,
             query=self._scoring(stage),
             using=stage.using or None,
             filter=chosen,
             params=self._models.SearchParams(exact=True) if stage.exact else None,
             limit=stage.limit,
+            **more,
         )
 
     def _scoring(self, stage: Stage) -> Any:
