@@ -71,6 +71,46 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
         raise ValueError(f"{name} must be one of {listed}, got {value!r}.")
 
 
+def check_out_dtype(out_dtype: object) -> None:
+    """Raise ``TypeError`` unless scores can have this dtype."""
+    if out_dtype not in FLOAT_DTYPES:
+        names = ", ".join(dtype_name(dtype) for dtype in FLOAT_DTYPES)
+        raise TypeError(f"out_dtype must be one of {names} or None, got {out_dtype!r}.")
+
+
+def check_tokens(attention_mask: Tensor | None, cu_seqlens: Tensor | None, unit: str, **sizes: int) -> None:
+    """Check the mask ``[B, S]`` of padded tokens, or the offsets of packed ones.
+
+    Args:
+        attention_mask, cu_seqlens: as :func:`tilefold.ops.lsr_head` takes them.
+        unit: what cu_seqlens tells the sequence of, for the error text.
+        sizes: B and S.
+
+    Raises:
+        TypeError, ValueError: for what is no mask or no offsets, or both.
+    """
+    if attention_mask is not None:
+        check_tensor("attention_mask", attention_mask)
+        if cu_seqlens is not None:
+            raise ValueError(
+                f"attention_mask must be None with packed input, got a tensor; cu_seqlens already says which {unit} "
+                "belong to which sequence."
+            )
+        check_shape("attention_mask", attention_mask, "B S", **sizes)
+        if attention_mask.is_complex():
+            raise TypeError(f"attention_mask must be bool, integer or floating, got {attention_mask.dtype}.")
+    if cu_seqlens is not None:
+        check_offsets("cu_seqlens", cu_seqlens, "[B + 1]")
+
+
+def check_offsets(name: str, offsets: Tensor, shape: str) -> None:
+    """Check that packed offsets are integers in one dimension, ``shape`` for the error text; values are not read."""
+    check_tensor(name, offsets)
+    check_dtype(name, offsets, (torch.int32, torch.int64), f"use {name}.int().")
+    if offsets.dim() != 1 or offsets.numel() == 0:
+        raise ValueError(f"{name} must have shape {shape}, got {list(offsets.shape)}.")
+
+
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, rows: int, owner: str, unit: str = "rows") -> None:
     """Check the values of packed offsets on the host.
 

@@ -12,9 +12,11 @@ from tilefold.ops._shared.checks import (
     FLOAT_DTYPES,
     check_choice,
     check_dtype,
+    check_out_dtype,
     check_same_device,
     check_shape,
     check_tensor,
+    check_tokens,
     dtype_name,
 )
 from tilefold.ops._shared.impl import IMPLS, check_interpreted, chosen_impl, settled
@@ -69,9 +71,7 @@ def check_head(
         compute_dtype = _check_plain_head(tokens, weight, bias, asked)
     if asked.out_dtype is None:
         return compute_dtype, compute_dtype
-    if asked.out_dtype not in FLOAT_DTYPES:
-        names = ", ".join(dtype_name(dtype) for dtype in FLOAT_DTYPES)
-        raise TypeError(f"out_dtype must be one of {names} or None, got {asked.out_dtype!r}.")
+    check_out_dtype(asked.out_dtype)
     return compute_dtype, asked.out_dtype
 
 
@@ -94,21 +94,7 @@ def _check_plain_head(tokens: Tokens, weight: Tensor, bias: Tensor | None, asked
             raise ValueError(f"{name} must be at least 1, got {name}=0 in shape {list(value.shape)}.")
     if bias is not None:
         check_shape("bias", check_tensor("bias", bias), "V", V=weight.size(0))
-    if attention_mask is not None:
-        check_tensor("attention_mask", attention_mask)
-        if cu_seqlens is not None:
-            raise ValueError(
-                "attention_mask must be None with packed input, got a tensor; cu_seqlens already says which rows "
-                "belong to which sequence."
-            )
-        check_shape("attention_mask", attention_mask, "B S", B=hidden.size(0), S=hidden.size(1))
-        if attention_mask.is_complex():
-            raise TypeError(f"attention_mask must be bool, integer or floating, got {attention_mask.dtype}.")
-    if cu_seqlens is not None:
-        check_tensor("cu_seqlens", cu_seqlens)
-        check_dtype("cu_seqlens", cu_seqlens, (torch.int32, torch.int64), "use cu_seqlens.int().")
-        if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
-            raise ValueError(f"cu_seqlens must have shape [B + 1], got {list(cu_seqlens.shape)}.")
+    check_tokens(attention_mask, cu_seqlens, "rows", B=hidden.size(0), S=hidden.size(1))
     check_same_device(
         "hidden",
         hidden,

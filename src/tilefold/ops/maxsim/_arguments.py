@@ -12,6 +12,7 @@ from tilefold.ops._shared.checks import (
     FLOAT_DTYPES,
     check_choice,
     check_dtype,
+    check_offsets,
     check_same_device,
     check_shape,
     check_tensor,
@@ -159,10 +160,7 @@ def _check_side(
         if mask.shape != rows.shape[:-1]:
             raise ValueError(f"{mask_name} must have shape {list(rows.shape[:-1])}, got {list(mask.shape)}.")
     if cu_seqlens is not None:
-        check_tensor(cu_name, cu_seqlens)
-        check_dtype(cu_name, cu_seqlens, (torch.int32, torch.int64), f"use {cu_name}.int().")
-        if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
-            raise ValueError(f"{cu_name} must have shape [N + 1], got {list(cu_seqlens.shape)}.")
+        check_offsets(cu_name, cu_seqlens, "[N + 1]")
 
 
 def _check_together(operands: Operands) -> None:

@@ -14,10 +14,11 @@ from tilefold.ops._shared.checks import (
     FLOAT_DTYPES,
     check_choice,
     check_dtype,
+    check_out_dtype,
     check_same_device,
     check_shape,
     check_tensor,
-    dtype_name,
+    check_tokens,
 )
 from tilefold.ops._shared.impl import IMPLS, settled
 from tilefold.ops.token_scatter import _reference, _sparse, _torch_ops
@@ -165,21 +166,7 @@ def _checked(problem: Problem) -> Problem:
         weights = weights.squeeze(-1)
     sizes = dict(zip(layout.split(), input_ids.shape, strict=True))
     check_shape("weights", weights, layout, **sizes)
-    if attention_mask is not None:
-        check_tensor("attention_mask", attention_mask)
-        if cu_seqlens is not None:
-            raise ValueError(
-                "attention_mask must be None with packed input, got a tensor; cu_seqlens already says which tokens "
-                "belong to which sequence."
-            )
-        check_shape("attention_mask", attention_mask, layout, **sizes)
-        if attention_mask.is_complex():
-            raise TypeError(f"attention_mask must be bool, integer or floating, got {attention_mask.dtype}.")
-    if cu_seqlens is not None:
-        check_tensor("cu_seqlens", cu_seqlens)
-        check_dtype("cu_seqlens", cu_seqlens, (torch.int32, torch.int64), "use cu_seqlens.int().")
-        if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
-            raise ValueError(f"cu_seqlens must have shape [B + 1], got {list(cu_seqlens.shape)}.")
+    check_tokens(attention_mask, cu_seqlens, "tokens", **sizes)
     others = {"input_ids": input_ids, "attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
     check_same_device("weights", weights, others)
     return Problem(weights, *problem[1:])
@@ -208,7 +195,5 @@ def _ignored(ignore_ids: Iterable[int] | None) -> tuple[int, ...]:
 def _out_dtype(out_dtype: torch.dtype | None, weights: Tensor) -> torch.dtype:
     if out_dtype is None:
         return check_tensor("weights", weights).dtype
-    if out_dtype not in FLOAT_DTYPES:
-        names = ", ".join(dtype_name(dtype) for dtype in FLOAT_DTYPES)
-        raise TypeError(f"out_dtype must be one of {names} or None, got {out_dtype!r}.")
+    check_out_dtype(out_dtype)
     return out_dtype
