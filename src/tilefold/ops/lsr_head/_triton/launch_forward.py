@@ -39,22 +39,21 @@ RAGGED_SHARES = (0.25, 0.33, 0.5, 0.75, 1.0)  # of valid rows, that a split of r
 LONG_SEQUENCE_TILES = 16  # longer sequences are rather cut than kept in one split
 COMBINE_BLOCK = 1024
 FOLDING = ("max_forward_hopper_kernel", "_max_forward_kernel")
-
-
 GIVEN = "hidden mask cu_seqlens weight weight_scale bias scores winners"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class MaxForward:
-    """Scores of max pooling, for all calls that have the key of the first.
+class HeadForward:
+    """Scores and winners that launches write, for all calls that have the key of the first.
 
     Attributes:
         options: of the head.
         operands: how the tensors of a call become operands.
-        scores, winners: ``[B, V]``; winners where a gradient can be asked for.
-        launches: of what packs valid tokens and rounds them to fp8, where that is needed, of the persistent kernel, and
-            of what combines the maxima of sequences that its splits cut.
-        config: of the persistent kernel.
+        scores: ``[B, V]``.
+        winners: of max pooling ``[B, V]``, where a gradient can be asked for; of one token per sequence, under a mask,
+            their places ``[B, 1]``.
+        launches: of what finds or packs tokens and rounds them to fp8, where that is needed, and of what multiplies; of
+            max pooling also of what combines the maxima of sequences that its splits cut.
     """
 
     options: HeadOptions
@@ -62,7 +61,6 @@ class MaxForward:
     scores: Scratch
     winners: Scratch | None
     launches: Launches
-    config: MaxForwardConfig
 
     def __call__(self, tokens: Tokens, vocabulary: Vocabulary) -> tuple[Tensor, Tensor | None]:
         """Scores, and winners where they are kept."""
@@ -72,6 +70,13 @@ class MaxForward:
         scores, winners = self.scores(), None if self.winners is None else self.winners()
         self.launches(same, *tokens, *vocabulary, scores, winners)
         return scores, winners
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MaxForward(HeadForward):
+    """Max pooling; ``config`` is that of the persistent kernel."""
+
+    config: MaxForwardConfig
 
 
 def max_forward(

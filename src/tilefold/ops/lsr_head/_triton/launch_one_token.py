@@ -13,6 +13,7 @@ from tilefold.ops._shared._triton.launches import Launches
 from tilefold.ops._shared._triton.tensors import Scratch, cdiv, power_of_two, sm_count
 from tilefold.ops._shared.winners import no_winner, winner_dtype
 from tilefold.ops.lsr_head._problem import Gradients, HeadOptions, Needs, Saved, Tokens, Vocabulary
+from tilefold.ops.lsr_head._triton.launch_forward import GIVEN, HeadForward
 from tilefold.ops.lsr_head._triton.one_token import (
     _find_kernel,
     _forward_kernel,
@@ -22,7 +23,6 @@ from tilefold.ops.lsr_head._triton.one_token import (
 )
 from tilefold.ops.lsr_head._triton.operands import (
     AllOperands,
-    Operands,
     SavedOperands,
     plan_operands,
     plan_saved_operands,
@@ -30,42 +30,11 @@ from tilefold.ops.lsr_head._triton.operands import (
 from tilefold.ops.lsr_head.configs import OneTokenConfig, one_token_config
 
 FIND_BLOCK = 1024  # entries of a mask that are looked at a time
-GIVEN = "hidden mask cu_seqlens weight weight_scale bias scores winners"
 GRADIENTS_GIVEN = "dscores scores winners cu_seqlens hidden weight dhidden dweight dbias"
 CLEAR_BLOCK = 1024  # of the gradient of hidden that are zeroed at a time
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class OneTokenForward:
-    """Scores of one token per sequence, for all calls that have the key of the first.
-
-    Attributes:
-        options: of the head.
-        operands: how the tensors of a call become operands.
-        scores: ``[B, V]``.
-        winners: under a mask, places of the tokens, ``[B, 1]``.
-        launches: of what finds them, and of what multiplies.
-    """
-
-    options: HeadOptions
-    operands: Operands
-    scores: Scratch
-    winners: Scratch | None
-    launches: Launches
-
-    def __call__(self, tokens: Tokens, vocabulary: Vocabulary) -> tuple[Tensor, Tensor | None]:
-        """Scores, and the places of the tokens where a mask hides them."""
-        same = self.operands.same()
-        if not self.operands.as_is:
-            tokens, vocabulary = self.operands.ready(tokens, vocabulary)
-        scores, winners = self.scores(), None if self.winners is None else self.winners()
-        self.launches(same, *tokens, *vocabulary, scores, winners)
-        return scores, winners
-
-
-def plan_one_token_forward(
-    tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions, aligned: bool
-) -> OneTokenForward:
+def plan_one_token_forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions, aligned: bool) -> HeadForward:
     """The launches of such a call."""
     operands, tokens, (weight, _, bias) = plan_operands(tokens, vocabulary, options.compute_dtype, aligned)
     device, batch, (vocab, dim) = tokens.hidden.device, tokens.batch, weight.shape
@@ -84,7 +53,7 @@ def plan_one_token_forward(
     grid = cdiv(vocab, config.block_v), cdiv(batch, block_b), 1
     numbers = batch, vocab, tokens.n_rows, tokens.length, options.logit_scale
     steps.append((Step(_forward_kernel, grid, numbers, constants), "weight hidden bias winners cu_seqlens scores"))
-    return OneTokenForward(
+    return HeadForward(
         options,
         operands,
         Scratch((batch, vocab), options.out_dtype, device),
