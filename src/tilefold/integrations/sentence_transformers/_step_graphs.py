@@ -1,195 +1,35 @@
-"""CUDA graphs of an encoder's forward and backward: a training step that the host launches with two calls.
+"""Training steps whose encoder is repeated as CUDA graphs: which batch takes which graph, and when none may run.
 
 An encoder of 12 layers takes some 1,500 launches forward and backward, and on many machines the host needs longer for
-them than the GPU for the work. A graph repeats all of them at once, but only with tensors of the sizes and addresses
-that it was captured with. So packed tokens are copied into tensors of a few sizes, whose rest is filled by sequences
-that nobody reads: their gradients are zero.
+them than the GPU for the work. A graph repeats all of them at once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tilefold.ops.implementations import copy_each
+from tilefold.integrations.sentence_transformers._graph_capture import (
+    KNOWN,
+    LONGEST,
+    OFFSETS,
+    Captured,
+    Sizes,
+    StaticInputs,
+    compiled_layers,
+    fresh_leaves,
+    sizes_for,
+)
 
 LIMIT = 16  # graphs that are kept; each has its inputs and outputs to itself and shares all other memory
-_SMALLEST = 64  # tokens; sizes are multiples of this
-_HEADROOM = 1 / 16  # tokens that a graph holds above those of the batch that it is captured with
-_WASTE = 1 / 5  # of the tokens of a batch that a graph may compute for nothing
-_WARM_RUNS = 2
-_TOKENS = ("input_ids", "position_ids", "token_type_ids")
-_OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
-_LONGEST = ("max_length_q", "max_length_k")
-_KNOWN = {*_TOKENS, *_OFFSETS, *_LONGEST, "modality"}
-
-Run = Callable[[dict[str, Any]], Tensor]
-
-
-class Sizes(NamedTuple):
-    """Sizes of a graph: T tokens in ``sequences``, ``extra`` more that hold the rest, none above ``longest`` tokens."""
-
-    tokens: int
-    sequences: int
-    extra: int
-    longest: int
-
-    def hold(self, tokens: int, sequences: int, longest: int) -> bool:
-        """Whether a pack fits, with few tokens computed for nothing."""
-        if self.sequences != sequences or self.longest < longest or self.tokens < tokens:
-            return False
-        rest = self.tokens - tokens
-        return rest <= max(2 * _SMALLEST, tokens * _WASTE) and rest <= self.extra * self.longest
-
-
-def sizes_for(tokens: int, sequences: int, longest: int) -> Sizes:
-    """Sizes of a graph for a pack and for those that are a little larger or smaller."""
-    tokens, longest = (math.ceil(max(1, n) / _SMALLEST) * _SMALLEST for n in (tokens * (1 + _HEADROOM), longest))
-    rest = max(2 * _SMALLEST, math.ceil(tokens * _WASTE))
-    return Sizes(tokens, sequences, math.ceil(rest / longest), longest)
-
-
-class StaticInputs:
-    """Features of one size, into which those of a batch are copied.
-
-    Args:
-        features: of the first batch.
-        sizes: those of the tensors.
-    """
-
-    def __init__(self, features: dict[str, Any], sizes: Sizes) -> None:
-        self.sizes = sizes
-        ids: Tensor = features["input_ids"]
-        self.tokens = {
-            name: features[name][:, :1].expand(1, sizes.tokens).contiguous() for name in _TOKENS if name in features
-        }
-        self.offsets = torch.zeros(sizes.sequences + sizes.extra + 1, dtype=torch.int32, device=ids.device)
-        self.ends = torch.arange(1, sizes.extra + 1, dtype=torch.int32, device=ids.device) * sizes.longest
-
-    def features(self) -> dict[str, Any]:
-        """What the encoder is called with."""
-        return {**self.tokens, **dict.fromkeys(_OFFSETS, self.offsets), **dict.fromkeys(_LONGEST, self.sizes.longest)}
-
-    def fill(self, features: dict[str, Any]) -> None:
-        """Copy a batch; behind it stay tokens of others, in sequences of their own."""
-        count = features["input_ids"].size(1)
-        for name, tensor in self.tokens.items():
-            tensor[:, :count].copy_(features[name])
-        self.offsets[: self.sizes.sequences + 1].copy_(features[_OFFSETS[0]])
-        torch.clamp(self.ends + count, max=self.sizes.tokens, out=self.offsets[self.sizes.sequences + 1 :])
-
-
-class Captured:
-    """Forward and backward of one size.
-
-    Args:
-        run: the encoder; features to ``[1, T, D]``.
-        inputs: what the graph reads.
-        parameters: leaves that get gradients, while the graph is made.
-        gradients: where these are written, None for parameters that the encoder does not use.
-        pool: memory that all graphs share.
-        stream: where all of them are captured; memory that one leaves serves the next.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        inputs: StaticInputs,
-        parameters: list[Tensor],
-        gradients: list[Tensor | None],
-        pool: Any,
-        stream: Any,
-    ) -> None:
-        self.inputs = inputs
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_RUNS):
-                warm = run(inputs.features())
-                found = torch.autograd.grad(warm, parameters, torch.zeros_like(warm), allow_unused=True)
-            for i, gradient in enumerate(found):
-                if gradient is not None and gradients[i] is None:
-                    gradients[i] = torch.zeros_like(parameters[i])
-            self.output_gradient = torch.zeros_like(warm)
-            del warm, found
-        torch.cuda.current_stream().wait_stream(stream)
-        how: dict[str, Any] = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
-        self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.forward_graph, **how):
-            output = run(inputs.features())
-        with torch.cuda.graph(self.backward_graph, **how):
-            found = torch.autograd.grad(output, parameters, self.output_gradient, allow_unused=True)
-            write_gradients(gradients, found)
-        self.output = output.detach()
-
-    def forward(self) -> Tensor:
-        """Output ``[1, T, D]`` for what was filled in; the next call overwrites it."""
-        self.forward_graph.replay()
-        return self.output
-
-    def backward(self, gradient: Tensor) -> None:
-        """Write the gradients of the last forward, for those of its first tokens."""
-        count = gradient.size(1)
-        self.output_gradient[:, :count].copy_(gradient)
-        self.output_gradient[:, count:].zero_()
-        self.backward_graph.replay()
-
-
-@contextlib.contextmanager
-def fresh_leaves(model: nn.Module, parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Within it, the model computes with other leaves of the same memory, which no other stream and no DDP knows."""
-    leaves = {id(tensor): nn.Parameter(tensor.detach()) for tensor in parameters}
-    places = [
-        (module, name, tensor)
-        for module in model.modules()
-        for name, tensor in module._parameters.items()
-        if id(tensor) in leaves
-    ]
-    for module, name, tensor in places:
-        module._parameters[name] = leaves[id(tensor)]
-    try:
-        yield [leaves[id(tensor)] for tensor in parameters]
-    finally:
-        for module, name, tensor in places:
-            module._parameters[name] = tensor
-
-
-@contextlib.contextmanager
-def compiled_layers(model: nn.Module) -> Iterator[None]:
-    """Within it, layers of a ``ModuleList`` of one class run as ``torch.compile`` makes them, of any length."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    layers: list[Any] = [
-        layer for stack in lists if len({type(layer) for layer in stack}) == 1 for layer in stack if not own(layer)
-    ]
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward, dynamic=True)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
-
-
-def own(layer: nn.Module) -> bool:
-    """Whether somebody gave this layer a forward of its own."""
-    return "forward" in vars(layer)
-
-
-def write_gradients(to: list[Tensor | None], found: tuple[Tensor | None, ...]) -> None:
-    """Copy what was found, and 0 where this time there is none."""
-    pairs = [(kept, new) for kept, new in zip(to, found, strict=True) if kept is not None]
-    copy_each([kept for kept, new in pairs if new is not None], [new for _, new in pairs if new is not None])
-    for kept, new in pairs:
-        if new is None:
-            kept.zero_()
 
 
 class StepGraphs:
@@ -204,7 +44,8 @@ class StepGraphs:
     Args:
         transformer: the ``Transformer`` of sentence-transformers, whose own forward is captured.
         capture: makes what repeats a batch of one size.
-        compiled: what is captured are layers compiled by ``torch.compile``; batches without a graph run as usual.
+        compiled: what is captured in 16 bits are layers that ``torch.compile`` made (in fp32 torch cannot compile its
+            attention of packed sequences); batches without a graph run as usual.
     """
 
     def __init__(self, transformer: Any, capture: Callable[..., Any] = Captured, *, compiled: bool = False) -> None:
@@ -243,7 +84,7 @@ class StepGraphs:
     def __call__(self, features: dict[str, Any]) -> Tensor | None:
         """``[1, T, D]`` with its gradients, or None if the batch must run without a graph."""
         ids = features["input_ids"]
-        if self.failed or not torch.is_grad_enabled() or features.keys() - _KNOWN or not self._may_run(ids):
+        if self.failed or not torch.is_grad_enabled() or features.keys() - KNOWN or not self._may_run(ids):
             return None
         if self._pending() is not None:
             return None
@@ -251,7 +92,7 @@ class StepGraphs:
         if state != self._state:
             self._forget()
             self._state = state
-        needed = ids.size(1), features[_OFFSETS[0]].numel() - 1, features[_LONGEST[0]]
+        needed = ids.size(1), features[OFFSETS[0]].numel() - 1, features[LONGEST[0]]
         sizes = min((sizes for sizes in self.graphs if sizes.hold(*needed)), default=None) or self._captured(
             needed, features
         )
@@ -318,22 +159,37 @@ class StepGraphs:
 
     def _made(self, inputs: StaticInputs) -> Any:
         """A graph, or None with a warning."""
-        model = self.transformer.model
-        scope: Any = compiled_layers(model) if self.compiled else contextlib.nullcontext()
+        if self.compiled and self._in_16_bits(inputs.offsets.device.type):
+            try:
+                with compiled_layers(self.transformer.model):
+                    return self._graph(inputs)
+            except RuntimeError as error:  # no compiler, or code that it does not take
+                self.compiled = False
+                self._warn("captures its layers as they are, without torch.compile", error)
         try:
-            with scope, fresh_leaves(model, self.parameters) as leaves:
-                return self._capture(self._run, inputs, leaves, self.gradients, self._pool, self._stream)
-        except RuntimeError as error:  # out of memory, no compiler, or an operation that cannot be captured
+            return self._graph(inputs)
+        except RuntimeError as error:  # out of memory, or an operation that cannot be captured
             self._forget()
             self.failed = True
-            warnings.warn(
-                f"{type(model).__name__} trains without CUDA graphs, which could not be captured: "
-                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. Steps take longer where "
-                "the host is the limit; nothing else changes.",
-                UserWarning,
-                stacklevel=2,
-            )
+            self._warn("trains without CUDA graphs, which could not be captured", error)
             return None
+
+    def _graph(self, inputs: StaticInputs) -> Any:
+        with fresh_leaves(self.transformer.model, self.parameters) as leaves:
+            return self._capture(self._run, inputs, leaves, self.gradients, self._pool, self._stream)
+
+    def _in_16_bits(self, device: str) -> bool:
+        autocast = torch.is_autocast_enabled(device)
+        return (torch.get_autocast_dtype(device) if autocast else self.parameters[0].dtype).itemsize == 2
+
+    def _warn(self, what: str, error: RuntimeError) -> None:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        warnings.warn(
+            f"{type(self.transformer.model).__name__} {what}: {type(error).__name__}: {' '.join(lines[:2])}. Steps "
+            "take longer; nothing else changes.",
+            UserWarning,
+            stacklevel=2,
+        )
 
     def _run(self, features: dict[str, Any]) -> Tensor:
         transformer, device = self.transformer, features["input_ids"].device.type
