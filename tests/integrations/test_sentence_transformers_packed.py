@@ -26,6 +26,7 @@ from tests.integrations.splade_models import TEXTS, assert_close, build_tiny_spl
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead, restore
 from tilefold.integrations.sentence_transformers._collate_ahead import AheadCollator, PendingBatch
 from tilefold.integrations.sentence_transformers._packed_inputs import pack_features, padded_inputs
+from tilefold.integrations.sentence_transformers._packing import disagreement
 from tilefold.integrations.transformers.packed import padding_position
 
 KINDS = ["bert", "roberta", "distilbert", "modernbert"]
@@ -360,3 +361,14 @@ def test_what_stays_padded_is_told(tokenizer_folder: Path) -> None:
     chosen = build_tiny_splade("bert", tokenizer_folder)
     chosen[0].unpad_inputs = False
     assert accelerate(chosen).padded == {"BertForMaskedLM": "unpad_inputs=False was chosen"}
+
+
+def test_numbers_may_differ_by_what_padding_itself_changes() -> None:
+    expected = torch.linspace(0, 2, 9).expand(2, 9)
+    assert disagreement(expected + 0.03, expected, lambda: expected) is None
+    assert "disagree by 0.06" in str(disagreement(expected + 0.06, expected, lambda: expected))
+    assert "disagree by 0.06" in str(disagreement(expected + 0.06, expected, lambda: expected[:1]))
+    rounded = expected - torch.eye(9)[:2] * 0.04  # a model in 16 bits, one text at a time
+    assert disagreement(expected + 0.06, expected, lambda: rounded) is None
+    assert "disagree by 0.09" in str(disagreement(expected + 0.09, expected, lambda: rounded))
+    assert "disagree by nan" in str(disagreement(expected * torch.nan, expected, lambda: rounded))
