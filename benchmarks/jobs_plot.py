@@ -26,7 +26,13 @@ _ENCODE = {
     "encode_collection, to Parquet": "to Parquet",
     "encoder and head alone": "encoder and head alone",
 }
-_TRAIN = {"stock": "stock", "padded": "padded, fused", "packed": "packed", "graphs": "packed, graphs"}
+_TRAIN = {
+    "stock": "stock",
+    "padded": "padded, fused",
+    "packed": "packed",
+    "graphs": "packed, graphs",
+    "compiled": "packed, compiled graphs",
+}
 
 
 class Bar(NamedTuple):

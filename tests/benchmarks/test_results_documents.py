@@ -10,6 +10,7 @@ import torch
 from benchmarks.jobs_plot import plot_jobs
 from benchmarks.results_plot import plot_results
 from benchmarks.results_table import markdown_table
+from benchmarks.search_plot import plot_search
 from tilefold.bench.provenance import collect
 from tilefold.bench.results import write_csv
 from tilefold.bench.runner import CSV_KEY, BenchRow
@@ -56,3 +57,11 @@ def test_results_of_jobs_become_a_picture(tmp_path: Path) -> None:
         (tmp_path / f"{name}.csv").write_text("case,gate\na,FAILED\n")
     with pytest.raises(ValueError, match=r"encode.csv must hold rows of `tilefold bench` that passed their gate"):
         plot_jobs(tmp_path, tmp_path / "none.png")
+
+
+def test_results_of_search_become_a_picture(tmp_path: Path) -> None:
+    results = Path(__file__).resolve().parents[2] / "benchmarks/results/cpu-amd-epyc-2-threads/search.csv"
+    assert plot_search(results, tmp_path / "search.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "search.csv").write_text("documents,gate\n1,FAILED\n")
+    with pytest.raises(ValueError, match=r"search.csv must hold rows of `tilefold bench search` that passed"):
+        plot_search(tmp_path / "search.csv", tmp_path / "none.png")
