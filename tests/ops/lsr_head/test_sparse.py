@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.conftest import Target
+from tests.ops.sparse_rows import entries, expected_entries, warnings_are_errors
 from tilefold.ops import lsr_head, lsr_head_sparse
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.lsr_head import api
@@ -36,21 +35,6 @@ def run(inputs: LSRHeadInputs, **options: Any) -> Tensor:
 
 def dense(inputs: LSRHeadInputs, **options: Any) -> Tensor:
     return lsr_head(inputs.hidden, inputs.weight, inputs.bias, **inputs.layout, **options)
-
-
-def expected_entries(scores: Tensor, top_k: int | None, min_weight: float) -> list[list[int]]:
-    """Columns kept in each row: by score, then by column; strictly above the minimum, or NaN."""
-    rows = []
-    for row in scores.tolist():
-        columns = [v for v, score in enumerate(row) if not score <= min_weight]
-        columns.sort(key=lambda v: (-math.inf if math.isnan(row[v]) else -row[v], v))
-        rows.append(sorted(columns[:top_k]))
-    return rows
-
-
-def entries(sparse: Tensor) -> list[list[int]]:
-    starts, columns = sparse.crow_indices().tolist(), sparse.col_indices().tolist()
-    return [columns[a:b] for a, b in itertools.pairwise(starts)]
 
 
 @pytest.mark.parametrize("layout", ["full", "right", "packed"])
@@ -135,14 +119,8 @@ def test_half_precision_selects_on_scores_that_are_not_rounded_yet() -> None:
 def test_it_raises_no_warning_and_carries_no_graph() -> None:
     inputs = lsr_head_inputs(2, 3, 8, 20)
     inputs.weight.requires_grad_()
-    before = torch.is_warn_always_enabled()
-    torch.set_warn_always(True)  # torch says some things once in a process
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            sparse = run(inputs, top_k=3)
-    finally:
-        torch.set_warn_always(before)
+    with warnings_are_errors():
+        sparse = run(inputs, top_k=3)
     assert not sparse.requires_grad
 
 

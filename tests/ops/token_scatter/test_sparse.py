@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.sparse_rows import entries, expected_entries, warnings_are_errors
 from tilefold.ops import token_scatter, token_scatter_sparse
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.testing.token_scatter import REDUCTIONS, TokenScatterInputs, token_scatter_inputs
@@ -24,21 +23,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def run(inputs: TokenScatterInputs, **options: Any) -> Tensor:
     return token_scatter_sparse(*inputs.operands, **inputs.layout, **options)
-
-
-def entries(sparse: Tensor) -> list[list[int]]:
-    starts, columns = sparse.crow_indices().tolist(), sparse.col_indices().tolist()
-    return [columns[a:b] for a, b in itertools.pairwise(starts)]
-
-
-def expected_entries(scores: Tensor, top_k: int | None, min_weight: float) -> list[list[int]]:
-    """Columns kept in each row: by score, then by column; strictly above the minimum, or NaN."""
-    rows = []
-    for row in scores.tolist():
-        columns = [v for v, score in enumerate(row) if not score <= min_weight]
-        columns.sort(key=lambda v: (-math.inf if math.isnan(row[v]) else -row[v], v))
-        rows.append(sorted(columns[:top_k]))
-    return rows
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -95,14 +79,8 @@ def test_the_dtype_is_that_of_the_weights_or_the_one_asked_for(dtype: torch.dtyp
 def test_it_raises_no_warning_and_carries_no_graph() -> None:
     inputs = token_scatter_inputs(2, 30, 20)
     inputs.weights.requires_grad_()
-    before = torch.is_warn_always_enabled()
-    torch.set_warn_always(True)  # torch says some things once in a process
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            sparse = run(inputs, top_k=3)
-    finally:
-        torch.set_warn_always(before)
+    with warnings_are_errors():
+        sparse = run(inputs, top_k=3)
     assert not sparse.requires_grad
 
 
