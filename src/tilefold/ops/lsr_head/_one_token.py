@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilefold.ops._shared.activation import activate, slope_from_score
 from tilefold.ops._shared.winners import no_winner, winner_dtype
-from tilefold.ops.lsr_head._problem import Gradients, HeadOptions, Needs, Saved, Tokens, Vocabulary
+from tilefold.ops.lsr_head._problem import BackwardCall, Gradients, HeadOptions, Tokens, Vocabulary
 from tilefold.ops.lsr_head._range import largest_finite, unit_of
 
 
@@ -25,14 +25,12 @@ def forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions) -> tup
     return scores.to(options.out_dtype), winners
 
 
-def backward(
-    dscores: Tensor, saved: Saved, tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions, needs: Needs
-) -> Gradients:
+def backward(call: BackwardCall) -> Gradients:
     """Gradients of hidden, weight and bias, ``None`` where not needed."""
-    scores, winners = saved
+    dscores, (scores, winners), tokens, (weight, _, _), options, needs = call
     if scores is None or winners is None:
         raise ValueError("scores and winners must be tensors in the backward pass of one token, got None.")
-    hidden, weight, dtype = tokens.hidden, vocabulary.weight, options.compute_dtype
+    hidden, dtype = tokens.hidden, options.compute_dtype
     wide = torch.promote_types(dtype, torch.float32)
     token, valid = _taken(tokens, winners, options.pooling)
     grad = dscores.to(wide) * slope_from_score(scores.to(wide), options.activation)

@@ -126,6 +126,17 @@ class Needs(NamedTuple):
     bias: torch.dtype | None
 
 
+class BackwardCall(NamedTuple):
+    """What gradients are made of, those of ``dscores`` ``[B, V]``, and which of them."""
+
+    dscores: Tensor
+    saved: Saved
+    tokens: Tokens
+    vocabulary: Vocabulary
+    options: HeadOptions
+    needs: Needs
+
+
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias, where asked for
 
 

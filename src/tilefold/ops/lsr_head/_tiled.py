@@ -16,11 +16,10 @@ from tilefold.ops._shared.activation import activate, activate_in_place, slope_f
 from tilefold.ops._shared.winners import no_winner, winner_dtype
 from tilefold.ops.lsr_head import _one_token
 from tilefold.ops.lsr_head._problem import (
+    BackwardCall,
     Gradients,
     HeadOptions,
-    Needs,
     PackedRows,
-    Saved,
     Tokens,
     Vocabulary,
     pack_rows,
@@ -48,27 +47,18 @@ def forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions) -> tup
     return _one_token.forward(tokens, vocabulary, options)
 
 
-def backward(
-    dscores: Tensor,
-    saved: Saved,
-    tokens: Tokens,
-    vocabulary: Vocabulary,
-    options: HeadOptions,
-    needs: Needs,
-    main_grad: Tensor | None,
-) -> Gradients:
+def backward(call: BackwardCall, main_grad: Tensor | None) -> Gradients:
     """Gradients of hidden, weight and bias (``None`` where not needed), each in its parameter's dtype.
 
     With ``main_grad``, fp32 ``[V, D]``, the weight's gradient is added to it and not returned.
     """
-    if options.pooling == "max":
-        gradients = _max_backward(dscores, saved, tokens, vocabulary, options, needs, main_grad)
-    elif options.pooling in ("sum", "mean"):
-        gradients = _sum_backward(dscores, tokens, vocabulary, options, needs)
+    pooling, dtype = call.options.pooling, call.needs.bias
+    if pooling == "max":
+        gradients = _max_backward(call, main_grad)
     else:
-        gradients = _one_token.backward(dscores, saved, tokens, vocabulary, options, needs)
+        gradients = _sum_backward(call) if pooling in ("sum", "mean") else _one_token.backward(call)
     dhidden, dweight, dbias = gradients
-    return dhidden, dweight, dbias if dbias is None or needs.bias is None else dbias.to(needs.bias)
+    return dhidden, dweight, dbias if dbias is None or dtype is None else dbias.to(dtype)
 
 
 def _max_forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions) -> tuple[Tensor, Tensor]:
@@ -88,21 +78,14 @@ def _max_forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions) -
     return scores.to(options.out_dtype), winners
 
 
-def _max_backward(
-    dscores: Tensor,
-    saved: Saved,
-    tokens: Tokens,
-    vocabulary: Vocabulary,
-    options: HeadOptions,
-    needs: Needs,
-    main_grad: Tensor | None,
-) -> Gradients:
+def _max_backward(call: BackwardCall, main_grad: Tensor | None) -> Gradients:
     """Both matrix gradients are weighted sums of gathered rows, one owner each.
 
     The weight's row ``v`` sums ``g[b, v] * hidden[b, winner[b, v]]`` over b, the hidden row sums
     ``g[b, v] * weight[v]`` over what it won.
     """
-    (scores, winners), (hidden, _, cu_seqlens), weight = saved, tokens, vocabulary.weight
+    dscores, (scores, winners), tokens, (weight, _, _), options, needs = call
+    hidden, cu_seqlens = tokens.hidden, tokens.cu_seqlens
     if scores is None or winners is None:
         raise ValueError("scores and winners must be tensors in the backward pass of max pooling, got None.")
     dtype = wide_dtype(hidden.dtype)
@@ -171,11 +154,10 @@ def _sum_forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions) -
     return scores.to(options.out_dtype)
 
 
-def _sum_backward(
-    dscores: Tensor, tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions, needs: Needs
-) -> Gradients:
+def _sum_backward(call: BackwardCall) -> Gradients:
     """Gradients of sum and mean pooling: every token counts, so each tile of logits is computed again."""
-    hidden, (weight, _, bias) = tokens.hidden, vocabulary
+    dscores, _, tokens, (weight, _, bias), options, needs = call
+    hidden = tokens.hidden
     packed = _packed_in_compute_dtype(tokens)
     rows = packed.rows
     grad = dscores.to(rows.dtype)

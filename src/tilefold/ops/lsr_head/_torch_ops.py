@@ -28,6 +28,7 @@ from tilefold.ops._shared.winners import winner_dtype
 from tilefold.ops.lsr_head import _quantized, _tiled
 from tilefold.ops.lsr_head._problem import (
     POOLINGS,
+    BackwardCall,
     BackwardPlan,
     ForwardPlan,
     Gradients,
@@ -132,19 +133,19 @@ def _gradients(
         except KernelUnavailableError:
             BACKWARD_PLANS.forget(key)
 
+    call = BackwardCall(dscores, saved, tokens, vocabulary, options, needs)
+
     def by_kernels() -> Gradients:
         from tilefold.ops.lsr_head import _triton
 
-        aligned = key is not None and is_aligned(key)
-        call = (dscores, saved, tokens, vocabulary, options, needs, aligned, main_grad is not None)
-        plan = _triton.plan_backward(*call)
+        plan = _triton.plan_backward(call, key is not None and is_aligned(key), main_grad is not None)
         gradients = plan(dscores, saved, tokens, vocabulary, main_grad)
         if key is not None:
             BACKWARD_PLANS.keep(key, plan)
         return gradients
 
     def by_torch() -> Gradients:
-        return _tiled.backward(dscores, saved, tokens, vocabulary, options, needs, main_grad)
+        return _tiled.backward(call, main_grad)
 
     operator, impl = _settled(tokens, vocabulary, options)
     return triton_or_tiled(operator, impl, tokens.hidden.device, by_kernels, by_torch)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilefold.ops._shared.winners import no_winner, winner_dtype
 from tilefold.ops.lsr_head._problem import (
+    BackwardCall,
     BackwardPlan,
     ForwardPlan,
     Gradients,
@@ -77,22 +78,11 @@ def forward(
     return plan, plan(tokens, vocabulary)
 
 
-def plan_backward(
-    dscores: Tensor,
-    saved: Saved,
-    tokens: Tokens,
-    vocabulary: Vocabulary,
-    options: HeadOptions,
-    needs: Needs,
-    aligned: bool,
-    accumulate: bool,
-) -> BackwardPlan:
+def plan_backward(call: BackwardCall, aligned: bool, accumulate: bool) -> BackwardPlan:
     """A plan for such gradients; ``accumulate`` adds that of the weight to a buffer in fp32."""
-    if tokens.batch == 0 or tokens.n_rows == 0:
-        return NoGradients(needs)
-    call = (dscores, saved, tokens, vocabulary, options, needs, aligned)
-    if options.pooling == "max":
-        return plan_max_backward(*call, accumulate)
-    if options.pooling in ("sum", "mean"):
-        return plan_sum_backward(dscores, tokens, vocabulary, options, needs, aligned)
-    return plan_one_token_backward(*call)
+    if call.tokens.batch == 0 or call.tokens.n_rows == 0:
+        return NoGradients(call.needs)
+    if call.options.pooling == "max":
+        return plan_max_backward(call, aligned, accumulate)
+    plan = plan_sum_backward if call.options.pooling in ("sum", "mean") else plan_one_token_backward
+    return plan(call, aligned)

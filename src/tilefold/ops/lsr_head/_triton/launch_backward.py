@@ -12,7 +12,7 @@ from tilefold.ops._shared._triton.launch import Step
 from tilefold.ops._shared._triton.launches import Launches
 from tilefold.ops._shared._triton.tensors import Pieces, Scratch, cdiv, sm_count
 from tilefold.ops._shared.winners import no_winner
-from tilefold.ops.lsr_head._problem import Gradients, HeadOptions, Needs, Saved, Tokens, Vocabulary
+from tilefold.ops.lsr_head._problem import BackwardCall, Gradients, HeadOptions, Needs, Saved, Tokens, Vocabulary
 from tilefold.ops.lsr_head._triton.max_backward import (
     MAX_VOCAB,
     _count_kernel,
@@ -92,17 +92,9 @@ class MaxBackward:
         return dhidden, dweight, dbias
 
 
-def plan_max_backward(
-    dscores: Tensor,
-    saved: Saved,
-    tokens: Tokens,
-    vocabulary: Vocabulary,
-    options: HeadOptions,
-    needs: Needs,
-    aligned: bool,
-    accumulate: bool,
-) -> MaxBackward:
+def plan_max_backward(call: BackwardCall, aligned: bool, accumulate: bool) -> MaxBackward:
     """The launches of such gradients; ``accumulate`` adds that of the weight to a buffer in fp32."""
+    dscores, saved, tokens, vocabulary, options, needs = call
     hidden, weight, winners = tokens.hidden, vocabulary.weight, saved.winners
     dtype, device = options.compute_dtype, hidden.device
     if winners is None:

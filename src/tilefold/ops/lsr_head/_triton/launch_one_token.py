@@ -12,7 +12,7 @@ from tilefold.ops._shared._triton.launch import Step
 from tilefold.ops._shared._triton.launches import Launches
 from tilefold.ops._shared._triton.tensors import Scratch, cdiv, power_of_two, sm_count
 from tilefold.ops._shared.winners import no_winner, winner_dtype
-from tilefold.ops.lsr_head._problem import Gradients, HeadOptions, Needs, Saved, Tokens, Vocabulary
+from tilefold.ops.lsr_head._problem import BackwardCall, Gradients, HeadOptions, Needs, Saved, Tokens, Vocabulary
 from tilefold.ops.lsr_head._triton.launch_forward import GIVEN, HeadForward
 from tilefold.ops.lsr_head._triton.one_token import (
     _find_kernel,
@@ -99,16 +99,9 @@ class OneTokenBackward:
         return dhidden, dweight, dbias
 
 
-def plan_one_token_backward(
-    dscores: Tensor,
-    saved: Saved,
-    tokens: Tokens,
-    vocabulary: Vocabulary,
-    options: HeadOptions,
-    needs: Needs,
-    aligned: bool,
-) -> OneTokenBackward:
+def plan_one_token_backward(call: BackwardCall, aligned: bool) -> OneTokenBackward:
     """The launches of such gradients."""
+    dscores, saved, tokens, vocabulary, options, needs = call
     hidden, weight, winners = tokens.hidden, vocabulary.weight, saved.winners
     dtype, device, (vocab, dim) = options.compute_dtype, hidden.device, weight.shape
     masked = winners is not None and winners.size(0) > 0

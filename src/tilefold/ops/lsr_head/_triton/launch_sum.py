@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import Step
 from tilefold.ops._shared._triton.tensors import Pieces, Scratch, cdiv
-from tilefold.ops.lsr_head._problem import Gradients, HeadOptions, Needs, Saved, Tokens, Vocabulary
+from tilefold.ops.lsr_head._problem import BackwardCall, Gradients, HeadOptions, Needs, Saved, Tokens, Vocabulary
 from tilefold.ops.lsr_head._range import largest_finite, unit_of
 from tilefold.ops.lsr_head._triton.launch_few_rows import plan_few_rows
 from tilefold.ops.lsr_head._triton.launch_one_token import OneTokenBackward
@@ -177,10 +177,9 @@ class SumBackward:
         return dhidden, dproduct if self.dweight is None else dweight, dbias
 
 
-def plan_sum_backward(
-    dscores: Tensor, tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions, needs: Needs, aligned: bool
-) -> SumBackward | OneTokenBackward:
+def plan_sum_backward(call: BackwardCall, aligned: bool) -> SumBackward | OneTokenBackward:
     """The launches of such gradients."""
+    dscores, _, tokens, vocabulary, options, needs = call
     given = tokens.hidden.dtype, vocabulary.weight.dtype
     operands, tokens, vocabulary = plan_operands(tokens, vocabulary, options.compute_dtype, aligned)
     hidden, batch, (vocab, dim), n_rows = tokens.hidden, tokens.batch, vocabulary.weight.shape, tokens.n_rows
