@@ -54,10 +54,18 @@ def commands(path: Path) -> list[list[str]]:
 
 
 def options_of(script: Path) -> set[str]:
-    """The options that a script gives to argparse."""
-    tree = ast.parse(script.read_text(encoding="utf-8"))
-    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return {text for text in texts if text.startswith("--")}
+    """The options that a script gives to argparse, and those of the scripts beside it that it imports."""
+    nodes = list(ast.walk(ast.parse(script.read_text(encoding="utf-8"))))
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    shared = [
+        script.with_name(f"{alias.name}.py")
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module == script.parent.name
+        for alias in node.names
+    ]
+    return {text for text in texts if text.startswith("--")}.union(
+        *(options_of(path) for path in shared if path.exists())
+    )
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)
