@@ -44,8 +44,8 @@ def first_largest(x: Tensor, allowed: Tensor) -> Tensor:
     return (is_best & allowed).to(torch.uint8).argmax(dim=-1)
 
 
-def maxsim(problem: Problem) -> Tensor:
-    """Scores, in the shape of the pairing."""
+def sides(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Queries ``[Nq, Lq, D]`` and which tokens are kept; documents ``[Nd, Ld, D]``, which tokens exist and are kept."""
     dtype = wide_dtype(problem.queries.dtype)
     q, _, q_kept = padded(problem.queries.to(dtype), problem.query_mask, problem.cu_queries, problem.query_length)
     d, exists, d_kept = padded(
@@ -53,6 +53,12 @@ def maxsim(problem: Problem) -> Tensor:
     )
     if problem.normalize:
         q, d = unit(q), unit(d)
+    return q, q_kept, d, exists, d_kept
+
+
+def maxsim(problem: Problem) -> Tensor:
+    """Scores, in the shape of the pairing."""
+    q, q_kept, d, exists, d_kept = sides(problem)
     if problem.pairing == "all":
         sims = torch.einsum("qid,njd->qnij", q, d)  # [Nq, Nd, Lq, Ld]
         q_kept, d_kept, exists = q_kept[:, None], d_kept[None], exists[None]
@@ -81,13 +87,7 @@ def maxsim(problem: Problem) -> Tensor:
 
 def xtr(problem: Problem, top_k: int, impute: bool) -> Tensor:
     """XTR scores ``[Nq, Nd]``: of the maxima of :func:`maxsim`, those among the ``top_k`` of each query token."""
-    dtype = wide_dtype(problem.queries.dtype)
-    q, _, q_kept = padded(problem.queries.to(dtype), problem.query_mask, problem.cu_queries, problem.query_length)
-    d, _, d_kept = padded(
-        problem.documents.to(dtype), problem.document_mask, problem.cu_documents, problem.document_length
-    )
-    if problem.normalize:
-        q, d = unit(q), unit(d)
+    q, q_kept, d, _, d_kept = sides(problem)
     sims = torch.einsum("qid,njd->qinj", q, d)  # [Nq, Lq, Nd, Ld]
     kept = d_kept.expand(sims.shape)
     ordered = sims.detach().masked_fill(~kept, float("-inf")).flatten(2).sort(dim=-1, descending=True).values
