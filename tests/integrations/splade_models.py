@@ -13,7 +13,7 @@ import sentence_transformers
 import torch
 import transformers
 from packaging.version import Version
-from sentence_transformers import SparseEncoder
+from sentence_transformers import SparseEncoder, SparseEncoderTrainingArguments
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import Tensor
@@ -37,6 +37,24 @@ needs_all_causal_logits = pytest.mark.skipif(
 )
 
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+
+
+def five_steps(folder: Path, **options: Any) -> SparseEncoderTrainingArguments:
+    """Arguments of a short training run on the CPU that logs the loss of each step; ``options`` take their place."""
+    settings: dict[str, Any] = {
+        "max_steps": 5,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 5e-5,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 3,
+        "dataloader_pin_memory": False,
+    }
+    return SparseEncoderTrainingArguments(str(folder), **settings | options)
 
 
 def make_tokenizer_folder(folder: Path) -> Path:

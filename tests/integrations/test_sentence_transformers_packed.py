@@ -22,7 +22,7 @@ from sentence_transformers.sparse_encoder.losses import (
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 
 from tests.integrations.multi_vector_models import NEGATIVES, POSITIVES, QUERIES, build_colbert, needs_stock
-from tests.integrations.splade_models import TEXTS, assert_close, build_tiny_splade, tiny_transformer
+from tests.integrations.splade_models import TEXTS, assert_close, build_tiny_splade, five_steps, tiny_transformer
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead, restore
 from tilefold.integrations.sentence_transformers._collate_ahead import AheadCollator, PendingBatch
 from tilefold.integrations.sentence_transformers._packed_inputs import pack_features, padded_inputs
@@ -189,21 +189,7 @@ def test_multi_vectors_are_encoded_as_before() -> None:
 
 
 def train(model: SparseEncoder, folder: Path, ahead: bool, **options: Any) -> list[float]:
-    arguments = SparseEncoderTrainingArguments(
-        output_dir=str(folder),
-        max_steps=5,
-        per_device_train_batch_size=4,
-        learning_rate=5e-5,
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        seed=3,
-        dataloader_pin_memory=False,
-        **options,
-    )
+    arguments = five_steps(folder, **options)
     trainer = SparseEncoderTrainer(
         model=model, args=arguments, train_dataset=PAIRS, eval_dataset=PAIRS, loss=splade_loss(model)
     )

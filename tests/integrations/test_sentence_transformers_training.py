@@ -11,17 +11,14 @@ import sentence_transformers
 import torch
 from datasets import Dataset
 from packaging.version import Version
-from sentence_transformers import (
-    SparseEncoder,
-    SparseEncoderTrainer,
-    SparseEncoderTrainingArguments,
-)
+from sentence_transformers import SparseEncoder, SparseEncoderTrainer
 from sentence_transformers.sparse_encoder.losses import (
     CachedSpladeLoss,
     SparseMultipleNegativesRankingLoss,
     SpladeLoss,
 )
 
+from tests.integrations.splade_models import five_steps
 from tilefold.integrations.sentence_transformers import accelerate, is_accelerated
 
 WORDS = ["length", "order", "first", "last", "sum", "copy", "size", "type"]
@@ -44,21 +41,7 @@ def train(folder: Path, output: Path, fused: bool, **options: Any) -> tuple[list
         document_regularizer_weight=3e-3,
         query_regularizer_weight=5e-3,
     )
-    arguments = SparseEncoderTrainingArguments(
-        output_dir=str(output),
-        max_steps=options.pop("max_steps", 5),
-        per_device_train_batch_size=4,
-        learning_rate=5e-5,
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        seed=3,
-        dataloader_pin_memory=False,
-        **options,
-    )
+    arguments = five_steps(output, **options)
     trainer = SparseEncoderTrainer(model=model, args=arguments, train_dataset=PAIRS, loss=loss)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], model
