@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tilefold._files import naming_full_disk
 from tilefold.recipes import _run
@@ -28,6 +28,7 @@ __all__ = [
     "Losses",
     "Progress",
     "Recipe",
+    "RunOptions",
     "TrainResult",
     "TrainingJob",
     "pair_examples",
@@ -167,15 +168,21 @@ class TrainingJob:
     verbose: bool
 
 
+class RunOptions(NamedTuple):
+    """How a run treats earlier ones, and what it says: arguments of ``train`` of every recipe."""
+
+    resume: bool
+    overwrite: bool
+    progress: Progress | None
+    verbose: bool
+
+
 def run_training(
     recipe: Recipe,
     collection: Collection,
     output_dir: str | Path,
+    options: RunOptions,
     *,
-    resume: bool,
-    overwrite: bool,
-    progress: Progress | None,
-    verbose: bool,
     load: Callable[[], Any],
     fit: Callable[[TrainingJob], Losses],
     examples: Callable[[], Examples] | None = None,
@@ -197,13 +204,13 @@ def run_training(
     data = texts_digest(collection.contents()) if untrained else read
     bf16 = supports_bf16() if recipe.bf16 is None else recipe.bf16
     run = _run.TrainingRun(Path(output_dir), recipe.to_dict() | {"bf16": bf16}, data)
-    finished = run.finished(overwrite=overwrite, resume=resume)
+    finished = run.finished(overwrite=options.overwrite, resume=options.resume)
     if finished is not None:
         now = {"seconds": time.monotonic() - started, "reused": True, "model_dir": str(output_dir)}
         return TrainResult(**finished | now | {"warnings": tuple(finished.get("warnings", ()))})
     check_graphs(recipe.graphs)
-    checkpoint = run.open(resume=resume)
-    with quiet_libraries(verbose):
+    checkpoint = run.open(resume=options.resume)
+    with quiet_libraries(options.verbose):
         register_entmax()
         try:
             model = load()
@@ -211,7 +218,7 @@ def run_training(
         except Exception:
             run.close(checkpoint)
             raise
-        job = TrainingJob(recipe, model, made, run, checkpoint, bf16, progress, verbose)
+        job = TrainingJob(recipe, model, made, run, checkpoint, bf16, options.progress, options.verbose)
         with naming_full_disk(run.work_dir):
             losses = Losses() if untrained else fit(job)
         result = TrainResult(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tilefold.recipes._attention import AttentionChoice
 from tilefold.recipes._checks import check_count, check_flag, check_training
 from tilefold.recipes._fields import DictMixin
-from tilefold.recipes._training import Losses, Progress, TrainingJob, TrainResult, run_trainer, run_training
+from tilefold.recipes._training import Losses, Progress, RunOptions, TrainingJob, TrainResult, run_trainer, run_training
 from tilefold.recipes.loading import check_tokenizer, saved_kind, saved_modules, whole_weights
 
 if TYPE_CHECKING:
@@ -113,19 +113,12 @@ def train(
         FileExistsError: if `output_dir` holds something other than a model of this recipe and data.
         MissingPackageError: if sentence-transformers or the packaged model is not installed.
     """
-
-    def load() -> MultiVectorEncoder:
-        return load_base_model(recipe)
-
     return run_training(
         recipe,
         collection,
         output_dir,
-        resume=resume,
-        overwrite=overwrite,
-        progress=progress,
-        verbose=verbose,
-        load=load,
+        RunOptions(resume, overwrite, progress, verbose),
+        load=lambda: load_base_model(recipe),
         fit=lambda job: _fit(recipe, job),
     )
 

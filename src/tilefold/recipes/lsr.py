@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilefold.recipes._lsr_recipe import LOSSES, REGULARIZERS, LsrRecipe, RegularizerSpec
-from tilefold.recipes._training import Losses, Progress, TrainingJob, TrainResult, run_trainer, run_training
+from tilefold.recipes._training import Losses, Progress, RunOptions, TrainingJob, TrainResult, run_trainer, run_training
 from tilefold.recipes.encoders import Base, build_encoder
 from tilefold.retrieval.provenance import texts_digest
 
@@ -58,10 +58,7 @@ def train(
         recipe,
         collection,
         output_dir,
-        resume=resume,
-        overwrite=overwrite,
-        progress=progress,
-        verbose=verbose,
+        RunOptions(resume, overwrite, progress, verbose),
         load=lambda: load_base_model(recipe, list(collection.contents().values())),
         fit=lambda job: _fit(recipe, job),
         examples=lambda: replace(make_examples(recipe, collection, negatives), documents=fitted),

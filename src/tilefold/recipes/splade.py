@@ -16,7 +16,7 @@ from tilefold.recipes._attention import AttentionChoice
 from tilefold.recipes._cheaper import freeze_lower_layers, length_grouped_batches
 from tilefold.recipes._checks import check_count, check_flag, check_number, check_training
 from tilefold.recipes._fields import DictMixin
-from tilefold.recipes._training import Losses, Progress, TrainingJob, TrainResult, run_trainer, run_training
+from tilefold.recipes._training import Losses, Progress, RunOptions, TrainingJob, TrainResult, run_trainer, run_training
 from tilefold.recipes._watch import watch
 from tilefold.recipes.precision import supports_bf16
 
@@ -126,19 +126,12 @@ def train(
         FileExistsError: if `output_dir` holds something other than a model of this recipe and data.
         MissingPackageError: if sentence-transformers or the packaged model is not installed.
     """
-
-    def load() -> SparseEncoder:
-        return load_base_model(recipe, [document.contents for document in collection.documents.values()])
-
     return run_training(
         recipe,
         collection,
         output_dir,
-        resume=resume,
-        overwrite=overwrite,
-        progress=progress,
-        verbose=verbose,
-        load=load,
+        RunOptions(resume, overwrite, progress, verbose),
+        load=lambda: load_base_model(recipe, [document.contents for document in collection.documents.values()]),
         fit=lambda job: _fit(recipe, job),
     )
 
