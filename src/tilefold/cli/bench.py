@@ -37,9 +37,11 @@ def bench(
         bool, typer.Option("--quick", help="A few shapes, short timing; saved only with --output.")
     ] = False,
     seconds: Annotated[float, typer.Option(help="Timing budget of one implementation and phase.")] = 0.5,
-    minutes: Annotated[float | None, typer.Option(help="Begin no shape after this; slow peers run last.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Start no further shape after this many; slow peers run last.")
+    ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Folder of the tokenizer of jobs with V = 250,002; else a small one serves.")
+        Path | None, typer.Option(help="Folder of a tokenizer for jobs with V = 250,002; by default a small one.")
     ] = None,
 ) -> None:
     """Check, then time operators, or whole jobs, and their baselines; a row whose check fails shows no time.

@@ -33,7 +33,7 @@ def encode(
     data: Annotated[str, typer.Option(help=_common.DOCUMENTS_HELP)] = "pydocs",
     kind: Annotated[
         str | None,
-        typer.Option(help="sparse or tokens: what to make; by default what the model makes, with minilm sparse."),
+        typer.Option(help="sparse or tokens: kind of vectors; by default that of the model, with minilm sparse."),
     ] = None,
     queries: Annotated[bool, typer.Option("--queries", help="Encode queries instead of documents.")] = False,
     split: Annotated[str | None, typer.Option(help="With --queries: only those of this split.")] = None,
@@ -54,7 +54,7 @@ def encode(
     ] = None,
     shard_size: Annotated[int, typer.Option(help="Texts per shard; each shard is saved when it is full.")] = 1024,
     save_minutes: Annotated[
-        float, typer.Option(min=0, help="What is done of a shard is kept after this time, and on Ctrl-C.")
+        float, typer.Option(min=0, help="The part of a shard that is done is saved this often, and on Ctrl-C.")
     ] = 1.0,
     devices: Annotated[str | None, typer.Option(help=_several.HELP)] = None,
     jsonl: Annotated[
@@ -73,7 +73,7 @@ def encode(
     ] = None,
     worker_cpus: Annotated[int | None, typer.Option(help="Ray: cores of each worker.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say how many shards, tokens, hours and gigabytes it would be.")
+        bool, typer.Option("--dry-run", help="Only estimate shards, tokens, hours and gigabytes.")
     ] = False,
     rate: Annotated[
         float | None, typer.Option(help="With --dry-run: texts per second of a worker, instead of what is measured.")

@@ -34,15 +34,13 @@ def index(
         str | None,
         typer.Option(help="bm25: of Snowball stemmer and stop words, or none for neither; by default english."),
     ] = None,
-    k1: Annotated[
-        float | None, typer.Option(help="bm25: how soon repetitions of a word count less; by default 1.5.")
-    ] = None,
+    k1: Annotated[float | None, typer.Option(help="bm25: saturation of term frequencies; by default 1.5.")] = None,
     b: Annotated[
-        float | None, typer.Option(help="bm25: how much long documents count less, 0 to 1; by default 0.75.")
+        float | None, typer.Option(help="bm25: normalisation of document length, 0 to 1; by default 0.75.")
     ] = None,
     identifiers: Annotated[
         bool,
-        typer.Option("--identifiers", help="bm25: cut words at underscores and capitals, for texts about programs."),
+        typer.Option("--identifiers", help="bm25: split words at underscores and capitals, for texts about programs."),
     ] = False,
     n_postings: Annotated[
         int | None,

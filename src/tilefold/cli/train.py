@@ -27,7 +27,7 @@ def train(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="minilm (as a rule the default), a folder, or a Hugging Face name of a fitting model."),
+        typer.Option(help="minilm (the usual default), a folder, or a Hugging Face name of a fitting model."),
     ] = None,
     steps: Annotated[
         int | None, typer.Option(help="Training steps; by default --epochs decides, 0 saves the untrained start.")
@@ -67,7 +67,7 @@ def train(
         bool, typer.Option("--fused/--plain", help="Fused head (sparse) or similarity (colbert), or the stock one.")
     ] = True,
     graphs: Annotated[
-        bool, typer.Option("--graphs", help="GPU: repeat the encoder's launches as CUDA graphs; see docs/cli.md.")
+        bool, typer.Option("--graphs", help="GPU: capture the encoder as CUDA graphs; see docs/cli.md.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal models.")] = 0,
     save_steps: Annotated[int, typer.Option(help="A checkpoint after so many steps.")] = 25,

@@ -31,12 +31,11 @@ def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False, comp
     forward, and the loss takes the outputs column by column: less work for the host, the same numbers but for those of
     dropout. Losses that cut columns into mini-batches (cached ones) run each part by itself.
 
-    With ``graphs``, the forward and backward pass of the encoder are captured as CUDA graphs and repeated, so that the
-    host launches them with two calls: a step then takes the time of the GPU. Sequences that nobody reads fill batches
-    up to a few sizes (at most a fifth more tokens); batches of a new size run as usual when they are first met and are
-    captured at the second time, which takes about a second. Gradients are written once and copied (memory of the
-    weights once more), and come all at the end of the backward pass, so that several GPUs overlap nothing. Steps that
-    a graph cannot repeat run as usual: see
+    With ``graphs``, the forward and backward pass of the encoder are captured as CUDA graphs and replayed, so that
+    the host launches them with two calls. Unused sequences pad batches to a few total sizes (at most a fifth more
+    tokens); batches of a new size run eagerly the first time and are captured the second time, which takes about a
+    second. Gradients are written once and copied (memory of the weights once more), and come all at the end of the
+    backward pass, so that several GPUs overlap nothing. Steps that a graph cannot repeat run as usual: see
     :class:`tilefold.integrations.sentence_transformers._step_graphs.StepGraphs`. Dropout draws other numbers.
 
     With ``compiled``, too, each layer of the encoder is compiled by ``torch.compile`` (for any length) before it is
@@ -46,7 +45,7 @@ def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False, comp
     Args:
         trainer: a ``SparseEncoderTrainer``, ``MultiVectorEncoderTrainer`` or another trainer of sentence-transformers.
         join: one forward for all columns; False for a loss that calls ``backward`` once for each column.
-        graphs: repeat the encoder's launches as CUDA graphs.
+        graphs: capture and replay the encoder as CUDA graphs.
         compiled: capture layers that ``torch.compile`` made.
 
     Raises:
