@@ -54,25 +54,16 @@ def _term(model: Any, name: str, recipe: LsrRecipe) -> Any:
 
 def make_regularizer(spec: RegularizerSpec, positions: int = 1) -> Any:
     """The penalty as a module with ``compute_loss_from_embeddings``; a group has so many documents."""
-    from tilefold.losses import (
-        AntiZeroLoss,
-        DFFlopsLoss,
-        GlobalFlopsLoss,
-        L1Loss,
-        L2Loss,
-        NoPenalty,
-        PositionSum,
-        RegularizerSum,
-    )
+    from tilefold import losses as ours
 
     if spec.kind == "none":
-        return NoPenalty()
+        return ours.NoPenalty()
     if spec.kind == "anti_zero":
-        penalty: Any = RegularizerSum([(GlobalFlopsLoss(), 1.0), (AntiZeroLoss(), 1.0)])
+        penalty: Any = ours.RegularizerSum([(ours.GlobalFlopsLoss(), 1.0), (ours.AntiZeroLoss(), 1.0)])
     else:
-        made = {"flops": GlobalFlopsLoss, "l1": L1Loss, "l2": L2Loss, "df_flops": DFFlopsLoss}[spec.kind]
-        penalty = made(threshold=spec.threshold)
-    return PositionSum(penalty, positions) if spec.per_position else penalty
+        kinds = {"flops": ours.GlobalFlopsLoss, "l1": ours.L1Loss, "l2": ours.L2Loss, "df_flops": ours.DFFlopsLoss}
+        penalty = kinds[spec.kind](threshold=spec.threshold)
+    return ours.PositionSum(penalty, positions) if spec.per_position else penalty
 
 
 def regularizer_schedule(recipe: LsrRecipe, loss: Any) -> Any:
