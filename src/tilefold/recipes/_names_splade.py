@@ -45,7 +45,7 @@ ENTRIES: tuple[Entry, ...] = (
         "SPLADE-v3: KL and MarginMSE on an ensemble of teachers, 8 mined negatives per query",
         "2403.06789",
         LsrRecipe("splade-v3", loss={"kl": 1.0, "margin_mse": 0.05}, negatives=8, batch_size=16),
-        published="from SPLADE++SelfDistil, 8 of 100 mined negatives a step (50 of the top 50, 50 of the top 1000), "
+        published="from SPLADE++SelfDistil, 8 of 100 mined negatives per step (50 of the top 50, 50 of the top 1000), "
         "teachers: MiniLM and four rerankers; weights of both losses not published",
         publishes="MRR@10 .402 on MS MARCO dev",
     ),
@@ -88,7 +88,7 @@ ENTRIES: tuple[Entry, ...] = (
             document_regularizer=RegularizerSpec(threshold=150),
             idf_learning_rate=1e-3,
         ),
-        published="co-condenser, KL on stored scores of 2 documents a query, FLOPS d .08 (T 40k), threshold 150, "
+        published="co-condenser, KL on stored scores of 2 documents per query, FLOPS d .08 (T 40k), threshold 150, "
         "batch 20 x 8 GPUs, 100k steps, lr 2e-5, length 256 (l0 and threshold: arXiv 2504.14839)",
         publishes="nDCG@10 .504 on BEIR-13 (v2-distill)",
     ),

@@ -20,7 +20,7 @@ _BINARY = EncoderSpec("binary", trainable=True)
 _MLM = EncoderSpec("mlm", drop_special_tokens=True)
 _WEIGHTS = EncoderSpec("mlp")
 _LOG_WEIGHTS = EncoderSpec("mlp", activation="log1p_relu")
-_UNREAD = "a number of this setting was not read"
+_UNREAD = "not looked up"
 
 ENTRIES: tuple[Entry, ...] = (
     Entry(
@@ -94,7 +94,7 @@ ENTRIES: tuple[Entry, ...] = (
             negatives=1,
             **_NO_PENALTY,
         ),
-        published="1 - P(relevant) of 1 negative, batch 16, lr 2e-5 constant, 2,432 steps; 1,000 terms a document kept",
+        published="1 - P(relevant) of 1 negative, batch 16, constant lr 2e-5, 2,432 steps; 1,000 terms per document",
         publishes=_UNREAD,
     ),
     Entry(
