@@ -1,4 +1,4 @@
-"""Texts to rows without waiting: token ids, batches cut by tokens, work ahead and behind, copies that nobody waits for.
+"""Parts of the encoding pipeline: token ids, batches cut by tokens, threads that work ahead, asynchronous copies.
 
 Nothing here knows sentence-transformers; ``tilefold.integrations.sentence_transformers`` puts the parts together for
 its models, and ``tilefold.retrieval`` writes what comes out. README.md says which file does what.

@@ -1,4 +1,4 @@
-"""Copies between host and device that nobody waits for: pinned memory, and an event after the last one."""
+"""Asynchronous copies between host and device: pinned memory, and an event after the last one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training steps as CUDA graphs: what a recipe's ``graphs`` needs, and what is said where it did not work."""
+"""Training steps as CUDA graphs: what a recipe's ``graphs`` needs, and the messages where it did not work."""
 # ruff: noqa: PLC0415 - torch and sentence-transformers are imported by the functions that need them
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A recipe trains in one process on one device: what is said to who has several GPUs."""
+"""A recipe trains in one process on one device: the note where several GPUs are visible, the error under a launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of texts, as a record that can be sent to other processes."""
+"""What texts are encoded into, as a record that can be sent to other processes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding(ABC):
-    """What is made of texts, apart from the model.
+    """What texts are encoded into, apart from the model.
 
     Attributes:
         kind: ``"document"`` or ``"query"``: the model's prompt and route.

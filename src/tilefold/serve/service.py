@@ -1,4 +1,4 @@
-"""What answers: models behind their lanes, permits, and the way of a request through both."""
+"""A service: models with their queues, permits, and the path of a request through both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an attention tells of its rows: thresholds, support sizes, residuals, visible keys, live blocks."""
+"""Statistics of the rows of an attention: thresholds, support sizes, residuals, visible keys, live blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The head for encoding without a wait: kept scores of each row in a place of fixed size, and how many there were."""
+"""The head for encoding without a synchronisation: a fixed number of places per row, and the count of kept scores."""
 
 from __future__ import annotations
 
