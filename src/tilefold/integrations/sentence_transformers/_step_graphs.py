@@ -102,12 +102,16 @@ class StepGraphs:
         self.graphs.move_to_end(sizes)
         graph.inputs.fill(features)
         self.serial += 1
-        waits = _Waits()
-        self._pending = weakref.ref(waits)
         output: Tensor = _Replay.apply(  # type: ignore[no-untyped-call]
-            self, graph, ids.size(1), waits, *self.parameters
+            self, graph, ids.size(1), self._waiting(), *self.parameters
         )
         return output
+
+    def _waiting(self) -> _Waits:
+        """What lives as long as a backward pass may come; not in the frame of a call, which a traceback may keep."""
+        waits = _Waits()
+        self._pending = weakref.ref(waits)
+        return waits
 
     def _may_run(self, ids: Tensor) -> bool:
         if ids.numel() == 0 or (self._capture is Captured and not ids.is_cuda):
