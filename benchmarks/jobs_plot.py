@@ -7,11 +7,11 @@ measured.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from benchmarks.paths import given_paths
 from benchmarks.results_plot import machine
 from tilefold.bench.figures import new_figure, save_figure
 from tilefold.bench.report import short_number
@@ -102,4 +102,4 @@ def _draw(axes: Axes, bars: Sequence[Bar], title: str) -> None:
 
 
 if __name__ == "__main__":
-    plot_jobs(sys.argv[1], sys.argv[2])
+    plot_jobs(*given_paths(__doc__, "results", "picture"))

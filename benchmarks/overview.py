@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+from benchmarks.paths import given_paths
 from tilefold.bench.figures import new_figure, save_figure
 from tilefold.bench.results import read_csv
 
@@ -69,4 +69,4 @@ def draw(picture: str) -> None:
 
 
 if __name__ == "__main__":
-    draw(sys.argv[1])
+    draw(*given_paths(__doc__, "picture"))

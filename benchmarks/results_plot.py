@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.paths import given_paths
 from tilefold.bench.figures import new_figure, save_figure
 from tilefold.bench.report import short_number
 from tilefold.bench.results import read_csv
@@ -109,4 +109,4 @@ def _conditions(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 if __name__ == "__main__":
-    plot_results(sys.argv[1], sys.argv[2])
+    plot_results(*given_paths(__doc__, "csv", "picture"))

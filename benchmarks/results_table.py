@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.paths import given_paths
 from tilefold.bench.report import short_number
 from tilefold.bench.results import read_csv
 
@@ -70,4 +70,4 @@ def _conditions(rows: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(markdown_table(sys.argv[1]), end="")
+    print(markdown_table(*given_paths(__doc__, "csv")), end="")

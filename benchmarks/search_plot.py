@@ -6,10 +6,10 @@ percentile; the right side is the time to build each index.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.paths import given_paths
 from benchmarks.results_plot import machine
 from tilefold.bench.figures import new_figure, save_figure
 from tilefold.bench.results import read_csv
@@ -65,4 +65,4 @@ def _lines(rows: Sequence[Mapping[str, str]]) -> dict[str, list[Mapping[str, str
 
 
 if __name__ == "__main__":
-    plot_search(sys.argv[1], sys.argv[2])
+    plot_search(*given_paths(__doc__, "csv", "picture"))

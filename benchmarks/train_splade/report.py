@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.paths import given_paths
 from benchmarks.results_plot import distinct, machine, relative_bars
 from tilefold.bench.figures import new_figure, save_figure
 from tilefold.bench.report import exponent, ratio, short_number, spread
@@ -168,4 +168,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(given_paths(__doc__, "csv", optional="picture"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,19 @@ def test_results_of_search_become_a_picture(tmp_path: Path) -> None:
     (tmp_path / "search.csv").write_text("documents,gate\n1,FAILED\n")
     with pytest.raises(ValueError, match=r"search.csv must hold rows of `tilefold bench search` that passed"):
         plot_search(tmp_path / "search.csv", tmp_path / "none.png")
+
+
+SCRIPTS = ("overview", "jobs_plot", "results_plot", "results_table", "search_plot", "train_splade.report")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+def test_help_explains_a_script_and_draws_nothing(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [script, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(f"benchmarks.{script}", run_name="__main__")
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith("usage:")
+    assert not list(tmp_path.iterdir())
