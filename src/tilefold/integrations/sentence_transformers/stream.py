@@ -47,7 +47,7 @@ CPU_TOKENS = 4096  # measured beside half and a quarter of it, docs/performance.
 PADDED_TEXTS = 32  # of a batch whose texts are padded
 AHEAD = 8  # batches of token ids that wait
 CAPACITY = 1024  # entries of a row at first; doubled where a row has more
-MOST_CAPACITY = 1 << 14
+MAX_CAPACITY = 1 << 14
 _PACKED = {"input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"}
 
 
@@ -315,7 +315,7 @@ class SparseStream(TextStream):
         try:
             counts, columns, values = pending.get()
         except NoRoomError as error:
-            while self.capacity < min(error.most, MOST_CAPACITY):
+            while self.capacity < min(error.most, MAX_CAPACITY):
                 self.capacity *= 2
             raise
         return SparseBatch(work.window, work.places, counts, columns, values, pending.vocab_size)

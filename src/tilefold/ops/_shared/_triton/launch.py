@@ -81,7 +81,7 @@ class Launcher:
                 compiled = self._kernel[grid](*arguments, **self._constants, **BUILD_OPTIONS)
             else:
                 compiled = self._kernel.warmup(*arguments, grid=grid, **self._constants, **BUILD_OPTIONS)
-            if hasattr(compiled, "result"):  # compiled beside the program
+            if hasattr(compiled, "result"):  # compiled asynchronously
                 compiled = compiled.result()
             names = self._kernel.arg_names[len(arguments) :]
             tail = tuple(self._constants[name] for name in names)
