@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import pickle
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,9 @@ from sentence_transformers.sparse_encoder.modules import SpladePooling
 
 from tests.integrations.multi_vector_models import NEGATIVES, POSITIVES, QUERIES, build_colbert, needs_stock
 from tests.integrations.splade_models import TEXTS, assert_close, build_tiny_splade, five_steps, tiny_transformer
-from tilefold.integrations.sentence_transformers import accelerate, collate_ahead, restore
+from tilefold.integrations.sentence_transformers import _packing, accelerate, collate_ahead, restore
 from tilefold.integrations.sentence_transformers._collate_ahead import AheadCollator, PendingBatch
 from tilefold.integrations.sentence_transformers._packed_inputs import pack_features, padded_inputs
-from tilefold.integrations.sentence_transformers._packing import disagreement
 from tilefold.integrations.transformers.packed import padding_position
 
 KINDS = ["bert", "roberta", "distilbert", "modernbert"]
@@ -349,12 +350,33 @@ def test_what_stays_padded_is_told(tokenizer_folder: Path) -> None:
     assert accelerate(chosen).padded == {"BertForMaskedLM": "unpad_inputs=False was chosen"}
 
 
-def test_numbers_may_differ_by_what_padding_itself_changes() -> None:
-    expected = torch.linspace(0, 2, 9).expand(2, 9)
-    assert disagreement(expected + 0.03, expected, lambda: expected) is None
-    assert "disagree by 0.06" in str(disagreement(expected + 0.06, expected, lambda: expected))
-    assert "disagree by 0.06" in str(disagreement(expected + 0.06, expected, lambda: expected[:1]))
-    rounded = expected - torch.eye(9)[:2] * 0.04  # a model in 16 bits, one text at a time
-    assert disagreement(expected + 0.06, expected, lambda: rounded) is None
-    assert "disagree by 0.09" in str(disagreement(expected + 0.09, expected, lambda: rounded))
-    assert "disagree by nan" in str(disagreement(expected * torch.nan, expected, lambda: rounded))
+@pytest.mark.parametrize(("dtype", "fault", "packed"), [("bfloat16", 0.3, True), ("bfloat16", 2.0, False),
+                                                         ("float32", 0.3, False)])  # fmt: skip
+def test_rounding_in_16_bits_is_told_from_a_fault(
+    dtype: str, fault: float, packed: bool, tiny: SparseEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _packing._run
+
+    def run_with_other_kernels(route: list[Any]) -> torch.Tensor:
+        """Packed numbers that are rounded in another way: on a CPU both ways take the same kernels."""
+        scores = run(route)
+        faulty = str(scores.dtype) == f"torch.{dtype}" and not scope
+        return scores * (1 + fault * torch.linspace(-1, 1, scores.numel()).view_as(scores)) if faulty else scores
+
+    scope: list[str] = []
+    padded = _packing.padded_inputs
+
+    @contextlib.contextmanager
+    def padded_scope() -> Iterator[None]:
+        scope.append("padded")
+        with padded():
+            yield
+        scope.clear()
+
+    monkeypatch.setattr(_packing, "_run", run_with_other_kernels)
+    monkeypatch.setattr(_packing, "padded_inputs", padded_scope)
+    tiny.to(getattr(torch, dtype))
+    with contextlib.nullcontext() if packed else pytest.warns(UserWarning, match="disagree by"):
+        accelerate(tiny)
+    assert _packing.has_packed_inputs(tiny) is packed
+    assert next(tiny.parameters()).dtype == getattr(torch, dtype)

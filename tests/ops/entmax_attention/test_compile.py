@@ -155,8 +155,9 @@ def build(
         pytest.skip("configs.is_resident never takes it there")
     config = configs.config_for(dtype, dim, tf32=False, capability=divmod(capability, 10))
     if options.get("LISTS") is False and name in ("roots", "inference"):
-        short = {"rows": config.short_rows, "num_warps": config.short_warps, "registers": config.short_registers}
-        config = replace(config, **short)
+        rows = configs.short_rows(config, kind)
+        if rows != config.rows:
+            config = replace(config, rows=rows, num_warps=config.short_warps, registers=config.short_registers)
     launch = attention_kernels(config, config.resident, kind)[name]
     flags = {
         "H": 12, "GROUP": 1, "D": dim, "BLOCK_D": dim, "KIND": kind, "HAS_ALPHA": kind in ANY_ALPHA, "CAUSAL": False,

@@ -32,6 +32,7 @@ from tilefold.ops.entmax_attention.configs import (
     nearness,
     resident_warps,
     row_tiles,
+    short_rows,
     span,
     tolerance,
 )
@@ -124,7 +125,8 @@ def plan_forward(
     config = attention_config(q, tensors.seed is not None)
     resident = is_resident(tensors, options)
     short = not resident and is_short(q, options)
-    walked = config.short_rows if short and not with_gradient else config.rows
+    kind = layout.flags["KIND"]
+    walked = short_rows(config, kind) if short and not with_gradient else config.rows
     rows = config.resident_rows if resident else walked
     tiles = row_tiles(q, rows, tensors)
     live = live_shape(tensors, options)
@@ -156,11 +158,11 @@ def plan_forward(
     root = {"TOLERANCE": tolerance(q.dtype), "NEAR": nearness(q.dtype)}
     if resident:
         own = {"BLOCK_N": power_of_two(longest), **made, **root}
-        launched = {"num_warps": resident_warps(config, layout.flags["KIND"]), "num_stages": 1}
+        launched = {"num_warps": resident_warps(config, kind), "num_stages": 1}
         step = Step(resident_kernel, (tiles, q.size(1), 1), (*strides, *numbers), {**flags, **own, **launched})
         return ForwardPlan(*place, tables, checked, step)
     flags |= {"LISTS": not short, "BLOCK_N": config.keys, "num_stages": config.forward_stages}
-    capped = caps(config, layout.flags["KIND"], tensors.seed is not None)
+    capped = caps(config, kind, tensors.seed is not None)
     flags["num_warps"], narrow = config.num_warps, capped.registers
     if rows != config.rows:
         flags["num_warps"], narrow = config.short_warps, capped.short_registers

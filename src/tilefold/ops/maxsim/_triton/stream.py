@@ -113,7 +113,7 @@ def stream_kernel(
         next_start, next_end, next_ok = bounds(cu_d_ptr, next_d, Nd, Td, length_d, UNIFORM_D)
         if HAS_SCALE:  # of the next tile: what is read when it is needed is waited for
             next_t = next_t0 + place
-            there = (next_t < next_end - next_start) & (next_d < Nd)
+            there = next_t < tl.where(next_d < Nd, next_end - next_start, 0)
             next_scale = tl.load(doc_scale_ptr + next_start + next_t, mask=there, other=0.0)
         acc = tl.dot(rows.to(q.dtype), q.T, input_precision=PRECISION, out_dtype=kind).to(tl.float32)
         there = t0 + place < length
