@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared._triton.releases import ALL_REGISTERS
-from tilefold.ops._shared.entmax_root import ENTMAX15, GENERIC, GENERIC16, SOFTMAX, SPARSEMAX
+from tilefold.ops._shared.entmax_root import ENTMAX15, GENERIC, SOFTMAX, SPARSEMAX
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.tf32 import tf32_allowed
 from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
@@ -154,10 +154,11 @@ def is_short(q: Tensor, options: Options) -> bool:
 def short_rows(config: AttentionConfig, kind: str) -> int:
     """Queries of a tile of the kernels that visit all blocks without a gradient.
 
-    Those that read alpha from memory need so many registers that wide tiles put values away: 768 keys on one H200 take
-    0.181 ms with tiles of 128 queries and 0.153 with tiles of 64.
+    Forms that need more registers than that of alpha 1.5 put values away in wide tiles: 768 keys on one H200 take, with
+    tiles of 128 and of 64 queries, 0.181 and 0.153 ms for an alpha in memory, 0.161 and 0.146 for 1.75, 0.133 and 0.121
+    for 1.25, 0.111 and 0.103 for 2.
     """
-    return config.rows if kind == GENERIC16 else config.short_rows
+    return config.short_rows if kind in (SOFTMAX, ENTMAX15) else config.rows
 
 
 def resident_warps(config: AttentionConfig, kind: str) -> int:
