@@ -204,7 +204,7 @@ def test_the_gradient_of_alpha_spills_little() -> None:
         compiled = build(
             "dq", torch.bfloat16, 64, "generic16", 90, NEED_ALPHA=True, LISTS=lists, registers=config.wide_registers
         )
-        check_spills(compiled, ALPHA_SPILLS, ALPHA_LOOPED, "dq", others=136)  # bytes with Triton 3.7
+        check_spills(compiled, ALPHA_SPILLS, ALPHA_LOOPED, "dq", others=144)  # bytes with Triton 3.4, 136 with 3.7
 
 
 def test_counting_the_support_spills_next_to_nothing() -> None:
