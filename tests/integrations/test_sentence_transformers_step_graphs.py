@@ -357,6 +357,10 @@ def test_a_layer_with_a_forward_of_its_own_keeps_it(transformer: Any) -> None:
     with compiled_layers(transformer.model):
         assert layers[0].forward is given and layers[1].forward is not type(layers[1]).forward
     assert layers[0].forward is given and "forward" not in vars(layers[1])
+    layers.append(layers[1])
+    with compiled_layers(transformer.model):
+        pass
+    assert "forward" not in vars(layers[1])
 
 
 def test_graphs_are_refused_where_nothing_is_joined(tokenizer_folder: Path, tmp_path: Path) -> None:

@@ -161,9 +161,8 @@ def fresh_leaves(model: nn.Module, parameters: list[Tensor]) -> Iterator[list[Te
 def compiled_layers(model: nn.Module) -> Iterator[None]:
     """Within it, layers of a ``ModuleList`` of one class run as ``torch.compile`` makes them, of any length."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    layers: list[Any] = [
-        layer for stack in lists if len({type(layer) for layer in stack}) == 1 for layer in stack if not own(layer)
-    ]
+    found = [layer for stack in lists if len({type(layer) for layer in stack}) == 1 for layer in stack]
+    layers: list[Any] = [layer for layer in dict.fromkeys(found) if not own(layer)]  # one may stand twice
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
     try:
