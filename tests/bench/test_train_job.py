@@ -57,6 +57,8 @@ def test_other_losses_get_no_times() -> None:
     assert train_job.row(right, right)["pairs_per_s"] == 800
     half = replace(right, batch=2)
     assert train_job.row(right, half)["ratio"] == 2
+    held_up = replace(right, measured=replace(right.measured, step_ms=50.0))  # one step, by the host
+    assert train_job.row(right, held_up)["ratio"] == 1 and train_job.row(held_up, right)["ratio"] == 0.1
 
 
 def test_half_of_a_batch_is_run_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

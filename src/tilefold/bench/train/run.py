@@ -15,9 +15,7 @@ import torch
 
 GATE_STEPS = 3
 WARM_STEPS = 5
-GRAPH_WARM_STEPS = (
-    80  # the sizes of nearly all batches have been met twice by then; a capture takes as long as ten steps
-)
+GRAPH_WARM_STEPS = 80  # nearly all sizes have been met twice by then; a capture takes as long as five to ten steps
 GRAPHS = ("graphs", "compiled")  # sides with graphs
 PROFILED_STEPS = 3
 # Fresh weights give dense scores, whose dot products grow with V: these factors over V keep loss and FLOPS terms small,

@@ -33,20 +33,22 @@ def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False, comp
 
     With ``graphs``, the forward and backward pass of the encoder are captured as CUDA graphs and replayed, so that
     the host launches them with two calls. Unused sequences pad batches to a few total sizes (at most a fifth more
-    tokens); batches of a new size run eagerly the first time and are captured the second time, which takes about a
-    second. Gradients are written once and copied (memory of the weights once more), and come all at the end of the
+    tokens); batches of a new size run eagerly the first time and are captured the second time, which takes a fraction
+    of a second. Gradients are written once and copied (memory of the weights once more), and come all at the end of the
     backward pass, so that several GPUs overlap nothing. Steps that a graph cannot repeat run as usual: see
     :class:`tilefold.integrations.sentence_transformers._step_graphs.StepGraphs`. Dropout draws other numbers.
 
-    With ``compiled``, too, each layer of the encoder is compiled by ``torch.compile`` (for any length) before it is
-    captured, which fuses what lies between its products: about a seventh less work for the GPU and some ten seconds
-    more at the start. In 16 bits fewer results are rounded on the way.
+    With ``compiled``, too, what is captured in 16 bits (bf16 or fp16 weights or autocast) are layers that
+    ``torch.compile`` made, for any length, which fuses what lies between their products: about a seventh less work for
+    the GPU, fewer results rounded on the way, and some ten seconds more at the start. In fp32 layers are captured as
+    they are, since torch cannot compile its fp32 attention of packed sequences; where compiling fails, a warning says
+    so.
 
     Args:
         trainer: a ``SparseEncoderTrainer``, ``MultiVectorEncoderTrainer`` or another trainer of sentence-transformers.
         join: one forward for all columns; False for a loss that calls ``backward`` once for each column.
         graphs: capture and replay the encoder as CUDA graphs.
-        compiled: capture layers that ``torch.compile`` made.
+        compiled: capture layers that ``torch.compile`` made; no effect in fp32.
 
     Raises:
         TypeError: if ``trainer`` has no data collator.
