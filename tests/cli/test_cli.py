@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import programs
 from tests.recipes.small import small_collection
 from tilefold import cli
 from tilefold._version import __version__
@@ -34,8 +35,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
         ["index", "--vectors", "vectors", "--output", "index"],
     )
     for step in steps:
-        command = [sys.executable, "-m", "tilefold.cli", *step, "--json"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        done = programs.run("-m", "tilefold.cli", *step, "--json", cwd=folder)
         assert done.returncode == 0, done.stderr
         (folder / f"{step[0]}.json").write_text(done.stdout)
         (folder / f"{step[0]}.err").write_text(done.stderr)
@@ -262,18 +262,18 @@ def test_a_damaged_demo_record_says_to_run_the_demo_again(call: Any, tmp_path: P
 
 def test_ctrl_c_leaves_with_130_and_says_how_to_go_on(work: Path, masked_lm: str, tmp_path: Path) -> None:
     args = ["--data", str(work / "data"), "--model", masked_lm, "--output", str(tmp_path / "m"), "--steps", "100000"]
-    command = [sys.executable, "-m", "tilefold.cli", "train", *args, "--batch-size", "4"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    out, err = tmp_path / "out", tmp_path / "err"
+    with programs.start("-m", "tilefold.cli", "train", *args, "--batch-size", "4", stdout=out, stderr=err) as process:
         try:
             deadline = time.monotonic() + 120
             while not list((tmp_path / "m.training").glob("checkpoint-*/tilefold_whole.json")):
                 assert time.monotonic() < deadline, "no checkpoint within two minutes"
-                assert process.poll() is None, process.communicate()[1]
-                time.sleep(0.1)
+                assert process.poll() is None, err.read_text()
+                time.sleep(0.02)
             os.kill(process.pid, signal.SIGINT)
-            out, err = process.communicate(timeout=120)
+            code = process.wait(timeout=120)
         finally:
             process.kill()
-    assert process.returncode == 130
-    assert (out, "run the same command again to resume" in err) == ("", True)
-    assert "Traceback" not in err
+    assert code == 130
+    assert (out.read_text(), "run the same command again to resume" in err.read_text()) == ("", True)
+    assert "Traceback" not in err.read_text()

@@ -7,14 +7,13 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests import programs
 from tests.cli.program import run_cli
 from tests.processes import environment
 from tests.recipes.tiny import tiny_masked_lm
@@ -118,8 +117,8 @@ def test_a_served_index_answers_and_ends_at_a_signal_with_code_0(tmp_path: Path,
     }
     options = [part for option, name in paths.items() for part in (f"--{option}", str(work / name))]
     options += ["--name", "small", "--port", "0", "--api-key-file", str(key)]
-    command = [sys.executable, "-m", "tilefold.cli", "serve", *options]
-    with subprocess.Popen(command, env=environment(OMP_NUM_THREADS="1"), stderr=subprocess.PIPE, text=True) as process:
+    command = ("-m", "tilefold.cli", "serve", *options)
+    with programs.start(*command, env=environment(OMP_NUM_THREADS="1"), stderr=programs.PIPE) as process:
         try:
             assert process.stderr is not None
             line = next(line for line in process.stderr if "http://" in line)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import tempfile
 import traceback
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests import programs
 
 START_SECONDS = 300.0  # a busy machine may take a minute to import torch in every process
 JOB_SECONDS = 300.0
@@ -65,7 +66,7 @@ class Ranks:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = programs.context()
         handle, meeting = tempfile.mkstemp(prefix="tilefold-ranks-")
         os.close(handle)
         Path(meeting).unlink()

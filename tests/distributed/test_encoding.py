@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.distributed import encode_jobs as jobs
 from tests.distributed.ranks import Ranks
 from tests.integrations.multi_vector_models import build_colbert
@@ -146,9 +145,8 @@ print([os.waitpid(child, 0)[1] for child in children])
 def test_a_rank_that_dies_is_told_at_once_and_nothing_that_was_reported_is_lost(
     tiny_folder: Path, whole: Path, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", DIES, str(tiny_folder), str(tmp_path)]
     given = environment(ROOT, TOKENIZERS_PARALLELISM="false")
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=given, timeout=100)
+    done = programs.run("-c", DIES, tiny_folder, tmp_path, env=given, timeout=100)
     lines = done.stdout.splitlines()
     assert len(lines) == 2 and json.loads(lines[1]) == [0, 9], done.stdout + done.stderr
     waited, reported, told = lines[0].split(" ", 2)

@@ -7,8 +7,6 @@ import json
 import pickle
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ import sentence_transformers
 import torch
 from sentence_transformers import SparseEncoder
 
+from tests import programs
 from tests.integrations.splade_models import TEXTS, assert_close
 from tilefold.integrations.sentence_transformers import accelerate, is_accelerated, restore
 
@@ -64,8 +63,8 @@ def test_a_checkpoint_saved_while_accelerated_loads_in_plain_sentence_transforme
     assert list(model.state_dict()) == keys
     model.save_pretrained(str(tmp_path / "saved"))
     scores = tmp_path / "scores.pt"
-    command = [sys.executable, "-c", RELOAD_WITHOUT_TILEFOLD, str(tmp_path / "saved"), str(scores), *TEXTS]
-    subprocess.run(command, check=True, capture_output=True)
+    done = programs.run("-c", RELOAD_WITHOUT_TILEFOLD, tmp_path / "saved", scores, *TEXTS)
+    assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(scores, weights_only=True), expected)
 
 
@@ -98,7 +97,10 @@ def test_copies_and_pickles_stay_accelerated_with_weights_of_their_own(model: Sp
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch, on unpickling a sparse tensor
-def test_a_pool_of_processes_encodes_with_the_accelerated_model(model: SparseEncoder) -> None:
+def test_a_pool_of_processes_encodes_with_the_accelerated_model(
+    model: SparseEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: programs.context())
     expected = encode(model)
     accelerate(model)
     pool = model.start_multi_process_pool(["cpu"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from safetensors.torch import load_file
 from transformers import AutoModel, BertForMaskedLM, BertModel, DistilBertModel, PreTrainedModel
 
+from tests import programs
 from tests.integrations.entmax_models import batch, model, output
 from tilefold.integrations.transformers import (
     learn_alpha,
@@ -74,7 +73,7 @@ def test_without_tilefold_such_a_checkpoint_raises_instead_of_running_softmax(tm
     use_entmax(made)
     made.save_pretrained(str(tmp_path))
     code = "import sys; from transformers import AutoModel; AutoModel.from_pretrained(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = programs.run("-c", code, tmp_path)
     assert done.returncode != 0 and 'attn_implementation="entmax"` is not supported' in done.stderr
 
 

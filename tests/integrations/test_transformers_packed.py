@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
+from tests import programs
 from tests.integrations.splade_models import tiny_network
 from tilefold.integrations.transformers._packable import stop_packed, use_packed
 from tilefold.integrations.transformers.packed import PACKED, packed_hidden_states, position_ids_of
@@ -160,7 +159,8 @@ def test_nothing_is_registered_by_an_import() -> None:
         "from transformers import AttentionInterface\n"
         "assert 'tilefold_packed' not in AttentionInterface._global_mapping"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = programs.run("-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import programs
 from tilefold.recipes import backbone
 from tilefold.retrieval.errors import MissingPackageError
 
@@ -37,8 +37,9 @@ def test_a_saved_minilm_splade_scores_the_same_in_plain_sentence_transformers(en
     vectors = encoder.encode_document(TEXTS, convert_to_sparse_tensor=False)
     encoder.save_pretrained(str(tmp_path / "model"))
     (tmp_path / "texts.json").write_text(json.dumps(TEXTS))
-    command = [sys.executable, "-c", PLAIN_RELOAD, str(tmp_path / "model"), str(tmp_path / "texts.json")]
-    answer = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    done = programs.run("-c", PLAIN_RELOAD, tmp_path / "model", tmp_path / "texts.json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
     assert answer["tilefold"] is False
     assert answer["length"] == 64
     assert answer["scores"] == encoder.similarity(vectors, vectors).tolist()

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +12,8 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 
+from tests import programs
+from tests.processes import ROOT
 from tilefold.recipes import SpladeRecipe, train
 from tilefold.recipes._cheaper import length_grouped_batches
 from tilefold.recipes._training import total_steps
@@ -64,13 +65,10 @@ def test_training_leaves_a_stock_model_that_changed_and_no_other_files(recipe, c
 def test_a_killed_run_goes_on_and_ends_with_the_weights_of_an_uninterrupted_one(
     recipe, collection, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", RUN_AND_HANG, recipe.base_model, str(tmp_path / "killed")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
-    assert process.stdout is not None
-    assert process.stdout.readline() == "at step 5\n"
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    command = ("-c", RUN_AND_HANG, recipe.base_model, tmp_path / "killed")
+    with programs.start(*command, stdout=programs.PIPE, cwd=ROOT) as process:
+        assert process.stdout.readline() == "at step 5\n"
+        process.kill()
     assert not (tmp_path / "killed").exists()
     half = tmp_path / "killed.training" / "checkpoint-5"  # as if it had died while writing
     half.mkdir()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import programs
 from tests.retrieval.test_retrieval_encoding import BUDGET, TEXTS, dense
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.retrieval import encode_collection, read_manifest, read_vectors
@@ -203,9 +202,8 @@ for run in range(4):
 def test_a_kill_at_any_moment_loses_nothing_that_was_reported(splade: Any, tmp_path: Path) -> None:
     splade.save_pretrained(str(tmp_path / "model"), create_model_card=False)
     texts = {f"d{i}": "cats sleep and dogs run " * (i % 7) + f"text {i}" for i in range(160)}
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "model"), str(tmp_path)]
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    given = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    done = programs.run("-c", KILLED, tmp_path / "model", tmp_path, env=given)
     assert done.returncode == 0, done.stderr
     stopped = []
     with accelerate(splade):

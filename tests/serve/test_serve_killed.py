@@ -8,8 +8,6 @@ import random
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -21,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests import programs
 from tests.processes import environment
 from tests.serve.running import Client
 from tilefold import retrieval as r
@@ -40,10 +39,10 @@ def vectors(sparse: Any, collection: Collection, tmp_path_factory: pytest.TempPa
 
 
 @contextmanager
-def served(model: str, index: Path) -> Iterator[tuple[subprocess.Popen[str], Client]]:
+def served(model: str, index: Path) -> Iterator[tuple[Any, Client]]:
     """A process that serves the index."""
-    command = [sys.executable, "-m", "tilefold.cli", "serve", "--model", model, "--index", str(index), "--port", "0"]
-    with subprocess.Popen(command, env=environment(OMP_NUM_THREADS="1"), stderr=subprocess.PIPE, text=True) as process:
+    command = ("-m", "tilefold.cli", "serve", "--model", model, "--index", index, "--port", "0")
+    with programs.start(*command, env=environment(OMP_NUM_THREADS="1"), stderr=programs.PIPE) as process:
         try:
             assert process.stderr is not None
             line = next(line for line in process.stderr if "http://" in line)
@@ -97,7 +96,7 @@ class Asking:
             self.seen[kind] += 1
 
 
-def interrupted(process: subprocess.Popen[str], asking: Asking, sent: signal.Signals, after: float) -> Counter[str]:
+def interrupted(process: Any, asking: Asking, sent: signal.Signals, after: float) -> Counter[str]:
     threads = [threading.Thread(target=asking.run, args=(seed,)) for seed in range(CLIENTS)]
     for thread in threads:
         thread.start()

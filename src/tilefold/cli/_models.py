@@ -134,7 +134,7 @@ def load_untrained(
         option: of the command.
     """
     find_model(PACKAGED, option)
-    _check_sentence_transformers()
+    check_sentence_transformers()
     from tilefold.recipes.untrained import untrained_splade
 
     try:
@@ -162,7 +162,7 @@ def load_model(
     documents, see :func:`load_untrained`. No remote code runs, and a folder is read without a look at the network.
     """
     path = find_model(name, option)
-    _check_sentence_transformers()
+    check_sentence_transformers()
     if name == PACKAGED and kinds == ("multi-vector",):
         from tilefold.recipes.untrained import untrained_colbert
 
@@ -219,7 +219,8 @@ def _accelerate(model: Any) -> None:
         note(f"encoding with the plain head: {first_line(error)}")
 
 
-def _check_sentence_transformers() -> None:
+def check_sentence_transformers() -> None:
+    """Import sentence-transformers, or say what to install."""
     try:
         from sentence_transformers import MultiVectorEncoder, SparseEncoder  # noqa: F401 - 6 or later has both
     except ImportError as error:

@@ -106,6 +106,8 @@ def encode(
         raise typer.Exit(code)
     with joined() as rank:
         stored = (engine == "ray" or dry_run) and not queries and data != "pydocs" and Path(data).exists()
+        if rank:  # while the first one makes what this one finds
+            _models.check_sentence_transformers()
         with first_rank_first() if model == _models.PACKAGED or data == "pydocs" else nullcontext():
             collection = None if stored else _common.load_data(data, documents_only=not queries, drop_unknown=True)
             texts = None if collection is None else _texts(collection, data, queries, split)

@@ -111,7 +111,7 @@ def _prosper_transformer(spec: EncoderSpec, base: Base) -> Any:
     from tilefold.recipes.loading import saved_architectures
 
     name = spec.base_model or base.base_model
-    if any(found.endswith("ForCausalLM") for found in saved_architectures(name)):
+    if name != "minilm" and any(found.endswith("ForCausalLM") for found in saved_architectures(name)):
         plain = causal_transformer(name, "causal", max_length=base.max_length)
     else:
         plain = load_transformer(name, base, "fill-mask")

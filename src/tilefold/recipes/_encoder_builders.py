@@ -107,7 +107,7 @@ def _continue_weights(weights: Any, base_model: str) -> None:
     from tilefold.modules import TokenWeights, load_encoder
     from tilefold.recipes.loading import saved_modules
 
-    if not any(path.endswith(".TokenWeights") for path in saved_modules(base_model)):
+    if base_model == "minilm" or not any(path.endswith(".TokenWeights") for path in saved_modules(base_model)):
         return
     saved = load_encoder(base_model, device="cpu", local_files_only=Path(base_model).is_dir())
     trained = next(module for module in saved.children() if isinstance(module, TokenWeights))

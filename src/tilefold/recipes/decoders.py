@@ -130,8 +130,8 @@ def check_causal_lm(name_or_path: str) -> None:
     """
     from tilefold.recipes.loading import saved_architectures
 
-    named = saved_architectures(name_or_path)
     packaged = name_or_path == "minilm"
+    named = [] if packaged else saved_architectures(name_or_path)
     if packaged or (Path(name_or_path).is_dir() and not any(name.endswith("ForCausalLM") for name in named)):
         raise ValueError(
             f"base_model must have a causal LM head, got {name_or_path}, whose config.json names "
