@@ -35,7 +35,7 @@ INFERENCE = {
     "lsr_head sum": (22, 31, 2, 1),
     "lsr_head mean masked": (22, 33, 2, 1),
     "lsr_head cls": (21, 31, 2, 1),
-    "lsr_head last masked": (23, 36, 4, 2),
+    "lsr_head last masked": (21, 33, 2, 1),
     "lsr_head last packed": (21, 33, 2, 1),
 }
 TRAINING = {
@@ -56,7 +56,7 @@ TRAINING = {
     "lsr_head sum": (51, 59, 10, 5),
     "lsr_head mean masked": (51, 64, 10, 5),
     "lsr_head cls": (48, 58, 10, 4),
-    "lsr_head last masked": (50, 66, 12, 5),
+    "lsr_head last masked": (48, 65, 12, 4),
     "lsr_head last packed": (48, 63, 10, 4),
 }
 

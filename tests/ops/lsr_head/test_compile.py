@@ -14,7 +14,7 @@ from tilefold.ops._shared._triton.releases import lean_places, why_no_warp_roles
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.lsr_head import configs
 from tilefold.ops.lsr_head._triton import one_token, pack, quantize, sum_pooling
-from tilefold.ops.lsr_head._triton.launch_one_token import CLEAR_BLOCK, FIND_BLOCK
+from tilefold.ops.lsr_head._triton.launch_one_token import CLEAR_BLOCK, FIND_BLOCK, SHORT_FIND_BLOCK
 from tilefold.ops.lsr_head._triton.launch_sum import CHECK_BLOCK, STORE_BIAS, STORE_BLOCK
 from tilefold.ops.lsr_head._triton.max_backward import (
     _count_kernel,
@@ -257,6 +257,7 @@ def test_one_token_builds_without_spills(capability, dtype, layout, batch):
     activation = {"ACTIVATION": "none" if layout == "rows" else "log1p_relu"}  # of few rows, slopes are multiplied
     tile = {"D": DIM, "BLOCK_B": config.rows(batch), "PRECISION": config.precision} | flags | activation
     forward = tile | {"BLOCK_V": config.block_v, "BLOCK_K": config.block_k, "HAS_BIAS": True}
+    finds = {"FIND": SHORT_FIND_BLOCK if masked else 0, "WITH_WINNERS": masked}
     scaled = {"SCALED": dtype == torch.float16}
     gradient = tile | {"BLOCK_B": config.gradient_rows, "BLOCK_V": config.gradient_block_v} | scaled
     gradient |= {"BLOCK_D": config.gradient_block_d}
@@ -264,7 +265,8 @@ def test_one_token_builds_without_spills(capability, dtype, layout, batch):
     needed = {"NEED_WEIGHT": True, "NEED_BIAS": True}
     for kernel, constants, warps, stages in (
         (one_token._find_kernel, {"LAST": True, "NO_WINNER": 65535, "BLOCK": FIND_BLOCK}, 4, 3),
-        (one_token._forward_kernel, forward, config.num_warps, config.num_stages),
+        (one_token._forward_kernel, forward | finds, config.num_warps, config.num_stages),
+        (one_token._forward_kernel, forward | {"FIND": 0, "WITH_WINNERS": False}, config.num_warps, config.num_stages),
         (one_token._weight_gradient_kernel, gradient | needed, config.weight_warps, config.gradient_stages),
         (
             one_token._split_gradient_kernel,

@@ -244,6 +244,21 @@ def test_offsets_may_be_int32_or_int64(target: Target, pooling: str, dtype: torc
     assert_lsr_head_matches(inputs, pooling=pooling, impl=target.impl)
 
 
+@pytest.mark.parametrize("length", [7, 300])  # each program looks at its mask itself, or a kernel of its own does
+@pytest.mark.parametrize("layout", ["left", "right", "holes"])
+@pytest.mark.parametrize("pooling", ["cls", "last"])
+def test_the_one_token_is_found_under_short_and_long_masks(
+    target: Target, pooling: str, layout: str, length: int
+) -> None:
+    inputs = lsr_head_inputs(3, length, 8, 17, layout=layout, device=target.device)
+    assert inputs.attention_mask is not None
+    inputs.attention_mask[1] = 0  # a sequence without a token
+    found = assert_lsr_head_matches(inputs, pooling=pooling, impl=target.impl)
+    with torch.no_grad():
+        scores = lsr_head(inputs.hidden, inputs.weight, inputs.bias, **inputs.layout, pooling=pooling, impl=target.impl)
+    assert torch.equal(scores, found["scores"])
+
+
 @pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.int32, torch.float16], ids=str)
 def test_masks_of_every_dtype_mean_the_same(target: Target, kind: torch.dtype) -> None:
     inputs = lsr_head_inputs(*SMALL, layout="holes", device=target.device)

@@ -196,7 +196,7 @@ OPERATORS: dict[str, Operator] = {
     "lsr_head packed": head("max", (6, 7), cu_seqlens=offsets),
     "lsr_head sum": head("sum", 5),
     "lsr_head mean, masked": head("mean", (3, 5), 21, attention_mask=mask),  # few rows, or many
-    "lsr_head cls, masked": head("cls", 5, 21, attention_mask=mask),
+    "lsr_head cls, masked": head("cls", 4, 21, attention_mask=mask),
     "lsr_head last": head("last", 4),
     "lsr_head last, packed": head("last", 4, cu_seqlens=offsets),
     "entmax_attention masked, dropout": attention(3, key_padding_mask=mask, dropout_p=0.3),

@@ -12,7 +12,7 @@ from tilefold.ops.lsr_head._range import largest_finite, unit_of
 
 
 def forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions) -> tuple[Tensor, Tensor]:
-    """Scores ``[B, V]``, and the positions of the tokens, ``[B, 1]`` where a mask hides them."""
+    """Scores ``[B, V]``, and for backward the positions of the tokens, ``[B, 1]`` where a mask hides them."""
     weight, _, bias = vocabulary
     winners = _winners(tokens, options.pooling)
     token, valid = _taken(tokens, winners, options.pooling)
@@ -22,7 +22,7 @@ def forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions) -> tup
     if bias is not None:
         logits += bias
     scores = activate(logits, options.activation).masked_fill_(~valid[:, None], 0)
-    return scores.to(options.out_dtype), winners
+    return scores.to(options.out_dtype), winners if options.training else winners[:0]
 
 
 def backward(call: BackwardCall) -> Gradients:

@@ -163,9 +163,10 @@ class BackwardPlan(Protocol):
 def winners_shape(tokens: Tokens, vocab: int, options: HeadOptions) -> tuple[int, int]:
     """Shape of the winners that forward hands out."""
     kind = POOLINGS[options.pooling].winners
+    batch = tokens.batch if options.training else 0  # backward alone reads them
     if kind == "entry":
-        return (tokens.batch if options.training else 0), vocab
-    return (tokens.batch if kind == "sequence" and tokens.attention_mask is not None else 0), 1
+        return batch, vocab
+    return (batch if kind == "sequence" and tokens.attention_mask is not None else 0), 1
 
 
 def sequence_mask(cu_seqlens: Tensor, length: int) -> Tensor:

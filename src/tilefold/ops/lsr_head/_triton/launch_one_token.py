@@ -29,7 +29,8 @@ from tilefold.ops.lsr_head._triton.operands import (
 )
 from tilefold.ops.lsr_head.configs import OneTokenConfig, one_token_config
 
-FIND_BLOCK = 1024  # entries of a mask that are looked at a time
+FIND_BLOCK, SHORT_FIND_BLOCK = 1024, 64  # entries of a mask that are looked at a time
+MAX_MASK = 4096  # entries that every program of forward looks at itself; a launch costs more
 GRADIENTS_GIVEN = "dscores scores winners cu_seqlens hidden weight dhidden dweight dbias"
 CLEAR_BLOCK = 1024  # of the gradient of hidden that are zeroed at a time
 
@@ -39,26 +40,30 @@ def plan_one_token_forward(tokens: Tokens, vocabulary: Vocabulary, options: Head
     operands, tokens, (weight, _, bias) = plan_operands(tokens, vocabulary, options.compute_dtype, aligned)
     device, batch, (vocab, dim) = tokens.hidden.device, tokens.batch, weight.shape
     config = one_token_config(options.compute_dtype, device)
-    dtype, masked = winner_dtype(tokens.length_bound), tokens.attention_mask is not None
+    dtype, masked, training = winner_dtype(tokens.length_bound), tokens.attention_mask is not None, options.training
+    flags, block_b = _flags(tokens, options, masked, dtype), config.rows(batch)
+    finds = masked and block_b * tokens.length <= MAX_MASK
+    places = "winners" if training or finds or not masked else "places"  # what no backward reads is scratch
     steps = []
-    if masked:
-        last = {"LAST": options.pooling == "last", "NO_WINNER": no_winner(dtype), "BLOCK": FIND_BLOCK}
-        steps.append((Step(_find_kernel, (batch, 1, 1), (tokens.length,), last), "mask winners"))
-    block_b = config.rows(batch)
-    constants = _flags(tokens, options, masked, dtype) | {
+    if masked and not finds:
+        found = {"LAST": flags["LAST"], "NO_WINNER": flags["NO_WINNER"], "BLOCK": FIND_BLOCK}
+        steps.append((Step(_find_kernel, (batch, 1, 1), (tokens.length,), found), f"mask {places}"))
+    constants = flags | {
         "D": dim, "BLOCK_B": block_b, "BLOCK_V": config.block_v, "BLOCK_K": config.block_k,
+        "FIND": SHORT_FIND_BLOCK if finds else 0, "WITH_WINNERS": finds and training,
         "ACTIVATION": options.activation, "HAS_BIAS": bias is not None, "PRECISION": config.precision,
         "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
     grid = cdiv(vocab, config.block_v), cdiv(batch, block_b), 1
     numbers = batch, vocab, tokens.n_rows, tokens.length, options.logit_scale
-    steps.append((Step(_forward_kernel, grid, numbers, constants), "weight hidden bias winners cu_seqlens scores"))
+    names = f"weight hidden bias mask {places} cu_seqlens scores"
+    steps.append((Step(_forward_kernel, grid, numbers, constants), names))
     return HeadForward(
         options,
         operands,
         Scratch((batch, vocab), options.out_dtype, device),
-        Scratch((batch, 1), dtype, device) if masked else None,
-        Launches(device, GIVEN, {}, steps),
+        Scratch((batch, 1), dtype, device) if masked and training else None,
+        Launches(device, GIVEN, {"places": ((batch, 1), dtype)} if places == "places" else {}, steps),
     )
 
 

@@ -1,9 +1,10 @@
 """Poolings of one token per sequence (cls and last): a product of B gathered rows, forward and backward.
 
-Under a mask one kernel finds the tokens; of packed and of unmasked input every program knows them. Forward reads the
-weight once and stores activated scores. Backward takes the gradient of a logit from the score and never stores it: one
-kernel owns rows of the weight and entries of the bias, another adds up the products of a split of the vocabulary for
-each sequence, and a third puts the splits together and stores the rows of hidden that were taken. Nothing is atomic.
+Under a long mask one kernel finds the tokens; under a short one, and of packed and unmasked input, every program finds
+its own. Forward reads the weight once and stores activated scores. Backward takes the gradient of a logit from the
+score and never stores it: one kernel owns rows of the weight and entries of the bias, another adds up the products of a
+split of the vocabulary for each sequence, and a third puts the splits together and stores the rows of hidden that were
+taken. Nothing is atomic.
 
 fp16 has too small a range for gradients of logits. There each row of an operand is SCALED by a power of two, that of
 the largest so far, and so are the sums of its products; see ``max_backward``.
@@ -21,20 +22,29 @@ from tilefold.ops.lsr_head._triton.max_backward import HEADROOM, MIN_POWER, _inv
 CHECK_BLOCK = tl.constexpr(256)  # sequences whose offsets are looked at a time
 
 
-@triton.jit(do_not_specialize=["S"])
-def _find_kernel(mask_ptr, winner_ptr, S, LAST: tl.constexpr, NO_WINNER: tl.constexpr, BLOCK: tl.constexpr):
-    """The place of the first (the LAST) valid token of sequence b."""
-    b = tl.program_id(0).to(tl.int64)
-    place = -1 if LAST else S
+@triton.jit
+def _places(
+    mask_ptr, b, inside, S, LAST: tl.constexpr, NO_WINNER: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The places of the first (the LAST) valid tokens of sequences ``b``, int32; ``NO_WINNER`` where there is none."""
+    place = tl.zeros(b.shape, tl.int32) + (-1 if LAST else S)
     for s0 in range(0, S, BLOCK):
         s = s0 + tl.arange(0, BLOCK)
-        valid = tl.load(mask_ptr + b * S + s, mask=s < S, other=0) != 0
+        rows = b.to(tl.int64)[:, None] * S + s[None, :]
+        valid = tl.load(mask_ptr + rows, mask=inside[:, None] & (s < S)[None, :], other=0) != 0  # [B, BLOCK]
         if LAST:
-            place = tl.maximum(place, tl.max(tl.where(valid, s, -1)))
+            place = tl.maximum(place, tl.max(tl.where(valid, s[None, :], -1), axis=1))
         else:
-            place = tl.minimum(place, tl.min(tl.where(valid, s, S)))
-    found = (place >= 0) & (place < S)
-    tl.store(winner_ptr + b, tl.where(found, place, NO_WINNER).to(winner_ptr.dtype.element_ty))
+            place = tl.minimum(place, tl.min(tl.where(valid, s[None, :], S), axis=1))
+    return tl.where((place >= 0) & (place < S), place, NO_WINNER)
+
+
+@triton.jit(do_not_specialize=["S"])
+def _find_kernel(mask_ptr, winner_ptr, S, LAST: tl.constexpr, NO_WINNER: tl.constexpr, BLOCK: tl.constexpr):
+    """The place of sequence b, for masks that are too long for every program of forward to look for itself."""
+    b = tl.program_id(0) + tl.arange(0, 1)
+    place = _places(mask_ptr, b, b >= 0, S, LAST, NO_WINNER, BLOCK)
+    tl.store(winner_ptr + b, place.to(winner_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -70,14 +80,22 @@ def _offsets_are_whole(cu_ptr, B, N):
 
 @triton.jit(do_not_specialize=["B", "N", "length", "logit_scale"])
 def _forward_kernel(
-    weight_ptr, rows_ptr, bias_ptr, winner_ptr, cu_ptr, out_ptr, B, V, N, length, logit_scale,
+    weight_ptr, rows_ptr, bias_ptr, mask_ptr, winner_ptr, cu_ptr, out_ptr, B, V, N, length, logit_scale,
     D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, LAST: tl.constexpr, NO_WINNER: tl.constexpr,
-    PRECISION: tl.constexpr,
+    FIND: tl.constexpr, WITH_WINNERS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Activated scores; with ``FIND``, entries of the mask that are looked at a time, each program finds its tokens."""
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
-    row, valid = _taken_rows(winner_ptr, cu_ptr, b, B, N, length, PACKED, MASKED, LAST, NO_WINNER)
+    if FIND:
+        place = _places(mask_ptr, b, b < B, length, LAST, NO_WINNER, FIND)
+        row, valid = b.to(tl.int64) * length + place, place != NO_WINNER
+        if WITH_WINNERS:
+            here = (b < B) & (tl.program_id(0) == 0)
+            tl.store(winner_ptr + b, place.to(winner_ptr.dtype.element_ty), mask=here)
+    else:
+        row, valid = _taken_rows(winner_ptr, cu_ptr, b, B, N, length, PACKED, MASKED, LAST, NO_WINNER)
     acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
     for k0 in tl.range(0, D, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
