@@ -58,7 +58,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Files go to workers whole, but long ones whose tests share nothing come last, one test at a time."""
+    """Files go to workers whole and in the order of :func:`_turn`, but compile gates, which share nothing, one by one.
+
+    By itself xdist begins with files of many tests; the few tests of others, which take longest, would come last.
+    """
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -70,10 +73,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return "tests/distributed"  # they share processes, which take longer to start than to use
             return nodeid if file.endswith(("_interpreted.py", "_compile.py")) else file
 
+    config.option.loadscopereorder = False
     return Scheduling(config, log)
 
 
+def _turn(item: pytest.Item) -> int:
+    """What takes longest comes first; what is short and shared out test by test comes last."""
+    file = item.path.name
+    return 0 if file.endswith(("_interpreted.py", "_ray.py")) else 2 if file.endswith("_compile.py") else 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_turn)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA device")

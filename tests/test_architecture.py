@@ -82,8 +82,10 @@ def main() -> None:
     import torch
     from sentence_transformers.sparse_encoder.modules import SpladePooling
 
+    from tests.ops.quick_interpreter import quicken
     from tilefold.integrations.sentence_transformers._pooling import FusedSpladePooling
 
+    quicken()
     head, hidden = torch.nn.Linear(32, 64), torch.randn(2, 8, 32, requires_grad=True)
     pooling = FusedSpladePooling(SpladePooling(), head, "triton")
     mask = torch.ones(2, 8, dtype=torch.int64)

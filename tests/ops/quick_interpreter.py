@@ -1,8 +1,9 @@
 """Triton's interpreter with less work for the same results, so that the suite takes minutes less (Triton 3.6 alone).
 
-Three things took half of its time: it looked through all names of ``triton.language`` at every call of a function in a
-kernel, reduced with functions other than its own one number at a time, and made a table of dtypes for every tensor.
-The interpreters of other releases are left as they are, so that `make test-triton` runs the kernels in those.
+Five things took most of its time: it looked through all names of ``triton.language`` at every call of a function in a
+kernel, reduced with functions other than its own one number at a time, made a table of dtypes for every tensor,
+described the shape of every block anew, and checked every sum of integers for an overflow, in a second sum. The
+interpreters of other releases are left as they are, so that `make test-triton` runs the kernels in those.
 """
 
 from __future__ import annotations
@@ -26,8 +27,16 @@ def quicken() -> None:
     interpreter._patch_builtin = _patch_builtin
     interpreter.InterpretedFunction.__call__ = _called
     interpreter.GridExecutor.__call__ = _begin(interpreter.GridExecutor.__call__)
-    HONEST.append(interpreter.ReduceOps.generic_reduce)
-    interpreter.ReduceOps.generic_reduce = reduce_in_rows
+    semantic, core = interpreter.TritonSemantic, interpreter.tl.core
+    semantic.binary_op_sanitize_overflow_impl = _unchecked
+    for owner, name, quick in (
+        (interpreter.ReduceOps, "generic_reduce", reduce_in_rows),
+        (core.block_type, "__init__", describe_block),
+        (core.tensor, "__init__", describe_tensor),
+        (semantic, "broadcast_impl_value", broadcast_together),
+    ):
+        HONEST[quick] = getattr(owner, name)
+        setattr(owner, name, quick)
 
 
 def _remembered_dtypes(made: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -58,7 +67,58 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
             interpreter._patch_attr(package, name, member, builder, scope)
 
 
-HONEST: list[Callable[..., Any]] = []  # the interpreter's own reduction, once it was replaced
+def _unchecked(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
+    """``TritonSemantic.binary_op_sanitize_overflow_impl``: the shapes of tests are small; other releases check."""
+
+
+# by the numbers of a shape: as the type of a block has it, their product, how it is printed, and how a tensor has both
+_shapes: dict[tuple[int, ...], tuple[Any, int, str, tuple[Any, Any]]] = {}
+
+
+def describe_block(self: Any, element_ty: Any, shape: Any) -> None:
+    """``block_type.__init__``, which describes each shape once."""
+    from triton.runtime.interpreter import tl
+
+    sizes = tuple([getattr(size, "value", size) for size in getattr(shape, "values", shape)])
+    found = _shapes.get(sizes)
+    if found is None:
+        if not sizes:
+            raise TypeError("0d block_type is forbidden")
+        described, numbers = tl.core.tuple(sizes), tl.core.tuple([tl.constexpr(size) for size in sizes])
+        numel = tl.core.validate_block_shape(described)
+        found = _shapes[sizes] = described, numel, str(described), (numbers, tl.constexpr(numel))
+    self.element_ty = element_ty
+    self.shape, self.numel, text, self.of_tensors = found
+    self.name = f"<{text}, {element_ty}>"
+
+
+_of_scalars: list[tuple[Any, Any]] = []
+
+
+def describe_tensor(self: Any, handle: Any, type: Any) -> None:
+    """``tensor.__init__``, with the shape of its type."""
+    if type.is_block():
+        self.shape, self.numel = type.of_tensors
+    else:
+        if not _of_scalars:
+            from triton.runtime.interpreter import tl
+
+            _of_scalars.append((tl.core.tuple([]), tl.constexpr(1)))
+        self.shape, self.numel = _of_scalars[0]
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+
+
+HONEST: dict[Callable[..., Any], Callable[..., Any]] = {}  # by what replaced it: the interpreter's own
+
+
+def broadcast_together(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    """``TritonSemantic.broadcast_impl_value``, at once where two blocks have one shape."""
+    if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape:
+        return lhs, rhs
+    found: tuple[Any, Any] = HONEST[broadcast_together](self, lhs, rhs)
+    return found
+
+
 _replaced: set[int] = set()  # while a kernel runs: the modules whose functions were called in it
 
 
