@@ -61,6 +61,7 @@ LAUNCH_MODULES = (
     "_shared/_triton/context.py",
     "_shared/_triton/direct.py",
     "_shared/_triton/launch.py",
+    "_shared/_triton/launches.py",
     "_shared/_triton/step.py",
     "lsr_head/_calls.py",
     "lsr_head/_plans.py",

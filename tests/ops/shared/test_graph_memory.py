@@ -93,7 +93,7 @@ def test_another_allocator_is_never_asked_whether_it_captures(
 def test_launches_that_are_repeated_by_triton_pass_addresses() -> None:
     kernel, x = Kernel(), torch.zeros(4)
     compiled = type("Compiled", (), {"run": object(), "__getitem__": lambda self, grid: kernel[grid]})
-    internals.bind(compiled(), (1, 1, 1), (5,))((x, None))
+    internals.bind(compiled(), (1, 1, 1), (5,)).launch((x, None))
     assert kernel.launches == [(x.data_ptr(), None, 5)]
 
 

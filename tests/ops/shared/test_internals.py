@@ -136,9 +136,10 @@ def test_a_known_launcher_gets_stream_handle_and_addresses(monkeypatch: pytest.M
     streams = iter((11, 12))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: (index, next(streams)), raising=False)
     a, b = torch.ones(2), torch.ones(3)
-    launch = internals.bind(compiled, (5, 6, 1), (8, "constant"))
+    launch, launch_at = internals.bind(compiled, (5, 6, 1), (8, "constant"))
+    assert launch_at is not None
     launch((a, None, b))
-    launch((b, a, None))  # on another stream
+    launch_at((b.data_ptr(), a.data_ptr(), None))  # on another stream
     head = (7, 0, 1, None, None, (4,), None, None, None)
     assert function.calls == [
         (5, 6, 1, (3, 11), *head, a.data_ptr(), None, b.data_ptr(), 8, "constant"),
@@ -151,5 +152,7 @@ def test_any_other_launcher_goes_through_triton_with_addresses(monkeypatch: pyte
     monkeypatch.setattr(internals, "launches_by_address", lambda: False)
     a, b = torch.ones(4, 2), torch.ones(3)
     described = internals.Tma(2, 4, lambda matrix: ("described", matrix.shape, matrix.data_ptr()))
-    internals.bind(compiled, (1, 1, 1), (9,), (None, described))((b, a, None))
+    launch, launch_at = internals.bind(compiled, (1, 1, 1), (9,), (None, described))
+    launch((b, a, None))
+    assert launch_at is None
     assert compiled.called == [((1, 1, 1), (b.data_ptr(), ("described", (2, 4), a.data_ptr()), None, 9))]

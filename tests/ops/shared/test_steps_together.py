@@ -32,9 +32,10 @@ class Recorder:
     def __call__(self, same: bool, *given: Tensor | Piece | None) -> None:
         self.seen.append([None if x is None else x.data_ptr() for x in given])
 
-    def by_address(self, given: Any) -> Any:
+    @property
+    def bound_at(self) -> Any:
         """As of a step."""
-        return self._launch if self._known else None
+        return self._launch if self.bound and self._known else None
 
     def _launch(self, addresses: Any) -> None:
         self.direct += 1

@@ -9,6 +9,7 @@ import functools
 import platform
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +19,10 @@ from torch.autograd import forward_ad
 from tilefold.ops._shared._triton.releases import launches_by_address
 
 Launch = Callable[[Sequence[Any]], None]  # of tensors, of what has an address like them, and of None
-LaunchAt = Callable[["tuple[int | None, ...]"], None]  # of their addresses
+Addresses = tuple["int | None", ...]
+LaunchAt = Callable[[Addresses], None]
 Grid = tuple[int, int, int]
-MAX_DESCRIPTORS = 64  # kept per argument of a launch; blocks of a vocabulary lie at addresses of their own
+MAX_DESCRIPTORS = 64  # kept per launch; blocks of a vocabulary lie at addresses of their own
 
 
 class Tma(NamedTuple):
@@ -111,14 +113,27 @@ def hooked() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def bind(compiled: Any, grid: Grid, tail: tuple[Any, ...], tma: Sequence[Tma | None] = ()) -> Launch:
-    """``launch(tensors)`` runs a kernel that ran before on the current device, on its current stream.
+class Bound(NamedTuple):
+    """How a kernel that ran before is launched again, on the current device and its current stream.
 
-    Triton's own call of a compiled kernel asks for the device, collects metadata for hooks and has the driver look at
-    every pointer, which takes the host as long as a small kernel takes the device. Where the launcher's arguments are
-    known it is called directly; elsewhere through ``compiled[grid]``. Both take addresses: the driver, which Triton
-    asks about tensors, does not know all that a CUDA graph owns. Nobody checks the tensors: they must lie on the device
-    and be aligned as they were when the kernel was compiled.
+    Nobody checks what it is given: tensors must lie on the device and be aligned as they were when it was compiled.
+
+    Attributes:
+        launch: with tensors.
+        launch_at: with their addresses; ``None`` where the launcher's arguments are not known.
+    """
+
+    launch: Launch
+    launch_at: LaunchAt | None
+
+
+def bind(compiled: Any, grid: Grid, tail: tuple[Any, ...], tma: Sequence[Tma | None] = ()) -> Bound:
+    """What launches a compiled kernel.
+
+    Triton's own call asks for the device, collects metadata for hooks and has the driver look at every pointer, which
+    takes the host as long as a small kernel takes the device. Where the launcher's arguments are known it is called
+    directly; elsewhere through ``compiled[grid]``. Both take addresses: the driver, which Triton asks about tensors,
+    does not know all that a CUDA graph owns.
 
     Args:
         compiled: the compiled kernel.
@@ -126,89 +141,35 @@ def bind(compiled: Any, grid: Grid, tail: tuple[Any, ...], tma: Sequence[Tma | N
         tail: the arguments after the tensors, constants included.
         tma: by argument, how the tensor is described; those after the last one are plain pointers.
     """
-    direct = _direct(compiled, tma)
-    if direct is None:
+    found = _launcher_function(compiled, sum(entry is not None for entry in tma))
+    if found is None:
         run = compiled[grid]
 
         def by_triton(tensors: Sequence[Any]) -> None:
             pairs = zip_longest(tensors, tma[: len(tensors)])
             run(*[None if x is None else x.data_ptr() if by is None else by.of(x) for x, by in pairs], *tail)
 
-        return by_triton
-    function, stream, index, between, sources = direct
-    x, y, z = grid
-    count = len(sources)
-
-    def launch(tensors: Sequence[Any]) -> None:
-        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        function(x, y, z, stream(index), *between, *addresses, *tail)
-
-    def launch_described(tensors: Sequence[Any]) -> None:
-        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        arguments: list[Any] = []
-        for address, source in zip(addresses, sources, strict=False):
-            if source is not None and address is not None:
-                arguments += source(address)
-            else:
-                arguments.append(address)
-        function(x, y, z, stream(index), *between, *arguments, *addresses[count:], *tail)
-
-    return launch_described if count else launch
-
-
-def bind_addresses(compiled: Any, grid: Grid, tail: tuple[Any, ...], tma: Sequence[Tma | None] = ()) -> LaunchAt | None:
-    """As :func:`bind`, given a tuple of addresses; ``None`` where the launcher's arguments are not known."""
-    direct = _direct(compiled, tma)
-    if direct is None:
-        return None
-    function, stream, index, between, sources = direct
-    x, y, z = grid
-    count = len(sources)
-
-    def launch(addresses: tuple[int | None, ...]) -> None:
-        function(x, y, z, stream(index), *between, *addresses, *tail)
-
-    known: dict[Any, list[Any]] = {}  # arguments of the matrices at these addresses
-
-    def launch_described(addresses: tuple[int | None, ...]) -> None:
-        first = addresses[:count]
-        arguments = known.get(first)
-        if arguments is None:
-            arguments = []
-            for address, source in zip(addresses, sources, strict=False):
-                arguments += (address,) if source is None or address is None else source(address)
-            if len(known) >= MAX_DESCRIPTORS:
-                known.clear()
-            known[first] = arguments
-        function(x, y, z, stream(index), *between, *arguments, *addresses[count:], *tail)
-
-    return launch_described if count else launch
-
-
-class _Direct(NamedTuple):
-    """The C function that launches a kernel, and its arguments after the grid: the stream, and what follows it.
-
-    Attributes:
-        sources: by argument, what a descriptor of it is taken from.
-    """
-
-    function: Callable[..., None]
-    stream: Callable[[int], int]
-    device: int
-    between: tuple[Any, ...]
-    sources: list[_Described | None]
-
-
-def _direct(compiled: Any, tma: Sequence[Tma | None]) -> _Direct | None:
-    known = _launcher_function(compiled, sum(entry is not None for entry in tma))
-    if known is None:
-        return None
-    function, described = known
+        return Bound(by_triton, None)
+    function, metadata = found
     cooperative, overlapped = compiled.run.launch_cooperative_grid, compiled.run.launch_pdl
     between = compiled.function, cooperative, overlapped, None, None, compiled.packed_metadata, None, None, None
-    metadata = iter(described)
-    sources = [None if entry is None else _Described(entry, next(metadata)) for entry in tma]
-    return _Direct(function, torch._C._cuda_getCurrentRawStream, torch.cuda.current_device(), between, sources)
+    stream, index = torch._C._cuda_getCurrentRawStream, torch.cuda.current_device()
+    described = _Described(tma, metadata)
+    count, known = described.count, described.known
+    x, y, z = grid
+
+    def launch(tensors: Sequence[Any]) -> None:
+        given = tuple([None if tensor is None else tensor.data_ptr() for tensor in tensors])
+        if count:
+            given = *(known.get(given[:count]) or described(given[:count])), *given[count:]
+        function(x, y, z, stream(index), *between, *given, *tail)
+
+    def launch_at(given: Addresses) -> None:
+        if count:
+            given = *(known.get(given[:count]) or described(given[:count])), *given[count:]
+        function(x, y, z, stream(index), *between, *given, *tail)
+
+    return Bound(launch, launch_at)
 
 
 def _launcher_function(compiled: Any, descriptors: int) -> tuple[Callable[..., None], Sequence[Any]] | None:
@@ -236,46 +197,44 @@ def _launcher_function(compiled: Any, descriptors: int) -> tuple[Callable[..., N
 
 
 class _Described:
-    """What stands among a launch's arguments for the descriptor of a matrix, by its address.
+    """What stands among a launch's arguments for its first tensors, some of which a kernel reads by TMA, by address.
 
     A descriptor holds an address, a shape and strides and no contents, so it may be used again for any matrix there.
+
+    Attributes:
+        count: how many tensors come first.
+        known: the arguments by the addresses of those.
     """
 
-    def __init__(self, tma: Tma, metadata: Any) -> None:
-        self._shape, self._strides, self._metadata = [tma.rows, tma.columns], [tma.columns, 1], metadata
-        self._known: dict[int, list[Any]] = {}
+    def __init__(self, tma: Sequence[Tma | None], metadata: Sequence[Any]) -> None:
+        given = iter(metadata)
+        self._how = [(entry, None if entry is None else next(given)) for entry in tma]
+        self.count = len(tma)
+        self.known: dict[Addresses, list[Any]] = {}
 
-    def __call__(self, address: int) -> list[Any]:
-        found = self._known.get(address)
-        if found is None:
-            from triton.backends.nvidia.driver import make_tensordesc_arg  # noqa: PLC0415
-
-            from tilefold.ops._shared._triton.context import enter_context  # noqa: PLC0415 (needs a GPU)
-
-            enter_context(torch.cuda.current_device())
-            found = make_tensordesc_arg(_Matrix(address, self._shape, self._strides), self._metadata)
-            if len(self._known) >= MAX_DESCRIPTORS:
-                self._known = {}
-            self._known[address] = found
+    def __call__(self, addresses: Addresses) -> list[Any]:
+        found: list[Any] = []
+        for address, (entry, metadata) in zip(addresses, self._how, strict=True):
+            found += (address,) if entry is None or address is None else _descriptor(address, entry, metadata)
+        if len(self.known) >= MAX_DESCRIPTORS:
+            self.known.clear()
+        self.known[addresses] = found
         return found
 
 
-class _Matrix:
-    """What Triton reads of a ``TensorDescriptor``, whose checks the first call passed."""
+def _descriptor(address: int, tma: Tma, metadata: Any) -> list[Any]:
+    from triton.backends.nvidia.driver import make_tensordesc_arg  # noqa: PLC0415
 
-    __slots__ = ("address", "padding", "shape", "strides")
+    from tilefold.ops._shared._triton.context import enter_context  # noqa: PLC0415 (needs a GPU)
 
-    def __init__(self, address: int, shape: list[int], strides: list[int]) -> None:
-        self.address, self.shape, self.strides, self.padding = address, shape, strides, "zero"
-
-    @property
-    def base(self) -> _Matrix:
-        """The tensor, of which the address is asked for."""
-        return self
-
-    def data_ptr(self) -> int:
-        """Where the matrix begins."""
-        return self.address
+    enter_context(torch.cuda.current_device())
+    # what Triton reads of a TensorDescriptor, whose checks the first call passed
+    matrix = SimpleNamespace(
+        base=SimpleNamespace(data_ptr=address.__index__), shape=[tma.rows, tma.columns], strides=[tma.columns, 1],
+        padding="zero",
+    )  # fmt: skip
+    found: list[Any] = make_tensordesc_arg(matrix, metadata)
+    return found
 
 
 def flash_attention_varlen(

@@ -24,7 +24,7 @@ from tilefold.ops._shared._triton.releases import BUILD_OPTIONS, interpreted_row
 from tilefold.ops._shared._triton.tensors import Piece
 from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops._shared.internals import Grid, Launch, LaunchAt, Tma, bind, bind_addresses, hooked, specialized
+from tilefold.ops._shared.internals import Bound, Grid, Launch, LaunchAt, Tma, bind, hooked, specialized
 
 MAX_LAUNCHERS = 1024  # constants may be as many as shapes are
 DESCRIPTOR_ALIGNMENT = 16  # bytes, of a descriptor's base and rows
@@ -213,9 +213,10 @@ class Step:
 
     Attributes:
         bound: what launches with tensors for which ``same`` holds, once that is known.
+        bound_at: the same with their addresses, where the release is known.
     """
 
-    __slots__ = ("_constants", "_grid", "_kernel", "_launcher", "_numbers", "_ran", "_tma", "bound")
+    __slots__ = ("_constants", "_grid", "_kernel", "_launcher", "_numbers", "_ran", "_tma", "bound", "bound_at")
 
     def __init__(
         self,
@@ -228,6 +229,7 @@ class Step:
         self._kernel, self._constants, self._launcher = kernel, constants, launcher(kernel, constants)
         self._grid, self._numbers, self._tma = grid, numbers, tma
         self.bound: Launch | None = None
+        self.bound_at: LaunchAt | None = None
         self._ran = False
 
     def __call__(self, same: bool, *tensors: Tensor | Piece | None) -> None:
@@ -238,13 +240,8 @@ class Step:
         arguments = (*self._described(tensors), *self._numbers)
         self._launcher(self._grid, arguments)
         if same and self._ran:  # shapes that never come back need not pay for what is not repeated
-            self.bound = self._bind(arguments)
+            self.bound, self.bound_at = self._bind(arguments) or (None, None)
         self._ran = True
-
-    def by_address(self, tensors: Sequence[Any]) -> LaunchAt | None:
-        """What launches with addresses of tensors like these, with which it ran, where the release is known."""
-        found = self._launcher.compiled((*self._described(tensors), *self._numbers))
-        return None if found is None else bind_addresses(found[0], self._grid, (*self._numbers, *found[1]), self._tma)
 
     def _described(self, given: Sequence[Any]) -> Sequence[Any]:
         """As Triton takes them; a bound launch reads addresses, of which bool's are those of bytes."""
@@ -255,10 +252,10 @@ class Step:
             for tensor, tma in zip_longest(tensors, self._tma[: len(tensors)])
         ]  # fmt: skip
 
-    def _bind(self, arguments: tuple[Any, ...]) -> Launch | None:
+    def _bind(self, arguments: tuple[Any, ...]) -> Bound | None:
         if not isinstance(self._kernel, JITFunction):  # interpreted
             run = functools.partial(self._kernel[self._grid], **self._constants)
-            return lambda tensors: run(*self._described(tensors), *self._numbers)
+            return Bound(lambda tensors: run(*self._described(tensors), *self._numbers), None)
         found = self._launcher.compiled(arguments)
         return None if found is None else bind(found[0], self._grid, (*self._numbers, *found[1]), self._tma)
 

@@ -31,7 +31,7 @@ class Launches:
         steps: each with the names of its arguments, two or more.
     """
 
-    __slots__ = ("_behind", "_bound", "_plan", "_scratch", "_steps", "_tried")
+    __slots__ = ("_behind", "_bound", "_plan", "_scratch", "_steps")
 
     def __init__(
         self,
@@ -50,11 +50,10 @@ class Launches:
         self._steps: list[tuple[Step, Take]] = [
             (step, itemgetter(*[places[name] for name in wanted.split()])) for step, wanted in steps
         ]
-        self._bound: list[tuple[LaunchAt, Take]] | None = None
-        self._tried = False
+        self._bound: list[tuple[LaunchAt, Take]] = []
 
     def __call__(self, same: bool, *tensors: Tensor | None) -> None:
-        if not same or self._bound is None:
+        if not same or not self._bound:
             self._run(same, tensors)
             return
         addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -78,8 +77,7 @@ class Launches:
         every = (*tensors, *self._scratch(), None)
         for step, take in self._steps:
             step(same, *take(every))
-        if same and not self._tried and all(step.bound is not None for step, _ in self._steps):
-            found = [(step.by_address(take(every)), take) for step, take in self._steps]
+        if same:
+            found = [(step.bound_at, take) for step, take in self._steps]
             known = [(launch, take) for launch, take in found if launch is not None]
-            self._bound = known if len(known) == len(found) else None
-            self._tried = True
+            self._bound = known if len(known) == len(found) else []
