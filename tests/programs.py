@@ -93,7 +93,7 @@ class Forked:
 
 
 def start(
-    *arguments: str | Path,
+    *arguments: str | Path | int,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     stdout: Stream = None,

@@ -10,7 +10,6 @@ import functools
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tests import programs
 from tests.recipes.small import small_masked_lm
 from tilefold.retrieval import encode_collection
 from tilefold.retrieval.encoding import SparseEncoding
@@ -65,12 +65,8 @@ def written(output: Path) -> int:
     return len(list(output.glob("part-*.parquet")))
 
 
-def command(model: Path, output: Path) -> list[str]:
-    return [sys.executable, "-m", "tests.retrieval.ray_killed", "run", str(model), str(output)]
-
-
-def run(make: Callable[[], Any], output: str | Path, address: str | None = None) -> Any:
-    cluster = RayCluster(address, worker_cpus=1)
+def run(make: Callable[[], Any], output: str | Path, address: str | None = None, workers: int | None = None) -> Any:
+    cluster = RayCluster(address, workers=workers, worker_cpus=1)
     return encode_on_ray(make, TEXTS, output, SparseEncoding(**OPTIONS), cluster=cluster, shard_size=SHARD)
 
 
@@ -84,10 +80,13 @@ def encode_alone(model: Path, output: Path) -> None:
         torch.set_num_threads(threads)
 
 
-def killed(model: Path, output: Path, shards: int, pause: float, environment: dict[str, str]) -> int:
+def killed(
+    model: Path, output: Path, shards: int, pause: float, environment: dict[str, str], workers: int | None = None
+) -> int:
     """Kill a command `pause` seconds after that many shards have appeared; how many there are then."""
-    before = written(output)
-    with subprocess.Popen(command(model, output), env=environment, stdout=subprocess.DEVNULL) as process:
+    before, most = written(output), [] if workers is None else [workers]
+    command = ("-m", "tests.retrieval.ray_killed", "run", model, output, *most)
+    with programs.start(*command, env=environment) as process:
         while written(output) < before + shards and process.poll() is None:
             time.sleep(0.01)
         time.sleep(pause)
@@ -108,7 +107,8 @@ def say(text: str) -> None:
 
 def main() -> None:
     if sys.argv[1] == "run":
-        run(functools.partial(load, sys.argv[2]), sys.argv[3], os.environ.get("RAY_ADDRESS"))
+        workers = int(sys.argv[4]) if len(sys.argv) > 4 else None
+        run(functools.partial(load, sys.argv[2]), sys.argv[3], os.environ.get("RAY_ADDRESS"), workers)
         return
     home, moments = Path(sys.argv[1]), random.Random(int(sys.argv[2]))  # noqa: S311
     (home / "model").mkdir(parents=True)

@@ -95,7 +95,7 @@ def test_the_command_and_a_worker_are_killed_and_the_bytes_are_those_of_one_proc
 
     output = tmp_path / "vectors"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    assert 0 < ray_killed.killed(saved, output, 2, 0.0, environment) < 26, "it was killed on its way"
+    assert 0 < ray_killed.killed(saved, output, 2, 0.0, environment, workers=1) < 26, "it was killed on its way"
     ray_killed.encode_alone(saved, tmp_path / "alone")
     monkeypatch.setenv("TILEFOLD_COMMAND", str(os.getpid()))
     load = functools.partial(ray_killed.load_and_die_once, str(saved), str(output), str(tmp_path / "died"))
