@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integrations.splade_models import build_minilm_splade, build_tiny_splade, make_tokenizer_folder
+from tests.integrations.splade_models import VOCABULARY, build_minilm_splade, build_tiny_splade, make_tokenizer_folder
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def seeded() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
+    return make_tokenizer_folder(tmp_path_factory.mktemp("tokenizer"), VOCABULARY)
 
 
 @pytest.fixture(scope="session")

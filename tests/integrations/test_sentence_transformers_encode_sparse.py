@@ -9,7 +9,7 @@ import pytest
 import torch
 from sentence_transformers import SparseEncoder
 
-from tests.integrations.splade_models import TEXTS, assert_close
+from tests.integrations.splade_models import TEXTS, VOCABULARY, assert_close
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated, restore
 from tilefold.retrieval import SparseVectors, vocabulary_fingerprint
 
@@ -73,7 +73,7 @@ def test_prompts_are_those_of_encode(model: SparseEncoder) -> None:
 
 
 def test_no_texts_give_no_rows(model: SparseEncoder) -> None:
-    assert encode_sparse(model, []).shape == (0, 30522)
+    assert encode_sparse(model, []).shape == (0, VOCABULARY)
 
 
 def test_the_mode_of_the_model_is_kept(model: SparseEncoder) -> None:

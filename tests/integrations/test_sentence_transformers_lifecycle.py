@@ -15,7 +15,7 @@ import torch
 from sentence_transformers import SparseEncoder
 
 from tests import programs
-from tests.integrations.splade_models import TEXTS, assert_close
+from tests.integrations.splade_models import TEXTS, VOCABULARY, assert_close
 from tilefold.integrations.sentence_transformers import accelerate, is_accelerated, restore
 
 
@@ -177,7 +177,7 @@ def test_the_embedding_dimension_is_known_after_the_first_batch(tiny_folder: Pat
     accelerate(model)
     assert model[1].embedding_dimension is None
     encode(model)
-    assert model.get_embedding_dimension() == 30522
+    assert model.get_embedding_dimension() == VOCABULARY
 
 
 def test_a_wrong_call_is_refused_in_the_words_of_the_stock_model(model: SparseEncoder) -> None:

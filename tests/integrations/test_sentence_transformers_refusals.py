@@ -13,7 +13,13 @@ from sentence_transformers.sentence_transformer.modules import Normalize, Poolin
 from sentence_transformers.sparse_encoder.modules import SparseAutoEncoder, SpladePooling
 from torch import nn
 
-from tests.integrations.splade_models import TEXTS, build_tiny_splade, needs_all_causal_logits, tiny_transformer
+from tests.integrations.splade_models import (
+    TEXTS,
+    VOCABULARY,
+    build_tiny_splade,
+    needs_all_causal_logits,
+    tiny_transformer,
+)
 from tilefold.integrations.sentence_transformers import accelerate, is_accelerated, restore
 
 
@@ -79,7 +85,7 @@ def test_a_causal_model_that_keeps_one_token_of_logits_is_refused(tokenizer_fold
 
 def test_layers_that_are_no_plain_linear_are_refused(tiny_folder: Path) -> None:
     model = SparseEncoder(str(tiny_folder), device="cpu")
-    model.transformers_model.set_output_embeddings(Odd(32, 30522))
+    model.transformers_model.set_output_embeddings(Odd(32, VOCABULARY))
     refuses(model, ValueError, "the LM head must be a torch.nn.Linear.*got .*Odd; keep the LM head out of quantisation")
 
 
@@ -106,7 +112,7 @@ def test_a_pooling_subclass_with_its_own_forward_is_refused(tokenizer_folder: Pa
 def test_routes_that_share_a_head_without_pooling_it_are_refused(tokenizer_folder: Path) -> None:
     transformer = tiny_transformer("bert", tokenizer_folder)
     router = Router.for_query_document(
-        query_modules=[transformer, Pooling(30522)], document_modules=[transformer, SpladePooling()]
+        query_modules=[transformer, Pooling(VOCABULARY)], document_modules=[transformer, SpladePooling()]
     )
     refuses(SparseEncoder(modules=[router], device="cpu"), ValueError, "must feed SpladePooling on every route")
 
@@ -140,7 +146,7 @@ def test_a_model_that_cannot_run_where_it_lies_says_so_and_can_skip_the_check(ti
 def test_a_head_replaced_afterwards_is_noticed(tiny_folder: Path) -> None:
     model = SparseEncoder(str(tiny_folder), device="cpu")
     accelerate(model)
-    model.transformers_model.set_output_embeddings(nn.Linear(32, 30522))
+    model.transformers_model.set_output_embeddings(nn.Linear(32, VOCABULARY))
     with pytest.raises(RuntimeError, match=r"call accelerate\(model\) again"):
         model.encode(TEXTS)
     accelerate(model)

@@ -10,7 +10,7 @@ import torch
 from sentence_transformers import MultiVectorEncoder, SparseEncoder
 from sentence_transformers.base.modules import Transformer
 
-from tests.integrations.splade_models import make_tokenizer_folder, tiny_network
+from tests.integrations.splade_models import VOCABULARY, make_tokenizer_folder, tiny_network
 from tests.modules.tiny import TEXTS, tiny_masked_lm
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse
 from tilefold.modules.splate import SplateHead
@@ -115,7 +115,7 @@ def test_heads_of_masked_models_are_copied_exactly(kind: str) -> None:
 
 def test_what_does_not_fit_together_is_refused(colbert: MultiVectorEncoder, tmp_path: Path) -> None:
     other = tiny_masked_lm(tmp_path / "other")
-    make_tokenizer_folder(other)
+    make_tokenizer_folder(other, VOCABULARY)
     tiny_network("bert").save_pretrained(str(other))
     with pytest.raises(ValueError, match=r"masked_lm must have ColBERT's width 32 and its tokenizer of \d+ tokens"):
         splate_encoder(colbert, masked_lm(other))
