@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.small import small_masked_lm
+from tests.recipes.small import VOCABULARY, small_masked_lm
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -29,7 +29,7 @@ def test_every_block_of_the_python_document_runs(
         small = re.sub(r"max_steps=\d+", "max_steps=2", block.replace('"minilm"', repr(backbone)))
         exec(compile(small, f"docs/python.md, block {number}", "exec"), namespace)  # noqa: S102
     printed = capsys.readouterr().out
-    assert "(6, 30522) True" in printed and "fused {'nDCG@10'" in printed
+    assert f"(6, {VOCABULARY}) True" in printed and "fused {'nDCG@10'" in printed
     points = json.loads((tmp_path / "points.json").read_text())["points"]
     assert len(points) == 6 and points[0]["payload"] == {"document": "cards"}
     assert len((tmp_path / "articles.jsonl").read_text().splitlines()) == 6

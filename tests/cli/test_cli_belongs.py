@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from tests.cli.program import run_cli
-from tests.recipes.small import small_collection, small_masked_lm
+from tests.recipes.small import VOCABULARY, small_collection, small_masked_lm
 from tilefold.cli import _common, _models
 from tilefold.retrieval import write_trec_run
 from tilefold.retrieval.collection import Document
@@ -185,7 +185,7 @@ def test_freshly_initialised_weights_and_foreign_tokenizers_are_refused(
     for model, message in (
         (headless, "has no masked-LM head (its config.json names BertModel)"),
         (lying, "weights are not in its files and would be random, cls.predictions"),
-        (speechless, "tokens and its embeddings 30522: the tokenizer's files are missing"),
+        (speechless, f"tokens and its embeddings {VOCABULARY}: the tokenizer's files are missing"),
     ):
         for verb in (("encode",), ("train", "--steps", "0")):
             refused = call(*verb, "--model", model, "--data", work / "data", "--output", tmp_path / "out")

@@ -44,12 +44,12 @@ def measured(outcome: Outcome) -> Any:
 def test_search_explains_the_query_after_feedback(call: Call, work: Path) -> None:
     vectors = r.read_vectors(work / "vectors")
     index, encoder = r.load_index(work / "index"), load_encoder(str(work / "model"))
-    queries = r.encode_queries(encoder, {"query": QUERY}, top_k=8)
+    queries = r.encode_queries(encoder, {"query": QUERY}, top_k=4)
     run = r.hits_to_run(queries, index.search(queries, 10))
     expanded = r.expand_sparse(queries, vectors, run, r.Feedback("average", 2, top_terms=40))
     expected = r.hits_to_run(expanded, index.search(expanded, 10))["query"]
     place = ("--index", work / "index", "--model", work / "model", "--vectors", work / "vectors")
-    asked = ("search", QUERY, *place, "--prf", "average", "--prf-depth", "2", "--prf-terms", "40", "--query-top-k", "8")
+    asked = ("search", QUERY, *place, "--prf", "average", "--prf-depth", "2", "--prf-terms", "40", "--query-top-k", "4")
     hits = measured(call(*asked, "--json"))["hits"]
     assert {hit["id"]: hit["score"] for hit in hits} == pytest.approx(expected)
     own = set(encoder.tokenizer.convert_ids_to_tokens(queries.row(0)[0].tolist()))

