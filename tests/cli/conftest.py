@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.program import Outcome, run_cli
+from tests.heap import small_heap  # noqa: F401 - for all files of this folder
 from tests.recipes.small import small_collection, small_masked_lm
 from tilefold.retrieval.collection import Collection
 
