@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
@@ -13,12 +14,14 @@ import torch
 
 from tests.recipes.small import small_collection
 from tilefold import cli
+from tilefold.bench import head_comparison
 from tilefold.cli import _common, _demo_data, _demo_plan, _demo_steps, demo
 from tilefold.cli._demo_plan import Size
 from tilefold.recipes.backbone import load_dense_minilm
 from tilefold.recipes.splade import SpladeRecipe
 from tilefold.retrieval import encode_texts
 
+measured_once = functools.cache(head_comparison.compare_heads)  # in processes of their own, which take seconds
 TINY = Size(8, 24, 24, 16, 4, 1e-3, 2, 3)
 
 
@@ -30,6 +33,7 @@ def small_demo(masked_lm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_demo_plan, "FULL_SIZE", replace(TINY, documents=None, fewest=2, most=2))
     monkeypatch.setattr(_demo_steps, "HEAD_WIDTH", (16, 512))
     monkeypatch.setattr(_demo_plan, "HEAD_BATCHES", (1,))
+    monkeypatch.setattr(head_comparison, "compare_heads", measured_once)
     monkeypatch.setattr(_demo_data, "HELD_OUT", 4)
     load = _common.load_data
     monkeypatch.setattr(

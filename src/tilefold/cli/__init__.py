@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -20,7 +21,10 @@ def main(args: Sequence[str] | None = None) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in given
-    sys.exit(_run([arg for arg in given if arg != "--debug"], debug))
+    code = _run([arg for arg in given if arg != "--debug"], debug)
+    if args is None:
+        gc.freeze()  # the interpreter would look through all models and libraries for garbage, several times
+    sys.exit(code)
 
 
 def _run(args: list[str], debug: bool) -> int:
