@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from tilefold.ops._shared._triton.activation import activate, slope_from_score
+from tilefold.ops._shared._triton.masks import mask_if
 from tilefold.ops._shared._triton.offsets import narrowed
 from tilefold.ops.lsr_head._triton.max_backward import HEADROOM, MIN_POWER, _inverse, _power_of_two
 
@@ -92,7 +93,7 @@ def _forward_kernel(
         place = _places(mask_ptr, b, b < B, length, LAST, NO_WINNER, FIND)
         row, valid = b.to(tl.int64) * length + place, place != NO_WINNER
         if WITH_WINNERS:
-            here = (b < B) & (tl.program_id(0) == 0)
+            here = mask_if(b < B, tl.program_id(0) == 0)
             tl.store(winner_ptr + b, place.to(winner_ptr.dtype.element_ty), mask=here)
     else:
         row, valid = _taken_rows(winner_ptr, cu_ptr, b, B, N, length, PACKED, MASKED, LAST, NO_WINNER)
