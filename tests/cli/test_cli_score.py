@@ -52,14 +52,14 @@ def test_teachers_and_their_ensemble_are_written_and_more_can_be_added(call: Cal
     assert rows.target.max() <= 30 and rows.target.min() == 0
     assert rows.made_by["teachers"].keys() == {"bm25", "reranker"} and rows.made_by["split"] == "train"
     rows.check_collection(small_collection())
-    more = ("--teacher", "minilm", "--like", "minilm", "--max-score-share", "0.9", "--output", work / "more.parquet")
+    more = ("--teacher", "minilm", "--like", "minilm", "--max-score-share", "0.7", "--output", work / "more.parquet")
     added = call("score", output, *data, *more)
     assert added.code == 0 and "rows were left out" in added.err and "scored by bm25, reranker, minilm" in added.out
     three = r.read_training_rows(work / "more.parquet")
     assert list(three.teachers) == ["bm25", "reranker", "minilm"]
     whole = r.TrainingRows(**vars(rows) | {"teachers": rows.teachers | {"minilm": mined.retrieved}})
     whole.target = ensemble(whole, whole.teachers, like="minilm")
-    left = drop_false_negatives(whole, FalseNegatives(max_share=0.9))
+    left = drop_false_negatives(whole, FalseNegatives(max_share=0.7))
     assert [group.documents for group in three.groups()] == [group.documents for group in left.groups()]
     np.testing.assert_allclose(three.target, left.target, atol=2**-5)  # minilm mined and scores in batches of its own
     assert not list(work.glob(".*scoring")), "what was kept is removed when the file is written"
