@@ -29,12 +29,14 @@ class Desk:
 
     Args:
         shards: of the folder.
+        others: how many other ranks there are. Nothing is listed before all have said what they would write.
     """
 
     rank = 0
 
-    def __init__(self, shards: int) -> None:
+    def __init__(self, shards: int, others: int = 0) -> None:
         self.shards = shards
+        self._silent = set(range(1, others + 1))
         self._changed = threading.Condition()
         self._numbers: list[int] | None = None  # of the shards that the folder lacks, once that is known
         self._taken = self.listed = 0
@@ -79,6 +81,7 @@ class Desk:
         """
         with self._changed:
             self._identities[rank] = identity
+            self._silent.discard(rank)
             while self._writer is None:
                 self._raise()
                 self._changed.wait(_POLL_SECONDS)
@@ -97,7 +100,7 @@ class Desk:
             return
         try:
             self._check_identities(self._writer)
-            while self.left and (number := self.left[0]) in self._stored:
+            while not self._silent and self.left and (number := self.left[0]) in self._stored:
                 stored, failed = self._stored.pop(number)
                 if failed and not stored["rows"]:
                     check_some(number, failed, self._writer.manifest.n_documents == 0 and number == self.shards - 1)

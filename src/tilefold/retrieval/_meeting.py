@@ -56,7 +56,7 @@ def meeting(group: dist.ProcessGroup, shards: int) -> Iterator[Desk | Line]:
 
 
 def _at_the_desk(sock: socket.socket, size: int, shards: int) -> Iterator[Desk]:
-    desk = Desk(shards)
+    desk = Desk(shards, size - 1)
     connections, threads = [], []
     try:
         for _ in range(size - 1):
