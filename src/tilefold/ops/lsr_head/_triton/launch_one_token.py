@@ -30,9 +30,7 @@ from tilefold.ops.lsr_head._triton.operands import (
 from tilefold.ops.lsr_head.configs import OneTokenConfig, one_token_config
 
 FIND_BLOCK, SHORT_FIND_BLOCK = 1024, 64  # entries of a mask that are looked at a time
-MAX_MASK = (
-    1024  # entries that every program of forward looks at itself; of more, it costs the device more than a launch
-)
+MAX_MASK = 1024  # entries that each program of forward looks at itself; more cost the device more than a launch
 GRADIENTS_GIVEN = "dscores scores winners cu_seqlens hidden weight dhidden dweight dbias"
 CLEAR_BLOCK = 1024  # of the gradient of hidden that are zeroed at a time
 
