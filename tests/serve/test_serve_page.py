@@ -23,6 +23,15 @@ from tilefold.serve.searchable import Searchable
 from tilefold.serve.service import Service
 
 EVIL = "<img src=x onerror=alert(1)> & \U0001f4be csv files \u05d0\u05d1"
+EVIL_DOCUMENTS = [
+    Document("evil", "<script>alert(2)</script>", EVIL * 30),
+    Document(
+        "<svg/onload=alert(3)>", "<a href=javascript:alert(4)>csv files</a>", "csv <style>*{display:none}</style>"
+    ),
+    Document(
+        "javascript:alert(5)", '"><iframe srcdoc="<script>alert(6)</script>">', "<body onload=alert(7)> csv files"
+    ),
+]
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
 )
@@ -31,7 +40,7 @@ CHROMIUM = next(
 @pytest.fixture(scope="module")
 def searchable(sparse: Any, late: Any, collection: Collection, tmp_path_factory: pytest.TempPathFactory) -> Searchable:
     folder = tmp_path_factory.mktemp("page")
-    documents = dict(collection.documents) | {"evil": Document("evil", "<script>alert(2)</script>", EVIL * 30)}
+    documents = dict(collection.documents) | {document.id: document for document in EVIL_DOCUMENTS}
     texts = {name: document.contents for name, document in documents.items()}
     r.encode_collection(sparse, texts, folder / "vectors", special_tokens=False)
     vectors = r.read_vectors(folder / "vectors")
@@ -271,3 +280,80 @@ def test_a_key_is_asked_for_and_errors_are_said(page: Any, searchable: Searchabl
     page.fill("#query", "again")
     page.click("#go")
     page.wait_for_selector("#status >> text=does not answer")
+
+
+def without(searchable: Searchable, lacking: str) -> Searchable:
+    """What a server has whose options lack this."""
+    bare = replace(searchable, words=None, late=None)
+    documents = searchable.documents.items()
+    by_name: dict[str, Searchable] = {
+        "vectors": replace(bare, vectors=None),
+        "data": replace(bare, documents={}),
+        "vectors and data": replace(bare, vectors=None, documents={}),
+        "titles": replace(bare, documents={name: replace(each, title="") for name, each in documents}),
+        "texts": replace(bare, documents={name: replace(each, text="") for name, each in documents}),
+    }
+    if lacking.startswith("a model"):
+        kept = {} if lacking.endswith("data") else searchable.documents
+        return Searchable("small", searchable.words or pytest.fail("the fixture has BM25"), documents=kept)
+    return by_name[lacking]
+
+
+@pytest.mark.parametrize(
+    "lacking", ["vectors", "data", "vectors and data", "titles", "texts", "a model", "a model and data"]
+)
+def test_results_are_shown_whatever_the_server_was_started_without(
+    page: Any, searchable: Searchable, lacking: str
+) -> None:
+    served = without(searchable, lacking)
+    models = [served.encoder] if served.encoder else []
+    with serving(Service(models, searchable=served)) as client:
+        answer = client.post("/v1/small/search", {"query": "csv files", "hits": 20}).json
+        page.goto(f"http://127.0.0.1:{client.port}/")
+        page.wait_for_selector("#options:not([hidden])")
+        page.select_option("#hits", "20")
+        page.fill("#query", "csv files")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#status >> text=ms in all")
+    found = answer["candidates"]
+    documents = [each["doc"] or {"title": "", "text": ""} for each in found]
+    assert page.inner_text("#status").startswith(f"{len(found)} results")
+    assert {each.id for each in EVIL_DOCUMENTS} <= {each["docid"] for each in found}
+    titles = [
+        f"{at}. {document['title'] or each['docid']}"
+        for at, (each, document) in enumerate(zip(found, documents, strict=True), 1)
+    ]
+    assert page.locator("article h3").all_text_contents() == titles
+    texts = [document["text"] for document in documents if document["text"]]
+    shown = page.locator("article .text").all_text_contents()
+    assert len(shown) == len(texts) and all(
+        text.startswith(part.removesuffix(" …")) for part, text in zip(shown, texts, strict=True)
+    )
+    assert page.locator("main :is(img, script, svg, style, iframe, body, a[href*=javascript])").count() == 0
+    assert page.said == []
+
+
+def test_what_failed_is_said_and_by_whom(page: Any, client: Client) -> None:
+    answers: dict[str, dict[str, Any]] = {
+        "the index is away": {"status": 503, "json": {"error": "the index is away", "error_type": "Unhealthy"}},
+        "The service answered 502, and not in JSON.": {"status": 502, "body": "<h1>Bad gateway</h1>"},
+        "The service answered 200, and not in JSON.": {"status": 200, "body": "<h1>Log in</h1>"},
+        "The service answered 500.": {"status": 500, "body": "null"},
+        "This page failed, not the service: ": {"status": 200, "json": {"query": {}, "candidates": [{}]}},
+    }
+    page.goto(f"http://127.0.0.1:{client.port}/")
+    page.wait_for_selector("#options:not([hidden])")
+    page.fill("#query", "csv files")
+    for message, answer in answers.items():
+        page.route("**/v1/small/search", lambda route, _, answer=answer: route.fulfill(**answer))
+        page.click("#go")
+        page.wait_for_selector(f"#status >> text={message}")
+        assert page.locator("#results article").count() == 0
+    page.unroute("**/v1/small/search")
+    page.route("**/v1/small/search", lambda route: route.abort())
+    page.click("#go")
+    page.wait_for_selector("#status >> text=The service does not answer.")
+    page.unroute("**/v1/small/search")
+    page.click("#go")
+    page.wait_for_selector("#results article")
+    assert any("TypeError" in said for said in page.said)  # the console says where the page itself failed

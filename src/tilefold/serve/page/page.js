@@ -23,18 +23,34 @@ function number(value) {
   return Math.abs(value) >= 100 ? value.toFixed(0) : value.toFixed(Math.abs(value) >= 10 ? 1 : 3);
 }
 
+/** What the service, and not this script, failed at; its message is for the user. */
+class ServiceError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
 async function ask(path, body, signal) {
   const headers = { accept: "application/json" };
   if (body) headers["content-type"] = "application/json";
   if ($("key").value) headers.authorization = "Bearer " + $("key").value;
   const options = { method: body ? "POST" : "GET", headers, signal };
   if (body) options.body = JSON.stringify(body);
-  const reply = await fetch(path, options);
-  const answer = await reply.json().catch(() => ({}));
+  let reply, text, answer;
+  try {
+    reply = await fetch(path, options);
+    text = await reply.text();
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new ServiceError("The service does not answer.");
+  }
+  try {
+    answer = JSON.parse(text);
+  } catch (error) {
+    throw new ServiceError(`The service answered ${reply.status}, and not in JSON.`, reply.status);
+  }
   if (reply.ok) return answer;
-  const failed = new Error(answer.error || `the service answered ${reply.status}`);
-  failed.status = reply.status;
-  throw failed;
+  throw new ServiceError((answer && answer.error) || `The service answered ${reply.status}.`, reply.status);
 }
 
 // ---- text with marks -------------------------------------------------------------------------------------------
@@ -43,8 +59,8 @@ function kindOf(term) {
   return term.feedback ? "feedback" : term.expanded ? "expanded" : "own";
 }
 
-/** Text whose marked tokens say their weight; places are code points. `byId` gives {term, part, label, kind}. */
-function marked(target, text, marks, byId, limit) {
+/** Text whose marked tokens, if any, say their weight; places are code points. `byId` gives {part, label, kind}. */
+function marked(target, text, marks = [], byId, limit) {
   const characters = Array.from(text);
   const end = limit === undefined ? characters.length : Math.min(limit, characters.length);
   let at = 0;
@@ -75,7 +91,7 @@ function showQuery(query) {
     part: term.weight / heaviest, label: `${term.term}: ${number(term.weight)}`, kind: kinds.get(term.id),
   }]));
   $("query-text").replaceChildren();
-  marked($("query-text"), query.text, query.marks || [], byId);
+  marked($("query-text"), query.text, query.marks, byId);
   $("legend-documents").hidden = !index;
   $("legend-feedback").hidden = !terms.some((term) => term.feedback);
   showBars(FIRST_TERMS);
@@ -106,22 +122,22 @@ function showResult(found) {
   card.dataset.document = found.docid;
   const top = element("div", "top");
   const doc = found.doc || {};
-  const why = found.explanation || { terms: [], stages: {}, marks: {} };
-  const strongest = Math.max(...why.terms.map((term) => term.contribution), 1e-9);
-  const byId = new Map(why.terms.map((term) => [term.id, {
+  const { terms: shared = [], stages = {}, marks = {} } = found.explanation || {}; // not every index explains itself
+  const strongest = Math.max(...shared.map((term) => term.contribution), 1e-9);
+  const byId = new Map(shared.map((term) => [term.id, {
     part: term.contribution / strongest,
     label: `${term.term}: ${number(term.contribution)}` + share(term),
     kind: kinds.get(term.id) || "expanded",
   }]));
   const title = element("h3");
   title.append(`${found.rank}. `);
-  marked(title, doc.title || found.docid, doc.title && why.marks ? why.marks.title : [], byId);
+  marked(title, doc.title || found.docid, doc.title ? marks.title : [], byId);
   top.append(title, element("span", "score", number(found.score)));
   card.append(top);
   if (doc.title) card.append(element("div", "id", found.docid));
-  if (doc.text) card.append(...textOf(doc.text, why.marks ? why.marks.text : [], byId));
-  if (why.terms.length) card.append(termsOf(why.terms));
-  if (Object.keys(why.stages).length > 1) card.append(stagesOf(why.stages));
+  if (doc.text) card.append(...textOf(doc.text, marks.text, byId));
+  if (shared.length) card.append(termsOf(shared));
+  if (Object.keys(stages).length > 1) card.append(stagesOf(stages));
   item.append(card);
   return item;
 }
@@ -132,13 +148,13 @@ function share(term) {
 
 function textOf(text, marks, byId) {
   const shown = element("p", "text");
-  if (!marked(shown, text, marks || [], byId, FIRST_CHARACTERS)) return [shown];
+  if (!marked(shown, text, marks, byId, FIRST_CHARACTERS)) return [shown];
   shown.append(" …");
   const button = element("button", "whole", "Whole text");
   button.type = "button";
   button.addEventListener("click", () => {
     shown.replaceChildren();
-    marked(shown, text, marks || [], byId);
+    marked(shown, text, marks, byId);
     button.remove();
   });
   return [shown, button];
@@ -227,14 +243,24 @@ async function search() {
     say(summary(answer, performance.now() - began));
   } catch (error) {
     if (error.name === "AbortError") return;
-    if (error.status === 401) {
-      $("key-row").hidden = false;
-      $("key").focus();
-    }
+    askForKey(error);
     $("results").replaceChildren();
     $("vector").hidden = $("beside").hidden = true;
-    say(error.status ? error.message : "The service does not answer.");
+    say(reason(error));
   }
+}
+
+/** Why something failed. What is no error of the service is one of this script: the console has its place. */
+function reason(error) {
+  if (error instanceof ServiceError) return error.message;
+  console.error(error);
+  return `This page failed, not the service: ${error.message}`;
+}
+
+function askForKey(error) {
+  if (error.status !== 401) return;
+  $("key-row").hidden = false;
+  $("key").focus();
 }
 
 function searchIndex(query, signal) {
@@ -327,7 +353,7 @@ if ($("query").value) {
   search();
 } else {
   describe().catch((error) => {
-    $("about").textContent = error.status === 401 ? "This server asks for a key." : "The service does not answer.";
-    $("key-row").hidden = error.status !== 401;
+    $("about").textContent = error.status === 401 ? "This server asks for a key." : reason(error);
+    askForKey(error);
   });
 }
