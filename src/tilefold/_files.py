@@ -237,7 +237,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file, or ``None`` when it is missing or is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

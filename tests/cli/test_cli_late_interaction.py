@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cli.program import run_cli
+from tests.manifests import edit
 from tests.recipes.small import small_collection
 
 
@@ -217,10 +218,9 @@ def test_token_vectors_that_do_not_fit_are_refused_with_the_reason(
     shard.unlink()
     assert "part-00001.safetensors: listed in the manifest" in searched("--rerank", broken)
     shard.write_bytes(whole)
-    manifest = json.loads((broken / "manifest.json").read_text())
-    (broken / "manifest.json").write_text(json.dumps(manifest | {"complete": False}))
+    edit(broken / "manifest.json", complete=False)
     assert "of an unfinished run" in searched("--rerank", broken)
-    (broken / "manifest.json").write_text(json.dumps(manifest | {"model_source": "/no/such/model"}))
+    edit(broken / "manifest.json", complete=True, model_source="/no/such/model")
     moved = call("search", "queues", *places, "--rerank", broken)
     assert (moved.code, "name it with --rerank-model" in moved.err) == (2, True)
     named = call("search", "queues", *places, "--rerank", broken, "--rerank-model", work / "late")

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.manifests import edit
 from tilefold._files import sha256_file
 from tilefold.retrieval import SparseVectors, build_index, load_index
 from tilefold.retrieval._ranking import top_positive
@@ -181,9 +182,8 @@ def test_damaged_postings_are_refused_by_the_queries_that_read_them(
 
 def with_checksums(folder: Path) -> None:
     """Write the manifest of a folder whose files were changed."""
-    manifest = json.loads((folder / "index.json").read_text())
-    manifest["files"] = {f.name: sha256_file(f) for f in folder.iterdir() if f.name != "index.json"}
-    (folder / "index.json").write_text(json.dumps(manifest))
+    files = {f.name: sha256_file(f) for f in folder.iterdir() if f.name != "index.json"}
+    edit(folder / "index.json", files=files)
 
 
 def as_before(folder: Path, ids: list[str]) -> None:

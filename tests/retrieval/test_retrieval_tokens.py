@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -11,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.manifests import edit
 from tilefold.retrieval import (
     TokenManifest,
     TokenStore,
@@ -241,8 +241,8 @@ def test_damage_is_named_by_its_file(tmp_path: Path) -> None:
         ({"storage": "fp4"}, "fields of other types"),
         ({"dimension": 8}, r"expected \(D, dtype, texts, vectors\) \(8,"),
     ):
-        manifest = json.loads((tmp_path / "t/manifest.json").read_text())
-        (unfinished / "manifest.json").write_text(json.dumps(manifest | change))
+        shutil.copy(tmp_path / "t/manifest.json", unfinished)
+        edit(unfinished / "manifest.json", **change)
         with pytest.raises(DataError, match=message):
             open_tokens(unfinished).shard(0)
     tensors = load_file(tmp_path / "t/part-00000.safetensors")

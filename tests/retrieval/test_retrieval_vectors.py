@@ -13,6 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests.manifests import edit
+from tilefold._files import sha256_file
 from tilefold.retrieval import (
     SparseVectors,
     SparseVectorWriter,
@@ -192,11 +194,8 @@ def test_a_damaged_shard_is_named(make_vectors: Make, tmp_path: Path, damage: st
 def test_a_shard_written_by_another_program_is_checked_too(make_vectors: Make, tmp_path: Path) -> None:
     def forge(table: pa.Table) -> None:
         pq.write_table(table, tmp_path / "part-00000.parquet")
-        manifest = json.loads((tmp_path / "manifest.json").read_text())
-        from tilefold._files import sha256_file
-
-        manifest["shards"][0]["sha256"] = sha256_file(tmp_path / "part-00000.parquet")
-        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+        shard = read_manifest(tmp_path).shards[0] | {"sha256": sha256_file(tmp_path / "part-00000.parquet")}
+        edit(tmp_path / "manifest.json", shards=[shard])
 
     write_vectors(make_vectors(1), tmp_path)
     forge(pa.table({"id": ["d0"], "indices": [[1, 2]]}))

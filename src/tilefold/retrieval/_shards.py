@@ -5,17 +5,30 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from tilefold._files import LOCK, atomic_file, hold_folder, release_folder, remove_leftovers, sha256_file, write_json
-from tilefold.retrieval._files import read_json_object
+from tilefold._files import LOCK, atomic_file, hold_folder, release_folder, remove_leftovers, sha256_file
+from tilefold.retrieval._files import read_json_object, write_json_object
 from tilefold.retrieval._receipts import RECEIPTS, Receipt
 from tilefold.retrieval.errors import DataError
 
 MANIFEST_NAME = "manifest.json"
 REMEDY = "Write the vectors again (tilefold encode)."
+SCHEMA_VERSION = 1
+_TYPES: dict[str, Any] = {
+    "model_name": str | None,
+    "kind": str,
+    "n_texts": int | None,
+    "n_documents": int,
+    "shards": list,
+    "settings": dict,
+    "failed": dict,
+    "partial": dict,
+    "complete": bool,
+}
+_OF_A_SHARD = {"file": str, "rows": int, "sha256": str}
 
 
 class Manifest(Protocol):
@@ -259,7 +272,7 @@ class ShardWriter(Generic[M, V]):
         return self._load(self.path)
 
     def _save(self) -> None:
-        write_json(self.path / MANIFEST_NAME, asdict(self.manifest))  # type: ignore[call-overload]
+        write_json_object(self.path / MANIFEST_NAME, asdict(self.manifest))  # type: ignore[call-overload]
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], first: str, second: str) -> str:
@@ -276,6 +289,43 @@ def read_layout(folder: Path) -> tuple[dict[str, Any], str]:
     """The JSON object of a folder's manifest, and its layout: ``"sparse"`` or ``"tokens"``."""
     value = read_json_object(folder / MANIFEST_NAME, REMEDY)
     return value, str(value.get("layout", "sparse"))
+
+
+def parse_manifest(kind: type[M], folder: Path, value: Mapping[str, Any], types: Mapping[str, Any]) -> M:
+    """The manifest of a folder as an object of `kind`; DataError unless it is whole and agrees with itself.
+
+    Args:
+        types: of the fields that only this kind of manifest has.
+    """
+    file = folder / MANIFEST_NAME
+    version = value.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise DataError(f"{file}: expected schema_version {SCHEMA_VERSION}, got {version!r}. {REMEDY}")
+    known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
+    try:
+        manifest = kind(**{name: item for name, item in value.items() if name in known})
+    except TypeError as error:
+        raise DataError(f"{file}: expected a manifest of vectors, got another object ({error}). {REMEDY}") from error
+    wrong = [name for name, type_ in {**_TYPES, **types}.items() if not isinstance(getattr(manifest, name), type_)]
+    if not wrong and not all(
+        isinstance(shard, dict) and all(isinstance(shard.get(name), type_) for name, type_ in _OF_A_SHARD.items())
+        for shard in manifest.shards
+    ):
+        wrong = ["shards"]
+    if wrong:
+        raise DataError(
+            f"{file}: expected a manifest of vectors, got fields of other types ({', '.join(wrong)}). {REMEDY}"
+        )
+    rows, failed = sum(shard["rows"] for shard in manifest.shards), len(manifest.failed)
+    if rows != manifest.n_documents:
+        raise DataError(
+            f"{file}: expected {manifest.n_documents} rows, as n_documents says, got shards with {rows}. {REMEDY}"
+        )
+    if manifest.complete and manifest.n_texts not in (None, rows + failed):
+        raise DataError(
+            f"{file}: expected {manifest.n_texts} texts, as n_texts says, got {rows} rows and {failed} failed. {REMEDY}"
+        )
+    return manifest
 
 
 def check_whole(folder: Path, manifest: Manifest) -> None:

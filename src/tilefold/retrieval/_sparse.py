@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tilefold.retrieval._arrays import check_offsets, no_weight, outside
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.provenance import Provenance
 
@@ -63,23 +64,19 @@ class SparseVectors:
                 "indices and data: expected two flat arrays of one length, "
                 f"got shapes {self.indices.shape} and {self.data.shape}."
             )
-        if self.indptr[0] != 0 or self.indptr[-1] != nnz or bool((np.diff(self.indptr) < 0).any()):
-            raise DataError(f"indptr: expected offsets that rise from 0 to {nnz}, got others.")
+        check_offsets(self.indptr, nnz)
 
     def _check_values(self) -> None:
-        low, high = (int(self.indices.min()), int(self.indices.max())) if self.indices.size else (0, 0)
-        if low < 0 or high >= self.vocab_size:
-            at = int(np.flatnonzero((self.indices < 0) | (self.indices >= self.vocab_size))[0])
+        if (at := outside(self.indices, self.vocab_size)) is not None:
             raise DataError(
                 f"indices: expected terms in [0, {self.vocab_size}), got {self.indices[at]} "
                 f"for {self._owner(at)}. Were the vectors made with another vocabulary?"
             )
-        bad = ~np.isfinite(self.data) | (self.data < 0)
-        if bad.any():
-            at = int(np.flatnonzero(bad)[0])
+        if (at := no_weight(self.data)) is not None:
+            bad = int((~np.isfinite(self.data) | (self.data < 0)).sum())
             raise DataError(
                 f"data: expected finite weights of at least 0, got {self.data[at]} for {self._owner(at)} "
-                f"({int(bad.sum())} in all). Check the model's output and its activation."
+                f"({bad} in all). Check the model's output and its activation."
             )
 
     def _sort_rows(self) -> None:

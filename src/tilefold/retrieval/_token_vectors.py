@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops import QuantizedTokens, quantize_tokens
+from tilefold.retrieval._arrays import check_offsets
 from tilefold.retrieval._sparse import check_ids
 from tilefold.retrieval.errors import DataError
 
@@ -41,8 +42,7 @@ class TokenVectors:
             raise DataError(f"values: expected [T, D] in fp16, fp32 or int8, got {_described(values)}.")
         if offsets.dtype != torch.int64 or tuple(offsets.shape) != (n + 1,):
             raise DataError(f"offsets: expected {n + 1} int64 offsets for {n} ids, got {_described(offsets)}.")
-        if int(offsets[0]) != 0 or int(offsets[-1]) != values.size(0) or bool((offsets.diff() < 0).any()):
-            raise DataError(f"offsets: expected offsets that rise from 0 to {values.size(0)}, got others.")
+        check_offsets(offsets.cpu().numpy(), values.size(0), "offsets")
         if (self.scales is not None) != (values.dtype == torch.int8):
             raise DataError(f"scales: expected for int8 values only, got values in {values.dtype}.")
         if self.scales is not None and (

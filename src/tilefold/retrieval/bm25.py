@@ -15,12 +15,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tilefold._files import atomic_directory, write_json
+from tilefold.retrieval._arrays import check_arrays, check_offsets, outside
 from tilefold.retrieval._files import require
 from tilefold.retrieval._ranking import check_k, top_positive
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
-from tilefold.retrieval.index.protocol import MANIFEST_NAME, read_ids, read_manifest, write_manifest
+from tilefold.retrieval.index.protocol import MANIFEST_NAME, REMEDY, read_ids, read_manifest, write_manifest
 from tilefold.retrieval.provenance import Provenance, texts_digest
 
 __all__ = ["LANGUAGES", "BM25Index", "BM25Options", "Tokenizer"]
@@ -234,14 +235,30 @@ class BM25Index:
         folder = Path(path)
         manifest = read_manifest(folder, cls.backend)
         bm25s = _package()
+        ids = read_ids(folder / "ids.json", manifest["n_documents"])
         try:
             engine = bm25s.BM25.load(folder, mmap=True)
             options = BM25Options(**manifest["options"])
-        except (OSError, ValueError, TypeError) as error:
-            written = manifest.get("versions", {}).get("bm25s", "unknown")
+            _check_arrays(engine, len(ids))
+        except Exception as error:  # bm25s takes its files as they are, and fails at what they hold
+            written = (manifest.get("versions") or {}).get("bm25s", "unknown")
             raise DataError(
                 f"{folder}: could not be read ({error}); written by bm25s {written}, read by {version('bm25s')}. "
-                "Build the index again (tilefold index)."
+                + REMEDY
             ) from error
-        ids = read_ids(folder / "ids.json", manifest["n_documents"])
         return cls(engine, ids, options, Provenance.from_dict(manifest))
+
+
+def _check_arrays(engine: Any, n_documents: int) -> None:
+    """Raise ``DataError`` unless an engine that was loaded holds weights of words of its vocabulary in documents."""
+    data, documents, offsets = (np.asarray(engine.scores[name]) for name in _ARRAYS)
+    kinds = data.dtype.kind, documents.dtype.kind, offsets.dtype.kind
+    if kinds != ("f", "i", "i") or data.shape != documents.shape or data.ndim != 1 or offsets.ndim != 1:
+        raise DataError(f"expected weights, documents and offsets of words, got arrays of {data.dtype} {data.shape}.")
+    if engine.scores["num_docs"] != n_documents:
+        raise DataError(f"num_docs: expected {n_documents}, got {engine.scores['num_docs']!r}.")
+    check_offsets(offsets, data.size)
+    check_arrays(("indices", documents, n_documents), ("data", data))
+    words = np.array([place for word, place in engine.vocab_dict.items() if word], np.int64)  # "" has no postings
+    if words.size != offsets.size - 1 or outside(words, words.size) is not None:
+        raise DataError(f"vocab_dict: expected {offsets.size - 1} words in [0, {offsets.size - 1}), got others.")

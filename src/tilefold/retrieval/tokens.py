@@ -9,8 +9,9 @@ That is the packed layout of :func:`tilefold.ops.maxsim`, which scores a shard i
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilefold.retrieval._arrays import no_weight
 from tilefold.retrieval._files import require
-from tilefold.retrieval._shards import REMEDY, ShardWriter, check_whole, read_layout, shard_file
+from tilefold.retrieval._shards import (
+    REMEDY,
+    SCHEMA_VERSION,
+    ShardWriter,
+    check_whole,
+    parse_manifest,
+    read_layout,
+    shard_file,
+)
 from tilefold.retrieval._token_vectors import STORAGES, TokenVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import Provenance
 
 __all__ = ["STORAGES", "TokenManifest", "TokenStore", "TokenVectorWriter", "TokenVectors", "open_tokens"]
 
-SCHEMA_VERSION = 1
 LAYOUT = "tokens"
 _DTYPES = {"fp16": torch.float16, "int8": torch.int8}
 
@@ -132,24 +141,12 @@ def read_token_manifest(path: str | Path) -> TokenManifest:
             f"{folder}: expected token vectors of a multi-vector model, got {layout} vectors. "
             "Encode the collection with a multi-vector model (tilefold train --recipe colbert)."
         )
-    if value.get("schema_version") != SCHEMA_VERSION:
+    types = {"dimension": int, "model_fingerprint": str | None, "model_source": str | None, "n_tokens": int}
+    manifest = parse_manifest(TokenManifest, folder, value, types)
+    if manifest.storage not in STORAGES or not all(isinstance(part.get("tokens"), int) for part in manifest.shards):
         raise DataError(
-            f"{folder}: expected schema_version {SCHEMA_VERSION}, got {value.get('schema_version')!r}. {REMEDY}"
+            f"{folder}: expected a manifest of token vectors, got fields of other types (storage, shards). {REMEDY}"
         )
-    known = {item.name for item in fields(TokenManifest)}
-    try:
-        manifest = TokenManifest(**{key: item for key, item in value.items() if key in known})
-        well_formed = (
-            isinstance(manifest.dimension, int)
-            and manifest.storage in STORAGES
-            and isinstance(manifest.failed, dict)
-            and isinstance(manifest.settings, dict)
-            and all({"file", "rows", "tokens", "sha256"} <= set(shard) for shard in manifest.shards)
-        )
-    except TypeError as error:
-        raise DataError(f"{folder}: expected a manifest of token vectors, got another object ({error}).") from error
-    if not well_formed:
-        raise DataError(f"{folder}: expected a manifest of token vectors, got fields of other types. {REMEDY}")
     return manifest
 
 
@@ -194,6 +191,8 @@ class TokenStore:
             found = (vectors.dimension, vectors.values.dtype, len(vectors), vectors.values.size(0))
             if found != expected:
                 raise DataError(f"{file}: expected (D, dtype, texts, vectors) {expected}, got {found}. {REMEDY}")
+            if self._verify:
+                _check_finite(vectors, file)
             self._shards[number] = vectors
         return self._shards[number]
 
@@ -275,6 +274,16 @@ def _read_ids(path: Path) -> list[str]:
     if not isinstance(names, list):
         raise DataError(f"{path}: expected a list of ids, got {type(names).__name__}. {REMEDY}")
     return names
+
+
+def _check_finite(vectors: TokenVectors, path: Path) -> None:
+    """Raise ``DataError`` for numbers, or factors of int8 values, that are NaN or infinite."""
+    if vectors.scales is not None:
+        whole = no_weight(vectors.scales.numpy()) is None
+    else:  # the least and the largest are NaN where there is one
+        whole = not vectors.values.numel() or all(math.isfinite(end) for end in vectors.values.aminmax())
+    if not whole:
+        raise DataError(f"{path}: expected finite token vectors, got others. {REMEDY}")
 
 
 def _read_shard(path: Path) -> TokenVectors:

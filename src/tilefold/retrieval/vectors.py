@@ -10,7 +10,7 @@ interrupted writer can be resumed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,15 @@ from tilefold._files import atomic_file
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.retrieval import _parquet
 from tilefold.retrieval._files import json_line
-from tilefold.retrieval._shards import MANIFEST_NAME, REMEDY, ShardWriter, check_whole, read_layout, shard_file
+from tilefold.retrieval._shards import (
+    REMEDY,
+    SCHEMA_VERSION,
+    ShardWriter,
+    check_whole,
+    parse_manifest,
+    read_layout,
+    shard_file,
+)
 from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.provenance import Provenance
@@ -36,8 +44,6 @@ __all__ = [
     "vocabulary_fingerprint",
     "write_vectors",
 ]
-
-SCHEMA_VERSION = 1
 
 
 @dataclass
@@ -140,29 +146,13 @@ def read_manifest(path: str | Path) -> VectorManifest:
 
 
 def _load_manifest(folder: Path) -> VectorManifest:
-    file = folder / MANIFEST_NAME
     value, layout = read_layout(folder)
     if layout != "sparse":
         raise DataError(
             f"{folder}: expected sparse vectors, got token vectors of a multi-vector model. "
             "Token vectors are for reranking (--rerank); encode with a SparseEncoder for an index."
         )
-    known = {item.name for item in fields(VectorManifest)}
-    version = value.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise DataError(f"{file}: expected schema_version {SCHEMA_VERSION}, got {version!r}. {REMEDY}")
-    try:
-        manifest = VectorManifest(**{key: item for key, item in value.items() if key in known})
-        well_formed = (
-            isinstance(manifest.vocab_size, int)
-            and isinstance(manifest.failed, dict)
-            and all({"file", "rows", "sha256"} <= set(shard) for shard in manifest.shards)
-        )
-    except TypeError as error:
-        raise DataError(f"{file}: expected a manifest of vectors, got another object ({error}).") from error
-    if not well_formed:
-        raise DataError(f"{file}: expected a manifest of vectors, got fields of other types. {REMEDY}")
-    return manifest
+    return parse_manifest(VectorManifest, folder, value, {"vocab_size": int, "fingerprint": str | None})
 
 
 def read_vectors(path: str | Path) -> SparseVectors:

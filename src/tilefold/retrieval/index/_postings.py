@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tilefold.retrieval._arrays import check_arrays
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.index.protocol import REMEDY
 
 _PIECE = 1 << 22  # weights that are transposed at a time
 _SHORT_TERMS = 1 << 16  # below, terms are sorted as 16-bit integers, by radix
@@ -79,13 +81,17 @@ class Postings:
 
     def _check(self, terms: npt.NDArray[np.int32]) -> None:
         for term in terms.tolist():
-            documents = self.documents[self.offsets[term] : self.offsets[term + 1]]
-            same = self.checksums is None or self.checksum(term) == self.checksums[term]
-            if not same or (documents.size and not 0 <= documents.min() <= documents.max() < self.n_documents):
+            span = slice(self.offsets[term], self.offsets[term + 1])
+            try:
+                if self.checksums is not None and self.checksum(term) != self.checksums[term]:
+                    raise DataError("Their checksum is another.")
+                places = "documents", self.documents[span], self.n_documents
+                check_arrays(places, ("weights", self.weights[span]))
+            except DataError as error:
                 raise DataError(
                     f"documents.npy, weights.npy: damaged; the postings of term {term} are not those that were saved. "
-                    "Build the index again (tilefold index)."
-                )
+                    f"{error} {REMEDY}"
+                ) from error
             self.trusted[term] = True
 
     def checksum(self, term: int) -> int:

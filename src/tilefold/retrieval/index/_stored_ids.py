@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.index.protocol import REMEDY
 
 __all__ = ["ID_FILES", "StoredIds", "save_ids"]
 
@@ -40,7 +41,10 @@ class StoredIds(Sequence[str]):
         if not 0 <= at < len(self):
             raise IndexError(f"at: expected a position in [0, {len(self)}), got {at}.")
         low = int(self._ends[at - 1]) if at else 0
-        return self._text[low : int(self._ends[at])].tobytes().decode("utf-8", _ERRORS)
+        try:
+            return self._text[low : int(self._ends[at])].tobytes().decode("utf-8", _ERRORS)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{ID_FILES[0]}: expected ids in UTF-8, got ({error}). {REMEDY}") from error
 
     def __iter__(self) -> Iterator[str]:
         return (self[at] for at in range(len(self)))
@@ -57,9 +61,7 @@ class StoredIds(Sequence[str]):
             raise DataError(f"{folder}: expected ids in {' and '.join(ID_FILES)}, got ({error}).") from error
         fits = ends.shape == (count,) and ends.dtype == np.int64 and text.dtype == np.uint8 and text.ndim == 1
         if not fits or (np.diff(ends, prepend=0) < 1).any() or (count and int(ends[-1]) != text.size):
-            raise DataError(
-                f"{folder}: expected the ids of {count} documents, got others. Build the index again (tilefold index)."
-            )
+            raise DataError(f"{folder}: expected the ids of {count} documents, got others. {REMEDY}")
         return cls(text, ends)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold._files import atomic_directory
+from tilefold.retrieval._arrays import check_offsets
 from tilefold.retrieval._ranking import top_positive
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
@@ -17,6 +18,7 @@ from tilefold.retrieval.index._postings import Postings, fastest
 from tilefold.retrieval.index._stored_ids import ID_FILES, StoredIds, save_ids
 from tilefold.retrieval.index.protocol import (
     MANIFEST_NAME,
+    REMEDY,
     Hit,
     check_buildable,
     check_search,
@@ -33,7 +35,6 @@ _OFFSETS, _DOCUMENTS, _WEIGHTS, _CHECKSUMS = "offsets.npy", "documents.npy", "we
 _LARGE = (_DOCUMENTS, _WEIGHTS)  # checked term by term, when a query reads them
 _OLD_IDS = "ids.json"  # of indexes without checksums by term
 _OWN_NAMES = (MANIFEST_NAME, _OLD_IDS, *ID_FILES, _OFFSETS, _CHECKSUMS, *_LARGE)
-_REMEDY = "Build the index again (tilefold index)."
 
 
 class ExactIndex:
@@ -111,8 +112,10 @@ class ExactIndex:
         manifest = read_manifest(folder, cls.backend, unread=_LARGE if by_term else ())
         count, size = manifest["n_documents"], manifest["vocab_size"]
         offsets = _array(folder / _OFFSETS, np.int64, size + 1)
-        if offsets[0] != 0 or (np.diff(offsets) < 0).any():
-            raise DataError(f"{folder / _OFFSETS}: expected offsets that rise from 0, got others. {_REMEDY}")
+        try:
+            check_offsets(offsets, int(offsets[-1]), "offsets")
+        except DataError as error:
+            raise DataError(f"{folder / _OFFSETS}: {error} {REMEDY}") from error
         fastest()  # its import is not part of the first query
         postings = Postings(
             offsets,
@@ -130,10 +133,10 @@ def _array(file: Path, dtype: Any, size: int) -> npt.NDArray[Any]:
     try:
         values = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
     except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{file}: expected an array of an exact index, got ({error}). {_REMEDY}") from error
+        raise DataError(f"{file}: expected an array of an exact index, got ({error}). {REMEDY}") from error
     if values.shape != (size,) or values.dtype != np.dtype(dtype):
         raise DataError(
             f"{file}: expected {size} numbers of {np.dtype(dtype)}, got {values.dtype} of shape {values.shape}. "
-            + _REMEDY
+            + REMEDY
         )
     return values

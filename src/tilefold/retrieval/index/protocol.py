@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from tilefold._files import sha256_file, write_json
+from tilefold._files import sha256_file
 from tilefold._version import __version__
-from tilefold.retrieval._files import read_json_object
+from tilefold.retrieval._files import read_json_object, write_json_object
 from tilefold.retrieval._ranking import check_k
 from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary
 from tilefold.retrieval.errors import DataError
@@ -19,7 +19,18 @@ __all__ = ["Hit", "SparseIndex", "hits_to_run"]
 
 MANIFEST_NAME = "index.json"
 SCHEMA_VERSION = 1
-_REMEDY = "Build the index again (tilefold index)."
+_TYPES: dict[str, Any] = {
+    "backend": str,
+    "n_documents": int,
+    "vocab_size": int,
+    "options": dict,
+    "files": dict,
+    "versions": dict | None,
+    "fingerprint": str | None,
+    "model_fingerprint": str | None,
+    "texts_sha256": str | None,
+}
+REMEDY = "Build the index again (tilefold index)."
 
 
 class Hit(NamedTuple):
@@ -92,7 +103,7 @@ def write_manifest(
 ) -> None:
     """Write ``index.json``, with a checksum of every other file in `folder` that is not `changing`. Call it last."""
     files = {file.name: sha256_file(file) for file in sorted(folder.iterdir()) if file.name not in changing}
-    write_json(
+    write_json_object(
         folder / MANIFEST_NAME,
         {
             "schema_version": SCHEMA_VERSION,
@@ -116,12 +127,11 @@ def read_description(path: str | Path) -> dict[str, Any]:
         DataError: not an index.
     """
     file = Path(path) / MANIFEST_NAME
-    manifest = read_json_object(file, _REMEDY)
-    expected = {"backend": str, "n_documents": int, "vocab_size": int, "options": dict, "files": dict}
-    wrong = [key for key, kind in expected.items() if not isinstance(manifest.get(key), kind)]
+    manifest = read_json_object(file, REMEDY)
+    wrong = [key for key, kind in _TYPES.items() if not isinstance(manifest.get(key), kind)]
     if wrong or manifest.get("schema_version") != SCHEMA_VERSION:
         what = f"wrong {', '.join(wrong)}" if wrong else f"schema {manifest.get('schema_version')!r}"
-        raise DataError(f"{file}: expected an index of schema {SCHEMA_VERSION}, got {what}. {_REMEDY}")
+        raise DataError(f"{file}: expected an index of schema {SCHEMA_VERSION}, got {what}. {REMEDY}")
     return manifest
 
 
@@ -141,15 +151,15 @@ def read_manifest(path: str | Path, backend: str, *, unread: Collection[str] = (
     for name, digest in manifest["files"].items():
         part = Path(path) / name
         if Path(name).name != name or not part.is_file():
-            raise FileNotFoundError(f"{part}: listed in {MANIFEST_NAME}, but there is no such file. {_REMEDY}")
+            raise FileNotFoundError(f"{part}: listed in {MANIFEST_NAME}, but there is no such file. {REMEDY}")
         if name not in unread and sha256_file(part) != digest:
-            raise DataError(f"{part}: damaged; its checksum is not the one in {MANIFEST_NAME}. {_REMEDY}")
+            raise DataError(f"{part}: damaged; its checksum is not the one in {MANIFEST_NAME}. {REMEDY}")
     return manifest
 
 
 def read_ids(path: Path, n_documents: int) -> list[str]:
     """The ids of the ``n_documents`` documents of a saved index; ``DataError`` if the file holds another number."""
-    ids = read_json_object(path, _REMEDY).get("ids")
+    ids = read_json_object(path, REMEDY).get("ids")
     if not isinstance(ids, list) or len(ids) != n_documents:
-        raise DataError(f"{path}: expected the ids of {n_documents} documents, got others. {_REMEDY}")
+        raise DataError(f"{path}: expected the ids of {n_documents} documents, got others. {REMEDY}")
     return [str(value) for value in ids]

@@ -21,11 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold._files import atomic_directory, write_json
+from tilefold.retrieval._arrays import check_arrays, outside
 from tilefold.retrieval._files import require
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import (
     MANIFEST_NAME,
+    REMEDY,
     Hit,
     check_buildable,
     check_search,
@@ -135,6 +137,7 @@ class SeismicIndex:
         self.n_documents, self.vocab_size = len(ids), vocab_size
         self.fingerprint, self.provenance = fingerprint, provenance
         self.options = options
+        self._folder: Path | None = None  # that it was read from
 
     @classmethod
     def build(cls, vectors: SparseVectors, **options: Any) -> SeismicIndex:
@@ -220,17 +223,32 @@ class SeismicIndex:
             "query_cut": chosen.query_cut,
             "heap_factor": float(cast("float", chosen.heap_factor)),
         }
-        with _panics_are_errors():
+        with self._answering():
             if len(names) == 1:  # a pool of threads takes longer than one query
                 answers = [self._engine.search(names[0], components[0], values[0], **asked)]
             else:
                 several = np.array(names, dtype=string_type), components, values
                 answers = self._engine.batch_search(*several, **asked, num_threads=chosen.num_threads)
-        for answer in answers:
-            found = sorted((-float(score), int(row)) for _, score, row in answer)
-            if found:
-                results[int(answer[0][0])] = [Hit(self._ids[row], -score) for score, row in found]
+            for answer in answers:
+                found = sorted((-float(score), int(row)) for _, score, row in answer)
+                check_arrays(
+                    ("documents", np.array([row for _, row in found], np.int64), self.n_documents),
+                    ("scores", np.array([-score for score, _ in found], np.float64)),
+                )
+                if found:
+                    results[int(answer[0][0])] = [Hit(self._ids[row], -score) for score, row in found]
         return results
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Name the folder in what goes wrong while an index searches that was read from one: it is damaged."""
+        try:
+            with _panics_are_errors():
+                yield
+        except (RuntimeError, ValueError) as error:
+            if self._folder is None:
+                raise
+            raise DataError(f"{self._folder}: could not be searched ({error}). {REMEDY}") from error
 
     def save(self, path: str | Path) -> None:
         """Write the index as a directory; only an earlier Seismic index is replaced."""
@@ -255,18 +273,30 @@ class SeismicIndex:
         ids = read_ids(folder / "ids.json", manifest["n_documents"])
         try:
             options = SeismicOptions.parse(manifest["options"])
+            if None in (getattr(options, name) for name in _CHOSEN):
+                raise DataError(f"options: expected numbers for {', '.join(_CHOSEN)}, got {options}.")
             terms = np.load(folder / "terms.npy", allow_pickle=False)
+            if terms.dtype != np.int32 or terms.ndim != 1 or (terms[1:] <= terms[:-1]).any():
+                raise DataError("terms.npy: expected the terms in use, ascending, got others.")
+            if (at := outside(terms, manifest["vocab_size"])) is not None:
+                raise DataError(f"terms.npy: expected terms in [0, {manifest['vocab_size']}), got {terms[at]}.")
             kind = seismic.SeismicIndexLV if terms.size > _SMALL_VOCABULARY else seismic.SeismicIndex
             with _quiet():
                 engine = kind.load(str(folder / _FILE))
-        except (OSError, ValueError, EOFError, RuntimeError) as error:
-            written = manifest.get("versions", {}).get("pyseismic-lsr", "unknown")
+            if engine.dim != terms.size or engine.len > len(ids):  # those without terms are not in it
+                raise DataError(
+                    f"{_FILE}: expected {len(ids)} documents of {terms.size} terms, got {engine.len} of {engine.dim}."
+                )
+        except (OSError, ValueError, TypeError, EOFError, RuntimeError) as error:
+            written = (manifest.get("versions") or {}).get("pyseismic-lsr", "unknown")
             raise DataError(
                 f"{folder}: could not be read ({error}); written by pyseismic-lsr {written}, "
-                f"read by {_version()}. Build the index again (tilefold index)."
+                f"read by {_version()}. {REMEDY}"
             ) from error
         origin = (manifest["vocab_size"], manifest.get("fingerprint"), Provenance.from_dict(manifest))
-        return cls(engine, ids, terms, *origin, options)
+        index = cls(engine, ids, terms, *origin, options)
+        index._folder = folder
+        return index
 
 
 def _dataset(

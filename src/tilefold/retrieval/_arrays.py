@@ -1,0 +1,42 @@
+"""What every store checks of the arrays that it reads: offsets, positions and weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tilefold.retrieval.errors import DataError
+
+Array = npt.NDArray[Any]
+
+
+def check_offsets(offsets: Array, size: int, name: str = "indptr") -> None:
+    """Raise ``DataError`` unless `offsets` rise from 0 to `size`."""
+    if not offsets.size or offsets[0] != 0 or offsets[-1] != size or bool((offsets[1:] < offsets[:-1]).any()):
+        raise DataError(f"{name}: expected offsets that rise from 0 to {size}, got others.")
+
+
+def outside(positions: Array, limit: int) -> int | None:
+    """Where the first position is that is not in ``[0, limit)``; None where all are."""
+    if not positions.size or 0 <= positions.min() <= positions.max() < limit:
+        return None
+    return int(np.flatnonzero((positions < 0) | (positions >= limit))[0])
+
+
+def no_weight(values: Array) -> int | None:
+    """Where the first number is that is NaN, infinite or negative; None where all are weights."""
+    if not values.size or 0 <= values.min() <= values.max() < np.inf:  # a NaN among them is the lowest and the highest
+        return None
+    return int(np.flatnonzero(~np.isfinite(values) | (values < 0))[0])
+
+
+def check_arrays(places: tuple[str, Array, int], weights: tuple[str, Array]) -> None:
+    """Raise ``DataError``, with the name of the array, unless these are positions below a limit and their weights."""
+    name, positions, limit = places
+    if (at := outside(positions, limit)) is not None:
+        raise DataError(f"{name}: expected positions in [0, {limit}), got {positions[at]}.")
+    name, values = weights
+    if (at := no_weight(values)) is not None:
+        raise DataError(f"{name}: expected finite weights of at least 0, got {values[at]}.")
