@@ -24,7 +24,8 @@ from tilefold.ops._shared import fallback
 from tilefold.ops._shared._triton import launch
 from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError, give_up, given_up
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.lsr_head import configs, quantize_weight
+from tilefold.ops.lsr_head import QuantizedWeight, configs
+from tilefold.ops.lsr_head._quantized import quantize_rows
 from tilefold.ops.maxsim.quantized import quantize_tokens
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="the interpreter builds nothing")
@@ -53,7 +54,7 @@ def sum_head(impl: str) -> tuple[torch.Tensor, ...]:
 
 
 def fp8_head(impl: str) -> tuple[torch.Tensor, ...]:
-    weight = quantize_weight(seeded(40, 16).detach())
+    weight = QuantizedWeight(*quantize_rows(seeded(40, 16).detach()))
     return (tilefold.lsr_head(seeded(2, 5, 16).detach(), weight, impl=impl),)
 
 

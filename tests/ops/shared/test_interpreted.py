@@ -1,4 +1,4 @@
-"""The contract of repeated launches on the CPU, in Triton's interpreter: two groups of operators, for two workers."""
+"""Contracts of all operators' kernels on the CPU, in Triton's interpreter; those of launches for two workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tilefold.ops._shared._triton.releases import release
 pytestmark = NEEDS_INTERPRETER
 HOOKS_ARE_CHAINS = release() >= (3, 5)
 # per entry of the contract's table, and of its sample; one of those needs hooks that are chains
-TESTS, SAMPLED = 3, 9 + HOOKS_ARE_CHAINS
+TESTS, SAMPLED = 3, 10 + HOOKS_ARE_CHAINS
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,7 @@ TESTS, SAMPLED = 3, 9 + HOOKS_ARE_CHAINS
 )
 def test_the_contract_of_repeated_launches_holds(operators: str, entries: int, sampled: int) -> None:
     assert_pass_interpreted(["shared/test_launches.py"], TESTS * entries + SAMPLED * sampled, "-k", operators)
+
+
+def test_kernels_that_cannot_be_built_are_replaced() -> None:
+    assert_pass_interpreted(["shared/test_unavailable_kernels.py"], 140)

@@ -71,14 +71,25 @@ def triton_or_tiled(
 
     Raises:
         KernelUnavailableError: where they cannot be built and ``impl`` is ``"triton"``.
+        RuntimeError: where ``tiled()`` would take their place in a CUDA graph that is being captured.
     """
-    if impl == "tiled" or (impl == "auto" and (operator, device) in _GIVEN_UP):
-        return tiled()
-    try:
-        return kernels()
-    except KernelUnavailableError as error:
-        if impl != "auto":
-            raise
-        why = str(error)
-    give_up(operator, device, why, SLOWER)
+    if impl == "triton" or (impl == "auto" and (operator, device) not in _GIVEN_UP):
+        try:
+            return kernels()
+        except KernelUnavailableError as error:
+            if impl != "auto":
+                raise
+            why = str(error)
+        give_up(operator, device, why, SLOWER)
+    if (operator, device) in _GIVEN_UP and is_capturing(device):
+        raise RuntimeError(
+            f"{operator} cannot be captured in a CUDA graph here: {_GIVEN_UP[operator, device]}, and the tiled torch "
+            "path that takes its place waits for the GPU. Leave this call out of the graph; a call before the capture "
+            "(a warm up) says whether the kernels can be built."
+        )
     return tiled()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on ``device`` now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

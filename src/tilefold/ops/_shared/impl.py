@@ -48,6 +48,11 @@ def why_not_triton(device: torch.device) -> str | None:
     return f"tensors are on {device.type!r}, and the kernels need a CUDA device (or TRITON_INTERPRET=1)"
 
 
+def takes_kernels(device: torch.device) -> bool:
+    """Whether ``"auto"`` takes the Triton kernels for tensors on ``device``, unless they were given up."""
+    return device.type == "cuda" and why_not_triton(device) is None
+
+
 def settled(asked: str, chosen: str) -> str:
     """``chosen``, or ``"auto"`` where that chose the kernels: the tiled path then stands behind them."""
     return "auto" if asked == "auto" and chosen == "triton" else chosen
@@ -79,8 +84,7 @@ def resolve_impl(impl: str, device: torch.device, operator: str = "") -> str:
             "backward() serve every implementation."
         )
     if impl == "auto":
-        can = device.type == "cuda" and why_not_triton(device) is None and given_up(operator, device) is None
-        return "triton" if can else "tiled"
+        return "triton" if takes_kernels(device) and given_up(operator, device) is None else "tiled"
     if impl == "triton" and (reason := why_not_triton(device)) is not None:
         raise RuntimeError(f"impl='triton' cannot run here: {reason}. Use impl='auto' or impl='tiled'.")
     return impl

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared import impl as implementations
-from tilefold.ops._shared.call_cache import CallCache, Key, call_key, is_aligned
+from tilefold.ops._shared.call_cache import CallCache, Key, call_key, gradient_key, is_aligned
 from tilefold.ops._shared.fallback import KernelUnavailableError, triton_or_tiled
 from tilefold.ops._shared.impl import settled
 from tilefold.ops._shared.internals import is_on_current
@@ -308,9 +308,7 @@ class _Attention(torch.autograd.Function):
             return *_registered_gradients(dout, given, call.options, needs, call.impl), None
         tensors, rest, key = AttentionTensors(*saved[:COUNT]), saved[COUNT:], None
         if call.plan is not None:
-            # tensors that were packed away may come back with other strides, and with nothing else that is another
-            strides = (tensors.q.stride(), tensors.k.stride(), tensors.v.stride(), rest[0].stride())
-            key = (call, needs, dout.stride(), *strides)
+            key = gradient_key(call, needs, dout, saved)
             plan = _BACKWARD.find(key)
             if plan is not None and is_on_current(dout):
                 try:

@@ -28,8 +28,9 @@ def forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions) -> tup
 def backward(call: BackwardCall) -> Gradients:
     """Gradients of hidden, weight and bias, ``None`` where not needed."""
     dscores, (scores, winners), tokens, (weight, _, _), options, needs = call
-    if scores is None or winners is None:
-        raise ValueError("scores and winners must be tensors in the backward pass of one token, got None.")
+    if scores is None:
+        raise ValueError("scores must be a tensor in the backward pass of one token, got None.")
+    winners = _winners(tokens, options.pooling) if winners is None else winners  # kernels keep none without a mask
     hidden, dtype = tokens.hidden, options.compute_dtype
     wide = torch.promote_types(dtype, torch.float32)
     token, valid = _taken(tokens, winners, options.pooling)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilefold.ops._shared.bytes import as_bytes, from_bytes
 from tilefold.ops._shared.checks import check_dtype, check_shape, check_tensor
+from tilefold.ops._shared.fallback import triton_or_tiled
 from tilefold.ops._shared.impl import resolve_impl
 from tilefold.ops._shared.library import is_plain, run
 from tilefold.ops.lsr_head import _tiled
@@ -78,7 +79,8 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
     Rows of zeros keep the scale 1; a NaN or an infinity makes NaN scores of its vocabulary entry, as in the plain head.
     The rounding error of an entry is at most 1/16 of it, or 2^-10 of the scale near zero.
 
-    On a GPU with fp8 products it is one pass of a kernel, which reads the weight and writes it in fp8.
+    On a GPU with fp8 products it is one pass of a kernel, which reads the weight and writes it in fp8; where that
+    cannot be built, this and the quantised head run in torch, after one warning.
 
     Args:
         weight: ``[V, D]``, fp16, bf16, fp32 or fp64, on any device. It is not kept, and later changes of it are not
@@ -96,17 +98,27 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
     )
     if weight.size(1) == 0:
         raise ValueError(f"D must be at least 1, got D=0 in shape {list(weight.shape)}.")
-    if is_plain(weight) and weight.is_cuda and chosen_quantized_impl(weight) == "triton":
-        from tilefold.ops.lsr_head._triton.quantize_weight import quantize_rows as in_one_pass  # noqa: PLC0415
 
-        return QuantizedWeight(*run(in_one_pass, weight.detach()))
+    def in_one_pass() -> tuple[Tensor, Tensor]:
+        from tilefold.ops.lsr_head import _triton  # noqa: PLC0415
+
+        found: tuple[Tensor, Tensor] = run(_triton.quantize_rows, weight.detach())
+        return found
+
+    impl = "auto" if is_plain(weight) and chosen_quantized_impl(weight) == "triton" else "tiled"
+    quantized = triton_or_tiled(QUANTIZED_HEAD, impl, weight.device, in_one_pass, lambda: _quantize_slabs(weight))
+    return QuantizedWeight(*quantized)
+
+
+def _quantize_slabs(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`quantize_rows`, some rows at a time."""
     values = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     scale = torch.empty(weight.size(0), dtype=torch.float32, device=weight.device)
     with torch.no_grad():
         for v0 in range(0, weight.size(0), SLAB_V):
             part = slice(v0, v0 + SLAB_V)
             values[part], scale[part] = quantize_rows(weight[part])
-    return QuantizedWeight(values, scale)
+    return values, scale
 
 
 def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:

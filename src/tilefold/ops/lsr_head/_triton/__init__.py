@@ -27,8 +27,9 @@ from tilefold.ops.lsr_head._triton.launch_backward import plan_max_backward
 from tilefold.ops.lsr_head._triton.launch_forward import max_forward
 from tilefold.ops.lsr_head._triton.launch_one_token import plan_one_token_backward, plan_one_token_forward
 from tilefold.ops.lsr_head._triton.launch_sum import plan_sum_backward, plan_sum_forward
+from tilefold.ops.lsr_head._triton.quantize_weight import quantize_rows
 
-__all__ = ["forward", "plan_backward"]
+__all__ = ["forward", "plan_backward", "quantize_rows"]
 
 
 @dataclass(frozen=True, eq=False)

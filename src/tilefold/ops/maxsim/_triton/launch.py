@@ -28,6 +28,7 @@ from tilefold.ops.maxsim.configs import BY_TMA, ForwardConfig, forward_config, s
 RESULTS = (at.SCORES, at.SAVED, at.ROW_FACTS)
 PAIRINGS = {"all": 0, "grouped": 1, "index": 2}
 UNUSED_IN_STREAM = ("SMOOTH", "WITH_SAVED", "NO_WINNER", "NORMALIZED", "HAS_QSCALE")
+READ_DOCUMENTS = ("stream_kernel", "all_pairs_kernel", "listed_pairs_kernel")  # by TMA, or by pointers
 PLANS: CallCache[Plan] = CallCache()  # of the registered operator's calls
 
 
@@ -44,7 +45,7 @@ def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
     try:
         scores, saved, _ = plan(*operands)
     except KernelUnavailableError as error:
-        if not plan.by_tma:
+        if not plan.by_tma or error.kernel not in READ_DOCUMENTS:
             raise
         instead = "Documents are read by pointers instead: the same scores, slower."
         give_up(BY_TMA, problem.queries.device, str(error), instead)

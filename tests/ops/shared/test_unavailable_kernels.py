@@ -1,0 +1,389 @@
+"""Every kernel is made unavailable in turn: a call then takes the tiled path, forward and backward, after one warning.
+
+In Triton's interpreter the launcher says so; on a GPU Triton's own build of that kernel raises what its assembler
+would.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from triton import JITFunction
+from triton.errors import TritonError
+
+from tilefold.ops import entmax, entmax_attention, lsr_head, maxsim, quantize_weight, token_scatter
+from tilefold.ops._shared import fallback, impl
+from tilefold.ops._shared._triton import launch
+from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops.entmax_attention import _torch_ops as attention_ops
+from tilefold.ops.lsr_head import _torch_ops as lsr_head_ops
+from tilefold.ops.lsr_head import rows as capacity_rows
+from tilefold.ops.maxsim import _torch_ops as maxsim_ops
+from tilefold.ops.maxsim.quantized import quantize_tokens
+from tilefold.ops.token_scatter import _torch_ops as scatter_ops
+
+OPS = Path(impl.__file__).resolve().parents[1]
+INTERPRETED = triton_interpreted()
+DEVICE = "cpu" if INTERPRETED else "cuda"
+kernels = pytest.mark.skipif(False, reason="") if INTERPRETED else pytest.mark.gpu
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+    return values.to(DEVICE, dtype).requires_grad_()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of an operator.
+
+    Attributes:
+        operator: as the warning names it.
+        function: with ``impl``, and the leaves first.
+        shapes: of the leaves; differentiated unless ``inference``.
+        options: keyword arguments.
+        compiled: whether the kernel is launched in compiled functions only.
+        capability: of the only GPUs that launch the kernel, if it is not launched everywhere.
+    """
+
+    operator: str
+    function: Callable[..., Tensor]
+    shapes: tuple[tuple[int, ...], ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    inference: bool = False
+    compiled: bool = False
+    capability: tuple[int, int] | None = None
+    dtype: torch.dtype = torch.float32
+
+    def made(self) -> tuple[list[Tensor], dict[str, Any]]:
+        """Leaves, and the keyword arguments with their tensors."""
+        leaves = [randn(*shape, dtype=self.dtype) for shape in self.shapes]
+        return leaves, {
+            name: torch.tensor(value, device=DEVICE) if isinstance(value, list) else value
+            for name, value in self.options.items()
+        }
+
+    def __call__(
+        self, impl: str, compiled: bool = False, made: tuple[list[Tensor], dict[str, Any]] | None = None
+    ) -> list[Tensor]:
+        """The result, and the gradients of the leaves."""
+        leaves, options = self.made() if made is None else made
+
+        def call(*leaves: Tensor) -> Tensor:
+            return self.function(*leaves, **options, impl=impl)
+
+        run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled or self.compiled else call
+        if self.inference:
+            with torch.no_grad():
+                return [run(*[leaf.detach() for leaf in leaves])]
+        scores = run(*leaves)
+        weights = torch.linspace(-1, 1, scores.numel(), device=DEVICE).view(scores.shape)
+        return [scores.detach(), *torch.autograd.grad((scores * weights).sum(), leaves)]
+
+
+def head(pooling: str = "max", *shape: int, **options: Any) -> Case:
+    case = {name: options.pop(name) for name in ("capability", "dtype") if name in options}
+    vocab = options.pop("vocab", 40)
+    shapes = (shape or (2, 16, 16), (vocab, 16), (vocab,))
+    return Case("lsr_head", lsr_head, shapes, {"pooling": pooling, **options}, **case)
+
+
+def late(queries: tuple[int, ...], documents: tuple[int, ...], **options: Any) -> Case:
+    case = {name: options.pop(name) for name in ("compiled",) if name in options}
+    return Case("maxsim", maxsim, (queries, documents), options, **case)
+
+
+def attend(keys: int, **options: Any) -> Case:
+    shapes = tuple((32, 1, 16) if "cu_seqlens_q" in options else (1, 1, n, 16) for n in (7, keys, keys))
+    return Case("entmax_attention", entmax_attention, shapes, options)
+
+
+def quantized_head(hidden: Tensor, weight: Tensor, impl: str) -> Tensor:
+    return lsr_head(hidden, quantize_weight(weight), impl=impl)
+
+
+def quantized_documents(queries: Tensor, documents: Tensor, impl: str, **options: Any) -> Tensor:
+    return maxsim(queries, quantize_tokens(documents, "int8"), impl=impl, **options)
+
+
+def scatter(weights: Tensor, impl: str, **options: Any) -> Tensor:
+    ids = torch.arange(42, device=DEVICE).view(2, 21) * 7 % 38
+    return token_scatter(weights, ids, 40, impl=impl, **options)
+
+
+def rows(hidden: Tensor, weight: Tensor, impl: str) -> Tensor:
+    """In dense form; of what a caller runs where there are no rows, if there are none."""
+    found = capacity_rows.lsr_head_rows(hidden, weight, capacity=40, impl=impl)
+    return lsr_head(hidden, weight, impl=impl) if found is None else found.counts
+
+
+MASK = (torch.arange(42).view(2, 21) % 3 * torch.tensor([[1], [0]])).tolist()
+LONG_MASK = [[1] * 40 + [0] * 2060, [0] * 2100]
+OFFSETS = [0, 11, 11, 32]
+PACKED = {"cu_seqlens": OFFSETS}
+PAIRS = [[0, 1], [1, 1], [1, 0]]
+QUERIES, DOCUMENTS = (2, 17, 16), (3, 5, 16)
+
+# by folder, file and name: a call that launches the kernel
+CASES: dict[str, Case] = {
+    "_shared/offsets.int32_kernel": late(QUERIES, DOCUMENTS, pairing=PAIRS),
+    "entmax/rows._forward_kernel": Case("entmax", entmax, ((3, 7),), {"alpha": 1.5}),
+    "entmax/rows._backward_kernel": Case("entmax", entmax, ((3, 7),), {"alpha": 1.7}),
+    "entmax_attention/backward.dkv_kernel": attend(21),
+    "entmax_attention/backward.dq_kernel": attend(21, alpha=1.7),
+    "entmax_attention/backward.key_lists_kernel": attend(40 if INTERPRETED else 1100, causal=True),
+    "entmax_attention/backward.query_lists_kernel": attend(40 if INTERPRETED else 1100, causal=True),
+    "entmax_attention/forward.output_kernel": attend(40 if INTERPRETED else 300),
+    "entmax_attention/forward.resident_kernel": attend(21),
+    "entmax_attention/packing.nan_if_broken_kernel": attend(32, cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS),
+    "entmax_attention/packing.tables_kernel": attend(32, cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS),
+    "entmax_attention/roots.roots_kernel": attend(40 if INTERPRETED else 300, alpha=1.7),
+    "lsr_head/compact._append_kernel": Case(
+        "lsr_head's compaction of rows", rows, ((2, 16, 16), (40, 16)), inference=True
+    ),
+    "lsr_head/max_backward._count_kernel": head(),
+    "lsr_head/max_backward._dhidden_kernel": head(),
+    "lsr_head/max_backward._dweight_kernel": head("max", 2, 21, 16, attention_mask=MASK),
+    "lsr_head/max_backward._list_kernel": head("max", 32, 16, **PACKED),
+    "lsr_head/max_forward._combine_kernel": head("max", 512, 16, cu_seqlens=[0, 300, 300, 512], vocab=16),
+    "lsr_head/max_forward._max_forward_kernel": head(),
+    "lsr_head/max_forward_hopper.max_forward_hopper_kernel": head(dtype=torch.bfloat16, capability=(9, 0)),
+    "lsr_head/one_token._find_kernel": head("cls", 2, 2100, 16, attention_mask=LONG_MASK),
+    "lsr_head/one_token._forward_kernel": head("last"),
+    "lsr_head/one_token._split_gradient_kernel": head("last", 32, 16, **PACKED),
+    "lsr_head/one_token._store_rows_kernel": head("cls"),
+    "lsr_head/one_token._weight_gradient_kernel": head("cls"),
+    "lsr_head/pack._copy_packed_kernel": head("max", 32, 16, **PACKED),
+    "lsr_head/pack._copy_padded_kernel": head("max", 2, 21, 16, attention_mask=MASK),
+    "lsr_head/pack._count_kernel": head("max", 2, 2100, 16, attention_mask=LONG_MASK),
+    "lsr_head/quantize._quantize_rows_kernel": Case(
+        "lsr_head with an fp8 weight", quantized_head, ((2, 16, 16), (40, 16)), inference=True
+    ),
+    "lsr_head/sum_pooling._check_offsets_kernel": head("sum", 32, 16, **PACKED),
+    "lsr_head/sum_pooling._dlogits_kernel": head("mean", 2, 21, 16, attention_mask=MASK),
+    "lsr_head/sum_pooling._store_gradients_kernel": head("sum", 2, 40, 16, logit_scale=0.5),
+    "lsr_head/sum_pooling._sum_forward_kernel": head("sum"),
+    "maxsim/backward.ddocuments_kernel": late(QUERIES, (2, 2, 5, 16), pairing="grouped"),
+    "maxsim/backward.dqueries_kernel": late(QUERIES, (2, 5, 16), pairing="aligned"),
+    "maxsim/backward.dqueries_row_kernel": late((2, 5, 16), DOCUMENTS),
+    "maxsim/forward.all_pairs_kernel": late(QUERIES, DOCUMENTS),
+    "maxsim/forward.combine_kernel": late((2, 300, 16), DOCUMENTS),
+    "maxsim/forward.listed_pairs_kernel": late(QUERIES, (2, 5, 16), pairing="aligned"),
+    "maxsim/norms.inverse_norms_kernel": late(QUERIES, DOCUMENTS, normalize=True),
+    "maxsim/norms.quantize_kernel": Case(
+        "maxsim", quantized_documents, (QUERIES, (2, 5, 16)), {"pairing": "aligned"}, inference=True
+    ),
+    "maxsim/norms.unit_gradient_kernel": late(QUERIES, (2, 2, 5, 16), pairing="grouped", normalize=True),
+    "maxsim/row_queries.row_query_kernel": late((34, 16), DOCUMENTS, cu_seqlens_q=[0, 20, 34], compiled=True),
+    "maxsim/smooth.smooth_ddocuments_kernel": late(QUERIES, DOCUMENTS, temperature=0.5),
+    "maxsim/smooth.smooth_dqueries_kernel": late(QUERIES, DOCUMENTS, temperature=0.5, mask_mode="zero"),
+    "maxsim/stream.stream_kernel": Case("maxsim", quantized_documents, (QUERIES, DOCUMENTS), inference=True),
+    "maxsim/winner_lists.ddocuments_listed_kernel": late(QUERIES, DOCUMENTS),
+    "token_scatter/scatter._gather_kernel": Case("token_scatter", scatter, ((2, 21),)),
+    "token_scatter/scatter._scatter_kernel": Case("token_scatter", scatter, ((2, 21),), {"reduce": "sum"}),
+}
+every_kernel = pytest.mark.parametrize("name", CASES)
+COMPILED = [name for name, case in CASES.items() if case.function not in (rows, quantized_head)]
+CACHES = (
+    attention_ops.CALLS, attention_ops._BACKWARD, lsr_head_ops.FORWARD_PLANS, lsr_head_ops.BACKWARD_PLANS,
+    maxsim_ops.CALLS, scatter_ops.CALLS, scatter_ops._BACKWARD,
+)  # fmt: skip
+
+
+def test_every_kernel_that_is_launched_has_its_case() -> None:
+    """A jitted function that no other one names is a kernel."""
+    jitted: dict[str, str] = {}
+    named: set[str] = set()
+    for path in sorted(OPS.rglob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            if any("jit" in ast.unparse(decorator) for decorator in function.decorator_list):
+                folder = path.relative_to(OPS).as_posix().removesuffix(".py").replace("_triton/", "")
+                jitted[f"{folder}.{function.name}"] = function.name
+                named |= {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+    assert sorted(CASES) == sorted(kernel for kernel, name in jitted.items() if name not in named)
+
+
+def kernel_name(kernel: Any) -> str:
+    """As :data:`CASES` has it."""
+    module = kernel.fn.__module__.removeprefix("tilefold.ops.").replace("._triton", "").replace(".", "/")
+    return f"{module}.{kernel.fn.__name__}"
+
+
+def forget() -> None:
+    fallback._GIVEN_UP.clear()
+    launch._LAUNCHERS.clear()
+    for cache in (*CACHES, *_PLANS()):
+        cache._plans.clear()
+
+
+def _PLANS() -> tuple[Any, ...]:  # noqa: N802
+    from tilefold.ops.maxsim._triton import launch as forward
+    from tilefold.ops.maxsim._triton import launch_backward as backward
+
+    return forward.PLANS, backward.GRADIENT_PLANS
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """The kernels that cannot be built; those that were asked for are put in beside them with a dash in front."""
+    names: set[str] = set()
+
+    def refuse(kernel: Any) -> bool:
+        name = kernel_name(kernel)
+        if name in names:
+            names.add(f"-{name}")
+        return name in names
+
+    given_up = dict(fallback._GIVEN_UP)
+    forget()
+    if INTERPRETED:
+        monkeypatch.setattr(impl, "takes_kernels", lambda device: True)
+        honest = launch.Launcher.__call__
+
+        def call(self: launch.Launcher, *arguments: Any) -> None:
+            if refuse(self._kernel):
+                raise KernelUnavailableError(self.name, "PTXASError: no such instruction")
+            honest(self, *arguments)
+
+        monkeypatch.setattr(launch.Launcher, "__call__", call)
+    else:
+        for method in ("run", "warmup"):
+            build = getattr(JITFunction, method)
+
+            def run(self: Any, *arguments: Any, build: Any = build, **options: Any) -> Any:
+                if refuse(self):
+                    raise TritonError("no such instruction")
+                return build(self, *arguments, **options)
+
+            monkeypatch.setattr(JITFunction, method, run)
+    yield names
+    forget()
+    fallback._GIVEN_UP.update(given_up)
+
+
+def case_of(name: str) -> Case:
+    case = CASES[name]
+    if case.capability and (INTERPRETED or torch.cuda.get_device_capability() != case.capability):
+        pytest.skip("another kernel runs on this device")
+    return case
+
+
+def assert_falls_back(name: str, broken: set[str], compiled: bool = False) -> None:
+    """The first call warns once, of what the operator is called; it and the next one give the tiled path's results."""
+    case = case_of(name)
+    broken.add(name)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        first = case("auto", compiled)
+    assert f"-{name}" in broken, "the case does not launch the kernel"
+    texts = [str(warning.message) for warning in seen if issubclass(warning.category, FallbackWarning)]
+    assert any("no such instruction" in text for text in texts), texts
+    last = [text for text in texts if "tiled torch path runs instead" in text or "lsr_head_sparse" in text]
+    if not case.capability:  # which has another kernel behind it
+        assert [text.split(" cannot run on ")[0] for text in last] == [case.operator], texts
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        again, expected = case("auto", compiled), case("tiled")
+    tolerance = {"atol": 0.05, "rtol": 0.05} if case.dtype == torch.bfloat16 else {"atol": 1e-4, "rtol": 1e-4}
+    for results in (first, again):
+        torch.testing.assert_close(results, expected, **tolerance)
+    if INTERPRETED and case.function is not rows:
+        assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
+
+
+@kernels
+@every_kernel
+def test_the_tiled_path_takes_the_place_of_a_kernel_that_cannot_be_built(name: str, broken: set[str]) -> None:
+    assert_falls_back(name, broken)
+
+
+@kernels
+@pytest.mark.parametrize("name", COMPILED)
+def test_and_in_a_compiled_function(name: str, broken: set[str]) -> None:
+    torch._dynamo.reset()
+    assert_falls_back(name, broken, compiled=True)
+
+
+@kernels
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.inference])
+def test_gradients_of_tensors_of_another_alignment_fall_back_too(name: str, broken: set[str]) -> None:
+    """Their plan is known, and Triton would build another kernel for them; forward ran as it was built."""
+    case = case_of(name)
+    for _ in range(3):  # launches are bound
+        case("auto")
+    broken.add(name)
+    with warnings.catch_warnings(record=True), torch.autograd.graph.saved_tensors_hooks(lambda x: x, unaligned):
+        warnings.simplefilter("always")
+        results = case("auto")
+    torch.testing.assert_close(results, case("tiled"), atol=0.05, rtol=0.05)
+
+
+def unaligned(tensor: Tensor) -> Tensor:
+    """A copy one element past a multiple of 16 bytes."""
+    room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return room[1:].view(tensor.shape).copy_(tensor.detach())
+
+
+@kernels
+@pytest.mark.parametrize("name", ["entmax_attention/forward.resident_kernel", "maxsim/forward.all_pairs_kernel"])
+def test_an_explicit_name_raises(name: str, broken: set[str]) -> None:
+    broken.add(name)
+    with warnings.catch_warnings(), pytest.raises(KernelUnavailableError, match="no such instruction"):
+        warnings.simplefilter("ignore", FallbackWarning)  # of kernels with TMA, behind which are others
+        case_of(name)("triton")
+
+
+@pytest.mark.gpu
+@every_kernel
+def test_a_graph_cannot_take_the_tiled_path(name: str, broken: set[str]) -> None:
+    case = case_of(name)
+    if case.capability or case.compiled or case.function is rows:
+        pytest.skip("another kernel takes its place, or none, or it is not launched in eager mode")
+    stream, made = torch.cuda.Stream(), case.made()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            case("auto", made=made)
+        forget()
+        broken.add(name)
+        for _ in range(2):  # at the failure, and where it is known
+            with (
+                pytest.raises(RuntimeError, match=f"{case.operator} cannot be captured in a CUDA graph.*no such instr"),
+                torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream),
+            ):
+                case("auto", made=made)
+    torch.cuda.synchronize()
+
+
+def test_a_fallback_under_capture_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fallback, "is_capturing", lambda device: True)
+    monkeypatch.setattr(fallback, "_GIVEN_UP", {})
+
+    def fails() -> None:
+        raise KernelUnavailableError("_some_kernel", "no such instruction")
+
+    cpu, tiled = torch.device("cpu"), list[str]()
+    for impl_ in ("auto", "auto", "tiled"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            with pytest.raises(
+                RuntimeError, match=r"an operator cannot be captured .*_some_kernel cannot be built.*Leave"
+            ):
+                fallback.triton_or_tiled("an operator", impl_, cpu, fails, lambda: tiled.append("ran"))
+    assert not tiled
+    assert fallback.triton_or_tiled("another", "tiled", cpu, fails, lambda: "tiles") == "tiles"
