@@ -50,8 +50,10 @@ def test_autocast_and_tf32_tell_calls_apart(monkeypatch: pytest.MonkeyPatch) -> 
     plain = key(x)
     with torch.autocast("cpu", torch.bfloat16):
         assert key(x) != plain
-    monkeypatch.setattr(call_cache, "tf32_allowed", lambda dtype: True)
+    narrow = key(x.bfloat16())
+    monkeypatch.setattr(call_cache, "tf32_allowed", lambda dtype: dtype == torch.float32)
     assert key(x) != plain
+    assert key(x.bfloat16()) != narrow  # a gradient in 16 bits, of products in fp32
 
 
 def test_what_was_given_up_tells_calls_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,20 @@ def test_products_are_rounded_to_tf32_where_a_switch_allows_it(
         assert (error > 1e-5) is allowed, error
 
 
+@pytest.mark.gpu
+def test_gradients_are_rounded_to_tf32_where_it_is_allowed_when_they_run() -> None:
+    x = torch.full((2, 64, 64), 1 + 2.0**-12, device="cuda", requires_grad=True)  # TF32 makes 1 of it
+    dout = torch.full((1, 2, 64, 64), 1 + 2.0**-12, device="cuda")
+    exact = x.detach().double().cpu().requires_grad_()
+    (expected,) = torch.autograd.grad(attend(exact, impl="tiled"), exact, dout.double().cpu())
+    out = attend(x, impl="triton")
+    for allowed in (True, False, True, False):
+        legacy(allowed)
+        (found,) = torch.autograd.grad(out, x, dout, retain_graph=True)
+        error = float((found.cpu() - expected).abs().max() / expected.abs().max())
+        assert (error > 1e-5) is allowed, error
+
+
 def test_nobody_else_reads_the_switches() -> None:
     sources = sorted((ROOT / "src").rglob("*.py"))
     readers = [path.name for path in sources if re.search(r"(allow_tf32|fp32_precision)\b", path.read_text())]

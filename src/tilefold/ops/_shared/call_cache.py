@@ -56,7 +56,8 @@ def call_key(tensors: Sequence[object], options: tuple[object, ...]) -> Key | No
         return None
     kind = "cuda" if first.is_cuda else "cpu"  # device.type makes a string, which takes as long as the rest
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    settings = autocast, tf32_allowed(first.dtype), everything_given_up()
+    # whatever the first tensor's dtype: a gradient in 16 bits may be of products in fp32
+    settings = autocast, tf32_allowed(torch.float32), everything_given_up()
     return together % ALIGNMENT == 0, *facts, *settings, *options, *map(type, options)
 
 

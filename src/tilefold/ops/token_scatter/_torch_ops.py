@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared import impl as implementations
-from tilefold.ops._shared.call_cache import CallCache, Key, call_key, is_aligned
+from tilefold.ops._shared.call_cache import CallCache, Key, call_key, gradient_key, is_aligned
 from tilefold.ops._shared.fallback import triton_or_tiled
 from tilefold.ops._shared.impl import host_may_read, settled
 from tilefold.ops._shared.library import define_op, forbid_double_backward, gradient_needs_dispatcher, is_plain, run
@@ -194,7 +194,7 @@ class _Scatter(torch.autograd.Function):
         if gradient_needs_dispatcher(dscores):
             inputs = (dscores, *saved, activation, call.impl)
             return torch.ops.tilefold.token_scatter_backward(*inputs), None, None
-        key = None if call.plan is None else (call, dscores.stride())
+        key = None if call.plan is None else gradient_key(call, (), dscores, saved)
         return run(_run_backward, dscores, saved, activation, call.impl, key), None, None
 
 
