@@ -190,3 +190,11 @@ def test_vectors_that_do_not_fit_are_refused() -> None:
     for wrong in ({"place": "middle"}, {"weight": 1.5}):
         with pytest.raises(ValueError, match="expected"):
             Interpolation(**wrong)
+
+
+def test_weights_with_which_a_query_overflows_are_refused_sparse_and_dense() -> None:
+    for feedback in (Feedback("rocchio", 2, alpha=1e39), Feedback("rocchio", 2, beta=1e300)):
+        with pytest.raises(DataError, match=r"alpha, beta, gamma: expected weights .* give smaller ones"):
+            expand_sparse(QUERIES, DOCUMENTS, RUN, feedback)
+        with pytest.raises(DataError, match=r"alpha, beta, gamma: expected weights .* give smaller ones"):
+            expand_dense(torch.ones(1, 4), ["q"], torch.ones(4, 4), DOCUMENTS.ids, RUN, feedback)

@@ -6,7 +6,7 @@ import http.client
 import json
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,10 +68,13 @@ def read_all(opened: socket.socket) -> bytes:
 
 
 @contextmanager
-def serving(service: Service, api_key: str | None = None, local: bool = False) -> Iterator[Client]:
+def serving(
+    service: Service, api_key: str | None = None, local: bool = False, origins: Sequence[str] = ()
+) -> Iterator[Client]:
     """The service on a free port of the loopback address, in a thread."""
+    app = create_app(service, api_key, local=local, origins=origins)
     opened, ready = bind("127.0.0.1", 0), threading.Event()
-    server = Server(create_app(service, api_key, local=local), service, ready.set)
+    server = Server(app, service, ready.set)
     thread = threading.Thread(target=server.run, args=([opened],))
     thread.start()
     try:

@@ -165,7 +165,13 @@ def test_info_health_and_metrics_have_the_documented_names(client: Client) -> No
     ("path", "body", "status", "kind", "message"),
     [
         ("/embed_sparse", {"inputs": []}, 400, "Empty", "`inputs` cannot be empty"),
-        ("/embed_sparse", {"inputs": ""}, 422, "Validation", "Input validation error: `inputs` cannot be empty"),
+        ("/embed_sparse", {"inputs": ""}, 400, "Empty", "Input validation error: `inputs` cannot be empty"),
+        ("/embed_all", {"inputs": ["a", ""]}, 400, "Empty", "Input validation error: `inputs` cannot be empty"),
+        ("/tokenize", {"inputs": ["a", ""]}, 400, "Empty", "Input validation error: `inputs` cannot be empty"),
+        ("/decode", {"ids": [[7], []]}, 400, "Empty", "Input validation error: `input_ids` cannot be empty"),
+        ("/rerank", {"query": "", "texts": ["a"]}, 400, "Empty", "Input validation error: `inputs` cannot be empty"),
+        ("/rerank", {"query": "a", "texts": ["a", ""]}, 400, "Empty", "Input validation error: `inputs` cannot be"),
+        ("/score", {"queries": "a", "documents": ""}, 400, "Empty", "Input validation error: `inputs` cannot be empty"),
         ("/embed_sparse", {"inputs": ["a"] * 33}, 422, "Validation", "batch size 33 > maximum allowed batch size 32"),
         ("/embed_sparse", {"inputs": "a " * 70, "truncate": False}, 422, "Validation",
          "Input validation error: `inputs` must have less than 64 tokens. Given: 72"),
@@ -192,16 +198,16 @@ def test_errors_have_the_codes_kinds_and_words_of_text_embeddings_inference(
     assert set(reply.json) == {"error", "error_type"}
 
 
-def test_token_ids_are_decoded_beside_the_event_loop_and_not_before_their_number_is_checked(
+def test_token_ids_are_looked_at_beside_the_event_loop_and_not_before_their_number_is_checked(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode, threads = TextTokens.decode, []
+    known, threads = TextTokens.known, []
 
-    def spied(self: TextTokens, ids: Any, skip_special: bool) -> str:
+    def spied(self: TextTokens, ids: Any) -> Any:
         threads.append(threading.current_thread().name)
-        return decode(self, ids, skip_special)
+        return known(self, ids)
 
-    monkeypatch.setattr(TextTokens, "decode", spied)
+    monkeypatch.setattr(TextTokens, "known", spied)
     for path, name in (("/embed_sparse", "inputs"), ("/decode", "ids")):
         assert client.post(path, {name: [[7]] * 33}).json["error"].startswith("batch size 33 >")
         assert threads == []  # half a million lists would have kept the server from answering anybody for seconds

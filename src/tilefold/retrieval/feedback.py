@@ -27,6 +27,7 @@ __all__ = ["Feedback", "Interpolation", "expand_dense", "expand_sparse", "feedba
 
 METHODS = ("average", "rocchio")
 PLACES = ("before", "after", "both")
+_LARGEST = float(np.finfo(np.float32).max)
 _DEPTHS = {"average": 3, "rocchio": 5}  # of the published tables
 
 
@@ -164,7 +165,7 @@ def expand_sparse(queries: SparseVectors, documents: SparseVectors, run: Run, fe
 
     Raises:
         VocabularyMismatchError: documents of another vocabulary.
-        DataError: the vector of a document is missing.
+        DataError: the vector of a document is missing, or weights are so large that the query's overflows.
     """
     check_same_vocabulary(queries, documents, "queries", "documents")
     row_of = {name: row for row, name in enumerate(documents.ids)}
@@ -196,7 +197,7 @@ def expand_dense(
 
     Raises:
         ValueError: shapes that do not fit, or `top_terms`, which is for sparse queries.
-        DataError: the vector of a document is missing.
+        DataError: the vector of a document is missing, or weights are so large that the query's overflows.
     """
     for name, vectors, ids in (("queries", queries, query_ids), ("documents", documents, document_ids)):
         if vectors.ndim != 2 or vectors.shape[0] != len(ids) or vectors.shape[1] != queries.shape[-1]:
@@ -211,7 +212,9 @@ def expand_dense(
         if best:
             own, each, each_worst = feedback.weights(len(best), len(worst))
             total = own * queries[i].to(double) + each * documents[best].to(double).sum(0)
-            expanded[i] = (total + each_worst * documents[worst].to(double).sum(0)).float()
+            total += each_worst * documents[worst].to(double).sum(0)
+            _check_finite(float(total.abs().max()))
+            expanded[i] = total.float()
     return expanded
 
 
@@ -225,6 +228,14 @@ def _parts(query: str, run: Run, row_of: Mapping[str, int], feedback: Feedback) 
             "vectors of the collection that was searched."
         )
     return [row_of[name] for name in best], [row_of[name] for name in worst]
+
+
+def _check_finite(largest: float) -> None:
+    if not largest <= _LARGEST:
+        raise DataError(
+            f"alpha, beta, gamma: expected weights with which a query's vector stays below {_LARGEST:.1e}, got "
+            f"an entry of {largest:.3g}. Their proportions alone order documents; give smaller ones."
+        )
 
 
 def _expanded(
@@ -242,7 +253,9 @@ def _expanded(
     weighted += [(documents.row(row), each_worst) for row in worst]
     terms, where = np.unique(np.concatenate([part[0] for part, _ in weighted]), return_inverse=True)
     values = np.concatenate([part[1].astype(np.float64) * weight for part, weight in weighted])
-    totals = np.bincount(where, values, minlength=len(terms)).astype(np.float32)
+    sums = np.bincount(where, values, minlength=len(terms))
+    _check_finite(float(sums.max(initial=0.0)))
+    totals = np.maximum(sums, 0.0).astype(np.float32)
     keep = np.flatnonzero(totals > 0)
     if feedback.top_terms is not None and keep.size > feedback.top_terms:
         keep = np.sort(keep[np.lexsort((terms[keep], -totals[keep]))[: feedback.top_terms]])

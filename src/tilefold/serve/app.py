@@ -6,45 +6,54 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from tilefold._version import __version__
 from tilefold.serve.endpoints import JSON
 from tilefold.serve.errors import ServeError
 from tilefold.serve.models import SIDES
 from tilefold.serve.pages import PAGE_PATHS, page_router
+from tilefold.serve.reference import OPENAPI_PATHS, REFERENCE_PATHS, add_reference
 from tilefold.serve.routes import Routes
 from tilefold.serve.searching import search_router
 from tilefold.serve.service import Service
+from tilefold.serve.settings import check_origins
 
 __all__ = ["create_app"]
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-OPEN_PATHS = frozenset({"/health", "/ping"}) | PAGE_PATHS  # of probes, which carry no key, and of the page, which asks
+# of probes and Prometheus, which carry no key, of the page, which asks for one, and what tells of no text and no model
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"}) | PAGE_PATHS | REFERENCE_PATHS
 _HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
 
 
-def create_app(service: Service, api_key: str | None = None, *, local: bool = False) -> FastAPI:
+def create_app(
+    service: Service, api_key: str | None = None, *, local: bool = False, origins: Sequence[str] = ()
+) -> FastAPI:
     """The application of a service: text-embeddings-inference at three mount points, search at ``/v1``.
 
     The service starts and ends with the application.
 
     Args:
         service: answers.
-        api_key: what requests must carry as ``Authorization: Bearer KEY``, except health checks and the page.
+        api_key: what requests must carry as ``Authorization: Bearer KEY``, except health checks, metrics, the page and
+            the description of the routes.
         local: refuse requests whose header Host is a domain name: for a server without a key on the loopback address,
             which a page of another site could otherwise reach by a name of its own.
+        origins: sites whose pages may read answers in a browser (CORS), such as ``https://example.org``; ``*`` is all.
 
     Raises:
-        ValueError: an empty key.
+        ValueError: an empty key, or no origin.
     """
+    check_origins(origins)
     if api_key is not None and not api_key.strip():
         raise ValueError("api_key: expected some text, got an empty one; leave it out for a server without a key.")
 
@@ -61,6 +70,7 @@ def create_app(service: Service, api_key: str | None = None, *, local: bool = Fa
         description="Sparse and late-interaction retrieval; compatible with text-embeddings-inference 1.9.",
         version=__version__,
         lifespan=lifespan,
+        openapi_url=OPENAPI_PATHS[0],
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
@@ -70,8 +80,12 @@ def create_app(service: Service, api_key: str | None = None, *, local: bool = Fa
     app.include_router(search_router(service))
     for side in SIDES:
         app.include_router(Routes(service, side).router(), prefix=f"/{side}")
+    add_reference(app)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(Guard, service=service, api_key=api_key, local=local)
+    if origins:  # the last one is asked first: before it sends a key, a browser asks whether it may
+        allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["authorization", "content-type"]}
+        app.add_middleware(CORSMiddleware, allow_origins=list(origins), **allowed)
     return app
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from tilefold.serve.errors import ClientGoneError, ServeError, invalid
 from tilefold.serve.settings import Limits
 
-__all__ = ["explained", "read"]
+__all__ = ["Single", "explained", "read"]
 
 B = TypeVar("B", bound=BaseModel)
 _TEXT_OR_IDS = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}}]}
@@ -24,10 +24,14 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(id_, int) and not isinstance(id_, bool) for id_ in value)
 
 
+class Single(list[Any]):
+    """The one input of a request that gave no list of them, which metrics count apart."""
+
+
 def _inputs(value: Any) -> list[Any]:
     """Texts and lists of token ids, always as a list of inputs."""
     if isinstance(value, str) or (value and _is_ids(value)):
-        return [value]
+        return Single([value])
     if isinstance(value, list) and all(isinstance(each, str) or (each and _is_ids(each)) for each in value):
         return value
     raise ValueError("expected a text, a list of texts, or lists of token ids")
@@ -145,11 +149,12 @@ class Vertex(Body):
 
 
 class Tokenize(Body):
-    """``/tokenize``."""
+    """``/tokenize``; the last field is ours."""
 
     inputs: Texts
     add_special_tokens: bool = True
     prompt_name: str | None = None
+    offsets: Literal["bytes", "characters"] = "bytes"
 
 
 class Decode(Body):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-__all__ = ["ClientGoneError", "ServeError"]
+__all__ = ["ClientGoneError", "ServeError", "empty", "invalid", "wrong_model"]
 
 # kind -> HTTP code, and the label of te_request_failure
 _KINDS = {
@@ -51,6 +51,11 @@ class ServeError(Exception):
 def invalid(message: str, **options: Any) -> ServeError:
     """A request that means nothing here: 422."""
     return ServeError("Validation", f"Input validation error: {message}", **options)
+
+
+def empty(name: str) -> ServeError:
+    """A text, or a list of token ids, without anything in it: 400."""
+    return ServeError("Empty", f"Input validation error: `{name}` cannot be empty", label="tokenization")
 
 
 def wrong_model(message: str) -> ServeError:

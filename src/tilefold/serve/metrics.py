@@ -1,32 +1,42 @@
-"""Counters, gauges and histograms in the text format of Prometheus, under the names of text-embeddings-inference."""
+"""Counters, gauges and histograms for Prometheus, under the names of text-embeddings-inference."""
 
 from __future__ import annotations
 
-import threading
-from bisect import bisect_left
 from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 __all__ = ["Metrics"]
 
-Labels = tuple[tuple[str, str], ...]
-_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-_SIZES = tuple(2.0**power for power in range(15))  # 1 to 16,384
+_SECONDS = tuple(1e-5 * 1.5**power for power in range(1, 36))  # 15 microseconds to 15 seconds
+_PARTS = {
+    "duration": "Seconds",
+    "tokenization_duration": "Seconds of tokenization",
+    "queue_duration": "Seconds in the queue",
+    "inference_duration": "Seconds in the model",
+}
+_OF = {
+    "request": "of a request; its parts are means of its inputs",
+    "embed": "of an input that was encoded",
+    "predict": "of a text that was scored with a query",
+}
 _COUNTERS = {
-    "te_request_count": "Requests, by method: one input (single) or several (batch)",
-    "te_request_success": "Requests that were answered",
-    "te_request_failure": "Requests that were refused or failed, by error",
-    "te_embed_count": "Inputs that were encoded",
-    "tilefold_dropped_count": "Inputs whose client had gone before they were encoded",
-    "tilefold_search_count": "Searches that were answered",
+    "te_request_count": ("Requests, by method: one input (single) or a list (batch)", ["method"]),
+    "te_request_success": ("Requests that were answered", ["method"]),
+    "te_request_failure": ("Requests that were refused or failed, by error", ["err"]),
+    "te_embed_count": ("Inputs to encode", []),
+    "te_embed_success": ("Inputs that were encoded", []),
+    "te_predict_count": ("Texts to score with a query", []),
+    "te_predict_success": ("Texts that were scored with a query", []),
+    "tilefold_dropped_count": ("Inputs whose client had gone before they were encoded", []),
+    "tilefold_search_count": ("Searches that were answered", []),
 }
 _HISTOGRAMS = {
-    "te_request_duration": ("Seconds of a request", _SECONDS),
-    "te_request_tokenization_duration": ("Seconds of tokenization, mean of the request's inputs", _SECONDS),
-    "te_request_queue_duration": ("Seconds in the queue, mean of the request's inputs", _SECONDS),
-    "te_request_inference_duration": ("Seconds in the model, mean of the request's inputs", _SECONDS),
-    "te_request_input_length": ("Tokens of an input", _SIZES),
-    "te_batch_next_size": ("Inputs of a batch", _SIZES),
-    "te_batch_next_tokens": ("Tokens of a batch, padding included", _SIZES),
+    f"te_{name}_{part}": (f"{text} {whose}", _SECONDS) for name, whose in _OF.items() for part, text in _PARTS.items()
+} | {
+    "te_request_input_length": ("Tokens of an input", tuple(2.0**power for power in range(20))),
+    "te_batch_next_size": ("Inputs of a batch", tuple(2.0**power for power in range(13))),
+    "te_batch_next_tokens": ("Tokens of a batch, padding included", tuple(2.0**power for power in range(21))),
     "tilefold_search_duration": ("Seconds in the index", _SECONDS),
 }
 _GAUGES = {
@@ -39,54 +49,26 @@ class Metrics:
     """The metrics of one service; safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[str, dict[Labels, float]] = {name: {} for name in _COUNTERS}
-        self._buckets = {name: [0] * (len(bounds) + 1) for name, (_, bounds) in _HISTOGRAMS.items()}
-        self._sums = dict.fromkeys(_HISTOGRAMS, 0.0)
-        self._gauges: dict[str, Callable[[], float]] = {}
+        self._registry = CollectorRegistry()
+        self._counters = {name: Counter(name, text, labels, registry=self._registry)
+                          for name, (text, labels) in _COUNTERS.items()}  # fmt: skip
+        self._histograms = {name: Histogram(name, text, buckets=bounds, registry=self._registry)
+                            for name, (text, bounds) in _HISTOGRAMS.items()}  # fmt: skip
 
     def count(self, name: str, by: float = 1, **labels: str) -> None:
         """Add to a counter."""
-        key = tuple(sorted(labels.items()))
-        with self._lock:
-            self._counts[name][key] = self._counts[name].get(key, 0) + by
+        counter = self._counters[name]
+        (counter.labels(**labels) if labels else counter).inc(by)
 
     def observe(self, name: str, value: float) -> None:
         """Add a value to a histogram."""
-        with self._lock:
-            self._buckets[name][bisect_left(_HISTOGRAMS[name][1], value)] += 1
-            self._sums[name] += value
+        self._histograms[name].observe(value)
 
     def gauge(self, name: str, value: Callable[[], float]) -> None:
         """Say what gives the value of a gauge when it is asked for."""
-        self._gauges[name] = value
+        Gauge(name, _GAUGES[name], registry=self._registry).set_function(value)
 
-    def render(self) -> str:
-        """All metrics as Prometheus reads them."""
-        with self._lock:
-            lines = [line for name, text in _COUNTERS.items() for line in self._counter(name, text)]
-            lines += [line for name in _HISTOGRAMS for line in self._histogram(name)]
-        for name, value in self._gauges.items():
-            lines += [f"# HELP {name} {_GAUGES[name]}", f"# TYPE {name} gauge", f"{name} {value():g}"]
-        return "\n".join(lines) + "\n"
-
-    def _counter(self, name: str, text: str) -> list[str]:
-        lines = [f"# HELP {name} {text}", f"# TYPE {name} counter"]
-        for labels, value in sorted(self._counts[name].items()):
-            shown = ",".join(f'{key}="{label}"' for key, label in labels)
-            lines.append(f"{name}{{{shown}}} {value:.0f}" if shown else f"{name} {value:.0f}")
-        return lines
-
-    def _histogram(self, name: str) -> list[str]:
-        text, bounds = _HISTOGRAMS[name]
-        lines, below = [f"# HELP {name} {text}", f"# TYPE {name} histogram"], 0
-        for bound, count in zip(bounds, self._buckets[name], strict=False):
-            below += count
-            lines.append(f'{name}_bucket{{le="{bound:g}"}} {below}')
-        total = below + self._buckets[name][-1]
-        return [
-            *lines,
-            f'{name}_bucket{{le="+Inf"}} {total}',
-            f"{name}_sum {self._sums[name]:.9g}",
-            f"{name}_count {total}",
-        ]
+    def render(self) -> bytes:
+        """All metrics as Prometheus reads them, without the suffix and the times that its library adds to counters."""
+        lines = generate_latest(self._registry).splitlines(keepends=True)
+        return b"".join(line.replace(b"_total", b"", 1) for line in lines if b"_created" not in line)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -10,11 +12,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from tilefold.integrations.sentence_transformers import encode_sparse
 from tilefold.retrieval.encoding import encode_batch
 from tilefold.retrieval.truncation import cut_texts
 from tilefold.retrieval.vectors import SparseVectors
+from tilefold.serve.answers import Row, strongest
 from tilefold.serve.errors import invalid
 from tilefold.serve.text import TextTokens
 
@@ -33,13 +37,17 @@ class Way(NamedTuple):
         kind: of the model.
         side: whether it is a query or a document.
         prompt: name of a prompt to use instead of the side's own, or None.
-        direction: from which end a text that is too long is cut.
+        direction: from which end an input that is too long is cut.
+        normalize: let a dense model normalise its vectors, if it does.
+        ids: inputs are token ids, which the model reads as they are.
     """
 
     kind: Kind
     side: Side
     prompt: str | None = None
     direction: Literal["left", "right"] = "right"
+    normalize: bool = True
+    ids: bool = False
 
 
 @dataclass
@@ -82,18 +90,24 @@ class Served:
         given = [int(limit) for limit in known if isinstance(limit, int | float) and 0 < limit < _UNLIMITED]
         return min(given, default=512)
 
-    def way(self, side: Side, prompt_name: str | None, direction: Literal["left", "right"] = "right") -> Way:
+    def way(
+        self,
+        side: Side,
+        prompt_name: str | None,
+        direction: Literal["left", "right"] = "right",
+        normalize: bool = True,
+    ) -> Way:
         """The way of a request; ``prompt_name`` of "query" or "document" chooses the side.
 
         Raises:
             ServeError: the model has no prompt of that name.
         """
         if prompt_name in SIDES:
-            return Way(self.kind, prompt_name, None, direction)
+            return Way(self.kind, prompt_name, None, direction, normalize)
         if prompt_name is not None and prompt_name not in self.prompts:
             known = ", ".join(dict.fromkeys([*SIDES, *self.prompts]))
             raise invalid(f"`prompt_name` expected one of {known}; got {prompt_name!r}")
-        return Way(self.kind, side, prompt_name, direction)
+        return Way(self.kind, side, prompt_name, direction, normalize)
 
     def prompt(self, way: Way) -> str:
         """What stands before every text of a way."""
@@ -101,10 +115,26 @@ class Served:
         named = [way.prompt] if way.prompt else [*names, self.model.default_prompt_name]
         return next((self.prompts[name] for name in named if name in self.prompts), "")
 
-    def encode(self, way: Way, texts: Sequence[str]) -> list[Any]:
-        """One row per text: sparse ``(indices, weights)``, a matrix of token vectors, or a dense vector, on the CPU.
+    @property
+    def type(self) -> dict[str, Any]:
+        """What the model is, in the words of text-embeddings-inference: a reranker, or how it makes one vector."""
+        if self.kind == "multi-vector":
+            return {"reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}}
+        if self.kind == "sparse":
+            return {"embedding": {"pooling": "splade"}}
+        modes = [mode for module in self.model.modules() if (mode := getattr(module, "pooling_mode", None))]
+        found = modes[-1:] if not modes or isinstance(modes[-1], str) else modes[-1]
+        return {"embedding": {"pooling": "+".join(found).replace("lasttoken", "last_token") or "mean"}}
 
-        To be called in one thread only, since truncation on the left is a state of the tokenizer.
+    def encode(self, way: Way, inputs: Sequence[Any]) -> list[Any]:
+        """One row per input: sparse ``(indices, weights)``, a matrix of token vectors, or a dense vector, on the CPU.
+
+        To be called in one thread only, since truncation on the left is a state of the tokenizer, and so is what is
+        left out of the model.
+
+        Args:
+            way: of all of them.
+            inputs: texts, or with ``way.ids`` the ids of their tokens.
 
         Raises:
             DataError, ValueError: a row that is not finite.
@@ -112,30 +142,43 @@ class Served:
         tokenizer = self.model.tokenizer
         stock = tokenizer.truncation_side
         tokenizer.truncation_side = way.direction
-        ways: dict[Kind, Callable[[Way, Sequence[str]], list[Any]]]
+        ways: dict[Kind, Callable[[Way, Sequence[Any]], list[Any]]]
         ways = {"sparse": self._sparse, "multi-vector": self._tokens, "dense": self._dense}
         try:
-            return ways[self.kind](way, texts)
+            with nullcontext() if way.normalize else _unnormalized(self.model):
+                return ways[self.kind](way, inputs)
         finally:
             tokenizer.truncation_side = stock
 
-    def _sparse(self, way: Way, texts: Sequence[str]) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]]:
-        if way.prompt is None:
-            rows = encode_batch(self.model, texts, way.side)
+    def _sparse(self, way: Way, inputs: Sequence[Any]) -> list[Row]:
+        if way.ids:
+            rows = self._features(way, inputs)["sentence_embedding"].to_dense().float().cpu()
+        elif way.prompt is None:
+            rows = encode_batch(self.model, inputs, way.side)
         else:
-            cut = cut_texts(self.model, texts)
+            cut = cut_texts(self.model, inputs)
             rows = encode_sparse(self.model, cut, task=way.side, prompt_name=way.prompt, batch_size=len(cut))
-        vectors = SparseVectors.from_torch([str(row) for row in range(len(texts))], rows)
-        return [vectors.row(row) for row in range(len(texts))]
+        vectors = SparseVectors.from_torch([str(row) for row in range(len(inputs))], rows)
+        return [strongest(vectors.row(row), self.model.max_active_dims, None) for row in range(len(inputs))]
 
-    def _tokens(self, way: Way, texts: Sequence[str]) -> list[torch.Tensor]:
-        rows = [row.detach().float().cpu() for row in self._encoded(way, texts)]
+    def _tokens(self, way: Way, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        if way.ids:
+            found = self._features(way, inputs)
+            kept = found["attention_mask"].bool()
+            encoded = [row[mask] for row, mask in zip(found["token_embeddings"], kept, strict=True)]
+        else:
+            encoded = self._encoded(way, inputs)
+        rows = [row.detach().float().cpu() for row in encoded]
         if not all(bool(row.isfinite().all()) for row in rows):
             raise ValueError("texts: expected finite token vectors, got others.")
         return rows
 
-    def _dense(self, way: Way, texts: Sequence[str]) -> list[npt.NDArray[np.float32]]:
-        rows: torch.Tensor = self._encoded(way, texts, convert_to_tensor=True).detach().float().cpu()
+    def _dense(self, way: Way, inputs: Sequence[Any]) -> list[npt.NDArray[np.float32]]:
+        if way.ids:
+            encoded = self._features(way, inputs)["sentence_embedding"][:, : self.model.truncate_dim]
+        else:
+            encoded = self._encoded(way, inputs, convert_to_tensor=True)
+        rows: torch.Tensor = encoded.detach().float().cpu()
         if not bool(rows.isfinite().all()):
             raise ValueError("texts: expected finite vectors, got others.")
         return list(rows.numpy())
@@ -147,3 +190,31 @@ class Served:
             return self.model.encode(cut, prompt_name=way.prompt, task=way.side, **options)
         encode = self.model.encode_query if way.side == "query" else self.model.encode_document
         return encode(cut, **options)
+
+    def _features(self, way: Way, inputs: Sequence[Sequence[int]]) -> Any:
+        """What the model makes of token ids as they are: no prompt, no special token, no expansion of queries."""
+        limit = self.limit(way.side)
+        cut = [torch.tensor(ids[:limit] if way.direction == "right" else ids[-limit:]) for ids in inputs]
+        device, padding = self.model.device, self.model.tokenizer.pad_token_id or 0
+        features = {
+            "input_ids": pad_sequence(cut, batch_first=True, padding_value=padding).to(device),
+            "attention_mask": pad_sequence([torch.ones_like(ids) for ids in cut], batch_first=True).to(device),
+            "modality": "text",
+            "task": way.side,
+        }
+        with torch.inference_mode():
+            return self.model(features, task=way.side)
+
+
+@contextmanager
+def _unnormalized(model: Any) -> Iterator[None]:
+    """The model without the modules at its end that make its vectors of length 1."""
+    last = itertools.takewhile(lambda module: type(module).__name__ == "Normalize", reversed(list(model.children())))
+    skipped = list(last)
+    for module in skipped:
+        module.forward = lambda features, **_: features
+    try:
+        yield
+    finally:
+        for module in skipped:
+            del module.forward

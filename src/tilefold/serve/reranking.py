@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -17,22 +18,23 @@ __all__ = ["late_scores", "rerank", "score"]
 
 
 def late_scores(query: torch.Tensor, documents: Sequence[torch.Tensor], raw: bool, averaged: bool) -> list[float]:
-    """MaxSim of a query ``[Lq, D]`` with documents ``[Ld, D]``.
+    """MaxSim of a query ``[Lq, D]`` with documents ``[Ld, D]``; a tensor that comes twice has one score.
 
     Args:
         raw: the sum over query tokens; else their mean, which lies in [-1, 1] for vectors of length 1.
         averaged: the model compares by the mean, so that there is no sum.
     """
-    offsets = torch.tensor([0, *(row.size(0) for row in documents)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    distinct = {id(row): row for row in documents}  # of texts that are equal: where a row stands may change its sum
+    lengths = [0, *(row.size(0) for row in distinct.values())]
     with torch.no_grad():
         scores = maxsim(
             query[None],
-            torch.cat(list(documents)),
-            cu_seqlens_d=offsets,
+            torch.cat(list(distinct.values())),
+            cu_seqlens_d=torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32),
             reduction="sum" if raw and not averaged else "mean",
         )
-    found: list[float] = scores[0].tolist()
-    return found
+    by_row = dict(zip(distinct, scores[0].tolist(), strict=True))
+    return [by_row[id(row)] for row in documents]
 
 
 async def _scored(
@@ -41,9 +43,10 @@ async def _scored(
     """The score of the one query with every text, or of each query with the text at its place."""
     model = service.model("multi-vector")
     direction = body.truncation_direction
-    asked = await service.encode("multi-vector", queries, Asked("query", None, body.truncate, direction))
-    outcome = await service.encode("multi-vector", texts, Asked("document", None, body.truncate, direction))
-    outcome.characters += asked.characters
+    how = Asked("query", None, body.truncate, direction, counted=None)
+    asked = await service.encode("multi-vector", queries, how)
+    outcome = await service.encode("multi-vector", texts, replace(how, side="document", counted="predict"))
+    outcome.characters += asked.characters * len(texts) // len(queries)  # of pairs, as text-embeddings-inference counts
     outcome.tokens += asked.tokens
     outcome.started = asked.started
     averaged = model.model.similarity_fn_name == "meanmaxsim"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from tilefold._version import __version__
 from tilefold.serve import answers, bodies, reranking, vertex
 from tilefold.serve.endpoints import JSON, Work, add_get, add_post
-from tilefold.serve.errors import ServeError, invalid, wrong_model
+from tilefold.serve.errors import ServeError, empty, invalid, wrong_model
 from tilefold.serve.models import Kind, Side
 from tilefold.serve.service import Asked, Outcome, Service
 from tilefold.serve.text import TextTokens
@@ -79,15 +80,16 @@ class Routes:
         return Asked(self.side, body.prompt_name, body.truncate, body.truncation_direction)
 
     async def _encoded(self, kind: Kind, inputs: list[Any], asked: Asked, name: str = "inputs") -> Outcome:
-        """Rows of texts, and of token ids, which are decoded to texts as text-embeddings-inference does."""
+        """Rows of texts, and of token ids as they are; a prompt of the request goes before the text of ids."""
         service = self.service
-        service.model(kind)
+        model = service.model(kind)
         service.metrics.count("te_request_count", method=_method(inputs))
         with service.permit(inputs, name):
-            texts = inputs
             if not all(isinstance(each, str) for each in inputs):
-                texts = await service.off_loop(_decoded, service.text, inputs)
-            return await service.encode(kind, texts, asked)
+                way = model.way(asked.side, asked.prompt_name)
+                prompted = asked.prompt_name is not None and model.prompt(way) != ""
+                inputs = await service.off_loop(_resolved, model.text, inputs, prompted)
+            return await service.encode(kind, inputs, asked)
 
     def answer(self, content: bytes, outcome: Outcome, kind: Kind, method: str) -> Response:
         """The response, noted in the metrics."""
@@ -99,21 +101,21 @@ class Routes:
         outcome = await self._encoded("sparse", body.inputs, self.asked(body))
         text = self.service.model("sparse").text
         content = await self.service.off_loop(answers.sparse_rows, outcome.rows, body, text)
-        return self.answer(content, outcome, "sparse", _method(outcome.rows))
+        return self.answer(content, outcome, "sparse", _method(body.inputs))
 
     async def embed_all(self, body: bodies.EmbedAll, request: Request) -> Response:
         """``[[[float]]]``: the token vectors of each input that take part in scores."""
         outcome = await self._encoded("multi-vector", body.inputs, self.asked(body))
         content = await self.service.off_loop(answers.matrices, outcome.rows)
-        return self.answer(content, outcome, "multi-vector", _method(outcome.rows))
+        return self.answer(content, outcome, "multi-vector", _method(body.inputs))
 
     async def embed(self, body: bodies.Embed, request: Request) -> Response:
         """``[[float]]``."""
         self._refuse_dense()
-        outcome = await self._encoded("dense", body.inputs, self.asked(body))
+        outcome = await self._encoded("dense", body.inputs, replace(self.asked(body), normalize=body.normalize))
         rows = [_shaped(row, body.dimensions, body.normalize) for row in outcome.rows]
         content = await self.service.off_loop(answers.vectors, rows)
-        return self.answer(content, outcome, "dense", _method(rows))
+        return self.answer(content, outcome, "dense", _method(body.inputs))
 
     async def openai(self, body: bodies.OpenAIEmbeddings, request: Request) -> Response:
         """``{"object": "list", "data": [{"embedding"}]}``."""
@@ -132,7 +134,7 @@ class Routes:
         ]
         usage = {"prompt_tokens": outcome.tokens, "total_tokens": outcome.tokens}
         answer = {"object": "list", "data": data, "model": self.service.model("dense").name, "usage": usage}
-        return self.answer(answers.plain(answer), outcome, "dense", _method(rows))
+        return self.answer(answers.plain(answer), outcome, "dense", _method(body.input))
 
     def _refuse_dense(self) -> None:
         if "dense" not in self.service.models and "sparse" in self.service.models:
@@ -177,8 +179,10 @@ class Routes:
         """``[[{"id", "text", "special", "start", "stop"}]]``."""
         model, texts = self.service.first_model, body.inputs
         with self.service.permit(texts):
+            if not all(texts):
+                raise empty("inputs")
             prompt = "" if body.prompt_name is None else model.prompt(model.way(self.side, body.prompt_name))
-            found = await self.service.off_loop(_tokens, model.text, texts, body.add_special_tokens, prompt)
+            found = await self.service.off_loop(_tokens, model.text, body, prompt)
         return Response(found, media_type=JSON)
 
     async def decode(self, body: bodies.Decode, request: Request) -> Response:
@@ -191,13 +195,12 @@ class Routes:
     async def info(self, request: Request) -> Response:
         """The first model, and the limits."""
         limits, model = self.service.limits, self.service.first_model
-        poolings = {"sparse": "splade", "multi-vector": "late-interaction", "dense": "mean"}
         answer = {
             "model_id": model.name,
             "model_sha": None,
             "model_dtype": model.dtype,
             "served_model_name": model.name,
-            "model_type": {"embedding": {"pooling": poolings[model.kind]}},
+            "model_type": model.type,
             "max_concurrent_requests": limits.max_concurrent_requests,
             "max_input_length": model.limit(self.side),
             "max_batch_tokens": limits.max_batch_tokens,
@@ -226,20 +229,22 @@ class Routes:
 
 
 # work of helper threads, where a body of 2 MB keeps nobody else waiting
-def _decoded(text: TextTokens, inputs: list[Any]) -> list[str]:
-    return [each if isinstance(each, str) else text.decode(each, True) for each in inputs]
+def _resolved(text: TextTokens, inputs: list[Any], prompted: bool) -> list[Any]:
+    read = (lambda ids: text.decode(ids, True)) if prompted else (lambda ids: tuple(text.known(ids)))
+    return [each if isinstance(each, str) else read(each) for each in inputs]
 
 
 def _texts(text: TextTokens, ids: list[list[int]], skip_special: bool) -> bytes:
     return answers.plain([text.decode(each, skip_special) for each in ids])
 
 
-def _tokens(text: TextTokens, texts: list[str], special: bool, prompt: str) -> bytes:
-    return answers.plain(text.tokenize(texts, special, prompt))
+def _tokens(text: TextTokens, body: bodies.Tokenize, prompt: str) -> bytes:
+    in_bytes = body.offsets == "bytes"
+    return answers.plain(text.tokenize(body.inputs, body.add_special_tokens, prompt, in_bytes=in_bytes))
 
 
 def _method(inputs: Any) -> str:
-    return "single" if len(inputs) == 1 else "batch"
+    return "single" if isinstance(inputs, bodies.Single) else "batch"
 
 
 def _shaped(row: Any, dimensions: int | None, normalize: bool) -> Any:

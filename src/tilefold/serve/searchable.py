@@ -13,13 +13,14 @@ import numpy.typing as npt
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.collection import Document
+from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.feedback import Feedback, expand_sparse, feedback_documents
 from tilefold.retrieval.fusion import Run, interpolate, reciprocal_rank_fusion
 from tilefold.retrieval.index import SparseIndex, hits_to_run
 from tilefold.retrieval.tokens import TokenStore
 from tilefold.retrieval.vectors import SparseVectors
 from tilefold.serve.answers import Row, strongest
-from tilefold.serve.errors import ServeError
+from tilefold.serve.errors import ServeError, invalid
 from tilefold.serve.models import Served
 
 __all__ = ["Ranking", "Searchable"]
@@ -154,7 +155,10 @@ class Searchable:
         if feedback is not None and self.vectors is not None:
             run: Run = {QUERY: scores}
             wanted = self.vectors.take([self._row(name) for name in feedback_documents(run, feedback)])
-            after = expand_sparse(vector, wanted, run, feedback)
+            try:
+                after = expand_sparse(vector, wanted, run, feedback)
+            except DataError as error:  # weights that are too large for these vectors
+                raise invalid(f"`prf`: {error}") from error
             scores = self.search(after, k)
         scores = dict(list(scores.items())[:k])
         ranking = Ranking(scores, {"sparse": scores}, vector, after)

@@ -28,6 +28,7 @@ from tilefold.serve.service import Asked, Service
 __all__ = ["SearchRoutes", "search_router"]
 
 RERANK_DEPTH = 100
+MOST_WEIGHT = 1000.0  # of the parts of a query after feedback, whose proportions alone order documents
 _AWAY = "the index is on a server that does not answer; the log says why"
 T = TypeVar("T")
 
@@ -49,9 +50,9 @@ class FeedbackBody(_Strict):
 
     method: Literal["average", "rocchio"] = "average"
     depth: int | None = Field(default=None, ge=1, le=100)
-    alpha: float = 0.4
-    beta: float = 0.6
-    gamma: float = 0.0
+    alpha: float = Field(default=0.4, ge=0, le=MOST_WEIGHT)
+    beta: float = Field(default=0.6, ge=0, le=MOST_WEIGHT)
+    gamma: float = Field(default=0.0, ge=0, le=MOST_WEIGHT)
     bottom: int = Field(default=0, ge=0, le=100)
     top_terms: int | None = Field(default=None, ge=1)
 

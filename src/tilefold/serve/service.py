@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tilefold.serve.batching import Answer, Lane, Permits
-from tilefold.serve.errors import ServeError, invalid, wrong_model
+from tilefold.serve.errors import ServeError, empty, invalid, wrong_model
 from tilefold.serve.metrics import Metrics
 from tilefold.serve.models import SIDES, Kind, Served, Side, Way
 from tilefold.serve.settings import Limits
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["Asked", "Outcome", "Service"]
 
 T = TypeVar("T")
+Input = str | tuple[int, ...]
+"""A text, or token ids."""
 _CALL = "call"  # the key of payloads that are functions
 _CHARACTERS_PER_TOKEN = 250  # of text-embeddings-inference; longer texts than that many per token are not tokenized
 _SEARCHERS = 4  # threads that search, at least
@@ -43,13 +45,16 @@ class Asked:
 
     Attributes:
         side: of the route.
-        prompt_name, truncate, direction: of the body.
+        prompt_name, truncate, direction, normalize: of the body.
+        counted: among which metrics an input is: those of vectors, those of pairs of query and text, or neither.
     """
 
     side: Side
     prompt_name: str | None = None
     truncate: bool | None = None
     direction: Literal["left", "right"] = "right"
+    normalize: bool = True
+    counted: Literal["embed", "predict"] | None = "embed"
 
 
 @dataclass
@@ -219,48 +224,68 @@ class Service:
             )
         return self.permits.take(len(inputs))
 
-    async def encode(self, kind: Kind, texts: Sequence[str], asked: Asked) -> Outcome:
-        """One row per text; the caller holds the permits. If it is cancelled, what still waits is dropped.
+    async def encode(self, kind: Kind, inputs: Sequence[Input], asked: Asked) -> Outcome:
+        """One row per input; the caller holds the permits. If it is cancelled, what still waits is dropped.
+
+        Inputs that are equal are encoded once, so that their rows are equal, too.
 
         Raises:
-            ServeError: no model of that kind, an empty text, one that is too long and not to be cut, a failure.
+            ServeError: no model of that kind, an empty input, one that is too long and not to be cut, a failure.
         """
         model = self.model(kind)
-        way = model.way(asked.side, asked.prompt_name, asked.direction)
-        outcome = Outcome(characters=sum(map(len, texts)))
-        lengths = await self._lengths(model, way, texts, self._truncates(asked))
+        way = model.way(asked.side, asked.prompt_name, asked.direction, asked.normalize)
+        outcome = Outcome(characters=sum(map(len, inputs)))
+        if asked.counted:
+            self.metrics.count(f"te_{asked.counted}_count", len(inputs))
+        lengths = await self._lengths(model, way, inputs, self._truncates(asked))
         outcome.tokens, outcome.tokenization = sum(lengths), time.perf_counter() - outcome.started
         lane = self._lanes[model.device]
-        waiting = [lane.submit(way, text, length) for text, length in zip(texts, lengths, strict=True)]
+        distinct = dict(zip(inputs, lengths, strict=True))
+        waiting = [
+            lane.submit(way if isinstance(each, str) else way._replace(ids=True), each, length)
+            for each, length in distinct.items()
+        ]
         try:
             answers: list[Answer] = await asyncio.gather(*waiting)
         except BaseException:  # of one text, or the client has gone: the others need not be encoded
             for future in waiting:
                 future.cancel()
             raise
+        by_input = dict(zip(distinct, answers, strict=True))
+        answers = [by_input[each] for each in inputs]
         outcome.rows = [answer.value for answer in answers]
         outcome.queue = statistics.fmean(answer.queue for answer in answers)
         outcome.inference = statistics.fmean(answer.inference for answer in answers)
-        self.metrics.count("te_embed_count", len(texts))
+        if asked.counted:
+            self._record_inputs(f"te_{asked.counted}", outcome.tokenization, answers)
         return outcome
+
+    def _record_inputs(self, name: str, tokenization: float, answers: Sequence[Answer]) -> None:
+        self.metrics.count(f"{name}_success", len(answers))
+        for answer in answers:
+            parts = {"tokenization": tokenization, "queue": answer.queue, "inference": answer.inference}
+            self.metrics.observe(f"{name}_duration", sum(parts.values()))
+            for part, seconds in parts.items():
+                self.metrics.observe(f"{name}_{part}_duration", seconds)
 
     def _truncates(self, asked: Asked) -> bool:
         return self.limits.auto_truncate if asked.truncate is None else asked.truncate
 
-    async def _lengths(self, model: Served, way: Way, texts: Sequence[str], truncate: bool) -> list[int]:
-        """Tokens that the model will read of each text."""
-        if any(not text for text in texts):
-            raise invalid("`inputs` cannot be empty")
+    async def _lengths(self, model: Served, way: Way, inputs: Sequence[Input], truncate: bool) -> list[int]:
+        """Tokens that the model will read of each input."""
+        if not all(inputs):
+            raise empty("inputs")
         limit = model.limit(way.side)
         longest = _CHARACTERS_PER_TOKEN * limit
-        if not truncate and (given := max(map(len, texts))) > longest:
-            raise invalid(f"`inputs` must have less than {longest} characters. Given: {given}")
-        counted = [text[:longest] for text in texts]
-        found = await self.off_loop(model.text.lengths, counted, model.prompt(way))
+        if not truncate and (given := max(map(len, inputs))) > longest:
+            raise invalid(f"`inputs` must have less than {longest} characters. Given: {given}", label="tokenization")
+        texts = [each[:longest] for each in inputs if isinstance(each, str)]
+        counts = iter(await self.off_loop(model.text.lengths, texts, model.prompt(way)))
+        found = [next(counts) if isinstance(each, str) else len(each) for each in inputs]
         for length in found:
             self.metrics.observe("te_request_input_length", length)
         if not truncate and max(found) > limit:
-            raise invalid(f"`inputs` must have less than {limit} tokens. Given: {max(found)}")
+            raise invalid(f"`inputs` must have less than {limit} tokens. Given: {max(found)}", label="tokenization")
         return [min(length, limit) for length in found]
 
     def _run(self, key: Any, payloads: list[Any]) -> list[Any]:

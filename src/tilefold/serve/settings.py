@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-__all__ = ["Limits"]
+__all__ = ["Limits", "check_origins"]
+
+_ORIGIN = re.compile(r"\*|https?://[^/\s]+")
+
+
+def check_origins(origins: Sequence[str]) -> None:
+    """Raise ``ValueError`` for what is neither the origin of a site nor ``*``."""
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ValueError(f"origins: expected * or an origin such as https://example.org, got {origin!r}.")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tilefold.serve.errors import ServeError
+import numpy as np
+
+from tilefold.serve.errors import ServeError, empty
 
 __all__ = ["TextTokens"]
 
@@ -37,23 +39,25 @@ class TextTokens:
         """Tokens of each text with the prompt before it, special tokens included."""
         return [len(encoding.ids) for encoding in self._encode([prompt + text for text in texts], True)]
 
-    def tokenize(self, texts: Sequence[str], special: bool, prompt: str = "") -> list[list[dict[str, Any]]]:
-        """Tokens as ``/tokenize`` answers: id, text, whether special, and first and last character of the others."""
+    def tokenize(
+        self, texts: Sequence[str], special: bool, prompt: str = "", *, in_bytes: bool = False
+    ) -> list[list[dict[str, Any]]]:
+        """Tokens as ``/tokenize`` answers: id, text, whether special, and where the others start and stop.
+
+        Args:
+            texts: each with `prompt` before it.
+            special: add special tokens.
+            prompt: places count from its beginning.
+            in_bytes: places are bytes of UTF-8, as text-embeddings-inference counts; else code points.
+        """
         whole = [prompt + text for text in texts]
         return [
-            [
-                {"id": id_, "text": token, "special": True, "start": None, "stop": None}
-                if mask
-                else {"id": id_, "text": text[start:stop], "special": False, "start": start, "stop": stop}
-                for id_, token, mask, (start, stop) in zip(
-                    encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True
-                )
-            ]
+            _described(text, encoding, _byte_places(text) if in_bytes else range(len(text) + 1))
             for text, encoding in zip(whole, self._encode(whole, special), strict=True)
         ]
 
-    def decode(self, ids: Sequence[int], skip_special: bool) -> str:
-        """The text of token ids.
+    def known(self, ids: Sequence[int]) -> Sequence[int]:
+        """Token ids as they are.
 
         Raises:
             ServeError: an id outside of the vocabulary.
@@ -62,7 +66,17 @@ class TextTokens:
         wrong = next((id_ for id_ in ids if not 0 <= id_ < size), None)
         if wrong is not None:
             raise ServeError("Tokenizer", f"token ids: expected numbers from 0 to {size - 1}, got {wrong}")
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool) -> str:
+        """The text of token ids.
+
+        Raises:
+            ServeError: none, or one outside of the vocabulary.
+        """
+        if not ids:
+            raise empty("input_ids")
+        return str(self._tokenizer.decode(list(self.known(ids)), skip_special_tokens=skip_special))
 
     def token(self, id_: int) -> str:
         """The token of an id; the id as text where the tokenizer has none."""
@@ -78,3 +92,23 @@ class TextTokens:
             return list(self._tokenizer.encode_batch(list(texts), add_special_tokens=special))
         except Exception as error:
             raise ServeError("Tokenizer", f"Tokenization error: {type(error).__name__}") from error
+
+
+def _described(text: str, encoding: Any, places: Sequence[int]) -> list[dict[str, Any]]:
+    return [
+        {"id": id_, "text": token, "special": True, "start": None, "stop": None}
+        if mask
+        else {"id": id_, "text": text[start:stop], "special": False, "start": places[start], "stop": places[stop]}
+        for id_, token, mask, (start, stop) in zip(
+            encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True
+        )
+    ]
+
+
+def _byte_places(text: str) -> Sequence[int]:
+    """Where each code point of a text begins in its UTF-8, and where the text ends."""
+    if text.isascii():
+        return range(len(text) + 1)
+    points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    sizes = 1 + (points > 0x7F).astype(np.int64) + (points > 0x7FF) + (points > 0xFFFF)
+    return [0, *np.cumsum(sizes).tolist()]

@@ -275,7 +275,7 @@ function searchIndex(query, signal) {
 async function encodeOnly(query, signal) {
   const began = performance.now();
   const [row] = await ask("query/embed_sparse", { inputs: query, tokens: true }, signal);
-  const [tokens] = await ask("tokenize", { inputs: query }, signal);
+  const [tokens] = await ask("tokenize", { inputs: query, offsets: "characters" }, signal);
   const own = new Set(tokens.map((token) => token.id));
   const special = new Set(tokens.filter((token) => token.special).map((token) => token.id));
   const found = row.filter((entry) => !special.has(entry.index)).sort((a, b) => b.value - a.value).map((entry) => ({

@@ -1,0 +1,233 @@
+"""What a client of text-embeddings-inference can tell: token ids, offsets, metrics, ``/info``, ``/docs``, CORS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.serve.running import Client, Reply, serving
+from tilefold.serve.models import Served
+from tilefold.serve.service import Service
+
+TEXTS = ["read csv files", "write json text, with examples", "dates"]
+SITE = "https://example.org"
+
+
+@pytest.fixture(scope="module")
+def dense(masked_lm: str) -> Any:
+    """The vector of ``[CLS]``, made of length 1."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+
+    transformer = Transformer(masked_lm)
+    pooling = Pooling(transformer.get_embedding_dimension(), "cls")
+    prompts = {"query": "find ", "named": "dates "}
+    return SentenceTransformer(modules=[transformer, pooling, Normalize()], prompts=prompts, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def embeds(dense: Any) -> Iterator[Client]:
+    with serving(Service([Served(dense, "dense", "tiny-dense")])) as client:
+        yield client
+
+
+def ids_of(client: Client, text: str, special: bool = True) -> list[int]:
+    body = {"inputs": text, "add_special_tokens": special}
+    return [token["id"] for token in client.post("/tokenize", body).json[0]]
+
+
+def as_dicts(reply: Reply) -> list[dict[int, float]]:
+    assert reply.status == 200, reply.raw
+    return [{entry["index"]: entry["value"] for entry in row} for row in reply.json]
+
+
+def outputs(model: Any, ids: list[int], task: str = "document") -> Any:
+    """What the modules of a model make of token ids and nothing else."""
+    row = torch.tensor([ids])
+    with torch.inference_mode():
+        return model({"input_ids": row, "attention_mask": torch.ones_like(row), "modality": "text"}, task=task)
+
+
+def test_a_sparse_model_reads_token_ids_as_they_are(client: Client, sparse: Any) -> None:
+    whole, bare = ids_of(client, TEXTS[0]), ids_of(client, TEXTS[0], special=False)
+    mask, piece = sparse.tokenizer.mask_token_id, sparse.tokenizer.convert_tokens_to_ids("##e")
+    for ids in (whole, bare, bare[:1], [*whole[:2], mask, *whole[2:]], [piece, piece], [whole[0]]):
+        (got,) = as_dicts(client.post("/embed_sparse", {"inputs": ids}))
+        row = outputs(sparse, ids)["sentence_embedding"].to_dense()[0]
+        assert got == pytest.approx({int(i): float(row[i]) for i in row.nonzero().flatten()}, rel=2e-2), ids
+    mixed = as_dicts(client.post("/embed_sparse", {"inputs": [bare, TEXTS[0], whole]}))
+    assert mixed[1] == pytest.approx(mixed[2], rel=2e-2) and set(mixed[0]) != set(mixed[2])
+
+
+def test_ids_of_a_query_without_inference_have_the_weights_of_their_tokens(two_sided: Any) -> None:
+    with serving(Service([Served(two_sided, "sparse", "two-sided")], default_side="query")) as client:
+        ids = ids_of(client, "csv files", special=False)
+        (got,) = as_dicts(client.post("/embed_sparse", {"inputs": ids}))
+        assert got == as_dicts(client.post("/embed_sparse", {"inputs": "csv files"}))[0] and set(got) <= set(ids)
+        (document,) = as_dicts(client.post("/document/embed_sparse", {"inputs": ids_of(client, TEXTS[0])}))
+        (expected,) = as_dicts(client.post("/document/embed_sparse", {"inputs": TEXTS[0]}))
+        assert document == pytest.approx(expected, rel=2e-2)
+
+
+def test_token_vectors_of_ids_are_those_of_the_ids_alone(client: Client, late: Any) -> None:
+    rows = [ids_of(client, TEXTS[1]), ids_of(client, TEXTS[0], special=False)]
+    for side in ("document", "query"):
+        found = client.post(f"/{side}/embed_all", {"inputs": rows}).json
+        for ids, got in zip(rows, found, strict=True):
+            expected = outputs(late, ids, side)
+            kept = expected["token_embeddings"][expected["attention_mask"].bool()]
+            assert np.array(got) == pytest.approx(kept.numpy(), abs=1e-2)
+
+
+def test_a_dense_model_reads_token_ids_as_they_are_and_behind_a_prompt_that_the_request_names(
+    embeds: Client, dense: Any
+) -> None:
+    whole, bare = ids_of(embeds, TEXTS[0]), ids_of(embeds, TEXTS[0], special=False)
+    alone = np.array([outputs(dense, ids)["sentence_embedding"][0].numpy() for ids in (whole, bare)])
+    assert np.array(embeds.post("/embed", {"inputs": [whole, bare]}).json) == pytest.approx(alone, abs=1e-6)
+    assert np.array(embeds.post("/query/embed", {"inputs": whole}).json) == pytest.approx(alone[:1], abs=1e-6)
+    data = embeds.post("/v1/embeddings", {"input": [whole, bare]}).json["data"]
+    assert np.array([entry["embedding"] for entry in data]) == pytest.approx(alone, abs=1e-6)
+    for name in ("named", "query"):
+        prompted = [embeds.post("/embed", {"inputs": each, "prompt_name": name}).json for each in (whole, TEXTS[0])]
+        assert prompted[0] == prompted[1]
+        assert np.abs(np.array(prompted[0]) - alone[0]).max() > 1e-3
+
+
+def test_ids_that_are_too_long_are_cut_at_the_end_that_the_request_names_or_refused(client: Client) -> None:
+    long = [*range(10, 60), *range(60, 110)]  # the model reads 64
+    for direction, kept in (("right", long[:64]), ("left", long[-64:])):
+        cut = client.post("/embed_sparse", {"inputs": long, "truncation_direction": direction})
+        assert cut.headers["x-compute-tokens"] == "64"
+        assert cut.json == client.post("/embed_sparse", {"inputs": kept}).json
+    reply = client.post("/embed_sparse", {"inputs": long, "truncate": False})
+    assert reply.json["error"] == "Input validation error: `inputs` must have less than 64 tokens. Given: 100"
+
+
+def test_offsets_are_bytes_and_on_request_characters(client: Client) -> None:
+    text = "Röd € 😀 csv"
+    for body, encode in (({}, str.encode), ({"offsets": "bytes"}, str.encode), ({"offsets": "characters"}, str)):
+        tokens = client.post("/tokenize", {"inputs": [text], "add_special_tokens": False} | body).json[0]
+        source = encode(text)
+        assert [encode(token["text"]) for token in tokens] == [source[t["start"] : t["stop"]] for t in tokens]
+        assert tokens[-1]["stop"] == len(source)
+    assert client.post("/tokenize", {"inputs": "a", "offsets": "words"}).status == 422
+
+
+def test_normalize_false_leaves_out_the_module_that_normalizes(embeds: Client, dense: Any) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    expected = SentenceTransformer(modules=list(dense)[:2], device="cpu").encode(TEXTS)
+    assert np.abs(np.linalg.norm(expected, axis=1) - 1).min() > 0.1
+    for inputs in (TEXTS, [ids_of(embeds, text) for text in TEXTS]):
+        raw = embeds.post("/embed", {"inputs": inputs, "normalize": False}).json
+        assert np.array(raw) == pytest.approx(expected, abs=1e-5)
+        unit = expected / np.linalg.norm(expected, axis=1, keepdims=True)
+        assert np.array(embeds.post("/embed", {"inputs": inputs}).json) == pytest.approx(unit, abs=1e-5)
+    short = embeds.post("/embed", {"inputs": TEXTS, "normalize": False, "dimensions": 5}).json
+    assert np.array(short) == pytest.approx(expected[:, :5], abs=1e-5)
+
+
+def samples(client: Client) -> dict[str, float]:
+    """Name and labels -> value; the parser gives counters the suffix that they lack."""
+    families = text_string_to_metric_families(client.get("/metrics").raw.decode())
+    found = [sample for family in families for sample in family.samples]
+    labelled = [(" ".join(f"{key}={text}" for key, text in each.labels.items()), each) for each in found]
+    return {f"{each.name.removesuffix('_total')} {labels}".strip(): each.value for labels, each in labelled}
+
+
+def test_metrics_have_the_names_labels_and_bounds_of_text_embeddings_inference(sparse: Any, late: Any) -> None:
+    with serving(Service([Served(sparse, "sparse", "tiny"), Served(late, "multi-vector", "colbert")])) as client:
+        client.post("/embed_sparse", {"inputs": "a"})
+        client.post("/embed_sparse", {"inputs": ["a"]})
+        client.post("/embed_sparse", {"inputs": [7, 8]})
+        client.post("/embed_sparse", {"inputs": ["a", ""]})
+        client.post("/rerank", {"query": "a", "texts": TEXTS})
+        raw, found = client.get("/metrics"), samples(client)
+    assert raw.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    expected = {
+        "te_request_count method=single": 2, "te_request_count method=batch": 3,
+        "te_request_success method=single": 2, "te_request_success method=batch": 2,
+        "te_request_failure err=tokenization": 1, "te_request_duration_count": 4,
+        "te_embed_count": 5, "te_embed_success": 3, "te_embed_duration_count": 3,
+        "te_predict_count": 3, "te_predict_success": 3, "te_predict_queue_duration_count": 3,
+        "te_queue_size": 0,
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == expected
+    for kind in ("request", "embed", "predict"):
+        for part in ("", "tokenization_", "queue_", "inference_"):
+            assert found[f"te_{kind}_{part}duration_sum"] >= 0
+        bounds = [name for name in found if name.startswith(f"te_{kind}_duration_bucket")]
+        assert len(bounds) == 36 and float(bounds[0].rpartition("=")[2]) == pytest.approx(1.5e-5)
+    assert b"_total" not in raw.raw and b"_created" not in raw.raw
+
+
+def test_info_names_the_pooling_of_the_model_and_a_reranker_as_such(embeds: Client, late: Any) -> None:
+    assert embeds.get("/info").json["model_type"] == {"embedding": {"pooling": "cls"}}
+    with serving(Service([Served(late, "multi-vector", "colbert")])) as client:
+        labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        assert client.get("/info").json["model_type"] == {"reranker": labels}
+
+
+def test_equal_texts_of_a_request_have_equal_scores_and_vectors_and_stay_in_their_order(client: Client) -> None:
+    texts = [*TEXTS, "a " * 30, TEXTS[0], "csv", TEXTS[1], TEXTS[0]]
+    ranked = client.post("/rerank", {"query": "read csv", "texts": texts}).json
+    score = {entry["index"]: entry["score"] for entry in ranked}
+    assert (score[0] == score[4] == score[7], score[1] == score[6], len(score)) == (True, True, len(texts))
+    order = [entry["index"] for entry in ranked]
+    assert order.index(0) < order.index(4) < order.index(7) and order.index(1) < order.index(6)
+    pairs = client.post("/score", {"queries": ["csv"] * 3, "documents": ["a", TEXTS[1], "a"]}).json["data"]
+    assert pairs[0]["score"] == pairs[2]["score"]
+    rows = client.post("/embed_sparse", {"inputs": texts}).json
+    assert rows[0] == rows[4] == rows[7]
+
+
+def test_characters_of_a_reranking_are_those_of_its_pairs(client: Client) -> None:
+    reply = client.post("/rerank", {"query": "csv", "texts": TEXTS})
+    assert int(reply.headers["x-compute-characters"]) == 3 * len("csv") + len("".join(TEXTS))
+    reply = client.post("/score", {"queries": ["a", "bc", "d"], "documents": TEXTS})
+    assert int(reply.headers["x-compute-characters"]) == 4 + len("".join(TEXTS))
+
+
+def test_the_routes_are_described_as_a_page_and_as_json_at_both_addresses(sparse: Any) -> None:
+    with serving(Service([Served(sparse, "sparse", "tiny")]), api_key="sesam") as client:
+        described = client.get("/openapi.json")
+        assert client.get("/api-doc/openapi.json").json == described.json
+        page = client.get("/docs")
+        assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        text = page.raw.decode()
+        assert (
+            "<code>/embed_sparse</code>" in text
+            and "offsets: &#x27;bytes&#x27; | &#x27;characters&#x27; = bytes" in text
+        )
+        assert "<script" not in text and "://" not in text and "default-src 'none'" in str(page.headers)
+        assert client.get("/page.css").status == 200
+
+
+def test_other_sites_may_read_answers_if_they_are_named(sparse: Any, client: Client) -> None:
+    asks = {"Origin": SITE, "Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "authorization"}
+    assert client.request("OPTIONS", "/embed_sparse", **asks).status == 405
+    assert "access-control-allow-origin" not in client.request("GET", "/info", Origin=SITE).headers
+    service = Service([Served(sparse, "sparse", "tiny")])
+    for origins, named in (([SITE], SITE), (["*"], "*")):
+        with serving(service, api_key="sesam", origins=origins) as open_:
+            preflight = open_.request("OPTIONS", "/embed_sparse", **asks)
+            assert (preflight.status, preflight.headers["access-control-allow-origin"]) == (200, named)
+            assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+            refused = open_.request("GET", "/info", Origin=SITE)
+            assert (refused.status, refused.headers["access-control-allow-origin"]) == (401, named)
+    with serving(service, origins=[SITE]) as open_:
+        assert "access-control-allow-origin" not in open_.request("GET", "/info", Origin="http://evil.example").headers
+
+
+def test_what_is_no_origin_is_refused(sparse: Any) -> None:
+    with (
+        pytest.raises(ValueError, match=r"origins: expected \* or an origin such as"),
+        serving(Service([Served(sparse, "sparse", "tiny")]), origins=["example.org"]),
+    ):
+        pass
