@@ -7,6 +7,8 @@ import re
 import shutil
 import signal
 import socket
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tests.cli.program import run_cli
 from tests.processes import environment
 from tests.recipes.tiny import tiny_masked_lm
 from tests.serve.running import Client
+from tests.serve.test_serve_sockets import wait_until
 from tests.test_imports import HIDE, run_python
 from tilefold.recipes import ColbertRecipe
 from tilefold.recipes.colbert import load_base_model
@@ -147,3 +150,33 @@ def test_a_model_that_cannot_encode_is_refused_before_it_is_served(call: Any, wo
     )
     outcome = call("serve", "--port", "0", "--model", tmp_path / "broken")
     assert (outcome.code, "broken cannot encode a word" in outcome.err) == (1, True), outcome.err
+
+
+FEW_FILES = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+from tilefold import cli
+cli.main(sys.argv[1:])
+"""
+
+
+def test_more_connections_than_files_are_refused_and_fill_no_log(work: Path, tmp_path: Path) -> None:
+    command = ("-c", FEW_FILES, "serve", "--model", str(work / "tiny"), "--port", "0")
+    log = tmp_path / "log"
+    log.touch()
+    with programs.start(*command, env=environment(OMP_NUM_THREADS="1"), stderr=log) as process:
+        try:
+            wait_until(lambda: "Ctrl-C ends" in log.read_text(), 60)
+            client = Client(int(re.search(r"http://127\.0\.0\.1:(\d+)", log.read_text())[1]))
+            with ExitStack() as opened:
+                for _ in range(120):
+                    opened.enter_context(socket.create_connection(("127.0.0.1", client.port), timeout=20))
+                time.sleep(2.5)  # asyncio tries again after 1 s
+            wait_until(lambda: client.get("/health").status == 200)
+            assert client.post("/embed_sparse", {"inputs": "a"}).status == 200
+        finally:
+            process.kill()
+    lines = log.read_text().splitlines()
+    (said,) = [line for line in lines if "max_connections" in line]
+    assert re.search(r"max_connections: \d+ instead of 1024, since this process may have 64 files open", said)
+    assert len(lines) < 8, lines[:20]

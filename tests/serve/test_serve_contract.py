@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import threading
 from typing import Any
 
@@ -294,8 +295,9 @@ def test_a_row_that_is_not_finite_is_an_error_and_no_number(sparse: Any, client:
 
 def test_a_local_server_is_not_reached_by_the_name_of_another_site(sparse: Any) -> None:
     with serving(Service([Served(sparse, "sparse", "tiny")]), local=True) as client:
-        for name in ("localhost", "127.0.0.1:80", "[::1]:8080", "[fe80::1%eth0]", "tilefold.localhost", "x", "", "A:1"):
+        own = socket.gethostname()
+        for name in ("LOCALHOST:1", "127.0.0.1:80", "[::1]:8080", "[fe80::1%eth0]", "tilefold.localhost", own, ""):
             assert client.request("GET", "/health", Host=name).status == 200, name
-        for name in ("example.org", "127.0.0.1.example.org:80", "localhost.example.org", "Example.ORG."):
+        for name in ("evil", "A:1", "example.org", "127.0.0.1.example.org:80", "localhost.example.org", "Example.ORG."):
             reply = client.request("GET", "/info", Host=name)
             assert reply.status == 421 and "expected this machine" in reply.json["error"], name

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -32,6 +33,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 # of probes and Prometheus, which carry no key, of the page, which asks for one, and what tells of no text and no model
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"}) | PAGE_PATHS | REFERENCE_PATHS
+_HTTP_VERSIONS = ("1.1", "1.0")
 _HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
 
 
@@ -126,6 +128,10 @@ class Guard:
                 message["headers"] = [*message.get("headers", []), *_missing(message.get("headers", []))]
             await send(message)
 
+        if scope["http_version"] not in _HTTP_VERSIONS:
+            error = ServeError("Validation", "expected HTTP/1.1 or HTTP/1.0", status=505)
+            await Response(error.body(), 505, {"connection": "close"}, JSON)(scope, receive, tracked)
+            return
         if not self._allowed(scope):
             error = ServeError("Validation", "expected a valid key in the header Authorization: Bearer KEY", status=401)
             await Response(error.body(), 401, {"www-authenticate": "Bearer"}, JSON)(scope, receive, tracked)
@@ -163,10 +169,13 @@ def _digest(key: bytes) -> bytes:
 
 
 def _is_local(headers: list[tuple[bytes, bytes]]) -> bool:
-    """Whether no other site can have sent the client here: by a name of its own, which has a dot and is no address."""
+    """Whether no other site can have sent the client here by a name of its own: an address, or a name of this machine.
+
+    A name without a dot is no exception: whoever runs the network of the client decides what it stands for.
+    """
     host = next((value for name, value in headers if name == b"host"), b"").decode("latin-1").strip().lower()
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].removesuffix(".")
-    if "." not in name or name.endswith(".localhost"):
+    if name in ("", "localhost", socket.gethostname().lower()) or name.endswith(".localhost"):
         return True
     try:
         ipaddress.ip_address(name)

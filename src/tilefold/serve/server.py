@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import math
 import socket
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import h11
@@ -19,7 +23,11 @@ from tilefold.serve.settings import Limits
 __all__ = ["Server", "bind", "run"]
 
 _BACKLOG = 512
-_SPARE_FILES = 256  # of the process beside connections
+_ACCEPTED = 8  # connections that asyncio takes in one of its turns; the first can be refused two turns later
+_SPARE_FILES = 256  # of the process beside connections; a quarter of them where it may have few
+_OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_SAY_AGAIN_SECONDS = 60.0
+_logger = logging.getLogger("tilefold.serve")
 _clients = logging.getLogger("tilefold.serve.clients")  # what is wrong with them would fill the log of a server
 _LINGER_SECONDS = 1.0  # for a refused client to read why
 _LINGERING = 256  # of them at once
@@ -62,7 +70,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,  # queries are nobody's business
                 server_header=False,
-                backlog=_BACKLOG,
+                backlog=_ACCEPTED,
                 timeout_keep_alive=max(1, round(limits.keep_alive_seconds)),
                 timeout_graceful_shutdown=max(1, round(limits.shutdown_seconds)),
             )
@@ -70,7 +78,10 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
+        asyncio.get_running_loop().set_exception_handler(_FilesAreScarce())
         await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(_BACKLOG)  # more may wait than are taken at once
         if self.started and self._ready is not None:
             self._ready()
 
@@ -82,20 +93,65 @@ class Server(uvicorn.Server):
 
 def run(app: Any, service: Service, opened: socket.socket, ready: Callable[[], None] | None = None) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM; requests in work then have ``shutdown_seconds``."""
-    _allow_files(2 * service.limits.max_connections + _SPARE_FILES)
+    service.limits = _allow_files(service.limits)
     Server(app, service, ready).run([opened])
 
 
-def _allow_files(wanted: int) -> None:
-    """Raise the limit of open files, which connections are, as far as the system lets us."""
+def _allow_files(limits: Limits) -> Limits:
+    """The limits, with as many connections as this process may have beside its other files.
+
+    Raises the limit of open files, which connections are, as far as the system lets us, and says what does not fit.
+    """
+    soft, hard = _open_files()
+    wanted = 2 * limits.max_connections + _SPARE_FILES
+    if soft < wanted:
+        import resource  # noqa: PLC0415 - not on Windows, which has no such limit
+
+        soft = max(soft, min(wanted, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(soft), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    if soft >= wanted:
+        return limits
+    taken = len(list(Path("/dev/fd").iterdir()))
+    left = soft - taken - min(_SPARE_FILES, soft // 4) - _refused_at_once() - 3 * _ACCEPTED
+    most = max(1, int(left))
+    if most >= limits.max_connections:
+        return limits
+    _logger.warning(
+        "max_connections: %d instead of %d, since this process may have %d files open (ulimit -n), and has %d",
+        most, limits.max_connections, int(soft), taken,
+    )  # fmt: skip
+    return replace(limits, max_connections=most)
+
+
+def _open_files() -> tuple[float, float]:
+    """How many files this process may have open, and to how many it may raise that."""
     try:
         import resource  # noqa: PLC0415 - not on Windows
     except ImportError:
-        return
+        return math.inf, math.inf
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+    unlimited = resource.RLIM_INFINITY
+    return math.inf if soft == unlimited else soft, math.inf if hard == unlimited else hard
+
+
+def _refused_at_once() -> int:
+    """Connections that stay open a little for their clients to read why they are closed."""
+    return int(min(_LINGERING, _open_files()[0] // 8))
+
+
+class _FilesAreScarce:
+    """What an event loop says of errors; that a connection found no file, for which it tries again, once a minute."""
+
+    def __init__(self) -> None:
+        self._said = -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in _OUT_OF_FILES:
+            loop.default_exception_handler(context)
+        elif loop.time() - self._said > _SAY_AGAIN_SECONDS:
+            self._said = loop.time()
+            _logger.warning("connections wait: %s (ulimit -n); said once a minute", error.strerror)
 
 
 def _protocol(limits: Limits) -> type[asyncio.Protocol]:
@@ -109,6 +165,7 @@ def _protocol(limits: Limits) -> type[asyncio.Protocol]:
     refused = f"{head}retry-after: 1\r\nconnection: close\r\n\r\n".encode() + refusal
 
     lingering: set[H11Protocol] = set()
+    most_lingering = _refused_at_once()
     if _clients.level == logging.NOTSET:
         _clients.setLevel(logging.ERROR)
 
@@ -141,7 +198,7 @@ def _protocol(limits: Limits) -> type[asyncio.Protocol]:
         def _linger(self) -> None:
             if self in lingering:
                 return
-            if len(lingering) >= _LINGERING:
+            if len(lingering) >= most_lingering:
                 self._really_close()
                 return
             try:
