@@ -6,11 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tilefold.retrieval import (
     BM25Index,
     Collection,
+    Document,
     SparseVectors,
     active_terms,
     evaluate,
@@ -60,6 +62,28 @@ def test_reciprocal_rank_fusion_follows_the_hand_computation() -> None:
     assert list(fused) == ["y", "x", "z"]
 
 
+@pytest.mark.parametrize("score", [3.09, 0.3, 1e200, -7.7e-300])
+def test_equal_scores_have_the_z_score_0_whatever_their_mean_is_rounded_to(score: float) -> None:
+    equal = {"q": {f"d{i}": score for i in range(11)}}
+    assert interpolate([equal], [1.0], "z_score") == {"q": dict.fromkeys(equal["q"], 0.0)}
+    other = {"q": {"d0": 2.0, "x": 1.0}}
+    assert interpolate([equal, other], normalization="z_score")["q"]["x"] == -0.5
+
+
+@pytest.mark.parametrize("size", [5e-324, 1e-200, 1.0, 1e200, 4e307])
+def test_scores_of_any_size_are_normalised(size: float) -> None:
+    run = {"q": {"a": 4 * size, "b": 2 * size, "c": -2 * size, "d": -4 * size}}
+    assert interpolate([run], [1.0])["q"] == {"a": 1.0, "b": 0.75, "c": 0.25, "d": 0.0}
+    far, near = 4 / math.sqrt(10), 2 / math.sqrt(10)
+    assert interpolate([run], [1.0], "z_score")["q"] == pytest.approx({"a": far, "b": near, "c": -near, "d": -far})
+
+
+def test_sums_that_are_not_finite_are_refused() -> None:
+    huge = {"q": {"a": 1e308, "b": 1.0}}
+    with pytest.raises(ValueError, match="expected finite sums, got others for query 'q'"):
+        interpolate([huge, huge], [1.0, 1.0], "none")
+
+
 def test_fusion_refuses_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="runs: expected at least one"):
         interpolate([])
@@ -101,6 +125,75 @@ def test_evaluation_follows_the_hand_computation() -> None:
 
 def test_a_run_without_any_result_counts_as_zero() -> None:
     assert evaluate({}, {"q": {"a": 1}}) == {"nDCG@10": 0.0, "R@100": 0.0, "RR@10": 0.0}
+
+
+TEN = {f"d{i}": 10.0 - i for i in range(10)}
+
+
+def test_judgements_that_are_all_negative_are_of_a_query_without_a_relevant_document() -> None:
+    run, measures = {"a": TEN, "b": TEN, "c": TEN}, ["nDCG@10", "RR", "AP", "infAP", "Judged@10", "NumRet", "NumRel"]
+    for grade in (-1, -2, -7):
+        qrels = {"a": {"d0": 1, "d1": 2}, "b": {"d1": grade, "d2": grade, "d3": grade}, "c": {"d1": 1}}
+        for _ in range(20):  # an evaluation before may leave memory in which a fault shows
+            rows = evaluate_per_query(run, qrels, measures)
+        assert rows["b"] == dict.fromkeys(measures, 0.0) | {"Judged@10": 0.3, "NumRet": 10.0}
+        assert (rows["a"]["AP"], rows["c"]["AP"]) == (1.0, 0.5)
+        assert choose_weights([run, run], qrels, measure="AP")[1] == pytest.approx(0.5)
+
+
+def test_negative_grades_beside_others_are_documents_of_the_pool_that_nobody_judged() -> None:
+    qrels = {"q": {"d0": -1, "d1": 1, "d2": -2, "d3": 1}}
+    found = evaluate({"q": TEN}, qrels, ["AP", "P(judged_only=True)@2", "Judged@10", "infAP"])
+    by_hand = (1 / 2 + 1 / 2 * 1 / 2 + 1 / 4 + 3 / 4 * 3 / 3) / 2
+    assert found == pytest.approx(
+        {"AP": 0.5, "P(judged_only=True)@2": 1.0, "Judged@10": 0.4, "infAP": by_hand}, abs=1e-4
+    )
+
+
+def test_what_would_end_or_mislead_the_evaluating_library_is_refused_or_harmless() -> None:
+    assert evaluate({"no query": {"a": 1.0}}, {"no query": {"a": 1}}) == dict.fromkeys(
+        ("nDCG@10", "R@100", "RR@10"), 1.0
+    )
+    for name in ("a\0b", "a\ud800"):
+        with pytest.raises(ValueError, match="run: expected ids without zero bytes that UTF-8 can hold"):
+            evaluate({"q": {name: 1.0}}, {"q": {"a": 1}})
+    with pytest.raises(ValueError, match=r"qrels: expected grades of at most 1,000,000 for query 'q', got 4611686018"):
+        evaluate({"q": {"a": 1.0}}, {"q": {"a": 1 << 62}})
+    with pytest.raises(TypeError, match=r"qrels: expected integer grades for query 'q', got 1\.5"):
+        evaluate({"q": {"a": 1.0}}, {"q": {"a": 1.5}})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match=r"grades and gains are at most 1,000,000"):
+        check_measures(["nDCG(gains={1: 4611686018427387904})@10"])
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    run, qrels = {"q": {"a": np.float32(2.0), "b": np.float64(1.0)}}, {"q": {"b": np.int64(1)}}
+    assert evaluate(run, qrels, ["RR"]) == {"RR": 0.5}
+
+
+def test_a_run_of_other_queries_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"run: expected results for a judged query, got none: its first query is '1'"):
+        evaluate({"1": {"a": 1.0}}, {"2": {"a": 1}})
+    with pytest.raises(ValueError, match=r"runs\[1\]: expected results for a judged query"):
+        choose_weights([{"1": {"a": 1.0}}, {"2": {"a": 1.0}}], {"1": {"a": 1}})
+
+
+def test_integers_as_ids_are_refused_at_once(tmp_path: Path) -> None:
+    for what, call in (
+        ("run", lambda: evaluate({"1": {7: 1.0}}, {"1": {"7": 1}})),  # type: ignore[dict-item]
+        ("run", lambda: evaluate({1: {"7": 1.0}}, {"1": {"7": 1}})),  # type: ignore[dict-item]
+        ("qrels", lambda: evaluate({"1": {"7": 1.0}}, {1: {"7": 1}})),  # type: ignore[dict-item]
+        ("runs", lambda: interpolate([{"1": {7: 1.0}}])),  # type: ignore[dict-item]
+        ("runs", lambda: reciprocal_rank_fusion([{1: {"7": 1.0}}])),  # type: ignore[dict-item]
+        ("run", lambda: write_trec_run({"1": {7: 1.0}}, tmp_path / "x")),  # type: ignore[dict-item]
+        ("documents", lambda: BM25Index.build({7: "text"})),  # type: ignore[dict-item]
+        ("id", lambda: Document(7, "", "text")),  # type: ignore[arg-type]
+        ("documents", lambda: Collection("x", {7: Document("7", "", "text")}, {}, {})),  # type: ignore[dict-item]
+        ("queries", lambda: Collection("x", {}, {7: "text"}, {})),  # type: ignore[dict-item]
+        ("qrels", lambda: Collection("x", {}, {}, {"test": {"q": {7: 1}}})),  # type: ignore[dict-item]
+        ("texts", lambda: texts_digest({7: "text"})),  # type: ignore[dict-item]
+    ):
+        with pytest.raises(TypeError, match=rf"^{what}: expected .*got [17] \(int\).*str\([17]\)"):
+            call()
 
 
 def test_evaluation_refuses_empty_judgements_unknown_measures_and_nan() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from tilefold.pipeline.rows import Begun, FailedText, Window, WindowEnd
+from tilefold.retrieval._ids import check_text_ids
 from tilefold.retrieval._shards import Vectors
 from tilefold.retrieval.errors import DataError
 
@@ -164,7 +165,9 @@ def in_memory(what: str, texts: Mapping[str, str], stream: Stream, prepare: Prep
 
     Raises:
         DataError: a text cannot be encoded; the message says `what` it is one of, and names it.
+        TypeError: an id that is not a string.
     """
+    check_text_ids(what, texts)
     shard: Shard[V] = Shard(0, list(texts))
     shard.open(texts)
     with closing(stream(iter([shard.window(texts, prepare)]))) as items:

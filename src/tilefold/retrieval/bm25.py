@@ -17,6 +17,7 @@ import numpy as np
 from tilefold._files import atomic_directory, write_json
 from tilefold.retrieval._arrays import check_arrays, check_offsets, outside
 from tilefold.retrieval._files import require
+from tilefold.retrieval._ids import check_text_ids
 from tilefold.retrieval._ranking import check_k, top_positive
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
@@ -161,12 +162,14 @@ class BM25Index:
 
         Raises:
             ValueError: there is no document, no document has a word, or an option is wrong.
+            TypeError: an id that is not a string.
             MissingPackageError: bm25s or PyStemmer is not installed.
         """
         bm25s, options = _package(), BM25Options(language, k1, b, identifiers)
         tokenize = Tokenizer(options)
         if not documents:
             raise ValueError("documents: expected at least one, got none.")
+        check_text_ids("documents", documents)
         corpus = [tokenize(text) for text in documents.values()]
         if not any(corpus):
             raise ValueError("documents: expected at least one with a word, got only empty ones.")

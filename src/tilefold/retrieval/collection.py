@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from tilefold._files import atomic_directory
 from tilefold.retrieval._files import is_unicode, json_line
+from tilefold.retrieval._ids import check_text_ids
 from tilefold.retrieval._judgements import Known, read_splits
 from tilefold.retrieval._queries import TOPICS, loose_query_rows, query_of_line, query_rows
 from tilefold.retrieval._tables import ROWS, Row, find_table, is_saved_dataset, table_rows
@@ -28,11 +29,23 @@ BEIR_LAYOUT = (
 
 @dataclass(frozen=True)
 class Document:
-    """One document. `title` may be empty."""
+    """One document. `title` may be empty.
+
+    Raises:
+        TypeError: `id`, `title` or `text` is not a string.
+    """
 
     id: str
     title: str
     text: str
+
+    def __post_init__(self) -> None:
+        for name, value in (("id", self.id), ("title", self.title), ("text", self.text)):
+            if not isinstance(value, str):
+                raise TypeError(
+                    f"{name}: expected a string, got {value!r} ({type(value).__name__}) in document {self.id!r}. Give "
+                    f"str({value!r}), or '' for a title or a text that is not there."
+                )
 
     @property
     def contents(self) -> str:
@@ -49,12 +62,23 @@ class Collection:
         documents: document id -> :class:`Document`, in corpus order.
         queries: query id -> text, of all splits.
         qrels: split -> query id -> document id -> grade (0 is judged and not relevant).
+
+    Raises:
+        TypeError: an id that is not a string.
     """
 
     name: str
     documents: Mapping[str, Document]
     queries: dict[str, str]
     qrels: dict[str, dict[str, dict[str, int]]]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.documents, dict):  # others read them from files
+            check_text_ids("documents", self.documents)
+        check_text_ids("queries", self.queries)
+        for judged in self.qrels.values():
+            for ids in (judged, *judged.values()):
+                check_text_ids("qrels", ids)
 
     def contents(self) -> dict[str, str]:
         """Document id -> contents, in corpus order."""
@@ -105,6 +129,7 @@ class Collection:
                         stream.writelines(f"{query_id}\t{doc}\t{grade}\n" for doc, grade in judged.items())
 
     def _check_savable(self) -> None:
+        self.__post_init__()  # ids may have come since
         judged = {name for qrels in self.qrels.values() for q, found in qrels.items() for name in (q, *found)}
         for name in (*self.documents, *self.queries, *judged):
             if not name or not is_unicode(name) or (name in judged and any(mark in name for mark in "\t\r\n")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from tilefold.retrieval._ids import check_text_ids
 from tilefold.retrieval._ranking import check_k
 from tilefold.retrieval.fusion import Run
 from tilefold.retrieval.truncation import cut_texts
@@ -41,11 +42,13 @@ def dense_run(
 
     Raises:
         ValueError: no document, no query, ``k < 1``.
+        TypeError: an id that is not a string.
     """
     check_k(k)
     for name, texts in (("documents", documents), ("queries", queries)):
         if not texts:
             raise ValueError(f"{name}: expected at least one, got none.")
+        check_text_ids(name, texts)
     vectors = encode_dense(model, documents, kind="document", batch_size=batch_size, progress=progress)
     asked = encode_dense(model, queries, kind="query", batch_size=batch_size)
     return rank_by_similarity(model, vectors, asked, list(documents), list(queries), k, query_chunk)

@@ -62,10 +62,10 @@ def ensemble(
     if like is None:
         factor = scale if scale is not None else SCALE if normalization == "min_max" else 1.0
         return np.asarray(mean * factor, np.float32)
-    model, deviation = np.asarray(teachers[like], np.float64), mean.std()
-    if deviation == 0:
+    if not np.ptp(mean):  # the deviation of equal scores may be a rounding
         raise ValueError("like: expected scores that differ, got equal ones, which have no deviation to map.")
-    return np.asarray((mean - mean.mean()) / deviation * model.std() + model.mean(), np.float32)
+    model = np.asarray(teachers[like], np.float64)
+    return np.asarray((mean - mean.mean()) / mean.std() * model.std() + model.mean(), np.float32)
 
 
 def _min_max(rows: TrainingRows, scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from tilefold._files import atomic_file
 from tilefold.retrieval._files import require
+from tilefold.retrieval._ids import check_text_ids
 from tilefold.retrieval._tables import numbered_lines
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
@@ -31,6 +33,8 @@ __all__ = [
 
 DEFAULT_MEASURES = ("nDCG@10", "R@100", "RR@10")
 
+MAX_GRADE = 1_000_000  # trec_eval counts documents in a table that is as long as the highest grade
+
 _RunLike = Mapping[str, Mapping[str, float]]
 _QrelsLike = Mapping[str, Mapping[str, int]]
 
@@ -40,14 +44,18 @@ def evaluate(run: _RunLike, qrels: _QrelsLike, measures: Sequence[str] = DEFAULT
 
     Args:
         run: query id -> document id -> score. Queries that `qrels` does not judge are ignored.
-        qrels: query id -> document id -> grade.
+        qrels: query id -> document id -> grade; a document is relevant from grade 1 on. Negative grades are read as
+            trec_eval does, to which such a document is one of the pool that nobody judged: not relevant, and left out by
+            ``infAP``, ``Bpref`` and measures with ``judged_only=True``. Only ``Judged@k`` counts it as judged.
         measures: names as ir-measures writes them, such as ``nDCG@10``, ``R@100``, ``RR@10``, ``AP``.
 
     Returns:
         ``{measure: mean}`` in the order asked for.
 
     Raises:
-        ValueError: empty `qrels`, an unknown measure, a score that is not a number.
+        ValueError: empty `qrels`, a run that answers none of their queries, an unknown measure, a score that is not a
+            number, a grade above 1,000,000, an id that UTF-8 or C cannot hold.
+        TypeError: an id that is not a string, a grade that is not an integer.
     """
     table = evaluate_per_query(run, qrels, measures)
     return {name: math.fsum(row[name] for row in table.values()) / len(table) for name in measures}
@@ -57,21 +65,69 @@ def evaluate_per_query(
     run: _RunLike, qrels: _QrelsLike, measures: Sequence[str] = DEFAULT_MEASURES
 ) -> dict[str, dict[str, float]]:
     """``{query id: {measure: value}}`` for every judged query; see :func:`evaluate`."""
-    if not any(qrels.values()):
+    judged = {query_id: _checked_grades(query_id, grades) for query_id, grades in qrels.items() if grades}
+    if not judged:
         raise ValueError("qrels: expected at least one judged query, got none. Check the split.")
-    for query_id, scores in run.items():
-        if any(math.isnan(score) for score in scores.values()):
-            raise ValueError(f"run: query {query_id!r} has a score that is not a number (NaN).")
+    check_text_ids("qrels", judged)
+    check_answers("run", run, judged)
     ir_measures, parsed = _parsed(measures)
-    judged = {query_id: dict(grades) for query_id, grades in qrels.items() if grades}
-    kept = {query_id: dict(run[query_id]) for query_id in judged if run.get(query_id)}
     table = {query_id: dict.fromkeys(measures, 0.0) for query_id in judged}
-    if kept:
-        for metric in ir_measures.iter_calc(list(dict.fromkeys(parsed)), judged, kept):
+    # trec_eval, which remembers the last query, would take one with the id "no query" for one that it has answered.
+    numbered = {str(number): query_id for number, query_id in enumerate(judged)}
+    found = {
+        number: _checked_scores(query_id, run[query_id]) for number, query_id in numbered.items() if run.get(query_id)
+    }
+    grades = {number: _countable(judged[query_id], found.get(number, {})) for number, query_id in numbered.items()}
+    if found:
+        for metric in ir_measures.iter_calc(list(dict.fromkeys(parsed)), grades, found):
             for name, measure in zip(measures, parsed, strict=True):  # two names may denote one measure
                 if measure == metric.measure:
-                    table[metric.query_id][name] = float(metric.value)
+                    table[numbered[metric.query_id]][name] = float(metric.value)
     return table
+
+
+def check_answers(name: str, run: _RunLike, qrels: _QrelsLike) -> None:
+    """Raise an error for a run that has queries, but none of those of `qrels`."""
+    check_text_ids(name, run)
+    if run and not any(query_id in qrels for query_id in run):
+        raise ValueError(
+            f"{name}: expected results for a judged query, got none: its first query is {next(iter(run))!r}, that of "
+            f"the judgements {next(iter(qrels), None)!r}. Give the run and the judgements of the same queries."
+        )
+
+
+def _checked_grades(query_id: str, grades: Mapping[str, int]) -> dict[str, int]:
+    """The grades of a query as Python's integers."""
+    check_text_ids("qrels", grades)
+    try:
+        found = {name: operator.index(grade) for name, grade in grades.items()}
+    except TypeError:
+        wrong = next(grade for grade in grades.values() if not hasattr(grade, "__index__"))
+        raise TypeError(f"qrels: expected integer grades for query {query_id!r}, got {wrong!r}. Round them.") from None
+    if max(map(abs, found.values())) > MAX_GRADE:
+        raise ValueError(
+            f"qrels: expected grades of at most {MAX_GRADE:,} for query {query_id!r}, got "
+            f"{max(found.values(), key=abs)}. Map them to a few levels."
+        )
+    return found
+
+
+def _checked_scores(query_id: str, scores: Mapping[str, float]) -> dict[str, float]:
+    """The scores of a query as Python's numbers."""
+    check_text_ids("run", scores)
+    if any(math.isnan(score) for score in scores.values()):
+        raise ValueError(f"run: query {query_id!r} has a score that is not a number (NaN).")
+    return {name: float(score) for name, score in scores.items()}
+
+
+def _countable(grades: dict[str, int], scores: dict[str, float]) -> dict[str, int]:
+    """Grades of which at least one is not negative: trec_eval writes outside of its table of grades otherwise.
+
+    The document that is added is not relevant, and nothing retrieved it, so that no measure changes.
+    """
+    if max(grades.values()) >= 0:
+        return grades
+    return grades | {max((*grades, *scores), key=len) + "+": 0}
 
 
 def check_measures(measures: Sequence[str]) -> int:
@@ -93,13 +149,16 @@ def _parsed(measures: Sequence[str]) -> tuple[Any, list[Any]]:
 
 
 def _parse(ir_measures: Any, name: str) -> Any:
-    """One measure; a cut-off of 0 would abort the interpreter where it is computed."""
+    """One measure; a cut-off of 0, or a huge gain, would end the interpreter where it is computed."""
     problem: object = "no installed package computes it"
     try:
         measure = ir_measures.parse_measure(name)
         cutoff, grade, recall = (measure.params.get(key, 1) for key in ("cutoff", "rel", "recall"))
+        highest = max([grade, *measure.params.get("gains", {}).values()])
         if cutoff < 1 or grade < 1 or not 0 <= recall <= 1:
             problem = "cut-offs and grades begin at 1, a recall lies in [0, 1]"
+        elif highest > MAX_GRADE:
+            problem = f"grades and gains are at most {MAX_GRADE:,}"
         elif ir_measures.DefaultPipeline.supports(measure):
             return measure
     except (NameError, ValueError, SyntaxError, TypeError, AssertionError) as error:
@@ -116,6 +175,7 @@ def write_trec_run(run: _RunLike, path: str | Path, tag: str = "tilefold") -> No
     _check_word("tag", tag)
     with atomic_file(Path(path)) as temporary, temporary.open("w", encoding="utf-8") as stream:
         for query_id, scores in run.items():
+            check_text_ids("run", [query_id, *scores])
             _check_word("query id", query_id)
             ranked = sorted(scores.items(), key=lambda item: -item[1])
             for rank, (document_id, score) in enumerate(ranked, start=1):

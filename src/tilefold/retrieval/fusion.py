@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+from tilefold.retrieval._ids import check_text_ids
+
 __all__ = ["Run", "interpolate", "reciprocal_rank_fusion"]
 
 Run = dict[str, dict[str, float]]
@@ -37,6 +39,10 @@ def interpolate(
 
     Returns:
         A run over the union of queries, documents by descending score; equal scores keep the order of the runs.
+
+    Raises:
+        ValueError: no run, a score or a weight that is not finite, or a sum of them; an unknown normalisation.
+        TypeError: an id that is not a string.
     """
     weights = _check(runs, weights, k)
     normalizers: dict[str, Callable[[_Scores], tuple[dict[str, float], float]]] = {
@@ -54,6 +60,11 @@ def interpolate(
         ]
         documents = dict.fromkeys(doc for _, scores, _ in present for doc in scores)
         total = {doc: sum(weight * scores.get(doc, low) for weight, scores, low in present) for doc in documents}
+        if not all(map(math.isfinite, total.values())):
+            raise ValueError(
+                f"weights, normalization: expected finite sums, got others for query {query_id!r}, whose scores or "
+                "weights are too large. Take smaller weights, or normalization='min_max'."
+            )
         fused[query_id] = _top(total, k)
     return fused
 
@@ -81,7 +92,9 @@ def _check(runs: Sequence[Run], weights: Sequence[float] | None, k: int) -> Sequ
     if k < 1:
         raise ValueError(f"k: expected at least 1, got {k}.")
     for run in runs:
+        check_text_ids("runs", run)
         for query_id, scores in run.items():
+            check_text_ids("runs", scores)
             if not all(map(math.isfinite, scores.values())):
                 raise ValueError(f"runs: expected finite scores, got others for query {query_id!r}.")
     if weights is None:
@@ -109,13 +122,17 @@ def _min_max(scores: _Scores) -> tuple[dict[str, float], float]:
     low, high = min(scores.values()), max(scores.values())
     if high == low:
         return dict.fromkeys(scores, 1.0), 0.0
-    return {doc: (score - low) / (high - low) for doc, score in scores.items()}, 0.0
+    # A power of 2 changes no digit, and brings the largest score to about 1: no difference is infinite or loses digits.
+    exponent = -math.frexp(max(abs(low), abs(high)))[1]
+    low, high = math.ldexp(low, exponent), math.ldexp(high, exponent)
+    return {doc: (math.ldexp(score, exponent) - low) / (high - low) for doc, score in scores.items()}, 0.0
 
 
 def _z_score(scores: _Scores) -> tuple[dict[str, float], float]:
-    mean = math.fsum(scores.values()) / len(scores)
-    deviation = math.sqrt(math.fsum((score - mean) ** 2 for score in scores.values()) / len(scores))
-    if deviation == 0.0:
+    if min(scores.values()) == max(scores.values()):  # their mean may be another number, by a rounding
         return dict.fromkeys(scores, 0.0), 0.0
-    normalized = {doc: (score - mean) / deviation for doc, score in scores.items()}
+    within, _ = _min_max(scores)  # the same z-scores, of numbers whose squares are of ordinary size
+    mean = math.fsum(within.values()) / len(within)
+    deviation = math.sqrt(math.fsum((score - mean) ** 2 for score in within.values()) / len(within))
+    normalized = {doc: (score - mean) / deviation for doc, score in within.items()}
     return normalized, min(normalized.values())

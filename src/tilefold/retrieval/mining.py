@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tilefold.retrieval._ids import check_text_ids
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.training_rows import TrainingRows
 
@@ -162,12 +163,14 @@ def mine_negatives(
     Raises:
         ValueError: no window; an unknown split; a share of a score that is not positive.
         DataError: a document that is not in the collection.
+        TypeError: an id that is not a string.
     """
     if not windows:
         raise ValueError("windows: expected at least one, got none.")
     judged = collection.split_qrels(split)
     mined = Mined()
     for query, scores in rankings:
+        check_text_ids("rankings", [query, *scores])
         positives = [name for name, grade in judged.get(query, {}).items() if grade > 0]
         if positives:
             ranked = sorted(scores.items(), key=lambda item: -item[1])

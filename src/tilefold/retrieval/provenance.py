@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from tilefold.retrieval._ids import check_text_ids
+
 __all__ = ["Provenance", "TextsDigest", "texts_digest"]
 
 TAG = "tilefold"
@@ -67,6 +69,8 @@ class TextsDigest:
 
     def add(self, name: str, text: object) -> None:
         """One more text."""
+        if not isinstance(name, str):
+            check_text_ids("texts", (name,))
         for part in (name, text if isinstance(text, str) else repr(text)):
             encoded = part.encode("utf-8", "surrogatepass")
             self._digest.update(len(encoded).to_bytes(8, "big") + encoded)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from tilefold.retrieval.evaluation import evaluate
+from tilefold.retrieval.evaluation import check_answers, evaluate
 from tilefold.retrieval.fusion import Run, interpolate
 
 __all__ = ["choose_weights"]
@@ -26,8 +26,11 @@ def choose_weights(
     All weights that are multiples of `step` and sum to 1 are tried; of equal ones, the largest for the first runs wins.
 
     Raises:
-        ValueError: so many runs, or so small a step, that there are more than 300 combinations; no run.
+        ValueError: so many runs, or so small a step, that there are more than 300 combinations; no run; a run that
+            answers no judged query.
     """
+    for number, run in enumerate(runs):
+        check_answers(f"runs[{number}]", run, qrels)
     parts = round(1 / step)
     mine = [{query: run[query] for query in qrels if query in run} for run in runs]
     grid = [counts for counts in itertools.product(range(parts + 1), repeat=len(runs)) if sum(counts) == parts]
