@@ -95,6 +95,8 @@ def measure(collection: Collection, split: str, tune: str, max_length: int) -> l
     names = list(itertools.islice(collection.split_qrels(tune), TUNED_ON))
     tuned = {query: collection.qrels[tune][query] for query in names}
     judged = collection.split_qrels(split)
+    if shared := judged.keys() & tuned.keys():
+        raise ValueError(f"--tune: {len(shared)} of the queries of {tune} are measured, in {split}. Tune on others.")
     ranked = rank(collection, [*judged, *tuned], max_length)
     print(f"{collection.name}: encoded and ranked in {time.perf_counter() - begin:.0f} s", file=sys.stderr)
     rows: list[dict[str, Any]] = []

@@ -7,7 +7,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,7 +148,12 @@ def kept_work() -> bool:
 
 
 def load_data(
-    name_or_path: str, cache_dir: Path | None = None, *, drop_unknown: bool = False, documents_only: bool = False
+    name_or_path: str,
+    cache_dir: Path | None = None,
+    *,
+    drop_unknown: bool = False,
+    documents_only: bool = False,
+    splits: Sequence[str] | None = None,
 ) -> Collection:
     """``pydocs``, a BEIR folder, or documents alone."""
     from tilefold.retrieval.datasets import load_collection
@@ -158,6 +163,7 @@ def load_data(
         cache_dir,
         unknown="drop" if drop_unknown else "error",
         documents_only=documents_only,
+        splits=splits,
     )
 
 

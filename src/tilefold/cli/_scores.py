@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,10 +64,18 @@ def read_run(path: Path, option: str) -> NamedRun:
     return NamedRun(f"{option} {path}", evaluation.read_trec_run(path), evaluation.read_trec_provenance(path))
 
 
-def load_splits(data: str, split: Sequence[str] | None, drop_unknown: bool) -> tuple[Collection, list[str]]:
-    """The collection, and the splits that were asked for: test if none."""
+def load_splits(
+    data: str, split: Sequence[str] | None, drop_unknown: bool, also: Sequence[str] | None = None
+) -> tuple[Collection, list[str]]:
+    """The collection, and the splits that were asked for: test if none.
+
+    Args:
+        data, split, drop_unknown: the options.
+        also: other splits whose judgements are needed; None reads all there are.
+    """
     splits = list(dict.fromkeys(split or ["test"]))
-    collection = _common.load_data(data, drop_unknown=drop_unknown)
+    needed = None if also is None else [*splits, *also]
+    collection = _common.load_data(data, drop_unknown=drop_unknown, splits=needed)
     for name in splits:
         _common.check_split(collection, name)
         grades = collection.qrels[name].values()
@@ -84,6 +92,20 @@ def save(named: NamedRun, texts: Provenance, path: Path | None, k: int | None = 
     if path is not None:
         best = {query: dict(list(scores.items())[:k]) for query, scores in named.run.items()}
         write_trec_run(best, path, tag=Provenance(named.provenance.model_fingerprint, texts.texts_sha256).tag)
+
+
+def check_savable(path: Path | None, collection: Collection, queries: Iterable[str]) -> None:
+    """Refuse, before any work, ids that --save-run could not write after it."""
+    from tilefold.retrieval.evaluation import check_word
+
+    if path is None:
+        return
+    try:
+        for what, ids in (("query id", queries), ("document id", collection.documents)):
+            for name in ids:
+                check_word(what, name)
+    except ValueError as error:
+        raise _common.UsageError(f"--save-run: {error}") from error
 
 
 def texts_of(collection: Collection) -> Provenance:

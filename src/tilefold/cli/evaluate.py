@@ -70,10 +70,12 @@ def evaluate(
     measures, deepest = _scores.check_measures(measure)
     _scores.check_writable(save_run, "--save-run")
     _models.find_models({"--model": model, "--rerank": rerank})
-    collection, splits = _scores.load_splits(data, split, drop_unknown)
+    collection, splits = _scores.load_splits(data, split, drop_unknown, also=())
+    queries = {query: text for name in splits for query, text in collection.split_queries(name).items()}
+    if run is None:
+        _scores.check_savable(save_run, collection, queries)
     texts = _scores.texts_of(collection)
     reranker = None if reranking is None else _rerank.load_reranker(reranking, collection, texts)
-    queries = {query: text for name in splits for query, text in collection.split_queries(name).items()}
     if run is not None:
         found = _scores.read_run(run, "--run")
         _scores.check_texts(found.name, found.provenance, collection, texts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -14,6 +14,7 @@ from tilefold.cli import _common, _scores
 if TYPE_CHECKING:
     from tilefold.cli._scores import NamedRun
     from tilefold.retrieval.collection import Collection
+    from tilefold.retrieval.fusion import Normalization
 
 METHODS = ("rrf", "interpolation")
 NORMALIZATIONS = ("min_max", "z_score", "none")
@@ -33,6 +34,9 @@ def fuse(
         str | None,
         typer.Option(help="interpolation: choose the weights on this split of --data, by the first measure."),
     ] = None,
+    in_sample: Annotated[
+        bool, typer.Option("--in-sample", help="Report queries that --tune chose the weights on, too, and say so.")
+    ] = False,
     normalization: Annotated[
         str | None, typer.Option(help="interpolation: min_max (default), z_score or none, per query.")
     ] = None,
@@ -53,6 +57,8 @@ def fuse(
     """
     _check(method, run, weight, tune, normalization, rrf_k)
     _common.check_at_least_one(k=k, rrf_k=rrf_k)
+    if tune is None:
+        _common.refuse("--in-sample", in_sample or None, "goes with --tune")
     if data is None:
         given = {"--split": split, "--drop-unknown": drop_unknown or None, "--measure": measure, "--tune": tune}
         for name, value in given.items():
@@ -65,15 +71,17 @@ def fuse(
     for first, other in itertools.combinations(named, 2):
         if "texts_sha256" in first.provenance.differs(other.provenance):
             raise _common.CommandError(f"{first.name} and {other.name} were made from different collections.")
-    collection, splits = (None, []) if data is None else _scores.load_splits(data, split, drop_unknown)
+    also = [] if tune is None else [tune]
+    collection, splits = (None, []) if data is None else _scores.load_splits(data, split, drop_unknown, also)
     if collection is not None:
-        _check_runs(named, collection, [*splits, *([tune] if tune else [])])
-    weights = weight
+        _check_runs(named, collection, [*splits, *also])
+    weights, tuned = weight, {}
     if tune is not None and collection is not None:
-        weights = _tuned(named, collection, tune, measures[0], max(k, deepest))
+        tuned = {"tuned_on": tune, "in_sample": _in_sample(collection, tune, splits, in_sample)}
+        weights = _tuned(named, collection, tune, measures[0], normalization, max(k, deepest))
     fused = _fused(method, named, weights, normalization, rrf_k, max(k, deepest))
     _scores.save(fused, fused.provenance, save_run)
-    result: dict[str, Any] = {"method": method, "runs": [str(path) for path in run], "weights": weights}
+    result: dict[str, Any] = {"method": method, "runs": [str(path) for path in run], "weights": weights} | tuned
     scores = {} if collection is None else _scores.score(fused, collection, splits, measures, deepest)
     if as_json:
         _common.print_json(result | ({} if collection is None else _scores.facts(collection, scores)))
@@ -82,6 +90,7 @@ def fuse(
         typer.echo("weights: " + ", ".join(f"{path} {value:g}" for path, value in zip(run, weights, strict=True)))
     if collection is not None:
         _scores.print_table(collection, scores)
+        _say_in_sample(collection, tuned.get("in_sample", {}))
     if save_run is not None:
         typer.echo(f"{len(fused.run)} queries: {save_run}")
 
@@ -123,14 +132,43 @@ def _check_runs(named: list[NamedRun], collection: Collection, splits: list[str]
         _scores.check_answers(each, collection, splits)
 
 
-def _tuned(named: list[NamedRun], collection: Collection, split: str, measure: str, k: int) -> list[float]:
+def _in_sample(collection: Collection, tune: str, splits: list[str], asked: bool) -> dict[str, int]:
+    """Split -> how many of its queries the weights are chosen on, of those that have any; refused unless asked for."""
+    counts = {name: len(collection.qrels[name].keys() & collection.qrels[tune].keys()) for name in splits}
+    shared = {name: count for name, count in counts.items() if count}
+    if shared and not asked:
+        name, count = next(iter(shared.items()))
+        raise _common.UsageError(
+            f"--tune: the weights would be chosen on {count} of the {len(collection.qrels[name])} queries of {name}, "
+            "whose numbers are reported (--split): better than on new queries. Tune on a split of other queries, "
+            "or give --in-sample."
+        )
+    return shared
+
+
+def _say_in_sample(collection: Collection, counts: dict[str, int]) -> None:
+    for name, count in counts.items():
+        whole = len(collection.qrels[name])
+        typer.echo(f"in sample: the weights were chosen on {count} of the {whole} queries of {name}")
+
+
+def _tuned(
+    named: list[NamedRun], collection: Collection, split: str, measure: str, normalization: str | None, k: int
+) -> list[float]:
     from tilefold.retrieval.tuning import choose_weights
 
+    runs = [each.run for each in named]
     try:
-        weights, _ = choose_weights([each.run for each in named], collection.qrels[split], measure=measure, k=k)
+        weights, _ = choose_weights(
+            runs, collection.qrels[split], measure=measure, normalization=_normalization(normalization), k=k
+        )
     except ValueError as error:
         raise _common.UsageError(f"--tune: {error}") from error
     return list(weights)
+
+
+def _normalization(name: str | None) -> Normalization:
+    return cast("Normalization", name or NORMALIZATIONS[0])
 
 
 def _fused(
@@ -149,7 +187,6 @@ def _fused(
         whole = reciprocal_rank_fusion(runs, rrf_k or 60)
         run = {query: dict(list(scores.items())[:k]) for query, scores in whole.items()}
     else:
-        chosen = cast("Literal['min_max', 'z_score', 'none']", normalization or NORMALIZATIONS[0])
-        run = interpolate(runs, weights, chosen, k=k)
+        run = interpolate(runs, weights, _normalization(normalization), k=k)
     made_of = Provenance(texts_sha256=Provenance.shared(each.provenance for each in named).texts_sha256)
     return _scores.NamedRun("the fusion", run, made_of)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from tilefold.retrieval._tables import ROWS, TEXT, numbered_lines, table_rows
 from tilefold.retrieval.errors import DataError
+
+_logger = logging.getLogger(__name__)
 
 Qrels = dict[str, dict[str, int]]
 Judgement = tuple[str, str, str, int]  # where, query, document, grade
@@ -33,8 +36,10 @@ class Known:
     unknown: Literal["error", "drop"]
 
 
-def read_splits(folder: Path, known: Known) -> dict[str, Qrels]:
+def read_splits(folder: Path, known: Known, wanted: Sequence[str] | None = None) -> dict[str, Qrels]:
     """Split -> query id -> document id -> grade, of the files in `folder`; ``test-00000-of-00002`` is a part.
+
+    Only the splits `wanted` are read, if all of them are there; else all, so that an error can name them.
 
     Raises:
         DataError: a malformed line, unknown ids where they are errors, a split without a judgement.
@@ -45,7 +50,8 @@ def read_splits(folder: Path, known: Known) -> dict[str, Qrels]:
         if suffix is not None and not file.name.startswith("."):
             split = re.sub(r"-\d{5}-of-\d{5}$", "", file.name.removesuffix(suffix))
             splits.setdefault(split, []).append(file)
-    return {split: _read_split(files, known) for split, files in splits.items()}
+    chosen = wanted if wanted and all(split in splits for split in wanted) else splits
+    return {split: _read_split(splits[split], known) for split in chosen}
 
 
 def _read_split(files: list[Path], known: Known) -> Qrels:
@@ -63,6 +69,8 @@ def _read_split(files: list[Path], known: Known) -> Qrels:
                 f"{grade}. Keep one of the two lines."
             )
         judged[document] = grade
+    if strays and known.unknown == "drop":
+        _logger.warning("%s; %d judgement(s) of what the collection lacks are left out", strays[0], len(strays))
     if strays and known.unknown == "error":
         raise DataError(
             f"{strays[0]}; {len(strays)} judgement(s) in this file name queries or documents that are not in "

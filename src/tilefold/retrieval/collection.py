@@ -4,7 +4,7 @@ other files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -140,7 +140,11 @@ class Collection:
 
 
 def load_beir(
-    path: str | Path, unknown: Literal["error", "drop"] = "error", *, documents_only: bool = False
+    path: str | Path,
+    unknown: Literal["error", "drop"] = "error",
+    *,
+    documents_only: bool = False,
+    splits: Sequence[str] | None = None,
 ) -> Collection:
     """Read a BEIR folder; queries and judgements may be missing.
 
@@ -154,6 +158,7 @@ def load_beir(
         unknown: ``"error"``, or ``"drop"`` to leave out judgements of queries or documents that are not in the
             collection (in a sample of a corpus).
         documents_only: leave queries and judgements unread.
+        splits: leave the judgements of other splits unread; None reads all.
 
     Raises:
         FileNotFoundError: the folder or the corpus is missing.
@@ -176,7 +181,7 @@ def load_beir(
         collection.queries = _texts(query_rows(queries), queries)
     elif (folder / "qrels").exists():
         raise FileNotFoundError(f"{folder / 'queries.jsonl'}: no such file, but judgements. {BEIR_LAYOUT}")
-    collection.qrels = read_splits(folder / "qrels", Known(collection.queries, collection.documents, unknown))
+    collection.qrels = read_splits(folder / "qrels", Known(collection.queries, collection.documents, unknown), splits)
     return collection
 
 

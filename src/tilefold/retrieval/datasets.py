@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +32,7 @@ def load_collection(
     *,
     unknown: Literal["error", "drop"] = "error",
     documents_only: bool = False,
+    splits: Sequence[str] | None = None,
 ) -> Collection:
     """The built-in collection ``"pydocs"``, or what :func:`tilefold.retrieval.load_beir` reads at a path.
 
@@ -45,7 +47,7 @@ def load_collection(
             f"collection: expected 'pydocs' or the path of a BEIR folder or of documents, got "
             f"{str(name_or_path)!r}, which is neither. {BEIR_LAYOUT}"
         )
-    return load_beir(path, unknown, documents_only=documents_only)
+    return load_beir(path, unknown, documents_only=documents_only, splits=splits)
 
 
 def _cached_pydocs(cache_dir: Path) -> Collection:

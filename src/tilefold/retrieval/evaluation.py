@@ -42,11 +42,15 @@ _QrelsLike = Mapping[str, Mapping[str, int]]
 def evaluate(run: _RunLike, qrels: _QrelsLike, measures: Sequence[str] = DEFAULT_MEASURES) -> dict[str, float]:
     """Mean of each measure over **all** judged queries; a query without results counts as 0.
 
+    Equal scores are ranked as the original programs do: by descending document id, after rounding to fp32, in the
+    measures of trec_eval (``nDCG``, ``AP``, ``R``, ``RR`` without a cut-off); by ascending id in ``RR@k``, which is MS
+    MARCO's, and in ``Judged@k``. One table may therefore rank a tie in two ways.
+
     Args:
         run: query id -> document id -> score. Queries that `qrels` does not judge are ignored.
         qrels: query id -> document id -> grade; a document is relevant from grade 1 on. Negative grades are read as
-            trec_eval does, to which such a document is one of the pool that nobody judged: not relevant, and left out by
-            ``infAP``, ``Bpref`` and measures with ``judged_only=True``. Only ``Judged@k`` counts it as judged.
+            trec_eval does, to which such a document is one of the pool that nobody judged: not relevant, and left out
+            by ``infAP``, ``Bpref`` and measures with ``judged_only=True``. Only ``Judged@k`` counts it as judged.
         measures: names as ir-measures writes them, such as ``nDCG@10``, ``R@100``, ``RR@10``, ``AP``.
 
     Returns:
@@ -172,20 +176,21 @@ def write_trec_run(run: _RunLike, path: str | Path, tag: str = "tilefold") -> No
     Raises:
         ValueError: an id or the tag is empty or has white space, which the format cannot carry; a score is not finite.
     """
-    _check_word("tag", tag)
+    check_word("tag", tag)
     with atomic_file(Path(path)) as temporary, temporary.open("w", encoding="utf-8") as stream:
         for query_id, scores in run.items():
             check_text_ids("run", [query_id, *scores])
-            _check_word("query id", query_id)
+            check_word("query id", query_id)
             ranked = sorted(scores.items(), key=lambda item: -item[1])
             for rank, (document_id, score) in enumerate(ranked, start=1):
-                _check_word("document id", document_id)
+                check_word("document id", document_id)
                 if not math.isfinite(score):
                     raise ValueError(f"run: expected finite scores, got {score} for {document_id!r} and {query_id!r}.")
                 stream.write(f"{query_id} Q0 {document_id} {rank} {float(score)!r} {tag}\n")
 
 
-def _check_word(what: str, value: str) -> None:
+def check_word(what: str, value: str) -> None:
+    """Raise an error for what a line of a TREC run cannot hold."""
     if not value or len(value.split()) != 1:
         raise ValueError(f"{what}: a TREC run needs words without white space, got {value!r}. Rename it.")
 

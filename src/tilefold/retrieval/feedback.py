@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.fusion import Run, interpolate
+from tilefold.retrieval.fusion import Normalization, Run, interpolate
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +108,7 @@ class Interpolation:
 
     place: Literal["before", "after", "both"] = "both"
     weight: float = 0.5
-    normalization: Literal["min_max", "z_score", "none"] = "min_max"
+    normalization: Normalization = "min_max"
 
     def __post_init__(self) -> None:
         if self.place not in PLACES:

@@ -8,10 +8,13 @@ from typing import Literal
 
 from tilefold.retrieval._ids import check_text_ids
 
-__all__ = ["Run", "interpolate", "reciprocal_rank_fusion"]
+__all__ = ["Normalization", "Run", "interpolate", "reciprocal_rank_fusion"]
 
 Run = dict[str, dict[str, float]]
 """Query id -> document id -> score, higher is better."""
+
+Normalization = Literal["min_max", "z_score", "none"]
+"""How :func:`interpolate` makes scores of different retrievers comparable."""
 
 _Scores = Mapping[str, float]
 
@@ -19,7 +22,7 @@ _Scores = Mapping[str, float]
 def interpolate(
     runs: Sequence[Run],
     weights: Sequence[float] | None = None,
-    normalization: Literal["min_max", "z_score", "none"] = "min_max",
+    normalization: Normalization = "min_max",
     k: int = 1000,
 ) -> Run:
     """Weighted sum of normalised scores, query by query.

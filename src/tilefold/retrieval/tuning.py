@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from tilefold.retrieval.evaluation import check_answers, evaluate
-from tilefold.retrieval.fusion import Run, interpolate
+from tilefold.retrieval.fusion import Normalization, Run, interpolate
 
 __all__ = ["choose_weights"]
 
@@ -19,11 +19,13 @@ def choose_weights(
     *,
     measure: str = "nDCG@10",
     step: float = 0.1,
+    normalization: Normalization = "min_max",
     k: int = 100,
 ) -> tuple[tuple[float, ...], float]:
     """Weights of :func:`tilefold.retrieval.interpolate` with the best `measure` on `qrels`, and that measure.
 
     All weights that are multiples of `step` and sum to 1 are tried; of equal ones, the largest for the first runs wins.
+    The measure is in sample: report other queries.
 
     Raises:
         ValueError: so many runs, or so small a step, that there are more than 300 combinations; no run; a run that
@@ -42,6 +44,6 @@ def choose_weights(
     trials = []
     for counts in grid:
         weights = tuple(count / parts for count in counts)
-        trials.append((evaluate(interpolate(mine, weights, k=k), qrels, (measure,))[measure], weights))
+        trials.append((evaluate(interpolate(mine, weights, normalization, k), qrels, (measure,))[measure], weights))
     score, best = max(trials)
     return best, score
