@@ -15,10 +15,11 @@ from tilefold.retrieval import Document, read_trec_run, write_trec_run
 from tilefold.retrieval.tuning import choose_weights
 
 Call = Callable[..., Outcome]
+Parts = tuple[str | Path, ...]
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> tuple[str | Path, ...]:
+def runs(tmp_path: Path) -> Parts:
     """A collection whose split `dev` has two of the four queries of `test`, and two runs of all queries."""
     collection = small_collection()
     test = collection.qrels["test"]
@@ -30,7 +31,7 @@ def runs(tmp_path: Path) -> tuple[str | Path, ...]:
     return "fuse", "--data", tmp_path / "data", "--run", tmp_path / "a", "--run", tmp_path / "b"
 
 
-def test_weights_chosen_on_reported_queries_are_refused_or_said_to_be_in_sample(call: Call, runs: tuple[str]) -> None:
+def test_weights_chosen_on_reported_queries_are_refused_or_said_to_be_in_sample(call: Call, runs: Parts) -> None:
     tuned = (*runs, "--method", "interpolation", "--tune")
     for split, count in (("test", 4), ("dev", 2)):
         refused = call(*tuned, split)
@@ -48,7 +49,7 @@ def test_weights_chosen_on_reported_queries_are_refused_or_said_to_be_in_sample(
     assert (refused.code, "--in-sample goes with --tune" in refused.err) == (2, True)
 
 
-def test_weights_are_chosen_for_the_normalisation_they_are_used_with(call: Call, runs: tuple[str]) -> None:
+def test_weights_are_chosen_for_the_normalisation_they_are_used_with(call: Call, runs: Parts) -> None:
     pair, qrels = [read_trec_run(path) for path in runs[4::2]], small_collection().qrels["train"]
     chosen = [choose_weights(pair, qrels, normalization=name)[0] for name in ("min_max", "none")]
     assert chosen[0] != chosen[1]
@@ -57,7 +58,7 @@ def test_weights_are_chosen_for_the_normalisation_they_are_used_with(call: Call,
         assert json.loads(tuned.out)["weights"] == list(weights)
 
 
-def test_a_query_of_junk_alone_counts_as_one_without_a_relevant_document(call: Call, runs: tuple[str]) -> None:
+def test_a_query_of_junk_alone_counts_as_one_without_a_relevant_document(call: Call, runs: Parts) -> None:
     qrels = Path(runs[2]) / "qrels"
     for name in ("test", "train"):
         lines = (qrels / f"{name}.tsv").read_text().replace("q1\td1\t1", "q1\td1\t-2")
@@ -87,7 +88,7 @@ def test_ids_that_a_saved_run_cannot_hold_are_refused_before_any_work(
         assert "--save-run: document id: a TREC run needs words without white space, got 'my doc.txt'" in refused.err
 
 
-def test_only_the_judgements_that_are_asked_for_are_read(call: Call, runs: tuple[str]) -> None:
+def test_only_the_judgements_that_are_asked_for_are_read(call: Call, runs: Parts) -> None:
     with (Path(runs[2]) / "qrels" / "test.tsv").open("a") as stream:
         stream.write("q1\tgone\t1\n")
     assert call("evaluate", *runs[1:5], "--split", "train").code == 0

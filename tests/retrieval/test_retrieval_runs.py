@@ -179,18 +179,18 @@ def test_a_run_of_other_queries_is_refused() -> None:
 
 def test_integers_as_ids_are_refused_at_once(tmp_path: Path) -> None:
     for what, call in (
-        ("run", lambda: evaluate({"1": {7: 1.0}}, {"1": {"7": 1}})),  # type: ignore[dict-item]
-        ("run", lambda: evaluate({1: {"7": 1.0}}, {"1": {"7": 1}})),  # type: ignore[dict-item]
-        ("qrels", lambda: evaluate({"1": {"7": 1.0}}, {1: {"7": 1}})),  # type: ignore[dict-item]
-        ("runs", lambda: interpolate([{"1": {7: 1.0}}])),  # type: ignore[dict-item]
-        ("runs", lambda: reciprocal_rank_fusion([{1: {"7": 1.0}}])),  # type: ignore[dict-item]
-        ("run", lambda: write_trec_run({"1": {7: 1.0}}, tmp_path / "x")),  # type: ignore[dict-item]
-        ("documents", lambda: BM25Index.build({7: "text"})),  # type: ignore[dict-item]
-        ("id", lambda: Document(7, "", "text")),  # type: ignore[arg-type]
-        ("documents", lambda: Collection("x", {7: Document("7", "", "text")}, {}, {})),  # type: ignore[dict-item]
-        ("queries", lambda: Collection("x", {}, {7: "text"}, {})),  # type: ignore[dict-item]
-        ("qrels", lambda: Collection("x", {}, {}, {"test": {"q": {7: 1}}})),  # type: ignore[dict-item]
-        ("texts", lambda: texts_digest({7: "text"})),  # type: ignore[dict-item]
+        ("run", lambda: evaluate({"1": {7: 1.0}}, {"1": {"7": 1}})),
+        ("run", lambda: evaluate({1: {"7": 1.0}}, {"1": {"7": 1}})),
+        ("qrels", lambda: evaluate({"1": {"7": 1.0}}, {1: {"7": 1}})),
+        ("runs", lambda: interpolate([{"1": {7: 1.0}}])),
+        ("runs", lambda: reciprocal_rank_fusion([{1: {"7": 1.0}}])),
+        ("run", lambda: write_trec_run({"1": {7: 1.0}}, tmp_path / "x")),
+        ("documents", lambda: BM25Index.build({7: "text"})),
+        ("id", lambda: Document(7, "", "text")),
+        ("documents", lambda: Collection("x", {7: Document("7", "", "text")}, {}, {})),
+        ("queries", lambda: Collection("x", {}, {7: "text"}, {})),
+        ("qrels", lambda: Collection("x", {}, {}, {"test": {"q": {7: 1}}})),
+        ("texts", lambda: texts_digest({7: "text"})),
     ):
         with pytest.raises(TypeError, match=rf"^{what}: expected .*got [17] \(int\).*str\([17]\)"):
             call()

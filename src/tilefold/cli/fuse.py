@@ -75,9 +75,12 @@ def fuse(
     collection, splits = (None, []) if data is None else _scores.load_splits(data, split, drop_unknown, also)
     if collection is not None:
         _check_runs(named, collection, [*splits, *also])
-    weights, tuned = weight, {}
+    weights = weight
+    tuned: dict[str, Any] = {}
+    shared: dict[str, int] = {}
     if tune is not None and collection is not None:
-        tuned = {"tuned_on": tune, "in_sample": _in_sample(collection, tune, splits, in_sample)}
+        shared = _in_sample(collection, tune, splits, in_sample)
+        tuned = {"tuned_on": tune, "in_sample": shared}
         weights = _tuned(named, collection, tune, measures[0], normalization, max(k, deepest))
     fused = _fused(method, named, weights, normalization, rrf_k, max(k, deepest))
     _scores.save(fused, fused.provenance, save_run)
@@ -90,7 +93,7 @@ def fuse(
         typer.echo("weights: " + ", ".join(f"{path} {value:g}" for path, value in zip(run, weights, strict=True)))
     if collection is not None:
         _scores.print_table(collection, scores)
-        _say_in_sample(collection, tuned.get("in_sample", {}))
+        _say_in_sample(collection, shared)
     if save_run is not None:
         typer.echo(f"{len(fused.run)} queries: {save_run}")
 

@@ -21,11 +21,15 @@ def check_text_ids(what: str, ids: Collection[object]) -> None:
     try:
         whole = "".join(ids)  # type: ignore[arg-type]
     except TypeError:
-        wrong = next(name for name in ids if not isinstance(name, str))
-        raise TypeError(
-            f"{what}: expected strings as ids, as they are in files and indexes, got {wrong!r} "
-            f"({type(wrong).__name__}). Turn ids into strings: str({wrong!r})."
-        ) from None
+        raise no_string(what, next(name for name in ids if not isinstance(name, str))) from None
     if "\0" in whole or not is_unicode(whole):
         wrong = next(name for name in ids if "\0" in str(name) or not is_unicode(str(name)))
         raise ValueError(f"{what}: expected ids without zero bytes that UTF-8 can hold, got {wrong!r}. Rename it.")
+
+
+def no_string(what: str, name: object) -> TypeError:
+    """The error for an id that is not a string."""
+    return TypeError(
+        f"{what}: expected strings as ids, as they are in files and indexes, got {name!r} ({type(name).__name__}). "
+        f"Turn ids into strings: str({name!r})."
+    )

@@ -77,8 +77,9 @@ class Collection:
             check_text_ids("documents", self.documents)
         check_text_ids("queries", self.queries)
         for judged in self.qrels.values():
-            for ids in (judged, *judged.values()):
-                check_text_ids("qrels", ids)
+            check_text_ids("qrels", judged)
+            for grades in judged.values():
+                check_text_ids("qrels", grades)
 
     def contents(self) -> dict[str, str]:
         """Document id -> contents, in corpus order."""

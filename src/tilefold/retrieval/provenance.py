@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from tilefold.retrieval._ids import check_text_ids
+from tilefold.retrieval._ids import no_string
 
 __all__ = ["Provenance", "TextsDigest", "texts_digest"]
 
@@ -67,10 +67,10 @@ class TextsDigest:
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
 
-    def add(self, name: str, text: object) -> None:
+    def add(self, name: object, text: object) -> None:
         """One more text."""
         if not isinstance(name, str):
-            check_text_ids("texts", (name,))
+            raise no_string("texts", name)
         for part in (name, text if isinstance(text, str) else repr(text)):
             encoded = part.encode("utf-8", "surrogatepass")
             self._digest.update(len(encoded).to_bytes(8, "big") + encoded)
