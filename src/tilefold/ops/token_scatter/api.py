@@ -55,9 +55,11 @@ def token_scatter(
     the weights as they come, not on rounded scores; among equal ones the lowest token wins and takes all the gradient.
     A masked or ignored token counts for nothing and its gradient is 0, whatever its weight and id hold. A NaN weight
     makes its entry NaN. Sums do not depend on the order of execution: results and gradients have the same bits in every
-    run. On a GPU they are taken in fixed point, in units of the sequence's largest value: what lies below ``2^-47`` of
-    it at 8,192 tokens (``2^(k - 61)`` for fewer than ``2^k``) adds nothing to its entry, which may then be 0. There is
-    no gradient for ``input_ids``.
+    run. On a GPU an entry's sum is taken in fixed point, in a unit that its own largest value has: what lies below
+    ``2^-47`` of that value at 8,192 tokens (``2^(k - 61)`` for fewer than ``2^k``) adds nothing, and no other entry
+    matters. So a sum of values of one sign is 0 only where all of them are, and may have its logarithm taken;
+    ``"softplus"`` is ``exp(weight)`` for very negative weights, down to fp32's smallest number (weights of about -87),
+    below which it is 0 and a logarithm infinite. There is no gradient for ``input_ids``.
 
     Args:
         weights: ``[B, S]`` or ``[B, S, 1]`` (what a linear layer to one feature gives), or packed ``[T]`` or ``[T, 1]``

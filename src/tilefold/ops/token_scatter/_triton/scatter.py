@@ -4,7 +4,8 @@ All tokens with the same id must meet somewhere. Each writes its position to the
 write lasts names the meeting point, a slot beside that token. It does not matter which it is, since all read the same,
 and a table whose places are written before they are read needs no clearing: the scores' own memory serves, and
 each place that was used is overwritten by its score in the end. At the slot, integer atomics settle the rest in
-any order: a maximum of (weight, lowest token) as int64 keys, or a sum of weights in int64 fixed point.
+any order: a maximum of (weight, lowest token) as int64 keys, or a sum of weights in int64 fixed point, whose unit is
+that of the largest weight that meets there.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from tilefold.ops._shared._triton.tensors import as_bytes, contiguous
 from tilefold.ops._shared.internals import hooked
 from tilefold.ops.token_scatter._problem import Problem, batch_size
 from tilefold.ops.token_scatter._triton.tokens import (
-    exponent_above,
     kind_of,
     load_tokens,
     order_key,
     power_of_two,
+    scale_of,
     span_of,
     sum_of_kinds,
 )
@@ -47,12 +48,11 @@ def _scatter_kernel(
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     start, length, ok = span_of(cu_ptr, b, B, S, T, PACKED, SCAN)
-    kind_ptr = meet_ptr + T  # used by sums
+    kind_ptr, peak_ptr = meet_ptr + T, meet_ptr + 2 * T  # used by sums
     row = b * V
 
     # 1. every token proposes a meeting point and clears its slot
     broken = tl.zeros((BLOCK,), tl.int32) + (ok == 0).to(tl.int32)
-    largest = tl.zeros((BLOCK,), tl.float32)
     for s0 in range(0, length, BLOCK):
         s = s0 + tl.arange(0, BLOCK)
         weight, entry, valid, known = load_tokens(
@@ -63,14 +63,9 @@ def _scatter_kernel(
         if SUM:
             tl.store(slot_ptr + start + s, tl.zeros((BLOCK,), tl.int64), mask=s < length)
             tl.store(kind_ptr + start + s, tl.zeros((BLOCK,), tl.int32), mask=s < length)
-            value = tl.abs(activate(weight, ACTIVATION))
-            largest = tl.maximum(largest, tl.where(known & (value < float("inf")), value, 0.0))
+            tl.store(peak_ptr + start + s, tl.zeros((BLOCK,), tl.int32), mask=s < length)
         else:
             tl.store(slot_ptr + start + s, tl.full((BLOCK,), LOWEST, tl.int64), mask=s < length)
-    scale_exponent = 0
-    if SUM:
-        # length * largest < 2^62 in units of 2^-scale_exponent
-        scale_exponent = 62 - exponent_above(length.to(tl.float32)) - exponent_above(tl.max(largest))
     broken = tl.max(broken)
     tl.debug_barrier()
 
@@ -85,12 +80,27 @@ def _scatter_kernel(
         if SUM:
             value = activate(weight, ACTIVATION)
             kind = kind_of(value)
-            units = tl.where(kind == 0, value, 0.0).to(tl.float64) * power_of_two(scale_exponent)
-            tl.atomic_add(slot_ptr + start + meet, units.to(tl.int64), mask=known, sem="relaxed")
+            # the bits of numbers without a sign rank as they do
+            size = tl.where(kind == 0, tl.abs(value), 0.0).to(tl.int32, bitcast=True)
+            tl.atomic_max(peak_ptr + start + meet, size, mask=known & (size != 0), sem="relaxed")
             tl.atomic_or(kind_ptr + start + meet, kind, mask=known & (kind != 0), sem="relaxed")
         else:
             tl.atomic_max(slot_ptr + start + meet, order_key(weight, s), mask=known, sem="relaxed")
     tl.debug_barrier()
+    if SUM:
+        # terms of one sum are added up in units of 2^-scale, in which length * largest < 2^62
+        for s0 in range(0, length, BLOCK):
+            s = s0 + tl.arange(0, BLOCK)
+            weight, entry, valid, known = load_tokens(
+                weights_ptr, ids_ptr, mask_ptr, start, s, length, V, IGNORE, IGNORED, HAS_MASK
+            )
+            meet = tl.load(meet_ptr + start + s, mask=known, other=0)
+            peak = tl.load(peak_ptr + start + meet, mask=known, other=0, cache_modifier=".cg")
+            value = activate(weight, ACTIVATION)
+            number = tl.where(kind_of(value) == 0, value, 0.0).to(tl.float64)
+            units = (number * power_of_two(scale_of(length, peak))).to(tl.int64)
+            tl.atomic_add(slot_ptr + start + meet, units, mask=known, sem="relaxed")
+        tl.debug_barrier()
 
     # 3. one token of each id writes its score
     for s0 in range(0, length, BLOCK):
@@ -102,7 +112,8 @@ def _scatter_kernel(
         slot = tl.load(slot_ptr + start + meet, mask=known, other=0, cache_modifier=".cg")
         if SUM:
             kinds = tl.load(kind_ptr + start + meet, mask=known, other=0, cache_modifier=".cg")
-            total = (slot.to(tl.float64) * power_of_two(-scale_exponent)).to(tl.float32)
+            peak = tl.load(peak_ptr + start + meet, mask=known, other=0, cache_modifier=".cg")
+            total = (slot.to(tl.float64) * power_of_two(-scale_of(length, peak))).to(tl.float32)
             value = sum_of_kinds(kinds, total)
             writes = known & (meet == s)
             counted = known
@@ -157,7 +168,7 @@ class ForwardPlan:
         scores: ``[B, V]``.
         counted: shape of what says which tokens the gradient goes to.
         table: shape of a table of positions, where the memory of the scores cannot hold them.
-        places: how many int64 slots and int32 meeting points there are.
+        places: how many int64 slots and int32 meeting points there are; sums keep two more numbers beside these.
         scatter: the kernel; ``None`` where there is no token.
     """
 
@@ -186,7 +197,7 @@ def plan_forward(problem: Problem, with_counted: bool, aligned: bool) -> Forward
         "WITH_COUNTED": with_counted, "BLOCK": config.block, "SCAN": SCAN, "num_warps": config.num_warps,
     }  # fmt: skip
     step = Step(_scatter_kernel, (batch, 1, 1), (batch, length, tokens, vocab_size), constants)
-    return ForwardPlan(aligned, *shapes, table, (tokens, 2 * tokens if sums else tokens), step)
+    return ForwardPlan(aligned, *shapes, table, (tokens, 3 * tokens if sums else tokens), step)
 
 
 def forward(plan: ForwardPlan, problem: Problem) -> tuple[Tensor, Tensor]:

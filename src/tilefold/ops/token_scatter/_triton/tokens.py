@@ -50,10 +50,15 @@ def order_key(weight, s):
 
 
 @triton.jit
-def exponent_above(x):
-    """The least e with ``x < 2^e``, for finite ``x >= 0`` in fp32 (-126 for what is smaller still)."""
-    bits = x.to(tl.int32, bitcast=True)
+def exponent_above(bits):
+    """The least e with ``x < 2^e``, of the bits of a finite ``x >= 0`` in fp32 (-126 for what is smaller still)."""
     return (bits >> 23) - 126
+
+
+@triton.jit
+def scale_of(count, peak):
+    """The e for which ``count`` terms, none larger than the one with these bits, add up to less than ``2^(62 - e)``."""
+    return 62 - exponent_above(count.to(tl.float32).to(tl.int32, bitcast=True)) - exponent_above(peak)
 
 
 @triton.jit
