@@ -42,6 +42,7 @@ def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(call: Any, 
                 2,
                 "--max-client-batch-size: expected at most max-concurrent-requests",
             ),
+            (("--cors-allow-origin", "x.org"), 2, "--cors-allow-origin: expected * or an origin such as https://"),
             (("--api-key-file", tmp_path / "none"), 2, "--api-key-file:"),
             (("--api-key-file", empty), 2, "--api-key-file: expected one line with the key"),
             (("--port", port), 1, f"cannot listen on 127.0.0.1:{port} (Address already in use); try --port 0."),
@@ -120,6 +121,7 @@ def test_a_served_index_answers_and_ends_at_a_signal_with_code_0(tmp_path: Path,
     }
     options = [part for option, name in paths.items() for part in (f"--{option}", str(work / name))]
     options += ["--name", "small", "--port", "0", "--api-key-file", str(key)]
+    options += ["--cors-allow-origin", "https://a.example", "--cors-allow-origin", "https://b.example"]
     command = ("-m", "tilefold.cli", "serve", *options)
     with programs.start(*command, env=environment(OMP_NUM_THREADS="1"), stderr=programs.PIPE) as process:
         try:
@@ -129,6 +131,8 @@ def test_a_served_index_answers_and_ends_at_a_signal_with_code_0(tmp_path: Path,
             client = Client(port, {"authorization": "Bearer sesam"})
             (row,) = client.post("/embed_sparse", {"inputs": "read csv files", "top_k": 4, "format": "tokens"}).json
             assert (len(row), client.get("/info").json["model_id"]) == (4, "tiny")
+            reply = client.request("GET", "/info", Origin="https://b.example")
+            assert reply.headers["access-control-allow-origin"] == "https://b.example"
             body = {"query": "csv files", "fusion": True, "prf": True, "rerank": True, "explain": True}
             answer = client.post("/v1/small/search", body)
             assert answer.json["candidates"][0]["explanation"]["stages"].keys() >= {"late"}

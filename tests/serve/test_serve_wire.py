@@ -183,8 +183,10 @@ def test_equal_texts_of_a_request_have_equal_scores_and_vectors_and_stay_in_thei
     assert order.index(0) < order.index(4) < order.index(7) and order.index(1) < order.index(6)
     pairs = client.post("/score", {"queries": ["csv"] * 3, "documents": ["a", TEXTS[1], "a"]}).json["data"]
     assert pairs[0]["score"] == pairs[2]["score"]
+    before = samples(client)["te_batch_next_size_sum"]
     rows = client.post("/embed_sparse", {"inputs": texts}).json
     assert rows[0] == rows[4] == rows[7]
+    assert samples(client)["te_batch_next_size_sum"] - before == len(set(texts))
 
 
 def test_characters_of_a_reranking_are_those_of_its_pairs(client: Client) -> None:
