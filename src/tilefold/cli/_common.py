@@ -32,7 +32,10 @@ __all__ = [
 DEMO_DIR = Path("tilefold-demo")
 SECONDS_PER_LINE = 60.0
 DATA_HELP = "pydocs, or a folder in the BEIR layout."
-DOCUMENTS_HELP = "pydocs, a BEIR folder, or documents alone (.jsonl, .jsonl.gz, .parquet, or a saved dataset)."
+DOCUMENTS_HELP = (
+    "pydocs, a BEIR folder, or documents alone (.jsonl, .parquet, .tsv or .txt of id and text, "
+    "all but .parquet also .gz; or a saved dataset)."
+)
 DROP_UNKNOWN_HELP = "Leave out judgements of queries and documents that the collection lacks, in a sample of one."
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tilefold.retrieval._columns import JUDGEMENTS, named_columns, row_of
 from tilefold.retrieval._tables import ROWS, TEXT, numbered_lines, table_rows
 from tilefold.retrieval.errors import DataError
 
@@ -18,8 +19,7 @@ Qrels = dict[str, dict[str, int]]
 Judgement = tuple[str, str, str, int]  # where, query, document, grade
 
 _SUFFIXES = (*TEXT, ".qrels", ".trec", *ROWS)
-_HEADERS = ("query-id", "query_id", "qid")
-_COLUMNS = ("query-id", "corpus-id", "score")
+_COLUMNS = tuple(JUDGEMENTS)
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,21 @@ def _judgements(path: Path) -> Iterator[Judgement]:
         for where, row in table_rows(path):
             yield _judgement([_field(row, name, where) for name in _COLUMNS], where)
         return
+    columns: list[str | None] | None = None
     for number, line in numbered_lines(path):
-        if not line.strip() or (number == 1 and line.split()[0] in _HEADERS):
+        if not line.strip():
             continue
         where, fields = f"{path}:{number}", line.rstrip("\r\n").split("\t")
         if len(fields) == 1:
             fields = line.split()
+        if columns is None:
+            columns = named_columns(fields, JUDGEMENTS)
+            if all(columns.count(name) == 1 for name in _COLUMNS):
+                continue
+            columns = []
+        if columns:
+            row = row_of(fields, columns, where)
+            fields = [row[name] for name in _COLUMNS]
         if len(fields) == 4:  # TREC: query, iteration, document, grade
             del fields[1]
         if len(fields) != 3:
@@ -115,4 +124,7 @@ def _judgement(fields: list[str], where: str) -> Judgement:
     try:
         return where, fields[0], fields[1], int(fields[2])
     except ValueError:
-        raise DataError(f"{where}: expected an integer grade, got {fields[2]!r}. Fix that line.") from None
+        raise DataError(
+            f"{where}: expected an integer grade, got {fields[2]!r}. Fix that line; names of columns are "
+            f"{', '.join(_COLUMNS)}."
+        ) from None

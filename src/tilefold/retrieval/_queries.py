@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tilefold.retrieval._tables import ROWS, Row, numbered_lines, table_rows
+from tilefold.retrieval._columns import text_columns
+from tilefold.retrieval._tables import ROWS, Row, numbered_lines, table_rows, text_rows
 from tilefold.retrieval.errors import DataError
 
 TOPICS = ".trec"
@@ -50,13 +51,16 @@ def loose_query_rows(path: Path) -> Iterator[Row]:
     if path.is_dir() or path.name.endswith((*ROWS, TOPICS)):
         yield from query_rows(path)
         return
-    for number, line in numbered_lines(path):
-        if line.strip():
-            name, text = query_of_line(line, number)
-            yield f"{path}:{number}", {"_id": name, "text": text}
+    yield from text_rows(numbered_lines(path), path, bare=True)
 
 
 def query_of_line(line: str, number: int) -> tuple[str, str]:
-    """Id and text of a query: ``id<tab>text``, or a text with the number of its line."""
+    """Id and text of a query: ``id<tab>text``, or a text with the number of its line.
+
+    Raises:
+        DataError: a first line that names columns, or may do so.
+    """
+    if number == 1 and text_columns(line.strip().split("\t"), "line 1"):
+        raise DataError(f"line 1: expected a query, got names of columns, {line.strip()!r}. Leave that line out.")
     name, tab, text = line.strip().partition("\t")
     return (name, text) if tab else (str(number), name)

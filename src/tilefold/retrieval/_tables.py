@@ -5,11 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
+from tilefold.retrieval._columns import row_of, say_once, text_columns
 from tilefold.retrieval._files import require
 from tilefold.retrieval.errors import DataError
 
@@ -97,13 +98,41 @@ def table_rows(path: Path, skip: int = 0) -> Iterator[Row]:
         for number, line in _filled_lines(path, skip):
             yield f"{path}:{number}", _json_object(line, path, number)
     elif path.name.endswith(TEXT):
-        for number, line in _filled_lines(path, skip):
-            name, tab, text = line.rstrip("\r\n").partition("\t")
-            if not tab:
-                raise DataError(f"{path}:{number}: expected an id, a tab and a text, got no tab. Fix that line.")
-            yield f"{path}:{number}", {"_id": name, "text": text}
+        yield from islice(text_rows(numbered_lines(path), path), skip, None)
     else:
         raise DataError(f"{path}: expected a file that ends in {', '.join((*ROWS, *TEXT))}, got another.")
+
+
+def text_rows(lines: Iterable[tuple[int, str]], path: object, *, bare: bool = False) -> Iterator[Row]:
+    """Rows of lines of an id, a tab and a text; or of the columns that the first of them names.
+
+    Args:
+        lines: with their numbers; empty ones are passed over.
+        path: where they come from, for messages.
+        bare: a line without a tab is a text, whose id is the line's number, and not an error.
+
+    Raises:
+        DataError: a line without a tab, or with other columns than the first one names.
+    """
+    columns: list[str | None] | None = None
+    first = True
+    for number, line in lines:
+        where, fields = f"{path}:{number}", line.rstrip("\r\n").split("\t")
+        if not line.strip():
+            continue
+        if first:
+            first, columns = False, text_columns(fields, where)
+            if columns:
+                say_once(where, tuple(fields))
+                continue
+        if columns:
+            yield where, row_of(fields, columns, where)
+        elif len(fields) > 1:
+            yield where, {"_id": fields[0], "text": "\t".join(fields[1:])}
+        elif bare:
+            yield where, {"_id": str(number), "text": line.strip()}
+        else:
+            raise DataError(f"{where}: expected an id, a tab and a text, got no tab. Fix that line.")
 
 
 def _filled_lines(path: Path, skip: int) -> Iterator[tuple[int, str]]:

@@ -201,9 +201,11 @@ def documents_table(folder: Path) -> Path:
 
 
 def load_documents(path: str | Path) -> dict[str, Document]:
-    """Document id -> :class:`Document`, from JSON lines, Parquet, a folder of those, or a saved dataset.
+    """Document id -> :class:`Document`, from JSON lines, Parquet, a folder of those, a saved dataset, or text.
 
-    Rows have ``_id`` (or ``id``), ``text`` and optionally ``title``.
+    Rows have ``_id`` (or ``id``), ``text`` and optionally ``title``. A ``.tsv`` or ``.txt`` file has lines of an id, a
+    tab and a text; where its first line names columns (``id``, ``docid`` or another usual name, and ``text``), it is no
+    document, and the fields are taken as it says. That is logged, and a first line that may be either is an error.
 
     Raises:
         DataError: malformed rows, missing or repeated ids, or no row. Messages name file and line.
@@ -223,6 +225,8 @@ def document_of_row(row: dict[str, Any], where: str, seen: Mapping[str, object])
 
 def load_queries(path: str | Path) -> dict[str, str]:
     """Query id -> text, from what :func:`load_beir` reads, or from lines: ``id<tab>text``, or a text (id: its number).
+
+    A first line that names columns is no query, as in :func:`load_documents`.
 
     Raises:
         FileNotFoundError: no such file.

@@ -209,14 +209,20 @@ def read_trec_run(path: str | Path) -> Run:
         if not fields:
             continue
         if len(fields) != 6:
-            raise DataError(f"{path}:{number}: expected 6 fields (query Q0 doc rank score tag), got {len(fields)}.")
+            raise DataError(
+                f"{path}:{number}: expected 6 fields (query Q0 doc rank score tag), got {len(fields)}. "
+                "Fix that line, or remove it if it names columns."
+            )
         query_id, _, document_id, _, text, _ = fields
         try:
             score = float(text)
         except ValueError:
             score = math.nan
         if not math.isfinite(score):
-            raise DataError(f"{path}:{number}: expected a finite score, got {text!r}.")
+            raise DataError(
+                f"{path}:{number}: expected a finite score, got {text!r}. Fix that line, or remove it if it "
+                "names columns."
+            )
         scores = run.setdefault(query_id, {})
         if document_id in scores:
             raise DataError(f"{path}:{number}: document {document_id!r} was already given for query {query_id!r}.")
