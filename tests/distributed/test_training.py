@@ -63,6 +63,14 @@ def test_the_stock_trainer_under_ddp_has_the_losses_of_one_process(
         assert losses == pytest.approx(one_process_losses, rel=tolerance)
 
 
+def test_streamed_training_data_give_the_losses_of_the_stock_model(
+    ranks: Ranks, tiny_folder: Path, tmp_path: Path
+) -> None:
+    stock, fused = (ranks.run(jobs.streamed_run, tiny_folder, tmp_path, accelerated) for accelerated in (False, True))
+    for (losses, _), (expected, _) in zip(fused, stock, strict=True):
+        assert len(losses) == 4 and losses == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.gpu
 def test_the_stock_trainer_under_fsdp2_has_the_losses_of_one_process(
     two_gpus: Ranks, tiny_folder: Path, tmp_path: Path, one_process_losses: list[float]

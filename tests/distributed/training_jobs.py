@@ -215,7 +215,9 @@ def fsdp_around_an_lsr_head(rank: Rank) -> None:
         assert_same_gradients(model, expected)
 
 
-def trained_losses(folder: Path, output: Path, batch: int, **options: Any) -> tuple[list[float], set[str]]:
+def trained_losses(
+    folder: Path, output: Path, batch: int, stream: bool = False, fused: bool = True, **options: Any
+) -> tuple[list[float], set[str]]:
     """Four steps of the stock trainer on an accelerated model; the losses, and the types of its parameters."""
     from datasets import Dataset
     from sentence_transformers import SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
@@ -226,7 +228,8 @@ def trained_losses(folder: Path, output: Path, batch: int, **options: Any) -> tu
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    accelerate(model)
+    if fused:
+        accelerate(model)
     loss = SpladeLoss(
         model,
         loss=SparseMultipleNegativesRankingLoss(model, gather_across_devices=True),
@@ -250,8 +253,12 @@ def trained_losses(folder: Path, output: Path, batch: int, **options: Any) -> tu
         dataloader_pin_memory=False,
         **options,
     )
-    trainer = SparseEncoderTrainer(model=model, args=arguments, train_dataset=Dataset.from_dict(pairs), loss=loss)
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:  # the one process runs plainly
+    dataset = Dataset.from_dict(pairs)
+    trainer = SparseEncoderTrainer(
+        model=model, args=arguments, train_dataset=dataset.to_iterable_dataset() if stream else dataset, loss=loss
+    )
+    ahead = fused and not stream  # the one process runs plainly
+    if ahead and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         collate_ahead(trainer)
         assert trainer.data_collator.join
     trainer.train()
@@ -259,7 +266,14 @@ def trained_losses(folder: Path, output: Path, batch: int, **options: Any) -> tu
     return losses, {type(parameter).__name__ for parameter in trainer.model.parameters()}
 
 
-def trainer_run(rank: Rank, folder: Path, output: Path, fsdp: bool) -> tuple[list[float], set[str]]:
+def streamed_run(rank: Rank, folder: Path, output: Path, fused: bool) -> tuple[list[float], set[str]]:
+    """:func:`trained_losses` of an ``IterableDataset`` of which each rank takes batches of its own, the last short."""
+    return trainer_run(rank, folder, output, False, stream=True, fused=fused)
+
+
+def trainer_run(
+    rank: Rank, folder: Path, output: Path, fsdp: bool, stream: bool = False, fused: bool = True
+) -> tuple[list[float], set[str]]:
     """:func:`trained_losses` on this rank's share of the batch, as torchrun would start it."""
     options: dict[str, Any] = {"use_cpu": rank.device.type == "cpu"}
     if rank.device.type == "cpu":
@@ -275,8 +289,11 @@ def trainer_run(rank: Rank, folder: Path, output: Path, fsdp: bool) -> tuple[lis
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29400",
     }
+    if stream:  # that of all ranks at once fails in the stock trainer: batches hold words, which it does not broadcast
+        options["accelerator_config"] = {"dispatch_batches": False}
+    batch = len(TEXTS) // rank.size - stream  # of a stream, the last is short
     try:
-        return trained_losses(folder, output, len(TEXTS) // rank.size, **options)
+        return trained_losses(folder, output, batch, stream, fused, **options)
     finally:
         os.environ.clear()
         os.environ |= before

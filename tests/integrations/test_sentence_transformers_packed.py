@@ -27,7 +27,7 @@ from tests.integrations.multi_vector_models import NEGATIVES, POSITIVES, QUERIES
 from tests.integrations.splade_models import TEXTS, assert_close, build_tiny_splade, five_steps, tiny_transformer
 from tilefold.integrations.sentence_transformers import _packing, accelerate, collate_ahead, restore
 from tilefold.integrations.sentence_transformers._collate_ahead import AheadCollator, PendingBatch
-from tilefold.integrations.sentence_transformers._packed_inputs import pack_features, padded_inputs
+from tilefold.integrations.sentence_transformers._packed_inputs import pack_features, packed_inputs
 from tilefold.integrations.transformers.packed import padding_position
 
 KINDS = ["bert", "roberta", "distilbert", "modernbert"]
@@ -93,17 +93,17 @@ def test_packed_ids_are_those_of_the_stock_preprocess(kind: str, tokenizer_folde
         {"task": "document"},
         {"processing_kwargs": {"text": {"max_length": 7}}},
     ):
-        with padded_inputs():
-            stock = model.preprocess(texts, **options)
-        expected = pack_features(stock, padding_position(model[0].model))
+        expected = pack_features(model.preprocess(texts, **options), padding_position(model[0].model))
         for _ in range(2):  # the first call plans, the second repeats
-            got = model.preprocess(texts, **options)
+            with packed_inputs():
+                got = model.preprocess(texts, **options)
             assert got.keys() == expected.keys()
             for key, value in expected.items():
                 assert torch.equal(got[key], value) if isinstance(value, torch.Tensor) else got[key] == value, key
     model.max_seq_length = 9
-    assert model.preprocess(texts)["max_length_q"] == 9
-    pairs = model.preprocess([("a first text", "a second one"), ("a", "b")])
+    with packed_inputs():
+        assert model.preprocess(texts)["max_length_q"] == 9
+        pairs = model.preprocess([("a first text", "a second one"), ("a", "b")])
     assert pairs["token_type_ids"].any() and pairs["cu_seq_lens_q"].tolist()[1] == pairs["max_length_q"]
 
 
@@ -172,7 +172,7 @@ def test_multi_vector_training_is_that_of_the_padded_model(cached: bool) -> None
         ]
         for column, task in zip(columns, tasks, strict=True):
             column["task"] = task
-        assert ("cu_seq_lens_q" in columns[1]) == fused
+        assert ("cu_seq_lens_q" in model[0](dict(columns[1]))) == fused
         results.append(gradients_of(without_dropout(model), loss, columns))
     assert_same(results[1], results[0])
 
@@ -321,11 +321,11 @@ def test_copies_run_packed_and_restored_models_are_stock(tiny: SparseEncoder) ->
     accelerate(model)
     before = pickle.loads(pickle.dumps(model))  # noqa: S301 - of our own making
     for one in (model, copy.deepcopy(model), before):
-        assert "cu_seq_lens_q" in one.preprocess(TEXTS)
+        assert "cu_seq_lens_q" in one(one.preprocess(TEXTS))
         assert_close(one.encode(TEXTS).to_dense(), expected, 1e-5)
     assert before[0].preprocess.transformer is before[0]
     accelerate(model, packed=False)
-    assert "attention_mask" in model.preprocess(TEXTS) and model[0].model.config._attn_implementation == "sdpa"
+    assert "attention_mask" in model(model.preprocess(TEXTS)) and model[0].model.config._attn_implementation == "sdpa"
     accelerate(model)
     restore(model)
     assert "preprocess" not in vars(model[0]) and model[0].model.config._attn_implementation == "sdpa"
@@ -334,9 +334,10 @@ def test_copies_run_packed_and_restored_models_are_stock(tiny: SparseEncoder) ->
 def test_a_larger_vocabulary_of_the_tokenizer_is_seen(tokenizer_folder: Path) -> None:
     model = build_tiny_splade("bert", tokenizer_folder)
     accelerate(model)
-    before = model.preprocess(["tilefolding"])["input_ids"]
-    model.tokenizer.add_tokens(["tilefolding"])
-    after = model.preprocess(["tilefolding"])["input_ids"]
+    with packed_inputs():
+        before = model.preprocess(["tilefolding"])["input_ids"]
+        model.tokenizer.add_tokens(["tilefolding"])
+        after = model.preprocess(["tilefolding"])["input_ids"]
     assert before.numel() > 3 and after.numel() == 3
 
 
@@ -344,7 +345,7 @@ def test_what_stays_padded_is_told(tokenizer_folder: Path) -> None:
     mpnet = build_tiny_splade("mpnet", tokenizer_folder)
     with pytest.warns(UserWarning, match="MPNetForMaskedLM runs on padded batches: the attention of"):
         handle = accelerate(mpnet)
-    assert set(handle.padded) == {"MPNetForMaskedLM"} and "attention_mask" in mpnet.preprocess(TEXTS)
+    assert set(handle.padded) == {"MPNetForMaskedLM"} and "attention_mask" in mpnet(mpnet.preprocess(TEXTS))
     chosen = build_tiny_splade("bert", tokenizer_folder)
     chosen[0].unpad_inputs = False
     assert accelerate(chosen).padded == {"BertForMaskedLM": "unpad_inputs=False was chosen"}

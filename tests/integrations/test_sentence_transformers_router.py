@@ -13,6 +13,7 @@ from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, 
 
 from tests.integrations.splade_models import TEXTS, assert_close, tiny_transformer
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, restore
+from tilefold.modules import StaticQuery
 
 
 def build(kind: str, folder: Path) -> SparseEncoder:
@@ -63,3 +64,29 @@ def test_an_accelerated_router_saves_and_loads_as_stock(tokenizer_folder: Path, 
     model.save_pretrained(str(tmp_path), create_model_card=False)
     assert "tilefold" not in (tmp_path / "router_config.json").read_text()
     assert torch.equal(SparseEncoder(str(tmp_path), device="cpu").encode_query(TEXTS).to_dense(), expected)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_padding_token_in_a_query_of_static_weights_counts_in_no_batch(own: bool, tokenizer_folder: Path) -> None:
+    model = build("static queries", tokenizer_folder)
+    if own:
+        stock = model[0].sub_modules["query"][0]
+        model[0].sub_modules["query"][0] = StaticQuery(stock.tokenizer, stock.weight.detach().clone())
+    longer = "a much longer text than that one is, indeed"
+    plain = model.encode_query(["quick fox", longer]).to_dense()
+    accelerate(model)
+    text = "[PAD][PAD] quick [PAD] fox"
+    for rows in (
+        torch.stack([model.encode_query(one).to_dense() for one in (text, longer)]),
+        model.encode_query([text, longer]).to_dense(),
+        model.encode_query([text, longer], batch_size=1).to_dense(),
+        encode_sparse(model, [text, longer], task="query").to_dense(),
+        encode_sparse(model, [text, longer], task="query", batch_size=1).to_dense(),
+        model.encode_sparse_batch([text], task="query").to_dense(),
+    ):
+        assert_close(rows, plain[: len(rows)], 1e-6)
+    restore(model)
+    static = model[0].sub_modules["query"][0]
+    assert "forward" not in vars(static)
+    if own:
+        assert_close(model.encode_query([text]).to_dense(), plain[:1], 1e-6)

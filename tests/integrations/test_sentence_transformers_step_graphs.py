@@ -64,7 +64,7 @@ def batch(transformer: Any, lengths: list[int], seed: int = 0) -> dict[str, Any]
     generator = torch.Generator().manual_seed(seed)
     device = next(transformer.parameters()).device
     ids = torch.randint(5, 100, (sum(lengths),), generator=generator)
-    features = packed_features(ids, torch.tensor(lengths), padding_position(transformer.model))
+    features = packed_features(ids, torch.tensor(lengths), padding_position(transformer.model), max(lengths, default=0))
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in features.items()}
 
 

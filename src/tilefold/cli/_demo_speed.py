@@ -81,7 +81,7 @@ def _training(
             sum(value.values()).backward()
         model.zero_grad()
 
-    query_length = sides[0]["input_ids"].numel() / len(names)
+    query_length = _tokens(sides[0]) / len(names)
     tokens = len(names) * query_length + _tokens(sides[1])
     return tokens * work.training / _seconds(step), query_length
 

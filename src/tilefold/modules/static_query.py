@@ -12,16 +12,27 @@ from transformers import AutoTokenizer
 from tilefold.modules.fused_pooling import FusedPooling, Head, SparseOptions
 from tilefold.ops import token_scatter, token_scatter_sparse
 
-__all__ = ["StaticQuery"]
+__all__ = ["StaticQuery", "counted_tokens"]
+
+
+def counted_tokens(features: dict[str, Any], tokenizer: Any) -> Tensor:
+    """``attention_mask`` ``[B, S]`` without padding tokens that were written in a text.
+
+    A vector of weights by token cannot tell them from those that fill a batch, so no text may count them: else its
+    vector would depend on who is beside it.
+    """
+    mask: Tensor = features["attention_mask"]
+    return mask if tokenizer.pad_token_id is None else mask * (features["input_ids"] != tokenizer.pad_token_id)
 
 
 class StaticQuery(FusedPooling, SparseStaticEmbedding):  # type: ignore[misc]
-    """A query has the weight ``max(0, weight[v])`` at each of its distinct tokens v, and 0 elsewhere.
+    """A query has the weight ``max(0, weight[v])`` at each of its distinct tokens v but padding, and 0 elsewhere.
 
-    The stock module does this too, except for three things that are wanted while training: one learned number for all
-    terms (the binary encoder of the unified framework, arXiv 2303.13416), weights that never become negative (the
-    trained IDF of arXiv 2411.04403), and a vocabulary whose matrix has more rows than the tokenizer has tokens, as the
-    document side of such a model has. :meth:`stock` gives the stock module that computes the same.
+    The stock module does this too, except that it counts a padding token in a text if the text is alone, and not beside
+    a longer one (see :func:`counted_tokens`), and for three things that are wanted while training: one learned number
+    for all terms (the binary encoder of the unified framework, arXiv 2303.13416), weights that never become negative
+    (the trained IDF of arXiv 2411.04403), and a vocabulary whose matrix has more rows than the tokenizer has tokens, as
+    the document side of such a model has. :meth:`stock` gives the stock module that computes the same.
 
     Args:
         tokenizer: of the texts; special tokens are not added.
@@ -63,7 +74,7 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):  # type: ignore[misc]
         sparse: SparseOptions | None,
     ) -> Tensor:
         """See :class:`FusedPooling`; there is no LM head."""
-        ids, mask = features["input_ids"], features["attention_mask"]
+        ids, mask = features["input_ids"], counted_tokens(features, self.tokenizer)
         weights = self.weight.expand(ids.shape) if self.weight.numel() == 1 else self.weight[ids]
         if sparse is not None:
             return token_scatter_sparse(

@@ -12,7 +12,12 @@ from tilefold.integrations._patches import Handle
 from tilefold.integrations.sentence_transformers._batch_encoder import SparseBatchEncoder
 from tilefold.integrations.sentence_transformers._fused_encode import FusedEncode
 from tilefold.integrations.sentence_transformers._heads import check_head
-from tilefold.integrations.sentence_transformers._own_pooling import FusedOwnPooling, fused_forward
+from tilefold.integrations.sentence_transformers._own_pooling import (
+    FusedOwnPooling,
+    StaticTokens,
+    count_no_padding,
+    fused_forward,
+)
 from tilefold.integrations.sentence_transformers._packing import has_packed_inputs, pack_inputs, unpack_inputs
 from tilefold.integrations.sentence_transformers._pairs import find_pairs, find_scorers
 from tilefold.integrations.sentence_transformers._pooling import FusedSpladePooling, pass_hidden_states
@@ -29,7 +34,7 @@ from tilefold.integrations.sentence_transformers._token_stream import TokenBatch
 from tilefold.modules.fused_pooling import FusedPooling
 from tilefold.ops.implementations import check_impl
 
-_FUSED = (FusedSpladePooling, FusedOwnPooling)
+_FUSED = (FusedSpladePooling, FusedOwnPooling, StaticTokens)
 
 
 class Acceleration(Handle):
@@ -78,10 +83,11 @@ def accelerate(
     SpladePooling after it, or a pooling of :mod:`tilefold.modules`, applies :func:`tilefold.ops.lsr_head`. The model
     also gets ``encode_sparse_batch``, which encodes one batch as :func:`encode_sparse` does and serves
     :mod:`tilefold.retrieval`, and an ``encode`` that encodes more than one batch of texts as :func:`encode_sparse` does
-    (tokenised ahead, without padding) and returns what the stock one returns. Routers, tied weights, LoRA on the LM
-    head, flattened inputs, autocast, pickle and deepcopy keep working. ``token_embeddings`` is no longer among the
-    features that the model returns. A second call starts over, with its own ``impl``; call again after an adapter was
-    added to the LM head, or merged into it.
+    (tokenised ahead, without padding) and returns what the stock one returns. A ``SparseStaticEmbedding`` of a Router
+    counts no padding token that was written in a text, whatever is beside the text in its batch. Routers, tied weights,
+    LoRA on the LM head, flattened inputs, autocast, pickle and deepcopy keep working. ``token_embeddings`` is no longer
+    among the features that the model returns. A second call starts over, with its own ``impl``; call again after an
+    adapter was added to the LM head, or merged into it.
 
     Args:
         model: a ``sentence_transformers.SparseEncoder`` with a SpladePooling or a module of :mod:`tilefold.modules`, or
@@ -94,11 +100,11 @@ def accelerate(
             1.6 times the speed of the bf16 head on an H200, scores about 1% off (see
             :func:`tilefold.ops.quantize_weight`). Training and checkpoints do not change. Only for the max pooling of
             a SparseEncoder.
-        packed: let ``preprocess`` give packed tokens where the encoder and all modules after it take them, so that no
-            layer sees padding; the model's attention becomes
-            :func:`tilefold.ops.packed_attention.packed_softmax_attention`, behind transformers' attention interface. A
-            warning, and ``padded`` of the handle, say why a network stays padded. Dropout then draws other numbers than
-            in the padded model.
+        packed: run the encoder on packed tokens where it and all modules after it take them, so that no layer sees
+            padding; ``preprocess`` stays as it is, and padding is taken out where the encoder begins. The model's
+            attention becomes :func:`tilefold.ops.packed_attention.packed_softmax_attention`, behind transformers'
+            attention interface. A warning, and ``padded`` of the handle, say why a network stays padded. Dropout then
+            draws other numbers than in the padded model.
 
     Returns:
         A handle; as a context manager, it restores the model at its end.
@@ -143,6 +149,7 @@ def accelerate(
             pair.transformer.register_forward_pre_hook(_check_head_is_fused)
     for module, last in find_scorers(model):
         module.forward = fused_forward(module, None, impl, last=last)  # type: ignore[attr-defined]
+    count_no_padding(model)
     _carry(model, encode_sparse_batch=SparseBatchEncoder(model), encode=FusedEncode(model))
     refuse_replicas(model)
     return Acceleration(model, len({id(pair.head) for pair in pairs}), _packed(model, check, packed))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilefold.integrations.sentence_transformers._heads import base_linear
+from tilefold.integrations.sentence_transformers._packed_inputs import packed_inputs
 from tilefold.integrations.sentence_transformers._pooling import sparse_scores
 from tilefold.modules.fused_pooling import SparseOptions
 from tilefold.ops.cpu_linear import fast_linear
@@ -55,7 +56,8 @@ def encode_batch(
 ) -> Tensor:
     """Texts to CSR rows on the CPU, in one forward pass."""
     task_kwargs = {} if task is None else {"task": task}
-    features = model.preprocess(list(texts), prompt=prompt, **task_kwargs)
+    with packed_inputs():
+        features = model.preprocess(list(texts), prompt=prompt, **task_kwargs)
     with torch.inference_mode(), sparse_scores(options):
         rows = encode_features(model, features, task_kwargs)["sentence_embedding"]
         return (rows if rows.layout == torch.sparse_csr else prune(rows.to_dense(), options)).cpu()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, get_worker_info
 
 from tilefold.integrations.sentence_transformers._columns import Batch, PackedForward, join_columns
+from tilefold.integrations.sentence_transformers._packed_inputs import packed_inputs
 from tilefold.integrations.sentence_transformers._step_graphs import StepGraphs
 
 
@@ -52,9 +53,9 @@ def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False, comp
 
     Raises:
         TypeError: if ``trainer`` has no data collator.
-        ValueError: for an iterable dataset, whose batches one process cuts for all others; or for ``graphs`` without
-            ``join``, or of a model that is no sequence of modules whose first takes packed inputs; or for ``compiled``
-            without ``graphs``.
+        ValueError: for an iterable dataset or ``dispatch_batches``, whose batches one process cuts for all others; or
+            for ``graphs`` without ``join``, or of a model that is no sequence of modules whose first takes packed
+            inputs; or for ``compiled`` without ``graphs``.
     """
     collator = getattr(trainer, "data_collator", None)
     if collator is None:
@@ -64,6 +65,11 @@ def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False, comp
     for name in ("train_dataset", "eval_dataset"):
         if isinstance(getattr(trainer, name, None), IterableDataset):
             raise ValueError(f"{name} must not be iterable to be collated ahead, got one; use a Dataset with a length.")
+    if getattr(getattr(trainer, "accelerator", None), "dispatch_batches", None):
+        raise ValueError(
+            "dispatch_batches must not be True for batches that are collated ahead, which nobody may cut, got True in "
+            "the trainer's accelerator_config; leave it out, so that each process makes its own batches."
+        )
     one = _one_packed_encoder(trainer.model)
     if graphs and not (one and join):
         raise ValueError(
@@ -115,8 +121,10 @@ class AheadCollator:
         return PendingBatch(self._thread, self._thread.submit(self._made, features))
 
     def _made(self, features: list[dict[str, Any]]) -> Batch:
-        batch = self.collator(features)
-        return join_columns(batch) if self.join else Batch(batch)
+        if not self.join:
+            return Batch(self.collator(features))
+        with packed_inputs():
+            return join_columns(self.collator(features))
 
 
 class PendingBatch:

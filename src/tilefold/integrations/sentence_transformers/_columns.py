@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilefold.integrations.sentence_transformers._packed_inputs import pack_features, packed_features, pads_inputs
 from tilefold.integrations.sentence_transformers._step_graphs import StepGraphs
+from tilefold.integrations.transformers.packed import padding_position
 
 JOINED = "joined_columns"  # key of a column's place among those it was joined with
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -45,7 +47,7 @@ class Columns:
 
 
 class PackedForward:
-    """Replaces the forward of one Transformer: columns that were joined go through it together.
+    """Replaces the forward of one Transformer: it sees no padding, and columns that were joined go through it together.
 
     Args:
         transformer: the module, whose own forward runs on their tokens.
@@ -59,18 +61,52 @@ class PackedForward:
         self.graphs: StepGraphs | None = None
 
     def __call__(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """The features with the output of the module."""
+        """The features with the output of the module, packed unless :func:`padded_inputs` is in force."""
         transformer = self.transformer
         columns, index = features.pop(JOINED, (None, 0))
         # a part of a column is another tensor, and has a backward of its own
         if columns is None or kwargs or features["input_ids"] is not columns.parts[index] or self._shows_layers():
-            found: dict[str, Any] = type(transformer).forward(transformer, features, **kwargs)
-            return found
+            return self._alone(features, kwargs)
         features[transformer.module_output_name] = columns.embeddings(index, transformer, self.graphs)
+        return features
+
+    def _alone(self, features: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        transformer = self.transformer
+        if _OFFSETS[0] not in features and not pads_inputs() and not torch.compiler.is_compiling():
+            packed = pack_features(features, padding_position(transformer.model))
+            if packed is not features:
+                features.clear()
+                features.update(packed)
+        found: dict[str, Any]
+        if _OFFSETS[0] not in features or features["input_ids"].size(1):
+            _check_whole(features)
+            found = type(transformer).forward(transformer, features, **kwargs)
+            return found
+        # no token at all, which encoders cannot reshape: one that nobody reads gives shape, dtype and gradients of 0
+        ids, offsets = features["input_ids"], features[_OFFSETS[0]]
+        one = packed_features(ids.new_zeros(1), offsets.new_ones(1).long(), padding_position(transformer.model), 1)
+        name = transformer.module_output_name
+        found = type(transformer).forward(transformer, {**features, **one}, **kwargs)
+        features[name] = found[name][:, :0]
         return features
 
     def _shows_layers(self) -> bool:
         return bool(getattr(self.transformer.model.config, "output_hidden_states", False))
+
+
+def _check_whole(features: dict[str, Any]) -> None:
+    """Raise if packed features were cut by their first dimension; by sizes that the host knows, without waiting."""
+    if _OFFSETS[0] not in features:
+        return
+    tokens, sequences = features["input_ids"].size(1), features[_OFFSETS[0]].numel() - 1
+    longest = features.get(_LONGEST[0])
+    if longest is not None and tokens > sequences * longest:
+        raise ValueError(
+            f"packed features must hold all offsets of their sequences, got {sequences} sequences of up to {longest} "
+            f"tokens for {tokens} tokens: somebody cut a batch by the first dimension of its tensors. Pass what "
+            "preprocess returns outside of packed_inputs(), whose rows can be cut, or leave batches whole "
+            "(accelerator_config={'dispatch_batches': False})."
+        )
 
 
 class Batch(NamedTuple):

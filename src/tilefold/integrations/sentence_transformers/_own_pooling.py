@@ -1,15 +1,17 @@
-"""The forward of an accelerated module of :mod:`tilefold.modules`."""
+"""The forwards of accelerated modules other than SpladePooling: those of :mod:`tilefold.modules`, static weights."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding
 from torch import Tensor, nn
 
 from tilefold.integrations.sentence_transformers._heads import head_operands
 from tilefold.integrations.sentence_transformers._pooling import FusedSpladePooling, sparse_options_now
 from tilefold.modules.fused_pooling import FusedPooling, Head, autocasts
+from tilefold.modules.static_query import counted_tokens
 from tilefold.ops import quantize_weight
 
 
@@ -52,6 +54,30 @@ class FusedOwnPooling:
         if self.quantize is not None and not torch.is_grad_enabled():
             return Head(hidden, quantize_weight(weight), bias)
         return Head(hidden, weight, bias)
+
+
+class StaticTokens:
+    """Replaces the forward of one stock ``SparseStaticEmbedding``: ``[PAD]`` in a text counts in no batch.
+
+    Args:
+        module: the stock module.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, features: dict[str, Any]) -> dict[str, Any]:
+        """What the stock forward makes of tokens without padding."""
+        features["attention_mask"] = counted_tokens(features, self.module.tokenizer)
+        found: dict[str, Any] = type(self.module).forward(self.module, features)
+        return found
+
+
+def count_no_padding(model: nn.Module) -> None:
+    """Put :class:`StaticTokens` on the stock static modules of a model."""
+    for module in model.modules():
+        if type(module) is SparseStaticEmbedding and "forward" not in vars(module):
+            module.forward = StaticTokens(module)  # type: ignore[method-assign, assignment]
 
 
 def fused_forward(

@@ -1,4 +1,10 @@
-"""The ``preprocess`` of an accelerated Transformer: texts to packed token ids, straight from the Rust tokenizer."""
+"""Packed token ids of an accelerated Transformer: of texts by the Rust tokenizer, of padded features by their mask.
+
+Between ``preprocess`` and the model, features have many readers: a data loader, Hugging Face's accelerate, which cuts,
+joins and sends batches by their first dimension, losses, model cards. So ``preprocess`` gives what the stock one gives,
+and padding is taken out where the encoder begins. Within :func:`packed_inputs`, whose features go from here to the
+encoder and nowhere else, texts become packed ids at once.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ import os
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -20,17 +26,31 @@ _PROBES = ("a", "", "Cats, dogs \u00e9t\u00e9 \u4e2d\u6587 x1-y2?")
 _LONGEST_PROBE = 8192  # tokens of the probe that shows where texts are truncated
 _OF_TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids"})
 _PLANNED = frozenset({"task", "max_length"})  # arguments of preprocess that a plan covers
-_padded: ContextVar[bool] = ContextVar("tilefold_padded_inputs", default=False)
+_form: ContextVar[str] = ContextVar("tilefold_form_of_inputs", default="either")
 
 
 @contextmanager
-def padded_inputs() -> Iterator[None]:
-    """Within it, in this thread, accelerated models preprocess texts to padded tensors, as stock ones do."""
-    token = _padded.set(True)
+def _inputs(form: str) -> Iterator[None]:
+    token = _form.set(form)
     try:
         yield
     finally:
-        _padded.reset(token)
+        _form.reset(token)
+
+
+def packed_inputs() -> AbstractContextManager[None]:
+    """Within it, in this thread, accelerated models preprocess texts to packed tokens, for the encoder alone."""
+    return _inputs("packed")
+
+
+def padded_inputs() -> AbstractContextManager[None]:
+    """Within it, in this thread, accelerated models run on padded tokens, as stock ones do."""
+    return _inputs("padded")
+
+
+def pads_inputs() -> bool:
+    """Whether :func:`padded_inputs` is in force."""
+    return _form.get() == "padded"
 
 
 class _Plan(NamedTuple):
@@ -46,9 +66,9 @@ class _Plan(NamedTuple):
 
 
 class PackedInputs:
-    """Replaces ``preprocess`` of one Transformer of sentence-transformers: packed tokens, without attention mask.
+    """Replaces ``preprocess`` of one Transformer of sentence-transformers: within :func:`packed_inputs`, packed tokens.
 
-    Texts go through a copy of the Rust tokenizer, and their ids into one tensor, if that gives what the stock
+    Texts then go through a copy of the Rust tokenizer, and their ids into one tensor, if that gives what the stock
     ``preprocess`` gives for a few probes; else the stock one tokenises, and its padding is taken out. What is no list
     of texts, and ColBERT's query expansion, which scores padding, stay padded.
 
@@ -84,7 +104,7 @@ class PackedInputs:
 
     def begin(self, inputs: Sequence[Any], prompt: str | None = None, **kwargs: Any) -> Callable[[], dict[str, Any]]:
         """The tokenizer's part of a call, which holds Python's lock for a moment only; the rest is what it returns."""
-        if _padded.get() or not inputs or self._expands(kwargs.get("task")):
+        if _form.get() != "packed" or not inputs or self._expands(kwargs.get("task")):
             features = self._stock(inputs, prompt, kwargs)
             return lambda: features
         if kwargs.keys() <= _PLANNED and all(type(text) is str for text in inputs):
@@ -161,14 +181,15 @@ class PackedInputs:
             flat.fromlist(encoding.ids)  # the quickest of what was tried: 29 ns a token, 24 of them for the list
         lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
         ids = torch.from_numpy(np.frombuffer(flat, np.intc).astype(np.int64)) if flat else torch.zeros(0).long()
-        return packed_features(ids, torch.from_numpy(lengths), padding_position(self.transformer.model)) | plan.others
+        longest = int(lengths.max(initial=0))
+        padding = padding_position(self.transformer.model)
+        return packed_features(ids, torch.from_numpy(lengths), padding, longest) | plan.others
 
 
-def packed_features(ids: Tensor, lengths: Tensor, padding: int | None) -> dict[str, Any]:
-    """Features of packed tokens ``[T]`` on the CPU, under the names that sentence-transformers gives flattened ones."""
-    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+def packed_features(ids: Tensor, lengths: Tensor, padding: int | None, longest: int) -> dict[str, Any]:
+    """Features of packed tokens ``[T]``, under the names that sentence-transformers gives flattened ones."""
+    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=ids.device)
     torch.cumsum(lengths, 0, dtype=torch.int32, out=cu_seqlens[1:])
-    longest = int(lengths.max()) if len(lengths) else 0
     return {
         "input_ids": ids[None],
         "position_ids": position_ids_of(ids, cu_seqlens, padding)[None],
@@ -180,14 +201,27 @@ def packed_features(ids: Tensor, lengths: Tensor, padding: int | None) -> dict[s
 
 
 def pack_features(features: dict[str, Any], padding: int | None) -> dict[str, Any]:
-    """Padded features of texts without their padding; features of anything else as they are."""
-    mask = features.get("attention_mask")
-    tensors = {key for key, value in features.items() if isinstance(value, Tensor)}
-    if mask is None or not tensors <= _OF_TOKENS or "input_ids" not in tensors or mask.dim() != 2:
+    """Padded features of texts without their padding; features of anything else as they are.
+
+    Waits for the GPU, if they are there. Masks with holes stay: in packed tokens nobody would see them.
+
+    Args:
+        features: as ``preprocess`` gives them, on any device.
+        padding: see :func:`tilefold.integrations.transformers.packed.padding_position`.
+    """
+    mask, ids = features.get("attention_mask"), features.get("input_ids")
+    tensors = {key for key, value in features.items() if isinstance(value, Tensor)} - {"prompt_length"}
+    if mask is None or ids is None or not tensors <= _OF_TOKENS or mask.dim() != 2:
         return features
     keep = mask != 0
-    found = packed_features(features["input_ids"][keep], keep.sum(1), padding)
+    begins = keep & ~torch.nn.functional.pad(keep, (1, 0))[:, :-1]
+    lengths = keep.sum(1)
+    most, parts = (int(n.max()) if n.numel() else 0 for n in (lengths, begins.sum(1)))
+    if parts > 1:
+        return features
+    at = keep.flatten().nonzero().squeeze(1)
+    found = packed_features(ids.long().flatten()[at], lengths, padding, most)
     types = features.get("token_type_ids")
     if types is not None and bool(types.any()):  # models take zeros where none are given
-        found["token_type_ids"] = types[keep][None]
+        found["token_type_ids"] = types.flatten()[at][None]
     return found | {key: value for key, value in features.items() if key not in tensors}

@@ -13,10 +13,11 @@ from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 
 from tilefold.integrations.sentence_transformers._columns import PackedForward
-from tilefold.integrations.sentence_transformers._packed_inputs import PackedInputs, padded_inputs
+from tilefold.integrations.sentence_transformers._packed_inputs import PackedInputs, packed_inputs, padded_inputs
 from tilefold.integrations.sentence_transformers._pairs import pipelines_of
 from tilefold.integrations.sentence_transformers._repadding import PACKED_KEYS, PackedMask
-from tilefold.integrations.sentence_transformers._selfcheck import TEXTS, TOLERANCE
+from tilefold.integrations.sentence_transformers._selfcheck import TOLERANCE, tiny_batch
+from tilefold.integrations.sentence_transformers._similarity import is_multi_vector
 from tilefold.integrations.transformers import stop_packed, use_packed
 
 # of the norm: rounding in bf16 takes .05 to .11 in 12 layers of random weights, one token of another text .5
@@ -25,7 +26,7 @@ _EXPECTED = ("is no encoder", "was chosen", "of its own")  # reasons that nobody
 
 
 def pack_inputs(model: Any, check: bool) -> dict[str, str]:
-    """Let the Transformers of ``model`` preprocess texts to packed tokens, where all that follows takes them.
+    """Let the Transformers of ``model`` run on packed tokens, where all that follows takes them.
 
     Returns:
         Why a Transformer stays padded, by the name of its network. Of an encoder whose modules are all of
@@ -37,7 +38,7 @@ def pack_inputs(model: Any, check: bool) -> dict[str, str]:
             pipelines.setdefault(id(pipeline[0]), []).append(pipeline)
     padded: dict[str, str] = {}
     for routes in pipelines.values():
-        why = _pack(routes, check)
+        why = _why_not_by_what_follows(model, routes) or _pack(routes, check)
         if why is not None:
             name = type(routes[0][0].model).__name__
             padded[name] = why
@@ -56,7 +57,7 @@ def unpack_inputs(model: nn.Module) -> None:
 
 
 def has_packed_inputs(model: object) -> bool:
-    """Whether a Transformer of the model preprocesses texts to packed tokens."""
+    """Whether a Transformer of the model runs on packed tokens."""
     return isinstance(model, nn.Module) and any(
         isinstance(vars(module).get("preprocess"), PackedInputs) for module in model.modules()
     )
@@ -72,7 +73,7 @@ def _pack(routes: list[list[Any]], check: bool) -> str | None:
         transformer.model_forward_params = {*transformer.model_forward_params, *PACKED_KEYS}
     transformer.preprocess, transformer.forward = PackedInputs(transformer), PackedForward(transformer)
     for module in (module for route in routes for module in route):
-        if type(module).__name__ == "MultiVectorMask" and "forward" not in vars(module):
+        if _is_mask(module) and "forward" not in vars(module):
             module.forward = PackedMask(module)
     for route in routes if check else []:
         why = _why_not_by_its_numbers(route)
@@ -103,6 +104,16 @@ def _why_not_by_its_kind(transformer: Any) -> str | None:
     if transformer.unpad_inputs is False:
         return "unpad_inputs=False was chosen"
     return None
+
+
+def _why_not_by_what_follows(model: Any, routes: list[list[Any]]) -> str | None:
+    if is_multi_vector(model) and not all(any(_is_mask(module) for module in route) for route in routes):
+        return "a MultiVectorEncoder takes packed tokens with a MultiVectorMask only, and no module is one"
+    return None
+
+
+def _is_mask(module: object) -> bool:
+    return type(module).__name__ == "MultiVectorMask"
 
 
 def _why_not_by_its_numbers(route: list[Any]) -> str | None:
@@ -140,14 +151,12 @@ def _both_ways(route: list[Any]) -> tuple[Tensor, Tensor]:
     with _evaluating(route), torch.no_grad():
         with padded_inputs():
             expected = _run(route)
-        return _run(route).float(), expected.float()
+        with packed_inputs():
+            return _run(route).float(), expected.float()
 
 
 def _run(route: list[Any]) -> Tensor:
-    transformer = route[0]
-    device = next(transformer.parameters()).device
-    features = transformer.preprocess(TEXTS)
-    features = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in features.items()}
+    features = tiny_batch(route[0])
     for module in route:
         features = module(features)
     if "sentence_embedding" in features:

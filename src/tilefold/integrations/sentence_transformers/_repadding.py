@@ -39,7 +39,7 @@ def repad(features: dict[str, Any]) -> None:
     rows = sequence * longest + place
     features["input_ids"] = ids.new_zeros(count * longest).index_copy(0, rows, ids).view(count, longest)
     padded = vectors.new_zeros(count * longest, vectors.size(1)).index_copy(0, rows, vectors)
-    features["token_embeddings"] = padded.view(count, longest, -1)
+    features["token_embeddings"] = padded.view(count, longest, vectors.size(1))
     features["attention_mask"] = torch.arange(longest, device=ids.device) < cu_seqlens.diff()[:, None]
     for key in PACKED_KEYS:
         features.pop(key, None)

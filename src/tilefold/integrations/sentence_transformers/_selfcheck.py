@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from sentence_transformers.base.modules import Transformer
 from torch import Tensor
 
 from tilefold.integrations.sentence_transformers._heads import base_linear, head_operands
@@ -17,6 +18,8 @@ from tilefold.integrations.sentence_transformers._pooling import pass_hidden_sta
 TEXTS = ["one", "a second text, with a few more tokens than the first"]
 TOLERANCE = 0.02  # of the largest score: wide enough for bf16 logits and TF32, far below a wrong formula
 SCALE_TOLERANCE = 1e-2
+LONGEST = 64  # tokens, more than either text has
+POSITIONS = 4  # of a model that are not for tokens, at most
 
 
 class HeadProbe:
@@ -51,7 +54,7 @@ def check_pair(pair: SpladePair, impl: str) -> None:
         )
     with _evaluating(pair), torch.no_grad():
         try:
-            features = _tiny_batch(pair.transformer)
+            features = tiny_batch(pair.transformer)
             probe = _probe(pair, features)
             expected = pair.pooling(pair.transformer(dict(features)))["sentence_embedding"]
         except Exception as error:
@@ -120,9 +123,16 @@ def _check_scores(got: Tensor, expected: Tensor) -> None:
         )
 
 
-def _tiny_batch(transformer: Any) -> dict[str, Any]:
+def tiny_batch(transformer: Any) -> dict[str, Any]:
+    """Features of two short texts on the module's device, whole where its own limit would cut them to one length."""
     device = next(transformer.parameters()).device
-    features = transformer.preprocess(TEXTS)
+    if type(transformer).preprocess is Transformer.preprocess:
+        positions = getattr(transformer.model.config, "max_position_embeddings", None) or LONGEST + POSITIONS
+        whole = {"text": {"max_length": max(1, min(LONGEST, positions - POSITIONS))}}
+        features = transformer.preprocess(TEXTS, processing_kwargs=whole)
+        Transformer.preprocess(transformer, TEXTS)  # which leaves its own limit in the tokenizer, and in its files
+    else:
+        features = transformer.preprocess(TEXTS)
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in features.items()}
 
 

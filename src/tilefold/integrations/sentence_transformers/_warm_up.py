@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilefold.integrations.sentence_transformers._accelerate import accelerate, is_accelerated, restore
+from tilefold.integrations.sentence_transformers._packed_inputs import packed_inputs
 from tilefold.ops.warm_up import Built, build_kernels, check_kernels_can_be_built
 
 __all__ = ["warm_up"]
@@ -85,7 +86,8 @@ def steps(
 def made_batch(model: Any, length: int, batch_size: int) -> dict[str, Any]:
     """Features of made texts on the device of the model: the first has about ``length`` tokens, half of them fewer."""
     sizes = [length if i % 2 == 0 else max(length // 2, 1) for i in range(batch_size)]
-    features = model.preprocess(["a " * max(size - 2, 1) for size in sizes])  # two special tokens
+    with packed_inputs():
+        features = model.preprocess(["a " * max(size - 2, 1) for size in sizes])  # two special tokens
     device = next(model.parameters()).device
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in features.items()}
 

@@ -20,7 +20,7 @@ from sentence_transformers.base.model import BaseModel
 from torch import Tensor
 
 from tilefold.integrations.sentence_transformers._batch import encode_features, prune
-from tilefold.integrations.sentence_transformers._packed_inputs import PackedInputs
+from tilefold.integrations.sentence_transformers._packed_inputs import PackedInputs, packed_inputs
 from tilefold.integrations.sentence_transformers._pooling import sparse_scores
 from tilefold.modules.fused_pooling import SparseOptions
 from tilefold.ops.lsr_head.rows import CapacityRows
@@ -147,7 +147,8 @@ class TextStream(ABC):
     def _probed(self) -> tuple[bool, dict[str, Any]]:
         """Whether ``preprocess`` gives packed tokens and nothing else, and the features that are no tensors."""
         try:
-            features = self.model.preprocess(["a"], prompt=self.prompt, **self.task)
+            with packed_inputs():
+                features = self.model.preprocess(["a"], prompt=self.prompt, **self.task)
         except Exception:  # told where texts are encoded
             return False, {}
         tensors = {key for key, value in features.items() if isinstance(value, Tensor)}
@@ -187,10 +188,11 @@ class TextStream(ABC):
     def _begin(self, texts: list[str]) -> Callable[[], dict[str, Any]] | None:
         try:
             begin = getattr(self._tokenised, "begin", None)
-            if begin is None:
-                features = self._tokenised(texts, prompt=self.prompt, **self.task)
-                return lambda: features
-            begun: Callable[[], dict[str, Any]] = begin(texts, prompt=self.prompt, **self.task)
+            with packed_inputs():
+                if begin is None:
+                    features = self._tokenised(texts, prompt=self.prompt, **self.task)
+                    return lambda: features
+                begun: Callable[[], dict[str, Any]] = begin(texts, prompt=self.prompt, **self.task)
         except Exception:  # told when they are encoded one by one
             return None
         return begun
@@ -220,7 +222,7 @@ class TextStream(ABC):
 
     def _preprocessed(self, texts: list[str]) -> dict[str, Any] | None:
         try:
-            with self._lock:
+            with self._lock, packed_inputs():
                 features: dict[str, Any] = self._tokenised(texts, prompt=self.prompt, **self.task)
         except Exception:  # told when they are encoded one by one
             return None
@@ -285,7 +287,7 @@ class TextStream(ABC):
             yield from self._again(half, whole=True)
 
     def _plain(self, texts: list[str]) -> Any:
-        with self._lock:
+        with self._lock, packed_inputs():
             features = self.model.preprocess(texts, prompt=self.prompt, **self.task)
         return self._pending(features, again=True)
 

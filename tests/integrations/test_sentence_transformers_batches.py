@@ -1,0 +1,246 @@
+"""Batches on their way from a data loader to an accelerated model: streamed, cut, merged, counted in model cards."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from sentence_transformers import SparseEncoder, SparseEncoderTrainer
+from sentence_transformers.sparse_encoder.losses import SparseMarginMSELoss, SpladeLoss
+from tokenizers.processors import TemplateProcessing
+
+from tests.integrations.multi_vector_models import NEGATIVES, POSITIVES, QUERIES, build_colbert, needs_stock
+from tests.integrations.splade_models import TEXTS, assert_close, build_tiny_splade, five_steps
+from tests.integrations.test_sentence_transformers_packed import (
+    PAIRS,
+    assert_same,
+    gradients_of,
+    splade_loss,
+    without_dropout,
+)
+from tilefold.integrations.sentence_transformers import accelerate, collate_ahead, encode_sparse
+from tilefold.integrations.sentence_transformers._packed_inputs import packed_inputs
+from tilefold.integrations.sentence_transformers.multi_vector import colbert_kd_scores, colbert_scores
+
+FIVE = PAIRS.select(range(5))  # a batch of 4, and one of 1
+LABELLED = FIVE.add_column("negative", [f"no {text}" for text in FIVE["anchor"]]).add_column("label", [0.1, 1, 2, 3, 4])
+
+
+@pytest.fixture(scope="module")
+def tiny(tokenizer_folder: Path) -> SparseEncoder:
+    return without_dropout(build_tiny_splade("bert", tokenizer_folder))
+
+
+def forwards_of(model: Any) -> list[int]:
+    """Grows with every forward of the encoder, by the number of its rows: 1 where tokens are packed."""
+    runs: list[int] = []
+    model[0].model.get_input_embeddings().register_forward_pre_hook(lambda _, ids: runs.append(ids[0].size(0)))
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "split", "streamed", "data"),
+    [
+        (None, False, True, FIVE),  # the default: Hugging Face's accelerate cuts the batches of a stream
+        (None, False, True, LABELLED),
+        (None, True, True, FIVE),
+        (True, False, False, FIVE),
+        (False, False, True, FIVE),
+    ],
+)
+def test_batches_that_a_loader_cuts_give_the_losses_of_the_stock_model(
+    dispatch: bool | None, split: bool, streamed: bool, data: Dataset, tiny: SparseEncoder, tmp_path: Path
+) -> None:
+    results, runs = [], []
+    for fused in (False, True):
+        model = copy.deepcopy(tiny)
+        if fused:
+            assert accelerate(model).padded == {}
+            runs = forwards_of(model)
+        how = {"dispatch_batches": dispatch, "split_batches": split}
+        loss = splade_loss(model)
+        if data is LABELLED:
+            loss = SpladeLoss(model, SparseMarginMSELoss(model), 3e-3, 5e-3)
+        given = data.to_iterable_dataset() if streamed else data
+        trainer = SparseEncoderTrainer(
+            model=model,
+            args=five_steps(tmp_path, max_steps=3, accelerator_config=how),
+            train_dataset=given,
+            eval_dataset=given,
+            loss=loss,
+        )
+        trainer.train()
+        results.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        results[-1].append(trainer.evaluate()["eval_loss"])
+    assert len(results[1]) == 4 and results[1] == pytest.approx(results[0], rel=1e-4)
+    assert set(runs) == {1}
+
+
+@needs_stock
+def test_a_multi_vector_model_trains_on_a_stream(tmp_path: Path) -> None:
+    from sentence_transformers import MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
+    from sentence_transformers.multi_vector_encoder.losses import MultiVectorMultipleNegativesRankingLoss
+
+    rows = Dataset.from_dict({"query": QUERIES, "answer": POSITIVES, "negative": NEGATIVES})
+    results = []
+    for fused in (False, True):
+        model = without_dropout(build_colbert())
+        if fused:
+            accelerate(model)
+        given = {name: value for name, value in five_steps(tmp_path).to_dict().items() if name in
+                 ("learning_rate", "logging_steps", "save_strategy", "report_to", "use_cpu", "seed")}  # fmt: skip
+        arguments = MultiVectorEncoderTrainingArguments(
+            str(tmp_path), max_steps=2, per_device_train_batch_size=3, disable_tqdm=True, **given
+        )
+        trainer = MultiVectorEncoderTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=rows.to_iterable_dataset(),
+            loss=MultiVectorMultipleNegativesRankingLoss(model, similarity_fct=colbert_scores),
+        )
+        trainer.train()
+        results.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(results[1]) == 2 and results[1] == pytest.approx(results[0], rel=1e-4)
+
+
+def test_packed_features_that_somebody_cut_are_refused(tiny: SparseEncoder) -> None:
+    model = copy.deepcopy(tiny)
+    accelerate(model)
+    with packed_inputs():
+        whole = model.preprocess(TEXTS)
+    cut = {key: value[:1] if isinstance(value, torch.Tensor) else value for key, value in whole.items()}
+    with pytest.raises(ValueError, match="must hold all offsets of their sequences, got 0 sequences"):
+        model(cut)
+
+
+def test_a_trainer_whose_batches_are_cut_collates_nothing_ahead(tiny: SparseEncoder, tmp_path: Path) -> None:
+    model = copy.deepcopy(tiny)
+    accelerate(model)
+    arguments = five_steps(tmp_path, accelerator_config={"dispatch_batches": True})
+    trainer = SparseEncoderTrainer(model=model, args=arguments, train_dataset=PAIRS, loss=splade_loss(model))
+    with pytest.raises(ValueError, match="dispatch_batches must not be True"):
+        collate_ahead(trainer)
+
+
+def test_a_mask_with_holes_runs_padded_as_in_the_stock_model(tiny: SparseEncoder) -> None:
+    model = copy.deepcopy(tiny).eval()
+    features = model.preprocess(TEXTS)
+    features["attention_mask"][1, 3] = 0
+    expected = model(dict(features))["sentence_embedding"]
+    accelerate(model)
+    runs = forwards_of(model)
+    assert_close(model(dict(features))["sentence_embedding"], expected, 1e-5)
+    assert runs == [len(TEXTS)]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_columns_of_documents_go_through_the_encoder_together(cached: bool, tiny: SparseEncoder) -> None:
+    documents = [[f"{text} {place}" for text in PAIRS["positive"]] for place in "abcd"]
+    results, counts = [], []
+    for fused in (False, True):
+        model = copy.deepcopy(tiny)
+        if fused:
+            accelerate(model)
+        runs = forwards_of(model)
+        columns = [model.preprocess(list(texts)) for texts in (PAIRS["anchor"], *documents)]
+        results.append(gradients_of(model, splade_loss(model, cached=cached), columns))
+        counts.append(len(runs))
+    assert_same(results[1], results[0])
+    assert counts[1] == counts[0] and (cached or counts == [2, 2])
+
+
+@needs_stock
+def test_distillation_with_many_documents_takes_two_forwards() -> None:
+    from sentence_transformers.multi_vector_encoder.losses import MultiVectorDistillKLDivLoss
+
+    results, counts = [], []
+    for fused in (False, True):
+        model = without_dropout(build_colbert())
+        if fused:
+            accelerate(model)
+        runs = forwards_of(model)
+        texts = [QUERIES, *([f"{text} {place}" for text in POSITIVES] for place in range(32))]
+        columns = [model.preprocess(column, task="document" if i else "query") for i, column in enumerate(texts)]
+        loss = MultiVectorDistillKLDivLoss(model, **({"similarity_fct": colbert_kd_scores} if fused else {}))
+        value = loss(columns, torch.arange(128.0).view(4, 32).sin())
+        results.append(value.item())
+        counts.append(len(runs))
+    assert results[1] == pytest.approx(results[0], rel=1e-4) and counts == [2, 2]
+
+
+def test_a_model_card_counts_tokens(tiny: SparseEncoder) -> None:
+    model = copy.deepcopy(tiny)
+    model.model_card_data.register_model(model)
+    stock = model.model_card_data._compute_column_stats(PAIRS, "anchor")
+    accelerate(model)
+    assert model.model_card_data._compute_column_stats(PAIRS, "anchor") == stock
+    assert stock["data"]["min"].endswith("tokens")
+
+
+@needs_stock
+def test_a_multi_vector_model_without_its_mask_module_stays_padded_with_a_reason() -> None:
+    from sentence_transformers import MultiVectorEncoder
+
+    whole = build_colbert()
+    model = MultiVectorEncoder(modules=[whole[0], whole[1], whole[3]], device="cpu")
+    expected = model.encode_document(POSITIVES)
+    for check in (True, False):
+        with pytest.warns(UserWarning, match="takes packed tokens with a MultiVectorMask only"):
+            assert accelerate(model, check=check).padded.keys() == {"BertModel"}
+    for got, right in zip(model.encode_document(POSITIVES), expected, strict=True):
+        assert_close(torch.as_tensor(got), torch.as_tensor(right), 1e-5)
+
+
+def test_a_short_limit_hides_no_disagreement_from_the_check(tokenizer_folder: Path) -> None:
+    model = build_tiny_splade("bert", tokenizer_folder)
+    model.tokenizer.padding_side = "left"  # positions of a padded batch then begin anywhere
+    model.max_seq_length = 3
+    expected = model.encode(TEXTS).to_dense()
+    files = model.tokenizer.backend_tokenizer.to_str()
+    with pytest.warns(UserWarning, match="disagree by"):
+        assert accelerate(model).padded.keys() == {"BertForMaskedLM"}
+    assert model.tokenizer.backend_tokenizer.to_str() == files and model.max_seq_length == 3
+    assert_close(model.encode(TEXTS).to_dense(), expected, 1e-5)
+
+
+def without_special_tokens(model: Any) -> Any:
+    model.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+    return model
+
+
+def test_texts_without_tokens_have_rows_of_zeros_and_gradients(tokenizer_folder: Path) -> None:
+    model = without_special_tokens(without_dropout(build_tiny_splade("roberta", tokenizer_folder)))
+    texts = ["fox fox", " ", "", "a"]
+    full = model.encode(["fox fox", "a"]).to_dense()
+    accelerate(model)
+    for rows in (
+        model.encode(texts, batch_size=2).to_dense(),
+        torch.cat([model.encode(texts[i]).to_dense()[None] for i in range(4)]),
+        encode_sparse(model, texts, batch_size=1).to_dense(),
+        encode_sparse(model, texts * 9).to_dense()[:4],
+    ):
+        assert_close(rows[[0, 3]], full, 1e-5)
+        assert not rows[1:3].any()
+    columns = [model.preprocess(column) for column in (["", " "], ["a list", "b"])]
+    value, gradients = gradients_of(model, splade_loss(model), columns)
+    assert 0 < value < float("inf") and all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+@needs_stock
+def test_texts_without_tokens_have_no_vectors() -> None:
+    from sentence_transformers.multi_vector_encoder.losses import MultiVectorMultipleNegativesRankingLoss
+
+    model = without_special_tokens(build_colbert())
+    accelerate(model)
+    texts = ["fox fox", " ", "", "a"]
+    for size in (1, 2, 3, 4):
+        assert [len(found) for found in model.encode_document(texts, batch_size=size)] == [2, 0, 0, 1]
+    assert model.encode_query([""])[0].shape == (0, 48)
+    columns = [model.preprocess(column, task=task) for column, task in ((["a", "b"], "query"), (["", ""], "document"))]
+    loss = MultiVectorMultipleNegativesRankingLoss(model, similarity_fct=colbert_scores)(columns, None)
+    loss.backward()
+    assert loss.isfinite()
