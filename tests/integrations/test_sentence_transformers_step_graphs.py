@@ -232,9 +232,19 @@ def test_what_a_graph_cannot_follow_is_noticed(transformer: Any) -> None:
     def dropped() -> None:
         layer.output.dropout.p = 0.5
 
-    for change in (lambda: None, moved, frozen, dropped, transformer.eval):
-        change()
-        assert graphs(features) is None and graphs(features) is not None, change
+    def in_tf32() -> None:
+        torch.backends.cuda.matmul.allow_tf32 = True
+
+    def deterministic() -> None:
+        torch.use_deterministic_algorithms(True)
+
+    try:
+        for change in (lambda: None, moved, frozen, dropped, in_tf32, deterministic, transformer.eval):
+            change()
+            assert graphs(features) is None and graphs(features) is not None, change
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.use_deterministic_algorithms(False)
     transformer.train()
     layer.output.dropout.p = 0.0
     graphs(features)

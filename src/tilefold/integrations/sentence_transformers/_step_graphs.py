@@ -28,6 +28,7 @@ from tilefold.integrations.sentence_transformers._graph_capture import (
     fresh_leaves,
     sizes_for,
 )
+from tilefold.ops.implementations import tf32_allowed
 
 LIMIT = 16  # graphs that are kept; each has its inputs and outputs to itself and shares all other memory
 
@@ -37,9 +38,9 @@ class StepGraphs:
 
     A batch runs without a graph if its size is new, if an output of a graph still waits for its backward pass, without
     gradients, with gradient checkpointing, with hooks on the network's modules, on a CPU, and with sharded parameters.
-    Other parameters, buffers, modes, dropout rates or autocast are noticed, and new graphs captured. Gradients are for
-    ``backward()``, which copies them into ``grad``: those that ``torch.autograd.grad`` returns are overwritten by the
-    next step.
+    Other parameters, buffers, modes, dropout rates, autocast, TF32 or deterministic algorithms are noticed, and new
+    graphs captured. Gradients are for ``backward()``, which copies them into ``grad``: those that
+    ``torch.autograd.grad`` returns are overwritten by the next step.
 
     Args:
         transformer: the ``Transformer`` of sentence-transformers, whose own forward is captured.
@@ -133,7 +134,8 @@ class StepGraphs:
         modules = [module.training for module in model.modules()]
         rates = [getattr(module, name, None) for module, name in self._rates]
         autocasts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        return addresses, modules, rates, autocasts
+        switches = tf32_allowed(torch.float32), torch.are_deterministic_algorithms_enabled()
+        return addresses, modules, rates, autocasts, switches
 
     def _captured(self, needed: tuple[int, int, int], features: dict[str, Any]) -> Sizes | None:
         """Sizes of a new graph, when a pack of about these is met for the second time."""
