@@ -86,8 +86,12 @@ def create_app(
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(Guard, service=service, api_key=api_key, local=local)
     if origins:  # the last one is asked first: before it sends a key, a browser asks whether it may
-        allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["authorization", "content-type"]}
-        app.add_middleware(CORSMiddleware, allow_origins=list(origins), **allowed)
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+        )
     return app
 
 

@@ -16,7 +16,7 @@ _PARTS = {
     "inference_duration": "Seconds in the model",
 }
 _OF = {
-    "request": "of a request; its parts are means of its inputs",
+    "request": "of a request, where its inputs differ their mean",
     "embed": "of an input that was encoded",
     "predict": "of a text that was scored with a query",
 }
