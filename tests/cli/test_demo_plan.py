@@ -127,6 +127,7 @@ def test_a_mean_has_the_standard_error_of_its_sample() -> None:
     values = [0.0, 1.0, 0.5, 0.25, 1.0]
     assert mean_and_error(values) == pytest.approx((0.55, statistics.stdev(values) / math.sqrt(5)))
     assert mean_and_error([0.7]) == (0.7, 0.0)
+    assert mean_and_error([3.09] * 11)[1] == 0.0, "whose mean is another number, by a rounding"
 
 
 def test_a_difference_is_paired_by_query_and_says_when_it_may_be_chance() -> None:

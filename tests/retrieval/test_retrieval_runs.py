@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,9 @@ def test_chosen_weights_are_the_best_of_the_grid() -> None:
     assert weights == (0.0, 1.0)
     with pytest.raises(ValueError, match="expected 1 to 300 combinations of weights, got 1001 for 5 runs"):
         choose_weights([wrong] * 5, qrels)
+    for step in (0.0, 0.3, math.nan, 2.0):
+        with pytest.raises(ValueError, match="step: expected 1 divided by a whole number"):
+            choose_weights([wrong, right], qrels, step=step)
 
 
 def test_evaluation_follows_the_hand_computation() -> None:
@@ -163,6 +167,13 @@ def test_what_would_end_or_mislead_the_evaluating_library_is_refused_or_harmless
         evaluate({"q": {"a": 1.0}}, {"q": {"a": 1.5}})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=r"grades and gains are at most 1,000,000"):
         check_measures(["nDCG(gains={1: 4611686018427387904})@10"])
+
+
+@pytest.mark.skipif(shutil.which("perl") is None, reason="gdeval is a Perl program")
+def test_what_gdeval_cannot_read_is_an_error_of_the_measures() -> None:
+    for document, grade in (("a", 5), ("a b", 1)):
+        with pytest.raises(ValueError, match=r"measures: .* failed with code .* up to 4, and ids without white space"):
+            evaluate({"q": {document: 1.0}}, {"q": {document: grade}}, ["ERR@10"])
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

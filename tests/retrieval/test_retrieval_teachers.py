@@ -147,6 +147,14 @@ def test_the_ensemble_is_the_sum_by_hand() -> None:
             ensemble(rows, given, **options)
     with pytest.raises(ValueError, match="expected scores that differ"):
         ensemble(rows, made(one=[1, 1, 1, 1])[1], like="one")
+    names = [f"d{i}" for i in range(7)]
+    seven = TrainingRows(
+        ["a"], names, np.array([0, 7]), np.arange(7, dtype=np.int32), np.arange(7) == 0, np.zeros(7, np.int32),
+        np.full(7, np.nan, np.float32),
+    )  # fmt: skip
+    equal = {name: np.full(7, value, np.float32) for name, value in (("one", 1e-3), ("two", 0.2), ("three", 0.1))}
+    with pytest.raises(ValueError, match="expected scores that differ"):  # their deviation is a rounding, and not 0
+        ensemble(seven, equal, normalization="none", like="one")
 
 
 def test_relevant_documents_that_lack_a_row_get_one(rows: TrainingRows) -> None:

@@ -41,16 +41,15 @@ def per_query(run: Mapping[str, Mapping[str, float]], qrels: dict[str, dict[str,
     """The measure of every judged query, sorted by query id."""
     from tilefold.retrieval.evaluation import evaluate_per_query  # noqa: PLC0415 - heavy
 
-    mine = {query: scores for query, scores in run.items() if query in qrels}
-    table = evaluate_per_query(mine, qrels, (measure,))
+    table = evaluate_per_query(run, qrels, (measure,))
     return [table[query][measure] for query in sorted(table)]
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and its standard error, from the sample standard deviation; 0 for a single value."""
+    """Mean and its standard error, from the sample standard deviation; 0 for equal values."""
     count = len(values)
     mean = math.fsum(values) / count
-    if count < 2:
+    if min(values) == max(values):  # from which their mean may differ, by a rounding
         return mean, 0.0
     return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) / count)
 

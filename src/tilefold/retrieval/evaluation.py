@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,11 +84,21 @@ def evaluate_per_query(
     }
     grades = {number: _countable(judged[query_id], found.get(number, {})) for number, query_id in numbered.items()}
     if found:
-        for metric in ir_measures.iter_calc(list(dict.fromkeys(parsed)), grades, found):
+        for metric in _computed(ir_measures, parsed, grades, found):
             for name, measure in zip(measures, parsed, strict=True):  # two names may denote one measure
                 if measure == metric.measure:
                     table[numbered[metric.query_id]][name] = float(metric.value)
     return table
+
+
+def _computed(ir_measures: Any, parsed: list[Any], grades: _QrelsLike, run: _RunLike) -> list[Any]:
+    try:
+        return list(ir_measures.iter_calc(list(dict.fromkeys(parsed)), grades, run))
+    except subprocess.CalledProcessError as error:  # gdeval.pl
+        raise ValueError(
+            f"measures: TREC's program for ERR and nDCG(dcg='exp-log2') failed with code {error.returncode}; it takes "
+            "grades up to 4, and ids without white space. Leave these measures out, or change grades or ids."
+        ) from error
 
 
 def check_answers(name: str, run: _RunLike, qrels: _QrelsLike) -> None:

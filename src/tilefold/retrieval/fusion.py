@@ -92,7 +92,7 @@ def reciprocal_rank_fusion(runs: Sequence[Run], k: int = 60) -> Run:
 def _check(runs: Sequence[Run], weights: Sequence[float] | None, k: int) -> Sequence[float]:
     if not runs:
         raise ValueError("runs: expected at least one run, got none.")
-    if k < 1:
+    if not k >= 1:
         raise ValueError(f"k: expected at least 1, got {k}.")
     for run in runs:
         check_text_ids("runs", run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 from tilefold.retrieval.evaluation import check_answers, evaluate
@@ -28,12 +29,14 @@ def choose_weights(
     The measure is in sample: report other queries.
 
     Raises:
-        ValueError: so many runs, or so small a step, that there are more than 300 combinations; no run; a run that
-            answers no judged query.
+        ValueError: a step that does not divide 1; so many runs, or so small a step, that there are more than 300
+            combinations; no run; a run that answers no judged query.
     """
     for number, run in enumerate(runs):
         check_answers(f"runs[{number}]", run, qrels)
-    parts = round(1 / step)
+    parts = round(1 / step) if 0 < step <= 1 else 0
+    if not math.isclose(parts * step, 1):
+        raise ValueError(f"step: expected 1 divided by a whole number, such as 0.1, got {step!r}.")
     mine = [{query: run[query] for query in qrels if query in run} for run in runs]
     grid = [counts for counts in itertools.product(range(parts + 1), repeat=len(runs)) if sum(counts) == parts]
     if not grid or len(grid) > MAX_TRIALS:
