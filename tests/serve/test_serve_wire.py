@@ -205,7 +205,7 @@ def test_the_routes_are_described_as_a_page_and_as_json_at_both_addresses(sparse
         text = page.raw.decode()
         assert (
             "<code>/embed_sparse</code>" in text
-            and "offsets: &#x27;bytes&#x27; | &#x27;characters&#x27; = bytes" in text
+            and "offsets: &quot;bytes&quot; | &quot;characters&quot; = &quot;bytes&quot;" in text
         )
         assert "<script" not in text and "://" not in text and "default-src 'none'" in str(page.headers)
         assert client.get("/page.css").status == 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
@@ -39,15 +40,18 @@ def _page(schema: Mapping[str, Any]) -> Iterator[str]:
     title = escape(f"{info['title']} {info['version']}")
     yield f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
     yield f'<link rel="stylesheet" href="page.css"><main><h1>{title}</h1><p>{escape(info["description"])}</p>'
-    yield f'<p>The routes below exist under {" and ".join(_MOUNTED)} too. <a href="openapi.json">openapi.json</a></p>'
+    yield f'<p>Routes of models exist under {" and ".join(_MOUNTED)} too. <a href="openapi.json">openapi.json</a></p>'
     for path, methods in schema["paths"].items():
         for method, route in methods.items() if not path.startswith(_MOUNTED) else ():
             yield f"<h2>{escape(method.upper())} <code>{escape(path)}</code></h2><p>{escape(route['summary'])}</p>"
             body = route.get("requestBody", {"content": {JSON: {"schema": {}}}})["content"][JSON]["schema"]
-            for name, field in body.get("properties", {}).items():
-                default = f" = {field['default']}" if "default" in field else ""
-                yield f"<p><code>{escape(name)}: {escape(_kind(field) + default)}</code></p>"
+            fields = (f"{name}: {_kind(field)}{_default(field)}" for name, field in body.get("properties", {}).items())
+            yield f"<p><code>{'<br>'.join(map(escape, fields))}</code></p>"
     yield "</main></html>"
+
+
+def _default(field: Mapping[str, Any]) -> str:
+    return f" = {json.dumps(field['default'])}" if "default" in field else ""
 
 
 def _kind(field: Mapping[str, Any]) -> str:
@@ -56,7 +60,7 @@ def _kind(field: Mapping[str, Any]) -> str:
     if several:
         return " | ".join(map(_kind, several))
     if "enum" in field:
-        return " | ".join(map(repr, field["enum"]))
+        return " | ".join(map(json.dumps, field["enum"]))
     if field.get("type") == "array":
         return f"list of ({_kind(field.get('items', {}))})"
     return str(field.get("type", "any"))
