@@ -112,7 +112,7 @@ def _app() -> Any:
         train,
         warmup,
     )
-    from tilefold.cli._root import root
+    from tilefold.cli._root import Command, root
 
     app = typer.Typer(
         name="tilefold",
@@ -140,7 +140,7 @@ def _app() -> Any:
         warmup.warmup,
         info.info,
     ):
-        app.command()(verb)
+        app.command(cls=Command)(verb)
     return app
 
 

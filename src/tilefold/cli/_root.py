@@ -1,18 +1,37 @@
-"""Options before the command's name."""
+"""Options before the command's name, and how every command reads its own."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from tilefold._version import __version__
+from tilefold.cli._common import UsageError
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"tilefold {__version__}")
         raise typer.Exit
+
+
+class Command(TyperCommand):
+    """A command whose options may be given once each, but for lists: the last of several would win in silence."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """The arguments that are left, as click returns them.
+
+        Raises:
+            UsageError: an option was given twice.
+        """
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        for at, parameter in enumerate(given):
+            if parameter in given[:at] and not getattr(parameter, "multiple", False):
+                names = "/".join((*parameter.opts, *parameter.secondary_opts))
+                raise UsageError(f"{names}: expected once, got it twice: leave one out.")
+        return super().parse_args(ctx, args)
 
 
 def root(
