@@ -72,11 +72,15 @@ def print_json(value: Any) -> None:
 
 
 @contextmanager
-def progress_bar(text: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Progress on stderr, a bar on a terminal and else a line per minute; yields a function of (done, total, note)."""
+def progress_bar(text: str, *, resumes: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+    """Progress on stderr, a bar on a terminal and else a line per minute; yields a function of (done, total, note).
+
+    Where the work `resumes`, what the first call reports was done by an earlier run, and a line says so.
+    """
     console = stderr()
     if not console.is_terminal:
-        yield _line_per_minute(text)
+        update = _line_per_minute(text)
+        yield _saying_resumed(text, update, console) if resumes else update
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -90,10 +94,27 @@ def progress_bar(text: str) -> Iterator[Callable[[int, int, str], None]]:
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(text, total=None, note="")
 
-        def update(done: int, total: int, note: str = "") -> None:
+        def show(done: int, total: int, note: str = "") -> None:
             progress.update(task, completed=done, total=total, note=note)
 
-        yield update
+        yield _saying_resumed(text, show, progress.console) if resumes else show
+
+
+def _saying_resumed(
+    text: str, update: Callable[[int, int, str], None], console: Console
+) -> Callable[[int, int, str], None]:
+    begun = False
+
+    def updated(done: int, total: int, remark: str = "") -> None:
+        nonlocal begun
+        if done and not begun:
+            how = "resumes: " if done < total else "has nothing left to do: "
+            line = f"{text} {how}{done:,} of {total:,} were done before (--fresh does them again)"
+            console.print(line, markup=False, highlight=False)
+        begun = True
+        update(done, total, remark)
+
+    return updated
 
 
 def _line_per_minute(text: str) -> Callable[[int, int, str], None]:

@@ -30,7 +30,7 @@ def train(
         typer.Option(help="minilm (the usual default), a folder, or a Hugging Face name of a fitting model."),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Training steps; by default --epochs decides, 0 saves the untrained start.")
+        int | None, typer.Option(help="Training steps; by default --epochs decides, 0 saves the model as it starts.")
     ] = None,
     epochs: Annotated[float | None, typer.Option(help=f"Passes over the training pairs; {_OWN}.")] = None,
     batch_size: Annotated[int | None, typer.Option(help=f"Pairs per step; {_OWN}.")] = None,
@@ -121,8 +121,10 @@ def train(
         _common.print_json(asdict(result))
         return
     how = "already trained" if result.reused else f"trained {result.steps} steps in {result.seconds:.0f} s"
+    if result.resumed_from and not result.reused:
+        how = f"trained {result.steps} steps, those after step {result.resumed_from} in {result.seconds:.0f} s"
     if not result.steps:
-        how = "untrained start"
+        how = f"no step of training, {config.base_model} as this recipe starts from it"
     loss = "" if result.loss is None else f", loss {result.loss:.3f}"
     typer.echo(f"{how}{loss}: {result.model_dir}")
     late = type(config).__name__ == "ColbertRecipe"
@@ -147,9 +149,12 @@ def _train(
         _models.find_model(config.base_model, "--model")
     collection = _common.load_data(data, drop_unknown=drop_unknown)
     _common.keeps(lambda: newest_step(output) is not None)
-    with _common.progress_bar("training") as update:
+    before = [newest_step(output) or 0] if resume else [0]  # reported once, with the first step
+    with _common.progress_bar("training", resumes=True) as update:
 
         def progress(step: int, steps: int, loss: float | None) -> None:
+            if before:
+                update(before.pop(), steps, "")
             update(step, steps, "" if loss is None else f"loss {loss:.3f}")
 
         return catalogue.train(

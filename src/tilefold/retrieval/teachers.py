@@ -121,7 +121,7 @@ def score_rows(
         collection: has their texts.
         work: a folder, made when missing; what it holds of other models, texts or rows is not touched.
         batch_size: texts or pairs at a time.
-        progress: called as ``progress(done, total)`` in pairs or documents.
+        progress: called as ``progress(done, total)`` in pairs or documents, first with what was done before.
 
     Raises:
         DataError: a text that cannot be encoded, or a score that is not finite; names it.
@@ -137,7 +137,9 @@ def score_rows(
     column = folder / f"{digest.hexdigest()[:16]}.npy"
     report = progress or (lambda done, total: None)
     scores = _kept(column, len(rows))
-    if scores is None:
+    if scores is not None:
+        report(len(rows), len(rows))
+    else:
         scores = _SCORERS[teacher.kind](teacher, task, folder / f"{texts_key}-documents", column, batch_size, report)
         bad = np.flatnonzero(~np.isfinite(scores))
         if bad.size:
@@ -169,9 +171,12 @@ def _cross_encoder(
 
     n = len(task.query)
     scores = np.zeros(n, np.float32)
-    for low in range(0, n, SHARD):
-        part, file = slice(low, min(low + SHARD, n)), column.with_suffix(f".{low:012d}.npy")
-        shard = _kept(file, part.stop - part.start)
+    files = {low: column.with_suffix(f".{low:012d}.npy") for low in range(0, n, SHARD)}
+    kept = {low: _kept(file, min(SHARD, n - low)) for low, file in files.items()}
+    done = sum(len(shard) for shard in kept.values() if shard is not None)
+    report(done, n)
+    for low, file in files.items():
+        part, shard = slice(low, min(low + SHARD, n)), kept[low]
         if shard is None:
             pairs = [
                 (task.queries[str(q)], task.documents[str(d)])
@@ -182,14 +187,16 @@ def _cross_encoder(
             )
             shard = np.asarray(given, np.float32)
             _keep(file, shard)
+            done += len(shard)
+            report(done, n)
         scores[part] = shard
-        report(part.stop, n)
     return scores
 
 
 def _dense(teacher: Teacher, task: _Task, folder: Path, column: Path, batch_size: int, report: Progress) -> Floats:
     from tilefold.retrieval.dense import encode_dense  # noqa: PLC0415 - loads torch
 
+    report(0, len(task.documents))
     documents = encode_dense(teacher.model, task.documents, kind="document", batch_size=batch_size, progress=report)
     queries = encode_dense(teacher.model, task.queries, kind="query", batch_size=batch_size)
     scores = [
