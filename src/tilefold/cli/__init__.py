@@ -33,13 +33,14 @@ def _run(args: list[str], debug: bool) -> int:
     except ImportError:
         sys.stderr.write('Error: the tilefold command needs typer and rich: pip install "tilefold[cli]"\n')
         return 1
-    from tilefold.cli._common import keeps
+    from tilefold.cli._common import keeps, saying_cuts
     from tilefold.cli._several import given
 
     keeps(None)
     given[:] = [*args, *(["--debug"] if debug else [])]
     try:
-        outcome = typer.main.get_command(_app())(args, prog_name="tilefold", standalone_mode=False)
+        with saying_cuts():
+            outcome = typer.main.get_command(_app())(args, prog_name="tilefold", standalone_mode=False)
         code = outcome if isinstance(outcome, int) else 0
     except typer.Exit as leave:
         code = leave.exit_code

@@ -158,6 +158,17 @@ def heartbeat(text: str) -> Iterator[None]:
         thread.join()
 
 
+@contextmanager
+def saying_cuts() -> Iterator[None]:
+    """Say at the end of a command which texts were cut at what its models read of a text."""
+    from tilefold.pipeline.truncated import tallied
+
+    with tallied() as tally:
+        yield
+    for line in tally.lines():
+        note(line)
+
+
 _kept: list[Callable[[], bool]] = []
 
 

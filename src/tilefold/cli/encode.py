@@ -154,6 +154,11 @@ def _nothing(done: int, total: int, remark: str) -> None:
 
 def _print(manifest: Any, output: Path, as_json: bool) -> None:
     """What is in the folder, and what is not."""
+    from tilefold.retrieval._shards import tell_cut
+
+    tell_cut(manifest)
+    if not manifest.truncated:
+        _common.note("an earlier version wrote a part and did not count the texts that were cut; --fresh counts them")
     result, failed = {"output": str(output), "n": manifest.n_documents, "kind": manifest.kind}, manifest.failed
     if hasattr(manifest, "vocab_size"):
         nonzeros = sum(shard["nonzeros"] for shard in manifest.shards)
@@ -168,7 +173,7 @@ def _print(manifest: Any, output: Path, as_json: bool) -> None:
         line = f"token vectors of {manifest.n_documents} texts, {each} each on average: {output}"
     if as_json:
         counts = {"shards": len(manifest.shards), "texts": manifest.n_texts}
-        _common.print_json(result | counts | {"failed": failed})
+        _common.print_json(result | counts | {"truncated": manifest.truncated, "failed": failed})
         return
     typer.echo(line)
     typer.echo(f"{manifest.n_texts} texts = {manifest.n_documents} encoded + {len(failed)} not encoded")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tilefold.cli import _common, _models, _recipes
+from tilefold.pipeline.truncated import Truncation, tell
 
 _OWN = "by default the recipe's"
 
@@ -115,6 +116,8 @@ def train(
             f"warning: the ranking loss rose from {result.first_ranking_loss:.3f} to {result.ranking_loss:.3f}: the "
             "model did not learn; train with a smaller --lr"
         )
+    for found in result.truncated:
+        tell("training text", found["texts"], Truncation(count=found["count"], max_length=found["max_length"]))
     for text in result.warnings:
         _common.note(f"warning: {text}")
     if as_json:

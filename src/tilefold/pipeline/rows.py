@@ -25,6 +25,7 @@ class SparseBatch(NamedTuple):
         columns: int32 ``[sum(counts)]``, rising in each row.
         values: ``[sum(counts)]``.
         vocab_size: V.
+        cut: how many of the texts were cut by the tokenizer.
     """
 
     window: int
@@ -33,6 +34,7 @@ class SparseBatch(NamedTuple):
     columns: Tensor
     values: Tensor
     vocab_size: int
+    cut: int = 0
 
     def alone(self, row: int) -> SparseBatch:
         """One of its texts."""
@@ -52,18 +54,20 @@ def part_of(counts: Tensor, row: int) -> slice:
 
 
 class FailedText(NamedTuple):
-    """A text that could not be encoded, alone too."""
+    """A text that could not be encoded, alone too; it may have been cut before that."""
 
     window: int
     place: int
     error: Exception
+    cut: int = 0
 
 
 class WindowEnd(NamedTuple):
-    """Everything of a window, which held so many texts, was given before."""
+    """Everything of a window, which held so many texts, was given before; `max_length` tokens were read of a text."""
 
     window: int
     texts: int
+    max_length: int | None = None
 
 
 class Begun(NamedTuple):

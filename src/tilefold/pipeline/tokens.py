@@ -22,6 +22,7 @@ class TokenBatch(NamedTuple):
         finite: bool ``[T]``.
         values: ``[T, D]`` as they are stored.
         scales: ``[T]`` of int8 values, else None.
+        cut: how many of the texts were cut by the tokenizer.
     """
 
     window: int
@@ -30,6 +31,7 @@ class TokenBatch(NamedTuple):
     finite: Tensor
     values: Tensor
     scales: Tensor | None = None
+    cut: int = 0
 
     def alone(self, row: int) -> TokenBatch:
         """One of its texts."""
@@ -70,11 +72,13 @@ class VectorBatch(NamedTuple):
         window: number of the window.
         places: of the texts in it, in the order of the vectors.
         vectors: of each text.
+        cut: how many of the texts were cut by the tokenizer.
     """
 
     window: int
     places: Sequence[int]
     vectors: list[Tensor]
+    cut: int = 0
 
 
 class PendingVectors:

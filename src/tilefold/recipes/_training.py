@@ -95,6 +95,8 @@ class TrainResult:
         bf16, fused: whether the run used them.
         first_ranking_loss, ranking_loss: loss without regularisers, of the first step of this call and the last ones.
         warnings: what went wrong in the training, and what to do about it.
+        truncated: ``{"texts", "count", "max_length"}`` for each length: texts that this call's steps read, repeated
+            ones too, and how many of them were cut there.
     """
 
     model_dir: str
@@ -108,6 +110,7 @@ class TrainResult:
     first_ranking_loss: float | None = None
     ranking_loss: float | None = None
     warnings: tuple[str, ...] = ()
+    truncated: tuple[dict[str, int | None], ...] = ()
 
     @property
     def exploded(self) -> bool:
@@ -119,12 +122,15 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class Losses:
-    """The mean loss of the steps that were logged last, the ranking loss of those and of the first step, warnings."""
+    """The mean loss of the steps that were logged last, the ranking loss of those and of the first step, warnings, and
+    what was cut of the texts.
+    """
 
     last: float | None = None
     ranking: float | None = None
     first_ranking: float | None = None
     warnings: tuple[str, ...] = ()
+    truncated: tuple[dict[str, int | None], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -207,7 +213,8 @@ def run_training(
     finished = run.finished(overwrite=options.overwrite, resume=options.resume)
     if finished is not None:
         now = {"seconds": time.monotonic() - started, "reused": True, "model_dir": str(output_dir)}
-        return TrainResult(**finished | now | {"warnings": tuple(finished.get("warnings", ()))})
+        lists = {name: tuple(finished.get(name, ())) for name in ("warnings", "truncated")}
+        return TrainResult(**finished | now | lists)
     check_graphs(recipe.graphs)
     checkpoint = run.open(resume=options.resume)
     with quiet_libraries(options.verbose):
@@ -233,6 +240,7 @@ def run_training(
             bf16=bf16,
             fused=recipe.fused,
             warnings=(made.note,) * bool(made.note) + losses.warnings,
+            truncated=losses.truncated,
         )
         with naming_full_disk(run.work_dir):
             run.finish(model, asdict(result))
@@ -277,7 +285,11 @@ def run_trainer(
     with _run.heeding_interrupts(watcher):
         trainer.train(resume_from_checkpoint=str(job.checkpoint.path) if job.checkpoint else None)
     said = graphs_warnings(trainer, job.recipe.graphs)
-    return Losses(watcher.loss, watcher.ranking_loss, watcher.first_ranking_loss, said)
+    cut = tuple(
+        {"texts": found.texts, "count": found.count, "max_length": found.max_length}
+        for found in trainer.data_collator.cut.seen.values()
+    )
+    return Losses(watcher.loss, watcher.ranking_loss, watcher.first_ranking_loss, said, cut)
 
 
 def _settings(job: TrainingJob) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class ApartShards(StreamedShards[V]):
     def _write(self, shard: Shard[V]) -> None:
         vectors, failed = shard.assembled(self.job.maker)
         shard.done = []
-        stored = self.writer.store_shard(shard.number, vectors)
+        stored = self.writer.store_shard(shard.number, vectors, shard.cut)
         size = (self.writer.path / stored["file"]).stat().st_size
         Receipt(self.writer.key, size, stored, failed).write(self.writer.path, shard.number)
         shard.written = True

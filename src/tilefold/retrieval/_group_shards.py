@@ -12,7 +12,7 @@ from tilefold.pipeline.rows import IN_FLIGHT
 from tilefold.retrieval._group import Desk, Line
 from tilefold.retrieval._made import Shard
 from tilefold.retrieval._meeting import meeting
-from tilefold.retrieval._shards import Vectors
+from tilefold.retrieval._shards import Part, ShardWriter, Vectors
 from tilefold.retrieval._streamed import Job, StreamedShards
 
 # that a rank has taken and not yet encoded: few at the end of the work, but more than a stream holds back of one batch
@@ -79,15 +79,15 @@ class GroupShards(StreamedShards[V]):
                 return
             number, partial = taken
             shard: Shard[V] = Shard(number, self.chunks[number])
-            shard.open(self.job.texts, *self._kept(number, partial))
+            shard.open(self.job.texts, self._kept(number, partial))
             self.shards.append(shard)
             yield shard
 
-    def _kept(self, number: int, partial: dict[str, Any]) -> tuple[list[V], dict[str, str]]:
+    def _kept(self, number: int, partial: dict[str, Any]) -> Part[V] | None:
         """What an earlier run of one process kept of a shard."""
         if not partial:
-            return [], {}
-        writer = self.writer or self.job.open_writer(False)
+            return None
+        writer: ShardWriter[Any, V] = self.writer or self.job.open_writer(False)
         writer.manifest.partial = partial
         return writer.read_partial(number)
 
@@ -109,7 +109,7 @@ class GroupShards(StreamedShards[V]):
     def _write(self, shard: Shard[V]) -> None:
         vectors, failed = shard.assembled(self.job.maker)
         shard.done = []
-        self.seat.hand_in(shard.number, self.writer.store_shard(shard.number, vectors), failed)
+        self.seat.hand_in(shard.number, self.writer.store_shard(shard.number, vectors, shard.cut), failed)
         shard.written = True
 
     def _keep_part(self, *, at_the_end: bool = False) -> None:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from tilefold.pipeline.rows import Begun, FailedText, Window, WindowEnd
+from tilefold.pipeline.truncated import Truncation, tell, watching
 from tilefold.retrieval._ids import check_text_ids
-from tilefold.retrieval._shards import Vectors
+from tilefold.retrieval._shards import Part, Vectors
 from tilefold.retrieval.errors import DataError
 
 V = TypeVar("V", bound=Vectors)
@@ -37,6 +38,7 @@ class Shard(Generic[V]):
         number, ids: of the shard.
         strings: those of its texts that can be encoded at all.
         done, failed: vectors in batches, and id -> reason.
+        cut: how many of these texts the tokenizer cut, and at how many tokens; None where an earlier version did them.
         kept, saved: how much of it is on disk, and since when.
         written: whether all of it is.
     """
@@ -46,6 +48,7 @@ class Shard(Generic[V]):
     strings: list[str] = field(default_factory=list)
     done: list[V] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    cut: Truncation | None = field(default_factory=Truncation)
     kept: int = 0
     saved: float = field(default_factory=time.monotonic)
     written: bool = False
@@ -53,9 +56,10 @@ class Shard(Generic[V]):
     def __len__(self) -> int:
         return sum(map(len, self.done)) + len(self.failed)
 
-    def open(self, texts: Mapping[str, Any], done: Sequence[V] = (), failed: Mapping[str, str] | None = None) -> None:
-        """Sort out what is no string; `done` and `failed` are known from before."""
-        self.done, self.failed = list(done), dict(failed or {})
+    def open(self, texts: Mapping[str, Any], before: Part[V] | None = None) -> None:
+        """Sort out what is no string; what was done `before` is known."""
+        if before is not None:
+            self.done, self.failed, self.cut = [before.vectors], dict(before.failed), before.cut
         self.kept = len(self)
         for name in self.ids:
             if isinstance(texts[name], str):
@@ -72,6 +76,16 @@ class Shard(Generic[V]):
 
     def take(self, item: Any, maker: Maker[V]) -> None:
         """A batch of the stream, or a text that failed."""
+        if self.cut is not None:
+            self.cut.add(0, item.cut, None)
+        self._take(item, maker)
+
+    def end(self, item: WindowEnd) -> None:
+        """The last batch was taken."""
+        if self.cut is not None:
+            self.cut.add(0, 0, item.max_length)
+
+    def _take(self, item: Any, maker: Maker[V]) -> None:
         if isinstance(item, FailedText):
             self.failed[self.strings[item.place]] = reason(item.error)
             return
@@ -83,7 +97,7 @@ class Shard(Generic[V]):
                 self.failed[names[0]] = reason(error)
                 return
             for row in range(len(names)):
-                self.take(item.alone(row), maker)
+                self._take(item.alone(row), maker)
 
     def assembled(self, maker: Maker[V]) -> tuple[V, dict[str, str]]:
         """All vectors in the order of the texts, and the failed ones."""
@@ -111,11 +125,13 @@ class PlainBatch(NamedTuple):
         window: number of the window.
         places: of the texts in it.
         rows: a matrix of one row per text, or a list.
+        cut: how many of the texts were cut by the tokenizer.
     """
 
     window: int
     places: Sequence[int]
     rows: Any
+    cut: int = 0
 
     def alone(self, row: int) -> PlainBatch:
         """One of its texts."""
@@ -133,6 +149,7 @@ class PlainStream:
 
     def __init__(self, run: Callable[[list[str]], Any], batch_size: int) -> None:
         self.run, self.batch_size = run, batch_size
+        self.max_length: int | None = None  # of a text in tokens, once some were tokenised
 
     def __call__(self, windows: Iterator[Window]) -> Generator[Any, None, None]:
         """Batches of all texts, window by window, as :class:`tilefold.pipeline.rows.Item` says."""
@@ -144,23 +161,31 @@ class PlainStream:
                 places = [place for place in order[start : start + self.batch_size] if place not in window.skip]
                 if places:
                     yield from self._encoded(number, texts, places)
-            yield WindowEnd(number, len(texts))
+            yield WindowEnd(number, len(texts), self.max_length)
 
     def _encoded(self, window: int, texts: Sequence[str], places: list[int]) -> Iterator[Any]:
         """A batch that fails is halved until the failing text is alone."""
-        try:
-            yield PlainBatch(window, places, self.run([texts[place] for place in places]))
+        with watching() as seen:
+            rows = self._tried([texts[place] for place in places])
+        self.max_length = seen.max_length or self.max_length
+        if not isinstance(rows, Exception):
+            yield PlainBatch(window, places, rows, seen.count)
             return
-        except Exception as error:
-            if len(places) == 1:
-                yield FailedText(window, places[0], error)
-                return
+        if len(places) == 1:
+            yield FailedText(window, places[0], rows, seen.count)
+            return
         middle = len(places) // 2
         yield from self._encoded(window, texts, places[:middle])
         yield from self._encoded(window, texts, places[middle:])
 
+    def _tried(self, texts: list[str]) -> Any:
+        try:
+            return self.run(texts)
+        except Exception as error:  # belongs to a text
+            return error
 
-def in_memory(what: str, texts: Mapping[str, str], stream: Stream, prepare: Prepare, maker: Maker[V]) -> V:
+
+def in_memory(what: str, kind: str, texts: Mapping[str, str], stream: Stream, prepare: Prepare, maker: Maker[V]) -> V:
     """The vectors of all texts, in their order.
 
     Raises:
@@ -172,8 +197,12 @@ def in_memory(what: str, texts: Mapping[str, str], stream: Stream, prepare: Prep
     shard.open(texts)
     with closing(stream(iter([shard.window(texts, prepare)]))) as items:
         for item in items:
-            if not isinstance(item, (Begun, WindowEnd)):
+            if isinstance(item, WindowEnd):
+                shard.end(item)
+            elif not isinstance(item, Begun):
                 shard.take(item, maker)
+    if shard.cut is not None:
+        tell(kind, len(texts), shard.cut)
     vectors, failed = shard.assembled(maker)
     if failed:
         name, why = next(iter(failed.items()))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from tilefold._files import LOCK, atomic_file, hold_folder, release_folder, remove_leftovers, sha256_file
+from tilefold.pipeline.truncated import Truncation, tell
 from tilefold.retrieval._files import read_json_object, write_json_object
 from tilefold.retrieval._receipts import RECEIPTS, Receipt
 from tilefold.retrieval.errors import DataError
@@ -41,6 +42,7 @@ class Manifest(Protocol):
     settings: dict[str, Any]
     failed: dict[str, str]
     partial: dict[str, Any]
+    truncated: dict[str, int | None]
     complete: bool
 
 
@@ -56,6 +58,15 @@ class Vectors(Protocol):
 
 
 V = TypeVar("V", bound=Vectors)
+
+
+@dataclass(frozen=True)
+class Part(Generic[V]):
+    """What an earlier run kept of a shard: vectors, failed texts, and the texts that were cut, if it counted them."""
+
+    vectors: V
+    failed: Mapping[str, str]
+    cut: Truncation | None
 
 
 class ShardWriter(Generic[M, V]):
@@ -185,24 +196,25 @@ class ShardWriter(Generic[M, V]):
         while (number := len(self.manifest.shards)) in self._received:
             self.list_shard(number, self._received[number].shard, self._received[number].failed)
 
-    def read_partial(self, number: int) -> tuple[list[V], dict[str, str]]:
-        """What :meth:`write_partial` kept of shard `number`: vectors, if any, and failed ids with reasons."""
+    def read_partial(self, number: int) -> Part[V] | None:
+        """What :meth:`write_partial` kept of shard `number`, if anything."""
         partial = self.manifest.partial
         file = self.path / str(partial.get("file"))
         if partial.get("shard") != number or not file.is_file():
-            return [], {}
+            return None
         try:
-            kept = [self._read(file)] if sha256_file(file) == partial["sha256"] else []
+            if sha256_file(file) != partial["sha256"]:
+                return None
+            return Part(self._read(file), dict(partial["failed"]), _truncation(partial))
         except FileNotFoundError:  # another rank's shard was listed meanwhile, which forgets what was kept
-            return [], {}
-        return (kept, dict(partial["failed"])) if kept else ([], {})
+            return None
 
-    def write_partial(self, number: int, vectors: V, failed: Mapping[str, str]) -> None:
+    def write_partial(self, number: int, part: Part[V]) -> None:
         """Keep what is done of shard `number`, until it is written whole or this is called again."""
-        self._check(vectors)
+        self._check(part.vectors)
         file = self.path / f"part-{number:05d}.partial.{self.suffix}"
-        digest = self._save_shard(vectors, file)
-        self.manifest.partial = {"shard": number, "file": file.name, "sha256": digest, "failed": dict(failed)}
+        kept = {"shard": number, "file": file.name, "sha256": self._save_shard(part.vectors, file)}
+        self.manifest.partial = kept | {"failed": dict(part.failed)} | _cut(part.cut)
         self._save()
 
     def _save_shard(self, vectors: V, file: Path) -> str:
@@ -210,25 +222,31 @@ class ShardWriter(Generic[M, V]):
             self._store(vectors, temporary)
             return sha256_file(temporary)
 
-    def write_shard(self, number: int, vectors: V, failed: Mapping[str, str] | None = None) -> None:
+    def write_shard(
+        self, number: int, vectors: V, failed: Mapping[str, str] | None = None, cut: Truncation | None = None
+    ) -> None:
         """Write shard `number` (the next one, or one to replace) and list it in the manifest."""
         self._check_next(number)
         for name in self.manifest.failed.keys() & set(vectors.ids):  # of a shard that is written again
             del self.manifest.failed[name]
-        self.list_shard(number, self.store_shard(number, vectors), failed)
+        self.list_shard(number, self.store_shard(number, vectors, cut), failed)
 
-    def store_shard(self, number: int, vectors: V) -> dict[str, Any]:
-        """Write the file of shard `number`; what :meth:`list_shard` of the writer that holds the folder takes."""
+    def store_shard(self, number: int, vectors: V, cut: Truncation | None = None) -> dict[str, Any]:
+        """Write the file of shard `number`; what :meth:`list_shard` of the writer that holds the folder takes.
+
+        `cut` is how many of its texts were cut, where they were counted.
+        """
         self._check(vectors)
         file = self.path / f"part-{number:05d}.{self.suffix}"
         digest = self._save_shard(vectors, file)
-        return {"file": file.name, **self._counts(vectors), "sha256": digest}
+        return {"file": file.name, **self._counts(vectors), "sha256": digest} | _cut(cut)
 
     def list_shard(self, number: int, stored: Mapping[str, Any], failed: Mapping[str, str] | None = None) -> None:
         """List shard `number` (the next one, or one to replace), which :meth:`store_shard` wrote, in the manifest."""
         self._check_next(number)
         self.manifest.shards[number : number + 1] = [dict(stored)]
         self.manifest.n_documents = sum(int(part["rows"]) for part in self.manifest.shards)
+        self.manifest.truncated = _cut(_truncation(*self.manifest.shards)).get("truncated", {})
         self.manifest.failed.update(failed or {})
         self.manifest.complete = False
         self.manifest.partial = {}
@@ -273,6 +291,29 @@ class ShardWriter(Generic[M, V]):
 
     def _save(self) -> None:
         write_json_object(self.path / MANIFEST_NAME, asdict(self.manifest))  # type: ignore[call-overload]
+
+
+def _cut(found: Truncation | None) -> dict[str, Any]:
+    """As a manifest says how many texts were cut; nothing where they were not counted."""
+    return {} if found is None else {"truncated": {"count": found.count, "max_length": found.max_length}}
+
+
+def _truncation(*entries: Mapping[str, Any]) -> Truncation | None:
+    """How many texts were cut, by what a manifest says of shards; None where one was written without counting."""
+    found = Truncation()
+    for entry in entries:
+        if "truncated" not in entry:
+            return None
+        found.add(0, int(entry["truncated"]["count"]), entry["truncated"]["max_length"])
+    return found
+
+
+def tell_cut(manifest: Manifest) -> None:
+    """Say how many texts of a folder were cut, where they were counted."""
+    found = manifest.truncated
+    if found:
+        cut = Truncation(count=found["count"] or 0, max_length=found["max_length"])
+        tell(manifest.kind, manifest.n_texts or manifest.n_documents, cut)
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], first: str, second: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from tilefold.pipeline.ahead import Behind
 from tilefold.pipeline.rows import Begun, FailedText, Window, WindowEnd
 from tilefold.retrieval._made import Maker, Prepare, Shard, Stream
-from tilefold.retrieval._shards import ShardWriter, Vectors
+from tilefold.retrieval._shards import Part, ShardWriter, Vectors
 from tilefold.retrieval.errors import DataError
 
 WAITING_SHARDS = 2  # that are encoded and not written
@@ -104,7 +104,7 @@ class StreamedShards(Generic[V]):
 
     def _opened(self, number: int) -> Shard[V]:
         shard: Shard[V] = Shard(number, self.chunks[number])
-        shard.open(self.job.texts, *((), {}) if self.writer is None else self.writer.read_partial(number))
+        shard.open(self.job.texts, None if self.writer is None else self.writer.read_partial(number))
         return shard
 
     def _given(self) -> Iterator[Shard[V]]:
@@ -145,6 +145,7 @@ class StreamedShards(Generic[V]):
             return
         shard = self.shards[item.window]
         if isinstance(item, WindowEnd):
+            shard.end(item)
             self._finish(shard, behind)
         else:
             self._add(shard, item)
@@ -167,7 +168,7 @@ class StreamedShards(Generic[V]):
 
     def _write(self, shard: Shard[V]) -> None:
         """In the thread that works behind, or after it."""
-        self.writer.write_shard(shard.number, *shard.assembled(self.job.maker))
+        self.writer.write_shard(shard.number, *shard.assembled(self.job.maker), shard.cut)
         shard.written = True
         shard.done = []
 
@@ -177,7 +178,7 @@ class StreamedShards(Generic[V]):
         if shard is None or self.writer is None:
             return
         if shard.done and shard.kept < len(shard) < len(shard.ids):
-            self.writer.write_partial(shard.number, shard.part(), shard.failed)
+            self.writer.write_partial(shard.number, Part(shard.part(), shard.failed, shard.cut))
         elif shard.done and len(shard) == len(shard.ids) and at_the_end:  # else it is about to be submitted
             self._write(shard)
         shard.kept, shard.saved = len(shard), time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from tilefold.pipeline.truncated import Truncation, tell, watching
 from tilefold.retrieval._ids import check_text_ids
 from tilefold.retrieval._ranking import check_k
 from tilefold.retrieval.fusion import Run
@@ -75,12 +76,14 @@ def encode_dense(
 
     contents, parts = list(texts.values()), []
     contents = cut_texts(model, contents) if kind == "document" else contents
-    encode = model.encode_document if kind == "document" else model.encode_query
+    encode, cut = model.encode_document if kind == "document" else model.encode_query, Truncation()
     for start in range(0, len(contents), DOCUMENT_CHUNK):
         chunk = contents[start : start + DOCUMENT_CHUNK]
-        parts.append(encode(chunk, batch_size=batch_size, convert_to_tensor=True, show_progress_bar=False))
+        with watching(cut):
+            parts.append(encode(chunk, batch_size=batch_size, convert_to_tensor=True, show_progress_bar=False))
         if progress is not None:
             progress(min(start + DOCUMENT_CHUNK, len(contents)), len(contents))
+    tell(kind, len(contents), cut)
     return torch.cat(parts)
 
 

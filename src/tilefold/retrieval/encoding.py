@@ -191,6 +191,7 @@ def encode_queries(
         raise ValueError("queries: expected at least one, got none.")
     return in_memory(
         "queries",
+        "query",
         queries,
         encoding.plain(model),
         functools.partial(cut_texts, model),

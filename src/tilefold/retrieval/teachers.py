@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold._files import atomic_file
+from tilefold.pipeline.truncated import tell, watching
+from tilefold.retrieval._shards import tell_cut
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.encoding import encode_collection, encode_queries, model_fingerprint
@@ -182,9 +184,11 @@ def _cross_encoder(
                 (task.queries[str(q)], task.documents[str(d)])
                 for q, d in zip(task.query[part].tolist(), task.document[part].tolist(), strict=True)
             ]
-            given = teacher.model.predict(
-                pairs, batch_size=batch_size, activation_fn=torch.nn.Identity(), show_progress_bar=False
-            )
+            with watching() as cut:
+                given = teacher.model.predict(
+                    pairs, batch_size=batch_size, activation_fn=torch.nn.Identity(), show_progress_bar=False
+                )
+            tell("pair", len(pairs), cut)
             shard = np.asarray(given, np.float32)
             _keep(file, shard)
             done += len(shard)
@@ -213,6 +217,7 @@ def _sparse(teacher: Teacher, task: _Task, folder: Path, column: Path, batch_siz
             f"teacher {teacher.name}: expected a sparse model that compares by dot product, got {compared!r}."
         )
     manifest = encode_collection(teacher.model, task.documents, folder, batch_size=batch_size, progress=report)
+    tell_cut(manifest)
     _check_all(teacher, manifest.failed)
     queries = encode_queries(teacher.model, task.queries, batch_size=batch_size)
     return _products(queries, read_vectors(folder), task)
@@ -246,6 +251,7 @@ def _late(teacher: Teacher, task: _Task, folder: Path, column: Path, batch_size:
     from tilefold.retrieval import encode_texts, encode_tokens, open_tokens, rerank  # noqa: PLC0415 - loads torch
 
     manifest = encode_tokens(teacher.model, task.documents, folder, batch_size=batch_size, progress=report)
+    tell_cut(manifest)
     _check_all(teacher, manifest.failed)
     queries = encode_texts(teacher.model, task.queries, kind="query", batch_size=batch_size)
     run: dict[str, dict[str, float]] = {}

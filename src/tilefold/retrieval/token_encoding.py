@@ -136,7 +136,7 @@ def encode_texts(
     if not texts:
         raise ValueError("texts: expected at least one, got none.")
     maker = TokenMaker(token_dimension(model, kind), storage)
-    return in_memory("texts", texts, encoding.plain(model), functools.partial(cut_texts, model), maker)
+    return in_memory("texts", kind, texts, encoding.plain(model), functools.partial(cut_texts, model), maker)
 
 
 def token_model_fingerprint(model: Any) -> str:

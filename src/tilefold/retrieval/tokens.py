@@ -53,8 +53,8 @@ class TokenManifest:
         kind: ``"document"`` or ``"query"``.
         n_texts: texts that were given: those in shards and failed ones; None if unknown.
         n_documents, n_tokens: texts and vectors in all shards.
-        shards: ``{"file", "rows", "tokens", "sha256"}`` for each shard, in order.
-        settings, failed, partial, complete: as in :class:`tilefold.retrieval.VectorManifest`.
+        shards: ``{"file", "rows", "tokens", "sha256", "truncated"}`` for each shard, in order.
+        settings, failed, partial, truncated, complete: as in :class:`tilefold.retrieval.VectorManifest`.
         layout, schema_version: the format of this folder.
     """
 
@@ -70,6 +70,7 @@ class TokenManifest:
     settings: dict[str, Any] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     partial: dict[str, Any] = field(default_factory=dict)
+    truncated: dict[str, int | None] = field(default_factory=dict)
     complete: bool = False
     n_texts: int | None = None
     layout: str = LAYOUT

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from tilefold.pipeline.truncated import unwatched
 from tilefold.retrieval._prefix import Beginnings
 
 __all__ = ["cut_texts"]
@@ -34,7 +35,9 @@ def cut_texts(model: Any, texts: Sequence[str]) -> list[str]:
     fast = getattr(tokenizer, "backend_tokenizer", None) is not None
     beginnings = Beginnings(tokenizer) if fast else None
     prompts = {"", *(getattr(model, "prompts", None) or {}).values()}
-    return [text if len(text) <= longest else _cut(tokenizer, beginnings, prompts, text, limit) for text in texts]
+    most = limit + 1  # so that the tokenizer sees that there is more
+    with unwatched():
+        return [text if len(text) <= longest else _cut(tokenizer, beginnings, prompts, text, most) for text in texts]
 
 
 def _limit(model: Any) -> int | None:

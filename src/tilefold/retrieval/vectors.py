@@ -56,10 +56,12 @@ class VectorManifest:
         kind: ``"document"`` or ``"query"``.
         n_texts: texts that were given: rows and failed ones; None if only rows are known.
         n_documents: rows in all shards.
-        shards: ``{"file", "rows", "nonzeros", "sha256"}`` for each shard, in order.
+        shards: ``{"file", "rows", "nonzeros", "sha256", "truncated"}`` for each shard, in order.
         settings: how the vectors were computed; a writer resumes a folder only if these are equal.
         failed: id -> reason, for texts that could not be encoded.
         partial: the file that keeps a part of the next shard, its checksum and its failed texts; empty without one.
+        truncated: ``{"count", "max_length"}``: how many texts were cut before they were encoded, and at how many tokens
+            (None for a model that reads any number); empty where they were not counted, as by earlier versions.
         complete: whether the writer finished.
         schema_version: of this layout.
     """
@@ -73,6 +75,7 @@ class VectorManifest:
     settings: dict[str, Any] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     partial: dict[str, Any] = field(default_factory=dict)
+    truncated: dict[str, int | None] = field(default_factory=dict)
     complete: bool = False
     n_texts: int | None = None
     schema_version: int = SCHEMA_VERSION

@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from tilefold.integrations.sentence_transformers._columns import Batch, PackedForward, join_columns
 from tilefold.integrations.sentence_transformers._packed_inputs import packed_inputs
 from tilefold.integrations.sentence_transformers._step_graphs import StepGraphs
+from tilefold.pipeline.truncated import Tally, Truncation, watching
 
 
 def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False, compiled: bool = False) -> None:
@@ -94,11 +95,15 @@ class AheadCollator:
     Args:
         collator: a data collator of sentence-transformers, whose attributes this one has, too.
         join: join the packed columns of a batch.
+
+    Attributes:
+        cut: texts of the batches that were taken, and how many of them were cut at the model's lengths.
     """
 
     def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]], join: bool = False) -> None:
         self.collator = collator
         self.join = join
+        self.cut = Tally()
         self._thread: ThreadPoolExecutor | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -107,7 +112,7 @@ class AheadCollator:
         return getattr(self.collator, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"collator": self.collator, "join": self.join, "_thread": None}
+        return {"collator": self.collator, "join": self.join, "cut": self.cut, "_thread": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -118,13 +123,21 @@ class AheadCollator:
             return self.collator(features)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="tilefold-collate")
-        return PendingBatch(self._thread, self._thread.submit(self._made, features))
+        seen = Truncation()
 
-    def _made(self, features: list[dict[str, Any]]) -> Batch:
-        if not self.join:
-            return Batch(self.collator(features))
-        with packed_inputs():
-            return join_columns(self.collator(features))
+        def taken() -> None:
+            for call in seen.calls:
+                if call.texts >= len(features):  # else it was a prompt alone, for its length
+                    self.cut.add("text", call.texts, len(call.cut), call.max_length)
+
+        return PendingBatch(self._thread, self._thread.submit(self._made, features, seen), taken)
+
+    def _made(self, features: list[dict[str, Any]], seen: Truncation) -> Batch:
+        with watching(seen):
+            if not self.join:
+                return Batch(self.collator(features))
+            with packed_inputs():
+                return join_columns(self.collator(features))
 
 
 class PendingBatch:
@@ -133,16 +146,19 @@ class PendingBatch:
     Args:
         thread: where it is made, and then pinned.
         made: the batch to be.
+        taken: called when it is taken: the last batch that was begun may never be.
     """
 
-    def __init__(self, thread: ThreadPoolExecutor, made: Future[Batch]) -> None:
+    def __init__(self, thread: ThreadPoolExecutor, made: Future[Batch], taken: Callable[[], None]) -> None:
         self._thread = thread
         self._made = made
+        self._taken = taken
 
     def pin_memory(self) -> PendingBatch:
         """The same batch, which the thread copies to pinned memory when it has made it."""
         made = self._made
-        return PendingBatch(self._thread, self._thread.submit(lambda: made.result().moved(Tensor.pin_memory)))
+        pinned = self._thread.submit(lambda: made.result().moved(Tensor.pin_memory))
+        return PendingBatch(self._thread, pinned, self._taken)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> dict[str, Any]:
         """The batch on ``device``; errors of the collator are raised here."""
@@ -151,7 +167,9 @@ class PendingBatch:
             # what is pinned may be copied while others work: its memory is not used again before the copy is done
             return tensor.to(device, non_blocking=non_blocking or tensor.is_pinned())
 
-        return self._made.result().moved(move).columns()
+        batch = self._made.result().moved(move).columns()
+        self._taken()
+        return batch
 
 
 def _one_packed_encoder(model: Any) -> bool:

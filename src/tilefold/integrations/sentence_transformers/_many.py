@@ -14,6 +14,7 @@ from tilefold._csr import csr_tensor
 from tilefold.integrations.sentence_transformers.stream import SparseStream, TextStream
 from tilefold.modules.fused_pooling import SparseOptions
 from tilefold.pipeline.rows import Begun, FailedText, SparseBatch, Window, WindowEnd, stacked
+from tilefold.pipeline.truncated import watched
 
 FIRST_TEXTS = 512  # of the first window, so that the device need not wait long for it
 WINDOW_TEXTS = 2048
@@ -64,12 +65,18 @@ def batches_of(stream: TextStream, texts: Sequence[str], progress: Callable[[int
     order = lengths.argsort(descending=True, stable=True)
     starts = [0, *range(FIRST_TEXTS, len(texts), WINDOW_TEXTS), len(texts)]
     windows = [order[start:stop].tolist() for start, stop in itertools.pairwise(starts)]
+    cut = 0
     with closing(stream(Window([texts[i] for i in window]) for window in windows)) as items:
         for item in items:
             if isinstance(item, FailedText):
                 raise item.error
+            if isinstance(item, WindowEnd):
+                if (watch := watched()) is not None:  # of who called, whose thread tokenises nothing itself
+                    watch.add(item.texts, cut, item.max_length)
+                cut = 0
             if isinstance(item, (Begun, WindowEnd)):
                 continue
+            cut += item.cut
             window = windows[item.window]
             yield item._replace(places=[window[place] for place in item.places])
             progress(len(item.places))

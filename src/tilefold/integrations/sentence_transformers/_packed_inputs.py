@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tilefold.integrations.transformers.packed import padding_position, position_ids_of, register_packed
+from tilefold.pipeline.truncated import unwatched, watched
 
 _PROBES = ("a", "", "Cats, dogs \u00e9t\u00e9 \u4e2d\u6587 x1-y2?")
 _LONGEST_PROBE = 8192  # tokens of the probe that shows where texts are truncated
@@ -112,6 +113,8 @@ class PackedInputs:
                 plan = self._plan(prompt, kwargs)
                 if plan is not None:
                     encodings = [self._encodings(inputs, prompt, plan)]
+                    if (watch := watched()) is not None:
+                        watch.see_encodings(encodings[0], plan.truncation)
                     return lambda: self._features(encodings.pop(), plan)
         features = pack_features(self._stock(inputs, prompt, kwargs), padding_position(self.transformer.model))
         return lambda: features
@@ -144,7 +147,7 @@ class PackedInputs:
         return self._plans[key]
 
     def _planned(self, prompt: str | None, kwargs: dict[str, Any], backend: Any) -> _Plan | None:
-        with padded_inputs():
+        with padded_inputs(), unwatched():
             self._stock([_PROBES[0]], prompt, kwargs)
             limit = (backend.truncation or {}).get("max_length", _LONGEST_PROBE + 1)
             probes = [*_PROBES, "word " * (limit + 8)] if limit <= _LONGEST_PROBE else list(_PROBES)

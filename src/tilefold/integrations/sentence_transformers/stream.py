@@ -37,6 +37,7 @@ from tilefold.pipeline.rows import (
     Window,
     WindowEnd,
 )
+from tilefold.pipeline.truncated import Truncation, unwatched, watching
 
 __all__ = ["SparseStream", "TextStream", "Work", "sparse_scores"]
 
@@ -58,13 +59,25 @@ def _tokens_for(device: torch.device) -> int:
 
 
 class Work(NamedTuple):
-    """A batch before it is encoded: packed token ids, or features; neither where tokenising it failed."""
+    """A batch before it is encoded: packed token ids, or features; neither where tokenising it failed.
+
+    Attributes:
+        skip: places of texts whose rows are known, in batches of which others are not.
+        cut: how many of the other texts were cut.
+    """
 
     window: int
     places: list[int]
     texts: list[str]
     ids: TokenIds | None = None
     features: dict[str, Any] | None = None
+    skip: frozenset[int] = frozenset()
+    cut: int = 0
+
+    def with_cut(self, seen: Truncation) -> Work:
+        """The batch, of which the tokenizer cut what was seen."""
+        rows = seen.places(len(self.texts))
+        return self._replace(cut=sum(self.places[row] not in self.skip for row in rows))
 
 
 class _Begun(NamedTuple):
@@ -73,11 +86,13 @@ class _Begun(NamedTuple):
     Attributes:
         skip, texts: of the window.
         finish: gives its features; None where it could not be tokenised as a whole, or need not be.
+        cut: which of them were cut, if they were tokenised as a whole.
     """
 
     skip: frozenset[int]
     texts: list[str]
     finish: Callable[[], dict[str, Any]] | None
+    cut: Truncation
 
 
 def _finished(finish: Callable[[], dict[str, Any]] | None) -> dict[str, Any] | None:
@@ -111,6 +126,7 @@ class TextStream(ABC):
         self.device = torch.device(model.device)
         self.batch_tokens, self.batch_size = batch_tokens or _tokens_for(self.device), batch_size
         self._lock = threading.Lock()  # held while texts are tokenised, which changes settings of the tokenizer
+        self.max_length: int | None = None  # of a text in tokens, once some were tokenised
         self.packed, self.others = self._probed()
         first = next(iter(model.children()), None)
         # strings are text to a module that knows nothing else: the model need not look at each of them
@@ -147,7 +163,7 @@ class TextStream(ABC):
     def _probed(self) -> tuple[bool, dict[str, Any]]:
         """Whether ``preprocess`` gives packed tokens and nothing else, and the features that are no tensors."""
         try:
-            with packed_inputs():
+            with packed_inputs(), unwatched():
                 features = self.model.preprocess(["a"], prompt=self.prompt, **self.task)
         except Exception:  # told where texts are encoded
             return False, {}
@@ -180,10 +196,10 @@ class TextStream(ABC):
     def _begun(self, windows: Iterable[Window]) -> Iterator[_Begun]:
         """In the first thread: the Rust tokenizer at work, which leaves Python's lock to the others."""
         for window in windows:
-            with self._lock:
+            with self._lock, watching() as cut:
                 texts = window.prepared()
                 begun = self._begin(texts) if self.packed and texts else None
-            yield _Begun(window.skip, texts, begun)
+            yield _Begun(window.skip, texts, begun, cut)
 
     def _begin(self, texts: list[str]) -> Callable[[], dict[str, Any]] | None:
         try:
@@ -199,26 +215,37 @@ class TextStream(ABC):
 
     def _works(self, begun: Iterable[_Begun]) -> Iterator[Work | WindowEnd]:
         """In the second thread: ids into one array, and batches cut from it."""
-        for number, (skip, texts, finish) in enumerate(begun):
-            for work in self._works_of(number, texts, _finished(finish)):
-                if not skip or not skip.issuperset(work.places):
+        for number, window in enumerate(begun):
+            for work in self._works_of(number, window):
+                if not work.skip.issuperset(work.places):
                     yield work
-            yield WindowEnd(number, len(texts))
+            yield WindowEnd(number, len(window.texts))
 
-    def _works_of(self, number: int, texts: list[str], features: dict[str, Any] | None) -> Iterator[Work]:
+    def _works_of(self, number: int, window: _Begun) -> Iterator[Work]:
+        texts, features = window.texts, _finished(window.finish)
         if features is None or {key for key, value in features.items() if isinstance(value, Tensor)} != _PACKED:
             lengths = np.fromiter(map(len, texts), np.int64, len(texts))
             for cut in cut_batches(lengths, None, self.batch_size or PADDED_TEXTS):
-                chosen = [texts[place] for place in cut]
-                yield Work(number, cut.tolist(), chosen, features=self._preprocessed(chosen))
+                work = Work(number, cut.tolist(), [texts[place] for place in cut], skip=window.skip)
+                with watching() as seen:
+                    work = work._replace(features=self._preprocessed(work.texts))
+                yield work.with_cut(self._read(seen))
             return
         whole = TokenIds(
             features["input_ids"][0].numpy(),
             features["position_ids"][0].numpy(),
             features["cu_seq_lens_q"].numpy().astype(np.int64),
         )
+        short = self._read(window.cut).places(len(texts)) - window.skip
         for cut in cut_batches(whole.lengths, self.batch_tokens, self.batch_size):
-            yield Work(number, cut.tolist(), [texts[place] for place in cut], whole.take(cut))
+            places = cut.tolist()
+            chosen, count = [texts[place] for place in places], sum(place in short for place in places)
+            yield Work(number, places, chosen, whole.take(cut), skip=window.skip, cut=count)
+
+    def _read(self, seen: Truncation) -> Truncation:
+        """The same; how many tokens are read of a text is known from now on."""
+        self.max_length = self.max_length if seen.max_length is None else seen.max_length
+        return seen
 
     def _preprocessed(self, texts: list[str]) -> dict[str, Any] | None:
         try:
@@ -258,12 +285,12 @@ class TextStream(ABC):
 
     def _collected(self, work: Work | WindowEnd, pending: Any) -> Iterator[Any]:
         if isinstance(work, WindowEnd):
-            yield work
+            yield work._replace(max_length=self.max_length)
             return
         room = False
         if not isinstance(pending, Exception):
             try:
-                yield self._batch(work, pending)
+                yield self._batch(work, pending)._replace(cut=work.cut)
                 return
             except NoRoomError:
                 room = True
@@ -274,17 +301,25 @@ class TextStream(ABC):
     def _again(self, work: Work, *, whole: bool) -> Iterator[Any]:
         """Without the pipeline: all texts together if `whole`, else halved until the failing one is alone."""
         if whole or len(work.texts) == 1:
-            try:
-                yield self._batch(work, self._plain(work.texts))
+            with watching() as seen:
+                found = self._tried(work)
+            work = work.with_cut(self._read(seen))
+            if not isinstance(found, Exception):
+                yield found._replace(cut=work.cut)
                 return
-            except Exception as error:
-                if len(work.texts) == 1:
-                    yield FailedText(work.window, work.places[0], error)
-                    return
+            if len(work.texts) == 1:
+                yield FailedText(work.window, work.places[0], found, work.cut)
+                return
         middle = len(work.texts) // 2
         for part in (slice(None, middle), slice(middle, None)):
-            half = Work(work.window, work.places[part], work.texts[part])
+            half = Work(work.window, work.places[part], work.texts[part], skip=work.skip)
             yield from self._again(half, whole=True)
+
+    def _tried(self, work: Work) -> Any:
+        try:
+            return self._batch(work, self._plain(work.texts))
+        except Exception as error:  # belongs to a text
+            return error
 
     def _plain(self, texts: list[str]) -> Any:
         with self._lock, packed_inputs():
