@@ -161,7 +161,7 @@ def heartbeat(text: str) -> Iterator[None]:
 @contextmanager
 def saying_cuts() -> Iterator[None]:
     """Say at the end of a command which texts were cut at what its models read of a text."""
-    from tilefold.pipeline.truncated import tallied
+    from tilefold.retrieval.truncation import tallied
 
     with tallied() as tally:
         yield

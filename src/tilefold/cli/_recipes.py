@@ -61,6 +61,10 @@ def _changed(recipe: dict[str, Any], given: Mapping[str, Any], fields: list[str]
             recipe["dimension"] = value or None
         else:
             recipe[option.removeprefix("--").replace("-", "_")] = value
+    places = [text.partition("=")[0] for text in fields]
+    for place in places:
+        if places.count(place) > 1:
+            raise UsageError(f"--set: {place}: expected once, got it twice: leave one out.")
     for text in fields:
         _set(recipe, text)
     return recipe

@@ -154,9 +154,9 @@ def _nothing(done: int, total: int, remark: str) -> None:
 
 def _print(manifest: Any, output: Path, as_json: bool) -> None:
     """What is in the folder, and what is not."""
-    from tilefold.retrieval._shards import tell_cut
+    from tilefold.retrieval.truncation import tell_truncated
 
-    tell_cut(manifest)
+    tell_truncated(manifest.kind, manifest.n_texts, manifest.truncated)
     if not manifest.truncated:
         _common.note("an earlier version wrote a part and did not count the texts that were cut; --fresh counts them")
     result, failed = {"output": str(output), "n": manifest.n_documents, "kind": manifest.kind}, manifest.failed

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from tilefold.cli import _common, _models, _recipes
-from tilefold.pipeline.truncated import Truncation, tell
 
 _OWN = "by default the recipe's"
 
@@ -83,6 +82,8 @@ def train(
 
     The same command again resumes an interrupted run from its last checkpoint.
     """
+    from tilefold.retrieval.truncation import tell_truncated
+
     values = {
         "base_model": model,
         "max_steps": steps,
@@ -117,7 +118,7 @@ def train(
             "model did not learn; train with a smaller --lr"
         )
     for found in result.truncated:
-        tell("training text", found["texts"], Truncation(count=found["count"], max_length=found["max_length"]))
+        tell_truncated("training text", found["texts"], found)
     for text in result.warnings:
         _common.note(f"warning: {text}")
     if as_json:
@@ -127,7 +128,7 @@ def train(
     if result.resumed_from and not result.reused:
         how = f"trained {result.steps} steps, those after step {result.resumed_from} in {result.seconds:.0f} s"
     if not result.steps:
-        how = f"no step of training, {config.base_model} as this recipe starts from it"
+        how = f"no step of training, {config.base_model} as the recipe starts from it"
     loss = "" if result.loss is None else f", loss {result.loss:.3f}"
     typer.echo(f"{how}{loss}: {result.model_dir}")
     late = type(config).__name__ == "ColbertRecipe"

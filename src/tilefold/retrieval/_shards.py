@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from tilefold._files import LOCK, atomic_file, hold_folder, release_folder, remove_leftovers, sha256_file
-from tilefold.pipeline.truncated import Truncation, tell
+from tilefold.pipeline.truncated import Truncation
 from tilefold.retrieval._files import read_json_object, write_json_object
 from tilefold.retrieval._receipts import RECEIPTS, Receipt
 from tilefold.retrieval.errors import DataError
@@ -25,11 +25,13 @@ _TYPES: dict[str, Any] = {
     "n_documents": int,
     "shards": list,
     "settings": dict,
+    "truncated": dict,
     "failed": dict,
     "partial": dict,
     "complete": bool,
 }
 _OF_A_SHARD = {"file": str, "rows": int, "sha256": str}
+_OF_CUTS = {"count": int, "max_length": int | None}
 
 
 class Manifest(Protocol):
@@ -308,14 +310,6 @@ def _truncation(*entries: Mapping[str, Any]) -> Truncation | None:
     return found
 
 
-def tell_cut(manifest: Manifest) -> None:
-    """Say how many texts of a folder were cut, where they were counted."""
-    found = manifest.truncated
-    if found:
-        cut = Truncation(count=found["count"] or 0, max_length=found["max_length"])
-        tell(manifest.kind, manifest.n_texts or manifest.n_documents, cut)
-
-
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], first: str, second: str) -> str:
     """In which settings two folders differ, in words; empty where in none."""
     digests = {"texts_sha256": "other texts", "model_fingerprint": "another model, or other weights"}
@@ -330,6 +324,15 @@ def read_layout(folder: Path) -> tuple[dict[str, Any], str]:
     """The JSON object of a folder's manifest, and its layout: ``"sparse"`` or ``"tokens"``."""
     value = read_json_object(folder / MANIFEST_NAME, REMEDY)
     return value, str(value.get("layout", "sparse"))
+
+
+def _has(value: Mapping[str, Any], types: Mapping[str, Any]) -> bool:
+    return all(isinstance(value.get(name), type_) for name, type_ in types.items())
+
+
+def _counts_cuts(value: Any) -> bool:
+    """Whether it says how many texts were cut, or that they were not counted."""
+    return isinstance(value, dict) and (not value or (set(value) == set(_OF_CUTS) and _has(value, _OF_CUTS)))
 
 
 def parse_manifest(kind: type[M], folder: Path, value: Mapping[str, Any], types: Mapping[str, Any]) -> M:
@@ -349,10 +352,12 @@ def parse_manifest(kind: type[M], folder: Path, value: Mapping[str, Any], types:
         raise DataError(f"{file}: expected a manifest of vectors, got another object ({error}). {REMEDY}") from error
     wrong = [name for name, type_ in {**_TYPES, **types}.items() if not isinstance(getattr(manifest, name), type_)]
     if not wrong and not all(
-        isinstance(shard, dict) and all(isinstance(shard.get(name), type_) for name, type_ in _OF_A_SHARD.items())
+        isinstance(shard, dict) and _has(shard, _OF_A_SHARD) and _counts_cuts(shard.get("truncated", {}))
         for shard in manifest.shards
     ):
         wrong = ["shards"]
+    if not wrong and not all(map(_counts_cuts, (manifest.truncated, manifest.partial.get("truncated", {})))):
+        wrong = ["truncated"]
     if wrong:
         raise DataError(
             f"{file}: expected a manifest of vectors, got fields of other types ({', '.join(wrong)}). {REMEDY}"

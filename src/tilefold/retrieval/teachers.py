@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from tilefold._files import atomic_file
 from tilefold.pipeline.truncated import tell, watching
-from tilefold.retrieval._shards import tell_cut
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.encoding import encode_collection, encode_queries, model_fingerprint
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import texts_digest
 from tilefold.retrieval.training_rows import Floats, TrainingRows
+from tilefold.retrieval.truncation import tell_truncated
 from tilefold.retrieval.vectors import read_vectors
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ def _sparse(teacher: Teacher, task: _Task, folder: Path, column: Path, batch_siz
             f"teacher {teacher.name}: expected a sparse model that compares by dot product, got {compared!r}."
         )
     manifest = encode_collection(teacher.model, task.documents, folder, batch_size=batch_size, progress=report)
-    tell_cut(manifest)
+    tell_truncated("document", len(task.documents), manifest.truncated)
     _check_all(teacher, manifest.failed)
     queries = encode_queries(teacher.model, task.queries, batch_size=batch_size)
     return _products(queries, read_vectors(folder), task)
@@ -251,7 +251,7 @@ def _late(teacher: Teacher, task: _Task, folder: Path, column: Path, batch_size:
     from tilefold.retrieval import encode_texts, encode_tokens, open_tokens, rerank  # noqa: PLC0415 - loads torch
 
     manifest = encode_tokens(teacher.model, task.documents, folder, batch_size=batch_size, progress=report)
-    tell_cut(manifest)
+    tell_truncated("document", len(task.documents), manifest.truncated)
     _check_all(teacher, manifest.failed)
     queries = encode_texts(teacher.model, task.queries, kind="query", batch_size=batch_size)
     run: dict[str, dict[str, float]] = {}

@@ -1,15 +1,15 @@
-"""Cut texts to what a model reads of them, before they are tokenized."""
+"""Cut texts to what a model reads of them, before they are tokenized; and who is told how many a tokenizer cut."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tilefold.pipeline.truncated import unwatched
+from tilefold.pipeline.truncated import Tally, Truncation, tallied, tell, unwatched
 from tilefold.retrieval._prefix import Beginnings
 
-__all__ = ["cut_texts"]
+__all__ = ["Tally", "cut_texts", "tallied", "tell_truncated"]
 
 _CHARACTERS_PER_TOKEN = 16  # of the first attempt at white space; shorter texts than twice that are left alone
 _BEGINNINGS = (8, 32, 128, 512)  # characters per token of the attempts anywhere
@@ -38,6 +38,12 @@ def cut_texts(model: Any, texts: Sequence[str]) -> list[str]:
     most = limit + 1  # so that the tokenizer sees that there is more
     with unwatched():
         return [text if len(text) <= longest else _cut(tokenizer, beginnings, prompts, text, most) for text in texts]
+
+
+def tell_truncated(kind: str, texts: int, truncated: Mapping[str, int | None]) -> None:
+    """Say to who counts (:func:`tallied`) how many of so many texts were cut, as a manifest or a result says it."""
+    if truncated:
+        tell(kind, texts, Truncation(count=truncated["count"] or 0, max_length=truncated["max_length"]))
 
 
 def _limit(model: Any) -> int | None:
