@@ -24,7 +24,7 @@ LENGTH = 24  # tokens; one document of the small collection, d12, has 25 of them
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
-    """A collection of which four documents are cut, d12 among them, and a model as training would start from it, and its vectors."""
+    """A collection of which four documents are cut, d12 among them, a model as training starts from it, its vectors."""
     folder, small = tmp_path_factory.mktemp("said"), small_collection()
     long = {f"d{i}": Document(f"d{i}", "", "words " * count) for i, count in ((0, 22), (3, 23), (7, 40), (9, 9000))}
     Collection("small", small.documents | long, small.queries, small.qrels).save_beir(folder / "data")
