@@ -209,11 +209,11 @@ def test_token_ids_are_looked_at_beside_the_event_loop_and_not_before_their_numb
         return known(self, ids)
 
     monkeypatch.setattr(TextTokens, "known", spied)
-    for path, name in (("/embed_sparse", "inputs"), ("/decode", "ids")):
+    for path, name, pool in (("/embed_sparse", "inputs", "helper"), ("/decode", "ids", "tokenizer")):
         assert client.post(path, {name: [[7]] * 33}).json["error"].startswith("batch size 33 >")
         assert threads == []  # half a million lists would have kept the server from answering anybody for seconds
         assert client.post(path, {name: [[7]] * 32}).status == 200
-        assert len(threads) == 32 and all(thread.startswith("tilefold-helper") for thread in threads)
+        assert len(threads) == 32 and all(thread.startswith(f"tilefold-{pool}") for thread in threads)
         threads.clear()
 
 

@@ -13,7 +13,7 @@ from tilefold.serve.bodies import EmbedSparse
 from tilefold.serve.errors import ServeError
 from tilefold.serve.text import TextTokens
 
-__all__ = ["matrices", "numbers", "plain", "sparse_rows", "strongest", "vectors"]
+__all__ = ["listed", "matrices", "numbers", "plain", "sparse_rows", "strongest", "vectors"]
 
 Row = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 
@@ -37,15 +37,20 @@ def strongest(row: Row, top_k: int | None, threshold: float | None) -> Row:
     return indices[keep], weights[keep]
 
 
-def sparse_rows(rows: Sequence[Row], body: EmbedSparse, text: TextTokens) -> bytes:
-    """The answer of ``/embed_sparse``.
+def listed(parts: Sequence[bytes]) -> bytes:
+    """A list of what is JSON already."""
+    return b"[" + b",".join(parts) + b"]"
+
+
+def sparse_rows(rows: Sequence[Row], body: EmbedSparse, text: TextTokens) -> list[bytes]:
+    """The parts of the answer of ``/embed_sparse``.
 
     Raises:
         ServeError: ``format="tokens"`` and two terms of a row have the same text.
     """
     shape = {"values": _values, "arrays": _arrays, "tokens": _by_token}[body.format]
     kept = (strongest(row, body.top_k, body.threshold) for row in rows)
-    return ("[" + ",".join(shape(*row, text if body.tokens else None, text) for row in kept) + "]").encode()
+    return [shape(*row, text if body.tokens else None, text).encode() for row in kept]
 
 
 def _values(indices: Any, weights: Any, named: TextTokens | None, _: TextTokens) -> str:
@@ -78,11 +83,11 @@ def _by_token(indices: Any, weights: Any, _: TextTokens | None, text: TextTokens
     )
 
 
-def vectors(rows: Sequence[npt.NDArray[np.float32]]) -> bytes:
-    """``[[float]]``."""
-    return ("[" + ",".join(f"[{','.join(numbers(row))}]" for row in rows) + "]").encode()
+def vectors(rows: Sequence[npt.NDArray[np.float32]]) -> list[bytes]:
+    """``[float]`` of each row."""
+    return [f"[{','.join(numbers(row))}]".encode() for row in rows]
 
 
-def matrices(rows: Sequence[Any]) -> bytes:
-    """``[[[float]]]`` of tensors ``[tokens, D]``."""
-    return (b"[" + b",".join(vectors(list(row.numpy())) for row in rows) + b"]") if rows else b"[]"
+def matrices(rows: Sequence[Any]) -> list[bytes]:
+    """``[[float]]`` of each tensor ``[tokens, D]``."""
+    return [listed(vectors(list(row.numpy()))) for row in rows]

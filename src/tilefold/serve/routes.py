@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -96,17 +98,23 @@ class Routes:
         self.service.record(outcome, method)
         return Response(content, media_type=JSON, headers=outcome.headers(self.service.model(kind).device))
 
+    async def _written(
+        self, rows: list[Any], write: Callable[[list[Any]], list[bytes]], size: Callable[[Any], int] = len
+    ) -> bytes:
+        """The list of what a helper thread writes of each row."""
+        return answers.listed(await self.service.in_portions(rows, write, self.service.off_loop, size))
+
     async def embed_sparse(self, body: bodies.EmbedSparse, request: Request) -> Response:
         """``[[{"index", "value"}]]``, a list per input."""
         outcome = await self._encoded("sparse", body.inputs, self.asked(body))
-        text = self.service.model("sparse").text
-        content = await self.service.off_loop(answers.sparse_rows, outcome.rows, body, text)
+        write = partial(answers.sparse_rows, body=body, text=self.service.model("sparse").text)
+        content = await self._written(outcome.rows, write, lambda row: len(row[0]))
         return self.answer(content, outcome, "sparse", _method(body.inputs))
 
     async def embed_all(self, body: bodies.EmbedAll, request: Request) -> Response:
         """``[[[float]]]``: the token vectors of each input that take part in scores."""
         outcome = await self._encoded("multi-vector", body.inputs, self.asked(body))
-        content = await self.service.off_loop(answers.matrices, outcome.rows)
+        content = await self._written(outcome.rows, answers.matrices, lambda row: row.numel())
         return self.answer(content, outcome, "multi-vector", _method(body.inputs))
 
     async def embed(self, body: bodies.Embed, request: Request) -> Response:
@@ -114,7 +122,7 @@ class Routes:
         self._refuse_dense()
         outcome = await self._encoded("dense", body.inputs, replace(self.asked(body), normalize=body.normalize))
         rows = [_shaped(row, body.dimensions, body.normalize) for row in outcome.rows]
-        content = await self.service.off_loop(answers.vectors, rows)
+        content = await self._written(rows, answers.vectors)
         return self.answer(content, outcome, "dense", _method(body.inputs))
 
     async def openai(self, body: bodies.OpenAIEmbeddings, request: Request) -> Response:
@@ -181,16 +189,20 @@ class Routes:
         with self.service.permit(texts):
             if not all(texts):
                 raise empty("inputs")
+            self.service.check_size(texts, model, self.side)
             prompt = "" if body.prompt_name is None else model.prompt(model.way(self.side, body.prompt_name))
-            found = await self.service.off_loop(_tokens, model.text, body, prompt)
-        return Response(found, media_type=JSON)
+            write = partial(_tokens, model.text, body, prompt)
+            found = await self.service.in_portions(texts, write, self.service.in_tokenizer)
+        return Response(answers.listed(found), media_type=JSON)
 
     async def decode(self, body: bodies.Decode, request: Request) -> Response:
         """``[text]``."""
-        text = self.service.text
-        with self.service.permit(body.ids, "ids"):
-            found = await self.service.off_loop(_texts, text, body.ids, body.skip_special_tokens)
-        return Response(found, media_type=JSON)
+        service, model = self.service, self.service.first_model
+        with service.permit(body.ids, "ids"):
+            service.check_size(body.ids, model, self.side, "ids")
+            write = partial(_texts, model.text, body.skip_special_tokens)
+            found = await service.in_portions(body.ids, write, service.in_tokenizer)
+        return Response(answers.listed(found), media_type=JSON)
 
     async def info(self, request: Request) -> Response:
         """The first model, and the limits."""
@@ -234,13 +246,13 @@ def _resolved(text: TextTokens, inputs: list[Any], prompted: bool) -> list[Any]:
     return [each if isinstance(each, str) else read(each) for each in inputs]
 
 
-def _texts(text: TextTokens, ids: list[list[int]], skip_special: bool) -> bytes:
-    return answers.plain([text.decode(each, skip_special) for each in ids])
+def _texts(text: TextTokens, skip_special: bool, ids: list[list[int]]) -> list[bytes]:
+    return [answers.plain(text.decode(each, skip_special)) for each in ids]
 
 
-def _tokens(text: TextTokens, body: bodies.Tokenize, prompt: str) -> bytes:
+def _tokens(text: TextTokens, body: bodies.Tokenize, prompt: str, texts: list[str]) -> list[bytes]:
     in_bytes = body.offsets == "bytes"
-    return answers.plain(text.tokenize(body.inputs, body.add_special_tokens, prompt, in_bytes=in_bytes))
+    return [answers.plain(each) for each in text.tokenize(texts, body.add_special_tokens, prompt, in_bytes=in_bytes)]
 
 
 def _method(inputs: Any) -> str:

@@ -176,6 +176,7 @@ class SearchRoutes:
     async def _answer(self, body: SearchBody, brief: bool) -> Response:
         self._check(body)
         service, times = self.service, {}
+        service.check_size([body.query], self.searchable.encoder, "query", "query")
         with service.permits.take(1):
             started = time.perf_counter()
             vector = None

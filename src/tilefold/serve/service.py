@@ -7,7 +7,7 @@ import functools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Sized
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -18,18 +18,20 @@ from tilefold.serve.metrics import Metrics
 from tilefold.serve.models import SIDES, Kind, Served, Side, Way
 from tilefold.serve.settings import Limits
 from tilefold.serve.text import TextTokens
-from tilefold.serve.threads import Leavable
+from tilefold.serve.threads import Leavable, portions
 
 if TYPE_CHECKING:
     from tilefold.serve.searchable import Searchable
 
 __all__ = ["Asked", "Outcome", "Service"]
 
+R = TypeVar("R")
 T = TypeVar("T")
 Input = str | tuple[int, ...]
 """A text, or token ids."""
 _CALL = "call"  # the key of payloads that are functions
-_CHARACTERS_PER_TOKEN = 250  # of text-embeddings-inference; longer texts than that many per token are not tokenized
+_CHARACTERS_PER_TOKEN = 250  # of text-embeddings-inference; more than that many per token of a model are not read
+_NO_MODEL = 512  # tokens that a query of a server without a model may have
 _SEARCHERS = 4  # threads that search, at least
 _LEAVE_SECONDS = 5.0  # for searches that run when the service ends; a Qdrant server may be away
 _REMEDIES: dict[Kind, str] = {
@@ -115,6 +117,7 @@ class Service:
         self.metrics, self.permits = Metrics(), Permits(self.limits.max_concurrent_requests)
         self.closing = False
         self._pool: ThreadPoolExecutor | None = None
+        self._tokenizers: ThreadPoolExecutor | None = None
         self._searchers: Leavable | None = None
         self._lanes: dict[str, Lane] = {}
         self.metrics.gauge("te_queue_size", lambda: sum(map(len, self._lanes.values())))
@@ -131,9 +134,10 @@ class Service:
                 model.encode(model.way(side, None), ["a"])
 
     def start(self) -> None:
-        """Start the threads: one per device, and those that tokenize and search; also after :meth:`close`."""
+        """Start the threads: one per device, and those that help, tokenize and search; also after :meth:`close`."""
         self.closing = False
         self._pool = ThreadPoolExecutor(self.limits.tokenization_workers, "tilefold-helper")
+        self._tokenizers = ThreadPoolExecutor(self.limits.tokenization_workers, "tilefold-tokenizer")
         self._searchers = Leavable(max(_SEARCHERS, self.limits.tokenization_workers), "tilefold-searcher")
         for device in {model.device for model in self.models.values()}:
             self._lanes[device] = Lane(device, self._run, self.limits.max_batch_tokens, self.metrics)
@@ -144,8 +148,9 @@ class Service:
         self.closing = True
         for lane in self._lanes.values():
             lane.close()
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._pool, self._tokenizers):
+            if pool is not None:
+                pool.shutdown(wait=True, cancel_futures=True)
         if self._searchers is not None and not self._searchers.leave(_LEAVE_SECONDS):
             logging.getLogger("tilefold.serve").warning("searches that nobody answers were left behind")
 
@@ -188,6 +193,36 @@ class Service:
             ServeError: Unhealthy, the service is closing.
         """
         return await self._in(self._pool, work, *args)
+
+    async def in_tokenizer(self, work: Callable[..., T], *args: Any) -> T:
+        """Run what ``/tokenize`` and ``/decode`` do, in a thread for them, so that other routes have the helpers.
+
+        Raises:
+            ServeError: Unhealthy, the service is closing.
+        """
+        return await self._in(self._tokenizers, work, *args)
+
+    async def in_portions(
+        self,
+        items: Sequence[T],
+        work: Callable[[list[T]], list[R]],
+        run: Callable[..., Awaitable[list[R]]],
+        size: Callable[[Any], int] = len,
+    ) -> list[R]:
+        """What `work` makes of items, portion by portion: other requests have their turn between two of them.
+
+        If the caller is cancelled, no further portion is begun.
+
+        Args:
+            items: any number.
+            work: gives a result per item.
+            run: :meth:`off_loop` or another method that runs `work` in a thread.
+            size: of an item, in the unit of ``threads.PORTION``.
+
+        Raises:
+            ServeError: Unhealthy, the service is closing; or what `work` raises.
+        """
+        return [made for portion in portions(items, size) for made in await run(work, portion)]
 
     async def in_search(self, work: Callable[..., T], *args: Any) -> T:
         """Run a search in a thread for them: an index on a server may take long, and must not hold up the helpers.
@@ -235,6 +270,9 @@ class Service:
         model = self.model(kind)
         way = model.way(asked.side, asked.prompt_name, asked.direction, asked.normalize)
         outcome = Outcome(characters=sum(map(len, inputs)))
+        if self._truncates(asked):
+            most = _CHARACTERS_PER_TOKEN * model.limit(way.side)
+            inputs = [each[:most] if asked.direction == "right" else each[-most:] for each in inputs]
         if asked.counted:
             self.metrics.count(f"te_{asked.counted}_count", len(inputs))
         lengths = await self._lengths(model, way, inputs, self._truncates(asked))
@@ -268,6 +306,24 @@ class Service:
             for part, seconds in parts.items():
                 self.metrics.observe(f"{name}_{part}_duration", seconds)
 
+    def check_size(self, inputs: Sequence[Sized], model: Served | None, side: Side, name: str = "inputs") -> None:
+        """Refuse more characters or ids than text-embeddings-inference tokenizes: 250 per token that the model reads.
+
+        Args:
+            inputs: which may have so many together.
+            model: reads them; None for an index of words.
+            side: of the inputs.
+            name: of their field.
+
+        Raises:
+            ServeError: they have more.
+        """
+        most = _CHARACTERS_PER_TOKEN * (model.limit(side) if model else _NO_MODEL)
+        if (given := sum(map(len, inputs))) > most:
+            several = " in all" if len(inputs) > 1 else ""
+            message = f"`{name}` must have less than {most} characters{several}. Given: {given}"
+            raise invalid(message, label="tokenization")
+
     def _truncates(self, asked: Asked) -> bool:
         return self.limits.auto_truncate if asked.truncate is None else asked.truncate
 
@@ -276,11 +332,11 @@ class Service:
         if not all(inputs):
             raise empty("inputs")
         limit = model.limit(way.side)
-        longest = _CHARACTERS_PER_TOKEN * limit
-        if not truncate and (given := max(map(len, inputs))) > longest:
-            raise invalid(f"`inputs` must have less than {longest} characters. Given: {given}", label="tokenization")
-        texts = [each[:longest] for each in inputs if isinstance(each, str)]
-        counts = iter(await self.off_loop(model.text.lengths, texts, model.prompt(way)))
+        for each in inputs:
+            self.check_size([each], model, way.side)
+        texts = [each for each in inputs if isinstance(each, str)]
+        lengths = functools.partial(model.text.lengths, prompt=model.prompt(way))
+        counts = iter(await self.in_portions(texts, lengths, self.off_loop))
         found = [next(counts) if isinstance(each, str) else len(each) for each in inputs]
         for length in found:
             self.metrics.observe("te_request_input_length", length)

@@ -1,17 +1,33 @@
-"""Threads that may be left behind when the service ends: a server that they wait for may never answer."""
+"""Work of threads: portions in which requests take turns, and threads that may be left behind when the service ends."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["Leavable"]
+__all__ = ["PORTION", "Leavable", "portions"]
 
+PORTION = 16_384  # characters, tokens or numbers that a thread works on before others have their turn
+T = TypeVar("T")
 _Job = tuple["Future[Any]", Callable[[], Any]]
+
+
+def portions(items: Sequence[T], size: Callable[[Any], int] = len) -> Iterator[list[T]]:
+    """Items in their order, as many at a time as have the size of a portion together, and at least one."""
+    portion: list[T] = []
+    total = 0
+    for item in items:
+        total += size(item)
+        if portion and total > PORTION:
+            yield portion
+            portion, total = [], size(item)
+        portion.append(item)
+    if portion:
+        yield portion
 
 
 class Leavable(Executor):
