@@ -29,7 +29,7 @@ class Limits:
         max_client_batch_size: inputs of one request.
         payload_limit: bytes of a body.
         auto_truncate: cut inputs that are too long where a request does not say; else they are refused.
-        tokenization_workers: threads that tokenize, search indexes and write answers.
+        tokenization_workers: threads that count tokens and write answers; ``/tokenize`` and ``/decode`` have as many.
         max_hits: documents that a search may ask for.
         max_connections: open connections; the next one is told so and closed.
         header_seconds: time for the head of a request, from the first byte or the opening of the connection.
