@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import random
 import re
 import shutil
+import subprocess
+import sys
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.manifests import edit
-from tilefold._files import sha256_file
+from tests.processes import ROOT, environment
+from tilefold._files import DiskFullError, sha256_file
 from tilefold.retrieval import (
     BM25Index,
     SparseVectors,
@@ -26,6 +32,8 @@ from tilefold.retrieval import (
 )
 from tilefold.retrieval._token_vectors import TokenVectors
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.index.qdrant import QdrantIndex
+from tilefold.retrieval.qdrant import QdrantCollection
 from tilefold.retrieval.tokens import TokenManifest, TokenVectorWriter
 
 Make = Callable[..., SparseVectors]
@@ -226,3 +234,139 @@ def test_a_seismic_index_that_fails_while_it_searches_is_named(copied: Any) -> N
         index._engine = engine  # type: ignore[attr-defined]
         with pytest.raises(DataError, match=rf"seismic: could not be searched \(.*{message}.*tilefold index"):
             index.search(query, 3)
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """Those of the engine that hold something, the fullest last."""
+    files = [file for file in (folder / "shard").rglob("*") if file.is_file() and any(file.read_bytes())]
+    return sorted(files, key=lambda file: file.stat().st_blocks)
+
+
+def test_every_changed_byte_and_cut_file_of_an_embedded_collection_is_noticed(copied: Any, tmp_path: Path) -> None:
+    folder, moments = copied("qdrant"), random.Random(7)  # noqa: S311
+
+    def refused(name: str) -> None:
+        with pytest.raises(DataError, match=rf"{name}: damaged; .* in checksums.json \(1 of \d+ files\)"):
+            load_index(folder)
+
+    files = shard_files(folder)
+    assert len(files) >= 12
+    for file in files:
+        content = np.memmap(file, np.uint8, "r+")
+        at = int(moments.choice(np.flatnonzero(content).tolist()))
+        former = int(content[at])
+        content[at] = former ^ moments.choice([1, 16, 255])
+        refused(file.name)
+        content[at] = former
+        del content
+    for file in (files[0], files[-1]):
+        shutil.move(file, tmp_path / "aside")
+        refused(file.name)
+        whole = (tmp_path / "aside").read_bytes()
+        file.write_bytes(whole[: moments.randrange(len(whole))])
+        refused(file.name)
+        shutil.move(tmp_path / "aside", file)
+    use("qdrant", folder)  # as it was
+    file = folder / "checksums.json"
+    file.write_text(file.read_text(encoding="utf-8").replace('"bytes": 16', '"bytes": 17'), encoding="utf-8")
+    with pytest.raises(DataError, match=r"checksums.json: damaged, or edited"):
+        load_index(folder)
+
+
+def test_an_embedded_collection_without_checksums_is_read_with_a_warning_and_gets_them(copied: Any) -> None:
+    folder = copied("qdrant")
+    expected = use("qdrant", folder)
+    (folder / "checksums.json").unlink()
+    with pytest.warns(RuntimeWarning, match="its files have no checksums, so that damage is not noticed: an earlier"):
+        assert use("qdrant", folder) == expected
+    assert use("qdrant", folder) == expected
+    (folder / "checksums.json").unlink()
+    QdrantCollection.embedded(folder, verify=False).close()
+    assert (folder / "checksums.json").is_file()
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_checksums_of_a_collection_whose_process_died_are_those_of_its_files_or_none(
+    changed: bool, copied: Any
+) -> None:
+    folder = copied("qdrant")
+    code = f"""
+import os
+from tilefold.retrieval import load_index
+index = load_index({str(folder)!r})
+len(index.collection)
+{"index.collection.delete(['d3'])" if changed else ""}
+os._exit(9)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    assert (folder / "checksums.json").exists() is not changed
+    if changed:
+        with pytest.warns(RuntimeWarning, match="a process that changed them did not close them"):
+            assert "d3" not in {hit.id for hit in use("qdrant", folder)[0]}
+    assert len(use("qdrant", folder)[0]) == 10
+    page = shard_files(folder)[-1]
+    with page.open("r+b") as stream:
+        stream.seek(int(np.flatnonzero(np.frombuffer(page.read_bytes(), np.uint8))[5]))
+        stream.write(b"\xaa")
+    with pytest.raises(DataError, match=rf"{page.name}: damaged"):
+        load_index(folder)
+
+
+def test_a_collection_that_changes_and_a_copy_of_it_have_their_own_checksums(copied: Any, tmp_path: Path) -> None:
+    folder = copied("qdrant")
+    index = load_index(folder)
+    assert isinstance(index, QdrantIndex)
+    index.collection.delete(["d1"])
+    assert not (folder / "checksums.json").exists()
+    index.save(tmp_path / "copy")
+    index.collection.delete(["d2"])
+    index.close()
+    for place, count in ((folder, 38), (tmp_path / "copy", 39)):
+        for _ in range(2):
+            with QdrantCollection.embedded(place) as collection:
+                assert len(collection) == count
+        with shard_files(place)[-1].open("r+b") as stream:
+            stream.truncate(4096)
+        with pytest.raises(DataError, match=r"damaged; its checksum is not the one in checksums.json"):
+            load_index(place)
+
+
+@pytest.mark.parametrize("free", [[0], [100, 100, 63], [1000, 1000, 1000, 64]], ids=["create", "batch", "optimize"])
+def test_a_disk_that_is_full_is_said_before_the_engine_writes_where_there_is_no_space(
+    free: list[int], tmp_path: Path, make_vectors: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vectors, queries, reported = make_vectors(4000), make_vectors(3, seed=1, prefix="q"), [0]
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage((free.pop(0) if len(free) > 1 else free[0]) << 20))
+    with pytest.raises(DiskFullError, match=r"index.building: could not be written, .* need \d+ MB, \d+ MB are free"):
+        build_index(vectors, "qdrant", folder=tmp_path / "index", progress=lambda done, _: reported.append(done))
+    assert [entry.name for entry in tmp_path.iterdir()] == ([".index.building"] if reported[-1] else [])
+    free[:] = [1000]
+    index = build_index(vectors, "qdrant", folder=tmp_path / "index")
+    found = [[hit.id for hit in row] for row in index.search(queries, 10)]
+    assert found == [[hit.id for hit in row] for row in build_index(vectors).search(queries, 10)]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small file system")
+def test_a_build_on_a_small_file_system_ends_with_an_error_and_not_with_a_signal(tmp_path: Path) -> None:
+    code = f"""
+from tests.retrieval.qdrant_killed import OLD
+from tilefold.retrieval import build_index
+try:
+    build_index(OLD, "qdrant", folder={str(tmp_path / "small" / "index")!r})
+except OSError as error:
+    print(type(error).__name__, str(error)[:200])
+"""
+    (tmp_path / "small").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(tmp_path / "small")]
+    if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("may not mount a file system")
+    try:
+        command, given = [sys.executable, "-c", code], environment(ROOT, OMP_NUM_THREADS="1")
+        done = subprocess.run(command, env=given, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("DiskFullError") and "could not be written, the disk is full" in done.stdout
+        assert list((tmp_path / "small").iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(tmp_path / "small")], check=True)

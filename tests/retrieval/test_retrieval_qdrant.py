@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.manifests import edit
 from tests.retrieval.qdrant_over_http import OverHttp
 from tilefold._files import InUseError
 from tilefold.retrieval import SparseVectors, build_index, hits_to_run, load_index, reciprocal_rank_fusion
@@ -356,16 +357,22 @@ def test_a_damaged_collection_is_named(make_vectors: Make, tmp_path: Path) -> No
         ("{", "expected a JSON object"),
         ('{"schema_version": 9}', "of schema 1, got 9"),
         ('{"schema_version": 1}', "record of a collection"),
-        (text.replace('"complete": true', '"complete": false'), "whose build is not finished. Run tilefold index"),
+        (text.replace('"complete": true', '"complete": false'), "damaged, or edited"),
     ):
         record.write_text(damaged)
         with pytest.raises(DataError, match=message):
             load_index(tmp_path / "index")
     record.write_text(text)
+    edit(record, complete=False)
+    with pytest.raises(DataError, match=r"whose build is not finished. Run tilefold index"):
+        load_index(tmp_path / "index")
+    record.write_text(text)
     for file in (tmp_path / "index" / "shard" / "segments").rglob("segment.json"):
         file.write_text("?")
-    with pytest.raises(DataError, match=r"Qdrant failed: .*Build the index again"):
+    with pytest.raises(DataError, match=r"segment.json: damaged; its checksum .*\(1 of \d+ files\). Build"):
         load_index(tmp_path / "index")
+    with pytest.raises(DataError, match=r"Qdrant failed: .*Build the index again"):
+        QdrantCollection.embedded(tmp_path / "index", verify=False)
     with pytest.raises(FileNotFoundError, match=r"collection.json|no collection there"):
         record.unlink()
         load_index(tmp_path / "index")

@@ -161,13 +161,17 @@ class QdrantIndex:
         documents.check(layout, str(folder))
         unfinished = folder.parent / f".{folder.name}.building"
         with hold_path(folder):
-            engine = _unfinished(unfinished, documents.digest(layout))
-            opened = QdrantCollection.of(engine, layout)
-            with opened:
-                opened.build(documents, progress=progress)
-                cls(opened)._describe(unfinished)
+            try:
+                engine = _unfinished(unfinished, documents.digest(layout))
+                with QdrantCollection.of(engine, layout) as opened:
+                    opened.build(documents, progress=progress)
+                    cls(opened)._describe(unfinished)
+            except BaseException:
+                if not (unfinished / RECORD).exists():  # nothing to go on with
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                raise
             swap_directory(unfinished, folder)
-        return cls(QdrantCollection.embedded(folder), folder=folder)
+        return cls(QdrantCollection.embedded(folder, verify=False), folder=folder)  # just written
 
     def search(self, queries: SparseVectors, k: int, *, where: Where = None) -> list[list[Hit]]:
         """See :class:`SparseIndex`; of the documents whose payload matches `where` if that is given.
@@ -190,6 +194,7 @@ class QdrantIndex:
                 self.collection.optimize()  # flushes
                 shutil.copytree(self._folder / SHARD, folder / SHARD, copy_function=_copy_sparse)
                 shutil.copyfile(self._folder / RECORD, folder / RECORD)
+                EdgeEngine(folder, verify=False).close()  # makes the checksums
             self._describe(folder)
 
     @classmethod

@@ -45,8 +45,11 @@ class QdrantCollection:
         self._engine, self._record = engine, record
 
     @classmethod
-    def embedded(cls, folder: str | Path, layout: Layout | None = None) -> QdrantCollection:
+    def embedded(cls, folder: str | Path, layout: Layout | None = None, *, verify: bool = True) -> QdrantCollection:
         """The collection in `folder`, open in one process at a time; made there if a `layout` is given.
+
+        Args:
+            verify: compare its files with their checksums, which takes about a second for each GB and core.
 
         Raises:
             MissingPackageError: qdrant-edge-py is not installed.
@@ -58,7 +61,7 @@ class QdrantCollection:
 
         if layout is None and not (Path(folder) / RECORD).is_file():
             raise FileNotFoundError(f"{folder}: no collection there. Give a layout to make one (or tilefold index).")
-        return cls.of(EdgeEngine(Path(folder)), layout)
+        return cls.of(EdgeEngine(Path(folder), verify=verify), layout)
 
     @classmethod
     def server(

@@ -3,34 +3,45 @@
 Behaviour of qdrant-edge-py 0.9.0 that this wrapper handles: opening a folder that is open already fails, but damages it
 for the one that has it open, so a lock of ours comes first; errors are bare ``Exception``; numbers that are not finite,
 terms given twice and token vectors beyond the server's limit are stored without a word (``Documents`` refuses them);
-``MatchValue(True)`` is that of the integer 1.
+``MatchValue(True)`` is that of the integer 1. It has no checksums: bytes that changed give other rankings, abort the
+process or never return (``Checksums`` comes first). It maps files ahead that have no space yet: where the disk is full,
+the system ends the process (so space is asked for first).
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tilefold._files import LOCK, InUseError, hold_folder, naming_full_disk, read_json, release_folder, write_json
-from tilefold.retrieval._files import require
+from tilefold._files import LOCK, DiskFullError, InUseError, hold_folder, naming_full_disk, release_folder
+from tilefold.retrieval._files import read_json_object, require, write_json_object
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.index.protocol import REMEDY
+from tilefold.retrieval.qdrant.checksums import CHECKSUMS, Checksums
 from tilefold.retrieval.qdrant.filters import Condition, Filter
 from tilefold.retrieval.qdrant.layout import DENSE, ID, SPARSE, TOKENS, Layout, Record
 from tilefold.retrieval.qdrant.plans import Plan, Point, Stage
 
 RECORD = "collection.json"
 SHARD = "shard"
-OWN_NAMES = (RECORD, SHARD, LOCK)
+OWN_NAMES = (RECORD, SHARD, CHECKSUMS, LOCK)
+_AHEAD = 64 << 20  # that a batch may fill, of 8 MB: two files of 32 MB of the log
 _PAGE = 1000
 
 
 class EdgeEngine:
     """The collection in `folder`, open in this process alone until it is closed.
+
+    Its files are compared with their checksums before the engine opens them, unless ``verify=False``. Where there are
+    none, which is warned of, they are made when it is closed.
 
     Raises:
         MissingPackageError: qdrant-edge-py is not installed.
@@ -38,7 +49,7 @@ class EdgeEngine:
         DataError: what is there cannot be read.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, verify: bool = True) -> None:
         self._edge = require("qdrant_edge", "qdrant-edge-py", "An embedded Qdrant collection", "qdrant")
         self.folder, self.place = folder, str(folder)
         self._shard: Any = None
@@ -49,30 +60,42 @@ class EdgeEngine:
                 f"{folder}: the collection is open elsewhere, and an embedded one can be open once at a time. Close it "
                 "there, or keep the collection on a Qdrant server."
             ) from None
+        self._checksums = Checksums(folder / SHARD, version("qdrant-edge-py"))
         try:
-            if self.record() is not None:
-                with self._errors():
-                    self._shard = self._edge.EdgeShard.load(str(folder / SHARD))
+            record = self.record()
+            if record is not None:
+                self._open(record, verify)
         except RuntimeError as error:
             release_folder(self._lock)
-            raise DataError(f"{error} Build the index again (tilefold index).") from error
+            raise DataError(f"{error} {REMEDY}") from error
         except BaseException:
             release_folder(self._lock)
             raise
 
+    def _open(self, record: Record, verify: bool) -> None:
+        self._checksums.read(verify=verify)
+        if verify and record.complete and not self._checksums.kept:
+            warnings.warn(
+                f"{self.place}: its files have no checksums, so that damage is not noticed: an earlier tilefold made "
+                "them, or a process that changed them did not close them. Closing it makes checksums.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        if not self._checksums.kept:  # else it writes nothing
+            self._need_space(0)
+        with self._errors():
+            self._shard = self._edge.EdgeShard.load(str(self.folder / SHARD))
+        self._checksums.confirm()
+
     def record(self) -> Record | None:
         """What the collection says of itself; None where there is none."""
         file = self.folder / RECORD
-        if not file.exists():
-            return None
-        value = read_json(file)
-        if value is None:
-            raise DataError(f"{file}: expected a JSON object, got none. Build the index again (tilefold index).")
-        return Record.from_dict(value, self.place)
+        return Record.from_dict(read_json_object(file, REMEDY), self.place) if file.exists() else None
 
     def create(self, record: Record) -> None:
         """An empty collection. A shard without a record is what a killed creation left, and is removed."""
         edge, layout = self._edge, record.layout
+        self._changing()
         shutil.rmtree(self.folder / SHARD, ignore_errors=True)
         vectors: dict[str, Any] = {}
         if layout.dense is not None:
@@ -101,7 +124,7 @@ class EdgeEngine:
 
     def write_record(self, record: Record) -> None:
         """Replace what the collection says of itself."""
-        write_json(self.folder / RECORD, record.to_dict())
+        write_json_object(self.folder / RECORD, record.to_dict())
 
     def drop(self) -> None:
         """Remove the collection."""
@@ -110,18 +133,21 @@ class EdgeEngine:
             with self._errors():
                 self._shard.close()
             self._shard = None
+        self._checksums.remove()
         shutil.rmtree(self.folder / SHARD, ignore_errors=True)
 
     def upsert(self, points: Sequence[Point]) -> None:
         """Add or replace points, and flush them to disk."""
         edge = self._edge
         made = [edge.Point(point.key, self._vectors(point.vectors), point.payload) for point in points]
+        self._changing()
         with self._errors():
             self._shard.update(edge.UpdateOperation.upsert_points(made))
             self._shard.flush()
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove points, and flush that to disk."""
+        self._changing()
         with self._errors():
             self._shard.update(self._edge.UpdateOperation.delete_points(list(keys)))
             self._shard.flush()
@@ -171,6 +197,7 @@ class EdgeEngine:
 
     def optimize(self) -> None:
         """Make the final index of what was added."""
+        self._changing(_allocated(self.folder / SHARD))  # which is written anew
         with self._errors():
             self._shard.optimize()
             self._shard.flush()
@@ -183,9 +210,48 @@ class EdgeEngine:
             if self._shard is not None:
                 with self._errors():
                     self._shard.close()
+                self._checksums.confirm()
+                self._keep_checksums()
         finally:
             self._shard = None
             release_folder(self._lock)
+
+    def _changing(self, more: int = 0) -> None:
+        """Comes before every change, which may write 64 MB and `more` bytes.
+
+        Raises:
+            DiskFullError: there is no space for it.
+        """
+        if self._shard is None and self.record() is not None:
+            return  # closed: the call will say so
+        self._need_space(more)
+        self._checksums.remove()
+
+    def _need_space(self, more: int) -> None:
+        free, needed = shutil.disk_usage(self.folder).free, _AHEAD + more
+        if free < needed:
+            raise DiskFullError(
+                f"{self.place}: could not be written, the disk is full: Qdrant may need {needed >> 20} MB, "
+                f"{free >> 20} MB are free. Free some space there, or choose another place; what was complete is kept."
+            )
+
+    def _keep_checksums(self) -> None:
+        """Make the checksums of a shard that is closed, unless they are there or a build is unfinished."""
+        record = self.record()
+        if self._checksums.kept or record is None or not record.complete:
+            return
+        try:
+            self._need_space(0)
+            with self._errors():  # what it leaves to the next opening is done now
+                self._edge.EdgeShard.load(str(self.folder / SHARD)).close()
+            self._checksums.write()
+        except (OSError, RuntimeError) as error:
+            warnings.warn(
+                f"{self.place}: the collection is whole, but has no checksums ({error}), so that damage would not be "
+                "noticed. Open and close it again.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def _vectors(self, vectors: dict[str, Any]) -> dict[str, Any]:
         sparse = vectors.get(SPARSE)
@@ -247,3 +313,8 @@ class EdgeEngine:
             if self._shard is None:
                 raise RuntimeError(f"{self.place}: the collection is closed. Open it again.") from error
             raise
+
+
+def _allocated(folder: Path) -> int:
+    """Bytes that the files below a folder take on the disk."""
+    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file()) if os.name != "nt" else 0
