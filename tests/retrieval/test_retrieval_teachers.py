@@ -77,6 +77,10 @@ def test_a_cross_encoder_gives_its_logits_and_goes_on_after_an_interruption(
     np.testing.assert_allclose(scores[20:], expected[20:], rtol=2**-6, atol=2**-6)  # other batches, in bf16 by machine
     assert np.ptp(expected) > 0.1
     np.testing.assert_array_equal(score_rows(teacher, rows, COLLECTION, tmp_path), scores)
+    (whole,) = (file for file in tmp_path.glob("*.npy") if np.load(file).shape == scores.shape)
+    for damaged in (whole.read_bytes()[:200], whole.read_bytes()[:-4] + np.float32(np.nan).tobytes()):
+        whole.write_bytes(damaged)
+        np.testing.assert_array_equal(score_rows(teacher, rows, COLLECTION, tmp_path), scores)
 
 
 def test_bi_encoders_and_bm25_give_their_own_similarities(rows: TrainingRows, tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def _demo_paths(folder: Path) -> SearchPaths:
         found = json.loads(record.read_text(encoding="utf-8"))
         at = folder / found["folder"]
         query_top_k = int(found["query_terms"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _common.CommandError(f"{record} is damaged: run tilefold demo again.") from error
     if not (at / "data").is_dir():
         raise _common.CommandError(f"the demo in {folder} is of an earlier version: run tilefold demo again.")

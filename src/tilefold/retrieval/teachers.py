@@ -157,8 +157,11 @@ def score_rows(
 def _kept(file: Path, n: int) -> Floats | None:
     if not file.is_file():
         return None
-    values: Floats = np.load(file, allow_pickle=False)
-    return values if values.shape == (n,) else None
+    try:
+        values: Floats = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError):  # damaged: scored again
+        return None
+    return values if values.shape == (n,) and bool(np.isfinite(values).all()) else None
 
 
 def _keep(file: Path, values: Floats) -> None:

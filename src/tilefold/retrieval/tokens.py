@@ -270,7 +270,7 @@ def _read_ids(path: Path) -> list[str]:
         raw = _tensor(file, "ids", path)
     try:
         names = json.loads(raw.numpy().tobytes().decode("utf-8", "surrogatepass"))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: expected the ids of its texts, got ({error}). {REMEDY}") from error
     if not isinstance(names, list):
         raise DataError(f"{path}: expected a list of ids, got {type(names).__name__}. {REMEDY}")

@@ -337,7 +337,7 @@ def _made_by(table: Any) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"metadata: expected JSON, got other text ({error}). {_REMEDY}") from error
     version = value.pop("schema_version", None) if isinstance(value, dict) else None
     if version != SCHEMA_VERSION:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from tilefold.retrieval._ranking import check_k
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.index.protocol import Hit
+from tilefold.retrieval.index.protocol import REMEDY, Hit
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.qdrant.documents import Documents, Queries, key_of, list_of_ids
 from tilefold.retrieval.qdrant.filters import Filter
@@ -49,7 +50,7 @@ class QdrantCollection:
         """The collection in `folder`, open in one process at a time; made there if a `layout` is given.
 
         Args:
-            verify: compare its files with their checksums, which takes about a second for each GB and core.
+            verify: compare its files with their checksums, which takes 1 to 3 s for each GB.
 
         Raises:
             MissingPackageError: qdrant-edge-py is not installed.
@@ -336,6 +337,8 @@ class QdrantCollection:
         if sparse and len(answer) > k and answer[k - 1][1] == answer[k][1]:
             wider = replace(plan.stage, limit=11 * k + 1000)
             (answer,) = self._engine.query([plan._replace(stage=wider)], self.layout)
+        if not all(math.isfinite(score) for _, score in answer):
+            raise DataError(f"{self.place}: expected finite scores, got others: its vectors are damaged. {REMEDY}")
         hits = [Hit(name, score) for name, score in answer if score > 0 or not sparse]
         return sorted(hits, key=lambda hit: (-hit.score, hit.id))[:k]
 

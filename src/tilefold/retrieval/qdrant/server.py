@@ -100,7 +100,7 @@ class ServerEngine:
             )
         try:
             value = json.loads(metadata[_META])
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise DataError(f"{self.place}: expected the record of a collection, got another ({error}).") from error
         return Record.from_dict(value if isinstance(value, dict) else {}, self.place)
 
