@@ -14,11 +14,15 @@ __all__ = ["Call", "Tally", "Truncation", "tallied", "tell", "unwatched", "watch
 
 
 class Call(NamedTuple):
-    """Texts that a tokenizer got together, the places of those that it cut, and the most tokens it kept of one."""
+    """Texts that a tokenizer got together, the places of those that it cut, and the most tokens that it kept of one.
+
+    `special` is whether it was to put its special tokens around them.
+    """
 
     texts: int
     cut: Sequence[int]
     max_length: int | None
+    special: bool = True
 
 
 @dataclass
@@ -44,19 +48,19 @@ class Truncation:
         known = [length for length in (self.max_length, max_length) if length is not None]
         self.max_length = max(known, default=None)
 
-    def see(self, texts: int, cut: Sequence[int], max_length: int | None) -> None:
-        """Count `texts` more, cut at these places of them."""
-        self.calls.append(Call(texts, cut, max_length))
-        self.add(texts, len(cut), max_length)
+    def see(self, call: Call) -> None:
+        """Count those of a call."""
+        self.calls.append(call)
+        self.add(call.texts, len(call.cut), call.max_length)
 
     def places(self, texts: int) -> set[int]:
         """Which texts were cut, of a call with so many: models tokenise their prompt alone, too, for its length."""
         return {place for call in self.calls if call.texts == texts for place in call.cut}
 
-    def see_encodings(self, encodings: Sequence[Any], truncation: dict[str, Any] | None) -> None:
+    def see_encodings(self, encodings: Sequence[Any], truncation: dict[str, Any] | None, special: bool = True) -> None:
         """Count what the Rust tokenizer made; what it cut off stays with each text, and is not tokenised again."""
         cut = [] if truncation is None else [at for at, made in enumerate(encodings) if made.overflowing]
-        self.see(len(encodings), cut, None if truncation is None else truncation["max_length"])
+        self.see(Call(len(encodings), cut, None if truncation is None else truncation["max_length"], special))
 
 
 _watch: ContextVar[Truncation | None] = ContextVar("tilefold_truncation", default=None)
@@ -119,7 +123,8 @@ def _counting(stock: Callable[..., Any]) -> Callable[..., Any]:
         if watch is not None:
             encodings = getattr(found, "encodings", None)
             if encodings is not None:
-                watch.see_encodings(encodings, self.backend_tokenizer.truncation)
+                special = bool(kwargs.get("add_special_tokens", True))
+                watch.see_encodings(encodings, self.backend_tokenizer.truncation, special)
             else:
                 _see_slow(watch, functools.partial(stock, self), found, self.model_max_length, *args, **kwargs)
         return found
@@ -141,7 +146,7 @@ def _see_slow(
         text, text_pair = [text], None if text_pair is None else [text_pair]
         found = {"attention_mask": [found["attention_mask"]]}
     if not kwargs.get("truncation"):
-        watch.see(len(text), (), None)
+        watch.see(Call(len(text), (), None))
         return
     limit = kwargs.get("max_length") or limit
     full = [at for at, row in enumerate(found["attention_mask"]) if int(sum(row)) >= limit]
@@ -151,7 +156,7 @@ def _see_slow(
         other = None if text_pair is None else [text_pair[at] for at in full]
         whole = stock([text[at] for at in full], other, verbose=False, **same)["input_ids"]
         cut = [at for at, ids in zip(full, whole, strict=True) if len(ids) > limit]
-    watch.see(len(text), cut, limit)
+    watch.see(Call(len(text), cut, limit))
 
 
 @dataclass

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tilefold.pipeline.truncated import Tally, Truncation, tallied, tell, unwatched
+from tilefold.pipeline.truncated import Call, Tally, Truncation, tallied, tell, unwatched, watching
 from tilefold.retrieval._prefix import Beginnings
 
-__all__ = ["Tally", "cut_texts", "tallied", "tell_truncated"]
+__all__ = ["Call", "Tally", "cut_texts", "tallied", "tell_truncated", "watching"]
 
 _CHARACTERS_PER_TOKEN = 16  # of the first attempt at white space; shorter texts than twice that are left alone
 _BEGINNINGS = (8, 32, 128, 512)  # characters per token of the attempts anywhere

@@ -23,7 +23,7 @@ from tilefold.serve.pages import PAGE_PATHS, page_router
 from tilefold.serve.reference import OPENAPI_PATHS, REFERENCE_PATHS, add_reference
 from tilefold.serve.routes import Routes
 from tilefold.serve.searching import search_router
-from tilefold.serve.service import Service
+from tilefold.serve.service import Service, cut_inputs
 from tilefold.serve.settings import check_origins
 
 __all__ = ["create_app"]
@@ -123,13 +123,15 @@ class Guard:
             return
         if scope["method"] == "HEAD":  # as GET; uvicorn, which has the scope that was sent, leaves the body out
             scope = {**scope, "method": "GET"}
-        started = False
+        started, cut = False, list[int]()
+        cut_inputs.set(cut)
 
         async def tracked(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message.get("headers", []), *_missing(message.get("headers", []))]
+                own = [(b"x-truncated-inputs", str(sum(cut)).encode())] if cut else []
+                message["headers"] = [*message.get("headers", []), *own, *_missing(message.get("headers", []))]
             await send(message)
 
         if scope["http_version"] not in _HTTP_VERSIONS:

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tilefold.integrations.sentence_transformers import encode_sparse
 from tilefold.retrieval.encoding import encode_batch
-from tilefold.retrieval.truncation import cut_texts
+from tilefold.retrieval.truncation import Call, cut_texts, watching
 from tilefold.retrieval.vectors import SparseVectors
 from tilefold.serve.answers import Row, strongest
 from tilefold.serve.errors import invalid
@@ -70,6 +70,7 @@ class Served:
         self.text = TextTokens(self.model.tokenizer)
         self.prompts: dict[str, str] = {key: value or "" for key, value in (self.model.prompts or {}).items()}
         self.model.eval()
+        self._calls = {side: self._call(side) for side in SIDES}
 
     @property
     def device(self) -> str:
@@ -82,13 +83,20 @@ class Served:
         found = next((tensor.dtype for tensor in self.model.parameters()), torch.float32)
         return str(found).removeprefix("torch.")
 
+    def _call(self, side: Side) -> Call:
+        """How the model has a text of this side tokenized."""
+        with watching() as seen:
+            self.model.preprocess(["a"], task=side)
+        return seen.calls[-1] if seen.calls else Call(1, (), None)
+
     def limit(self, side: Side) -> int:
         """The most tokens that the model reads of a text."""
-        first = next(iter(self.model.children()), None)
-        known = [getattr(first, f"{side}_length", None), getattr(self.model, "max_seq_length", None)]
-        known += [getattr(self.model.tokenizer, "model_max_length", None)]
-        given = [int(limit) for limit in known if isinstance(limit, int | float) and 0 < limit < _UNLIMITED]
-        return min(given, default=512)
+        limit = self._calls[side].max_length
+        return limit if limit is not None and 0 < limit < _UNLIMITED else 512
+
+    def lengths(self, way: Way, texts: Sequence[str]) -> list[int]:
+        """Tokens of each text with what stands before it, if it is not cut; may be called in any thread."""
+        return self.text.lengths(texts, self.prompt(way), self._calls[way.side].special)
 
     def way(
         self,

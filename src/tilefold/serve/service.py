@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence, Sized
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -23,12 +24,14 @@ from tilefold.serve.threads import Leavable, portions
 if TYPE_CHECKING:
     from tilefold.serve.searchable import Searchable
 
-__all__ = ["Asked", "Outcome", "Service"]
+__all__ = ["Asked", "Outcome", "Service", "cut_inputs"]
 
 R = TypeVar("R")
 T = TypeVar("T")
 Input = str | tuple[int, ...]
 """A text, or token ids."""
+cut_inputs: ContextVar[list[int] | None] = ContextVar("tilefold_cut_inputs", default=None)
+"""How many inputs were cut, by what encoded them for the request that is being answered."""
 _CALL = "call"  # the key of payloads that are functions
 _CHARACTERS_PER_TOKEN = 250  # of text-embeddings-inference; more than that many per token of a model are not read
 _NO_MODEL = 512  # tokens that a query of a server without a model may have
@@ -270,12 +273,17 @@ class Service:
         model = self.model(kind)
         way = model.way(asked.side, asked.prompt_name, asked.direction, asked.normalize)
         outcome = Outcome(characters=sum(map(len, inputs)))
+        limit, given = model.limit(way.side), inputs
         if self._truncates(asked):
-            most = _CHARACTERS_PER_TOKEN * model.limit(way.side)
+            most = _CHARACTERS_PER_TOKEN * limit
             inputs = [each[:most] if asked.direction == "right" else each[-most:] for each in inputs]
         if asked.counted:
             self.metrics.count(f"te_{asked.counted}_count", len(inputs))
-        lengths = await self._lengths(model, way, inputs, self._truncates(asked))
+        found = await self._lengths(model, way, inputs, self._truncates(asked))
+        if (cut := cut_inputs.get()) is not None:
+            triples = zip(found, inputs, given, strict=True)
+            cut.append(sum(length > limit or len(kept) < len(whole) for length, kept, whole in triples))
+        lengths = [min(length, limit) for length in found]
         outcome.tokens, outcome.tokenization = sum(lengths), time.perf_counter() - outcome.started
         lane = self._lanes[model.device]
         distinct = dict(zip(inputs, lengths, strict=True))
@@ -328,21 +336,21 @@ class Service:
         return self.limits.auto_truncate if asked.truncate is None else asked.truncate
 
     async def _lengths(self, model: Served, way: Way, inputs: Sequence[Input], truncate: bool) -> list[int]:
-        """Tokens that the model will read of each input."""
+        """Tokens of each input."""
         if not all(inputs):
             raise empty("inputs")
         limit = model.limit(way.side)
         for each in inputs:
             self.check_size([each], model, way.side)
         texts = [each for each in inputs if isinstance(each, str)]
-        lengths = functools.partial(model.text.lengths, prompt=model.prompt(way))
+        lengths = functools.partial(model.lengths, way)
         counts = iter(await self.in_portions(texts, lengths, self.off_loop))
         found = [next(counts) if isinstance(each, str) else len(each) for each in inputs]
         for length in found:
             self.metrics.observe("te_request_input_length", length)
         if not truncate and max(found) > limit:
             raise invalid(f"`inputs` must have less than {limit} tokens. Given: {max(found)}", label="tokenization")
-        return [min(length, limit) for length in found]
+        return found
 
     def _run(self, key: Any, payloads: list[Any]) -> list[Any]:
         """A batch, in the worker thread of a device."""

@@ -35,9 +35,9 @@ class TextTokens:
         self._tokenizer.no_padding()
         self.special_ids = set(tokenizer.all_special_ids)
 
-    def lengths(self, texts: Sequence[str], prompt: str = "") -> list[int]:
-        """Tokens of each text with the prompt before it, special tokens included."""
-        return [len(encoding.ids) for encoding in self._encode([prompt + text for text in texts], True)]
+    def lengths(self, texts: Sequence[str], prompt: str = "", special: bool = True) -> list[int]:
+        """Tokens of each text with the prompt before it, with special tokens or without."""
+        return [len(encoding.ids) for encoding in self._encode([prompt + text for text in texts], special)]
 
     def tokenize(
         self, texts: Sequence[str], special: bool, prompt: str = "", *, in_bytes: bool = False

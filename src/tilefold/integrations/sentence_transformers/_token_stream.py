@@ -41,7 +41,8 @@ class TokenStream(TextStream):
         return rows.isfinite().all(dim=1), quantized.values, quantized.scales
 
     def _batch(self, work: Work, pending: PendingTokens) -> TokenBatch:
-        return TokenBatch(work.window, work.places, *pending.get())
+        counts, finite, values, *scales = pending.get()
+        return TokenBatch(work.window, work.places, counts, finite, values, *scales[:1])
 
 
 class TokenBatchEncoder:
