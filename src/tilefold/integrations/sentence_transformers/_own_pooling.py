@@ -77,7 +77,7 @@ def count_no_padding(model: nn.Module) -> None:
     """Put :class:`StaticTokens` on the stock static modules of a model."""
     for module in model.modules():
         if type(module) is SparseStaticEmbedding and "forward" not in vars(module):
-            module.forward = StaticTokens(module)  # type: ignore[method-assign, assignment]
+            module.forward = StaticTokens(module)
 
 
 def fused_forward(
