@@ -53,7 +53,9 @@ def served(model: str, index: Path) -> Iterator[tuple[Any, Client]]:
 
 def asked(name: str, query: str) -> bytes:
     body = json.dumps({"query": query, "hits": 5}).encode()
-    head = f"POST /v1/{name}/search HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    head = (
+        f"POST /v1/{name}/search HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    )
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 

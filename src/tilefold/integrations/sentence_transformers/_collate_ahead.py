@@ -29,9 +29,10 @@ def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False, comp
     waits for the loss after the forward pass and again after the backward pass of every step, while the GPU has nothing
     to do. A loss that is NaN is logged as NaN, and no longer as the mean of those before.
 
-    If ``accelerate`` packs the inputs of the only encoder of the model, all columns of a batch go through it in one
-    forward, and the loss takes the outputs column by column: less work for the host, the same numbers but for those of
-    dropout. Losses that cut columns into mini-batches (cached ones) run each part by itself.
+    If ``accelerate`` lets the only encoder of the model run on packed tokens, the thread packs all columns of a batch,
+    so that no forward waits for the GPU to count tokens; they go through the encoder in one forward, and the loss takes
+    the outputs column by column: less work for the host, the same numbers but for those of dropout. Losses that cut
+    columns into mini-batches (cached ones) run each part by itself. Other models make the forwards of stock ones.
 
     With ``graphs``, the forward and backward pass of the encoder are captured as CUDA graphs and replayed, so that
     the host launches them with two calls. Unused sequences pad batches to a few total sizes (at most a fifth more
