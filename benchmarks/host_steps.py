@@ -2,18 +2,18 @@
 
     python -m benchmarks.host_steps --only lsr_head
 
-Tensors lie on the CPU and no kernel runs: the launchers' C function is replaced by one that does nothing, and all that
-leads to it stays. The microseconds lack what the driver takes for a launch and the CUDA allocator for memory, and hold
-products that torch computes: they compare two commits on one machine. Backward runs in the thread that asks for it, not
-in the GPU's.
+Tensors lie on the CPU and no kernel runs: the function of the CUDA driver that launches is replaced by one that does
+nothing, and all that leads to it stays. The microseconds lack what the driver takes for a launch and the CUDA allocator
+for memory, and hold products that torch computes: they compare two commits on one machine. Backward runs in the thread
+that asks for it, not in the GPU's.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import gc
-import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -22,11 +22,10 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from triton.backends.nvidia import driver
 
 from benchmarks import host_time
 from tilefold.ops._shared import call_cache, impl, internals
-from tilefold.ops._shared._triton import context, launch, tensors
+from tilefold.ops._shared._triton import cuda_driver, launch, tensors
 from tilefold.ops.entmax_attention import configs as attention_configs
 from tilefold.ops.entmax_attention._triton import launch as attention_forward
 from tilefold.ops.entmax_attention._triton import launch_backward as attention_backward
@@ -72,24 +71,27 @@ def main() -> int:
 def without_a_gpu() -> None:
     """Let tensors on the CPU take the way of those on a GPU, up to the C function that launches."""
     host_time.DEVICE = "cpu"
-    modules: tuple[Any, ...] = (impl, call_cache, internals, launch, tensors, maxsim_ops, context, driver)
-    implementations, calls, private, launching, memory, maxsim, contexts, drivers = modules
+    modules: tuple[Any, ...] = (impl, call_cache, internals, launch, tensors, maxsim_ops, cuda_driver)
+    implementations, calls, private, launching, memory, maxsim, driver = modules
     implementations.resolve_impl = lambda *_: "triton"
     implementations.interpreter_fault = lambda dtype: None
     calls.triton_interpreted = lambda: True
-    private.launches_by_address = lambda: True
     private.torch._C._cuda_getCurrentRawStream = abs
+    private._tma_map = tma_map
     torch.cuda.current_device = lambda: 0
     memory.sm_count = lambda device: 132
     maxsim.check_values = lambda problem, impl: None  # the host looks at values on the CPU only
-    contexts.enter_context = lambda index: None
-    drivers.make_tensordesc_arg = lambda matrix, metadata: [0] * 6
+    driver.enter_context = lambda index: None
+    driver._launch_function = lambda: ctypes.CDLL(None).sched_yield  # takes whatever it is given, and returns 0
     launching.Launcher.__call__ = lambda self, grid, arguments: None
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     for module in CONFIGURED:
         for name in [name for name in vars(module) if name.endswith("_config")]:
             setattr(module, name, functools.partial(configured, getattr(module, name)))
-    launching.Launcher.compiled = lambda self, arguments: (compiled(arguments), tuple(self._constants.values()))
+    launching.Launcher.compiled = lambda self, arguments: (
+        compiled(arguments, self._constants),
+        tuple(self._constants.values()),
+    )
 
 
 class Hopper:
@@ -114,24 +116,26 @@ def configured(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*[Hopper(x) if isinstance(x, (torch.device, torch.Tensor)) else x for x in arguments])
 
 
-class CudaLauncher:
-    """As Triton's, by name: launches nothing."""
-
-    global_scratch_size = profile_scratch_size = launch_cooperative_grid = launch_pdl = 0
-
-    def __init__(self, descriptors: int) -> None:
-        launcher, tensordesc_meta = itertools.chain, [{"swizzle": 0}] * descriptors
-
-        def taken_apart() -> object:
-            return launcher, tensordesc_meta
-
-        self.launch: Any = taken_apart if descriptors else launcher
+def tma_map(descriptor: Any, description: object) -> cuda_driver.Map:
+    """A descriptor that is its matrix."""
+    return cuda_driver.Map(lambda address: (address, None), (*descriptor.shape, *descriptor.strides))
 
 
-def compiled(arguments: tuple[object, ...]) -> SimpleNamespace:
+def compiled(arguments: tuple[Any, ...], constants: dict[str, Any]) -> SimpleNamespace:
     """What stands for a kernel that was compiled for these arguments."""
-    descriptors = sum(type(argument).__name__ == "TensorDescriptor" for argument in arguments)
-    return SimpleNamespace(run=CudaLauncher(descriptors), function=0, packed_metadata=())
+    kinds = ["constexpr" if x is None else "*" if isinstance(x, torch.Tensor) else "value" for x in arguments]
+    kinds += ["constexpr"] * len(constants)
+    declared: list[str] = []
+    for argument in arguments:
+        if type(argument).__name__ == "TensorDescriptor":
+            declared += [".param .align 64 .b8 map[128]", *[".param .u64 size"] * 4]
+        elif argument is not None:
+            declared.append(f".param .{'f32' if isinstance(argument, float) else 'u64'} value")
+    metadata = SimpleNamespace(name="kernel", num_warps=4, shared=0)
+    signature = SimpleNamespace(signature=dict(enumerate(kinds)))
+    return SimpleNamespace(
+        metadata=metadata, src=signature, function=1, asm={"ptx": f".entry kernel({','.join(declared)})"}
+    )
 
 
 def timed(call: host_time.Call, calls: int, samples: int) -> float:
@@ -166,8 +170,7 @@ def _entered_once(call: host_time.Call) -> tuple[int, int, int]:
         if event in counts:
             counts[event] += 1
         code = frame.f_code
-        if event == "call" and code.co_name.startswith("launch") and code.co_filename == internals.__file__:
-            launches += 1
+        launches += event == "call" and code.co_name == "launch" and code.co_filename == cuda_driver.__file__
 
     gc.collect()
     gc.disable()  # what it ends may have functions to call

@@ -92,8 +92,9 @@ def test_another_allocator_is_never_asked_whether_it_captures(
 
 def test_launches_that_are_repeated_by_triton_pass_addresses() -> None:
     kernel, x = Kernel(), torch.zeros(4)
-    compiled = type("Compiled", (), {"run": object(), "__getitem__": lambda self, grid: kernel[grid]})
-    internals.bind(compiled(), (1, 1, 1), (5,)).launch((x, None))
+    metadata = SimpleNamespace(launch_cooperative_grid=True)  # which is Triton's own to launch
+    compiled = type("Compiled", (), {"metadata": metadata, "__getitem__": lambda self, grid: kernel[grid]})
+    internals.bind(compiled(), (1, 1, 1), (x, None, 5), (5,), ()).launch((x, None))
     assert kernel.launches == [(x.data_ptr(), None, 5)]
 
 

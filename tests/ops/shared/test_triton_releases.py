@@ -20,17 +20,16 @@ def test_no_other_file_asks_for_the_release_of_triton() -> None:
 
 
 @pytest.mark.parametrize(
-    ("installed", "warp_roles", "by_address", "new_numpy"),
-    [((3, 4), False, False, False), ((3, 5), False, False, False), ((3, 6), True, True, False),
-     ((3, 7), True, False, True), ((3, 8), True, False, True), ((3, 9), True, False, True)],
+    ("installed", "warp_roles", "new_numpy"),
+    [((3, 4), False, False), ((3, 5), False, False), ((3, 6), True, False), ((3, 7), True, True), ((3, 8), True, True),
+     ((3, 9), True, True)],
 )  # fmt: skip
 def test_the_table_of_releases(
-    monkeypatch: pytest.MonkeyPatch, installed: tuple[int, int], warp_roles: bool, by_address: bool, new_numpy: bool
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[int, int], warp_roles: bool, new_numpy: bool
 ) -> None:
     monkeypatch.setattr(releases, "release", lambda: installed)
     assert installed in releases.TESTED
     assert (releases.why_no_warp_roles() is None) == warp_roles
-    assert releases.launches_by_address() == by_address
     assert releases.interpreter_breaks_with("2.4.1") != new_numpy
     assert not releases.interpreter_breaks_with("2.3.5")
     assert releases.interpreted_rows_count_elements() == (installed < (3, 6))
@@ -52,5 +51,5 @@ def test_rows_fit_a_descriptor_as_the_release_counts_them(
 
 def test_without_triton_nothing_is_known_and_nothing_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(releases, "release", lambda: (0, 0))
-    assert releases.why_no_warp_roles() and not releases.launches_by_address()
+    assert releases.why_no_warp_roles()
     assert not releases.interpreter_breaks_with("2.4.1")

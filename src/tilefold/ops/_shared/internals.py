@@ -5,24 +5,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import platform
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tilefold.ops._shared._triton.releases import launches_by_address
-
 Launch = Callable[[Sequence[Any]], None]  # of tensors, of what has an address like them, and of None
 Addresses = tuple["int | None", ...]
 LaunchAt = Callable[[Addresses], None]
 Grid = tuple[int, int, int]
-MAX_DESCRIPTORS = 64  # kept per launch; blocks of a vocabulary lie at addresses of their own
+TMA_MAP_OFFSET = 128  # bytes, of the map in the object that Triton keeps it in
 
 
 class Tma(NamedTuple):
@@ -120,121 +118,108 @@ class Bound(NamedTuple):
 
     Attributes:
         launch: with tensors.
-        launch_at: with their addresses; ``None`` where the launcher's arguments are not known.
+        launch_at: with their addresses; ``None`` where only Triton's own call can launch it.
     """
 
     launch: Launch
     launch_at: LaunchAt | None
 
 
-def bind(compiled: Any, grid: Grid, tail: tuple[Any, ...], tma: Sequence[Tma | None] = ()) -> Bound:
-    """What launches a compiled kernel.
+def bind(
+    compiled: Any, grid: Grid, arguments: Sequence[Any], tail: tuple[Any, ...], tma: Sequence[Tma | None]
+) -> Bound:
+    """What launches a compiled kernel: the CUDA driver where it can, else ``compiled[grid]``.
 
-    Triton's own call asks for the device, collects metadata for hooks and has the driver look at every pointer, which
-    takes the host as long as a small kernel takes the device. Where the launcher's arguments are known it is called
-    directly; elsewhere through ``compiled[grid]``. Both take addresses: the driver, which Triton asks about tensors,
-    does not know all that a CUDA graph owns.
+    Both take addresses: the driver, which Triton asks about tensors, does not know all that a CUDA graph owns.
 
     Args:
         compiled: the compiled kernel.
         grid: its programs.
-        tail: the arguments after the tensors, constants included.
+        arguments: tensors, descriptors, ``None`` and numbers of a launch that succeeded.
+        tail: what follows the tensors among the kernel's arguments, numbers and constants.
         tma: by argument, how the tensor is described; those after the last one are plain pointers.
     """
-    found = _launcher_function(compiled, sum(entry is not None for entry in tma))
-    if found is None:
-        run = compiled[grid]
+    launch_at = _driver_launch(compiled, grid, arguments, tail, tma)
+    if launch_at is not None:
+        return Bound(
+            lambda tensors: launch_at(tuple([None if x is None else x.data_ptr() for x in tensors])), launch_at
+        )
+    run = compiled[grid]
 
-        def by_triton(tensors: Sequence[Any]) -> None:
-            pairs = zip_longest(tensors, tma[: len(tensors)])
-            run(*[None if x is None else x.data_ptr() if by is None else by.of(x) for x, by in pairs], *tail)
+    def by_triton(tensors: Sequence[Any]) -> None:
+        pairs = zip_longest(tensors, tma[: len(tensors)])
+        run(*[None if x is None else x.data_ptr() if by is None else by.of(x) for x, by in pairs], *tail)
 
-        return Bound(by_triton, None)
-    function, metadata = found
-    cooperative, overlapped = compiled.run.launch_cooperative_grid, compiled.run.launch_pdl
-    between = compiled.function, cooperative, overlapped, None, None, compiled.packed_metadata, None, None, None
-    stream, index = torch._C._cuda_getCurrentRawStream, torch.cuda.current_device()
-    described = _Described(tma, metadata)
-    count, known = described.count, described.known
-    x, y, z = grid
-
-    def launch(tensors: Sequence[Any]) -> None:
-        given = tuple([None if tensor is None else tensor.data_ptr() for tensor in tensors])
-        if count:
-            given = *(known.get(given[:count]) or described(given[:count])), *given[count:]
-        function(x, y, z, stream(index), *between, *given, *tail)
-
-    def launch_at(given: Addresses) -> None:
-        if count:
-            given = *(known.get(given[:count]) or described(given[:count])), *given[count:]
-        function(x, y, z, stream(index), *between, *given, *tail)
-
-    return Bound(launch, launch_at)
+    return Bound(by_triton, None)
 
 
-def _launcher_function(compiled: Any, descriptors: int) -> tuple[Callable[..., None], Sequence[Any]] | None:
-    """The C function that launches a compiled kernel, and the metadata of its ``descriptors``.
-
-    ``None`` where its arguments are not known for sure.
-    """
-    launcher = compiled.run
-    if not launches_by_address() or type(launcher).__name__ != "CudaLauncher":
+def _driver_launch(
+    compiled: Any, grid: Grid, arguments: Sequence[Any], tail: tuple[Any, ...], tma: Sequence[Tma | None]
+) -> LaunchAt | None:
+    """A launch by the CUDA driver, or ``None`` where the parameters of the kernel are not known for sure."""
+    metadata = compiled.metadata
+    special = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
+    if getattr(metadata, "num_ctas", 1) != 1 or any(getattr(metadata, name, 0) for name in special):
         return None
-    if launcher.global_scratch_size or launcher.profile_scratch_size:
+    from tilefold.ops._shared._triton.cuda_driver import POINTER, driver_launch  # noqa: PLC0415
+
+    types = [str(kind) for kind in compiled.src.signature.values()]
+    descriptions = iter(getattr(metadata, "tensordesc_meta", None) or ())
+    parameters: list[Any] = []
+    places: list[int] = []
+    values = (*arguments[: len(types) - len(tail)], *tail)
+    for place, (kind, value, by) in enumerate(zip_longest(types, values, tma[: len(types)])):
+        if kind == "constexpr":
+            continue
+        if by is not None:
+            found = _tma_map(value, next(descriptions, None))
+            if found is None:
+                return None
+            parameters.append(found)
+        else:
+            parameters.append(POINTER if kind.startswith("*") else value)
+        if by is not None or kind.startswith("*"):
+            places.append(place)
+    block, stream = (32 * metadata.num_warps, metadata.shared), torch._C._cuda_getCurrentRawStream
+    try:
+        return driver_launch(
+            metadata.name, compiled.function, compiled.asm["ptx"], grid, block, parameters, places, stream
+        )
+    except (ValueError, OSError):
         return None
-    function: Callable[..., None] = launcher.launch
-    if not descriptors:
-        return None if hasattr(function, "__code__") else (function, ())
-    # a Python function, which takes descriptors apart, holds the one that launches
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    if "launcher" not in names or "tensordesc_meta" not in names:
+
+
+def _tma_map(descriptor: Any, description: dict[str, Any] | None) -> Any:
+    """How the descriptor's parameters are made for other addresses, ``None`` if this release makes them otherwise."""
+    from triton.backends.nvidia import driver  # noqa: PLC0415
+
+    from tilefold.ops._shared._triton.cuda_driver import Map  # noqa: PLC0415
+
+    utils = _triton_driver().active.utils
+    fill = getattr(utils, "fill_tma_descriptor_tiled", None) or getattr(utils, "fill_tma_descriptor", None)
+    if fill is None or not description or description.get("fp4_padded") or description.get("is_im2col"):
         return None
-    cells = dict(zip(names, getattr(function, "__closure__", None) or (), strict=True))
-    metadata = cells["tensordesc_meta"].cell_contents
-    if len(metadata) != descriptors or not all(metadata):
+    shape, strides = list(descriptor.shape), list(descriptor.strides)
+    kind = driver.TMA_DTYPE_DEVICE_TO_HOST[description["elem_type"]]
+    fixed = description["swizzle"], description["elem_size"], kind, description["block_size"], shape, strides, 0
+
+    def encode(address: int) -> tuple[int, object]:
+        owner = fill(address, *fixed)
+        return id(owner) + TMA_MAP_OFFSET, owner
+
+    address = descriptor.base.data_ptr()
+    at, owner = encode(address)
+    # the 128 bytes begin with the address of the matrix
+    if type(owner).__basicsize__ != TMA_MAP_OFFSET + 128 or ctypes.c_uint64.from_address(at).value != address:
         return None
-    return cells["launcher"].cell_contents, metadata
+    return Map(encode, (*shape, *strides))
 
 
-class _Described:
-    """What stands among a launch's arguments for its first tensors, some of which a kernel reads by TMA, by address.
+@functools.cache
+def _triton_driver() -> Any:
+    from triton.runtime import driver  # noqa: PLC0415
 
-    A descriptor holds an address, a shape and strides and no contents, so it may be used again for any matrix there.
-
-    Attributes:
-        count: how many tensors come first.
-        known: the arguments by the addresses of those.
-    """
-
-    def __init__(self, tma: Sequence[Tma | None], metadata: Sequence[Any]) -> None:
-        given = iter(metadata)
-        self._how = [(entry, None if entry is None else next(given)) for entry in tma]
-        self.count = len(tma)
-        self.known: dict[Addresses, list[Any]] = {}
-
-    def __call__(self, addresses: Addresses) -> list[Any]:
-        found: list[Any] = []
-        for address, (entry, metadata) in zip(addresses, self._how, strict=True):
-            found += (address,) if entry is None or address is None else _descriptor(address, entry, metadata)
-        if len(self.known) >= MAX_DESCRIPTORS:
-            self.known.clear()
-        self.known[addresses] = found
-        return found
-
-
-def _descriptor(address: int, tma: Tma, metadata: Any) -> list[Any]:
-    from triton.backends.nvidia.driver import make_tensordesc_arg  # noqa: PLC0415
-
-    from tilefold.ops._shared._triton.context import enter_context  # noqa: PLC0415 (needs a GPU)
-
-    enter_context(torch.cuda.current_device())
-    # what Triton reads of a TensorDescriptor, whose checks the first call passed
-    matrix = SimpleNamespace(
-        base=SimpleNamespace(data_ptr=address.__index__), shape=[tma.rows, tma.columns], strides=[tma.columns, 1],
-        padding="zero",
-    )  # fmt: skip
-    found: list[Any] = make_tensordesc_arg(matrix, metadata)
-    return found
+    return driver
 
 
 def flash_attention_varlen(

@@ -163,9 +163,7 @@ BACKWARD_HOPPER_LARGE_BATCH_FP16 = replace(
 )
 BACKWARD_FP32 = MaxBackwardConfig(block_e=32, dweight_block_e=16)
 AMPERE_STAGES = 1 if releases.pipelined_lists_spill() else 2
-BACKWARD_AMPERE = replace(
-    BACKWARD_16BIT, dweight_stages=AMPERE_STAGES, dhidden_warps=8 if releases.hidden_gradients_want_warps() else 4
-)
+BACKWARD_AMPERE = replace(BACKWARD_16BIT, dweight_stages=AMPERE_STAGES)
 BACKWARD_FP32_AMPERE = replace(BACKWARD_FP32, dweight_stages=AMPERE_STAGES)
 BACKWARD_INTERPRETED = MaxBackwardConfig(
     block_r=16,

@@ -213,7 +213,7 @@ class Step:
 
     Attributes:
         bound: what launches with tensors for which ``same`` holds, once that is known.
-        bound_at: the same with their addresses, where the release is known.
+        bound_at: the same with their addresses, where the CUDA driver can launch it.
     """
 
     __slots__ = ("_constants", "_grid", "_kernel", "_launcher", "_numbers", "_ran", "_tma", "bound", "bound_at")
@@ -257,7 +257,7 @@ class Step:
             run = functools.partial(self._kernel[self._grid], **self._constants)
             return Bound(lambda tensors: run(*self._described(tensors), *self._numbers), None)
         found = self._launcher.compiled(arguments)
-        return None if found is None else bind(found[0], self._grid, (*self._numbers, *found[1]), self._tma)
+        return None if found is None else bind(found[0], self._grid, arguments, (*self._numbers, *found[1]), self._tma)
 
 
 def aligned(*tensors: Tensor | None) -> bool:

@@ -5,45 +5,41 @@
 =====================================  =====  =====  =====  =====  =====  =====
 Gluon has the warp roles of ``wgmma``  no     no (1) yes    yes    yes    yes
 Gluon's TMA load                       copy   copy   copy   copy   load   load
-places of winners spill registers (5)  -      -      no     no     yes    yes
-long lists of entries spill (6)        no     no     no     yes    no     no
-scaled entries spill in 128 (9)        yes    no     no     no     no     no
-lists spill in a pipeline (10)         yes    yes    no     no     no     no
-a launcher that is known (2)           no     no     yes    no     no     no
+places of winners spill registers (4)  -      -      no     no     yes    yes
+long lists of entries spill (5)        no     no     no     yes    no     no
+scaled entries spill in 128 (8)        yes    no     no     no     no     no
+lists spill in a pipeline (9)          yes    yes    no     no     no     no
 interpreted loops with numpy 2.4       no     no     no     yes    yes    yes
-interpreted bf16, fp8 (3)              wrong  wrong  wrong  wrong  wrong  wrong
-interpreted rows in memory (12)        items  items  bytes  bytes  bytes  bytes
+interpreted bf16, fp8 (2)              wrong  wrong  wrong  wrong  wrong  wrong
+interpreted rows in memory (11)        items  items  bytes  bytes  bytes  bytes
 interpreted masks may be integers      yes    yes    yes    yes    yes    no
-fused multiply-add by default (4)      yes    yes    yes    yes    yes    warns
-attention, sm_90, keeps to registers   yes    yes    yes    yes    no (8) no (7)
-roots of one stage get registers (11)  no     yes    yes    yes    yes    yes
-fp32 dk and dv get registers (13)      yes    yes    yes    yes    no     yes
-any alpha keeps to 128 (18)            yes    no     yes    yes    no     (7)
-maxsim's gradients spill (14)          yes    no     no     no     no     no
-maxsim's lists keep to 8 warps (15)    yes    yes    yes    yes    no     no
-documents' tiles of 128 spill (17)     yes    no     no     yes    yes    no
-the head's products keep to 4 (16)     yes    yes    yes    no     no     no
+fused multiply-add by default (3)      yes    yes    yes    yes    yes    warns
+attention, sm_90, keeps to registers   yes    yes    yes    yes    no (7) no (6)
+roots of one stage get registers (10)  no     yes    yes    yes    yes    yes
+fp32 dk and dv get registers (12)      yes    yes    yes    yes    no     yes
+any alpha keeps to 128 (16)            yes    no     yes    yes    no     (6)
+maxsim's gradients spill (13)          yes    no     no     no     no     no
+maxsim's lists keep to 8 warps (14)    yes    yes    yes    yes    no     no
+documents' tiles of 128 spill (15)     yes    no     no     yes    yes    no
 =====================================  =====  =====  =====  =====  =====  =====
 
 1. There, all roles take the same arguments.
-2. Kernels are launched by address, without Triton's Python, where the launcher's arguments are known.
-3. Products take the bits of bf16 for integers; conversions truncate to bf16, and some to fp8 are far off.
-4. 3.10 will change the default, so it is asked for.
-5. Of the Hopper kernel, whose comparisons then keep a register for each place of a tile.
-6. Of the head's weight gradient on compute capability 9.0, in large batches, without a pipeline.
-7. 3.9 assembles with ptxas 13.4 and keeps its register allocation at a lower level, to work around a fault.
-8. The general form on chip does not, with 4 warps.
-9. Of the same kernel as 6 in fp16, with offsets in int64, held to 128 registers.
-10. Of that kernel on compute capability 8.0: in fp32 with 3.4, in 16 bits with 3.5.
-11. Of attention in fp32 with heads wider than 128, on 8.0: the assembler of 3.4 gives that kernel 32.
-12. What 16 of must divide a row behind a descriptor.
-13. In attention, the assembler of 3.8 gives fp32's kernel 32 above head dimension 128, and spills in its loop above 64.
-14. Of listed pairs' queries in 16 bits from 9.0 on with 4 warps, of smooth maxima in fp32 on 8.0 without a pipeline.
-15. In fp32 on 8.0: with 3.4 and 3.6 they spill with 4 warps, with 3.8 and 3.9 with 8. From 3.7 on, smooth
+2. Products take the bits of bf16 for integers; conversions truncate to bf16, and some to fp8 are far off.
+3. 3.10 will change the default, so it is asked for.
+4. Of the Hopper kernel, whose comparisons then keep a register for each place of a tile.
+5. Of the head's weight gradient on compute capability 9.0, in large batches, without a pipeline.
+6. 3.9 assembles with ptxas 13.4 and keeps its register allocation at a lower level, to work around a fault.
+7. The general form on chip does not, with 4 warps.
+8. Of the same kernel as 5 in fp16, with offsets in int64, held to 128 registers.
+9. Of that kernel on compute capability 8.0: in fp32 with 3.4, in 16 bits with 3.5.
+10. Of attention in fp32 with heads wider than 128, on 8.0: the assembler of 3.4 gives that kernel 32.
+11. What 16 of must divide a row behind a descriptor.
+12. In attention, the assembler of 3.8 gives fp32's kernel 32 above head dimension 128, and spills in its loop above 64.
+13. Of listed pairs' queries in 16 bits from 9.0 on with 4 warps, of smooth maxima in fp32 on 8.0 without a pipeline.
+14. In fp32 on 8.0: with 3.4 and 3.6 they spill with 4 warps, with 3.8 and 3.9 with 8. From 3.7 on, smooth
     maxima of packed queries are held to 128 registers, and spill, unless the assembler is told how many there are.
-16. The gradient of hidden states in 16 bits on 8.0, where its programs add up counts themselves.
-17. In maxsim's gradient of documents in 16 bits on 8.0, where tokens are scaled and masked; 64 do not.
-18. The roots and the inference of attention whose form looks at alpha, on 9.0; the gradient of alpha there wants all.
+15. In maxsim's gradient of documents in 16 bits on 8.0, where tokens are scaled and masked; 64 do not.
+16. The roots and the inference of attention whose form looks at alpha, on 9.0; the gradient of alpha there wants all.
 
 This file imports without Triton.
 """
@@ -112,11 +108,6 @@ def release_name() -> str:
     return ".".join(map(str, release()))
 
 
-def launches_by_address() -> bool:
-    """Whether the compiled launcher takes (grid, stream, function, flags, scratch, metadata, hooks, arguments)."""
-    return release() == (3, 6)
-
-
 def hopper_needs_more_registers() -> bool:
     """Whether kernels for compute capability 9.0 spill under limits of registers that other releases keep to."""
     return release() >= (3, 9)
@@ -128,7 +119,7 @@ def general_form_needs_warps() -> bool:
 
 
 def any_alpha_wants_registers() -> bool:
-    """Whether forms of attention that look at alpha spill in 128 registers on 9.0; see 18."""
+    """Whether forms of attention that look at alpha spill in 128 registers on 9.0; see 16."""
     return release() in ((3, 5), (3, 8))
 
 
@@ -148,12 +139,12 @@ def late_interaction_gradients_spill() -> bool:
 
 
 def document_tiles_spill() -> bool:
-    """Whether maxsim's gradient of documents in 16 bits spills on 8.0 with 128 tokens in a tile; see 17."""
+    """Whether maxsim's gradient of documents in 16 bits spills on 8.0 with 128 tokens in a tile; see 15."""
     return release() in ((3, 4), (3, 7), (3, 8))
 
 
 def lists_want_four_warps() -> bool:
-    """Whether maxsim's gradient of lists in fp32 spills on 8.0 with 8 warps; see 15."""
+    """Whether maxsim's gradient of lists in fp32 spills on 8.0 with 8 warps; see 14."""
     return release() >= (3, 8)
 
 
@@ -163,12 +154,7 @@ def assembled_by_ptxas_13_4() -> bool:
 
 
 def smooth_maxima_want_registers() -> bool:
-    """Whether maxsim's smooth maxima in fp32 on 8.0 must be told how many registers there are; see 15."""
-    return release() >= (3, 7)
-
-
-def hidden_gradients_want_warps() -> bool:
-    """Whether the head's gradient of hidden states in 16 bits spills on 8.0 with 4 warps; see 16."""
+    """Whether maxsim's smooth maxima in fp32 on 8.0 must be told how many registers there are; see 14."""
     return release() >= (3, 7)
 
 

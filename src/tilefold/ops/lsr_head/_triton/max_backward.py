@@ -169,20 +169,22 @@ def _dhidden_kernel(
     slot = tile.to(tl.int64) * SPLITS
     if ADDED_UP:
         first = tl.load(place_ptr + slot - 1, mask=tile > 0, other=0)
-        last = tl.load(place_ptr + slot + SPLITS - 1)
+        count = (tl.load(place_ptr + slot + SPLITS - 1) - first).to(tl.int32)
     else:
         first = _added_up(count_ptr, slot * 0, slot)
-        last = first + _added_up(count_ptr, slot, slot + SPLITS)
+        count = _added_up(count_ptr, slot, slot + SPLITS).to(tl.int32)
+    code_ptr += first
+    grad_ptr += first
     rows = tl.arange(0, BLOCK_R)
     acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     power = tl.full((), MIN_POWER, tl.float32)
-    for e0 in range(first, last, BLOCK_E):
+    for e0 in range(0, count, BLOCK_E):  # in 32 bits: with 64, Triton 3.9 takes 254 registers and loads without copies
         e = e0 + tl.arange(0, BLOCK_E)
-        code = tl.load(code_ptr + e, mask=e < last, other=0)  # [BLOCK_E]
-        grad = tl.load(grad_ptr + e, mask=e < last, other=0.0)  # [BLOCK_E]
+        code = tl.load(code_ptr + e, mask=e < count, other=0)  # [BLOCK_E]
+        grad = tl.load(grad_ptr + e, mask=e < count, other=0.0)  # [BLOCK_E]
         w = tl.load(
-            weight_ptr + (code >> ROW_BITS).to(tl.int64)[:, None] * D + d[None, :],
-            mask=(e < last)[:, None] & mask_d[None, :],
+            weight_ptr + ((code >> ROW_BITS)[:, None].to(tl.int64) * D + d[None, :].to(tl.int64)),
+            mask=(e < count)[:, None] & mask_d[None, :],
             other=0.0,
         )  # [BLOCK_E, BLOCK_D]
         row = code & ROW_MASK

@@ -1,0 +1,213 @@
+"""A repeated launch gives the CUDA driver what the kernel's PTX declares: stream, addresses, numbers, TMA maps."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need triton")
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tilefold.ops._shared import internals
+from tilefold.ops._shared._triton import cuda_driver
+from tilefold.ops._shared._triton.cuda_driver import POINTER, Map, driver_launch
+from tilefold.ops._shared._triton.launch import Step
+from tilefold.ops._shared.impl import triton_interpreted
+
+compiles = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
+
+
+@triton.jit
+def _scale_kernel(x_ptr, out_ptr, absent_ptr, n, offset, scale, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out_ptr + i, tl.load(x_ptr + i, mask=i < n) * scale + offset, mask=i < n)
+
+
+@triton.jit
+def _described_kernel(x, out_ptr, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out_ptr + i, tl.sum(x.load([0, 0]), 1) + n)
+
+
+class Seen(NamedTuple):
+    grid: tuple[int, int, int]
+    threads: int
+    shared: int
+    stream: int
+    function: int
+    parameters: list[int]  # addresses of their memory
+
+
+class Driver:
+    """Stands where the driver's cuLaunchKernelEx does, which needs a GPU; notes what it is given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int = 4, errors: list[int] | None = None) -> None:
+        self.seen: list[Seen] = []
+        self._count, self._errors = count, errors or []
+        monkeypatch.setattr(cuda_driver, "_launch_function", lambda: self)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
+
+    def __call__(self, config_at: Any, function: Any, parameters_at: Any, extra: None) -> int:
+        config = cuda_driver._Config.from_address(config_at.value)
+        parameters = (ctypes.c_void_p * self._count).from_address(parameters_at.value)
+        grid = config.grid_x, config.grid_y, config.grid_z
+        seen = Seen(grid, config.block_x, config.shared, config.stream, function.value, [p or 0 for p in parameters])
+        self.seen.append(seen)
+        return self._errors.pop(0) if self._errors else 0
+
+    def pointers(self) -> list[int]:
+        """What the first two parameters of the last launch hold now."""
+        return [ctypes.c_uint64.from_address(place).value for place in self.seen[-1].parameters[:2]]
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Any:
+    signature = types | dict.fromkeys(constants, "constexpr")
+    signature = {name: signature[name] for name in kernel.arg_names}
+    built = triton.compile(ASTSource(kernel, signature, constants), GPUTarget("cuda", 90, 32), {"num_warps": 8})
+    return SimpleNamespace(metadata=built.metadata, src=built.src, asm=built.asm, function=1234)
+
+
+@compiles
+def test_parameters_are_laid_out_as_the_kernel_declares_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch, count=7)
+    types = {"x_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32", "offset": "i64", "scale": "fp32"}
+    kernel = compiled(_scale_kernel, types, {"absent_ptr": None, "BLOCK": 64})
+    assert cuda_driver.parameters(kernel.asm["ptx"])[:5] == [("u", 8), ("u", 8), ("u", 4), ("u", 8), ("f", 4)]
+    x, out = torch.ones(64), torch.ones(64)
+    numbers = (-7, 1 << 40, 0.25)
+    launch, launch_at = internals.bind(kernel, (5, 6, 1), [x, out, None, *numbers], (*numbers, 64), ())
+    assert launch_at is not None
+    launch((x, out, None))
+    assert driver.pointers() == [x.data_ptr(), out.data_ptr()]
+    launch_at((out.data_ptr(), x.data_ptr(), None))
+    assert driver.pointers() == [out.data_ptr(), x.data_ptr()]
+    first, second = driver.seen
+    assert first == second and first[:5] == ((5, 6, 1), 256, kernel.metadata.shared, 103, 1234)
+    places = first.parameters
+    found = [kind.from_address(place).value for kind, place in
+             zip((ctypes.c_int32, ctypes.c_int64, ctypes.c_float), places[2:], strict=False)]  # fmt: skip
+    assert tuple(found) == numbers
+    assert [ctypes.c_uint64.from_address(place).value for place in places[5:7]] == [0, 0]  # no scratch
+
+
+@compiles
+def test_a_map_is_encoded_once_for_each_address_and_followed_by_shape_and_strides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver(monkeypatch, count=9)
+    monkeypatch.setattr(cuda_driver, "enter_context", lambda index: None)
+    kernel = compiled(
+        _described_kernel, {"x": "tensordesc<fp32[64, 32]>", "out_ptr": "*fp32", "n": "i32"}, {"BLOCK": 64}
+    )
+    declared = cuda_driver.parameters(kernel.asm["ptx"])
+    assert declared[0] == ("b", 128) and [size for _, size in declared[1:7]] == [4, 4, 8, 8, 8, 4]
+    encoded: list[int] = []
+
+    def encode(address: int) -> tuple[int, object]:
+        encoded.append(address)
+        return 1000 + address, None
+
+    monkeypatch.setattr(internals, "_tma_map", lambda descriptor, description: Map(encode, (64, 48, 48, 1)))
+    out = torch.ones(64)
+    tma = (internals.Tma(64, 48, lambda matrix: matrix),)
+    _, launch_at = internals.bind(kernel, (1, 1, 1), [object(), out, 9], (9, 64), tma)
+    assert launch_at is not None
+    for address in (16, 32, 16, 32):
+        launch_at((address, out.data_ptr()))
+    assert encoded == [16, 32]
+    assert [seen.parameters[0] for seen in driver.seen] == [1016, 1032, 1016, 1032]
+    places = driver.seen[0].parameters
+    kinds = ctypes.c_int32, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint64, ctypes.c_int32
+    found = [kind.from_address(place).value for kind, place in zip(kinds, places[1:], strict=False)]
+    assert found == [64, 48, 48, 1, out.data_ptr(), 9]
+    for address in range(64, 16 * (cuda_driver.MAX_MAPS + 8), 16):  # what is kept is bounded
+        launch_at((address, out.data_ptr()))
+    launch_at((16, out.data_ptr()))
+    assert encoded.count(16) == 2
+
+
+PTX = ".visible .entry kernel(.param .u64 .ptr .global .align 1 a, .param .u32 b, .param .u64 c, .param .u64 d)"
+FIXED = "kernel", 7, PTX, (1, 1, 1), (32, 0)
+
+
+def test_other_parameters_than_declared_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    Driver(monkeypatch)
+    driver_launch(*FIXED, [POINTER, 3], [0], abs)
+    for arguments, places in (
+        ([POINTER, POINTER], [0, 1]), ([POINTER], [0]), ([POINTER, 3, 4, 5, 6], [0]),
+        ([Map(lambda address: (address, None), (1,)), 3], [0]),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="kernel"):
+            driver_launch(*FIXED, arguments, places, abs)
+
+
+def test_a_thread_without_a_context_enters_it_and_launches_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, entered = Driver(monkeypatch, errors=[201]), list[int]()
+    monkeypatch.setattr(cuda_driver, "enter_context", entered.append)
+    driver_launch(*FIXED, [POINTER, 3], [0], abs)((64,))
+    assert entered == [3] and len(driver.seen) == 2
+
+
+def test_an_error_of_the_driver_is_raised_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    Driver(monkeypatch, errors=[719])
+    monkeypatch.setattr(cuda_driver, "error_text", lambda error: f"text of {error}")
+    with pytest.raises(RuntimeError, match=r"kernel could not be launched: CUDA error 719 \(text of 719\)"):
+        driver_launch(*FIXED, [POINTER, 3], [0], abs)((64,))
+
+
+def test_threads_do_not_mix_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed: list[tuple[int, int]] = []
+    expected = threading.local()
+
+    def check(config_at: Any, function: Any, parameters_at: Any, extra: None) -> int:
+        place = (ctypes.c_void_p * 1).from_address(parameters_at.value)[0]
+        found = ctypes.c_uint64.from_address(place or 0).value
+        if found != expected.address:
+            mixed.append((found, expected.address))
+        return 0
+
+    Driver(monkeypatch)
+    monkeypatch.setattr(cuda_driver, "_launch_function", lambda: check)
+    launch = driver_launch(*FIXED, [POINTER, 3], [0], abs)
+
+    def work(address: int) -> None:
+        for expected.address in range(address, address + 2000):
+            launch((expected.address,))
+
+    threads = [threading.Thread(target=work, args=(10000 * n,)) for n in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not mixed
+
+
+@pytest.mark.gpu
+def test_the_driver_launches_what_triton_launched_before() -> None:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    x, other = torch.randn(64, 32, device="cuda"), torch.randn(64, 32, device="cuda")
+    tma = ()
+    if torch.cuda.get_device_capability() >= (9, 0):
+        tma = (internals.Tma(64, 32, lambda m: TensorDescriptor(m, list(m.shape), list(m.stride()), [64, 32])),)
+    plain = Step(_scale_kernel, (1, 1, 1), (64, 1, 0.5), {"BLOCK": 64, "num_warps": 4})
+    described = Step(_described_kernel, (1, 1, 1), (3,), {"BLOCK": 64, "num_warps": 4}, tma) if tma else None
+    for source in (x, other, x, other):
+        out = torch.full((64,), float("nan"), device="cuda")
+        plain(True, source, out, None)
+        assert torch.equal(out, source.flatten()[:64] * 0.5 + 1)
+        if described is not None:
+            described(True, source, out)
+            torch.testing.assert_close(out, source.sum(1) + 3)
+    assert plain.bound_at is not None
+    assert described is None or described.bound_at is not None
