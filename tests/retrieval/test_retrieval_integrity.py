@@ -285,6 +285,23 @@ def test_an_embedded_collection_without_checksums_is_read_with_a_warning_and_get
     assert (folder / "checksums.json").is_file()
 
 
+def test_a_program_that_does_not_close_what_it_changed_leaves_checksums_when_it_ends(copied: Any) -> None:
+    folder = copied("qdrant")
+    code = f"""
+import os
+from tilefold.retrieval import load_index
+index = load_index({str(folder)!r})
+index.collection.delete(["d3"])
+if os.fork() == 0:
+    raise SystemExit  # is not the one that opened it
+os.wait()
+assert index.n_documents == 39 and not os.path.exists({str(folder / "checksums.json")!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "d3" not in {hit.id for hit in use("qdrant", folder)[0]}
+
+
 @pytest.mark.parametrize("changed", [True, False])
 def test_checksums_of_a_collection_whose_process_died_are_those_of_its_files_or_none(
     changed: bool, copied: Any

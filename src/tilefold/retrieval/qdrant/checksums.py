@@ -101,12 +101,15 @@ def _size(file: Path) -> int | None:
 def _entries(folder: Path) -> dict[str, dict[str, Any]]:
     """Name -> size and checksum of each file below a folder."""
     files = dict(_files(folder))
-    with ThreadPoolExecutor(_THREADS) as pool:
-        digests = pool.map(_sha256, files.values())
-        return {
-            name: {"bytes": _size(file), "sha256": digest}
-            for (name, file), digest in zip(files.items(), digests, strict=True)
-        }
+    try:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            digests = list(pool.map(_sha256, files.values()))
+    except RuntimeError:  # the interpreter ends, and starts no threads
+        digests = list(map(_sha256, files.values()))
+    return {
+        name: {"bytes": _size(file), "sha256": digest}
+        for (name, file), digest in zip(files.items(), digests, strict=True)
+    }
 
 
 def _sha256(file: Path) -> str:

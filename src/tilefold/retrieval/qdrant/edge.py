@@ -10,11 +10,13 @@ the system ends the process (so space is asked for first).
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,15 @@ SHARD = "shard"
 OWN_NAMES = (RECORD, SHARD, CHECKSUMS, LOCK)
 _AHEAD = 64 << 20  # that a batch may fill, of 8 MB: two files of 32 MB of the log
 _PAGE = 1000
+_open: weakref.WeakSet[EdgeEngine] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close what a program that ends has left open, so that it has checksums."""
+    for engine in list(_open):
+        with suppress(Exception):
+            engine.close()
 
 
 class EdgeEngine:
@@ -64,15 +75,17 @@ class EdgeEngine:
         try:
             record = self.record()
             if record is not None:
-                self._open(record, verify)
+                self._load(record, verify)
         except RuntimeError as error:
             release_folder(self._lock)
             raise DataError(f"{error} {REMEDY}") from error
         except BaseException:
             release_folder(self._lock)
             raise
+        self._process = os.getpid()
+        _open.add(self)
 
-    def _open(self, record: Record, verify: bool) -> None:
+    def _load(self, record: Record, verify: bool) -> None:
         self._checksums.read(verify=verify)
         if verify and record.complete and not self._checksums.kept:
             warnings.warn(
@@ -204,7 +217,8 @@ class EdgeEngine:
 
     def close(self) -> None:
         """Flush, and let others open the folder."""
-        if not self._lock.is_locked:
+        _open.discard(self)
+        if not self._lock.is_locked or self._process != os.getpid():  # of a process that forked this one
             return
         try:
             if self._shard is not None:
