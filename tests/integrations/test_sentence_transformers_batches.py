@@ -230,6 +230,17 @@ def test_texts_without_tokens_have_rows_of_zeros_and_gradients(tokenizer_folder:
     assert 0 < value < float("inf") and all(gradient.isfinite().all() for gradient in gradients.values())
 
 
+@pytest.mark.filterwarnings("ignore:MPNetForMaskedLM runs on padded")
+def test_texts_without_tokens_have_rows_of_zeros_in_a_padded_network(tokenizer_folder: Path) -> None:
+    model = without_special_tokens(build_tiny_splade("mpnet", tokenizer_folder))
+    texts = ["fox fox", " ", "", "a"]
+    full = model.encode(["fox fox", "a"]).to_dense()
+    accelerate(model)
+    for rows in (model.encode(texts, batch_size=2).to_dense(), encode_sparse(model, texts, batch_size=1).to_dense()):
+        assert_close(rows[[0, 3]], full, 1e-5)
+        assert not rows[1:3].any()
+
+
 @needs_stock
 def test_texts_without_tokens_have_no_vectors() -> None:
     from sentence_transformers.multi_vector_encoder.losses import MultiVectorMultipleNegativesRankingLoss

@@ -10,6 +10,7 @@ import pytest
 import torch
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.modules import SpladePooling
+from tokenizers.processors import TemplateProcessing
 
 from tests.modules.tiny import QUERIES, TEXTS
 from tilefold import retrieval
@@ -157,3 +158,18 @@ def test_rows_are_pruned_after_what_follows_the_pooling(tiny_lm: str) -> None:
     model = SparseEncoder(modules=[base[0], base[1], Double()], device="cpu")
     expected = model.encode(TEXTS, max_active_dims=3, **DENSE)
     torch.testing.assert_close(encode_sparse(model, TEXTS, top_k=3).to_dense(), expected)
+
+
+def test_texts_without_tokens_have_the_same_rows_alone_and_in_a_batch(model: SparseEncoder) -> None:
+    fused = copy.deepcopy(model)
+    for module in fused.modules():
+        tokenizer = getattr(module, "tokenizer", None)
+        if tokenizer is not None:
+            plain = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+            tokenizer.backend_tokenizer.post_processor = plain
+    accelerate(fused)
+    for task in ("query", "document"):
+        together = encode_sparse(fused, [TEXTS[0], "", " "], task=task).to_dense()
+        alone = encode_sparse(fused, [TEXTS[0], "", " "], task=task, batch_size=1).to_dense()
+        torch.testing.assert_close(alone, together, rtol=1e-5, atol=1e-6)
+        assert together[0].any() and not together[1:].any()

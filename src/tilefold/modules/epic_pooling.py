@@ -31,7 +31,7 @@ class EpicPooling(FusedPooling, Module):  # type: ignore[misc]
     The importance weighs logits *before* the activation. The framework multiplies masked tokens by 0 and lets them
     take part in the maximum, so that every term of a text with a special token has at least the floor
     ``log1p(softplus(0)) = 0.5265`` times the quality; here the floor is always there, whatever padding a batch has. All
-    V weights are positive: encode with ``max_active_dims`` (the paper keeps 1,000 terms).
+    V weights are positive, of a text without tokens 0: encode with ``max_active_dims`` (the paper keeps 1,000 terms).
 
     The Transformer before it must put out its hidden states: ``config_kwargs={"output_hidden_states": True}``.
 
@@ -73,7 +73,7 @@ class EpicPooling(FusedPooling, Module):  # type: ignore[misc]
         else:
             flat, bounds = wide.squeeze(0), offsets.tolist()
             rows = [flat[a:b] * importance[a:b, None] for a, b in itertools.pairwise(bounds)]
-            best = torch.stack([row.max(dim=0).values for row in rows])
+            best = torch.stack([row.max(dim=0).values if len(row) else row.sum(dim=0) for row in rows])
         features["sentence_embedding"] = self._scores(best, states, features)
         return features
 
@@ -135,15 +135,22 @@ class EpicPooling(FusedPooling, Module):  # type: ignore[misc]
         return states, weights if places.keep is None else weights * places.keep
 
     def _scores(self, best: Tensor, states: Tensor, features: dict[str, Any]) -> Tensor:
-        """The floor, the activation and the quality of each text."""
+        """The floor, the activation and the quality of each text: 0 of one without tokens."""
         offsets = features.get("cu_seq_lens_q")
         if offsets is None:
-            first = (features["attention_mask"] != 0).int().argmax(dim=1)
+            attended = features["attention_mask"] != 0
+            first, some = attended.int().argmax(dim=1), attended.any(dim=1)
             opening = states[torch.arange(states.size(0), device=states.device), first]
         else:
-            opening = states[offsets[:-1].long()]
+            some = offsets.diff() > 0
+            last = states.size(0) - 1
+            opening = (
+                states[offsets[:-1].long().clamp(max=last)]
+                if last >= 0
+                else states.new_zeros(len(some), states.size(1))
+            )
         quality: Tensor = self.quality(opening)
-        quality = (quality.float() if autocasts(states) else quality).sigmoid()
+        quality = (quality.float() if autocasts(states) else quality).sigmoid() * some[:, None]
         self.embedding_dimension = best.size(1)
         return activate(best.relu(), "log1p_softplus") * quality
 

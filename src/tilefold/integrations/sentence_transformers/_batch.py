@@ -64,7 +64,11 @@ def encode_batch(
 
 
 def encode_features(model: Any, features: dict[str, Any], task_kwargs: dict[str, str]) -> dict[str, Any]:
-    """What the model makes of features, moved to its device."""
+    """What the model makes of features, moved to its device; a batch without any token gets a place of padding."""
+    ids = features.get("input_ids")
+    if isinstance(ids, Tensor) and "attention_mask" in features and ids.dim() == 2 and not ids.size(1):
+        place = torch.zeros(ids.size(0), 1, dtype=torch.int64)
+        features = features | {key: place for key, value in features.items() if isinstance(value, Tensor)}
     features = {key: value.to(model.device) if isinstance(value, Tensor) else value for key, value in features.items()}
     with fast_linear(model, torch.device(model.device)):
         found: dict[str, Any] = model(features, **task_kwargs)

@@ -88,6 +88,8 @@ class PackedForward:
         name = transformer.module_output_name
         found = type(transformer).forward(transformer, {**features, **one}, **kwargs)
         features[name] = found[name][:, :0]
+        if (layers := found.get("all_layer_embeddings")) is not None:
+            features["all_layer_embeddings"] = tuple(layer[:, :0] for layer in layers)
         return features
 
     def _shows_layers(self) -> bool:

@@ -42,7 +42,7 @@ class TokenStream(TextStream):
 
     def _batch(self, work: Work, pending: PendingTokens) -> TokenBatch:
         counts, finite, values, *scales = pending.get()
-        return TokenBatch(work.window, work.places, counts, finite, values, *scales[:1])
+        return TokenBatch(work.window, work.places, counts, finite, values, scales[0] if scales else None)
 
 
 class TokenBatchEncoder:
