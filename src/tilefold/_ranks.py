@@ -26,6 +26,11 @@ def started() -> bool:
     return MEET in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def several() -> bool:
+    """Whether this process is one of at least two ranks."""
+    return started() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
 def run_ranks(command: Sequence[str], count: int) -> int:
     """Run `command` as `count` ranks of this machine; its exit code.
 
@@ -112,7 +117,7 @@ def joined() -> Iterator[int]:
     Raises:
         ValueError: there are more ranks than GPUs.
     """
-    if not started() or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    if not several():
         yield 0
         return
     import torch

@@ -55,8 +55,9 @@ def test_shards_of_one_batch_keep_a_rank_going(two_ranks: Ranks, tiny_folder: Pa
 
 
 def test_a_plain_model_is_shared_too(two_ranks: Ranks, tiny_folder: Path, tmp_path: Path) -> None:
-    encode_collection(jobs.load(tiny_folder, False), jobs.TEXTS, tmp_path / "one", **jobs.OPTIONS)
-    two_ranks.run(jobs.encode, tiny_folder, tmp_path / "two", {"fast": False})
+    plain = {"batch_tokens": None}
+    encode_collection(jobs.load(tiny_folder, False), jobs.TEXTS, tmp_path / "one", **{**jobs.OPTIONS, **plain})
+    two_ranks.run(jobs.encode, tiny_folder, tmp_path / "two", {"fast": False, **plain})
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
 
 

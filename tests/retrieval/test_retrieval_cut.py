@@ -146,6 +146,13 @@ def test_both_copies_of_an_echo_share_the_limit(splade: Any, way: Any, tmp_path:
     assert 20 < room < 32 and manifest.truncated["count"] == sum(count > room for count in (24, 40))
 
 
+def test_a_number_of_tokens_that_bounds_no_batch_is_said(splade: Any, way: Any, tmp_path: Path) -> None:
+    transformer = EchoTransformer(splade[0].tokenizer.name_or_path, transformer_task="fill-mask")
+    model = SparseEncoder(modules=[transformer, SpladePooling()], device="cpu")
+    with way(model), pytest.warns(UserWarning, match="batch_tokens does nothing for a model whose texts are padded"):
+        encode_collection(model, {"a": "cats"}, tmp_path, batch_tokens=64)
+
+
 def test_texts_that_are_cut_on_the_left_are_counted(splade: Any, way: Any, tmp_path: Path) -> None:
     splade.tokenizer.truncation_side = "left"
     try:

@@ -7,7 +7,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -216,6 +216,16 @@ def check_at_least_one(**options: int | None) -> None:
     for name, value in options.items():
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')}: expected at least 1, got {value}.")
+
+
+given: dict[str, str] = {}  # parameter -> option, of those on the command line of the command that runs
+
+
+def refuse_useless(names: Iterable[str], where: str) -> None:
+    """Raise an error for parameters whose options were given and do nothing, such as ``"with --steps 0"``."""
+    for name in names:
+        if name in given:
+            raise UsageError(f"{given[name]} does nothing {where}: leave it out.")
 
 
 def refuse(option: str, value: object, why: str) -> None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from tilefold.cli import _common
 from tilefold.cli._common import UsageError, note
 
 __all__ = ["chosen", "configure"]
@@ -20,6 +21,12 @@ _KINDS = {
     "--expand-queries": ("ColbertRecipe",),
     "--keep-punctuation": ("ColbertRecipe",),
 }
+# field of a recipe -> parameter of the command that sets it, where they have other names
+_PARAMETERS = {
+    "base_model": "model", "max_steps": "steps", "skip_punctuation": "keep_punctuation",
+    "query_regularizer": "regularizer", "document_regularizer": "regularizer",
+    "query_regularizer.weight": "regularizer", "document_regularizer.weight": "regularizer",
+}  # fmt: skip
 
 
 def chosen(recipe: str | None, method: str | None) -> str:
@@ -53,8 +60,9 @@ def configure(name: str, values: Mapping[str, Any], own: Mapping[str, Any], fiel
 def _changed(recipe: dict[str, Any], given: Mapping[str, Any], fields: list[str]) -> dict[str, Any]:
     for option, value in given.items():
         if option == "--regularizer":
-            for side in ("query_regularizer", "document_regularizer"):
-                _put_weight(recipe, side, value)
+            put = [_put_weight(recipe, side, value) for side in ("query_regularizer", "document_regularizer")]
+            if not any(put):
+                raise UsageError("--regularizer does nothing for this recipe, which has no penalty: leave it out.")
         elif option == "--keep-punctuation":
             recipe["skip_punctuation"] = False
         elif option == "--dimension":
@@ -63,18 +71,24 @@ def _changed(recipe: dict[str, Any], given: Mapping[str, Any], fields: list[str]
             recipe[option.removeprefix("--").replace("-", "_")] = value
     places = [text.partition("=")[0] for text in fields]
     for place in places:
-        if places.count(place) > 1:
-            raise UsageError(f"--set: {place}: expected once, got it twice: leave one out.")
+        option = _common.given.get(_PARAMETERS.get(place, place))
+        if option is not None or places.count(place) > 1:
+            both = f" (--set and {option})" if option else ""
+            raise UsageError(f"--set: {place}: expected once, got it twice{both}: leave one out.")
     for text in fields:
         _set(recipe, text)
     return recipe
 
 
-def _put_weight(recipe: dict[str, Any], side: str, weight: float) -> None:
+def _put_weight(recipe: dict[str, Any], side: str, weight: float) -> bool:
+    """Whether the side has a penalty that now has this weight."""
     if not isinstance(recipe[side], dict):
         recipe[side] = weight
     elif recipe[side]["kind"] != "none":
         recipe[side]["weight"] = weight
+    else:
+        return False
+    return True
 
 
 def _set(recipe: dict[str, Any], text: str) -> None:

@@ -8,7 +8,9 @@ import typer
 from typer.core import TyperCommand
 
 from tilefold._version import __version__
-from tilefold.cli._common import UsageError
+from tilefold.cli._common import UsageError, given
+
+_GIVEN = "tilefold.given"
 
 
 def _show_version(wanted: bool) -> None:
@@ -26,12 +28,23 @@ class Command(TyperCommand):
         Raises:
             UsageError: an option was given twice.
         """
-        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
-        for at, parameter in enumerate(given):
-            if parameter in given[:at] and not getattr(parameter, "multiple", False):
-                names = "/".join((*parameter.opts, *parameter.secondary_opts))
-                raise UsageError(f"{names}: expected once, got it twice: leave one out.")
+        _, _, found = self.make_parser(ctx).parse_args(args=list(args))
+        options: dict[str, str] = {}
+        for parameter in found:
+            option = "/".join((*parameter.opts, *parameter.secondary_opts))
+            if parameter.name in options and not getattr(parameter, "multiple", False):
+                raise UsageError(f"{option}: expected once, got it twice: leave one out.")
+            options[parameter.name] = option
+        ctx.meta[_GIVEN] = options
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, which may ask for the options that were given."""
+        given.update(ctx.meta[_GIVEN])
+        try:
+            return super().invoke(ctx)
+        finally:
+            given.clear()
 
 
 def root(

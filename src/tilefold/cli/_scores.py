@@ -41,6 +41,12 @@ def check_measures(measures: Sequence[str] | None) -> tuple[Sequence[str], int]:
         raise _common.UsageError(f"--measure: {error}") from error
 
 
+def say_depth(k: int | None, deepest: int, used: object) -> None:
+    """Say where --k changes nothing: it is `used` by no --save-run, and measures see the documents that they need."""
+    if k is not None and used is None and k <= deepest:
+        _common.note(f"--k {k} changes nothing without --save-run: the measures see {deepest} documents of a query")
+
+
 def check_writable(path: Path | None, option: str) -> None:
     """Refuse, before any work, a file that could not be written after it."""
     if path is None:

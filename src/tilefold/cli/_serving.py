@@ -55,6 +55,9 @@ def check(paths: ServedPaths, options: _retrievers.IndexOptions) -> None:
         raise _common.UsageError(
             f"--name: expected letters, digits, dots and dashes, got {paths.index_name!r}; it is part of addresses."
         )
+    if paths.model is None and paths.tokens is None:
+        useless = ("default_side", "max_batch_tokens", "auto_truncate")
+        _common.refuse_useless(useless, "for an index of words alone, without a model")
     if paths.tokens is None:
         _common.refuse("--tokens-model", paths.tokens_model, "goes with --tokens")
 

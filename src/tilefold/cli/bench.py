@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tilefold.cli import _common
+
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
@@ -56,6 +58,7 @@ def bench(
 
     try:
         known = (*operators(), *job_names())
+        _check_useless(op, every, listing, quick, seconds, op in job_names())
         if op is not None and op not in known:
             raise ValueError(f"op must be one of {', '.join(known)}, got {op!r}.")
         if op in job_names():
@@ -84,6 +87,21 @@ def bench(
         raise typer.Exit(2) from error
     if failed:
         raise typer.Exit(1)
+
+
+def _check_useless(op: str | None, every: bool, listing: bool, quick: bool, seconds: float, job: bool) -> None:
+    """Raise an error for options that do nothing beside the others."""
+    if every and op is not None:
+        raise _common.UsageError(f"--all times every operator: leave it out, or {op}.")
+    if listing:
+        useless = ("shape", "impl", "device", "dtype", "output", "quick", "seconds", "minutes", "tokenizer")
+        _common.refuse_useless(useless, "with --list, which runs nothing")
+    if job:
+        _common.refuse_useless(("dtype", "seconds", "minutes"), f"for the job {op}, whose cases say so themselves")
+    else:
+        _common.refuse_useless(["tokenizer"], "for operators, which read no text")
+    if quick and seconds > _QUICK_SECONDS:
+        _common.refuse_useless(["seconds"], f"above {_QUICK_SECONDS:g} with --quick")
 
 
 def _list(spec: BenchSpec) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tilefold._files import read_json
-from tilefold._ranks import first_rank_first, joined
+from tilefold._ranks import first_rank_first, joined, several
 from tilefold.cli import _common, _encode_at_scale, _models, _several
 
 if TYPE_CHECKING:
@@ -192,7 +192,12 @@ def _check_engine(
     rate: float | None,
     jsonl: Path | None,
 ) -> None:
-    """Raise an error for options that do nothing with this engine."""
+    """Raise an error for options that do nothing with this engine, or in a dry run."""
+    if dry_run:
+        useless = ("jsonl", "address", "worker_cpus", "save_minutes", "resume")
+        _common.refuse_useless(useless, "with --dry-run, which writes nothing and measures here")
+    if engine == "ray" or several():
+        _common.refuse_useless(["save_minutes"], "where several processes share the work, which keep whole shards")
     if engine == "ray":
         _common.refuse("--jsonl", jsonl, "is written from all vectors in memory: leave it out with --engine ray")
     else:

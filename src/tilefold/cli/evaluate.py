@@ -68,6 +68,7 @@ def evaluate(
     elif run is not None:
         raise _common.UsageError("--prf goes with --index or a dense --model: a run has no vectors.")
     measures, deepest = _scores.check_measures(measure)
+    _scores.say_depth(k, deepest, save_run or rerank)
     _scores.check_writable(save_run, "--save-run")
     _models.find_models({"--model": model, "--rerank": rerank})
     collection, splits = _scores.load_splits(data, split, drop_unknown, also=())
@@ -88,7 +89,9 @@ def evaluate(
         retriever = opened if feedback is None else _feedback.with_options(feedback, opened, vectors)
         name = f"--model {model}" if index is None else f"--index {index}"
         _scores.check_texts(name, retriever.provenance, collection, texts)
-        found = _scores.NamedRun(name, retriever.search(queries, max(k or DEPTH, deepest)), retriever.provenance)
+        found = _scores.NamedRun(
+            name, retriever.search(queries, max(k or DEPTH, deepest, rerank_depth or 0)), retriever.provenance
+        )
     _scores.check_answers(found, collection, splits)
     if reranker is not None:
         judged = {query: results for query, results in found.run.items() if query in queries}

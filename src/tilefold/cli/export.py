@@ -58,6 +58,8 @@ def export(
                 _common.refuse(f"--{name.replace('_', '-')}", value, f"goes with --to {engine}")
     options = {name: value for name, value in own[to].items() if value is not None}
     tokens = _tokens(vectors, model, names, field_type)
+    if tokens is None:
+        _common.refuse_useless(["dots"], "where terms are called by their numbers")
     started = time.monotonic()
     with _common.heartbeat(f"exporting ({to})"):
         exported = _write(to, vectors, output, tokens, _texts(data, vectors), {"field": field, **options})

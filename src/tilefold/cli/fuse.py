@@ -66,6 +66,7 @@ def fuse(
         if save_run is None:
             raise _common.UsageError("give --data to measure the fusion, or --save-run to write it.")
     measures, deepest = _scores.check_measures(measure)
+    _scores.say_depth(k if "k" in _common.given else None, deepest, save_run)
     _scores.check_writable(save_run, "--save-run")
     named = [_scores.read_run(path, "--run") for path in run]
     for first, other in itertools.combinations(named, 2):

@@ -121,6 +121,7 @@ def index(
     options = _options(backend, own)
     started = time.monotonic()
     if update or delete is not None:
+        _common.refuse_useless(["data"], "with --update and --delete, which change an index of vectors")
         changed = _qdrant.change(output, _read(vectors) if update else vectors, options)
         if as_json:
             _common.print_json({**changed, "seconds": round(time.monotonic() - started, 3)})

@@ -67,9 +67,11 @@ def score(
     _common.check_at_least_one(batch_size=batch_size, max_length=max_length)
     names = _names(teacher)
     _scores.check_writable(output, "--output")
-    for name in teacher:
-        if name != BM25 and not _is_index(name):
-            _models.find_model(name, "--teacher")
+    models = [name for name in teacher if name != BM25 and not _is_index(name)]
+    if not models:
+        _common.refuse_useless(("batch_size", "max_length"), "with teachers that read words, of BM25")
+    for name in models:
+        _models.find_model(name, "--teacher")
 
     from tilefold.retrieval.ensembles import ensemble
     from tilefold.retrieval.mining import drop_false_negatives

@@ -71,6 +71,7 @@ def search(
             _common.refuse(name, value, "goes with --index")
         paths = _demo_paths(demo)
     else:
+        _common.refuse_useless(["demo"], "with --index")
         paths = SearchPaths(model, index, data, vectors)
     _models.find_models({"--model": model, "--rerank": rerank})
     options = _retrievers.IndexOptions(query_top_k or paths.query_top_k, query_cut, heap_factor, other_model)

@@ -10,8 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from tilefold.cli import _common, _models, _recipes
+from tilefold.cli._words import in_options
 
 _OWN = "by default the recipe's"
+_OF_TRAINING = (
+    "epochs", "negatives", "batch_size", "learning_rate", "regularizer", "group_by_length", "train_max_length",
+    "anneal_alpha", "bf16", "fused", "graphs", "save_steps", "save_minutes",
+)  # fmt: skip
 
 
 def train(
@@ -110,6 +115,10 @@ def train(
         "--expand-queries": expand_queries or None,
         "--keep-punctuation": keep_punctuation or None,
     }
+    if steps == 0:
+        _common.refuse_useless(_OF_TRAINING, "with --steps 0, which trains nothing")
+    elif steps is not None:
+        _common.refuse_useless(["epochs"], "with --steps, which says how many")
     config = _recipes.configure(_recipes.chosen(recipe, method), values, own, fields or [])
     result = _train(config, data, negatives, drop_unknown, output, resume, overwrite, verbose)
     if result.exploded:
@@ -120,7 +129,7 @@ def train(
     for found in result.truncated:
         tell_truncated("training text", found["texts"], found)
     for text in result.warnings:
-        _common.note(f"warning: {text}")
+        _common.note(f"warning: {in_options(text)}")
     if as_json:
         _common.print_json(asdict(result))
         return

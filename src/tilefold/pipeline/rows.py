@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -94,6 +95,14 @@ class Window(NamedTuple):
     def prepared(self) -> list[str]:
         """The texts that are tokenised."""
         return list(self.texts if self.prepare is None else self.prepare(self.texts))
+
+
+def say_unused_batch_tokens() -> None:
+    """Warn of a number of tokens that bounds no batch."""
+    warnings.warn(
+        "batch_tokens does nothing for a model whose texts are padded: its batches are cut by batch_size.",
+        stacklevel=3,
+    )
 
 
 class NoRoomError(Exception):

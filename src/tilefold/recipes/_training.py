@@ -67,6 +67,9 @@ class Recipe(Protocol):
     def save_minutes(self) -> float: ...
 
     @property
+    def max_length(self) -> int: ...
+
+    @property
     def seed(self) -> int: ...
 
     @property
@@ -225,6 +228,7 @@ def run_training(
         except Exception:
             run.close(checkpoint)
             raise
+        said = (made.note, _lowered(recipe, model))
         job = TrainingJob(recipe, model, made, run, checkpoint, bf16, options.progress, options.verbose)
         with naming_full_disk(run.work_dir):
             losses = Losses() if untrained else fit(job)
@@ -239,12 +243,20 @@ def run_training(
             reused=False,
             bf16=bf16,
             fused=recipe.fused,
-            warnings=(made.note,) * bool(made.note) + losses.warnings,
+            warnings=(*filter(None, said), *losses.warnings),
             truncated=losses.truncated,
         )
         with naming_full_disk(run.work_dir):
             run.finish(model, asdict(result))
     return result
+
+
+def _lowered(recipe: Recipe, model: Any) -> str:
+    """What to say of a model that reads fewer tokens than the recipe asks for; empty if it does not."""
+    limit = getattr(model[0], "document_length", None) or model.max_seq_length
+    if not isinstance(limit, int) or limit >= recipe.max_length:
+        return ""
+    return f"the model reads at most {limit} tokens of a text, fewer than max_length ({recipe.max_length})."
 
 
 def run_trainer(

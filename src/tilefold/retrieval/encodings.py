@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from tilefold.pipeline.rows import say_unused_batch_tokens
 from tilefold.retrieval._group_shards import write_folder
 from tilefold.retrieval._made import Maker, PlainStream
 from tilefold.retrieval._streamed import Job
@@ -94,6 +95,8 @@ class Encoding(ABC):
         stream: Callable[..., Any] | None,
     ) -> Job[Any]:
         """The work, by the `stream` of an accelerated model, or without one by :meth:`plain`."""
+        if stream is None and self.batch_tokens is not None:
+            say_unused_batch_tokens()
         limits = {"batch_size": self.batch_size, "batch_tokens": self.batch_tokens}
         return Job(
             output.folder,

@@ -36,6 +36,7 @@ from tilefold.pipeline.rows import (
     SparseBatch,
     Window,
     WindowEnd,
+    say_unused_batch_tokens,
 )
 from tilefold.pipeline.truncated import Truncation, unwatched, watching
 
@@ -128,6 +129,8 @@ class TextStream(ABC):
         self._lock = threading.Lock()  # held while texts are tokenised, which changes settings of the tokenizer
         self.max_length: int | None = None  # of a text in tokens, once some were tokenised
         self.packed, self.others = self._probed()
+        if batch_tokens is not None and not self.packed:
+            say_unused_batch_tokens()
         first = next(iter(model.children()), None)
         # strings are text to a module that knows nothing else: the model need not look at each of them
         alone = self.packed and first is not None and isinstance(vars(first).get("preprocess"), PackedInputs)
