@@ -123,7 +123,8 @@ def test_fused_runs_and_chosen_weights_are_those_of_the_python_functions(call: A
 def test_interpolated_reranking_is_that_of_the_python_functions(
     call: Any, work: Path, masked_lm: str, tmp_path: Path
 ) -> None:
-    places = ("--data", work / "data", "--index", work / "index", "--model", masked_lm, "--k", "8", "--json")
+    whole_run = ("--data", work / "data", "--index", work / "index", "--model", masked_lm, "--json")
+    places = (*whole_run, "--k", "8")
     late = ("--rerank", work / "tokens", "--rerank-depth", "4")
     first, dropped, mixed = (tmp_path / name for name in ("first", "dropped", "mixed"))
     assert call("evaluate", *places, "--save-run", first).code == 0
@@ -131,7 +132,7 @@ def test_interpolated_reranking_is_that_of_the_python_functions(
     assert call("evaluate", *places, *late, "--rerank-weight", "0.3", "--save-run", mixed).code == 0
     plain, reranked, found = (r.read_trec_run(path) for path in (first, dropped, mixed))
     assert {len(scores) for scores in reranked.values()} == {4}
-    whole = measured(call("evaluate", *places, "--k", "16", "--save-run", tmp_path / "whole"))
+    whole = measured(call("evaluate", *whole_run, "--k", "16", "--save-run", tmp_path / "whole"))
     assert whole["collection"] == "data"
     # 100 candidates are there for recall@100, so that the floor of the first scores is that of all 16
     expected = r.interpolate([r.read_trec_run(tmp_path / "whole"), reranked], [0.7, 0.3], k=8)

@@ -51,7 +51,8 @@ def test_export_refuses_what_does_not_belong_together(call: Any, work: Path, mas
         ("--to", "vespa", "--names", "words"): "--names: expected one of tokens, numbers, got 'words'",
         ("--to", "vespa", "--names", "numbers", "--field", "a.b"): "--field: expected letters",
         ("--to", "opensearch", "--names", "tokens", "--field-type", "sparse_vector"): "sparse_vector are numbers",
-        ("--to", "opensearch", "--names", "numbers", "--dots", "x"): "--dots: expected one of refuse, keep, got 'x'",
+        ("--to", "opensearch", "--model", masked_lm, "--dots", "x"): "--dots: expected one of refuse, keep, got 'x'",
+        ("--to", "opensearch", "--names", "numbers", "--dots", "keep"): "--dots does nothing where terms are called",
     }
     for options, message in wrong.items():
         refused = call("export", *options, *here)

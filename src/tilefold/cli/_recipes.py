@@ -21,9 +21,9 @@ _KINDS = {
     "--expand-queries": ("ColbertRecipe",),
     "--keep-punctuation": ("ColbertRecipe",),
 }
-# field of a recipe -> parameter of the command that sets it, where they have other names
+# field of a recipe -> parameter of the command that sets it, where its own name does not
 _PARAMETERS = {
-    "base_model": "model", "max_steps": "steps", "skip_punctuation": "keep_punctuation",
+    "negatives": "",    "base_model": "model", "max_steps": "steps", "skip_punctuation": "keep_punctuation",
     "query_regularizer": "regularizer", "document_regularizer": "regularizer",
     "query_regularizer.weight": "regularizer", "document_regularizer.weight": "regularizer",
 }  # fmt: skip
