@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tilefold.serve import batching
 from tilefold.serve.batching import Lane, Permits
 from tilefold.serve.errors import ServeError
 from tilefold.serve.metrics import Metrics
@@ -68,6 +69,58 @@ def test_a_batch_takes_what_has_queued_while_longest_times_inputs_stays_within_t
 def test_inputs_of_another_way_wait_for_a_batch_of_their_own_in_their_order() -> None:
     recorder, _ = run([("a", 1, 2), ("b", 2, 2), ("a", 3, 2), ("b", 4, 2)])
     assert recorder.batches[1:] == [("a", [1, 3]), ("b", [2, 4])]
+
+
+def queued(requests: list[list[int]], limit: int) -> list[list[int]]:
+    """The batches of requests that come while another batch runs."""
+    recorder = Recorder()
+    lane = Lane("test", recorder, limit, Metrics())
+
+    async def main() -> None:
+        lane.start()
+        first = lane.submit("a", 0, 1, 0, True)
+        while len(lane):
+            await asyncio.sleep(0.001)
+        waiting = [
+            lane.submit("a", payload, 1, place, len(request) > 1)
+            for request in requests
+            for place, payload in enumerate(request)
+        ]
+        recorder.go.set()
+        await asyncio.gather(first, *waiting)
+
+    try:
+        asyncio.run(main())
+        return [payloads for _, payloads in recorder.batches[1:]]
+    finally:
+        lane.close()
+
+
+def test_requests_of_one_input_have_every_second_batch_and_no_more() -> None:
+    several, singles = [10, 11, 12, 13], [[1], [2], [3]]
+    assert queued([several, *singles], limit=2) == [[1, 2], [10, 11], [3], [12, 13]]
+
+
+def test_each_request_has_its_first_inputs_encoded_before_the_later_ones_of_another() -> None:
+    assert queued([[10, 11, 12, 13], [20, 21]], limit=2) == [[10, 20], [11, 21], [12, 13]]
+
+
+def test_batches_of_long_requests_are_short_while_others_send_single_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(batching.time, "monotonic", lambda: now[0])
+    shares = batching._Shares(16384)
+    shares.learn(True, 8000, 4.0)
+    assert (shares.limit(True), shares.limit(False)) == (16384, 16384)  # nobody waits for these
+    shares.came()
+    shares.learn(False, 12, 0.05)
+    shares.learn(True, 8000, 4.0)
+    assert shares.limit(True) == 200  # 2 * 0.05 s at 2,000 tokens a second
+    shares.learn(True, 200, 0.05)
+    assert shares.limit(True) == 400  # each batch has a cost of its own, so that more fit
+    shares.learn(True, 30, 0.05)
+    assert (shares.limit(True), shares.limit(False)) == (400, 16384)  # there was no more to encode
+    now[0] += 11
+    assert shares.limit(True) == 16384
 
 
 def test_an_input_that_fails_does_not_take_the_others_with_it() -> None:

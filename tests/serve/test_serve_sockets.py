@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import pytest
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tests.serve.running import Client, read_all, serving
 from tilefold.serve.models import Served
@@ -202,6 +203,21 @@ def test_an_endless_body_after_an_early_answer_is_cut_off(sparse: Any) -> None:
                 opened.sendall(b"1000\r\n" + b"x" * 4096 + b"\r\n")
                 time.sleep(0.01)
         assert time.monotonic() - began < 8
+
+
+def test_an_answer_does_not_wait_for_the_client_to_acknowledge_its_head(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, found = H11Protocol.connection_made, []
+
+    def spied(self: H11Protocol, transport: Any) -> None:
+        opened = transport.get_extra_info("socket")
+        found.append(opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        made(self, transport)
+
+    monkeypatch.setattr(H11Protocol, "connection_made", spied)
+    assert client.get("/health").status == 200
+    assert found and all(found)  # else its body follows 40 ms after its head
 
 
 def test_head_is_get_without_the_body(client: Client) -> None:

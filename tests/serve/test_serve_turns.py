@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tests.serve.running import Client, Reply, serving
-from tests.serve.test_serve_sockets import JSON, head, inputs_in_flight, service, wait_until
+from tests.serve.test_serve_sockets import JSON, head, hold, inputs_in_flight, service, wait_until
 from tilefold import retrieval as r
+from tilefold.serve.models import Served
 from tilefold.serve.searchable import Searchable
 from tilefold.serve.service import Service
 from tilefold.serve.text import TextTokens
@@ -122,3 +123,25 @@ def test_work_for_a_client_that_has_gone_ends_with_its_next_portion(sparse: Any,
         gate.open.set()
         assert client.post("/embed_sparse", {"inputs": "csv files"}).status == 200
         assert [len(texts) for _, texts in gate.came] == [1, 1]
+
+
+def test_a_single_query_is_encoded_before_the_batches_that_came_first(
+    sparse: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, batches = Served.encode, []
+
+    def spied(self: Served, way: Any, inputs: list[str]) -> Any:
+        batches.append(list(inputs))
+        return encode(self, way, inputs)
+
+    monkeypatch.setattr(Served, "encode", spied)
+    documents = [f"csv {number}" for number in range(32)]
+    with serving(service(sparse, max_batch_tokens=64)) as client:
+        with hold(client, sparse, inputs=1):
+            threads, _ = post_all(client, "/embed_sparse", [{"inputs": documents}] * 4)
+            wait_until(lambda: "te_queue_size 128" in client.get("/metrics").raw.decode())
+            more, _ = post_all(client, "/embed_sparse", [{"inputs": "dates"}])
+            wait_until(lambda: "te_queue_size 129" in client.get("/metrics").raw.decode())
+        for thread in threads + more:
+            thread.join(20)
+    assert batches.index(["dates"]) <= 2 and len(batches) > 8  # the held one, one of documents, and then the query

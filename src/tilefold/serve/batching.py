@@ -1,4 +1,4 @@
-"""Batches by tokens: one worker thread per device, and the inputs that wait for it, first come, first served."""
+"""Batches by tokens: one worker thread per device, and the inputs that wait for it, whose requests take turns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +19,9 @@ __all__ = ["Answer", "Lane", "Permits"]
 
 _logger = logging.getLogger("tilefold.serve")
 _JOIN_SECONDS = 10.0
+_PATIENCE = 4  # batches; the next input of a request waits as if it had come so much later
+_LATELY_SECONDS = 10.0  # so long after a request of one input, others are kept short for the next
+_TIMES = 2  # as long as a batch of such requests may a batch of others take
 
 Run = Callable[[Any, list[Any]], list[Any]]
 """``run(key, payloads)`` gives one result per payload; it is called in the worker thread only."""
@@ -40,6 +43,7 @@ class _Entry:
     tokens: int
     future: asyncio.Future[Answer]
     loop: asyncio.AbstractEventLoop
+    rank: int
     queued: float = field(default_factory=time.perf_counter)
 
     def settle(self, value: Answer | None, error: BaseException | None) -> None:
@@ -74,12 +78,45 @@ class Permits:
             self.taken -= wanted
 
 
+class _Shares:
+    """How many tokens a batch of requests of several inputs may have, so that requests of one input need not wait long.
+
+    All that a batch can hold, as long as nobody sends requests of one input. Else so many that the batch takes
+    `_TIMES` as long as theirs do, by the times of the batches before it.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = self._share = limit
+        self._single_seconds: float | None = None
+        self._single_came = -_LATELY_SECONDS
+
+    def came(self) -> None:
+        """Note a request of one input."""
+        self._single_came = time.monotonic()
+
+    def limit(self, several: bool) -> int:
+        """Tokens of the next batch, of requests of one or of several inputs."""
+        return self._share if several and time.monotonic() - self._single_came < _LATELY_SECONDS else self._limit
+
+    def learn(self, several: bool, tokens: int, seconds: float) -> None:
+        """Note what a batch took."""
+        if not several:
+            known = self._single_seconds
+            self._single_seconds = seconds if known is None else known + (seconds - known) / 4
+        elif self._single_seconds is not None:
+            ratio = _TIMES * self._single_seconds / max(seconds, 1e-6)
+            fitting = max(1, int(tokens * min(ratio, 2.0)))
+            self._share = min(self._limit, max(self._share, fitting) if ratio >= 1 else min(self._share, fitting))
+
+
 class Lane:
     """A worker thread that runs batches of inputs of one kind.
 
-    A batch is whatever had queued while the last one ran, no timer: from the oldest input on, those of the same key,
-    while ``longest * inputs`` stays within `max_batch_tokens`. Inputs whose future was cancelled are dropped. A batch
-    that fails is halved until the input that fails is alone, so that the others are not lost.
+    A batch is whatever had queued while the last one ran, no timer: from the first input on, those of the same key,
+    while ``longest * inputs`` stays within `max_batch_tokens`. Requests of one input have batches of their own, in turn
+    with batches of the others, which are kept short meanwhile (:class:`_Shares`); among these, every request has its
+    first inputs encoded before another one's later ones. Inputs whose future was cancelled are dropped. A batch that
+    fails is halved until the input that fails is alone, so that the others are not lost.
 
     Args:
         name: of the thread.
@@ -89,8 +126,9 @@ class Lane:
     """
 
     def __init__(self, name: str, run: Run, max_batch_tokens: int, metrics: Metrics) -> None:
-        self._run, self._limit, self._metrics = run, max_batch_tokens, metrics
-        self._waiting: deque[_Entry] = deque()
+        self._run, self._metrics = run, metrics
+        self._waiting: tuple[list[_Entry], list[_Entry]] = ([], [])  # of requests of one input, and of several
+        self._several, self._begun, self._shares = True, 0, _Shares(max_batch_tokens)
         self._ready = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=f"tilefold-{name}", daemon=True)
@@ -105,20 +143,31 @@ class Lane:
         return self._thread.is_alive() and not self._closed
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return sum(map(len, self._waiting))
 
-    def submit(self, key: Hashable, payload: Any, tokens: int) -> asyncio.Future[Answer]:
+    def submit(
+        self, key: Hashable, payload: Any, tokens: int, place: int = 0, several: bool = False
+    ) -> asyncio.Future[Answer]:
         """Queue one input; call it on the event loop. Cancelling the future drops the input if it still waits.
+
+        Args:
+            key: inputs of one key may share a batch.
+            payload: for :data:`Run`.
+            tokens: of the input.
+            place: of the input in its request.
+            several: whether the request has several inputs.
 
         Raises:
             ServeError: Unhealthy, the service is closing.
         """
         loop = asyncio.get_running_loop()
-        entry = _Entry(key, payload, tokens, loop.create_future(), loop)
         with self._ready:
             if self._closed:
                 raise ServeError("Unhealthy", "the service is closing")
-            self._waiting.append(entry)
+            entry = _Entry(key, payload, tokens, loop.create_future(), loop, self._begun + _PATIENCE * place)
+            insort(self._waiting[several], entry, key=lambda each: each.rank)
+            if not several:
+                self._shares.came()
             self._ready.notify()
         entry.future.add_done_callback(lambda future: self._drop(entry) if future.cancelled() else None)
         return entry.future
@@ -126,15 +175,17 @@ class Lane:
     def _drop(self, entry: _Entry) -> None:
         """Forget an input whose client has gone, so that such inputs cannot pile up behind a long batch."""
         with self._ready:
-            if entry in self._waiting:
-                self._waiting.remove(entry)
-                self._metrics.count("tilefold_dropped_count")
+            for waiting in self._waiting:
+                if entry in waiting:
+                    waiting.remove(entry)
+                    self._metrics.count("tilefold_dropped_count")
 
     def close(self) -> None:
         """Refuse what waits, and end the worker after the batch that it runs."""
         with self._ready:
             self._closed = True
-            left, self._waiting = list(self._waiting), deque()
+            left = [entry for waiting in self._waiting for entry in waiting]
+            self._waiting = ([], [])
             self._ready.notify_all()
         self._settle([(entry, None, ServeError("Unhealthy", "the service is closing")) for entry in left])
         if self._thread.is_alive():
@@ -143,10 +194,13 @@ class Lane:
     def _work(self) -> None:
         while batch := self._next():
             self._metrics.observe("te_batch_next_size", len(batch))
-            self._metrics.observe("te_batch_next_tokens", len(batch) * max(entry.tokens for entry in batch))
+            tokens = len(batch) * max(entry.tokens for entry in batch)
+            self._metrics.observe("te_batch_next_tokens", tokens)
             started = time.perf_counter()
             done = self._attempt(batch)
             ended = time.perf_counter()
+            if tokens:  # calls have none
+                self._shares.learn(self._several, tokens, ended - started)
             self._settle([
                 (entry, Answer(value, started - entry.queued, ended - started), error) for entry, value, error in done
             ])  # fmt: skip
@@ -155,28 +209,29 @@ class Lane:
         """The next batch; an empty one at the end."""
         with self._ready:
             while not self._closed:
-                batch = self._take()
-                if batch:
-                    return batch
+                for several in (not self._several, self._several):
+                    if batch := self._take(several):
+                        self._several, self._begun = several, self._begun + 1
+                        return batch
                 self._ready.wait()
         return []
 
-    def _take(self) -> list[_Entry]:
+    def _take(self, several: bool) -> list[_Entry]:
         batch: list[_Entry] = []
-        left: deque[_Entry] = deque()
-        longest, full = 0, False
-        for entry in self._waiting:
+        left: list[_Entry] = []
+        longest, full, limit = 0, False, self._shares.limit(several)
+        for entry in self._waiting[several]:
             if entry.future.cancelled():
                 self._metrics.count("tilefold_dropped_count")
             elif batch and (full or entry.key != batch[0].key):
                 left.append(entry)
-            elif batch and max(longest, entry.tokens) * (len(batch) + 1) > self._limit:
+            elif batch and max(longest, entry.tokens) * (len(batch) + 1) > limit:
                 full = True
                 left.append(entry)
             else:
                 batch.append(entry)
                 longest = max(longest, entry.tokens)
-        self._waiting = left
+        self._waiting[several][:] = left
         return batch
 
     def _attempt(self, batch: list[_Entry]) -> list[tuple[_Entry, Any, BaseException | None]]:

@@ -287,9 +287,10 @@ class Service:
         outcome.tokens, outcome.tokenization = sum(lengths), time.perf_counter() - outcome.started
         lane = self._lanes[model.device]
         distinct = dict(zip(inputs, lengths, strict=True))
+        several = len(distinct) > 1
         waiting = [
-            lane.submit(way if isinstance(each, str) else way._replace(ids=True), each, length)
-            for each, length in distinct.items()
+            lane.submit(way if isinstance(each, str) else way._replace(ids=True), each, length, place, several)
+            for place, (each, length) in enumerate(distinct.items())
         ]
         try:
             answers: list[Answer] = await asyncio.gather(*waiting)
