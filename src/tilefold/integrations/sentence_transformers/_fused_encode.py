@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilefold.integrations.sentence_transformers._batch import sparse_options
 from tilefold.integrations.sentence_transformers._many import Limits, encode_many
+from tilefold.integrations.sentence_transformers._packed_inputs import packed_inputs
 from tilefold.integrations.sentence_transformers._pooling import FusedSpladePooling
 
 _logger = logging.getLogger("sentence_transformers.sparse_encoder.model")  # whose level decides about progress bars
@@ -39,7 +40,8 @@ class FusedEncode:
         model, stock = self.model, type(self.model).encode
         asked = asked_of(stock, model, args, kwargs)
         if asked is None or not self._serves(asked):
-            return stock(model, *args, **kwargs)
+            with packed_inputs():
+                return stock(model, *args, **kwargs)
         model.eval()
         prompt = prompt_of_call(model, asked)
         options = sparse_options(model, asked["max_active_dims"], 0.0)

@@ -218,13 +218,14 @@ def pack_features(features: dict[str, Any], padding: int | None) -> dict[str, An
         return features
     keep = mask != 0
     begins = keep & ~torch.nn.functional.pad(keep, (1, 0))[:, :-1]
-    lengths = keep.sum(1)
-    most, parts = (int(n.max()) if n.numel() else 0 for n in (lengths, begins.sum(1)))
+    lengths, types = keep.sum(1), features.get("token_type_ids")
+    typed = lengths if types is None else types.sum(1)
+    facts = torch.stack([lengths, begins.sum(1), typed.long()]).amax(1) if len(keep) else lengths.new_zeros(3)
+    most, parts, marked = facts.tolist()
     if parts > 1:
         return features
     at = keep.flatten().nonzero().squeeze(1)
     found = packed_features(ids.long().flatten()[at], lengths, padding, most)
-    types = features.get("token_type_ids")
-    if types is not None and bool(types.any()):  # models take zeros where none are given
+    if types is not None and marked:  # models take zeros where none are given
         found["token_type_ids"] = types.flatten()[at][None]
     return found | {key: value for key, value in features.items() if key not in tensors}

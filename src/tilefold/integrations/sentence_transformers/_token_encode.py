@@ -11,6 +11,7 @@ from torch import Tensor
 from tilefold.integrations.sentence_transformers._batch import encode_features
 from tilefold.integrations.sentence_transformers._fused_encode import asked_of, bar, prompt_of_call, serves_texts, usual
 from tilefold.integrations.sentence_transformers._many import batches_of
+from tilefold.integrations.sentence_transformers._packed_inputs import packed_inputs
 from tilefold.integrations.sentence_transformers.stream import TextStream, Work
 from tilefold.pipeline.tokens import PendingVectors, VectorBatch
 
@@ -62,7 +63,8 @@ class FusedTokenEncode:
         model, stock = self.model, type(self.model).encode
         asked = asked_of(stock, model, args, kwargs)
         if asked is None or not self._serves(asked):
-            return stock(model, *args, **kwargs)
+            with packed_inputs():
+                return stock(model, *args, **kwargs)
         model.eval()
         texts, numpy, task = asked["inputs"], bool(asked["convert_to_numpy"]), asked["task"]
         stream = VectorStream(
