@@ -130,19 +130,12 @@ class Routes:
         self._refuse_dense()
         outcome = await self._encoded("dense", body.input, Asked(self.side), "input")
         rows = [_shaped(row, body.dimensions, True) for row in outcome.rows]
-        data = [
-            {
-                "object": "embedding",
-                "embedding": base64.b64encode(row.astype("<f4").tobytes()).decode()
-                if body.encoding_format == "base64"
-                else [float(number) for number in answers.numbers(row)],
-                "index": at,
-            }
-            for at, row in enumerate(rows)
-        ]
+        write = partial(_openai_entries, body.encoding_format == "base64")
+        entries = await self._written(list(enumerate(rows)), write, lambda each: len(each[1]))
         usage = {"prompt_tokens": outcome.tokens, "total_tokens": outcome.tokens}
-        answer = {"object": "list", "data": data, "model": self.service.model("dense").name, "usage": usage}
-        return self.answer(answers.plain(answer), outcome, "dense", _method(body.input))
+        rest = answers.plain({"model": self.service.model("dense").name, "usage": usage})
+        content = b'{"object":"list","data":' + entries + b"," + rest[1:]
+        return self.answer(content, outcome, "dense", _method(body.input))
 
     def _refuse_dense(self) -> None:
         if "dense" not in self.service.models and "sparse" in self.service.models:
@@ -253,6 +246,15 @@ def _texts(text: TextTokens, skip_special: bool, ids: list[list[int]]) -> list[b
 def _tokens(text: TextTokens, body: bodies.Tokenize, prompt: str, texts: list[str]) -> list[bytes]:
     in_bytes = body.offsets == "bytes"
     return [answers.plain(each) for each in text.tokenize(texts, body.add_special_tokens, prompt, in_bytes=in_bytes)]
+
+
+def _openai_entries(in_base64: bool, rows: list[tuple[int, Any]]) -> list[bytes]:
+    coded = [
+        b'"' + base64.b64encode(row.astype("<f4").tobytes()) + b'"' if in_base64 else answers.vectors([row])[0]
+        for _, row in rows
+    ]
+    entry = b'{"object":"embedding","embedding":%b,"index":%d}'
+    return [entry % (vector, at) for (at, _), vector in zip(rows, coded, strict=True)]
 
 
 def _method(inputs: Any) -> str:
