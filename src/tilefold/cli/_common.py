@@ -31,6 +31,7 @@ __all__ = [
 
 DEMO_DIR = Path("tilefold-demo")
 SECONDS_PER_LINE = 60.0
+FRESH = "--fresh does them again"
 DATA_HELP = "pydocs, or a folder in the BEIR layout."
 DOCUMENTS_HELP = (
     "pydocs, a BEIR folder, or documents alone (.jsonl, .parquet, .tsv or .txt of id and text, "
@@ -72,15 +73,15 @@ def print_json(value: Any) -> None:
 
 
 @contextmanager
-def progress_bar(text: str, *, resumes: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+def progress_bar(text: str, *, resumes: str | None = None) -> Iterator[Callable[[int, int, str], None]]:
     """Progress on stderr, a bar on a terminal and else a line per minute; yields a function of (done, total, note).
 
-    Where the work `resumes`, what the first call reports was done by an earlier run, and a line says so.
+    With `resumes`, what the first call reports was done by an earlier run, and a line says so, and how to start over.
     """
     console = stderr()
     if not console.is_terminal:
         update = _line_per_minute(text)
-        yield _saying_resumed(text, update, console) if resumes else update
+        yield update if resumes is None else _saying_resumed(text, resumes, update, console)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -97,11 +98,11 @@ def progress_bar(text: str, *, resumes: bool = False) -> Iterator[Callable[[int,
         def show(done: int, total: int, note: str = "") -> None:
             progress.update(task, completed=done, total=total, note=note)
 
-        yield _saying_resumed(text, show, progress.console) if resumes else show
+        yield show if resumes is None else _saying_resumed(text, resumes, show, progress.console)
 
 
 def _saying_resumed(
-    text: str, update: Callable[[int, int, str], None], console: Console
+    text: str, over: str, update: Callable[[int, int, str], None], console: Console
 ) -> Callable[[int, int, str], None]:
     begun = False
 
@@ -109,7 +110,7 @@ def _saying_resumed(
         nonlocal begun
         if done and not begun:
             how = "resumes: " if done < total else "has nothing left to do: "
-            line = f"{text} {how}{done:,} of {total:,} were done before (--fresh does them again)"
+            line = f"{text} {how}{done:,} of {total:,} were done before{f' ({over})' if over else ''}"
             console.print(line, markup=False, highlight=False)
         begun = True
         update(done, total, remark)

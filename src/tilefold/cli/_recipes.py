@@ -71,9 +71,9 @@ def _changed(recipe: dict[str, Any], given: Mapping[str, Any], fields: list[str]
             recipe[option.removeprefix("--").replace("-", "_")] = value
     places = [text.partition("=")[0] for text in fields]
     for place in places:
-        option = _common.given.get(_PARAMETERS.get(place, place))
-        if option is not None or places.count(place) > 1:
-            both = f" (--set and {option})" if option else ""
+        also = _common.given.get(_PARAMETERS.get(place, place))
+        if also is not None or places.count(place) > 1:
+            both = f" (--set and {also})" if also else ""
             raise UsageError(f"--set: {place}: expected once, got it twice{both}: leave one out.")
     for text in fields:
         _set(recipe, text)

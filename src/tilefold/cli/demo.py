@@ -190,7 +190,7 @@ def _splade(
 
     encoder = _models.load_encoder(str(where.folder / "model"))
     title = f"encoding the documents: {plan.documents} documents, {plan.tokens:,} tokens"
-    with stages.model_step("encoding", title, plan) as done, _common.progress_bar("  encoding") as tick:
+    with stages.model_step("encoding", title, plan) as done, _common.progress_bar("  encoding", resumes="") as tick:
         vectors, reused = _demo_steps.encode_documents(where, encoder, part, tick)
         done(f"{len(vectors)} vectors", reused)
     plan = _replanned(where, plan, ("dense", "training", "encoding"), stages)

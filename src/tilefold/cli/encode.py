@@ -124,7 +124,7 @@ def encode(
             _common.print_json(asdict(found)) if as_json else _encode_at_scale.print_dry_run(found)
             return
         _common.keeps(lambda: _has_vectors(output))
-        with nullcontext(_nothing) if rank else _common.progress_bar("encoding", resumes=True) as update:
+        with nullcontext(_nothing) if rank else _common.progress_bar("encoding", resumes=_common.FRESH) as update:
             options: dict[str, Any] = {
                 "shard_size": shard_size,
                 "progress": lambda done, total: update(done, total, ""),

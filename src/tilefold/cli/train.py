@@ -163,7 +163,7 @@ def _train(
     collection = _common.load_data(data, drop_unknown=drop_unknown)
     _common.keeps(lambda: newest_step(output) is not None)
     before = [newest_step(output) or 0] if resume else [0]  # reported once, with the first step
-    with _common.progress_bar("training", resumes=True) as update:
+    with _common.progress_bar("training", resumes=_common.FRESH) as update:
 
         def progress(step: int, steps: int, loss: float | None) -> None:
             if before:
