@@ -118,8 +118,11 @@ def chosen_impl(operator: str, name: str, tensor: Tensor, impl: str = "auto") ->
 
 
 def host_may_read(device: torch.device, impl: str) -> bool:
-    """Whether the host may look at values of tensors on ``device``: on the CPU, and where ``impl`` looks anyway."""
-    return device.type != "cuda" or impl == "tiled"
+    """Whether the host may look at values of tensors on ``device``: on the CPU, and where ``impl`` looks anyway.
+
+    Never while a CUDA graph is captured, which has no values yet.
+    """
+    return device.type != "cuda" or (impl == "tiled" and not torch.cuda.is_current_stream_capturing())
 
 
 def check_interpreted(impl: str, device: torch.device, *dtypes: torch.dtype) -> None:
