@@ -104,10 +104,10 @@ def config_for(dtype: torch.dtype, head_dim: int, tf32: bool, capability: tuple[
         config = replace(config, resident_simple=256, short_rows=128, dkv_registers=168)
         config = replace(config, short_registers=128, general_warps=8 if releases.general_form_needs_warps() else 0)
         if releases.hopper_needs_more_registers():
-            # tiles of 128 queries take 70 us for 512 keys and 129 for 768 causal ones on one H200, those of 64 64 and 99
+            # on one H200 512 keys take 70 us in tiles of 128 queries and 64 in tiles of 64, 768 causal ones 129 and 99
             config = replace(config, short_rows=64)
-            # under the others' limits 2% of the instructions of a loop move spilled values: short rows are then up to 9%
-            # slower with gradients, rows of 4,096 keys 1 to 3% faster
+            # under the others' limits 2% of the instructions of a loop move spilled values: short rows are then up to
+            # 9% slower with gradients, rows of 4,096 keys 1 to 3% faster
             return replace(config, registers=168, programs=3, wide_registers=ALL_REGISTERS)
         return replace(config, registers=128, wide_registers=168)
     if hopper:
