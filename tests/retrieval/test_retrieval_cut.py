@@ -91,6 +91,14 @@ def test_a_text_that_fails_does_not_change_the_count_of_the_others(
     assert list(manifest.failed) == ["bad", "none"] and manifest.truncated["count"] == CUT
 
 
+def test_a_shard_without_any_text_says_the_same_wherever_it_is_made(splade: Any, way: Any, tmp_path: Path) -> None:
+    texts: dict[str, Any] = {"a": 1, "b": "cats", "c": 3}
+    with way(splade):
+        manifest = encode_collection(splade, texts, tmp_path, shard_size=1)
+    assert [shard["truncated"]["max_length"] for shard in manifest.shards] == [None, LIMIT, None]
+    assert manifest.truncated == {"count": 0, "max_length": LIMIT}
+
+
 def test_vectors_of_an_earlier_version_are_read_and_their_cuts_are_not_known(splade: Any, tmp_path: Path) -> None:
     encode_collection(splade, TEXTS, tmp_path / "v", shard_size=8)
     file = tmp_path / "v" / "manifest.json"

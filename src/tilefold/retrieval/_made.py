@@ -149,12 +149,13 @@ class PlainStream:
 
     def __init__(self, run: Callable[[list[str]], Any], batch_size: int) -> None:
         self.run, self.batch_size = run, batch_size
-        self.max_length: int | None = None  # of a text in tokens, once some were tokenised
+        self.max_length: int | None = None  # of a text in tokens, once some of the window were tokenised
 
     def __call__(self, windows: Iterator[Window]) -> Generator[Any, None, None]:
         """Batches of all texts, window by window, as :class:`tilefold.pipeline.rows.Item` says."""
         yield Begun()
         for number, window in enumerate(windows):
+            self.max_length = None
             texts = window.prepared()
             order = sorted(range(len(texts)), key=lambda place: len(texts[place]), reverse=True)
             for start in range(0, len(order), self.batch_size):

@@ -127,7 +127,7 @@ class TextStream(ABC):
         self.device = torch.device(model.device)
         self.batch_tokens, self.batch_size = batch_tokens or _tokens_for(self.device), batch_size
         self._lock = threading.Lock()  # held while texts are tokenised, which changes settings of the tokenizer
-        self.max_length: int | None = None  # of a text in tokens, once some were tokenised
+        self._limits: dict[int, int] = {}  # window -> the most tokens of a text, where one was tokenised
         self.packed, self.others = self._probed()
         if batch_tokens is not None and not self.packed:
             say_unused_batch_tokens()
@@ -232,22 +232,23 @@ class TextStream(ABC):
                 work = Work(number, cut.tolist(), [texts[place] for place in cut], skip=window.skip)
                 with watching() as seen:
                     work = work._replace(features=self._preprocessed(work.texts))
-                yield work.with_cut(self._read(seen))
+                yield work.with_cut(self._read(number, seen))
             return
         whole = TokenIds(
             features["input_ids"][0].numpy(),
             features["position_ids"][0].numpy(),
             features["cu_seq_lens_q"].numpy().astype(np.int64),
         )
-        short = self._read(window.cut).places(len(texts)) - window.skip
+        short = self._read(number, window.cut).places(len(texts)) - window.skip
         for cut in cut_batches(whole.lengths, self.batch_tokens, self.batch_size):
             places = cut.tolist()
             chosen, count = [texts[place] for place in places], sum(place in short for place in places)
             yield Work(number, places, chosen, whole.take(cut), skip=window.skip, cut=count)
 
-    def _read(self, seen: Truncation) -> Truncation:
-        """The same; how many tokens are read of a text is known from now on."""
-        self.max_length = self.max_length if seen.max_length is None else seen.max_length
+    def _read(self, window: int, seen: Truncation) -> Truncation:
+        """The same; how many tokens are read of a text is known for this window, whatever was in those before it."""
+        if seen.max_length is not None:
+            self._limits[window] = seen.max_length
         return seen
 
     def _preprocessed(self, texts: list[str]) -> dict[str, Any] | None:
@@ -288,7 +289,7 @@ class TextStream(ABC):
 
     def _collected(self, work: Work | WindowEnd, pending: Any) -> Iterator[Any]:
         if isinstance(work, WindowEnd):
-            yield work._replace(max_length=self.max_length)
+            yield work._replace(max_length=self._limits.pop(work.window, None))
             return
         room = False
         if not isinstance(pending, Exception):
@@ -306,7 +307,7 @@ class TextStream(ABC):
         if whole or len(work.texts) == 1:
             with watching() as seen:
                 found = self._tried(work)
-            work = work.with_cut(self._read(seen))
+            work = work.with_cut(self._read(work.window, seen))
             if not isinstance(found, Exception):
                 yield found._replace(cut=work.cut)
                 return
