@@ -21,6 +21,7 @@ from tilefold.ops._shared import internals
 from tilefold.ops._shared._triton import cuda_driver
 from tilefold.ops._shared._triton.cuda_driver import POINTER, Map, driver_launch
 from tilefold.ops._shared._triton.launch import Step
+from tilefold.ops._shared._triton.releases import BUILD_OPTIONS
 from tilefold.ops._shared.impl import triton_interpreted
 
 compiles = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
@@ -73,7 +74,8 @@ class Driver:
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Any:
     signature = types | dict.fromkeys(constants, "constexpr")
     signature = {name: signature[name] for name in kernel.arg_names}
-    built = triton.compile(ASTSource(kernel, signature, constants), GPUTarget("cuda", 90, 32), {"num_warps": 8})
+    options = {"num_warps": 8} | BUILD_OPTIONS
+    built = triton.compile(ASTSource(kernel, signature, constants), GPUTarget("cuda", 90, 32), options)
     return SimpleNamespace(metadata=built.metadata, src=built.src, asm=built.asm, function=1234)
 
 
