@@ -43,10 +43,13 @@ FOLDERS = ("src", "tests", "benchmarks")
 MAX_PARAMETERS = 8
 MIN_COPIED = 6
 LAUNCHER_INTERNALS = {
+    "CudaLauncher",
     "do_not_specialize",
     "global_scratch_size",
     "launch_cooperative_grid",
     "launch_pdl",
+    "make_tensordesc_arg",
+    "packed_metadata",
     "pre_run_hooks",
     "profile_scratch_size",
     "tensordesc_meta",
