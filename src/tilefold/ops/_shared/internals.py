@@ -185,7 +185,7 @@ def _driver_launch(
         return driver_launch(
             metadata.name, compiled.function, compiled.asm["ptx"], grid, block, parameters, places, stream
         )
-    except (ValueError, OSError):
+    except (ValueError, OSError, AttributeError):  # other parameters, no libcuda, a driver before CUDA 11.8
         return None
 
 
