@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tilefold.bench.provenance import collect
 from tilefold.bench.results import write_csv
-from tilefold.ops import entmax_attention, lsr_head, maxsim, quantize_tokens
+from tilefold.ops import entmax_attention, lsr_head, maxsim, quantize_tokens, token_scatter
 
 Call = Callable[[], object]
 DEVICE = "cuda"
@@ -120,6 +120,8 @@ def cases() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"entmax_attention N=128, {mode}", partial(_entmax_attention, training)
         for name, options in LSR_HEAD.items():
             yield f"lsr_head{name}, {mode}", partial(_lsr_head, options, training)
+        for name, options in TOKEN_SCATTER.items():
+            yield f"token_scatter{name}, {mode}", partial(_token_scatter, options, training)
     for package, peer in (("flash_maxsim", _flash_maxsim), ("late_interaction_kernels", _late_interaction_kernels)):
         for training in (False, True):
             yield f"{package}, {'f+b' if training else 'inference'}", partial(peer, training)
@@ -153,6 +155,14 @@ LSR_HEAD: dict[str, dict[str, Any]] = {
     " cls": {"pooling": "cls"},
     " last masked": {"pooling": "last", "attention_mask": (2, 16)},
     " last packed": {"pooling": "last", "cu_seqlens": (2, 16)},
+}
+
+# the same of token_scatter
+TOKEN_SCATTER: dict[str, dict[str, Any]] = {
+    "": {},
+    " masked": {"attention_mask": (2, 16)},
+    " packed": {"cu_seqlens": (2, 16)},
+    " sum": {"reduce": "sum", "ignore_ids": (0, 1)},
 }
 
 
@@ -217,15 +227,27 @@ def _entmax_attention(training: bool) -> Call:
     return _either(training, entmax_attention, *(_normal((1, 2, 128, 64), training) for _ in range(3)))
 
 
-def _lsr_head(options: dict[str, Any], training: bool) -> Call:
-    options = dict(options)
-    shape: tuple[int, ...] = (2, 16, 64)
+def _tokens(options: dict[str, Any]) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """The shape of 32 tokens, and the options with their mask or offsets."""
+    options, shape = dict(options), (2, 16)
     if "attention_mask" in options:
         options["attention_mask"] = torch.ones(options["attention_mask"], dtype=torch.int64, device=DEVICE)
     if "cu_seqlens" in options:
-        shape, options["cu_seqlens"] = (32, 64), _offsets(*options["cu_seqlens"])
-    leaves = (_normal(shape, training), _normal((512, 64), training), _normal((512,), training))
+        return (32,), options | {"cu_seqlens": _offsets(*options["cu_seqlens"])}
+    return shape, options
+
+
+def _lsr_head(options: dict[str, Any], training: bool) -> Call:
+    shape, options = _tokens(options)
+    leaves = (_normal((*shape, 64), training), _normal((512, 64), training), _normal((512,), training))
     return _either(training, partial(lsr_head, **options), *leaves)
+
+
+def _token_scatter(options: dict[str, Any], training: bool) -> Call:
+    shape, options = _tokens(options)
+    ids = torch.arange(32, device=DEVICE).view(shape) % 24
+    weights = _normal(shape, training)
+    return _either(training, lambda weights: token_scatter(weights, ids, 512, **options), weights)
 
 
 def _flash_maxsim(training: bool) -> Call:

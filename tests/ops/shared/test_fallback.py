@@ -112,15 +112,17 @@ class Unbuildable(ModuleType):
 
 
 def put_kernels(monkeypatch: pytest.MonkeyPatch, room: str, kernels: ModuleType) -> None:
-    monkeypatch.setitem(sys.modules, f"tilefold.ops.{room}._triton", kernels)
-    monkeypatch.setattr(importlib.import_module(f"tilefold.ops.{room}"), "_triton", kernels, raising=False)
+    name = kernels.__name__
+    monkeypatch.setitem(sys.modules, f"tilefold.ops.{room}.{name}", kernels)
+    monkeypatch.setattr(importlib.import_module(f"tilefold.ops.{room}"), name, kernels, raising=False)
 
 
 @pytest.fixture
 def no_kernel_builds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a GPU whose kernels Triton cannot build: "auto" takes them, and so does "triton"."""
-    for room in ("lsr_head", "maxsim", "token_scatter", "entmax", "entmax_attention"):
+    for room in ("lsr_head", "maxsim", "entmax", "entmax_attention"):
         put_kernels(monkeypatch, room, Unbuildable("_triton"))
+    put_kernels(monkeypatch, "token_scatter", Unbuildable("plans"))
 
     def resolve(impl: str, device: torch.device, operator: str = "") -> str:
         if impl == "auto":
@@ -131,11 +133,10 @@ def no_kernel_builds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from tilefold.ops.entmax_attention import _torch_ops as attention_ops
     from tilefold.ops.lsr_head import _quantized
     from tilefold.ops.maxsim import _torch_ops as maxsim_ops
-    from tilefold.ops.token_scatter import _torch_ops as scatter_ops
 
     for module in (shared_impl, _quantized):
         monkeypatch.setattr(module, "resolve_impl", resolve)
-    caches = (attention_ops._kernels, maxsim_ops._kernels, scatter_ops._kernels)
+    caches = (attention_ops._kernels, maxsim_ops._kernels)
     for cache in caches:
         cache.cache_clear()
     yield

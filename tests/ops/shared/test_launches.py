@@ -28,7 +28,7 @@ from tilefold.ops.lsr_head import _torch_ops as lsr_head_ops
 from tilefold.ops.maxsim import _torch_ops as maxsim_ops
 from tilefold.ops.maxsim._triton import launch as maxsim_forward
 from tilefold.ops.maxsim._triton import launch_backward as maxsim_backward
-from tilefold.ops.token_scatter import _torch_ops as scatter_ops
+from tilefold.ops.token_scatter.api import SCATTER
 from tilefold.testing import nan_poisoned_empty
 
 gpu = pytest.mark.gpu
@@ -118,7 +118,7 @@ def scatter(**given: Callable[[], Tensor]) -> Operator:
     packed = "cu_seqlens" in given
     given |= {"input_ids": lambda: ids().flatten()[:32] if packed else ids()}
     options = ({}, {"reduce": "sum"}, {"activation": "softplus"}, {"ignore_ids": (1, 2)}, {"vocab_size": 48})
-    caches = (scatter_ops.CALLS, scatter_ops._BACKWARD)
+    caches = (SCATTER.calls, SCATTER.gradients)
     return Operator(scattered, ((32,) if packed else (2, 21),), caches, 2, given, options)
 
 

@@ -32,7 +32,7 @@ from tilefold.ops.lsr_head import _torch_ops as lsr_head_ops
 from tilefold.ops.lsr_head import rows as capacity_rows
 from tilefold.ops.maxsim import _torch_ops as maxsim_ops
 from tilefold.ops.maxsim.quantized import quantize_tokens
-from tilefold.ops.token_scatter import _torch_ops as scatter_ops
+from tilefold.ops.token_scatter.api import SCATTER
 
 OPS = Path(impl.__file__).resolve().parents[1]
 INTERPRETED = triton_interpreted()
@@ -191,14 +191,14 @@ CASES: dict[str, Case] = {
     "maxsim/smooth.smooth_dqueries_kernel": late(QUERIES, DOCUMENTS, temperature=0.5, mask_mode="zero"),
     "maxsim/stream.stream_kernel": Case("maxsim", quantized_documents, (QUERIES, DOCUMENTS), inference=True),
     "maxsim/winner_lists.ddocuments_listed_kernel": late(QUERIES, DOCUMENTS),
-    "token_scatter/scatter._gather_kernel": Case("token_scatter", scatter, ((2, 21),)),
-    "token_scatter/scatter._scatter_kernel": Case("token_scatter", scatter, ((2, 21),), {"reduce": "sum"}),
+    "token_scatter/scatter.gather_kernel": Case("token_scatter", scatter, ((2, 21),)),
+    "token_scatter/scatter.scatter_kernel": Case("token_scatter", scatter, ((2, 21),), {"reduce": "sum"}),
 }
 every_kernel = pytest.mark.parametrize("name", CASES)
 COMPILED = [name for name, case in CASES.items() if case.function not in (rows, quantized_head)]
 CACHES = (
     attention_ops.CALLS, attention_ops._BACKWARD, lsr_head_ops.FORWARD_PLANS, lsr_head_ops.BACKWARD_PLANS,
-    maxsim_ops.CALLS, scatter_ops.CALLS, scatter_ops._BACKWARD,
+    maxsim_ops.CALLS, SCATTER.calls, SCATTER.gradients,
 )  # fmt: skip
 
 

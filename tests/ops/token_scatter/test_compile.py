@@ -11,7 +11,8 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from tests.ops.cross_compile import check_spills, compile_kernel
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.token_scatter import configs
-from tilefold.ops.token_scatter._triton.scatter import SCAN, _gather_kernel, _scatter_kernel
+from tilefold.ops.token_scatter._triton.scatter import gather_kernel, scatter_kernel
+from tilefold.ops.token_scatter.plans import SCAN
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
 
@@ -54,7 +55,7 @@ def test_the_scatter_builds_without_spills(capability: int, variant: tuple[Any, 
         "SUM": reduce == "sum", "ACTIVATION": activation, "IGNORE": (0, 1, 2, 3), "IGNORED": 4,
         "HAS_MASK": not packed, "PACKED": packed, "WITH_COUNTED": True, "BLOCK": config.block, "SCAN": SCAN,
     }  # fmt: skip
-    check(_scatter_kernel, types, constants, capability, config.num_warps)
+    check(scatter_kernel, types, constants, capability, config.num_warps)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_the_gradient_builds_without_spills(
 ) -> None:
     types = TYPES | dict.fromkeys(FLOATS, f"*{dtype}")
     constants = {"ACTIVATION": activation, "PACKED": packed, "BLOCK": config.block, "SCAN": SCAN}
-    check(_gather_kernel, types, constants, capability, config.num_warps)
+    check(gather_kernel, types, constants, capability, config.num_warps)
 
 
 def test_configurations_grow_with_the_sequences() -> None:

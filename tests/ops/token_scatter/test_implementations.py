@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tests.ops.conftest import Target
 from tilefold.ops import token_scatter
+from tilefold.ops._shared import operator
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.token_scatter import _torch_ops
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.token_scatter import (
     LAYOUTS,
@@ -336,7 +336,7 @@ BLIND = [
 @pytest.fixture
 def nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What happens on a GPU, where looking at values would cost a synchronisation."""
-    monkeypatch.setattr(_torch_ops, "host_may_read", lambda device, impl: False)
+    monkeypatch.setattr(operator, "may_look", lambda first: False)
 
 
 @pytest.mark.usefixtures("nobody_looks")

@@ -43,7 +43,8 @@ def op_samples(device: str) -> list[tuple[str, str, tuple[Any, ...]]]:
         samples.append(("token_scatter", case, (leaf(inputs), *place, *options, True, impl)))
         samples.append(("token_scatter", f"{case}-inference", (inputs.weights, *place, *options, False, impl)))
         counted = torch.ops.tilefold.token_scatter(inputs.weights, *place, *options, True, impl)[1]
-        back = (inputs.dscores, inputs.weights, inputs.input_ids, counted, inputs.cu_seqlens, "log1p_relu", impl)
+        saved = (inputs.weights, inputs.input_ids, counted, inputs.cu_seqlens)
+        back = (inputs.dscores, *saved, 21, *options, [True], impl)
         samples.append(("token_scatter_backward", case, back))
     return samples
 

@@ -111,5 +111,9 @@ class CallCache(Generic[P]):
         """Drop the plan of ``key``, if there is one."""
         self._plans.pop(key, None)
 
+    def clear(self) -> None:
+        """Drop all plans."""
+        self._plans.clear()
+
     def __len__(self) -> int:
         return len(self._plans)

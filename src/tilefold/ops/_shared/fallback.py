@@ -48,6 +48,11 @@ def everything_given_up() -> tuple[tuple[str, torch.device], ...]:
     return tuple(_GIVEN_UP)
 
 
+def given_up_on(device: torch.device) -> frozenset[str]:
+    """The kernels that were given up on ``device`` in this process."""
+    return frozenset(kernel for kernel, where in _GIVEN_UP if where == device)
+
+
 def give_up(kernel: str, device: torch.device, why: str, instead: str) -> None:
     """Remember that ``kernel`` cannot run on ``device``, and warn the first time.
 
@@ -81,13 +86,18 @@ def triton_or_tiled(
                 raise
             why = str(error)
         give_up(operator, device, why, SLOWER)
+    refuse_capture(operator, device)
+    return tiled()
+
+
+def refuse_capture(operator: str, device: torch.device) -> None:
+    """Raise ``RuntimeError`` where the tiled path would take the place of kernels in a CUDA graph being captured."""
     if (operator, device) in _GIVEN_UP and is_capturing(device):
         raise RuntimeError(
             f"{operator} cannot be captured in a CUDA graph here: {_GIVEN_UP[operator, device]}, and the tiled torch "
             "path that takes its place waits for the GPU. Leave this call out of the graph; a call before the capture "
             "(a warm up) says whether the kernels can be built."
         )
-    return tiled()
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -10,16 +10,34 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.checks import check_cu_seqlens
+from tilefold.ops._shared.plan import Buffer
 
 
-class Problem(NamedTuple):
-    """What the token scatter is asked for.
+class ScatterTensors(NamedTuple):
+    """What is scattered.
 
     Attributes:
         weights: ``[B, S]``, packed ``[T]``.
         input_ids: of the same shape, int32 or int64.
         attention_mask: ``[B, S]``, nonzero = valid, or ``None``.
         cu_seqlens: ``[B + 1]`` offsets of a packed batch, or ``None``.
+    """
+
+    weights: Tensor
+    input_ids: Tensor
+    attention_mask: Tensor | None
+    cu_seqlens: Tensor | None
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        return batch_size(self.weights, self.cu_seqlens)
+
+
+class ScatterOptions(NamedTuple):
+    """How it is scattered.
+
+    Attributes:
         vocab_size: V.
         reduce: ``"max"`` or ``"sum"``.
         activation: one of :data:`tilefold.ops._shared.activation.ACTIVATIONS`.
@@ -27,20 +45,26 @@ class Problem(NamedTuple):
         out_dtype: of the scores.
     """
 
-    weights: Tensor
-    input_ids: Tensor
-    attention_mask: Tensor | None
-    cu_seqlens: Tensor | None
     vocab_size: int
     reduce: str
     activation: str
     ignore_ids: Sequence[int]
     out_dtype: torch.dtype
 
-    @property
-    def batch(self) -> int:
-        """Number of sequences."""
-        return batch_size(self.weights, self.cu_seqlens)
+
+class ScatterSaved(NamedTuple):
+    """What the gradient is made of; ``counted`` tells which tokens it goes to (uint8 like ``weights``)."""
+
+    weights: Tensor
+    input_ids: Tensor
+    counted: Tensor
+    cu_seqlens: Tensor | None
+
+
+def outputs(tensors: ScatterTensors, options: ScatterOptions, training: bool) -> tuple[Buffer, Buffer]:
+    """Scores ``[B, V]``, and ``counted``, which is empty unless a gradient may be asked for."""
+    scores = Buffer((tensors.batch, options.vocab_size), options.out_dtype)
+    return scores, Buffer(tensors.weights.shape if training else (0,), torch.uint8)
 
 
 def batch_size(weights: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -64,16 +88,16 @@ def sequence_of_tokens(input_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return torch.searchsorted(cu_seqlens[1:].long().contiguous(), tokens, right=True)
 
 
-def check_values(problem: Problem) -> Tensor:
+def check_values(tensors: ScatterTensors, options: ScatterOptions) -> Tensor:
     """Check offsets and ids on the host; return :func:`valid_tokens`.
 
     Raises:
         ValueError: for broken ``cu_seqlens``, or ids outside of the vocabulary.
     """
-    if problem.cu_seqlens is not None:
-        check_cu_seqlens("cu_seqlens", problem.cu_seqlens, problem.weights.size(0), "weights", "tokens")
-    valid = valid_tokens(problem.input_ids, problem.attention_mask, problem.ignore_ids)
-    check_ids(problem.input_ids, valid, problem.vocab_size)
+    if tensors.cu_seqlens is not None:
+        check_cu_seqlens("cu_seqlens", tensors.cu_seqlens, tensors.weights.size(0), "weights", "tokens")
+    valid = valid_tokens(tensors.input_ids, tensors.attention_mask, options.ignore_ids)
+    check_ids(tensors.input_ids, valid, options.vocab_size)
     return valid
 
 
@@ -108,16 +132,16 @@ class CountedTokens:
     index: Tensor
 
 
-def counted_tokens(problem: Problem) -> CountedTokens:
+def counted_tokens(tensors: ScatterTensors, options: ScatterOptions) -> CountedTokens:
     """Gather the valid tokens; reads values on the host, and checks them.
 
     Raises:
         ValueError: for broken ``cu_seqlens``, or ids outside of the vocabulary.
     """
-    weights, input_ids = problem.weights, problem.input_ids
-    index = check_values(problem).flatten().nonzero().squeeze(1)
+    weights, input_ids = tensors.weights, tensors.input_ids
+    index = check_values(tensors, options).flatten().nonzero().squeeze(1)
     wide = torch.promote_types(weights.dtype, torch.float32)
     # index_select: several times faster than indexing on the CPU
-    sequence = sequence_of_tokens(input_ids, problem.cu_seqlens).flatten().index_select(0, index)
-    entry = sequence * problem.vocab_size + input_ids.flatten().index_select(0, index)
+    sequence = sequence_of_tokens(input_ids, tensors.cu_seqlens).flatten().index_select(0, index)
+    entry = sequence * options.vocab_size + input_ids.flatten().index_select(0, index)
     return CountedTokens(weights.flatten().index_select(0, index).to(wide), entry, index)

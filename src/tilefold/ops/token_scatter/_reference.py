@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.activation import differentiable_activate
-from tilefold.ops.token_scatter._problem import Problem, check_values
+from tilefold.ops.token_scatter._problem import ScatterOptions, ScatterTensors, check_values
 
 
 def first_winner(weights: Tensor, holds: Tensor) -> Tensor:
@@ -28,22 +28,27 @@ def first_winner(weights: Tensor, holds: Tensor) -> Tensor:
     return (is_best & holds).to(torch.uint8).argmax(dim=1)
 
 
-def token_scatter(problem: Problem) -> Tensor:
+def token_scatter(tensors: ScatterTensors, options: ScatterOptions) -> Tensor:
     """``[B, V]`` scores; reads values on the host, and checks them."""
-    valid, weights, ids, out_dtype = check_values(problem), problem.weights, problem.input_ids, problem.out_dtype
-    if problem.cu_seqlens is not None:
-        lengths = problem.cu_seqlens.diff()
+    valid, weights, ids, out_dtype = (
+        check_values(tensors, options),
+        tensors.weights,
+        tensors.input_ids,
+        options.out_dtype,
+    )
+    if tensors.cu_seqlens is not None:
+        lengths = tensors.cu_seqlens.diff()
         longest = int(lengths.max()) if lengths.numel() else 0
         inside = torch.arange(longest, device=weights.device) < lengths[:, None]
         places = inside.nonzero(as_tuple=True)
         weights, ids, valid = (t.new_zeros(inside.shape).index_put(places, t) for t in (weights, ids, valid))
     if valid.size(1) == 0:
-        return weights.new_zeros(valid.size(0), problem.vocab_size, dtype=out_dtype) + weights.sum().to(out_dtype)
+        return weights.new_zeros(valid.size(0), options.vocab_size, dtype=out_dtype) + weights.sum().to(out_dtype)
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32)).masked_fill(~valid, 0)
-    entries = torch.arange(problem.vocab_size, device=weights.device)
+    entries = torch.arange(options.vocab_size, device=weights.device)
     holds = (ids[:, :, None] == entries) & valid[:, :, None]  # [B, S, V]
-    values = differentiable_activate(weights, problem.activation)  # [B, S]
-    if problem.reduce == "sum":
+    values = differentiable_activate(weights, options.activation)  # [B, S]
+    if options.reduce == "sum":
         return torch.where(holds, values[:, :, None], 0).sum(dim=1).to(out_dtype)
     scores = values.gather(1, first_winner(weights.detach(), holds))  # [B, V]
     # an entry that no token holds scores 0, and so does one whose best value is negative

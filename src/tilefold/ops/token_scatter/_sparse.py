@@ -7,16 +7,16 @@ from torch import Tensor
 
 from tilefold._csr import csr_tensor
 from tilefold.ops._shared.activation import activate
-from tilefold.ops.token_scatter._problem import Problem, counted_tokens
+from tilefold.ops.token_scatter._problem import ScatterOptions, ScatterTensors, counted_tokens
 from tilefold.ops.token_scatter._segments import group_by_entry
 
 
-def scatter(problem: Problem, top_k: int | None, min_weight: float) -> Tensor:
+def scatter(tensors: ScatterTensors, options: ScatterOptions, top_k: int | None, min_weight: float) -> Tensor:
     """``[B, V]`` CSR tensor of the scores above ``min_weight``, at most ``top_k`` of each row."""
-    tokens, batch, vocab_size = counted_tokens(problem), problem.batch, problem.vocab_size
+    tokens, batch, vocab_size = counted_tokens(tensors, options), tensors.batch, options.vocab_size
     groups = group_by_entry(tokens.entry)
-    scores = groups.reduce(activate(tokens.weights, problem.activation), problem.reduce)
-    if problem.reduce == "max":
+    scores = groups.reduce(activate(tokens.weights, options.activation), options.reduce)
+    if options.reduce == "max":
         scores = scores.clamp(min=0)  # as against an entry that no token holds; NaN stays
     kept = ~(scores <= min_weight)
     rows, columns = groups.entry[kept] // vocab_size, groups.entry[kept] % vocab_size
@@ -26,7 +26,7 @@ def scatter(problem: Problem, top_k: int | None, min_weight: float) -> Tensor:
         rows, columns, scores = rows[best], columns[best], scores[best]
     counts = torch.bincount(rows, minlength=batch)
     row_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return csr_tensor(row_starts, columns, scores.to(problem.out_dtype), (batch, vocab_size))
+    return csr_tensor(row_starts, columns, scores.to(options.out_dtype), (batch, vocab_size))
 
 
 def _best_of_rows(rows: Tensor, scores: Tensor, batch: int, top_k: int) -> Tensor:

@@ -6,21 +6,28 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.activation import activate, slope_from_logit
-from tilefold.ops.token_scatter._problem import CountedTokens, Problem, counted_tokens, sequence_of_tokens
+from tilefold.ops.token_scatter._problem import (
+    CountedTokens,
+    ScatterOptions,
+    ScatterSaved,
+    ScatterTensors,
+    counted_tokens,
+    sequence_of_tokens,
+)
 from tilefold.ops.token_scatter._segments import group_by_entry
 
 
-def forward(problem: Problem, with_counted: bool) -> tuple[Tensor, Tensor]:
+def forward(tensors: ScatterTensors, options: ScatterOptions, training: bool) -> tuple[Tensor, Tensor]:
     """Scores ``[B, V]``, and which tokens the gradient goes to (uint8 like ``weights``; empty unless asked for)."""
-    weights, vocab_size, out_dtype = problem.weights, problem.vocab_size, problem.out_dtype
-    tokens = counted_tokens(problem)
-    scores = torch.zeros(problem.batch * vocab_size, dtype=out_dtype, device=weights.device)
-    values = activate(tokens.weights, problem.activation)
+    weights, vocab_size, out_dtype = tensors.weights, options.vocab_size, options.out_dtype
+    tokens = counted_tokens(tensors, options)
+    scores = torch.zeros(tensors.batch * vocab_size, dtype=out_dtype, device=weights.device)
+    values = activate(tokens.weights, options.activation)
     takes = tokens.index
-    if problem.reduce == "sum":
+    if options.reduce == "sum":
         groups = group_by_entry(tokens.entry)
         scores[groups.entry] = groups.reduce(values, "sum").to(out_dtype)
-    elif with_counted:
+    elif training:
         winners = _winners(tokens)
         kept = winners[~(values[winners] <= 0)]  # a score of 0 has no gradient
         scores[tokens.entry[kept]] = values[kept].to(out_dtype)
@@ -28,11 +35,11 @@ def forward(problem: Problem, with_counted: bool) -> tuple[Tensor, Tensor]:
     else:
         # rounding does not fall, so the largest rounded value is the rounded largest value
         scores.scatter_reduce_(0, tokens.entry, values.to(out_dtype), "amax")
-    counted = torch.zeros(weights.numel() if with_counted else 0, dtype=torch.uint8, device=weights.device)
-    if with_counted:
+    counted = torch.zeros(weights.numel() if training else 0, dtype=torch.uint8, device=weights.device)
+    if training:
         counted[takes] = 1
         counted = counted.view(weights.shape)
-    return scores.view(problem.batch, vocab_size), counted
+    return scores.view(tensors.batch, vocab_size), counted
 
 
 def _winners(tokens: CountedTokens) -> Tensor:
@@ -64,20 +71,14 @@ def _speakers(entry: Tensor, places: Tensor) -> Tensor:
     return table[entry].long()
 
 
-def backward(
-    dscores: Tensor,
-    weights: Tensor,
-    input_ids: Tensor,
-    counted: Tensor,
-    cu_seqlens: Tensor | None,
-    activation: str,
-) -> Tensor:
+def backward(dscores: Tensor, saved: ScatterSaved, options: ScatterOptions, needs: tuple[bool, ...]) -> tuple[Tensor]:
     """The gradient of the weights: each token that counted takes that of its entry, times its slope."""
+    weights, input_ids, counted, cu_seqlens = saved
     wide = torch.promote_types(weights.dtype, torch.float32)
     index = counted.flatten().nonzero().squeeze(1)
     sequence = sequence_of_tokens(input_ids, cu_seqlens).flatten().index_select(0, index)
     grad = dscores[sequence, input_ids.flatten().index_select(0, index).long()].to(wide)
-    grad = grad * slope_from_logit(weights.flatten().index_select(0, index).to(wide), activation)
+    grad = grad * slope_from_logit(weights.flatten().index_select(0, index).to(wide), options.activation)
     dweights = torch.zeros(weights.numel(), dtype=weights.dtype, device=weights.device)
     dweights[index] = grad.to(weights.dtype)
-    return dweights.view(weights.shape)
+    return (dweights.view(weights.shape),)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from tilefold.ops._shared.activation import ACTIVATIONS
-from tilefold.ops._shared.call_cache import call_key
 from tilefold.ops._shared.checks import (
     FLOAT_DTYPES,
     check_choice,
@@ -20,13 +20,45 @@ from tilefold.ops._shared.checks import (
     check_tensor,
     check_tokens,
 )
-from tilefold.ops._shared.impl import IMPLS, settled
-from tilefold.ops.token_scatter import _reference, _sparse, _torch_ops
-from tilefold.ops.token_scatter._problem import Problem
-from tilefold.ops.token_scatter._torch_ops import CALLS, Call
+from tilefold.ops._shared.operator import Checked, Operator
+from tilefold.ops.token_scatter import _reference, _sparse, _tiled
+from tilefold.ops.token_scatter._problem import ScatterOptions, ScatterSaved, ScatterTensors, check_values, outputs
 
 REDUCTIONS = ("max", "sum")
 MAX_IGNORED = 64  # each is a comparison in the kernels
+
+
+def _plans() -> ModuleType:
+    from tilefold.ops.token_scatter import plans  # noqa: PLC0415 (needs Triton)
+
+    return plans
+
+
+SCATTER = Operator(
+    "token_scatter",
+    ScatterTensors,
+    ScatterOptions,
+    ScatterSaved,
+    results=("scores", "counted"),
+    outputs=outputs,
+    gradients=("weights",),
+    plans=_plans,
+    tiled=_tiled,
+    reference=_reference.token_scatter,
+    check_values=check_values,
+)
+
+
+def chosen_impl(weights: Tensor, impl: str = "auto") -> str:
+    """Which implementation ``token_scatter(weights, ..., impl=impl)`` runs.
+
+    ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, else ``"tiled"``.
+
+    Raises:
+        ValueError: for an unknown name.
+        RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
+    """
+    return SCATTER.chosen_impl(weights, impl)
 
 
 def token_scatter(
@@ -85,25 +117,10 @@ def token_scatter(
         ValueError: for shapes, devices, ids, ``cu_seqlens`` or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
-    ignored, tensors = _ignored(ignore_ids), (weights, input_ids, attention_mask, cu_seqlens)
-    with_counted = torch.is_grad_enabled() and bool(getattr(weights, "requires_grad", False))
-    key = call_key(tensors, (vocab_size, reduce, activation, ignored, out_dtype, impl, with_counted))
-    call = CALLS.find(key)
-    if call is not None:
-        if weights.dim() > input_ids.dim():
-            weights = weights.squeeze(-1)
-        return _torch_ops.scatter(
-            Problem(weights, *tensors[1:], vocab_size, reduce, activation, ignored, call.out_dtype), call
-        )
-    problem = _checked(Problem(*tensors, vocab_size, reduce, activation, ignored, _out_dtype(out_dtype, weights)))
-    if torch.compiler.is_compiling():
-        check_choice("impl", impl, IMPLS)  # the operator chooses when it runs: a device cannot be asked in a trace
-    else:
-        impl = settled(impl, _torch_ops.chosen_impl(problem.weights, impl))
-    if impl == "reference":
-        return _reference.token_scatter(problem)
-    call = _torch_ops.planned(key, problem, Call(impl, problem.out_dtype, with_counted))
-    return _torch_ops.scatter(problem, call)
+    tensors = ScatterTensors(weights, input_ids, attention_mask, cu_seqlens)
+    asked = (vocab_size, reduce, activation, _ignored(ignore_ids), out_dtype)
+    scores: Tensor = SCATTER(tensors, asked, impl, _checked)[0]
+    return scores
 
 
 def token_scatter_sparse(
@@ -137,23 +154,30 @@ def token_scatter_sparse(
     Returns:
         ``[B, V]`` ``torch.sparse_csr`` tensor with int64 indices, sorted within each row.
     """
-    problem = _checked(
-        Problem(
-            weights, input_ids, attention_mask, cu_seqlens, vocab_size, reduce, activation,
-            _ignored(ignore_ids), _out_dtype(out_dtype, weights),
-        )
-    )  # fmt: skip
+    tensors = ScatterTensors(weights, input_ids, attention_mask, cu_seqlens)
+    options, ready = _checked(tensors, vocab_size, reduce, activation, _ignored(ignore_ids), out_dtype)
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
         raise ValueError(f"top_k must be a positive integer or None, got {top_k!r}.")
     if not isinstance(min_weight, (int, float)) or math.isnan(min_weight):
         raise ValueError(f"min_weight must be a Python number, got {min_weight!r}; -inf keeps every entry.")
     with torch.no_grad():
-        return _sparse.scatter(problem, top_k, min_weight)
+        return _sparse.scatter(tensors if ready is None else ready(tensors), options, top_k, min_weight)
 
 
-def _checked(problem: Problem) -> Problem:
-    """Check everything that can be checked without reading a value; return it with weights like ``input_ids``."""
-    weights, input_ids, attention_mask, cu_seqlens, vocab_size, reduce, activation = problem[:7]
+def _checked(
+    tensors: ScatterTensors,
+    vocab_size: int,
+    reduce: str,
+    activation: str,
+    ignored: tuple[int, ...],
+    out_dtype: torch.dtype | None,
+) -> Checked[ScatterTensors, ScatterOptions]:
+    """Check everything that can be checked without reading a value; the operator's weights are like ``input_ids``."""
+    weights, input_ids, attention_mask, cu_seqlens = tensors
+    if out_dtype is None:
+        out_dtype = check_tensor("weights", weights).dtype
+    else:
+        check_out_dtype(out_dtype)
     check_choice("reduce", reduce, REDUCTIONS)
     check_choice("activation", activation, ACTIVATIONS)
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, (int, torch.SymInt)) or vocab_size < 1:
@@ -164,14 +188,19 @@ def _checked(problem: Problem) -> Problem:
     check_dtype("input_ids", input_ids, (torch.int32, torch.int64), "use input_ids.long().")
     layout = "B S" if cu_seqlens is None else "T"
     check_shape("input_ids", input_ids, layout)
-    if weights.dim() == input_ids.dim() + 1 and weights.size(-1) == 1:
+    ready = _squeezed if weights.dim() == input_ids.dim() + 1 and weights.size(-1) == 1 else None
+    if ready is not None:
         weights = weights.squeeze(-1)
     sizes = dict(zip(layout.split(), input_ids.shape, strict=True))
     check_shape("weights", weights, layout, **sizes)
     check_tokens(attention_mask, cu_seqlens, "tokens", **sizes)
     others = {"input_ids": input_ids, "attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
     check_same_device("weights", weights, others)
-    return Problem(weights, *problem[1:])
+    return Checked(ScatterOptions(vocab_size, reduce, activation, ignored, out_dtype), ready)
+
+
+def _squeezed(tensors: ScatterTensors) -> ScatterTensors:
+    return ScatterTensors(tensors.weights.squeeze(-1), *tensors[1:])
 
 
 def _ignored(ignore_ids: Iterable[int] | None) -> tuple[int, ...]:
@@ -192,10 +221,3 @@ def _ignored(ignore_ids: Iterable[int] | None) -> tuple[int, ...]:
             "mask more of them: attention_mask = mask * ~torch.isin(input_ids, ids)."
         )
     return tuple(i for i in unique if -(1 << 63) <= i < 1 << 63)  # no token can hold the others
-
-
-def _out_dtype(out_dtype: torch.dtype | None, weights: Tensor) -> torch.dtype:
-    if out_dtype is None:
-        return check_tensor("weights", weights).dtype
-    check_out_dtype(out_dtype)
-    return out_dtype

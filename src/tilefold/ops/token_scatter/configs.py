@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from tilefold.ops._shared.impl import triton_interpreted
-
 
 @dataclass(frozen=True)
 class ScatterConfig:
@@ -28,8 +24,8 @@ LONG = ScatterConfig(1024, num_warps=16)
 INTERPRETED = ScatterConfig(16, num_warps=4)
 
 
-def scatter_config(length_bound: int, device: torch.device) -> ScatterConfig:
+def scatter_config(length_bound: int, interpreted: bool = False) -> ScatterConfig:
     """The configuration for sequences of at most ``length_bound`` tokens."""
-    if device.type != "cuda" or triton_interpreted():
+    if interpreted:
         return INTERPRETED
     return next((config for config in (SHORT, MEDIUM) if length_bound <= config.block), LONG)

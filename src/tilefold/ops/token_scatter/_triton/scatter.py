@@ -10,18 +10,10 @@ that of the largest weight that meets there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tilefold.ops._shared._triton.activation import activate, slope_from_logit
-from tilefold.ops._shared._triton.launch import Step, aligned
-from tilefold.ops._shared._triton.tensors import as_bytes, contiguous
-from tilefold.ops._shared.internals import hooked
-from tilefold.ops.token_scatter._problem import Problem, batch_size
 from tilefold.ops.token_scatter._triton.tokens import (
     kind_of,
     load_tokens,
@@ -31,17 +23,12 @@ from tilefold.ops.token_scatter._triton.tokens import (
     span_of,
     sum_of_kinds,
 )
-from tilefold.ops.token_scatter.configs import scatter_config
 
-SCAN = 256  # offsets that are checked at a time
 LOWEST = tl.constexpr(-(2**63))
-# positions of a sequence fit the memory of a 16-bit score up to here
-UINT16_POSITIONS = 1 << 16
-_TABLE_DTYPES = {2: torch.uint16, 4: torch.int32, 8: torch.int64}
 
 
 @triton.jit(do_not_specialize=["B", "S", "T"])
-def _scatter_kernel(
+def scatter_kernel(
     weights_ptr, ids_ptr, mask_ptr, cu_ptr, out_ptr, table_ptr, slot_ptr, meet_ptr, counted_ptr, B, S, T, V,
     SUM: tl.constexpr, ACTIVATION: tl.constexpr, IGNORE: tl.constexpr, IGNORED: tl.constexpr, HAS_MASK: tl.constexpr,
     PACKED: tl.constexpr, WITH_COUNTED: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
@@ -135,7 +122,7 @@ def _scatter_kernel(
 
 
 @triton.jit(do_not_specialize=["B", "S", "T"])
-def _gather_kernel(
+def gather_kernel(
     dscores_ptr, weights_ptr, ids_ptr, counted_ptr, cu_ptr, dweights_ptr, B, S, T, stride_db, stride_dv,
     ACTIVATION: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
@@ -157,92 +144,3 @@ def _gather_kernel(
                 t = t0 + tl.arange(0, BLOCK)
                 nan = tl.full((BLOCK,), float("nan"), tl.float32)
                 tl.store(dweights_ptr + t, nan.to(dweights_ptr.dtype.element_ty), mask=t < T)
-
-
-@dataclass(frozen=True)
-class ForwardPlan:
-    """How a scatter is launched, but for its tensors.
-
-    Attributes:
-        aligned: whether the tensors that are given begin at multiples of 16 bytes.
-        scores: ``[B, V]``.
-        counted: shape of what says which tokens the gradient goes to.
-        table: shape of a table of positions, where the memory of the scores cannot hold them.
-        places: how many int64 slots and int32 meeting points there are; sums keep two more numbers beside these.
-        scatter: the kernel; ``None`` where there is no token.
-    """
-
-    aligned: bool
-    scores: tuple[int, int]
-    counted: tuple[int, ...]
-    table: tuple[int, int] | None = None
-    places: tuple[int, int] = (0, 0)
-    scatter: Step | None = None
-
-
-def plan_forward(problem: Problem, with_counted: bool, aligned: bool) -> ForwardPlan:
-    """How scatters like this one are launched."""
-    weights, vocab_size, batch = problem.weights, problem.vocab_size, problem.batch
-    packed, sums, tokens = problem.cu_seqlens is not None, problem.reduce == "sum", weights.numel()
-    shapes = ((batch, vocab_size), tuple(weights.shape) if with_counted else (0,))
-    if batch == 0 or (tokens == 0 and not packed):
-        return ForwardPlan(aligned, *shapes)
-    length = 0 if packed else weights.size(1)
-    bound = tokens if packed else length
-    table = shapes[0] if bound > UINT16_POSITIONS and problem.out_dtype.itemsize == 2 else None
-    config = scatter_config(bound, weights.device)
-    constants = {
-        "SUM": sums, "ACTIVATION": problem.activation, "IGNORE": tuple(problem.ignore_ids),
-        "IGNORED": len(problem.ignore_ids), "HAS_MASK": problem.attention_mask is not None, "PACKED": packed,
-        "WITH_COUNTED": with_counted, "BLOCK": config.block, "SCAN": SCAN, "num_warps": config.num_warps,
-    }  # fmt: skip
-    step = Step(_scatter_kernel, (batch, 1, 1), (batch, length, tokens, vocab_size), constants)
-    return ForwardPlan(aligned, *shapes, table, (tokens, 3 * tokens if sums else tokens), step)
-
-
-def forward(plan: ForwardPlan, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Scores ``[B, V]``, and which tokens the gradient goes to (uint8 like ``weights``; empty unless asked for)."""
-    weights, out_dtype = problem.weights, problem.out_dtype
-    scores = weights.new_zeros(plan.scores, dtype=out_dtype)
-    counted = weights.new_empty(plan.counted, dtype=torch.uint8)
-    if plan.scatter is None:
-        return scores, counted
-    if plan.table is None:
-        table = scores.view(_TABLE_DTYPES[out_dtype.itemsize])
-    else:
-        table = weights.new_empty(plan.table, dtype=torch.int32)
-    slots = weights.new_empty(plan.places[0], dtype=torch.int64)
-    meets = weights.new_empty(plan.places[1], dtype=torch.int32)
-    plan.scatter(
-        plan.aligned and not hooked(),
-        weights.contiguous(), problem.input_ids.contiguous(), as_bytes(problem.attention_mask),
-        contiguous(problem.cu_seqlens), scores, table, slots, meets, counted,
-    )  # fmt: skip
-    return scores, counted
-
-
-def plan_backward(dscores: Tensor, weights: Tensor, cu_seqlens: Tensor | None, activation: str) -> Step | None:
-    """How gradients like this one are launched; ``None`` where there is no token."""
-    tokens, batch, packed = weights.numel(), batch_size(weights, cu_seqlens), cu_seqlens is not None
-    if batch == 0 or tokens == 0:
-        return None
-    length = 0 if packed else weights.size(1)
-    config = scatter_config(tokens if packed else length, weights.device)
-    # packed lengths are not known here: as many programs per sequence as the average one can use
-    programs = max(1, min(16, tokens // (batch * config.block)))
-    constants = {
-        "ACTIVATION": activation, "PACKED": packed, "BLOCK": config.block, "SCAN": SCAN,
-        "num_warps": config.num_warps,
-    }  # fmt: skip
-    return Step(_gather_kernel, (batch, programs, 1), (batch, length, tokens, *dscores.stride()), constants)
-
-
-def backward(
-    gather: Step | None, dscores: Tensor, weights: Tensor, input_ids: Tensor, counted: Tensor, cu_seqlens: Tensor | None
-) -> Tensor:
-    """The gradient of the weights: each token that counted takes that of its entry, times its slope."""
-    dweights = weights.new_empty(weights.shape)
-    if gather is not None:
-        tensors = (dscores, weights.contiguous(), input_ids.contiguous(), counted, contiguous(cu_seqlens))
-        gather(aligned(*tensors), *tensors, dweights)
-    return dweights

@@ -1,0 +1,409 @@
+"""Operators told by data: one way from a call to its launches, for eager calls, compiled ones and gradients.
+
+A room says what its tensors and options are, which results there are, what is saved and which gradients exist; its
+``plans.py`` says what is launched. The key of a call, the cache, the choice of an implementation, what takes the place
+of a kernel that cannot be built, and the registered operator with its gradient are here, once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from tilefold.ops._shared import impl as implementations
+from tilefold.ops._shared._triton.tensors import sm_count
+from tilefold.ops._shared.call_cache import CallCache, Key, call_key, gradient_key, is_aligned
+from tilefold.ops._shared.checks import check_choice
+from tilefold.ops._shared.fallback import (
+    SLOWER,
+    KernelUnavailableError,
+    give_up,
+    given_up,
+    given_up_on,
+    refuse_capture,
+)
+from tilefold.ops._shared.impl import IMPLS, host_may_read, settled
+from tilefold.ops._shared.internals import apply_of
+from tilefold.ops._shared.library import define_op, forbid_double_backward, gradient_needs_dispatcher, is_plain, run
+from tilefold.ops._shared.plan import Buffer, Setting
+from tilefold.ops._shared.tf32 import tf32_allowed
+
+if TYPE_CHECKING:
+    from tilefold.ops._shared._triton.program import Program
+
+T = TypeVar("T", bound=tuple[Any, ...])  # a record of tensors, some of which may be None
+O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741 (a record of options)
+Results = Sequence["Tensor | None"]
+Needs = tuple[bool, ...]  # which gradients are wanted
+KERNELS = ("auto", "triton")
+
+
+class Checked(NamedTuple, Generic[T, O]):
+    """What a room's checks make of the arguments of a call.
+
+    Attributes:
+        options: of the operator.
+        ready: what makes the operator's tensors of those that were given, differentiably; ``None`` if they are these.
+    """
+
+    options: O
+    ready: Callable[[T], T] | None = None
+
+
+class Pass:
+    """Forward, or the gradients, of calls that are alike. Equal to itself only, so that it may be part of a key.
+
+    Attributes:
+        options: of the operator.
+        impl: the implementation, ``"auto"`` for kernels with the tiled path behind them.
+        wanted: whether a gradient may be asked for; of gradients, which are.
+        backward: whether these are gradients.
+        key: of the calls, ``None`` where nothing is remembered.
+        ready: as of :class:`Checked`.
+        program: of the kernels, once they ran.
+    """
+
+    __slots__ = ("backward", "impl", "key", "options", "program", "ready", "wanted")
+
+    def __init__(
+        self, options: Any, impl: str, wanted: Any, backward: bool, key: Key | None, ready: Any = None
+    ) -> None:
+        self.options, self.impl, self.wanted, self.backward = options, impl, wanted, backward
+        self.key, self.ready = key, ready
+        self.program: Program | None = None
+
+
+class Operator(Generic[T, O]):
+    """``operator(tensors, asked, impl, check)``: the results, of which the first may be differentiated, once.
+
+    Args:
+        name: of the public function, and of the registered operator ``tilefold::name``.
+        tensors: record type; the first tensor chooses device and implementation.
+        options: record type; annotations of both give the schema.
+        saved: record type of what backward reads, each the name of a tensor or a result.
+        results: their names.
+        outputs: ``(tensors, options, training)`` to the results' shapes and dtypes, for plans and for compilers.
+        gradients: names of the tensors that have one; each is saved, and its gradient is contiguous.
+        plans: imports ``plans.py``, whose ``forward(tensors, options, training, setting)`` and ``backward(d<first
+            result>, saved, options, needs, setting)`` return plans; of backward, ``d<tensor>`` are the results.
+        tiled: the tiled path: ``forward(tensors, options, training)`` returns the results, and ``backward(d<first
+            result>, saved, options, needs)`` the gradients; ``None`` for what it does not make.
+        reference: ``(tensors, options)`` to the first result.
+        check_values: of tensors on the CPU, before kernels; the tiled path checks those that it reads.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: type[T],
+        options: type[O],
+        saved: type[tuple[Any, ...]],
+        *,
+        results: tuple[str, ...],
+        outputs: Callable[[T, O, bool], tuple[Buffer, ...]],
+        gradients: tuple[str, ...],
+        plans: Callable[[], ModuleType],
+        tiled: Any,
+        reference: Callable[[T, O], Tensor],
+        check_values: Callable[[T, O], object] | None = None,
+    ) -> None:
+        self.name = name
+        self._tensors, self._options, self._saved = (_record(each) for each in (tensors, options, saved))
+        self._results, self._outputs, self._gradients = results, outputs, gradients
+        self._plans, self._tiled, self._reference, self._check_values = plans, tiled, reference, check_values
+        places = {each: place for place, each in enumerate((*self._tensors._fields, *results))}
+        self._leaves = [places[each] for each in gradients]  # among tensors
+        self._keep = itemgetter(*[places[each] for each in self._saved._fields])  # of tensors and results
+        self._likes = [self._saved._fields.index(each) for each in gradients]
+        self._dfirst = f"d{results[0]}"
+        self.calls: CallCache[Pass] = CallCache()  # by arguments of the public function, or of the registered operator
+        self.gradients: CallCache[Pass] = CallCache()
+        self._register()
+
+    def chosen_impl(self, first: Tensor, impl: str) -> str:
+        """Which implementation runs for the first tensor; see :func:`tilefold.ops._shared.impl.chosen_impl`."""
+        return implementations.chosen_impl(self.name, self._tensors._fields[0], first, impl)
+
+    def forget(self) -> None:
+        """Drop all that is remembered of calls."""
+        self.calls.clear()
+        self.gradients.clear()
+
+    # A call of the public function
+
+    def __call__(
+        self, tensors: T, asked: tuple[Any, ...], impl: str, check: Callable[..., Checked[T, O]]
+    ) -> tuple[Any, ...]:
+        """The results; ``check(tensors, *asked)`` looks at what a call has not had like an earlier one."""
+        training = False
+        if torch.is_grad_enabled():
+            for place in self._leaves:
+                training = training or bool(getattr(tensors[place], "requires_grad", False))
+        key = call_key(tensors, (*asked, impl, training))
+        call = self.calls.find(key)
+        if call is None:
+            return self._first(key, check(tensors, *asked), tensors, impl, training)
+        if call.ready is not None:
+            tensors = call.ready(tensors)
+        return self._eager(call, tensors)
+
+    def _first(self, key: Key | None, checked: Checked[T, O], tensors: T, impl: str, training: bool) -> tuple[Any, ...]:
+        options, ready = checked
+        if ready is not None:
+            tensors = ready(tensors)
+        if torch.compiler.is_compiling():
+            check_choice("impl", impl, IMPLS)  # the operator chooses when it runs: a device cannot be asked in a trace
+        else:
+            impl = settled(impl, self.chosen_impl(tensors[0], impl))
+        if impl == "reference":
+            return (self._reference(tensors, options), *[None] * (len(self._results) - 1))
+        if key is None and not is_plain(*tensors):
+            return _tuple(self._registered(*tensors, *options, training, impl))
+        return self._eager(self._kept(self.calls, Pass(options, impl, training, False, key, ready)), tensors)
+
+    def _eager(self, call: Pass, tensors: T) -> tuple[Any, ...]:
+        if not call.wanted:
+            return tuple(run(self._compute, tensors[0], call, tensors))
+        request = _Request()
+        request.operator, request.call, request.tensors = self, call, tensors
+        first = _APPLY(request, *[tensors[place] for place in self._leaves])
+        return first, *request.rest
+
+    # One pass
+
+    def _compute(self, first: Tensor, call: Pass, given: tuple[Any, ...]) -> Results:
+        """Results or gradients; ``first`` is on the current device, and autocast is off."""
+        if call.impl in KERNELS:
+            if self._check_values is not None and not call.backward and not first.is_cuda and may_look(first):
+                self._check_values(self._tensors(*given), call.options)
+            while call.program is not None or call.impl == "triton" or given_up(self.name, first.device) is None:
+                program = call.program
+                try:
+                    if program is None:
+                        program = call.program = self._program(call, given)
+                    return program(*given)
+                except KernelUnavailableError as error:
+                    call.program = None
+                    instead = None if program is None else program.instead_of(error.kernel)
+                    if instead is None and call.impl == "triton":
+                        raise
+                    kernel, sentence = (self.name, SLOWER) if instead is None else instead
+                    give_up(kernel, first.device, str(error), sentence)
+        refuse_capture(self.name, first.device)
+        if call.backward:
+            found = self._tiled.backward(first, self._saved(*given[1:]), call.options, call.wanted)
+        else:
+            found = self._tiled.forward(self._tensors(*given), call.options, call.wanted)
+        return found  # type: ignore[no-any-return]
+
+    def _program(self, call: Pass, given: tuple[Any, ...]) -> Program:
+        """How the kernels run such a pass; ``plans.py`` sees layouts and no values."""
+        from tilefold.ops._shared._triton.program import Program  # noqa: PLC0415 (needs Triton)
+
+        plans, setting = self._plans(), _setting(given[0].device, call.key)
+        layouts = [
+            None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in given
+        ]
+        results: dict[str, Buffer | None]
+        if call.backward:
+            names, saved = (self._dfirst, *self._saved._fields), self._saved(*layouts[1:])
+            plan = plans.backward(layouts[0], saved, call.options, call.wanted, setting)
+            results = {
+                f"d{name}": Buffer(tuple(saved[place].shape), saved[place].dtype) if wanted else None
+                for name, place, wanted in zip(self._gradients, self._likes, call.wanted, strict=True)
+            }
+        else:
+            names, tensors = self._tensors._fields, self._tensors(*layouts)
+            plan = plans.forward(tensors, call.options, call.wanted, setting)
+            results = dict(zip(self._results, self._outputs(tensors, call.options, call.wanted), strict=True))
+        return Program(plan, names, results, given[0].device, setting)
+
+    def _kept(self, cache: CallCache[Pass], call: Pass) -> Pass:
+        if call.key is not None and call.impl in KERNELS:
+            return cache.keep(call.key, call)
+        call.key = None
+        return call
+
+    def _backward(self, call: Pass, needs: Needs, dfirst: Tensor, saved: tuple[Tensor | None, ...]) -> Results:
+        """Gradients of an eager call."""
+        if gradient_needs_dispatcher(dfirst):
+            return self._by_operator(dfirst, saved, call.options, needs, call.impl)
+        key = None if call.key is None else gradient_key(call, needs, dfirst, saved)
+        known = self.gradients.find(key)
+        if known is None:
+            known = self._kept(self.gradients, Pass(call.options, call.impl, needs, True, key))
+        return run(self._compute, dfirst, known, (dfirst, *saved))  # type: ignore[no-any-return]
+
+    # The registered operator
+
+    def _register(self) -> None:
+        name, options = f"tilefold::{self.name}", typing.get_type_hints(self._options)
+        forward = typing.get_type_hints(self._tensors) | options | {"training": bool, "impl": str}
+        define_op(self.name, _schema(forward, len(self._results)))(self._registered_forward)
+        torch.library.register_fake(name, self._fake_forward)
+        backward = {self._dfirst: Tensor} | typing.get_type_hints(self._saved) | options
+        backward |= {"needs": Sequence[bool], "impl": str}
+        define_op(f"{self.name}_backward", _schema(backward, len(self._gradients)))(self._registered_backward)
+        torch.library.register_fake(f"{name}_backward", self._fake_backward)
+        forbid_double_backward(f"{self.name}_backward", self.name)
+        torch.library.register_autograd(name, self._differentiate, setup_context=self._setup_context)
+        self._registered = getattr(torch.ops.tilefold, self.name)
+        self._registered_gradients = getattr(torch.ops.tilefold, f"{self.name}_backward")
+
+    def _forward_arguments(self, args: tuple[Any, ...]) -> tuple[T, O, bool, str]:
+        *values, training, impl = args
+        count = len(self._tensors._fields)
+        return self._tensors(*values[:count]), self._options(*map(_hashable, values[count:])), training, impl
+
+    def _backward_arguments(self, args: tuple[Any, ...]) -> tuple[Any, O, Needs, str]:
+        *values, needs, impl = args
+        count = len(self._saved._fields)
+        return self._saved(*values[:count]), self._options(*map(_hashable, values[count:])), tuple(needs), impl
+
+    def _registered_forward(self, *args: Any) -> Any:
+        tensors, options, training, impl = self._forward_arguments(args)
+        impl = settled(impl, self.chosen_impl(tensors[0], impl))
+        key = call_key(tensors, ("registered", *options, training, impl))
+        call = self.calls.find(key) or self._kept(self.calls, Pass(options, impl, training, False, key))
+        found = self._compute(tensors[0], call, tensors)
+        if any(result is None for result in found):
+            shapes = self._outputs(tensors, options, training)
+            found = [_empty(tensors[0], *shapes[i]) if x is None else x for i, x in enumerate(found)]
+        return _bare(found)
+
+    def _fake_forward(self, *args: Any) -> Any:
+        tensors, options, training, _ = self._forward_arguments(args)
+        return _bare([_empty(tensors[0], *buffer) for buffer in self._outputs(tensors, options, training)])
+
+    def _registered_backward(self, dfirst: Tensor, *args: Any) -> Any:
+        saved, options, needs, impl = self._backward_arguments(args)
+        impl = settled(impl, self.chosen_impl(saved[self._likes[0]], impl))
+        key = call_key((dfirst, *saved), (*options, *needs, impl))
+        known = self.gradients.find(key) or self._kept(self.gradients, Pass(options, impl, needs, True, key))
+        found = self._compute(dfirst, known, (dfirst, *saved))
+        likes = [saved[place] for place in self._likes]
+        # operators return tensors only: an empty one stands for a gradient that nobody asked for
+        return _bare([like.new_empty(0) if x is None else x for x, like in zip(found, likes, strict=True)])
+
+    def _fake_backward(self, dfirst: Tensor, *args: Any) -> Any:
+        saved, _, needs, _ = self._backward_arguments(args)
+        likes = [saved[place] for place in self._likes]
+        return _bare([like.new_empty(like.shape if need else 0) for like, need in zip(likes, needs, strict=True)])
+
+    def _by_operator(
+        self, dfirst: Tensor, saved: tuple[Tensor | None, ...], options: O, needs: Needs, impl: str
+    ) -> Results:
+        found = _tuple(self._registered_gradients(dfirst, *saved, *options, needs, impl))
+        return [gradient if need else None for gradient, need in zip(found, needs, strict=True)]
+
+    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        tensors, ctx.options, ctx.training, ctx.impl = self._forward_arguments(inputs)
+        results = _tuple(output)
+        ctx.mark_non_differentiable(*results[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*self._keep((*tensors, *results)))
+
+    def _differentiate(self, ctx: Any, dfirst: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        if dfirst is not None:
+            if not ctx.training:
+                raise RuntimeError(
+                    f"tilefold::{self.name} needs training=True where a gradient is asked for; call {self.name}."
+                )
+            needs = tuple(ctx.needs_input_grad[place] for place in self._leaves)
+            found = self._by_operator(dfirst, ctx.saved_tensors, ctx.options, needs, ctx.impl)
+            for place, gradient in zip(self._leaves, found, strict=True):
+                gradients[place] = gradient
+        return tuple(gradients)
+
+
+class _Request:
+    """What :class:`_Eager` takes besides the tensors that may have a gradient, and the results that it leaves.
+
+    ``torch.autograd`` looks at every argument and every output on its own: few are fast.
+    """
+
+    __slots__ = ("call", "operator", "rest", "tensors")
+    operator: Operator[Any, Any]
+    call: Pass
+    tensors: tuple[Any, ...]
+    rest: Results
+
+
+class _Eager(torch.autograd.Function):
+    """The registered operator and its gradient without the dispatcher, for plain tensors; see ``is_plain``."""
+
+    @staticmethod
+    def forward(ctx: Any, request: _Request, *leaves: Tensor) -> Tensor:
+        operator, call, tensors = request.operator, request.call, request.tensors
+        first, *request.rest = results = run(operator._compute, tensors[0], call, tensors)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*operator._keep((*tensors, *results)))
+        ctx.operator, ctx.call = operator, call
+        return first  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dfirst: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[1:]
+        if dfirst is None:
+            return None, *[None] * len(needs)
+        return None, *ctx.operator._backward(ctx.call, needs, dfirst, ctx.saved_tensors)
+
+
+_APPLY = apply_of(_Eager)  # calls under transforms take the registered operator
+
+
+def may_look(first: Tensor) -> bool:
+    """Whether values of tensors beside this one may be read before kernels run, which on a GPU would wait for it."""
+    return host_may_read(first.device, "triton")
+
+
+def _setting(device: torch.device, key: Key | None) -> Setting:
+    return Setting(
+        torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
+        sm_count(device),
+        tf32_allowed(torch.float32),
+        key is not None and is_aligned(key),
+        given_up_on(device),
+    )
+
+
+def _record(each: type[tuple[Any, ...]]) -> Any:
+    return each
+
+
+def _schema(arguments: Mapping[str, Any], results: int) -> str:
+    """The torch schema of arguments with these annotations, and so many tensors as results."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind, annotation=each) for name, each in arguments.items()]
+
+    def prototype() -> None:
+        """Has a signature."""
+
+    returned = Tensor if results == 1 else tuple[(Tensor,) * results]  # type: ignore[misc]
+    prototype.__signature__ = inspect.Signature(parameters, return_annotation=returned)  # type: ignore[attr-defined]
+    return torch.library.infer_schema(prototype, mutates_args=())
+
+
+def _hashable(option: Any) -> Any:
+    return tuple(option) if isinstance(option, list) else option
+
+
+def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return like.new_empty(shape, dtype=dtype)
+
+
+def _tuple(results: Any) -> tuple[Any, ...]:
+    return (results,) if isinstance(results, Tensor) else tuple(results)
+
+
+def _bare(results: Sequence[Any]) -> Any:
+    """As a registered operator returns them."""
+    return results[0] if len(results) == 1 else tuple(results)

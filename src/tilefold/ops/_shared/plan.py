@@ -1,0 +1,114 @@
+"""Plans: what one pass of an operator allocates and launches, as data.
+
+A function of a room's ``plans.py`` makes a plan of shapes, strides, dtypes, options and a :class:`Setting`; it sees no
+values and no addresses, and its tensors may lie on the meta device. ``_triton/program.py`` runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilefold.ops._shared.internals import Grid, Tma
+
+
+class Setting(NamedTuple):
+    """What plans depend on besides the tensors' layouts and the options.
+
+    Attributes:
+        capability: compute capability of the GPU; ``(0, 0)`` where kernels are interpreted.
+        multiprocessors: of the GPU.
+        tf32: whether fp32 products may run in TF32.
+        aligned: whether all tensors that are given begin at multiples of 16 bytes, as TMA descriptors ask.
+        given_up: names of the kernels that cannot be built there; see :class:`Instead`.
+    """
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    tf32: bool
+    aligned: bool
+    given_up: frozenset[str]
+
+
+class Buffer(NamedTuple):
+    """Memory of a result, which is allocated by itself, or of scratch, which lies in one block and goes with the call."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class View(NamedTuple):
+    """The memory of the result ``of``, in another dtype."""
+
+    of: str
+    dtype: torch.dtype
+
+
+class Instead(NamedTuple):
+    """A kernel that has another one behind it: where it cannot be built, the pass is planned again without it.
+
+    Attributes:
+        kernel: what :attr:`Setting.given_up` then has, the operator and which of its kernels, as people call them.
+        sentence: what runs in its place, and what that costs.
+    """
+
+    kernel: str
+    sentence: str
+
+
+class Launch(NamedTuple):
+    """A kernel's launch.
+
+    Attributes:
+        kernel: a Triton kernel.
+        grid: its programs.
+        tensors: names of its first arguments.
+        numbers: the arguments after the tensors.
+        constants: ``constexpr`` parameters, warps and stages.
+        tma: by name, how a tensor is read through a TMA descriptor.
+        instead: what stands behind the kernel, besides the tiled path.
+    """
+
+    kernel: Any
+    grid: Grid
+    tensors: str
+    numbers: tuple[int | float, ...]
+    constants: dict[str, Any]
+    tma: Mapping[str, Tma] = {}
+    instead: Instead | None = None
+
+
+class TorchStep(NamedTuple):
+    """What torch makes of tensors: ``makes = function(*tensors)``; a name that exists stands for the new tensor then."""
+
+    makes: str
+    function: Callable[..., Tensor]
+    tensors: str
+
+
+class Plan(NamedTuple):
+    """One pass, forward or backward.
+
+    Its names are those of the tensors that are given, of the results, of ``buffers``, and what torch steps make.
+
+    Attributes:
+        steps: in order.
+        buffers: scratch and views; ``None`` for what launches get ``None`` for.
+        fills: by result, the number that all its entries have before the steps; kernels write all others whole.
+    """
+
+    steps: tuple[Launch | TorchStep, ...] = ()
+    buffers: Mapping[str, Buffer | View | None] = {}
+    fills: Mapping[str, float] = {}
+
+
+def contiguous(tensors: Any) -> tuple[TorchStep, ...]:
+    """Steps that copy those of a record's tensors which are not contiguous."""
+    return tuple(
+        TorchStep(name, Tensor.contiguous, name)
+        for name, tensor in zip(tensors._fields, tensors, strict=True)
+        if tensor is not None and not tensor.is_contiguous()
+    )
