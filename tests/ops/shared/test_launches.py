@@ -18,6 +18,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
+from tests.ops.toy import TOY, toy
 from tilefold.ops import entmax_attention, lsr_head, maxsim, token_scatter
 from tilefold.ops._shared import call_cache
 from tilefold.ops._shared._triton import launch
@@ -127,6 +128,12 @@ def scattered(weights: Tensor, input_ids: Tensor, vocab_size: int = 40, **option
     return token_scatter(weights, input_ids, vocab_size, **options)
 
 
+def toy_like(way: str, launches: int) -> Operator:
+    """The toy, which stands for all operators on its base in what is the same for these."""
+    options = ({"way": way}, {"way": way, "scale": 0.5}, {"way": way, "scale": 1})
+    return Operator(toy, ((5, 16), (16,)), (TOY.calls, TOY.gradients), launches, {}, options)
+
+
 def ids() -> Tensor:
     """Some of them more than once in a sequence."""
     return torch.arange(42).view(2, 21) * 7 % 38
@@ -203,6 +210,9 @@ OPERATORS: dict[str, Operator] = {
     "entmax_attention packed": attention(6, cu_seqlens_q=offsets, cu_seqlens_k=offsets),
     "token_scatter masked": scatter(attention_mask=mask),
     "token_scatter packed": scatter(cu_seqlens=offsets),
+    "the toy": toy_like("one launch", 2),
+    "the toy, two launches": toy_like("two launches", 3),
+    "the toy, torch between": toy_like("torch between", 3),
 }
 ON_GPUS_ONLY: dict[str, Operator] = {  # interpreting takes a minute each
     "entmax_attention": attention(3),
@@ -212,7 +222,7 @@ ON_GPUS_ONLY: dict[str, Operator] = {  # interpreting takes a minute each
 OPERATORS |= {} if triton_interpreted() else ON_GPUS_ONLY
 every_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 # What autograd and the cache do is the same for all entries of an operator: the interpreter, which is slow, runs one.
-SAMPLE = ("maxsim aligned", "lsr_head", "lsr_head last, packed", "entmax_attention packed", "token_scatter masked")
+SAMPLE = ("maxsim aligned", "lsr_head", "lsr_head last, packed", "entmax_attention packed", "the toy, two launches")
 sample = {name: OPERATORS[name] for name in (SAMPLE if triton_interpreted() else OPERATORS)}
 an_operator = pytest.mark.parametrize("operator", sample.values(), ids=sample)
 

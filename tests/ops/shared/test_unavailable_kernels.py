@@ -22,6 +22,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from triton import JITFunction
 from triton.errors import TritonError
 
+from tests.ops.toy import TOY, TWO_LAUNCHES, toy
 from tilefold.ops import entmax, entmax_attention, lsr_head, maxsim, quantize_weight, token_scatter
 from tilefold.ops._shared import fallback, impl
 from tilefold.ops._shared._triton import launch
@@ -198,7 +199,7 @@ every_kernel = pytest.mark.parametrize("name", CASES)
 COMPILED = [name for name, case in CASES.items() if case.function not in (rows, quantized_head)]
 CACHES = (
     attention_ops.CALLS, attention_ops._BACKWARD, lsr_head_ops.FORWARD_PLANS, lsr_head_ops.BACKWARD_PLANS,
-    maxsim_ops.CALLS, SCATTER.calls, SCATTER.gradients,
+    maxsim_ops.CALLS, SCATTER.calls, SCATTER.gradients, TOY.calls, TOY.gradients,
 )  # fmt: skip
 
 
@@ -225,6 +226,10 @@ def kernel_name(kernel: Any) -> str:
 
 def forget() -> None:
     fallback._GIVEN_UP.clear()
+    forget_plans()
+
+
+def forget_plans() -> None:
     launch._LAUNCHERS.clear()
     for cache in (*CACHES, *_PLANS()):
         cache._plans.clear()
@@ -336,6 +341,36 @@ def unaligned(tensor: Tensor) -> Tensor:
     """A copy one element past a multiple of 16 bytes."""
     room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
     return room[1:].view(tensor.shape).copy_(tensor.detach())
+
+
+@kernels
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("impl_", ["auto", "triton"])
+def test_a_kernel_that_has_another_one_behind_it_gives_way_to_that_one(
+    impl_: str, compiled: bool, broken: set[str]
+) -> None:
+    """The toy stands for all operators that are told to the common base; behind its last kernel is the tiled path."""
+    torch._dynamo.reset()
+    case = Case("toy", toy, ((5, 16), (16,)))
+    expected, tiled = case("triton"), case("tiled")
+    forget()
+    for kernel, operator in (("dot_kernel", TWO_LAUNCHES.kernel), ("products_kernel", "toy")):
+        broken.add(f"tests/ops/toy.{kernel}")
+        if operator == "toy" and impl_ == "triton":
+            forget_plans()
+            with pytest.raises(KernelUnavailableError, match="products_kernel cannot be built"):
+                case(impl_, compiled)
+            continue
+        if operator == "toy":
+            forget_plans()
+        with pytest.warns(FallbackWarning) as seen:
+            first = case(impl_, compiled)
+        assert [str(warning.message).split(" cannot run on ")[0] for warning in seen] == [operator]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FallbackWarning)
+            again = case(impl_, compiled)
+        for results in (first, again):
+            torch.testing.assert_close(results, expected if operator != "toy" else tiled)
 
 
 @kernels

@@ -11,7 +11,6 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -109,7 +108,7 @@ class Operator(Generic[T, O]):
         results: tuple[str, ...],
         outputs: Callable[[T, O, bool], tuple[Buffer, ...]],
         gradients: tuple[str, ...],
-        plans: Callable[[], ModuleType],
+        plans: Callable[[], Any],
         tiled: Any,
         reference: Callable[[T, O], Tensor],
         check_values: Callable[[T, O], object] | None = None,
@@ -275,7 +274,9 @@ class Operator(Generic[T, O]):
         found = self._compute(tensors[0], call, tensors)
         if any(result is None for result in found):
             shapes = self._outputs(tensors, options, training)
-            found = [_empty(tensors[0], *shapes[i]) if x is None else x for i, x in enumerate(found)]
+            found = [
+                _empty(tensors[0], *like).zero_() if x is None else x for x, like in zip(found, shapes, strict=True)
+            ]
         return _bare(found)
 
     def _fake_forward(self, *args: Any) -> Any:

@@ -34,7 +34,7 @@ class Setting(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """Memory of a result, which is allocated by itself, or of scratch, which lies in one block and goes with the call."""
+    """Memory of a result, which is allocated by itself, or of scratch, which is one block for a call."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -82,7 +82,7 @@ class Launch(NamedTuple):
 
 
 class TorchStep(NamedTuple):
-    """What torch makes of tensors: ``makes = function(*tensors)``; a name that exists stands for the new tensor then."""
+    """``makes = function(*tensors)`` by torch, by names; one that exists stands for the new tensor from then on."""
 
     makes: str
     function: Callable[..., Tensor]

@@ -1,0 +1,190 @@
+"""What an operator has of its base: shown by the toy, which is told to it in thirty lines.
+
+Repeated launches, hooks, graphs, threads and streams are in ``test_launches.py``, kernels that cannot be built in
+``test_unavailable_kernels.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="plans name kernels")
+
+from tests.ops import toy as room
+from tests.ops.conftest import Target
+from tests.ops.toy import TOY, TWO_LAUNCHES, ToyOptions, ToySaved, ToyTensors, toy
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops._shared.plan import Launch, Setting, TorchStep
+
+SETTING = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
+kernels = pytest.mark.skipif(False, reason="") if triton_interpreted() else pytest.mark.gpu
+DEVICE = "cpu" if triton_interpreted() else "cuda"
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> Iterator[None]:
+    torch._dynamo.reset()
+    TOY.forget()
+    yield
+    TOY.forget()
+
+
+def leaves(device: str, rows: int = 5) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    x, w = torch.randn(rows, 16, generator=generator), torch.randn(16, generator=generator)
+    return x.to(device).requires_grad_(), w.to(device).requires_grad_()
+
+
+def gradients(y: Tensor, *wanted: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(y, wanted, torch.linspace(-1, 1, y.numel(), device=y.device), **options)
+
+
+def test_every_implementation_agrees_with_the_reference(target: Target) -> None:
+    x, w = leaves(target.device)
+    for way in ("one launch", "two launches", "torch between"):
+        y, expected = (toy(x, w, 0.5, way, impl) for impl in (target.impl, "reference"))
+        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(gradients(y, x, w), gradients(expected, x, w))
+
+
+def test_the_registered_operators_pass_opcheck(target: Target) -> None:
+    x, w = leaves(target.device)
+    for training, given in ((True, (x, w)), (False, (x.detach(), w.detach()))):
+        torch.library.opcheck(torch.ops.tilefold.toy.default, (*given, 0.5, "one launch", training, target.impl))
+    saved = x.detach(), w.detach(), torch.ones(5, device=target.device)
+    for needs in ([True, True], [False, True], [True, False]):
+        back = (torch.ones(5, device=target.device), *saved, 0.5, "one launch", needs, target.impl)
+        torch.library.opcheck(torch.ops.tilefold.toy_backward.default, back)
+
+
+def test_compiled_calls_give_the_bits_of_eager_ones(target: Target) -> None:
+    compiled = torch.compile(toy, backend="aot_eager", fullgraph=True)
+    for rows in (5, 7):
+        x, w = leaves(target.device, rows)
+        for _ in range(3):
+            y, expected = (call(x, w, 0.5, impl=target.impl) for call in (compiled, toy))
+            assert torch.equal(y, expected)
+            pairs = zip(gradients(y, x, w), gradients(expected, x, w), strict=True)
+            assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+def test_a_compiled_call_takes_any_impl_and_refuses_what_is_none() -> None:
+    x, w = leaves("cpu")
+    compiled = torch.compile(lambda x, w, impl: toy(x, w, impl=impl), backend="aot_eager", fullgraph=True)
+    for impl in ("auto", "tiled", "reference"):
+        torch.testing.assert_close(compiled(x, w, impl), toy(x, w, impl="reference"))
+    for call in (toy, torch.compile(toy, backend="aot_eager")):
+        with pytest.raises(Exception, match="impl must be one of 'auto', 'reference', 'tiled', 'triton', got 'fast'"):
+            call(x, w, impl="fast")
+
+
+def test_several_gradients_at_once_and_transforms_take_the_registered_operator(target: Target) -> None:
+    x, w = leaves(target.device)
+    several = torch.eye(5, device=target.device)
+    for _ in range(3):  # whatever is remembered
+        y = toy(x, w, impl=target.impl)
+        found = torch.autograd.grad(y, (x, w), several, is_grads_batched=True, retain_graph=True)
+        for place, row in enumerate(several):
+            expected = torch.autograd.grad(y, (x, w), row, retain_graph=True)
+            torch.testing.assert_close(tuple(grad[place] for grad in found), expected)
+        batch = torch.stack([x.detach(), 2 * x.detach()])
+        each = torch.func.vmap(lambda one: toy(one, w.detach(), impl=target.impl))(batch)
+        torch.testing.assert_close(each, torch.stack([y.detach(), 4 * y.detach()]))
+
+
+def test_a_second_derivative_is_refused_but_by_the_reference(target: Target) -> None:
+    x, w = leaves(target.device)
+    (first, _) = gradients(toy(x, w, impl=target.impl), x, w, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"toy can be differentiated once.*impl='reference'"):
+        first.sum().backward()
+    (first, _) = gradients(toy(x, w, impl="reference"), x, w, create_graph=True)
+    first.sum().backward()
+    assert w.grad is not None and w.grad.isfinite().all()
+
+
+def test_a_registered_call_that_saved_nothing_has_no_gradient() -> None:
+    x, w = leaves("cpu")
+    y, sums = torch.ops.tilefold.toy(x, w, 1.0, "one launch", False, "tiled")
+    assert not sums.requires_grad
+    with pytest.raises(RuntimeError, match="tilefold::toy needs training=True"):
+        y.sum().backward()
+
+
+def test_results_that_a_path_does_not_make_have_the_shape_that_compilers_were_told() -> None:
+    x, w = leaves("cpu")
+    for training, size in ((True, 5), (False, 0)):
+        _, sums = torch.ops.tilefold.toy(x.detach(), w.detach(), 1.0, "one launch", training, "tiled")
+        assert torch.equal(sums, torch.zeros(size))
+
+
+def test_other_dtypes_and_devices_take_the_path_that_serves_them() -> None:
+    x, w = (leaf.detach().double() for leaf in leaves("cpu"))
+    assert TOY.chosen_impl(x, "auto") == "tiled"
+    assert toy(x, w).dtype == torch.float64
+    with pytest.raises((TypeError, RuntimeError), match=r"x must have dtype|impl='triton' cannot run here"):
+        toy(x, w, impl="triton")
+    assert toy(x.to("meta"), w.to("meta")).shape == (5,)
+
+
+def test_checks_run_before_anything_is_planned() -> None:
+    with pytest.raises(ValueError, match=r"w must have shape \[N\] with N=16, got \[3\]"):
+        toy(torch.ones(5, 16), torch.ones(3))
+
+
+@kernels
+def test_checks_and_plans_are_made_once_for_calls_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def counting(name: str) -> Any:
+        honest = getattr(room, name)
+        return lambda *given: (asked.append(name), honest(*given))[1]
+
+    monkeypatch.setattr(room, "_check", counting("_check"))
+    monkeypatch.setattr(TOY, "_plans", lambda: type("", (), {n: counting(n) for n in ("forward", "backward")}))
+    for _ in range(3):
+        x, w = leaves(DEVICE)
+        gradients(toy(x, w, impl="triton"), x, w)
+    assert sorted(asked) == ["_check", "backward", "forward"]
+    gradients(toy(x, w.detach(), impl="triton"), x)
+    assert sorted(asked) == ["_check", "backward", "backward", "forward"]
+
+
+@kernels
+def test_plans_follow_the_precision_that_is_allowed_when_they_run() -> None:
+    x, w = (torch.full(shape, 1 + 2.0**-12, device=DEVICE, requires_grad=True) for shape in ((3, 4), (4,)))
+    exact = torch.full((3,), 16 * (1 + 2.0**-12) ** 4, device=DEVICE)
+    y = toy(x, w, impl="triton")
+    try:
+        for allowed in (False, True, False, True):
+            torch.backends.cuda.matmul.allow_tf32 = allowed
+            for _ in range(3):
+                again = toy(x, w, impl="triton")
+                (dx,) = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
+                assert torch.equal(again, torch.full_like(exact, 16)) is allowed
+                assert torch.allclose(again, exact, rtol=1e-6) is not allowed
+                slope = 2 * 4 * (1 + 2.0**-12) ** 2  # that of forward
+                assert torch.allclose(dx, torch.full_like(dx, slope * (1 + 2.0**-12 * (not allowed))), rtol=1e-6)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def test_a_plan_is_made_of_layouts_and_a_setting_alone() -> None:
+    tensors = ToyTensors(torch.empty(5, 16, device="meta"), torch.empty(16, 2, device="meta")[:, 0])
+    options = ToyOptions(0.5, "one launch")
+    copy, launch = room.forward(tensors, options, True, SETTING).steps
+    assert isinstance(copy, TorchStep) and (copy.makes, copy.tensors) == ("w", "w")
+    assert isinstance(launch, Launch) and launch.kernel is room.dot_kernel and launch.numbers == (5, 16, 0.5)
+    narrow = room.forward(tensors, options, True, SETTING._replace(tf32=True)).steps[1]
+    assert isinstance(narrow, Launch) and narrow.constants["TF32"] and not launch.constants["TF32"]
+    without = room.forward(tensors, options, True, SETTING._replace(given_up=frozenset([TWO_LAUNCHES.kernel])))
+    assert [step.kernel for step in without.steps if isinstance(step, Launch)] == [
+        room.products_kernel, room.sum_kernel,
+    ]  # fmt: skip
+    gradient = torch.empty(5, device="meta")
+    (launch,) = room.backward(gradient, ToySaved(tensors.x, gradient, gradient), options, (False, True), SETTING).steps
+    assert isinstance(launch, Launch) and not launch.constants["NEED_X"] and launch.constants["NEED_W"]

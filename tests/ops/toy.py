@@ -1,0 +1,155 @@
+"""An operator of thirty lines on the base of all, for the contracts of that base: ``scale * (x @ w) ** 2``.
+
+Its kernels multiply and add up in one launch, in two that share scratch, or with torch between them; where TF32 is
+allowed they round operands to 16 bits.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilefold.ops._shared.checks import check_shape
+from tilefold.ops._shared.operator import Checked, Operator
+from tilefold.ops._shared.plan import Buffer, Instead, Launch, Plan, Setting, TorchStep, contiguous
+
+BLOCK = 32
+TWO_LAUNCHES = Instead("toy's kernel of one launch", "Two launches instead: the same results.")
+
+
+class ToyTensors(NamedTuple):
+    x: Tensor  # [R, N], R and N at most 32
+    w: Tensor  # [N]
+
+
+class ToyOptions(NamedTuple):
+    scale: float
+    way: str  # "one launch", "two launches" or "torch between"
+
+
+class ToySaved(NamedTuple):
+    x: Tensor
+    w: Tensor
+    sums: Tensor
+
+
+def toy(x: Tensor, w: Tensor, scale: float = 1.0, way: str = "one launch", impl: str = "auto") -> Tensor:
+    scores: Tensor = TOY(ToyTensors(x, w), (scale, way), impl, _check)[0]
+    return scores
+
+
+def _check(tensors: ToyTensors, *asked: Any) -> Checked[ToyTensors, ToyOptions]:
+    check_shape("w", tensors.w, "N", N=tensors.x.size(1))
+    return Checked(ToyOptions(*asked))
+
+
+def outputs(tensors: ToyTensors, options: ToyOptions, training: bool) -> tuple[Buffer, Buffer]:
+    rows = tensors.x.size(0)
+    return Buffer((rows,), tensors.x.dtype), Buffer((rows if training else 0,), torch.float32)
+
+
+def forward(tensors: ToyTensors, options: ToyOptions, training: bool, setting: Setting) -> Plan:
+    numbers, grid = (*tensors.x.shape, options.scale), (tensors.x.size(0), 1, 1)
+    constants = {"TF32": setting.tf32, "TRAINING": training, "BLOCK": BLOCK}
+    if options.way == "one launch" and TWO_LAUNCHES.kernel not in setting.given_up:
+        steps = [Launch(dot_kernel, grid, "x w y sums", numbers, constants, instead=TWO_LAUNCHES)]
+        return Plan((*contiguous(tensors), *steps))
+    products = Launch(products_kernel, grid, "x w parts", numbers, {"TF32": setting.tf32, "BLOCK": BLOCK})
+    width = tensors.x.size(1)
+    between = []
+    if options.way == "torch between":
+        between, width = [TorchStep("parts", lambda parts: parts.sum(dim=1, keepdim=True), "parts")], 1
+    sums = Launch(sum_kernel, grid, "parts y sums", (width, options.scale), {"TRAINING": training, "BLOCK": BLOCK})
+    buffers = {"parts": Buffer(tuple(tensors.x.shape), torch.float32)}
+    return Plan((*contiguous(tensors), products, *between, sums), buffers)
+
+
+def backward(dy: Tensor, saved: ToySaved, options: ToyOptions, needs: tuple[bool, ...], setting: Setting) -> Plan:
+    constants = {"NEED_X": needs[0], "NEED_W": needs[1], "TF32": setting.tf32, "BLOCK": BLOCK}
+    numbers = (*saved.x.shape, options.scale, dy.stride(0))
+    launch = Launch(gradient_kernel, (saved.x.size(1), 1, 1), "dy x w sums dx dw", numbers, constants)
+    return Plan((*contiguous(saved), launch))
+
+
+def tiled_forward(tensors: ToyTensors, options: ToyOptions, training: bool) -> tuple[Tensor, None]:
+    return reference(tensors, options), None  # its gradient adds up again
+
+
+def tiled_backward(
+    dy: Tensor, saved: ToySaved, options: ToyOptions, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    slope = 2 * options.scale * (saved.x @ saved.w) * dy
+    return slope[:, None] * saved.w if needs[0] else None, saved.x.T @ slope if needs[1] else None
+
+
+def reference(tensors: ToyTensors, options: ToyOptions) -> Tensor:
+    return options.scale * (tensors.x @ tensors.w) ** 2
+
+
+@triton.jit
+def rounded(x, TF32: tl.constexpr):
+    return x.to(tl.float16).to(tl.float32) if TF32 else x
+
+
+@triton.jit
+def store_score(y_ptr, sums_ptr, row, total, scale, TRAINING: tl.constexpr):
+    tl.store(y_ptr + row, scale * total * total)
+    if TRAINING:
+        tl.store(sums_ptr + row, total)
+
+
+@triton.jit
+def dot_kernel(x_ptr, w_ptr, y_ptr, sums_ptr, R, N, scale, TF32: tl.constexpr, TRAINING: tl.constexpr,
+               BLOCK: tl.constexpr):  # fmt: skip
+    row, n = tl.program_id(0), tl.arange(0, BLOCK)
+    x = rounded(tl.load(x_ptr + row * N + n, mask=n < N, other=0.0), TF32)
+    w = rounded(tl.load(w_ptr + n, mask=n < N, other=0.0), TF32)
+    store_score(y_ptr, sums_ptr, row, tl.sum(x * w, axis=0), scale, TRAINING)
+
+
+@triton.jit
+def products_kernel(x_ptr, w_ptr, parts_ptr, R, N, scale, TF32: tl.constexpr, BLOCK: tl.constexpr):
+    row, n = tl.program_id(0), tl.arange(0, BLOCK)
+    x = rounded(tl.load(x_ptr + row * N + n, mask=n < N, other=0.0), TF32)
+    w = rounded(tl.load(w_ptr + n, mask=n < N, other=0.0), TF32)
+    tl.store(parts_ptr + row * N + n, x * w, mask=n < N)
+
+
+@triton.jit
+def sum_kernel(parts_ptr, y_ptr, sums_ptr, N, scale, TRAINING: tl.constexpr, BLOCK: tl.constexpr):
+    row, n = tl.program_id(0), tl.arange(0, BLOCK)
+    total = tl.sum(tl.load(parts_ptr + row * N + n, mask=n < N, other=0.0), axis=0)
+    store_score(y_ptr, sums_ptr, row, total, scale, TRAINING)
+
+
+@triton.jit
+def gradient_kernel(dy_ptr, x_ptr, w_ptr, sums_ptr, dx_ptr, dw_ptr, R, N, scale, stride, NEED_X: tl.constexpr,
+                    NEED_W: tl.constexpr, TF32: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    n, row = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = row < R
+    slope = 2 * scale * tl.load(sums_ptr + row, mask=inside, other=0.0)
+    slope *= tl.load(dy_ptr + row * stride, mask=inside, other=0.0)
+    if NEED_X:
+        tl.store(dx_ptr + row * N + n, slope * rounded(tl.load(w_ptr + n), TF32), mask=inside)
+    if NEED_W:
+        x = rounded(tl.load(x_ptr + row * N + n, mask=inside, other=0.0), TF32)
+        tl.store(dw_ptr + n, tl.sum(x * slope, axis=0))
+
+
+TOY = Operator(
+    "toy",
+    ToyTensors,
+    ToyOptions,
+    ToySaved,
+    results=("y", "sums"),
+    outputs=outputs,
+    gradients=("x", "w"),
+    plans=lambda: SimpleNamespace(forward=forward, backward=backward),
+    tiled=SimpleNamespace(forward=tiled_forward, backward=tiled_backward),
+    reference=reference,
+)
