@@ -24,7 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import host_time
-from tilefold.ops._shared import call_cache, impl, internals
+from tilefold.ops._shared import call_cache, impl, internals, operator
 from tilefold.ops._shared._triton import cuda_driver, launch, tensors
 from tilefold.ops.entmax_attention import configs as attention_configs
 from tilefold.ops.entmax_attention._triton import launch as attention_forward
@@ -71,8 +71,8 @@ def main() -> int:
 def without_a_gpu() -> None:
     """Let tensors on the CPU take the way of those on a GPU, up to the C function that launches."""
     host_time.DEVICE = "cpu"
-    modules: tuple[Any, ...] = (impl, call_cache, internals, launch, tensors, maxsim_ops, cuda_driver)
-    implementations, calls, private, launching, memory, maxsim, driver = modules
+    modules: tuple[Any, ...] = (impl, call_cache, internals, launch, tensors, maxsim_ops, cuda_driver, operator)
+    implementations, calls, private, launching, memory, maxsim, driver, operators = modules
     implementations.resolve_impl = lambda *_: "triton"
     implementations.interpreter_fault = lambda dtype: None
     calls.triton_interpreted = lambda: True
@@ -81,8 +81,7 @@ def without_a_gpu() -> None:
     torch.cuda.current_device = lambda: 0
     memory.sm_count = lambda device: 132
     maxsim.check_values = lambda problem, impl: None  # the host looks at values on the CPU only
-    from tilefold.ops._shared import operator as so
-    so.may_look = lambda first: False
+    operators.may_look = lambda first: False
     driver.enter_context = lambda index: None
     driver._launch_function = lambda: ctypes.CDLL(None).sched_yield  # takes whatever it is given, and returns 0
     launching.Launcher.__call__ = lambda self, grid, arguments: None

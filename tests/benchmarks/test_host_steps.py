@@ -35,6 +35,10 @@ INFERENCE = {
     "lsr_head cls": (21, 33, 2, 1),
     "lsr_head last masked": (21, 35, 2, 1),
     "lsr_head last packed": (21, 35, 2, 1),
+    "token_scatter": (25, 28, 7, 1),
+    "token_scatter masked": (25, 30, 7, 1),
+    "token_scatter packed": (25, 30, 7, 1),
+    "token_scatter sum": (29, 37, 7, 1),
 }
 TRAINING = {
     "maxsim all pairs": (54, 68, 10, 3),
@@ -56,6 +60,10 @@ TRAINING = {
     "lsr_head cls": (48, 66, 10, 4),
     "lsr_head last masked": (48, 73, 12, 4),
     "lsr_head last packed": (48, 71, 10, 4),
+    "token_scatter": (35, 45, 9, 2),
+    "token_scatter masked": (35, 47, 9, 2),
+    "token_scatter packed": (35, 50, 9, 2),
+    "token_scatter sum": (39, 54, 9, 2),
 }
 
 
@@ -63,7 +71,18 @@ TRAINING = {
 def counted() -> dict[str, tuple[int, int, int, int]]:
     """The rows of the script, run in a process of its own, which it leaves without kernels."""
     command = [sys.executable, "-m", "benchmarks.host_steps", "--samples", "1", "--calls", "1"]
-    command += ["--only", "maxsim", "--only", "entmax", "--only", "lsr_head", "--only", EMPTY]
+    command += [
+        "--only",
+        "maxsim",
+        "--only",
+        "entmax",
+        "--only",
+        "lsr_head",
+        "--only",
+        "token_scatter",
+        "--only",
+        EMPTY,
+    ]
     environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr[-2000:]

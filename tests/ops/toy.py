@@ -43,7 +43,7 @@ def toy(x: Tensor, w: Tensor, scale: float = 1.0, way: str = "one launch", impl:
     return scores
 
 
-def _check(tensors: ToyTensors, *asked: Any) -> Checked[ToyTensors, ToyOptions]:
+def _check(tensors: ToyTensors, *asked: Any) -> Checked:
     check_shape("w", tensors.w, "N", N=tensors.x.size(1))
     return Checked(ToyOptions(*asked))
 

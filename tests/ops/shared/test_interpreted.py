@@ -15,11 +15,15 @@ TESTS, SAMPLED = 3, 10 + HOOKS_ARE_CHAINS
 
 @pytest.mark.parametrize(
     ("operators", "entries", "sampled"),
-    [("lsr_head or token_scatter", 10, 3), ("maxsim or entmax_attention", 9, 2)],
+    [("lsr_head or token_scatter or toy", 13, 3), ("maxsim or entmax_attention", 9, 2)],
 )
 def test_the_contract_of_repeated_launches_holds(operators: str, entries: int, sampled: int) -> None:
     assert_pass_interpreted(["shared/test_launches.py"], TESTS * entries + SAMPLED * sampled, "-k", operators)
 
 
+def test_the_toy_keeps_the_contracts_of_the_common_base() -> None:
+    assert_pass_interpreted(["shared/test_operator.py"], 13)
+
+
 def test_kernels_that_cannot_be_built_are_replaced() -> None:
-    assert_pass_interpreted(["shared/test_unavailable_kernels.py"], 140)
+    assert_pass_interpreted(["shared/test_unavailable_kernels.py"], 144)

@@ -345,32 +345,33 @@ def unaligned(tensor: Tensor) -> Tensor:
 
 @kernels
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("impl_", ["auto", "triton"])
-def test_a_kernel_that_has_another_one_behind_it_gives_way_to_that_one(
-    impl_: str, compiled: bool, broken: set[str]
-) -> None:
-    """The toy stands for all operators that are told to the common base; behind its last kernel is the tiled path."""
+@pytest.mark.parametrize("name", ["auto", "triton"])
+def test_a_kernel_with_another_one_behind_it_gives_way_to_that_one(name: str, compiled: bool, broken: set[str]) -> None:
+    """The toy stands for all operators on the common base; behind its last kernel is the tiled path, for "auto"."""
     torch._dynamo.reset()
     case = Case("toy", toy, ((5, 16), (16,)))
     expected, tiled = case("triton"), case("tiled")
-    forget()
-    for kernel, operator in (("dot_kernel", TWO_LAUNCHES.kernel), ("products_kernel", "toy")):
-        broken.add(f"tests/ops/toy.{kernel}")
-        if operator == "toy" and impl_ == "triton":
-            forget_plans()
-            with pytest.raises(KernelUnavailableError, match="products_kernel cannot be built"):
-                case(impl_, compiled)
-            continue
-        if operator == "toy":
-            forget_plans()
-        with pytest.warns(FallbackWarning) as seen:
-            first = case(impl_, compiled)
-        assert [str(warning.message).split(" cannot run on ")[0] for warning in seen] == [operator]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", FallbackWarning)
-            again = case(impl_, compiled)
-        for results in (first, again):
-            torch.testing.assert_close(results, expected if operator != "toy" else tiled)
+    forget_plans()
+    broken.add("tests/ops/toy.dot_kernel")
+    assert_gives_way(case, name, compiled, TWO_LAUNCHES.kernel, expected)
+    forget_plans()
+    broken.add("tests/ops/toy.products_kernel")
+    if name == "auto":
+        assert_gives_way(case, name, compiled, "toy", tiled)
+    else:
+        with pytest.raises(KernelUnavailableError, match="products_kernel cannot be built"):
+            case(name, compiled)
+
+
+def assert_gives_way(case: Case, name: str, compiled: bool, warned: str, expected: list[Tensor]) -> None:
+    with pytest.warns(FallbackWarning) as seen:
+        first = case(name, compiled)
+    assert [str(warning.message).split(" cannot run on ")[0] for warning in seen] == [warned]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        again = case(name, compiled)
+    for results in (first, again):
+        torch.testing.assert_close(results, expected)
 
 
 @kernels

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -31,20 +30,20 @@ from tilefold.ops._shared.fallback import (
 from tilefold.ops._shared.impl import IMPLS, host_may_read, settled
 from tilefold.ops._shared.internals import apply_of
 from tilefold.ops._shared.library import define_op, forbid_double_backward, gradient_needs_dispatcher, is_plain, run
-from tilefold.ops._shared.plan import Buffer, Setting
+from tilefold.ops._shared.plan import Buffer, Setting, taker
 from tilefold.ops._shared.tf32 import tf32_allowed
 
 if TYPE_CHECKING:
     from tilefold.ops._shared._triton.program import Program
 
-T = TypeVar("T", bound=tuple[Any, ...])  # a record of tensors, some of which may be None
-O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741 (a record of options)
+TensorsT = TypeVar("TensorsT", bound=tuple[Any, ...])  # a record of tensors, some of which may be None
+OptionsT = TypeVar("OptionsT", bound=tuple[Any, ...])
 Results = Sequence["Tensor | None"]
 Needs = tuple[bool, ...]  # which gradients are wanted
 KERNELS = ("auto", "triton")
 
 
-class Checked(NamedTuple, Generic[T, O]):
+class Checked(NamedTuple):
     """What a room's checks make of the arguments of a call.
 
     Attributes:
@@ -52,8 +51,8 @@ class Checked(NamedTuple, Generic[T, O]):
         ready: what makes the operator's tensors of those that were given, differentiably; ``None`` if they are these.
     """
 
-    options: O
-    ready: Callable[[T], T] | None = None
+    options: Any
+    ready: Callable[[Any], Any] | None = None
 
 
 class Pass:
@@ -79,7 +78,7 @@ class Pass:
         self.program: Program | None = None
 
 
-class Operator(Generic[T, O]):
+class Operator(Generic[TensorsT, OptionsT]):
     """``operator(tensors, asked, impl, check)``: the results, of which the first may be differentiated, once.
 
     Args:
@@ -101,17 +100,17 @@ class Operator(Generic[T, O]):
     def __init__(
         self,
         name: str,
-        tensors: type[T],
-        options: type[O],
+        tensors: type[TensorsT],
+        options: type[OptionsT],
         saved: type[tuple[Any, ...]],
         *,
         results: tuple[str, ...],
-        outputs: Callable[[T, O, bool], tuple[Buffer, ...]],
+        outputs: Callable[[TensorsT, OptionsT, bool], tuple[Buffer, ...]],
         gradients: tuple[str, ...],
         plans: Callable[[], Any],
         tiled: Any,
-        reference: Callable[[T, O], Tensor],
-        check_values: Callable[[T, O], object] | None = None,
+        reference: Callable[[TensorsT, OptionsT], Tensor],
+        check_values: Callable[[TensorsT, OptionsT], object] | None = None,
     ) -> None:
         self.name = name
         self._tensors, self._options, self._saved = (_record(each) for each in (tensors, options, saved))
@@ -119,7 +118,7 @@ class Operator(Generic[T, O]):
         self._plans, self._tiled, self._reference, self._check_values = plans, tiled, reference, check_values
         places = {each: place for place, each in enumerate((*self._tensors._fields, *results))}
         self._leaves = [places[each] for each in gradients]  # among tensors
-        self._keep = itemgetter(*[places[each] for each in self._saved._fields])  # of tensors and results
+        self._keep = taker([places[each] for each in self._saved._fields])  # of tensors and results
         self._likes = [self._saved._fields.index(each) for each in gradients]
         self._dfirst = f"d{results[0]}"
         self.calls: CallCache[Pass] = CallCache()  # by arguments of the public function, or of the registered operator
@@ -138,7 +137,7 @@ class Operator(Generic[T, O]):
     # A call of the public function
 
     def __call__(
-        self, tensors: T, asked: tuple[Any, ...], impl: str, check: Callable[..., Checked[T, O]]
+        self, tensors: TensorsT, asked: tuple[Any, ...], impl: str, check: Callable[..., Checked]
     ) -> tuple[Any, ...]:
         """The results; ``check(tensors, *asked)`` looks at what a call has not had like an earlier one."""
         training = False
@@ -153,7 +152,9 @@ class Operator(Generic[T, O]):
             tensors = call.ready(tensors)
         return self._eager(call, tensors)
 
-    def _first(self, key: Key | None, checked: Checked[T, O], tensors: T, impl: str, training: bool) -> tuple[Any, ...]:
+    def _first(
+        self, key: Key | None, checked: Checked, tensors: TensorsT, impl: str, training: bool
+    ) -> tuple[Any, ...]:
         options, ready = checked
         if ready is not None:
             tensors = ready(tensors)
@@ -167,7 +168,7 @@ class Operator(Generic[T, O]):
             return _tuple(self._registered(*tensors, *options, training, impl))
         return self._eager(self._kept(self.calls, Pass(options, impl, training, False, key, ready)), tensors)
 
-    def _eager(self, call: Pass, tensors: T) -> tuple[Any, ...]:
+    def _eager(self, call: Pass, tensors: TensorsT) -> tuple[Any, ...]:
         if not call.wanted:
             return tuple(run(self._compute, tensors[0], call, tensors))
         request = _Request()
@@ -256,12 +257,12 @@ class Operator(Generic[T, O]):
         self._registered = getattr(torch.ops.tilefold, self.name)
         self._registered_gradients = getattr(torch.ops.tilefold, f"{self.name}_backward")
 
-    def _forward_arguments(self, args: tuple[Any, ...]) -> tuple[T, O, bool, str]:
+    def _forward_arguments(self, args: tuple[Any, ...]) -> tuple[TensorsT, OptionsT, bool, str]:
         *values, training, impl = args
         count = len(self._tensors._fields)
         return self._tensors(*values[:count]), self._options(*map(_hashable, values[count:])), training, impl
 
-    def _backward_arguments(self, args: tuple[Any, ...]) -> tuple[Any, O, Needs, str]:
+    def _backward_arguments(self, args: tuple[Any, ...]) -> tuple[Any, OptionsT, Needs, str]:
         *values, needs, impl = args
         count = len(self._saved._fields)
         return self._saved(*values[:count]), self._options(*map(_hashable, values[count:])), tuple(needs), impl
@@ -299,7 +300,7 @@ class Operator(Generic[T, O]):
         return _bare([like.new_empty(like.shape if need else 0) for like, need in zip(likes, needs, strict=True)])
 
     def _by_operator(
-        self, dfirst: Tensor, saved: tuple[Tensor | None, ...], options: O, needs: Needs, impl: str
+        self, dfirst: Tensor, saved: tuple[Tensor | None, ...], options: OptionsT, needs: Needs, impl: str
     ) -> Results:
         found = _tuple(self._registered_gradients(dfirst, *saved, *options, needs, impl))
         return [gradient if need else None for gradient, need in zip(found, needs, strict=True)]

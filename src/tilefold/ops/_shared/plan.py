@@ -7,6 +7,7 @@ values and no addresses, and its tensors may lie on the meta device. ``_triton/p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -112,3 +113,10 @@ def contiguous(tensors: Any) -> tuple[TorchStep, ...]:
         for name, tensor in zip(tensors._fields, tensors, strict=True)
         if tensor is not None and not tensor.is_contiguous()
     )
+
+
+def taker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+    """What takes the values at these places of a sequence, quickly."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: tuple([values[place] for place in places])

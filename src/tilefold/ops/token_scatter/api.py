@@ -171,7 +171,7 @@ def _checked(
     activation: str,
     ignored: tuple[int, ...],
     out_dtype: torch.dtype | None,
-) -> Checked[ScatterTensors, ScatterOptions]:
+) -> Checked:
     """Check everything that can be checked without reading a value; the operator's weights are like ``input_ids``."""
     weights, input_ids, attention_mask, cu_seqlens = tensors
     if out_dtype is None:

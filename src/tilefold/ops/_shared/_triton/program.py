@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from tilefold.ops._shared._triton.launch import Step
 from tilefold.ops._shared._triton.tensors import Piece, Pieces, without_memory
 from tilefold.ops._shared.internals import LaunchAt, hooked
-from tilefold.ops._shared.plan import Buffer, Instead, Launch, Plan, Setting, TorchStep, View
+from tilefold.ops._shared.plan import Buffer, Instead, Launch, Plan, Setting, TorchStep, View, taker
 
 Take = Callable[[Any], tuple[Any, ...]]
 
@@ -75,11 +74,11 @@ class Program:
         self._steps: list[_Launched | _Computed] = []
         for step in plan.steps:
             names = step.tensors.split()
-            take = _taker([places[name] for name in names])
+            take = taker([places[name] for name in names])
             if isinstance(step, TorchStep):
                 self._steps.append(_Computed(step.function, take, places[step.makes]))
             else:
-                self._steps.append(_Launched(_step(step), take, _taker([memory[name] for name in names])))
+                self._steps.append(_Launched(_step(step), take, taker([memory[name] for name in names])))
         launches = [step for step in plan.steps if isinstance(step, Launch)]
         self._instead = {
             each.kernel.__name__: each.instead
@@ -132,9 +131,3 @@ def _step(launch: Launch) -> Step:
     names = launch.tensors.split()
     described = [launch.tma.get(name) for name in names] if launch.tma else []
     return Step(launch.kernel, launch.grid, launch.numbers, launch.constants, tuple(described))
-
-
-def _taker(places: list[int]) -> Take:
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda tensors: tuple([tensors[place] for place in places])
