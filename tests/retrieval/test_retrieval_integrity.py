@@ -285,7 +285,10 @@ def test_an_embedded_collection_without_checksums_is_read_with_a_warning_and_get
     assert (folder / "checksums.json").is_file()
 
 
-def test_a_program_that_does_not_close_what_it_changed_leaves_checksums_when_it_ends(copied: Any) -> None:
+@pytest.mark.parametrize("forgotten", [True, False], ids=["forgotten", "open at the end"])
+def test_a_program_that_does_not_close_what_it_changed_leaves_checksums_when_it_ends(
+    forgotten: bool, copied: Any
+) -> None:
     folder = copied("qdrant")
     code = f"""
 import os
@@ -296,9 +299,11 @@ if os.fork() == 0:
     raise SystemExit  # is not the one that opened it
 os.wait()
 assert index.n_documents == 39 and not os.path.exists({str(folder / "checksums.json")!r})
+{"del index" if forgotten else ""}
 """
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+    assert (folder / "checksums.json").is_file()
     assert "d3" not in {hit.id for hit in use("qdrant", folder)[0]}
 
 

@@ -64,6 +64,7 @@ class EdgeEngine:
         self._edge = require("qdrant_edge", "qdrant-edge-py", "An embedded Qdrant collection", "qdrant")
         self.folder, self.place = folder, str(folder)
         self._shard: Any = None
+        self._process: int | None = None  # that has it open
         try:
             self._lock = hold_folder(folder, again=False)
         except InUseError:
@@ -218,7 +219,7 @@ class EdgeEngine:
     def close(self) -> None:
         """Flush, and let others open the folder."""
         _open.discard(self)
-        if not self._lock.is_locked or self._process != os.getpid():  # of a process that forked this one
+        if self._process != os.getpid() or not self._lock.is_locked:  # of a process that forked this one, or closed
             return
         try:
             if self._shard is not None:
@@ -229,6 +230,11 @@ class EdgeEngine:
         finally:
             self._shard = None
             release_folder(self._lock)
+
+    def __del__(self) -> None:
+        """Close what nobody can close any more, so that it has checksums."""
+        with suppress(Exception):
+            self.close()
 
     def _changing(self, more: int = 0) -> None:
         """Comes before every change, which may write 64 MB and `more` bytes.
