@@ -167,6 +167,7 @@ def test_info_health_and_metrics_have_the_documented_names(client: Client) -> No
     [
         ("/embed_sparse", {"inputs": []}, 400, "Empty", "`inputs` cannot be empty"),
         ("/embed_sparse", {"inputs": ""}, 400, "Empty", "Input validation error: `inputs` cannot be empty"),
+        ("/embed_sparse", {"inputs": [[7], []]}, 400, "Empty", "Input validation error: `inputs` cannot be empty"),
         ("/embed_all", {"inputs": ["a", ""]}, 400, "Empty", "Input validation error: `inputs` cannot be empty"),
         ("/tokenize", {"inputs": ["a", ""]}, 400, "Empty", "Input validation error: `inputs` cannot be empty"),
         ("/decode", {"ids": [[7], []]}, 400, "Empty", "Input validation error: `input_ids` cannot be empty"),

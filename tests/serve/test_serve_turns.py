@@ -26,7 +26,8 @@ MOST = 250 * 64  # characters that the tiny model tokenizes
     [
         ("/tokenize", {"inputs": "." * 1_900_000}, "16000 characters. Given: 1900000"),
         ("/tokenize", {"inputs": ["." * 8000] * 3}, "16000 characters in all. Given: 24000"),
-        ("/decode", {"ids": [[7] * 8000] * 3}, "16000 characters in all. Given: 24000"),
+        ("/decode", {"ids": [[7] * 8000] * 3}, "16000 token ids in all. Given: 24000"),
+        ("/embed_sparse", {"inputs": [[7] * 16_001], "truncate": False}, "16000 token ids. Given: 16001"),
         ("/embed_sparse", {"inputs": ["a", "." * (MOST + 1)], "truncate": False}, "16000 characters. Given: 16001"),
         ("/similarity", {"inputs": {"source_sentence": "." * (MOST + 1), "sentences": ["a"]},
                          "parameters": {"truncate": False}}, "16000 characters. Given: 16001"),

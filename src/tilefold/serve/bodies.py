@@ -32,7 +32,7 @@ def _inputs(value: Any) -> list[Any]:
     """Texts and lists of token ids, always as a list of inputs."""
     if isinstance(value, str) or (value and _is_ids(value)):
         return Single([value])
-    if isinstance(value, list) and all(isinstance(each, str) or (each and _is_ids(each)) for each in value):
+    if isinstance(value, list) and all(isinstance(each, str) or _is_ids(each) for each in value):
         return value
     raise ValueError("expected a text, a list of texts, or lists of token ids")
 

@@ -330,7 +330,8 @@ class Service:
         most = _CHARACTERS_PER_TOKEN * (model.limit(side) if model else _NO_MODEL)
         if (given := sum(map(len, inputs))) > most:
             several = " in all" if len(inputs) > 1 else ""
-            message = f"`{name}` must have less than {most} characters{several}. Given: {given}"
+            what = "characters" if isinstance(inputs[0], str) else "token ids"
+            message = f"`{name}` must have less than {most} {what}{several}. Given: {given}"
             raise invalid(message, label="tokenization")
 
     def _truncates(self, asked: Asked) -> bool:
