@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilefold.ops._shared import internals
+from tilefold.ops._shared import fallback, internals
 from tilefold.ops._shared._triton import cuda_driver
 from tilefold.ops._shared._triton.cuda_driver import POINTER, Map, driver_launch
 from tilefold.ops._shared._triton.launch import Step
@@ -53,14 +54,14 @@ class Driver:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int = 4, errors: list[int] | None = None) -> None:
         self.seen: list[Seen] = []
-        self._count, self._errors = count, errors or []
+        self.count, self._errors = count, errors or []
         monkeypatch.setattr(cuda_driver, "_launch_function", lambda: self)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
 
     def __call__(self, config_at: Any, function: Any, parameters_at: Any, extra: None) -> int:
         config = cuda_driver._Config.from_address(config_at.value)
-        parameters = (ctypes.c_void_p * self._count).from_address(parameters_at.value)
+        parameters = (ctypes.c_void_p * self.count).from_address(parameters_at.value)
         grid = config.grid_x, config.grid_y, config.grid_z
         seen = Seen(grid, config.block_x, config.shared, config.stream, function.value, [p or 0 for p in parameters])
         self.seen.append(seen)
@@ -81,10 +82,11 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> A
 
 @compiles
 def test_parameters_are_laid_out_as_the_kernel_declares_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(monkeypatch, count=7)
+    driver = Driver(monkeypatch)
     types = {"x_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32", "offset": "i64", "scale": "fp32"}
     kernel = compiled(_scale_kernel, types, {"absent_ptr": None, "BLOCK": 64})
     assert cuda_driver.parameters(kernel.asm["ptx"])[:5] == [("u", 8), ("u", 8), ("u", 4), ("u", 8), ("f", 4)]
+    driver.count = len(cuda_driver.parameters(kernel.asm["ptx"]))
     x, out = torch.ones(64), torch.ones(64)
     numbers = (-7, 1 << 40, 0.25)
     launch, launch_at = internals.bind(kernel, (5, 6, 1), [x, out, None, *numbers], (*numbers, 64), ())
@@ -99,7 +101,7 @@ def test_parameters_are_laid_out_as_the_kernel_declares_them(monkeypatch: pytest
     found = [kind.from_address(place).value for kind, place in
              zip((ctypes.c_int32, ctypes.c_int64, ctypes.c_float), places[2:], strict=False)]  # fmt: skip
     assert tuple(found) == numbers
-    assert [ctypes.c_uint64.from_address(place).value for place in places[5:7]] == [0, 0]  # no scratch
+    assert [ctypes.c_uint64.from_address(place).value for place in places[5:]] == [0] * len(places[5:])  # no scratch
 
 
 @compiles
@@ -138,6 +140,77 @@ def test_a_map_is_encoded_once_for_each_address_and_followed_by_shape_and_stride
     assert encoded.count(16) == 2
 
 
+def test_a_map_is_made_by_the_function_of_the_installed_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import driver
+
+    matrix = torch.ones(64, 48)
+    here = object()
+
+    class Holder:  # as large as Triton's object, with an address where that has its map
+        __slots__ = tuple(f"place_{number:02}" for number in range(30))
+
+    assert Holder.__basicsize__ == internals.TMA_MAP_OFFSET + internals.TMA_MAP_BYTES
+    filled: list[tuple[Any, ...]] = []
+
+    def fill(*given: Any) -> object:
+        filled.append(given)
+        if isinstance(given[5], list) and not isinstance(given[4], list):  # 3.4: where to, and then the address
+            ctypes.c_uint64.from_address(given[0]).value = given[1]
+            return None
+        holder = Holder()
+        holder.place_14 = here  # type: ignore[attr-defined]
+        return holder
+
+    utils = SimpleNamespace(fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill)
+    monkeypatch.setattr(driver, "active" if "active" in vars(driver) else "_active", SimpleNamespace(utils=utils))
+    description = {
+        "swizzle": 3, "elem_size": 4, "elem_type": 7, "block_size": [64, 32], "fp4_padded": False, "is_im2col": False
+    }  # fmt: skip
+    descriptor = TensorDescriptor(matrix, [64, 48], [48, 1], [64, 32])
+    monkeypatch.setattr(matrix, "data_ptr", lambda: id(here))
+    found = internals._tma_map(descriptor, description)
+    assert found.numbers == (64, 48, 48, 1)
+    address, owner = found.encode(id(here))
+    assert owner is not None and ctypes.c_uint64.from_address(address).value == id(here)
+    assert id(here) in filled[-1] and filled[-1][2:] == filled[0][2:]
+    assert internals._tma_map(descriptor, None) is None
+
+
+class Compiled(SimpleNamespace):
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        return lambda *arguments: self.called.append(arguments)
+
+
+def unbound(asm: dict[str, str]) -> Any:
+    metadata = SimpleNamespace(name="kernel", num_warps=4, shared=0)
+    src = SimpleNamespace(signature={"x_ptr": "*fp32", "n": "i32"})
+    return Compiled(metadata=metadata, src=src, asm=asm, function=7, called=[])
+
+
+def test_where_triton_keeps_no_ptx_its_own_call_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    Driver(monkeypatch)
+    compiled = unbound({"amdgcn": ""})
+    launch, launch_at = internals.bind(compiled, (1, 1, 1), (torch.ones(4), 9), (9,), ())
+    x = torch.ones(4)
+    launch((x,))
+    assert launch_at is None and compiled.called == [(x.data_ptr(), 9)]
+
+
+def test_what_a_release_changed_is_said_once_and_its_own_call_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    Driver(monkeypatch)
+    monkeypatch.setattr(fallback, "_GIVEN_UP", {})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    compiled = unbound({"ptx": PTX.replace(".u32 b", ".u64 b")})
+    x = torch.ones(4)
+    with pytest.warns(
+        fallback.FallbackWarning, match="past Triton .* parameter 1 of kernel is .u64, and 1.5 was given"
+    ) as said:
+        for _ in range(2):
+            launch, launch_at = internals.bind(compiled, (1, 1, 1), (x, 1.5), (1.5,), ())
+    launch((x,))
+    assert len(said) == 1 and launch_at is None and compiled.called == [(x.data_ptr(), 1.5)]
+
+
 PTX = ".visible .entry kernel(.param .u64 .ptr .global .align 1 a, .param .u32 b, .param .u64 c, .param .u64 d)"
 FIXED = "kernel", 7, PTX, (1, 1, 1), (32, 0)
 
@@ -147,10 +220,13 @@ def test_other_parameters_than_declared_are_refused(monkeypatch: pytest.MonkeyPa
     driver_launch(*FIXED, [POINTER, 3], [0], abs)
     for arguments, places in (
         ([POINTER, POINTER], [0, 1]), ([POINTER], [0]), ([POINTER, 3, 4, 5, 6], [0]),
-        ([Map(lambda address: (address, None), (1,)), 3], [0]),
+        ([Map(lambda address: (address, None), (1,)), 3], [0]), ([POINTER, 0.5], [0]),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="kernel"):
             driver_launch(*FIXED, arguments, places, abs)
+    more = PTX.replace(")", ", .param .u64 e)")  # of which the first three are no scratch
+    with pytest.raises(ValueError, match="kernel"):
+        driver_launch("kernel", 7, more, (1, 1, 1), (32, 0), [POINTER, 3], [0], abs)
 
 
 def test_a_thread_without_a_context_enters_it_and_launches_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,8 +272,6 @@ def test_threads_do_not_mix_their_addresses(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.gpu
 def test_the_driver_launches_what_triton_launched_before() -> None:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     x, other = torch.randn(64, 32, device="cuda"), torch.randn(64, 32, device="cuda")
     tma = ()
     if torch.cuda.get_device_capability() >= (9, 0):

@@ -70,7 +70,8 @@ class _Memory:
         kinds: list[Argument] = []
         for argument in arguments:
             kinds += (argument, *argument.numbers) if isinstance(argument, Map) else (argument,)
-        if len(kinds) > len(declared) or any(size != 8 for _, size in declared[len(kinds) :]):  # scratch comes last
+        more = [size for _, size in declared[len(kinds) :]]
+        if len(kinds) > len(declared) or more not in ([], [8], [8, 8]):  # addresses of scratch, which it does not use
             raise ValueError(f"{name} declares {declared}, and {len(kinds)} parameters were given")
         kinds += [0] * (len(declared) - len(kinds))
         given, fixed, offsets = iter(places), b"", dict[int, int]()
@@ -78,8 +79,10 @@ class _Memory:
         self.maps: list[tuple[int, int, Callable[[int], tuple[int, object]]]] = []
         first = 8 * sum(kind is POINTER for kind in kinds)  # byte of the numbers
         for number, (kind, (letter, size)) in enumerate(zip(kinds, declared, strict=True)):
-            if size != (8 if kind is POINTER else 128 if isinstance(kind, Map) else min(size, 8)):
-                raise ValueError(f"parameter {number} of {name} has {size} bytes")
+            wanted = 8 if kind is POINTER else 128 if isinstance(kind, Map) else min(size, 8)
+            if size != wanted or (isinstance(kind, float) and letter != "f"):
+                given_was = "a pointer" if kind is POINTER else "a map" if isinstance(kind, Map) else kind
+                raise ValueError(f"parameter {number} of {name} is .{letter}{8 * size}, and {given_was} was given")
             if kind is POINTER:
                 offsets[number] = 8 * len(self.pointers)
                 self.pointers.append(next(given))
