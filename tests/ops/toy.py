@@ -58,7 +58,7 @@ def forward(tensors: ToyTensors, options: ToyOptions, training: bool, setting: S
     constants = {"TF32": setting.tf32, "TRAINING": training, "BLOCK": BLOCK}
     if options.way == "one launch" and TWO_LAUNCHES.kernel not in setting.given_up:
         steps = [Launch(dot_kernel, grid, "x w y sums", numbers, constants, instead=TWO_LAUNCHES)]
-        return Plan((*contiguous(tensors), *steps))
+        return Plan((*contiguous(**tensors._asdict()), *steps))
     products = Launch(products_kernel, grid, "x w parts", numbers, {"TF32": setting.tf32, "BLOCK": BLOCK})
     width = tensors.x.size(1)
     between = []
@@ -66,14 +66,14 @@ def forward(tensors: ToyTensors, options: ToyOptions, training: bool, setting: S
         between, width = [TorchStep("parts", lambda parts: parts.sum(dim=1, keepdim=True), "parts")], 1
     sums = Launch(sum_kernel, grid, "parts y sums", (width, options.scale), {"TRAINING": training, "BLOCK": BLOCK})
     buffers = {"parts": Buffer(tuple(tensors.x.shape), torch.float32)}
-    return Plan((*contiguous(tensors), products, *between, sums), buffers)
+    return Plan((*contiguous(**tensors._asdict()), products, *between, sums), buffers)
 
 
 def backward(dy: Tensor, saved: ToySaved, options: ToyOptions, needs: tuple[bool, ...], setting: Setting) -> Plan:
     constants = {"NEED_X": needs[0], "NEED_W": needs[1], "TF32": setting.tf32, "BLOCK": BLOCK}
     numbers = (*saved.x.shape, options.scale, dy.stride(0))
     launch = Launch(gradient_kernel, (saved.x.size(1), 1, 1), "dy x w sums dx dw", numbers, constants)
-    return Plan((*contiguous(saved), launch))
+    return Plan((*contiguous(**saved._asdict()), launch))
 
 
 def tiled_forward(tensors: ToyTensors, options: ToyOptions, training: bool) -> tuple[Tensor, None]:
@@ -148,7 +148,7 @@ TOY = Operator(
     ToySaved,
     results=("y", "sums"),
     outputs=outputs,
-    gradients=("x", "w"),
+    gradients={"x": "x", "w": "w"},
     plans=lambda: SimpleNamespace(forward=forward, backward=backward),
     tiled=SimpleNamespace(forward=tiled_forward, backward=tiled_backward),
     reference=reference,

@@ -22,10 +22,12 @@ def test_operators_pass_opcheck(device: str) -> None:
     impl = chosen_impl(x)
     for given, constant in ((None, 1.5), (alpha, 0.0)):
         leaf = None if given is None else given.clone().requires_grad_()
-        torch.library.opcheck(torch.ops.tilefold.entmax.default, (x.clone().requires_grad_(), leaf, constant, impl))
+        torch.library.opcheck(
+            torch.ops.tilefold.entmax.default, (x.clone().requires_grad_(), leaf, constant, True, impl)
+        )
         p = entmax(x, 1.5 if given is None else given[:, None])
         for needs in ((True, given is not None), (True, False)):
-            arguments = (x, p, given, constant, *needs, impl)
+            arguments = (x, p, given, constant, needs, impl)
             torch.library.opcheck(torch.ops.tilefold.entmax_backward.default, arguments)
 
 

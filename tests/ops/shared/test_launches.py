@@ -19,11 +19,12 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.ops.toy import TOY, toy
-from tilefold.ops import entmax_attention, lsr_head, maxsim, token_scatter
+from tilefold.ops import entmax, entmax_attention, lsr_head, maxsim, token_scatter
 from tilefold.ops._shared import call_cache
 from tilefold.ops._shared._triton import launch
 from tilefold.ops._shared.call_cache import CallCache
 from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops.entmax.api import ENTMAX
 from tilefold.ops.entmax_attention import _torch_ops as attention_ops
 from tilefold.ops.lsr_head import _torch_ops as lsr_head_ops
 from tilefold.ops.maxsim import _torch_ops as maxsim_ops
@@ -128,6 +129,18 @@ def scattered(weights: Tensor, input_ids: Tensor, vocab_size: int = 40, **option
     return token_scatter(weights, input_ids, vocab_size, **options)
 
 
+def rows(**options: Any) -> Operator:
+    """Alpha-entmax; an alpha in 16 bits has a torch step behind its gradient."""
+    kinds = (options, options | {"dim": 0}, {"alpha": 2.0})
+    return Operator(entmax_rows, ((2, 21),), (ENTMAX.calls, ENTMAX.gradients), 2, {}, kinds)
+
+
+def entmax_rows(x: Tensor, theta: Tensor | None = None, **options: Any) -> Tensor:
+    p = entmax(x, **(options if theta is None else options | {"alpha": 1 + theta.sigmoid()}))
+    assert isinstance(p, Tensor)
+    return p
+
+
 def toy_like(way: str, launches: int) -> Operator:
     """The toy, which stands for all operators on its base in what is the same for these."""
     options = ({"way": way}, {"way": way, "scale": 0.5}, {"way": way, "scale": 1})
@@ -210,6 +223,8 @@ OPERATORS: dict[str, Operator] = {
     "entmax_attention packed": attention(6, cu_seqlens_q=offsets, cu_seqlens_k=offsets),
     "token_scatter masked": scatter(attention_mask=mask),
     "token_scatter packed": scatter(cu_seqlens=offsets),
+    "entmax": rows(),
+    "entmax, learned alpha": Operator(entmax_rows, ((2, 21), (2, 1)), (ENTMAX.calls, ENTMAX.gradients), 2),
     "the toy": toy_like("one launch", 2),
     "the toy, two launches": toy_like("two launches", 3),
     "the toy, torch between": toy_like("torch between", 3),

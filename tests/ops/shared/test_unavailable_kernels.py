@@ -28,6 +28,7 @@ from tilefold.ops._shared import fallback, impl
 from tilefold.ops._shared._triton import launch
 from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
 from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops.entmax.api import ENTMAX
 from tilefold.ops.entmax_attention import _torch_ops as attention_ops
 from tilefold.ops.lsr_head import _torch_ops as lsr_head_ops
 from tilefold.ops.lsr_head import rows as capacity_rows
@@ -199,7 +200,7 @@ every_kernel = pytest.mark.parametrize("name", CASES)
 COMPILED = [name for name, case in CASES.items() if case.function not in (rows, quantized_head)]
 CACHES = (
     attention_ops.CALLS, attention_ops._BACKWARD, lsr_head_ops.FORWARD_PLANS, lsr_head_ops.BACKWARD_PLANS,
-    maxsim_ops.CALLS, SCATTER.calls, SCATTER.gradients, TOY.calls, TOY.gradients,
+    maxsim_ops.CALLS, SCATTER.calls, SCATTER.gradients, ENTMAX.calls, ENTMAX.gradients, TOY.calls, TOY.gradients,
 )  # fmt: skip
 
 

@@ -88,7 +88,8 @@ class Operator(Generic[TensorsT, OptionsT]):
         saved: record type of what backward reads, each the name of a tensor or a result.
         results: their names.
         outputs: ``(tensors, options, training)`` to the results' shapes and dtypes, for plans and for compilers.
-        gradients: names of the tensors that have one; each is saved, and its gradient is contiguous.
+        gradients: names of the tensors that have one; of each, what is saved that the gradient has shape and dtype of,
+            in contiguous memory.
         plans: imports ``plans.py``, whose ``forward(tensors, options, training, setting)`` and ``backward(d<first
             result>, saved, options, needs, setting)`` return plans; of backward, ``d<tensor>`` are the results.
         tiled: the tiled path: ``forward(tensors, options, training)`` returns the results, and ``backward(d<first
@@ -106,7 +107,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         *,
         results: tuple[str, ...],
         outputs: Callable[[TensorsT, OptionsT, bool], tuple[Buffer, ...]],
-        gradients: tuple[str, ...],
+        gradients: Mapping[str, str],
         plans: Callable[[], Any],
         tiled: Any,
         reference: Callable[[TensorsT, OptionsT], Tensor],
@@ -114,12 +115,12 @@ class Operator(Generic[TensorsT, OptionsT]):
     ) -> None:
         self.name = name
         self._tensors, self._options, self._saved = (_record(each) for each in (tensors, options, saved))
-        self._results, self._outputs, self._gradients = results, outputs, gradients
+        self._results, self._outputs, self._gradients = results, outputs, list(gradients)
         self._plans, self._tiled, self._reference, self._check_values = plans, tiled, reference, check_values
         places = {each: place for place, each in enumerate((*self._tensors._fields, *results))}
         self._leaves = [places[each] for each in gradients]  # among tensors
         self._keep = taker([places[each] for each in self._saved._fields])  # of tensors and results
-        self._likes = [self._saved._fields.index(each) for each in gradients]
+        self._likes = [self._saved._fields.index(each) for each in gradients.values()]
         self._dfirst = f"d{results[0]}"
         self.calls: CallCache[Pass] = CallCache()  # by arguments of the public function, or of the registered operator
         self.gradients: CallCache[Pass] = CallCache()
@@ -290,14 +291,13 @@ class Operator(Generic[TensorsT, OptionsT]):
         key = call_key((dfirst, *saved), (*options, *needs, impl))
         known = self.gradients.find(key) or self._kept(self.gradients, Pass(options, impl, needs, True, key))
         found = self._compute(dfirst, known, (dfirst, *saved))
-        likes = [saved[place] for place in self._likes]
         # operators return tensors only: an empty one stands for a gradient that nobody asked for
-        return _bare([like.new_empty(0) if x is None else x for x, like in zip(found, likes, strict=True)])
+        return _bare([dfirst.new_empty(0) if gradient is None else gradient for gradient in found])
 
     def _fake_backward(self, dfirst: Tensor, *args: Any) -> Any:
         saved, _, needs, _ = self._backward_arguments(args)
-        likes = [saved[place] for place in self._likes]
-        return _bare([like.new_empty(like.shape if need else 0) for like, need in zip(likes, needs, strict=True)])
+        likes = [saved[place] if need else None for place, need in zip(self._likes, needs, strict=True)]
+        return _bare([dfirst.new_empty(0) if like is None else like.new_empty(like.shape) for like in likes])
 
     def _by_operator(
         self, dfirst: Tensor, saved: tuple[Tensor | None, ...], options: OptionsT, needs: Needs, impl: str

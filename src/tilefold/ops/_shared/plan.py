@@ -106,11 +106,11 @@ class Plan(NamedTuple):
     fills: Mapping[str, float] = {}
 
 
-def contiguous(tensors: Any) -> tuple[TorchStep, ...]:
-    """Steps that copy those of a record's tensors which are not contiguous."""
+def contiguous(**tensors: Tensor | None) -> tuple[TorchStep, ...]:
+    """Steps that copy those tensors which are not contiguous, by name."""
     return tuple(
         TorchStep(name, Tensor.contiguous, name)
-        for name, tensor in zip(tensors._fields, tensors, strict=True)
+        for name, tensor in tensors.items()
         if tensor is not None and not tensor.is_contiguous()
     )
 

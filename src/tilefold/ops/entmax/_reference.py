@@ -12,11 +12,16 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.entmax_root import log_weights
+from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxTensors
 
 
-def entmax(x: Tensor, alpha: Tensor) -> Tensor:
-    """``[R, n]`` probabilities of the rows of ``x`` in its dtype; ``alpha`` is ``[R, 1]`` or ``[1, 1]``."""
-    s, e = x.double(), alpha.double() - 1
+def entmax(tensors: EntmaxTensors, options: EntmaxOptions) -> Tensor:
+    """``[R, n]`` probabilities of the rows of ``x`` in its dtype."""
+    x, alpha = tensors
+    if x.numel() == 0:
+        return x.clone()
+    given = x.new_full((1,), options.alpha_value, dtype=torch.float64) if alpha is None else alpha
+    s, e = x.double(), given.double()[:, None] - 1
     peak = s.detach().amax(dim=-1, keepdim=True)
     proper = peak.isfinite() & (e >= 0) & (e <= 1)
     empty = peak == -math.inf

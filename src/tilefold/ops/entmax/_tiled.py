@@ -15,15 +15,20 @@ from tilefold.ops._shared.entmax_root import (
     slopes,
     solve,
 )
+from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxSaved, EntmaxTensors, check_values
 
 TILE_ELEMENTS = 1 << 18  # entries of a block: its few temporaries stay in the cache
 
 
-def forward(x: Tensor, alpha: Tensor | None, alpha_value: float) -> tuple[Tensor, Tensor]:
-    """``[R, n]`` probabilities in the dtype of ``x`` and ``[R]`` int32 support sizes; ``alpha`` is ``[R]``."""
+def forward(tensors: EntmaxTensors, options: EntmaxOptions, training: bool) -> tuple[Tensor, Tensor]:
+    """``[R, n]`` probabilities in the dtype of ``x`` and ``[R]`` int32 support sizes."""
+    check_values(tensors, options)
+    (x, alpha), alpha_value = tensors, options.alpha_value
     kind = kind_of(alpha, alpha_value)
-    out = torch.empty_like(x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     support = torch.empty(x.size(0), dtype=torch.int32, device=x.device)
+    if x.numel() == 0:
+        return out, support.zero_()
     rows = max(1, TILE_ELEMENTS // max(x.size(1), 1))
     for r in range(0, x.size(0), rows):
         s = x[r : r + rows].to(torch.promote_types(x.dtype, torch.float32))
@@ -44,12 +49,13 @@ def forward(x: Tensor, alpha: Tensor | None, alpha_value: float) -> tuple[Tensor
 
 
 def backward(
-    dp: Tensor, p: Tensor, alpha: Tensor | None, alpha_value: float, need_x: bool, need_alpha: bool
+    dp: Tensor, saved: EntmaxSaved, options: EntmaxOptions, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradient of ``x`` ``[R, n]`` in its dtype, and of ``alpha`` ``[R]`` in fp32 (fp64)."""
+    """Gradient of ``x`` ``[R, n]`` and of ``alpha`` ``[R]`` in their dtypes."""
+    (p, alpha), alpha_value, (need_x, need_alpha) = saved, options.alpha_value, needs
     kind = kind_of(alpha, alpha_value)
     wide = torch.promote_types(p.dtype, torch.float32)
-    dx = torch.empty_like(p) if need_x else None
+    dx = torch.empty_like(p, memory_format=torch.contiguous_format) if need_x else None
     dalpha = torch.empty(p.size(0), dtype=wide, device=p.device) if need_alpha else None
     rows = max(1, TILE_ELEMENTS // max(p.size(1), 1))
     for r in range(0, p.size(0), rows):
@@ -64,7 +70,7 @@ def backward(
             a, b = alpha_terms(tile, u, e)
             products = a.sum(dim=-1) * (grad * b).sum(dim=-1) - b.sum(dim=-1) * (grad * a).sum(dim=-1)
             dalpha[r : r + rows] = products / total.squeeze(-1)
-    return dx, dalpha
+    return dx, dalpha if dalpha is None or alpha is None else dalpha.to(alpha.dtype)
 
 
 def _exponent(alpha: Tensor | None, alpha_value: float, like: Tensor, r: int, rows: int) -> Tensor:

@@ -2,12 +2,50 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.checks import FLOAT_DTYPES, check_choice, check_dtype, check_same_device, check_tensor
-from tilefold.ops._shared.impl import IMPLS, check_interpreted, settled
-from tilefold.ops.entmax import _reference, _torch_ops
+from tilefold.ops._shared.checks import FLOAT_DTYPES, check_dtype, check_same_device, check_tensor
+from tilefold.ops._shared.operator import Checked, Operator
+from tilefold.ops.entmax import _reference, _tiled
+from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxSaved, EntmaxTensors, check_values, outputs
+
+
+def _plans() -> ModuleType:
+    from tilefold.ops.entmax import plans  # noqa: PLC0415 (needs Triton)
+
+    return plans
+
+
+ENTMAX = Operator(
+    "entmax",
+    EntmaxTensors,
+    EntmaxOptions,
+    EntmaxSaved,
+    results=("p", "support"),
+    outputs=outputs,
+    gradients={"x": "p", "alpha": "alpha"},
+    plans=_plans,
+    tiled=_tiled,
+    reference=_reference.entmax,
+    check_values=check_values,
+)
+
+
+def chosen_impl(x: Tensor, impl: str = "auto") -> str:
+    """Which implementation ``entmax(x, ..., impl=impl)`` runs: ``"reference"``, ``"tiled"`` or ``"triton"``.
+
+    ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, else ``"tiled"``.
+
+    Raises:
+        ValueError: for an unknown name.
+        RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
+    """
+    return ENTMAX.chosen_impl(x, impl)
 
 
 def entmax(
@@ -47,31 +85,13 @@ def entmax(
         ValueError: for an alpha outside [1, 2], shapes, devices or a ``dim`` that do not fit.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
-    check_choice("impl", impl, IMPLS)
-    check_tensor("x", x)
-    check_dtype("x", x, FLOAT_DTYPES, "cast it with .float() or another of these.")
-    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim must be an integer in [{-x.dim()}, {x.dim() - 1}] for x of {x.dim()} dims, got {dim!r}.")
-    per_row = _check_alpha(alpha, x, dim)
-    alpha_value = 0.0 if isinstance(alpha, Tensor) else float(alpha)
-    rows = x.movedim(dim, -1)
-    shape = rows.shape
-    if not torch.compiler.is_compiling():
-        impl = settled(impl, _torch_ops.chosen_impl(x, impl))
-        check_interpreted(impl, x.device, x.dtype)
-    if x.numel() == 0 or shape[-1] == 0:
-        p, support = x.clone(), x.new_zeros(shape[:-1], dtype=torch.int32)
-        return (p, support) if return_support_size else p
-    flat = rows.reshape(-1, shape[-1])
-    alphas = None if per_row is None else per_row.movedim(dim, -1).expand(*shape[:-1], 1).reshape(-1)
-    if impl == "reference":
-        given = torch.full((1,), alpha_value, dtype=torch.float64, device=x.device) if alphas is None else alphas
-        flat_p = _reference.entmax(flat, given[:, None])
-        flat_support = (flat_p > 0).sum(dim=-1, dtype=torch.int32)
-    else:
-        flat_p, flat_support = _torch_ops.entmax_rows(flat, alphas, alpha_value, impl)
-    p = flat_p.view(shape).movedim(-1, dim)
-    return (p, flat_support.view(shape[:-1])) if return_support_size else p
+    given = isinstance(alpha, Tensor)
+    p, support = ENTMAX(EntmaxTensors(x, alpha if given else None), (0.0 if given else alpha, dim), impl, _checked)
+    if support is None:  # of the reference
+        support = (p > 0).sum(dim=-1, dtype=torch.int32)
+    shape = x.movedim(dim, -1).shape
+    p = p.view(shape).movedim(-1, dim)
+    return (p, support.view(shape[:-1])) if return_support_size else p
 
 
 def sparsemax(x: Tensor, dim: int = -1, *, impl: str = "auto") -> Tensor:
@@ -92,12 +112,32 @@ def sparsemax(x: Tensor, dim: int = -1, *, impl: str = "auto") -> Tensor:
     return p if isinstance(p, Tensor) else p[0]
 
 
-def _check_alpha(alpha: float | Tensor, x: Tensor, dim: int) -> Tensor | None:
-    """The alpha tensor with the dimensions of ``x``, or ``None`` for a number."""
-    if not isinstance(alpha, Tensor):
-        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 1 <= alpha <= 2:
-            raise ValueError(f"alpha must be a number in [1, 2] or a tensor of them, got {alpha!r}.")
-        return None
+def _checked(tensors: EntmaxTensors, alpha_value: float, dim: int) -> Checked:
+    """Check everything that can be checked without reading a value; the operator's tensors are rows."""
+    x, alpha = tensors
+    check_tensor("x", x)
+    check_dtype("x", x, FLOAT_DTYPES, "cast it with .float() or another of these.")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim must be an integer in [{-x.dim()}, {x.dim() - 1}] for x of {x.dim()} dims, got {dim!r}.")
+    if alpha is not None:
+        _check_alpha(alpha, x, dim)
+    elif isinstance(alpha_value, bool) or not isinstance(alpha_value, (int, float)) or not 1 <= alpha_value <= 2:
+        raise ValueError(f"alpha must be a number in [1, 2] or a tensor of them, got {alpha_value!r}.")
+    return Checked(EntmaxOptions(float(alpha_value)), functools.partial(_rows, dim))
+
+
+def _rows(dim: int, tensors: EntmaxTensors) -> EntmaxTensors:
+    """``x`` as rows along ``dim``, and the alpha of each."""
+    x, alpha = tensors
+    moved = x.movedim(dim, -1)
+    shape = moved.shape
+    if alpha is not None:
+        alpha = alpha.view((1,) * (x.dim() - alpha.dim()) + tuple(alpha.shape))
+        alpha = alpha.movedim(dim, -1).expand(*shape[:-1], 1).reshape(-1)
+    return EntmaxTensors(moved.reshape(math.prod(shape[:-1]), shape[-1]), alpha)
+
+
+def _check_alpha(alpha: Tensor, x: Tensor, dim: int) -> None:
     check_dtype("alpha", alpha, FLOAT_DTYPES, "cast it with .float().")
     check_same_device("x", x, {"alpha": alpha})
     padded = (1,) * (x.dim() - alpha.dim()) + tuple(alpha.shape)
@@ -109,4 +149,3 @@ def _check_alpha(alpha: float | Tensor, x: Tensor, dim: int) -> Tensor | None:
             f"alpha must broadcast to {sizes} (x with size 1 in dim {dim}), got shape {list(alpha.shape)}; "
             "reshape it, for instance to [heads, 1, 1]."
         )
-    return alpha.view(padded) if alpha.dim() != x.dim() else alpha

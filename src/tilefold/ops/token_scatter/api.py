@@ -41,7 +41,7 @@ SCATTER = Operator(
     ScatterSaved,
     results=("scores", "counted"),
     outputs=outputs,
-    gradients=("weights",),
+    gradients={"weights": "weights"},
     plans=_plans,
     tiled=_tiled,
     reference=_reference.token_scatter,

@@ -36,7 +36,7 @@ def forward(tensors: ScatterTensors, options: ScatterOptions, training: bool, se
     }  # fmt: skip
     names = "weights input_ids attention_mask cu_seqlens scores table slots meets counted"
     scatter = Launch(scatter_kernel, (batch, 1, 1), names, (batch, length, tokens, options.vocab_size), constants)
-    return Plan((*contiguous(tensors), scatter), buffers, {"scores": 0})
+    return Plan((*contiguous(**tensors._asdict()), scatter), buffers, {"scores": 0})
 
 
 def backward(
@@ -59,7 +59,9 @@ def backward(
     }  # fmt: skip
     numbers = (batch, length, tokens, *dscores.stride())
     names = "dscores weights input_ids counted cu_seqlens dweights"
-    return Plan((*contiguous(saved), Launch(gather_kernel, (batch, programs, 1), names, numbers, constants)))
+    return Plan(
+        (*contiguous(**saved._asdict()), Launch(gather_kernel, (batch, programs, 1), names, numbers, constants))
+    )
 
 
 def _sequences(weights: Tensor, packed: bool, setting: Setting) -> tuple[int, int, ScatterConfig]:

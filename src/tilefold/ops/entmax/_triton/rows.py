@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tilefold.ops._shared._triton.activation import nan_max
 from tilefold.ops._shared._triton.entmax import (
@@ -24,10 +22,6 @@ from tilefold.ops._shared._triton.entmax import (
     sum_terms,
     weight,
 )
-from tilefold.ops._shared._triton.launch import launch
-from tilefold.ops._shared._triton.tensors import cdiv
-from tilefold.ops._shared.entmax_root import kernel_kind
-from tilefold.ops.entmax.configs import RowsConfig, gradient_config, rows_config, tolerance
 
 
 @triton.jit
@@ -193,49 +187,3 @@ def _backward_kernel(
                 (u * (grad - mean)).to(dx_ptr.dtype.element_ty),
                 mask=mask_r[:, None] & (cols < n)[None, :],
             )
-
-
-def forward(
-    x: Tensor, alpha: Tensor | None, alpha_value: float, config: RowsConfig | None = None
-) -> tuple[Tensor, Tensor]:
-    """``[R, n]`` probabilities in the dtype of ``x`` and ``[R]`` int32 support sizes; ``alpha`` is ``[R]``."""
-    rows, n = x.shape
-    out = torch.empty_like(x)
-    support = torch.empty(rows, dtype=torch.int32, device=x.device)
-    if rows == 0 or n == 0:
-        return out, support.zero_()
-    config = rows_config(n) if config is None else config
-    constants = {
-        "BLOCK_R": config.block_r, "BLOCK_N": config.block_n, "KIND": kernel_kind(x.dtype, alpha, alpha_value),
-        "HAS_ALPHA": alpha is not None, "RESIDENT": config.resident, "num_warps": config.num_warps,
-        "TOLERANCE": tolerance(x.dtype),
-    }  # fmt: skip
-    arguments = (x, alpha, out, support, rows, n, alpha_value)
-    launch(_forward_kernel, (cdiv(rows, config.block_r), 1, 1), arguments, constants)
-    return out, support
-
-
-def backward(
-    dp: Tensor,
-    p: Tensor,
-    alpha: Tensor | None,
-    alpha_value: float,
-    need_x: bool,
-    need_alpha: bool,
-    config: RowsConfig | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradient of ``x`` ``[R, n]`` in its dtype, and of ``alpha`` ``[R]`` in fp32."""
-    rows, n = p.shape
-    dx = torch.empty_like(p) if need_x else None
-    dalpha = torch.empty(rows, dtype=torch.float32, device=p.device) if need_alpha else None
-    if rows == 0 or n == 0:
-        return dx, None if dalpha is None else dalpha.zero_()
-    config = gradient_config(n) if config is None else config
-    constants = {
-        "BLOCK_R": config.block_r, "BLOCK_N": config.block_n, "KIND": kernel_kind(p.dtype, alpha, alpha_value),
-        "HAS_ALPHA": alpha is not None, "RESIDENT": config.resident, "NEED_X": need_x, "NEED_ALPHA": need_alpha,
-        "num_warps": config.num_warps,
-    }  # fmt: skip
-    arguments = (dp.contiguous(), p, alpha, dx, dalpha, rows, n, alpha_value)
-    launch(_backward_kernel, (cdiv(rows, config.block_r), 1, 1), arguments, constants)
-    return dx, dalpha
