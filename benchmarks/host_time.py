@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tilefold.bench.provenance import collect
 from tilefold.bench.results import write_csv
-from tilefold.ops import entmax_attention, lsr_head, maxsim, quantize_tokens, token_scatter
+from tilefold.ops import entmax, entmax_attention, lsr_head, maxsim, quantize_tokens, token_scatter
 
 Call = Callable[[], object]
 DEVICE = "cuda"
@@ -117,6 +117,8 @@ def cases() -> Iterator[tuple[str, Callable[[], Call]]]:
     yield "maxsim all pairs fp16, f+b", partial(_maxsim, MAXSIM["all pairs"][0], {}, True, torch.float16)
     for training in (False, True):
         mode = "f+b" if training else "inference"
+        yield f"entmax, {mode}", partial(_entmax, False, training)
+        yield f"entmax learned alpha, {mode}", partial(_entmax, True, training)
         yield f"entmax_attention N=128, {mode}", partial(_entmax_attention, training)
         for name, options in LSR_HEAD.items():
             yield f"lsr_head{name}, {mode}", partial(_lsr_head, options, training)
@@ -221,6 +223,13 @@ def _maxsim(
 
 def _quantized(kind: str) -> Call:
     return partial(maxsim, _normal((1, 32, 128)), quantize_tokens(_normal((4, 64, 128)), kind))
+
+
+def _entmax(learned: bool, training: bool) -> Call:
+    leaves = [_normal((4, 128), training)]
+    if learned:
+        leaves.append(torch.full((4, 1), 1.3, device=DEVICE, requires_grad=training))
+    return _either(training, entmax, *leaves)
 
 
 def _entmax_attention(training: bool) -> Call:
