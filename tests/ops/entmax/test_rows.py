@@ -145,6 +145,17 @@ def test_alpha_broadcasts_per_row_per_head_and_for_all(target: Target) -> None:
     torch.testing.assert_close(float(one.grad), float((above - below) / (2 * h)), rtol=2e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_the_gradient_of_alpha_is_computed_in_fp32_and_has_its_dtype(target: Target, dtype: torch.dtype) -> None:
+    x, dp = (entmax_scores(4, 20, seed=seed).to(target.device) for seed in (0, 1))
+    alpha = torch.tensor([1.125, 1.25, 1.5, 1.75], device=target.device)[:, None]
+    for _ in range(3):  # the third repeats launches
+        found, expected = (alpha.to(each, copy=True).requires_grad_() for each in (dtype, torch.float32))
+        for leaf in (found, expected):
+            (entmax(x, leaf, impl=target.impl) * dp).sum().backward()
+        assert torch.equal(found.grad, expected.grad.to(dtype))
+
+
 def test_any_dimension_and_strides(target: Target) -> None:
     x = entmax_scores(12, 20).view(3, 4, 20).to(target.device)
     for dim in (0, 1, -1):

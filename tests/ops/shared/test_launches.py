@@ -130,7 +130,7 @@ def scattered(weights: Tensor, input_ids: Tensor, vocab_size: int = 40, **option
 
 
 def rows(**options: Any) -> Operator:
-    """Alpha-entmax; an alpha in 16 bits has a torch step behind its gradient."""
+    """Alpha-entmax of rows."""
     kinds = (options, options | {"dim": 0}, {"alpha": 2.0})
     return Operator(entmax_rows, ((2, 21),), (ENTMAX.calls, ENTMAX.gradients), 2, {}, kinds)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,19 @@ from torch import Tensor
 from tilefold.ops._shared.internals import is_batched, is_on_current, no_dispatch_mode
 
 PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def schema_of(arguments: Mapping[str, Any], results: int) -> str:
+    """The torch schema of arguments with these annotations, and so many tensors as results."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind, annotation=each) for name, each in arguments.items()]
+
+    def prototype() -> None:
+        """Has a signature."""
+
+    returned = Tensor if results == 1 else tuple[(Tensor,) * results]  # type: ignore[misc]
+    prototype.__signature__ = inspect.Signature(parameters, return_annotation=returned)  # type: ignore[attr-defined]
+    return torch.library.infer_schema(prototype, mutates_args=())
 
 
 def define_op(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -7,7 +7,6 @@ of a kernel that cannot be built, and the registered operator with its gradient 
 
 from __future__ import annotations
 
-import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -29,7 +28,14 @@ from tilefold.ops._shared.fallback import (
 )
 from tilefold.ops._shared.impl import IMPLS, host_may_read, settled
 from tilefold.ops._shared.internals import apply_of
-from tilefold.ops._shared.library import define_op, forbid_double_backward, gradient_needs_dispatcher, is_plain, run
+from tilefold.ops._shared.library import (
+    define_op,
+    forbid_double_backward,
+    gradient_needs_dispatcher,
+    is_plain,
+    run,
+    schema_of,
+)
 from tilefold.ops._shared.plan import Buffer, Setting, taker
 from tilefold.ops._shared.tf32 import tf32_allowed
 
@@ -247,11 +253,11 @@ class Operator(Generic[TensorsT, OptionsT]):
     def _register(self) -> None:
         name, options = f"tilefold::{self.name}", typing.get_type_hints(self._options)
         forward = typing.get_type_hints(self._tensors) | options | {"training": bool, "impl": str}
-        define_op(self.name, _schema(forward, len(self._results)))(self._registered_forward)
+        define_op(self.name, schema_of(forward, len(self._results)))(self._registered_forward)
         torch.library.register_fake(name, self._fake_forward)
         backward = {self._dfirst: Tensor} | typing.get_type_hints(self._saved) | options
         backward |= {"needs": Sequence[bool], "impl": str}
-        define_op(f"{self.name}_backward", _schema(backward, len(self._gradients)))(self._registered_backward)
+        define_op(f"{self.name}_backward", schema_of(backward, len(self._gradients)))(self._registered_backward)
         torch.library.register_fake(f"{name}_backward", self._fake_backward)
         forbid_double_backward(f"{self.name}_backward", self.name)
         torch.library.register_autograd(name, self._differentiate, setup_context=self._setup_context)
@@ -379,19 +385,6 @@ def _setting(device: torch.device, key: Key | None) -> Setting:
 
 def _record(each: type[tuple[Any, ...]]) -> Any:
     return each
-
-
-def _schema(arguments: Mapping[str, Any], results: int) -> str:
-    """The torch schema of arguments with these annotations, and so many tensors as results."""
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(name, kind, annotation=each) for name, each in arguments.items()]
-
-    def prototype() -> None:
-        """Has a signature."""
-
-    returned = Tensor if results == 1 else tuple[(Tensor,) * results]  # type: ignore[misc]
-    prototype.__signature__ = inspect.Signature(parameters, return_annotation=returned)  # type: ignore[attr-defined]
-    return torch.library.infer_schema(prototype, mutates_args=())
 
 
 def _hashable(option: Any) -> Any:

@@ -23,9 +23,9 @@ TILE_ELEMENTS = 1 << 18  # entries of a block: its few temporaries stay in the c
 def forward(tensors: EntmaxTensors, options: EntmaxOptions, training: bool) -> tuple[Tensor, Tensor]:
     """``[R, n]`` probabilities in the dtype of ``x`` and ``[R]`` int32 support sizes."""
     check_values(tensors, options)
-    (x, alpha), alpha_value = tensors, options.alpha_value
+    x, alpha, alpha_value = tensors.x.contiguous(), tensors.alpha, options.alpha_value
     kind = kind_of(alpha, alpha_value)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = torch.empty_like(x)
     support = torch.empty(x.size(0), dtype=torch.int32, device=x.device)
     if x.numel() == 0:
         return out, support.zero_()

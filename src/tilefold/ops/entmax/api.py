@@ -85,8 +85,8 @@ def entmax(
         ValueError: for an alpha outside [1, 2], shapes, devices or a ``dim`` that do not fit.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
-    given = isinstance(alpha, Tensor)
-    p, support = ENTMAX(EntmaxTensors(x, alpha if given else None), (0.0 if given else alpha, dim), impl, _checked)
+    given, value = (alpha, 0.0) if isinstance(alpha, Tensor) else (None, alpha)
+    p, support = ENTMAX(EntmaxTensors(x, given), (value, dim), impl, _checked)
     if support is None:  # of the reference
         support = (p > 0).sum(dim=-1, dtype=torch.int32)
     shape = x.movedim(dim, -1).shape

@@ -69,7 +69,9 @@ class Program:
         self._views = [(places[name], places[view.of], view.dtype) for name, view in views.items()]
         made = [None if name in by_torch else buffer for name, buffer in results.items()]
         self._likes = [None if buffer is None else without_memory(*buffer, device) for buffer in made]
-        self._fills = [(list(results).index(name), value) for name, value in plan.fills.items() if results[name]]
+        self._fills = [
+            (list(results).index(name), value) for name, value in plan.fills.items() if results[name] is not None
+        ]
         self._results = [places[name] for name in results]
         self._steps: list[_Launched | _Computed] = []
         for step in plan.steps:
