@@ -1,4 +1,4 @@
-"""An operator of thirty lines on the base of all, for the contracts of that base: ``scale * (x @ w) ** 2``.
+"""The smallest operator on the base of all, for the contracts of that base: ``scale * (x @ w) ** 2``.
 
 Its kernels multiply and add up in one launch, in two that share scratch, or with torch between them; where TF32 is
 allowed they round operands to 16 bits.

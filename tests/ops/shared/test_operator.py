@@ -1,4 +1,4 @@
-"""What an operator has of its base: shown by the toy, which is told to it in thirty lines.
+"""What an operator has of its base, shown by the toy, which holds little else.
 
 Repeated launches, hooks, graphs, threads and streams are in ``test_launches.py``, kernels that cannot be built in
 ``test_unavailable_kernels.py``.
