@@ -12,6 +12,7 @@ from datasets import Dataset
 from sentence_transformers import SparseEncoder, SparseEncoderTrainer
 from sentence_transformers.sparse_encoder.losses import SparseMarginMSELoss, SpladeLoss
 from tokenizers.processors import TemplateProcessing
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.integrations.multi_vector_models import NEGATIVES, POSITIVES, QUERIES, build_colbert, needs_stock
 from tests.integrations.splade_models import TEXTS, assert_close, build_tiny_splade, five_steps
@@ -23,7 +24,7 @@ from tests.integrations.test_sentence_transformers_packed import (
     without_dropout,
 )
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead, encode_sparse
-from tilefold.integrations.sentence_transformers._packed_inputs import packed_inputs
+from tilefold.integrations.sentence_transformers._packed_inputs import pack_features, packed_inputs
 from tilefold.integrations.sentence_transformers.multi_vector import colbert_kd_scores, colbert_scores
 
 FIVE = PAIRS.select(range(5))  # a batch of 4, and one of 1
@@ -135,6 +136,41 @@ def test_a_mask_with_holes_runs_padded_as_in_the_stock_model(tiny: SparseEncoder
     runs = forwards_of(model)
     assert_close(model(dict(features))["sentence_embedding"], expected, 1e-5)
     assert runs == [len(TEXTS)]
+
+
+class Operators(TorchDispatchMode):
+    """The names of what runs within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+MASKS = {
+    "right": [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]],
+    "left": [[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]],
+    "both, and rows without tokens": [[0, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]],
+    "no tokens": [[0, 0], [0, 0]],
+}
+
+
+@pytest.mark.parametrize("rows", MASKS.values(), ids=MASKS)
+def test_padding_is_taken_out_with_one_answer_from_the_device(rows: list[list[int]]) -> None:
+    mask = torch.tensor(rows)
+    ids = torch.arange(mask.numel()).view_as(mask) + 7
+    types = ids % 2
+    with Operators() as ran:
+        found = pack_features({"input_ids": ids, "attention_mask": mask, "token_type_ids": types}, None)
+    assert found["input_ids"].tolist() == [ids[mask == 1].tolist()]
+    assert found["cu_seq_lens_q"].tolist() == [0, *mask.sum(1).cumsum(0).tolist()]
+    assert found["max_length_q"] == mask.sum(1).max()
+    assert found["token_type_ids"].tolist() == [types[mask == 1].tolist()]
+    # the size of what these give is known on the device alone; on a GPU each waits for it
+    assert not ran.names & {"nonzero", "masked_select", "_local_scalar_dense", "item", "repeat_interleave"}
 
 
 @pytest.mark.parametrize("cached", [False, True])

@@ -101,10 +101,11 @@ def accelerate(
             :func:`tilefold.ops.quantize_weight`). Training and checkpoints do not change. Only for the max pooling of
             a SparseEncoder.
         packed: run the encoder on packed tokens where it and all modules after it take them, so that no layer sees
-            padding; ``preprocess`` stays as it is, and padding is taken out where the encoder begins. The model's
-            attention becomes :func:`tilefold.ops.packed_attention.packed_softmax_attention`, behind transformers'
-            attention interface. A warning, and ``padded`` of the handle, say why a network stays padded. Dropout then
-            draws other numbers than in the padded model.
+            padding; ``preprocess`` stays as it is, and padding is taken out where the encoder begins, for which a
+            forward in training waits for the GPU once, unless :func:`collate_ahead` packs the batches of the trainer.
+            The model's attention becomes :func:`tilefold.ops.packed_attention.packed_softmax_attention`, behind
+            transformers' attention interface. A warning, and ``padded`` of the handle, say why a network stays padded.
+            Dropout then draws other numbers than in the padded model.
 
     Returns:
         A handle; as a context manager, it restores the model at its end.

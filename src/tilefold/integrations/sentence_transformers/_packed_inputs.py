@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tilefold.integrations.transformers.packed import padding_position, position_ids_of, register_packed
+from tilefold.ops.packed_attention import places_of_tokens
 from tilefold.pipeline.truncated import unwatched, watched
 
 _PROBES = ("a", "", "Cats, dogs \u00e9t\u00e9 \u4e2d\u6587 x1-y2?")
@@ -206,7 +207,7 @@ def packed_features(ids: Tensor, lengths: Tensor, padding: int | None, longest: 
 def pack_features(features: dict[str, Any], padding: int | None) -> dict[str, Any]:
     """Padded features of texts without their padding; features of anything else as they are.
 
-    Waits for the GPU, if they are there. Masks with holes stay: in packed tokens nobody would see them.
+    Waits for the GPU once, if they are there. Masks with holes stay: in packed tokens nobody would see them.
 
     Args:
         features: as ``preprocess`` gives them, on any device.
@@ -220,12 +221,18 @@ def pack_features(features: dict[str, Any], padding: int | None) -> dict[str, An
     begins = keep & ~torch.nn.functional.pad(keep, (1, 0))[:, :-1]
     lengths, types = keep.sum(1), features.get("token_type_ids")
     typed = lengths if types is None else types.sum(1)
-    facts = torch.stack([lengths, begins.sum(1), typed.long()]).amax(1) if len(keep) else lengths.new_zeros(3)
-    most, parts, marked = facts.tolist()
+    facts = [lengths.sum(), *(n.amax() for n in (lengths, begins.sum(1), typed.long()))] if keep.numel() else []
+    tokens, most, parts, marked = torch.stack(facts).tolist() if facts else (0, 0, 0, 0)
     if parts > 1:
         return features
-    at = keep.flatten().nonzero().squeeze(1)
+    at = _places(keep, lengths, tokens) if tokens else lengths[:0]
     found = packed_features(ids.long().flatten()[at], lengths, padding, most)
     if types is not None and marked:  # models take zeros where none are given
         found["token_type_ids"] = types.flatten()[at][None]
     return found | {key: value for key, value in features.items() if key not in tensors}
+
+
+def _places(keep: Tensor, lengths: Tensor, tokens: int) -> Tensor:
+    """Where the tokens of rows without holes lie; ``nonzero`` would wait for the GPU to know how many they are."""
+    sequence, place = places_of_tokens(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), tokens)
+    return sequence * keep.size(1) + keep.long().argmax(1)[sequence] + place

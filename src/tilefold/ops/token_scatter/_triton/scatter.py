@@ -35,7 +35,8 @@ def scatter_kernel(
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     start, length, ok = span_of(cu_ptr, b, B, S, T, PACKED, SCAN)
-    kind_ptr, peak_ptr = meet_ptr + T, meet_ptr + 2 * T  # used by sums
+    kind_ptr = meet_ptr + T  # used by sums
+    peak_ptr = kind_ptr + T  # 2 * T may exceed 32 bits
     row = b * V
 
     # 1. every token proposes a meeting point and clears its slot
