@@ -138,6 +138,18 @@ def test_a_mask_with_holes_runs_padded_as_in_the_stock_model(tiny: SparseEncoder
     assert runs == [len(TEXTS)]
 
 
+def test_a_model_that_is_captured_in_a_graph_runs_padded(tiny: SparseEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(tiny).eval()
+    accelerate(model)
+    features = model.preprocess(TEXTS)
+    expected = model(dict(features))["sentence_embedding"]
+    runs = forwards_of(model)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert_close(model(dict(features))["sentence_embedding"], expected, 1e-5)
+    assert runs == [len(TEXTS)]
+
+
 class Operators(TorchDispatchMode):
     """The names of what runs within it."""
 

@@ -72,7 +72,7 @@ class PackedForward:
 
     def _alone(self, features: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         transformer = self.transformer
-        if _OFFSETS[0] not in features and not pads_inputs() and not torch.compiler.is_compiling():
+        if _OFFSETS[0] not in features and not pads_inputs() and not _is_recorded():
             packed = pack_features(features, padding_position(transformer.model))
             if packed is not features:
                 features.clear()
@@ -94,6 +94,13 @@ class PackedForward:
 
     def _shows_layers(self) -> bool:
         return bool(getattr(self.transformer.model.config, "output_hidden_states", False))
+
+
+def _is_recorded() -> bool:
+    """Whether what runs is traced, or captured in a CUDA graph: then nobody knows yet how many tokens there are."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _check_whole(features: dict[str, Any]) -> None:
