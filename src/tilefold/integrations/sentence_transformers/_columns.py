@@ -100,7 +100,8 @@ def _is_recorded() -> bool:
     """Whether what runs is traced, or captured in a CUDA graph: then nobody knows yet how many tokens there are."""
     if torch.compiler.is_compiling():
         return True
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    known = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return known and torch.cuda.is_current_stream_capturing()
 
 
 def _check_whole(features: dict[str, Any]) -> None:
