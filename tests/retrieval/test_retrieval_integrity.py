@@ -33,7 +33,7 @@ from tilefold.retrieval import (
 from tilefold.retrieval._token_vectors import TokenVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.qdrant import QdrantIndex
-from tilefold.retrieval.qdrant import QdrantCollection
+from tilefold.retrieval.qdrant import QdrantCollection, edge
 from tilefold.retrieval.tokens import TokenManifest, TokenVectorWriter
 
 Make = Callable[..., SparseVectors]
@@ -305,6 +305,18 @@ assert index.n_documents == 39 and not os.path.exists({str(folder / "checksums.j
     assert (done.returncode, done.stderr) == (0, "")
     assert (folder / "checksums.json").is_file()
     assert "d3" not in {hit.id for hit in use("qdrant", folder)[0]}
+
+
+def test_a_closed_collection_is_let_go_in_silence_while_python_takes_its_modules_apart(
+    copied: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    collection = QdrantCollection.embedded(copied("qdrant"))
+    collection.close()
+    monkeypatch.setattr(edge, "suppress", None)
+    del collection
+    assert said == []
 
 
 @pytest.mark.parametrize("changed", [True, False])

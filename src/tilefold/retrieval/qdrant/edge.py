@@ -60,11 +60,12 @@ class EdgeEngine:
         DataError: what is there cannot be read.
     """
 
+    _shard: Any = None
+    _process: int | None = None  # that has it open
+
     def __init__(self, folder: Path, *, verify: bool = True) -> None:
         self._edge = require("qdrant_edge", "qdrant-edge-py", "An embedded Qdrant collection", "qdrant")
         self.folder, self.place = folder, str(folder)
-        self._shard: Any = None
-        self._process: int | None = None  # that has it open
         try:
             self._lock = hold_folder(folder, again=False)
         except InUseError:
@@ -233,8 +234,9 @@ class EdgeEngine:
 
     def __del__(self) -> None:
         """Close what nobody can close any more, so that it has checksums."""
-        with suppress(Exception):
-            self.close()
+        if self._shard is not None:  # it may be closed, and the rest of this module gone
+            with suppress(Exception):
+                self.close()
 
     def _changing(self, more: int = 0) -> None:
         """Comes before every change, which may write 64 MB and `more` bytes.
