@@ -41,16 +41,20 @@ def work(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
     [
         (("search", "--index", "a", "words", "--index", "b"), "--index"),
         (("encode", "--model=a", "--model", "a", "--output", "v"), "--model"),
-        (("train", "--output", "m", "--bf16", "--fp32"), "--bf16/--fp32"),
-        (("evaluate", "--run", "r", "--prf-depth", "1", "--prf-depth", "2"), "--prf-depth"),
-        (("info", "--json", "--json"), "--json"),
         (("train", "--output", "m", "--set", "epochs=1", "--set", "epochs=2"), "--set: epochs"),
     ],
 )
-def test_an_option_that_was_given_twice_is_refused(call: Call, args: tuple[str, ...], option: str) -> None:
+def test_an_input_or_a_field_that_was_given_twice_is_refused(call: Call, args: tuple[str, ...], option: str) -> None:
     outcome = call(*args)
     assert outcome.code == 2
     assert outcome.err.splitlines()[0] == f"Error: {option}: expected once, got it twice: leave one out."
+
+
+def test_of_a_setting_that_was_given_twice_the_last_one_counts_and_it_is_said(call: Call, work: Path) -> None:
+    searched = ("search", "--index", work / "index", "--model", work / "model", "words", "--json")
+    once, twice = call(*searched, "--k", "2"), call(*searched, "--k", "1", "--k", "2")
+    assert twice.code == once.code == 0 and twice.out == once.out
+    assert twice.err.splitlines()[0] == "--k was given twice: the last one counts."
 
 
 def test_options_that_are_lists_are_repeated(call: Call, work: Path, tmp_path: Path) -> None:

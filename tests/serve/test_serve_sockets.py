@@ -176,7 +176,7 @@ def test_bytes_that_are_no_http_are_answered_with_400_and_fill_no_log(
 @pytest.mark.parametrize("version", ["0.9", "1.2", "2.0", "9.9"])
 def test_a_version_of_http_that_is_not_spoken_here_is_refused(client: Client, version: str) -> None:
     asked = f"GET /health HTTP/{version}\r\nhost: localhost\r\n\r\n".encode()
-    found = client.raw(asked, asked)  # read to the end: the connection is closed
+    found = client.raw(asked + asked)  # read to the end: the connection is closed
     assert parsed(found) == (505, {"error": "expected HTTP/1.1 or HTTP/1.0", "error_type": "Validation"})
     assert client.raw(b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
 

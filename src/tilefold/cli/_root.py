@@ -8,9 +8,13 @@ import typer
 from typer.core import TyperCommand
 
 from tilefold._version import __version__
-from tilefold.cli._common import UsageError, given
+from tilefold.cli._common import UsageError, given, note
 
 _GIVEN = "tilefold.given"
+# options of what a command works on: of two, one would be left out
+INPUTS = frozenset(
+    {"bm25", "data", "delete", "demo", "index", "model", "negatives", "queries", "run", "tokens", "vectors"}
+)
 
 
 def _show_version(wanted: bool) -> None:
@@ -20,20 +24,22 @@ def _show_version(wanted: bool) -> None:
 
 
 class Command(TyperCommand):
-    """A command whose options may be given once each, but for lists: the last of several would win in silence."""
+    """A command that says so where an option is given twice, but for lists, and refuses two inputs."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """The arguments that are left, as click returns them.
 
         Raises:
-            UsageError: an option was given twice.
+            UsageError: one of :data:`INPUTS` was given twice.
         """
         _, _, found = self.make_parser(ctx).parse_args(args=list(args))
         options: dict[str, str] = {}
         for parameter in found:
             option = "/".join((*parameter.opts, *parameter.secondary_opts))
             if parameter.name in options and not getattr(parameter, "multiple", False):
-                raise UsageError(f"{option}: expected once, got it twice: leave one out.")
+                if parameter.name in INPUTS:
+                    raise UsageError(f"{option}: expected once, got it twice: leave one out.")
+                note(f"{option} was given twice: the last one counts.")
             options[parameter.name] = option
         ctx.meta[_GIVEN] = options
         return super().parse_args(ctx, args)
