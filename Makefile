@@ -17,7 +17,7 @@ CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-page test-clients test-portable test-triton test-pylate lint format test-gpu bench docs clean
+.PHONY: help setup demo test test-page test-clients test-portable test-triton test-pylate lint dist coverage format test-gpu bench docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -73,6 +73,14 @@ lint: $(STAMP) ## Format check, lint, types and spelling
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/typos
+
+dist: $(STAMP) ## Build the wheel and the sdist, and check what they hold
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+	$(BIN)/python tests/distribution.py dist
+
+coverage: $(STAMP) ## Run the tests that need no GPU and list what they do not reach (takes longer than `make test`)
+	$(BIN)/python -m pytest -m "not gpu and not every_build" -n auto --dist loadfile --cov --cov-report=term:skip-covered
 
 format: $(STAMP) ## Rewrite the sources in the house format
 	$(BIN)/ruff format .
