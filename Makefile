@@ -36,7 +36,7 @@ demo: $(STAMP) ## Train, index, search and evaluate a sparse retriever on this m
 test: $(STAMP) ## Run the tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu and not every_build" -n auto --dist loadfile
 
-test-portable: $(STAMP) ## Run the tests with the arithmetic of other CPUs: AVX-512, AVX2, AMD, neither (5 to 7 minutes each)
+test-portable: $(STAMP) ## Run the numerics tests with other CPUs' instruction sets: AVX-512, AVX2, AMD, neither (5 to 7 minutes each)
 	$(BIN)/python tests/portable.py
 
 test-triton: $(STAMP) ## Compile the kernels with each release of Triton from 3.4 to 3.9; TRITONS="3.9.0" takes one
