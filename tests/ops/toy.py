@@ -71,9 +71,14 @@ def forward(tensors: ToyTensors, options: ToyOptions, training: bool, setting: S
 
 def backward(dy: Tensor, saved: ToySaved, options: ToyOptions, needs: tuple[bool, ...], setting: Setting) -> Plan:
     constants = {"NEED_X": needs[0], "NEED_W": needs[1], "TF32": setting.tf32, "BLOCK": BLOCK}
-    numbers = (*saved.x.shape, options.scale, dy.stride(0))
+    strides = like_x(saved, options).strides or saved.x.stride()
+    numbers = (*saved.x.shape, options.scale, dy.stride(0), *strides)
     launch = Launch(gradient_kernel, (saved.x.size(1), 1, 1), "dy x w sums dx dw", numbers, constants)
     return Plan((*contiguous(**saved._asdict()), launch))
+
+
+def like_x(saved: ToySaved, options: ToyOptions) -> Buffer:
+    return Buffer.like(saved.x)
 
 
 def tiled_forward(tensors: ToyTensors, options: ToyOptions, training: bool) -> tuple[Tensor, None]:
@@ -84,7 +89,8 @@ def tiled_backward(
     dy: Tensor, saved: ToySaved, options: ToyOptions, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     slope = 2 * options.scale * (saved.x @ saved.w) * dy
-    return slope[:, None] * saved.w if needs[0] else None, saved.x.T @ slope if needs[1] else None
+    dx = torch.empty_like(saved.x).copy_(slope[:, None] * saved.w) if needs[0] else None
+    return dx, saved.x.T @ slope if needs[1] else None
 
 
 def reference(tensors: ToyTensors, options: ToyOptions) -> Tensor:
@@ -128,14 +134,15 @@ def sum_kernel(parts_ptr, y_ptr, sums_ptr, N, scale, TRAINING: tl.constexpr, BLO
 
 
 @triton.jit
-def gradient_kernel(dy_ptr, x_ptr, w_ptr, sums_ptr, dx_ptr, dw_ptr, R, N, scale, stride, NEED_X: tl.constexpr,
-                    NEED_W: tl.constexpr, TF32: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def gradient_kernel(dy_ptr, x_ptr, w_ptr, sums_ptr, dx_ptr, dw_ptr, R, N, scale, stride, stride_r, stride_n,
+                    NEED_X: tl.constexpr, NEED_W: tl.constexpr, TF32: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
     n, row = tl.program_id(0), tl.arange(0, BLOCK)
     inside = row < R
     slope = 2 * scale * tl.load(sums_ptr + row, mask=inside, other=0.0)
     slope *= tl.load(dy_ptr + row * stride, mask=inside, other=0.0)
     if NEED_X:
-        tl.store(dx_ptr + row * N + n, slope * rounded(tl.load(w_ptr + n), TF32), mask=inside)
+        tl.store(dx_ptr + row * stride_r + n * stride_n, slope * rounded(tl.load(w_ptr + n), TF32), mask=inside)
     if NEED_W:
         x = rounded(tl.load(x_ptr + row * N + n, mask=inside, other=0.0), TF32)
         tl.store(dw_ptr + n, tl.sum(x * slope, axis=0))
@@ -148,7 +155,7 @@ TOY = Operator(
     ToySaved,
     results=("y", "sums"),
     outputs=outputs,
-    gradients={"x": "x", "w": "w"},
+    gradients={"x": like_x, "w": "w"},
     plans=lambda: SimpleNamespace(forward=forward, backward=backward),
     tiled=SimpleNamespace(forward=tiled_forward, backward=tiled_backward),
     reference=reference,

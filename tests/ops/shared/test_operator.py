@@ -97,6 +97,20 @@ def test_several_gradients_at_once_and_transforms_take_the_registered_operator(t
         torch.testing.assert_close(each, torch.stack([y.detach(), 4 * y.detach()]))
 
 
+def test_gradients_are_laid_out_as_the_operator_says(target: Target) -> None:
+    x, w = leaves(target.device)
+    turned = x.detach().T.contiguous().T.requires_grad_()
+    expected = gradients(toy(x, w, 0.5, impl=target.impl), x, w)
+    for call in (toy, torch.compile(toy, backend="aot_eager", fullgraph=True)):
+        for _ in range(3):
+            dx, dw = gradients(call(turned, w, 0.5, impl=target.impl), turned, w)
+            assert dx.stride() == turned.stride() and dw.is_contiguous()
+            torch.testing.assert_close((dx, dw), expected)
+    saved = turned.detach(), w.detach(), torch.ones(5, device=target.device)
+    back = (torch.ones(5, device=target.device), *saved, 0.5, "one launch", [True, True], target.impl)
+    torch.library.opcheck(torch.ops.tilefold.toy_backward.default, back)
+
+
 def test_a_second_derivative_is_refused_but_by_the_reference(target: Target) -> None:
     x, w = leaves(target.device)
     (first, _) = gradients(toy(x, w, impl=target.impl), x, w, create_graph=True)

@@ -86,6 +86,18 @@ def test_addresses_of_repeated_launches_are_those_of_the_tensors(steps: list[Rec
     assert [step.bound_calls for step in steps] == [3, 3]
 
 
+def test_results_have_the_strides_that_are_asked_for_and_one_that_is_not_made_is_none(steps: list[Recorder]) -> None:
+    plan = Plan((launch("one", "a y z"),), {"z": None})
+    turned = torch.empty(3, 2, dtype=torch.float16).T
+    results = {"y": Buffer.like(turned), "z": Buffer((4,), torch.float32)}
+    made = program.Program(plan, ("a",), results, CPU, SETTING)
+    for _ in range(4):
+        y, z = made(torch.ones(3))
+        assert z is None and y is not None and (y.shape, y.stride(), y.dtype) == ((2, 3), (1, 2), torch.float16)
+        assert steps[0].calls[-1][1:] == [y.data_ptr(), None]
+    assert steps[0].bound_calls == 2
+
+
 def test_tensors_of_another_alignment_never_get_bound_launches(steps: list[Recorder]) -> None:
     plan = Plan((launch("one", "a y"),))
     made = program.Program(plan, ("a",), {"y": Buffer((4,), torch.float32)}, CPU, SETTING._replace(aligned=False))

@@ -95,7 +95,8 @@ class Operator(Generic[TensorsT, OptionsT]):
         results: their names.
         outputs: ``(tensors, options, training)`` to the results' shapes and dtypes, for plans and for compilers.
         gradients: names of the tensors that have one; of each, what is saved that the gradient has shape and dtype of,
-            in contiguous memory.
+            in contiguous memory, or ``(saved, options)`` to all three. What is saved of the first one, by that name or
+            its own, chooses the implementation of a registered gradient.
         plans: imports ``plans.py``, whose ``forward(tensors, options, training, setting)`` and ``backward(d<first
             result>, saved, options, needs, setting)`` return plans; of backward, ``d<tensor>`` are the results.
         tiled: the tiled path: ``forward(tensors, options, training)`` returns the results, and ``backward(d<first
@@ -113,7 +114,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         *,
         results: tuple[str, ...],
         outputs: Callable[[TensorsT, OptionsT, bool], tuple[Buffer, ...]],
-        gradients: Mapping[str, str],
+        gradients: Mapping[str, str | Callable[[Any, OptionsT], Buffer]],
         plans: Callable[[], Any],
         tiled: Any,
         reference: Callable[[TensorsT, OptionsT], Tensor],
@@ -126,7 +127,11 @@ class Operator(Generic[TensorsT, OptionsT]):
         places = {each: place for place, each in enumerate((*self._tensors._fields, *results))}
         self._leaves = [places[each] for each in gradients]  # among tensors
         self._keep = taker([places[each] for each in self._saved._fields])  # of tensors and results
-        self._likes = [self._saved._fields.index(each) for each in gradients.values()]
+        self._likes = [
+            self._saved._fields.index(each) if isinstance(each, str) else each for each in gradients.values()
+        ]
+        first = next(iter(gradients))
+        self._chooses = self._likes[0] if isinstance(self._likes[0], int) else self._saved._fields.index(first)
         self._dfirst = f"d{results[0]}"
         self.calls: CallCache[Pass] = CallCache()  # by arguments of the public function, or of the registered operator
         self.gradients: CallCache[Pass] = CallCache()
@@ -222,15 +227,22 @@ class Operator(Generic[TensorsT, OptionsT]):
         if call.backward:
             names, saved = (self._dfirst, *self._saved._fields), self._saved(*layouts[1:])
             plan = plans.backward(layouts[0], saved, call.options, call.wanted, setting)
-            results = {
-                f"d{name}": Buffer(tuple(saved[place].shape), saved[place].dtype) if wanted else None
-                for name, place, wanted in zip(self._gradients, self._likes, call.wanted, strict=True)
-            }
+            buffers = self._gradient_buffers(saved, call.options, call.wanted)
+            results = {f"d{name}": buffer for name, buffer in zip(self._gradients, buffers, strict=True)}
         else:
             names, tensors = self._tensors._fields, self._tensors(*layouts)
             plan = plans.forward(tensors, call.options, call.wanted, setting)
-            results = dict(zip(self._results, self._outputs(tensors, call.options, call.wanted), strict=True))
+            outputs = self._outputs(self._tensors(*given), call.options, call.wanted)
+            results = dict(zip(self._results, outputs, strict=True))
         return Program(plan, names, results, given[0].device, setting)
+
+    def _gradient_buffers(self, saved: Any, options: OptionsT, needs: Sequence[bool]) -> list[Buffer | None]:
+        return [
+            None if not need
+            else like(saved, options) if callable(like)
+            else Buffer(tuple(saved[like].shape), saved[like].dtype)
+            for like, need in zip(self._likes, needs, strict=True)
+        ]  # fmt: skip
 
     def _kept(self, cache: CallCache[Pass], call: Pass) -> Pass:
         if call.key is not None and call.impl in KERNELS:
@@ -293,7 +305,7 @@ class Operator(Generic[TensorsT, OptionsT]):
 
     def _registered_backward(self, dfirst: Tensor, *args: Any) -> Any:
         saved, options, needs, impl = self._backward_arguments(args)
-        impl = settled(impl, self.chosen_impl(saved[self._likes[0]], impl))
+        impl = settled(impl, self.chosen_impl(saved[self._chooses], impl))
         key = call_key((dfirst, *saved), (*options, *needs, impl))
         known = self.gradients.find(key) or self._kept(self.gradients, Pass(options, impl, needs, True, key))
         found = self._compute(dfirst, known, (dfirst, *saved))
@@ -301,9 +313,9 @@ class Operator(Generic[TensorsT, OptionsT]):
         return _bare([dfirst.new_empty(0) if gradient is None else gradient for gradient in found])
 
     def _fake_backward(self, dfirst: Tensor, *args: Any) -> Any:
-        saved, _, needs, _ = self._backward_arguments(args)
-        likes = [saved[place] if need else None for place, need in zip(self._likes, needs, strict=True)]
-        return _bare([dfirst.new_empty(0) if like is None else like.new_empty(like.shape) for like in likes])
+        saved, options, needs, _ = self._backward_arguments(args)
+        buffers = self._gradient_buffers(saved, options, needs)
+        return _bare([dfirst.new_empty(0) if buffer is None else _empty(dfirst, *buffer) for buffer in buffers])
 
     def _by_operator(
         self, dfirst: Tensor, saved: tuple[Tensor | None, ...], options: OptionsT, needs: Needs, impl: str
@@ -391,8 +403,10 @@ def _hashable(option: Any) -> Any:
     return tuple(option) if isinstance(option, list) else option
 
 
-def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return like.new_empty(shape, dtype=dtype)
+def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> Tensor:
+    return (
+        like.new_empty(shape, dtype=dtype) if strides is None else like.new_empty_strided(shape, strides, dtype=dtype)
+    )
 
 
 def _tuple(results: Any) -> tuple[Any, ...]:

@@ -35,10 +35,20 @@ class Setting(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """Memory of a result, which is allocated by itself, or of scratch, which is one block for a call."""
+    """Memory of a result, which is allocated by itself, or of scratch, which is one block for a call.
+
+    A result is contiguous, unless it has ``strides``; scratch always is.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    strides: tuple[int, ...] | None = None
+
+    @classmethod
+    def like(cls, tensor: Tensor) -> Buffer:
+        """What ``torch.empty_like(tensor)`` is."""
+        dense = tensor.is_contiguous()
+        return cls(tensor.shape, tensor.dtype, None if dense else torch.empty_like(tensor, device="meta").stride())
 
 
 class View(NamedTuple):
@@ -97,7 +107,7 @@ class Plan(NamedTuple):
 
     Attributes:
         steps: in order.
-        buffers: scratch and views; ``None`` for what launches get ``None`` for.
+        buffers: scratch and views; ``None`` for what launches get ``None`` for, which may be a result that is not made.
         fills: by result, the number that all its entries have before the steps; kernels write all others whole.
     """
 

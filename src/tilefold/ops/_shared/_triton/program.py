@@ -67,8 +67,12 @@ class Program:
         self._others = [None] * len(others)
         self._behind = self._others if self._scratch.size else [*[0] * len(scratch), *self._others]
         self._views = [(places[name], places[view.of], view.dtype) for name, view in views.items()]
+        results = {name: plan.buffers.get(name, buffer) and buffer for name, buffer in results.items()}
         made = [None if name in by_torch else buffer for name, buffer in results.items()]
-        self._likes = [None if buffer is None else without_memory(*buffer, device) for buffer in made]
+        self._likes = [
+            None if buffer is None else without_memory(buffer.shape, buffer.dtype, device, buffer.strides)
+            for buffer in made
+        ]
         self._fills = [
             (list(results).index(name), value) for name, value in plan.fills.items() if results[name] is not None
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,9 +47,13 @@ def one_byte(mask: Tensor | None) -> Tensor | None:
     return as_bytes(mask if mask is None or mask.dtype.itemsize == 1 else mask != 0)
 
 
-def without_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def without_memory(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, strides: tuple[int, ...] | None = None
+) -> Tensor:
     """A tensor that says what to allocate, and holds nothing."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
+    if strides is not None:
+        tensor = tensor.as_strided(shape, strides)
     tensor.untyped_storage().resize_(0)
     return tensor
 
@@ -110,10 +114,10 @@ class Pieces:
 
     __slots__ = ("_firsts", "_like", "_nothing", "_parts", "size")
 
-    def __init__(self, device: torch.device, *parts: tuple[tuple[int, ...], torch.dtype]) -> None:
+    def __init__(self, device: torch.device, *parts: tuple[Any, ...]) -> None:
         self._parts: list[_Part] = []
         total = 0
-        for shape, dtype in parts:
+        for shape, dtype, *_ in parts:
             self._parts.append(_Part(total, math.prod(shape) * dtype.itemsize, shape, dtype))
             total += cdiv(self._parts[-1].size, PIECE_ALIGNMENT) * PIECE_ALIGNMENT
         self._like, self.size = without_memory((total,), torch.uint8, device), total
