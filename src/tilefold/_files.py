@@ -145,18 +145,38 @@ def remove_leftovers(parent: Path) -> None:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield the path of an empty file that replaces `path` only when the block ends well.
 
     What killed processes left in the same folder is removed.
+
+    Args:
+        path: of the file.
+        durable: have it on the disk before it replaces `path`, also where the machine loses its power.
     """
     with scratch_folder(path) as folder:
         temporary = folder / path.name
-        temporary.touch()
+        temporary.touch()  # with the permissions of a new file, which writers may change
+        mode = temporary.stat().st_mode
         with naming_full_disk(path):
             yield temporary
-        temporary.chmod(0o666 & ~umask())
+            if durable:
+                sync(temporary)
+        temporary.chmod(mode)
         temporary.replace(path)
+        if durable:
+            sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    if path.is_dir() and os.name == "nt":
+        return  # which syncs no folders
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -220,16 +240,9 @@ def exchange(one: Path, other: Path) -> bool:
     return swap is not None and swap(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0
 
 
-def umask() -> int:
-    """The permissions that this process takes away from new files."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that a reader sees the old file or the whole new one."""
-    with atomic_file(path) as temporary:
+def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
+    """Write JSON so that a reader sees the old file or the whole new one; `durable` as in :func:`atomic_file`."""
+    with atomic_file(path, durable=durable) as temporary:
         temporary.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 

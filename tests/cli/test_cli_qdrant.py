@@ -54,6 +54,21 @@ def test_evaluate_and_search_give_the_figures_of_an_exact_index(
     http.stop()
 
 
+def test_index_says_that_it_resumes(call: Any, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = len(small_collection().documents)
+    index = ("index", "--backend", "qdrant", "--vectors", work / "vectors", "--output", tmp_path / "index")
+
+    def interrupt(self: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tilefold.retrieval.qdrant.edge.EdgeEngine.optimize", interrupt)
+        assert call(*index).code == 130
+    made = call(*index)
+    assert made.code == 0 and f"indexing resumes: {documents} of {documents} were done before" in made.err
+    assert "resumes" not in call(*index).err
+
+
 def test_index_refuses_options_that_do_not_belong_together(call: Any, work: Path, tmp_path: Path) -> None:
     index = ("index", "--vectors", work / "vectors", "--output", tmp_path / "index")
     for options, message in (

@@ -33,7 +33,8 @@ from tilefold.retrieval import (
 from tilefold.retrieval._token_vectors import TokenVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.qdrant import QdrantIndex
-from tilefold.retrieval.qdrant import QdrantCollection, edge
+from tilefold.retrieval.qdrant import QdrantCollection
+from tilefold.retrieval.qdrant import collection as qdrant_collection
 from tilefold.retrieval.tokens import TokenManifest, TokenVectorWriter
 
 Make = Callable[..., SparseVectors]
@@ -314,7 +315,7 @@ def test_a_closed_collection_is_let_go_in_silence_while_python_takes_its_modules
     monkeypatch.setattr(sys, "unraisablehook", said.append)
     collection = QdrantCollection.embedded(copied("qdrant"))
     collection.close()
-    monkeypatch.setattr(edge, "suppress", None)
+    monkeypatch.setattr(qdrant_collection, "suppress", None)
     del collection
     assert said == []
 
@@ -380,6 +381,39 @@ def test_a_disk_that_is_full_is_said_before_the_engine_writes_where_there_is_no_
     found = [[hit.id for hit in row] for row in index.search(queries, 10)]
     assert found == [[hit.id for hit in row] for row in build_index(vectors).search(queries, 10)]
     assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
+
+
+def test_a_copy_asks_for_space_on_the_disk_that_it_goes_to(
+    copied: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, usage = copied("qdrant"), namedtuple("usage", "free")
+    index = load_index(folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(1 << 30 if Path(place) == folder else 0))
+    with pytest.raises(DiskFullError, match=rf"{tmp_path / 'copy'}: could not be written, .* 0 MB are free"):
+        index.save(tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(0 if Path(place) == folder else 1 << 30))
+    index.save(tmp_path / "copy")
+    index.close()  # type: ignore[attr-defined]
+    assert use("qdrant", tmp_path / "copy") == use("qdrant", folder)
+
+
+def test_checksums_are_on_the_disk_before_they_have_their_name_and_gone_before_a_change(
+    copied: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, synced = copied("qdrant"), list[tuple[str, bool]]()
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        file = Path(f"/proc/self/fd/{descriptor}").readlink()
+        synced.append((file.name, (folder / "checksums.json").exists()))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with QdrantCollection.embedded(folder) as collection:
+        collection.delete(["d1"])
+        assert synced == [(folder.name, False)]
+    assert synced[1:] == [("checksums.json", False), (folder.name, True)]
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small file system")

@@ -219,6 +219,19 @@ def test_a_file_that_fails_leaves_the_former_one_alone(tmp_path: Path) -> None:
     assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("run", "whole")]
 
 
+def test_a_file_has_the_permissions_of_new_files_and_other_threads_keep_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    former = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patch, atomic_file(tmp_path / "run") as file:
+            patch.setattr(os, "umask", lambda mask: pytest.fail("files of other threads are made with this one"))
+            file.chmod(0o600)
+    finally:
+        os.umask(former)
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o640
+
+
 def test_an_index_that_another_process_writes_is_refused(tmp_path: Path, make_vectors: Any) -> None:
     built = build_index(make_vectors(3), "exact")
     with subprocess.Popen(

@@ -33,7 +33,10 @@ def build(read: Any, options: dict[str, Any]) -> Any:
                 done = kept
                 update(kept, total, "")
 
-            return build_index(read, "qdrant", progress=count, **options)
+            def resumes(kept: int, total: int) -> None:
+                _common.note(f"indexing resumes: {kept:,} of {total:,} were done before")
+
+            return build_index(read, "qdrant", progress=count, resumes=resumes, **options)
     except DataError as error:
         raise _common.CommandError(str(error)) from error
     except ValueError as error:

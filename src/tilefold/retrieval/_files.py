@@ -26,9 +26,9 @@ def require(module: str, package: str, purpose: str, extra: str = "retrieval") -
         ) from error
 
 
-def write_json_object(path: Path, value: Mapping[str, Any]) -> None:
+def write_json_object(path: Path, value: Mapping[str, Any], *, durable: bool = False) -> None:
     """Write a JSON object with a checksum of itself, which :func:`read_json_object` compares."""
-    write_json(path, {**value, CHECKSUM: _checksum(value)})
+    write_json(path, {**value, CHECKSUM: _checksum(value)}, durable=durable)
 
 
 def _checksum(value: Mapping[str, Any]) -> str:

@@ -24,13 +24,16 @@ from tilefold.retrieval.index.protocol import (
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.qdrant.collection import QdrantCollection, Where
 from tilefold.retrieval.qdrant.documents import Documents
-from tilefold.retrieval.qdrant.edge import OWN_NAMES, RECORD, SHARD, EdgeEngine
+from tilefold.retrieval.qdrant.edge import OWN_NAMES, RECORD, SHARD, EdgeEngine, allocated, need_space
 from tilefold.retrieval.qdrant.layout import Layout
 from tilefold.retrieval.qdrant.server import ServerEngine
 
 __all__ = ["QdrantIndex"]
 
 _NAMES = (MANIFEST_NAME, *OWN_NAMES)
+_OPTIONS = (
+    "folder", "url", "collection", "api_key", "timeout", "patience", "weights", "overwrite", "progress", "resumes"
+)  # fmt: skip
 _BLOCK = 1 << 20
 
 
@@ -90,6 +93,7 @@ class QdrantIndex:
             weights: ``"float32"``, or ``"float16"`` in what is searched (relative error 2^-11).
             overwrite: replace other vectors in the collection of the server.
             progress: called with (documents kept, all) after each batch.
+            resumes: called with (documents kept, all) first, if an earlier build was interrupted.
 
         Raises:
             MissingPackageError: qdrant-edge-py or qdrant-client is not installed.
@@ -98,26 +102,26 @@ class QdrantIndex:
             FileExistsError: `folder` holds other files.
             InUseError: another process builds the same index.
         """
-        known = "folder", "url", "collection", "api_key", "timeout", "patience", "weights", "overwrite", "progress"
-        unknown = sorted(set(options) - set(known))
+        unknown = sorted(set(options) - set(_OPTIONS))
         if unknown:
-            raise ValueError(f"options: Qdrant has {', '.join(known)}; got {', '.join(unknown)}.")
+            raise ValueError(f"options: Qdrant has {', '.join(_OPTIONS)}; got {', '.join(unknown)}.")
         check_buildable(vectors)
         url, folder = options.pop("url", None), options.pop("folder", None)
         layout = Layout(vectors.vocab_size, vectors.fingerprint, weights=options.pop("weights", "float32"))
-        documents, progress = Documents(vectors.ids, vectors), options.pop("progress", None)
+        report = {name: options.pop(name, None) for name in ("progress", "resumes")}
+        documents = Documents(vectors.ids, vectors)
         if url is not None:
             if folder is not None:
-                raise ValueError("folder: expected either a folder or the url of a server, got both.")
-            return cls._on_server(url, documents, layout, progress, **options)
+                raise ValueError(f"folder: expected either a folder or the url of a server, got both, {folder!r}.")
+            return cls._on_server(url, documents, layout, report, **options)
         for name, value in options.items():
             if value not in (None, False):
                 raise ValueError(f"{name}: goes with url, the address of a server. Leave it out.")
         if folder is not None:
-            return cls._in_folder(Path(folder), documents, layout, progress)
+            return cls._in_folder(Path(folder), documents, layout, report)
         temporary = tempfile.mkdtemp(prefix="tilefold-qdrant-")
         try:
-            index = cls._in_folder(Path(temporary) / "index", documents, layout, progress)
+            index = cls._in_folder(Path(temporary) / "index", documents, layout, report)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -130,7 +134,7 @@ class QdrantIndex:
         url: str,
         documents: Documents,
         layout: Layout,
-        progress: Callable[[int, int], None] | None,
+        report: dict[str, Any],
         *,
         collection: str | None = None,
         overwrite: bool = False,
@@ -138,25 +142,21 @@ class QdrantIndex:
     ) -> QdrantIndex:
         if not collection:
             raise ValueError("collection: expected a name for the collection on the server, got none.")
-        given = {name: value for name, value in options.items() if value is not None}
+        engine = ServerEngine(url, collection, **{name: value for name, value in options.items() if value is not None})
         if overwrite:
-            engine = ServerEngine(url, collection, **given)
             record = engine.record()
             if record is not None and record.vectors_sha256 != documents.digest(layout):
                 engine.drop()
-            engine.close()
-        opened = QdrantCollection.server(url, collection, layout, **given)
+        opened = QdrantCollection.of(engine, layout)
         try:
-            opened.build(documents, progress=progress)
+            opened.build(documents, **report)
         except BaseException:
             opened.close()
             raise
         return cls(opened, address={"url": url, "collection": collection})
 
     @classmethod
-    def _in_folder(
-        cls, folder: Path, documents: Documents, layout: Layout, progress: Callable[[int, int], None] | None
-    ) -> QdrantIndex:
+    def _in_folder(cls, folder: Path, documents: Documents, layout: Layout, report: dict[str, Any]) -> QdrantIndex:
         check_replaceable(folder, _NAMES)
         documents.check(layout, str(folder))
         unfinished = folder.parent / f".{folder.name}.building"
@@ -164,7 +164,7 @@ class QdrantIndex:
             try:
                 engine = _unfinished(unfinished, documents.digest(layout))
                 with QdrantCollection.of(engine, layout) as opened:
-                    opened.build(documents, progress=progress)
+                    opened.build(documents, **report)
                     cls(opened)._describe(unfinished)
             except BaseException:
                 if not (unfinished / RECORD).exists():  # nothing to go on with
@@ -190,11 +190,15 @@ class QdrantIndex:
             self._describe(self._folder)
             return
         with atomic_directory(Path(path), own_names=_NAMES) as folder:
-            if self._folder is not None:
-                self.collection.optimize()  # flushes
+            if self._folder is not None:  # every change was flushed
+                need_space(folder, allocated(self._folder / SHARD), of=Path(path))
                 shutil.copytree(self._folder / SHARD, folder / SHARD, copy_function=_copy_sparse)
                 shutil.copyfile(self._folder / RECORD, folder / RECORD)
-                EdgeEngine(folder, verify=False).close()  # makes the checksums
+                copy = EdgeEngine(folder, verify=False)
+                try:
+                    copy.optimize()
+                finally:
+                    copy.close()  # makes the checksums
             self._describe(folder)
 
     @classmethod

@@ -6,7 +6,7 @@ from tilefold._lazy import lazy_exports
 
 _HOME = {
     "Documents": "documents",
-    "Filter": "filters",
+    "Filter": "layout",
     "Layout": "layout",
     "QdrantCollection": "collection",
     "Queries": "documents",

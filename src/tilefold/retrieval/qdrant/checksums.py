@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tilefold._files import sync
 from tilefold.retrieval._files import read_json_object, write_json_object
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import REMEDY
@@ -79,12 +80,14 @@ class Checksums:
     def remove(self) -> None:
         """Say, before the shard changes, that nothing is known of its files."""
         self._sizes = None
-        self._file.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            self._file.unlink()
+            sync(self._file.parent)  # else they could be there again after a loss of power
 
     def write(self) -> None:
         """Take the checksums of a shard that is closed."""
         files = _entries(self._shard)
-        write_json_object(self._file, {"engine": self._engine, "files": files})
+        write_json_object(self._file, {"engine": self._engine, "files": files}, durable=True)
         self._sizes = {name: entry["bytes"] for name, entry in files.items()}
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,12 @@ from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import REMEDY, Hit
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.qdrant.documents import Documents, Queries, key_of, list_of_ids
-from tilefold.retrieval.qdrant.filters import Filter
-from tilefold.retrieval.qdrant.layout import ID, SPARSE, TOKENS, Layout, Record
-from tilefold.retrieval.qdrant.plans import Engine, Plan, Stage
+from tilefold.retrieval.qdrant.engine import Engine, Point, Stage
+from tilefold.retrieval.qdrant.layout import ID, SPARSE, TOKENS, Filter, Layout, Record
 
 BATCH_BYTES = 8_000_000  # of a request; a server takes 32 MB
 BATCH = 2000
 _LOOKED_UP = 1000
-_ASKED = 64
 FUSIONS = ("rrf", "dbsf")
 
 Progress = Callable[[int, int], None]
@@ -44,6 +44,7 @@ class QdrantCollection:
 
     def __init__(self, engine: Engine, record: Record) -> None:
         self._engine, self._record = engine, record
+        self._let_go = weakref.finalize(self, _close_quietly, engine)
 
     @classmethod
     def embedded(cls, folder: str | Path, layout: Layout | None = None, *, verify: bool = True) -> QdrantCollection:
@@ -141,7 +142,8 @@ class QdrantCollection:
         self.close()
 
     def close(self) -> None:
-        """Give the folder or the connections back."""
+        """Give the folder or the connections back; done at the end of Python, or when nothing refers to it any more."""
+        self._let_go.detach()
         self._engine.close()
 
     def add(self, documents: Documents, *, progress: Progress | None = None) -> None:
@@ -201,6 +203,7 @@ class QdrantCollection:
         texts_sha256: str | None = None,
         batch_size: int = BATCH,
         progress: Progress | None = None,
+        resumes: Progress | None = None,
     ) -> None:
         """Put `documents`, and nothing else, into an empty collection; the same call resumes one that was interrupted.
 
@@ -208,6 +211,8 @@ class QdrantCollection:
 
         Args:
             texts_sha256: of the texts behind the documents; by default that of the sparse vectors.
+            batch_size, progress: as in :meth:`upsert`.
+            resumes: called with (documents kept, all) first, if the build was interrupted before.
 
         Raises:
             DataError: other documents are there, or the build that was interrupted was of others.
@@ -217,6 +222,8 @@ class QdrantCollection:
         if self._record.vectors_sha256 == digest:
             if self.complete:
                 return
+            if resumes is not None:
+                resumes(len(self), len(documents))
         elif not self.complete or len(self):
             what = f"{len(self)} documents" if self.complete else "an unfinished build of other documents"
             raise DataError(
@@ -251,7 +258,7 @@ class QdrantCollection:
 
     def ids(self) -> Iterator[str]:
         """The ids of all documents, in no order."""
-        return (point.payload[ID] for point in self._engine.scroll())
+        yield from self._engine.ids()
 
     def present(self, ids: Sequence[str]) -> set[str]:
         """Those of the `ids` that are there."""
@@ -259,29 +266,26 @@ class QdrantCollection:
 
     def payloads(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Id -> payload, of those of the `ids` that are there."""
-        found: dict[str, dict[str, Any]] = {}
-        ids = list_of_ids(ids)
-        for start in range(0, len(ids), _LOOKED_UP):
-            keys = [key_of(name) for name in ids[start : start + _LOOKED_UP]]
-            for point in self._engine.fetch(keys, vectors=False):
-                found[point.payload[ID]] = {name: value for name, value in point.payload.items() if name != ID}
-        return found
+        return {
+            point.payload[ID]: {name: value for name, value in point.payload.items() if name != ID}
+            for point in self._points(ids)
+        }
 
     def vectors(self, ids: Sequence[str]) -> SparseVectors:
         """The sparse vectors of those of the `ids` that are there, in their order, as they are stored."""
-        rows: dict[str, dict[int, float]] = {}
-        ids = list_of_ids(ids)
-        for start in range(0, len(ids), _LOOKED_UP):
-            keys = [key_of(name) for name in ids[start : start + _LOOKED_UP]]
-            for point in self._engine.fetch(keys, vectors=True):
-                terms, weights = point.vectors.get(SPARSE, ([], []))
-                rows[point.payload[ID]] = dict(zip(terms, weights, strict=True))
-        size = self.layout.vocab_size or 1
-        found = SparseVectors.from_rows(
-            {name: rows[name] for name in ids if name in rows}, size, self.layout.fingerprint
-        )
+        rows = {
+            point.payload[ID]: dict(zip(*point.vectors.get(SPARSE, ([], [])), strict=True))
+            for point in self._points(ids, vectors=True)
+        }
+        rows = {name: rows[name] for name in ids if name in rows}
+        found = SparseVectors.from_rows(rows, self.layout.vocab_size or 1, self.layout.fingerprint)
         found.provenance = Provenance(self.layout.models.get(SPARSE))
         return found
+
+    def _points(self, ids: Sequence[str], vectors: bool = False) -> Iterator[Point]:
+        keys = [key_of(name) for name in list_of_ids(ids)]
+        for start in range(0, len(keys), _LOOKED_UP):
+            yield from self._engine.fetch(keys[start : start + _LOOKED_UP], vectors)
 
     def search(
         self,
@@ -317,26 +321,22 @@ class QdrantCollection:
             queries = Queries(queries.ids, queries)
         queries.check(self.layout, self.place)
         _check_options(queries, fusion, rerank, depth, rank_constant)
-        chosen = Filter.of(where)
-        plans: list[tuple[int, Plan]] = []
+        chosen, stages = Filter.of(where), dict[int, Stage]()
         for row in range(len(queries)):
             stage = _stage(queries.vectors(row), k, fusion, rerank, max(depth, k), rank_constant, exact)
             if stage is not None:
-                plans.append((row, Plan(stage, chosen)))
+                stages[row] = stage
+        answers = self._engine.query(list(stages.values()), chosen)
         results: list[list[Hit]] = [[] for _ in range(len(queries))]
-        for start in range(0, len(plans), _ASKED):
-            part = plans[start : start + _ASKED]
-            answers = self._engine.query([plan for _, plan in part], self.layout)
-            for (row, plan), answer in zip(part, answers, strict=True):
-                results[row] = self._ranked(plan, answer, k)
+        for (row, stage), answer in zip(stages.items(), answers, strict=True):
+            results[row] = self._ranked(stage, chosen, answer, k)
         return results
 
-    def _ranked(self, plan: Plan, answer: list[tuple[str, float]], k: int) -> list[Hit]:
+    def _ranked(self, stage: Stage, where: Filter | None, answer: list[tuple[str, float]], k: int) -> list[Hit]:
         """Hits of an answer; of sparse vectors with all that share the last score."""
-        sparse = plan.stage.using == SPARSE
+        sparse = stage.using == SPARSE
         if sparse and len(answer) > k and answer[k - 1][1] == answer[k][1]:
-            wider = replace(plan.stage, limit=11 * k + 1000)
-            (answer,) = self._engine.query([plan._replace(stage=wider)], self.layout)
+            (answer,) = self._engine.query([stage._replace(limit=11 * k + 1000)], where)
         if not all(math.isfinite(score) for _, score in answer):
             raise DataError(f"{self.place}: expected finite scores, got others: its vectors are damaged. {REMEDY}")
         hits = [Hit(name, score) for name, score in answer if score > 0 or not sparse]
@@ -368,6 +368,11 @@ class QdrantCollection:
         self._record = record
 
 
+def _close_quietly(engine: Engine) -> None:
+    with suppress(Exception):
+        engine.close()
+
+
 def _check_options(queries: Queries, fusion: str | None, rerank: bool, depth: int, rank_constant: int) -> None:
     for name, value in (("depth", depth), ("rank_constant", rank_constant)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -397,4 +402,4 @@ def _stage(
         stage = Stage(depth if rerank else k, fusion=fusion, rank_constant=rank_constant, stages=tuple(firsts))
     if rerank:
         return Stage(k, TOKENS, tokens, stages=(stage,))
-    return replace(stage, limit=k + 1) if stage.using == SPARSE else stage
+    return stage._replace(limit=k + 1) if stage.using == SPARSE else stage

@@ -1,4 +1,4 @@
-"""Documents and queries of several kinds of vectors."""
+"""Documents and queries with several kinds of vectors, checked against a layout."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tilefold.retrieval._files import is_unicode
 from tilefold.retrieval._sparse import SparseVectors, check_ids, check_same_vocabulary
 from tilefold.retrieval._token_vectors import TokenVectors
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.qdrant.engine import Point
 from tilefold.retrieval.qdrant.layout import DENSE, ID, SPARSE, TOKENS, Layout, check_models
-from tilefold.retrieval.qdrant.plans import Point
 
 Dense = npt.NDArray[np.float32]
 _SPACE = uuid.UUID("6b0f2f0e-6f0c-5a54-9f7e-2b1a3c1d9e41")  # of document ids
@@ -28,12 +28,12 @@ _BYTES_OF_A_NUMBER = 20  # in a request, about
 
 
 def key_of(name: str) -> str:
-    """The UUID of a document's id, always the same."""
+    """UUID of a document's id, always the same."""
     return str(uuid.uuid5(_SPACE, name))
 
 
 def list_of_ids(ids: Iterable[str]) -> list[str]:
-    """The ids that somebody asks for.
+    """List of the ids that somebody asks for.
 
     Raises:
         TypeError: one text, whose letters may be ids too, or something else than texts.
@@ -49,13 +49,102 @@ def list_of_ids(ids: Iterable[str]) -> list[str]:
 
 
 @dataclass
-class Documents:
-    """Documents with the vectors of a collection's layout, one row each in every part.
+class Queries:
+    """Queries with any of the vectors of a collection's layout, one row each in every part.
 
     Attributes:
         ids: unique, non-empty strings.
         sparse, tokens: vectors with the same ids in the same order, or None.
         dense: ``[N, D]`` finite, as float32, or None.
+
+    Raises:
+        DataError: parts that do not fit together, or numbers that are not finite.
+    """
+
+    ids: list[str]
+    sparse: SparseVectors | None = None
+    dense: Dense | None = None
+    tokens: TokenVectors | None = None
+
+    def __post_init__(self) -> None:
+        self.ids = list(self.ids)
+        check_ids(self.ids)
+        if self.sparse is None and self.dense is None and self.tokens is None:
+            raise DataError("vectors: expected sparse, dense or tokens, got none of them.")
+        for name, vectors in (("sparse", self.sparse), ("tokens", self.tokens)):
+            if vectors is not None and list(vectors.ids) != self.ids:
+                raise DataError(f"{name}: expected the ids of the {len(self.ids)} others in their order, got others.")
+        if self.dense is not None:
+            self.dense = self._checked(self.dense)
+        if self.tokens is not None and not bool(self.tokens.values.float().isfinite().all()):
+            raise DataError("tokens: expected finite numbers, got others. Check the model's output.")
+
+    def _checked(self, dense: Any) -> Dense:
+        array = dense.detach().cpu().float().numpy() if hasattr(dense, "detach") else np.asarray(dense)
+        if array.ndim != 2 or array.shape[0] != len(self.ids) or not np.issubdtype(array.dtype, np.floating):
+            raise DataError(f"dense: expected floats [{len(self.ids)}, D], got {array.dtype} {list(array.shape)}.")
+        array = np.ascontiguousarray(array, dtype=np.float32)
+        if not np.isfinite(array).all():
+            row = int(np.flatnonzero(~np.isfinite(array).all(axis=1))[0])
+            raise DataError(f"dense: expected finite numbers, got others for {self.ids[row]!r}.")
+        return array
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def _sizes(self) -> dict[str, int | None]:
+        return {
+            SPARSE: None if self.sparse is None else self.sparse.vocab_size,
+            DENSE: None if self.dense is None else self.dense.shape[1],
+            TOKENS: None if self.tokens is None else self.tokens.dimension,
+        }
+
+    @property
+    def kinds(self) -> list[str]:
+        """Which of ``"sparse"``, ``"dense"`` and ``"tokens"`` there are."""
+        return [kind for kind, size in self._sizes.items() if size is not None]
+
+    def check(self, layout: Layout, place: str) -> None:
+        """Raise an error unless a collection of this layout can answer.
+
+        Raises:
+            VocabularyMismatchError, DataError: another vocabulary, or other kinds or lengths of vectors.
+        """
+        self._check_layout(layout, place, "queries")
+
+    def _check_layout(self, layout: Layout, place: str, what: str) -> None:
+        if self.sparse is not None and layout.vocab_size is not None:
+            check_same_vocabulary(layout, self.sparse, place, what)
+        for kind, wanted in layout.sizes.items():
+            size = self._sizes[kind]
+            if size is not None and wanted is None:
+                raise DataError(f"{what}: {place} has no {kind} vectors, got some. It has: {', '.join(layout.kinds)}.")
+            if size not in (None, wanted):
+                raise DataError(f"{what}: expected {kind} vectors of length {wanted} as in {place}, got {size}.")
+            if size is None and wanted is not None and what == "documents":
+                raise DataError(f"documents: {place} keeps {kind} vectors, got none. Give those of all documents.")
+
+    def vectors(self, row: int) -> dict[str, Any]:
+        """Vectors of a row that are not empty, by their kind."""
+        found: dict[str, Any] = {}
+        if self.sparse is not None:
+            terms, weights = self.sparse.row(row)
+            keep = weights > 0
+            if keep.any():
+                found[SPARSE] = (terms[keep].tolist(), weights[keep].tolist())
+        if self.dense is not None:
+            found[DENSE] = self.dense[row].tolist()
+        if self.tokens is not None and int(self.tokens.offsets[row + 1]) > int(self.tokens.offsets[row]):
+            found[TOKENS] = self.tokens.rows(row).tolist()
+        return found
+
+
+@dataclass
+class Documents(Queries):
+    """Documents with all vectors of a collection's layout; the first four attributes are those of :class:`Queries`.
+
+    Attributes:
         payloads: id -> fields to filter by, of what JSON can hold; documents may be missing.
         models: of ``"dense"`` and ``"tokens"`` -> fingerprint; that of sparse vectors is in their provenance.
 
@@ -63,17 +152,11 @@ class Documents:
         DataError: parts that do not fit together, numbers that are not finite, ids or payloads that cannot be stored.
     """
 
-    ids: list[str]
-    sparse: SparseVectors | None = None
-    dense: Dense | None = None
-    tokens: TokenVectors | None = None
     payloads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     models: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.ids = list(self.ids)
-        check_ids(self.ids)
-        _check_parts(self)
+        super().__post_init__()
         for name in self.ids:
             if not is_unicode(name):
                 raise DataError(f"ids: expected Unicode, got half a surrogate pair in {name!r}. Rename that document.")
@@ -85,9 +168,6 @@ class Documents:
         made_by = self.sparse.provenance.model_fingerprint if self.sparse is not None else None
         self.models = {**self.models, **({SPARSE: made_by} if made_by else {})}
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
     def check(self, layout: Layout, place: str) -> None:
         """Raise an error unless the documents have vectors of this layout and nothing else.
 
@@ -95,7 +175,7 @@ class Documents:
             VocabularyMismatchError, DataError: another vocabulary, other kinds or lengths of vectors, another model,
                 a weight beyond float16, or more token vectors in a document than Qdrant takes.
         """
-        _check_layout(self, layout, place, "documents")
+        self._check_layout(layout, place, "documents")
         check_models(layout.models, self.models, place)
         if self.sparse is not None and layout.weights == "float16" and self.sparse.data.size:
             heaviest = float(self.sparse.data.max())
@@ -116,12 +196,9 @@ class Documents:
 
     def points(self, rows: Sequence[int]) -> list[Point]:
         """Some of the documents as the engine takes them; an empty vector is left out of its point."""
-        made = []
-        for row in rows:
-            name = self.ids[row]
-            payload = {**self.payloads.get(name, {}), ID: name}
-            made.append(Point(key_of(name), payload, _vectors(self, row)))
-        return made
+        names = [self.ids[row] for row in rows]
+        payloads = ({**self.payloads.get(name, {}), ID: name} for name in names)
+        return [Point(key_of(n), p, self.vectors(r)) for n, p, r in zip(names, payloads, rows, strict=True)]
 
     def batches(self, largest: int, largest_bytes: int) -> Iterator[list[int]]:
         """Rows in order, at most `largest` and about `largest_bytes` of a request at a time."""
@@ -156,88 +233,6 @@ class Documents:
             for tensor in (self.tokens.offsets, self.tokens.values, self.tokens.scales):
                 digest.update(b"" if tensor is None else tensor.numpy().tobytes())
         return digest.hexdigest()
-
-
-@dataclass
-class Queries:
-    """Queries with any of the vectors of a collection's layout, one row each in every part; as :class:`Documents`."""
-
-    ids: list[str]
-    sparse: SparseVectors | None = None
-    dense: Dense | None = None
-    tokens: TokenVectors | None = None
-
-    def __post_init__(self) -> None:
-        self.ids = list(self.ids)
-        check_ids(self.ids)
-        _check_parts(self)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    @property
-    def kinds(self) -> list[str]:
-        """Which of ``"sparse"``, ``"dense"`` and ``"tokens"`` there are."""
-        parts = {SPARSE: self.sparse, DENSE: self.dense, TOKENS: self.tokens}
-        return [kind for kind, part in parts.items() if part is not None]
-
-    def check(self, layout: Layout, place: str) -> None:
-        """Raise an error unless a collection of this layout can answer."""
-        _check_layout(self, layout, place, "queries")
-
-    def vectors(self, row: int) -> dict[str, Any]:
-        """The vectors of a query that are not empty."""
-        return _vectors(self, row)
-
-
-def _vectors(part: Documents | Queries, row: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if part.sparse is not None:
-        terms, weights = part.sparse.row(row)
-        keep = weights > 0
-        if keep.any():
-            found[SPARSE] = (terms[keep].tolist(), weights[keep].tolist())
-    if part.dense is not None:
-        found[DENSE] = part.dense[row].tolist()
-    if part.tokens is not None and int(part.tokens.offsets[row + 1]) > int(part.tokens.offsets[row]):
-        found[TOKENS] = part.tokens.rows(row).tolist()
-    return found
-
-
-def _check_parts(part: Documents | Queries) -> None:
-    if part.sparse is None and part.dense is None and part.tokens is None:
-        raise DataError("vectors: expected sparse, dense or tokens, got none of them.")
-    for name, vectors in (("sparse", part.sparse), ("tokens", part.tokens)):
-        if vectors is not None and list(vectors.ids) != part.ids:
-            raise DataError(f"{name}: expected the ids of the {len(part.ids)} others in their order, got others.")
-    if part.dense is not None:
-        array = part.dense.detach().cpu().float().numpy() if hasattr(part.dense, "detach") else np.asarray(part.dense)
-        if array.ndim != 2 or array.shape[0] != len(part.ids) or not np.issubdtype(array.dtype, np.floating):
-            raise DataError(f"dense: expected floats [{len(part.ids)}, D], got {array.dtype} {list(array.shape)}.")
-        part.dense = np.ascontiguousarray(array, dtype=np.float32)
-        if not np.isfinite(part.dense).all():
-            row = int(np.flatnonzero(~np.isfinite(part.dense).all(axis=1))[0])
-            raise DataError(f"dense: expected finite numbers, got others for {part.ids[row]!r}.")
-    if part.tokens is not None and not bool(part.tokens.values.float().isfinite().all()):
-        raise DataError("tokens: expected finite numbers, got others. Check the model's output.")
-
-
-def _check_layout(part: Documents | Queries, layout: Layout, place: str, what: str) -> None:
-    sizes = {
-        SPARSE: None if part.sparse is None else part.sparse.vocab_size,
-        DENSE: None if part.dense is None else part.dense.shape[1],
-        TOKENS: None if part.tokens is None else part.tokens.dimension,
-    }
-    wanted = {SPARSE: layout.vocab_size, DENSE: layout.dense, TOKENS: layout.tokens}
-    if part.sparse is not None and layout.vocab_size is not None:
-        check_same_vocabulary(layout, part.sparse, place, what)
-    for kind, size in sizes.items():
-        if size is not None and wanted[kind] is None:
-            raise DataError(f"{what}: {place} has no {kind} vectors, got some. It has: {', '.join(layout.kinds)}.")
-        if size is not None and size != wanted[kind]:
-            raise DataError(f"{what}: expected {kind} vectors of length {wanted[kind]} as in {place}, got {size}.")
-        if size is None and wanted[kind] is not None and what == "documents":
-            raise DataError(f"documents: {place} keeps {kind} vectors, got none. Give those of all documents.")
 
 
 def _integers(value: Any) -> Iterator[int]:

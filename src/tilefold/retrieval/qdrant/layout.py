@@ -1,12 +1,14 @@
-"""What a collection holds, and what made it."""
+"""Layout of a collection, record of what made it, and conditions on the payload of its documents."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from tilefold.retrieval._files import is_unicode
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 
 SCHEMA_VERSION = 1
@@ -17,6 +19,7 @@ ID = "_id"  # of the document, in the payload: Qdrant's own ids are numbers or U
 _STEP = r'(?:[\w-]+|"[^"]+")(?:\[\d*\])*'
 _FIELD = re.compile(rf"{_STEP}(?:\.{_STEP})*")
 SPARSE, DENSE, TOKENS = "sparse", "dense", "tokens"  # names of the vectors
+_BOUNDS = ("gt", "gte", "lt", "lte")
 
 
 def check_field(name: Any, what: str) -> None:
@@ -30,7 +33,7 @@ def check_field(name: Any, what: str) -> None:
 
 @dataclass(frozen=True)
 class Layout:
-    """The vectors of a collection: any of sparse, dense and token vectors.
+    """Vectors of a collection: any of sparse, dense and token vectors.
 
     Attributes:
         vocab_size, fingerprint: vocabulary of the sparse vectors, as in ``SparseVectors``; None without any.
@@ -55,8 +58,7 @@ class Layout:
     models: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        sizes = {"vocab_size": self.vocab_size, "dense": self.dense, "tokens": self.tokens}
-        for name, size in sizes.items():
+        for name, size in {"vocab_size": self.vocab_size, DENSE: self.dense, TOKENS: self.tokens}.items():
             if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise ValueError(f"{name}: expected an integer of at least 1, or None, got {size!r}.")
         if not self.kinds:
@@ -70,10 +72,14 @@ class Layout:
             check_field(name, "fields")
 
     @property
+    def sizes(self) -> dict[str, int | None]:
+        """Size of the sparse, dense and token vectors; None of those that it lacks."""
+        return {SPARSE: self.vocab_size, DENSE: self.dense, TOKENS: self.tokens}
+
+    @property
     def kinds(self) -> list[str]:
         """Which of ``"sparse"``, ``"dense"`` and ``"tokens"`` there are."""
-        sizes = {SPARSE: self.vocab_size, DENSE: self.dense, TOKENS: self.tokens}
-        return [kind for kind, size in sizes.items() if size is not None]
+        return [kind for kind, size in self.sizes.items() if size is not None]
 
     def check_same(self, other: Layout, place: str) -> None:
         """Raise an error unless `other` may be asked for where this is.
@@ -110,10 +116,10 @@ def check_models(mine: Mapping[str, str], others: Mapping[str, str], place: str)
 
 @dataclass(frozen=True)
 class Record:
-    """What a collection says of itself.
+    """Description of a collection that is kept with it.
 
     Attributes:
-        layout: what it holds.
+        layout: vectors and fields.
         texts_sha256: of the texts of all its documents; None once single documents were added, replaced or deleted.
         vectors_sha256: of the vectors that a build put there, so that it can be resumed; None as above.
         complete: whether no build is unfinished.
@@ -125,16 +131,16 @@ class Record:
     complete: bool = True
 
     def changed(self) -> Record:
-        """The same after single documents were changed."""
+        """Record after single documents were changed."""
         return replace(self, texts_sha256=None, vectors_sha256=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Record as JSON can hold it."""
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any], place: str) -> Record:
-        """The inverse of :meth:`to_dict`; ``DataError`` for anything else."""
+        """Inverse of :meth:`to_dict`; ``DataError`` for anything else."""
         remedy = "Build the index again (tilefold index), or update tilefold."
         if value.get("schema_version") != SCHEMA_VERSION:
             got = value.get("schema_version")
@@ -145,3 +151,58 @@ class Record:
             return cls(layout, value["texts_sha256"], value["vectors_sha256"], bool(value["complete"]))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DataError(f"{place}: expected the record of a collection, got another ({error}). {remedy}") from error
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Documents whose payload matches all of `must` and none of `must_not`.
+
+    Both are field -> a text, integer or boolean; a list of texts or of integers, of which one must be there; or a range
+    such as ``{"gte": 2000, "lt": 2010}``. A field that is a list itself matches with any of its values. ``"by.name"``
+    is a field in an object, and ``'"a name"'`` one that holds more than letters, digits, ``-`` and ``_``.
+
+    Raises:
+        ValueError: no condition, or one of another form.
+    """
+
+    must: Mapping[str, Any] = field(default_factory=dict)
+    must_not: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not any(self.conditions()):
+            raise ValueError("where: expected at least one condition, got none. Leave it out to search everything.")
+
+    def conditions(self) -> tuple[list[tuple[str, list[Any] | dict[str, float]]], ...]:
+        """Fields of `must` and of `must_not`, each with its values, of which one must be there, or with its bounds."""
+        parts = self.must, self.must_not
+        return tuple([(name, _wanted(name, value)) for name, value in part.items()] for part in parts)
+
+    @classmethod
+    def of(cls, where: Filter | Mapping[str, Any] | None) -> Filter | None:
+        """A mapping as a filter that must match."""
+        return where if where is None or isinstance(where, Filter) else cls(where)
+
+
+def _wanted(name: str, value: Any) -> list[Any] | dict[str, float]:
+    check_field(name, "where")
+    if isinstance(value, Mapping):
+        if not value or not all(bound in _BOUNDS and _is_number(number) for bound, number in value.items()):
+            raise ValueError(f"where: expected numbers under {', '.join(_BOUNDS)} for {name!r}, got {dict(value)!r}.")
+        return {bound: float(number) for bound, number in value.items()}
+    several: list[Any] = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
+    kinds = {type(item) for item in several}
+    if isinstance(value, (str, bool, int)):
+        several = [value]
+    elif len(kinds) != 1 or kinds & {bool, float} or not isinstance(several[0], (str, int)):
+        raise ValueError(
+            f"where: expected a text, an integer, a boolean, a list of texts or of integers, or a range for {name!r}, "
+            f"got {value!r}."
+        )
+    for item in several:
+        if not (is_unicode(item) if isinstance(item, str) else -(1 << 63) <= item < 1 << 63):
+            raise ValueError(f"where: expected Unicode or an integer of 64 bits for {name!r}, got {item!r}.")
+    return several
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
