@@ -3,7 +3,7 @@
     python -m benchmarks.encode_two_gpus --output results
 
 A process for each GPU (`--devices`) encodes as `tilefold encode --devices` does; while one GPU is timed the others
-wait. Model and texts are those of `tilefold bench encode`. The first turn of each warms up on few texts, the best of
+wait. Model and texts are those of `benchmarks.encode`. The first turn of each warms up on few texts, the best of
 the others counts, and one more turn is watched by torch's profiler for how busy each GPU is. Nothing is printed as a
 result unless all files are equal. About a minute on H200s. `--device cpu --case tiny-cpu --texts 256` shows that it
 runs.
@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="folder for encode_two_gpus.csv")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--case", default="bert-base", help="a case of tilefold bench encode")
+    parser.add_argument("--case", default="bert-base", help="a case of benchmarks.encode")
     parser.add_argument("--texts", type=int, default=65536)
     parser.add_argument("--turns", type=int, default=2)
     options = parser.parse_args()
@@ -46,8 +46,8 @@ def measure(options: argparse.Namespace, rank: int) -> int:
     import torch
     import torch.distributed as dist
 
+    from benchmarks.encode_data import CASES, make_model, make_texts, read_model
     from tilefold.bench.dtypes import DTYPES
-    from tilefold.bench.encode.inputs import CASES, make_model, make_texts, read_model
     from tilefold.integrations.sentence_transformers import accelerate
 
     clock = Clock(rank)
@@ -138,7 +138,7 @@ def watched(model: Any, texts: Mapping[str, str], folder: Path, device: Any) -> 
     import torch
     import torch.distributed as dist
 
-    from tilefold.bench.encode.ways import busy_share
+    from benchmarks.encode import busy_share
 
     mine = busy_share(lambda: turn(model, texts, folder, "world"), device)
     shares = torch.zeros(dist.get_world_size(), dtype=torch.float64)

@@ -1,8 +1,8 @@
 """Draw where the time of encoding and of a training step goes: ``python -m benchmarks.jobs_plot RESULTS PICTURE.png``.
 
-RESULTS is a folder with the files ``encode.csv`` and ``train.csv`` of ``tilefold bench``. Each bar is the time of 1,000
-documents, or of a pair in a training step; its dark part is the time in which a kernel ran on the GPU, where that was
-measured.
+RESULTS is a folder with the files ``encode.csv`` and ``train.csv`` of ``benchmarks.encode`` and ``benchmarks.train``.
+Each bar is the time of 1,000 documents, or of a pair in a training step; its dark part is the time in which a kernel
+ran on the GPU, where that was measured.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from benchmarks.figures import new_figure, save_figure
 from benchmarks.paths import given_paths
 from benchmarks.results_plot import machine
-from tilefold.bench.figures import new_figure, save_figure
 from tilefold.bench.report import short_number
 from tilefold.bench.results import read_csv
 
@@ -68,7 +68,7 @@ def plot_jobs(results: str | Path, picture: str | Path) -> Path:
 def _passed(path: Path) -> list[dict[str, str]]:
     rows = [row for row in read_csv(path) if row["gate"] == "ok"]
     if not rows:
-        raise ValueError(f"{path} must hold rows of `tilefold bench` that passed their gate, got none.")
+        raise ValueError(f"{path} must hold rows that passed their gate, got none.")
     return rows
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.figures import new_figure, save_figure
 from benchmarks.paths import given_paths
-from tilefold.bench.figures import new_figure, save_figure
 from tilefold.bench.report import short_number
 from tilefold.bench.results import read_csv
 

@@ -1,6 +1,6 @@
 """Draw how long a query takes by number of documents: ``python -m benchmarks.search_plot SEARCH.csv PICTURE.png``.
 
-SEARCH.csv is a file of ``tilefold bench search``. Lines are medians, the bands reach from the 20th to the 99th
+SEARCH.csv is a file of ``benchmarks.search``. Lines are medians, the bands reach from the 20th to the 99th
 percentile; the right side is the time to build each index.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.figures import new_figure, save_figure
 from benchmarks.paths import given_paths
 from benchmarks.results_plot import machine
-from tilefold.bench.figures import new_figure, save_figure
 from tilefold.bench.results import read_csv
 
 _COLORS = {"exact": "#2171b5", "seismic": "#d94801", "numba": "#6a51a3", "scipy": "#969696"}
@@ -27,7 +27,7 @@ def plot_search(results: str | Path, picture: str | Path) -> Path:
     """
     rows = [row for row in read_csv(Path(results)) if row["gate"] == "ok"]
     if not rows:
-        raise ValueError(f"{results} must hold rows of `tilefold bench search` that passed their gate, got none.")
+        raise ValueError(f"{results} must hold rows that passed their gate, got none.")
     figure = new_figure((11, 3.6))
     times, builds = figure.subplots(1, 2)
     drawn: list[str] = []

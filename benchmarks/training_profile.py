@@ -2,7 +2,7 @@
 
     python -m benchmarks.training_profile --shape ragged-128 --side packed
 
-Trains as `tilefold bench train` does, then prints, per step: the time; what the Python stack of the thread that trains
+Trains as `benchmarks.train` does, then prints, per step: the time; what the Python stack of the thread that trains
 stood in, sampled every half millisecond without a profiler (so the device's own time shows as a wait, if it is the
 limit); and, of further steps under torch's profiler, the time of the kernels by name, and between which kernels the
 GPU had nothing to do for longest. ``autograd`` is the host's part of the backward pass, which runs in a thread of its
@@ -21,10 +21,9 @@ from typing import Any
 
 import torch
 
-from tilefold.bench.jobs import get_job
-from tilefold.bench.train.inputs import FULL_LENGTH, MAX_LENGTH, load_tokenizer, made_pairs, make_encoder
-from tilefold.bench.train.job import LARGE
-from tilefold.bench.train.run import GATE_STEPS, GRAPH_WARM_STEPS, GRAPHS, PROFILED_STEPS, Watch, run
+from benchmarks.train import JOB, LARGE
+from benchmarks.train_data import FULL_LENGTH, MAX_LENGTH, load_tokenizer, made_pairs, make_encoder
+from benchmarks.train_run import GATE_STEPS, GRAPH_WARM_STEPS, GRAPHS, PROFILED_STEPS, Watch, run
 
 STEPS = 30
 PERIOD_S = 5e-4
@@ -128,7 +127,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    (case,) = get_job("train").chosen([options.shape], device.type, False)
+    (case,) = JOB.chosen([options.shape], device.type, False)
     numbers = case.numbers
     tokenizer = load_tokenizer(options.tokenizer if numbers["vocab"] == LARGE else None)
     ragged = numbers["documents"] != "full"

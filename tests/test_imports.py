@@ -117,7 +117,7 @@ ARROWS = {
     "modules": {"nn", "ops"},
     "integrations": {"modules", "nn", "ops", "pipeline"},
     "recipes": {"integrations", "losses", "modules", "retrieval"},
-    "bench": {"integrations", "modules", "ops", "pipeline", "recipes", "retrieval", "testing"},
+    "bench": {"ops", "testing"},
     "serve": {"integrations", "ops", "retrieval"},
     "cli": {"bench", "integrations", "ops", "recipes", "retrieval", "serve"},
 }

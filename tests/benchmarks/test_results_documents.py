@@ -56,7 +56,7 @@ def test_results_of_jobs_become_a_picture(tmp_path: Path) -> None:
     assert plot_jobs(results, tmp_path / "jobs.png").read_bytes().startswith(b"\x89PNG")
     for name in ("encode", "train"):
         (tmp_path / f"{name}.csv").write_text("case,gate\na,FAILED\n")
-    with pytest.raises(ValueError, match=r"encode.csv must hold rows of `tilefold bench` that passed their gate"):
+    with pytest.raises(ValueError, match=r"encode.csv must hold rows that passed their gate"):
         plot_jobs(tmp_path, tmp_path / "none.png")
 
 
@@ -64,7 +64,7 @@ def test_results_of_search_become_a_picture(tmp_path: Path) -> None:
     results = Path(__file__).resolve().parents[2] / "benchmarks/results/cpu-amd-epyc-2-threads/search.csv"
     assert plot_search(results, tmp_path / "search.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "search.csv").write_text("documents,gate\n1,FAILED\n")
-    with pytest.raises(ValueError, match=r"search.csv must hold rows of `tilefold bench search` that passed"):
+    with pytest.raises(ValueError, match=r"search.csv must hold rows that passed"):
         plot_search(tmp_path / "search.csv", tmp_path / "none.png")
 
 

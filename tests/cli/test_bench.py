@@ -64,7 +64,7 @@ def test_a_failed_gate_makes_the_command_exit_with_one(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["softmax"], "op must be one of lsr_head, "),
+        (["serch"], "op must be one of lsr_head, maxsim, token_scatter, entmax, entmax_attention, got 'serch'"),
         ([], "op must be given"),
         (["lsr_head", "--device", "tpu"], "device must be cpu or cuda, got 'tpu'"),
         (["lsr_head", "--device", "cpu", "--shape", "huge"], "shape must be one of"),

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-import functools
 import json
+import math
 import re
 import shlex
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,26 +15,21 @@ import torch
 
 from tests.recipes.small import small_collection
 from tilefold import cli
-from tilefold.bench import head_comparison
-from tilefold.cli import _common, _demo_data, _demo_plan, _demo_steps, demo
-from tilefold.cli._demo_plan import Size
+from tilefold.cli import _common, _demo_data, _demo_report, _demo_steps, demo
+from tilefold.cli._demo_data import Size
 from tilefold.recipes.backbone import load_dense_minilm
 from tilefold.recipes.splade import SpladeRecipe
 from tilefold.retrieval import encode_texts
 
-measured_once = functools.cache(head_comparison.compare_heads)  # in processes of their own, which take seconds
-TINY = Size(8, 24, 24, 16, 4, 1e-3, 2, 3)
+TINY = Size("minutes-5", 8, 24, 24, 16, 2, 4, 1e-3)
 
 
 @pytest.fixture
 def small_demo(masked_lm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo's own steps over 16 documents, a narrow model and tiny heads, so that they take seconds."""
+    """The demo's own steps over 16 documents and a narrow model, so that they take seconds."""
     monkeypatch.setattr(_demo_steps, "BASE_MODEL", masked_lm)
-    monkeypatch.setattr(_demo_plan, "SIZES", (TINY,))
-    monkeypatch.setattr(_demo_plan, "FULL_SIZE", replace(TINY, documents=None, fewest=2, most=2))
-    monkeypatch.setattr(_demo_steps, "HEAD_WIDTH", (16, 512))
-    monkeypatch.setattr(_demo_plan, "HEAD_BATCHES", (1,))
-    monkeypatch.setattr(head_comparison, "compare_heads", measured_once)
+    monkeypatch.setattr(_demo_data, "SIZES", {5.0: TINY})
+    monkeypatch.setattr(_demo_data, "FULL", replace(TINY, name="full", documents=None, published=True))
     monkeypatch.setattr(_demo_data, "HELD_OUT", 4)
     load = _common.load_data
     monkeypatch.setattr(
@@ -60,36 +56,25 @@ def test_the_demo_makes_everything_once_and_search_finds_it(
     code, out, err = run(["demo", "--minutes", "0.01"], capsys)
     assert code == 0, err
     systems = ("BM25", "dense zero-shot", "SPLADE (trained here)", "fusion", "late interaction")
-    for expected in (*systems, "peak memory", 'tilefold search "', "standard error over the same 6 queries"):
+    for expected in (*systems, 'tilefold search "', "standard error over the same 6 queries"):
         assert expected in out
-    for expected in (
-        "tokens/s: ",
-        "plan: 16 documents of up to 24 tokens, 2 training steps",
-        "0.01 minutes are too few",
-    ):
-        assert expected in err
-    stages = ("dense zero-shot", "training SPLADE", "encoding the documents", "comparing the plain head")
-    for stage in stages:
-        announced = next(line for line in err.splitlines() if line.startswith(stage))
-        assert "TFLOP, about" in announced
-    told = [err.index(f"{system} answers") for system in ("BM25", "dense", "SPLADE")]
-    assert told == sorted(told)
-    assert told[1] < err.index("training SPLADE"), "the first answers come before the training"
-    (folder,) = (tmp_path / "tilefold-demo").glob("minutes-0.01-*")
-    assert (folder / "heads.png").read_bytes().startswith(b"\x89PNG")
+    assert "16 of 16 documents; queries: " in err
+    assert "training SPLADE with the fused head: 2 steps of 4 pairs" in err
+    answered = [err.index(f"{system} answers") for system in ("BM25", "dense", "SPLADE")]
+    assert answered == sorted(answered)
+    assert answered[1] < err.index("training SPLADE"), "the first answers come before the training"
+    assert list((tmp_path / "tilefold-demo").glob("minutes-5-*/model"))
     code, out, err = run(["demo", "--minutes", "0.01", "--json"], capsys)
     assert code == 0, err
     assert "resuming an earlier run" in err
     assert re.search(r"2 steps, \w+, reused", err)
     results = json.loads(out)
     assert len(results["systems"]) == 5
-    assert all(stage["reused"] for stage in results["stages"].values())
-    assert results["plan"]["steps"] == 2
+    assert all(results["stages"][stage]["reused"] for stage in ("dense", "training", "encoding"))
     named = [(row["system"], row["over"]) for row in results["comparisons"]]
     assert named[:2] == [(list(results["systems"])[2], list(results["systems"])[at]) for at in (0, 1)]
     assert sum(results["fusion_weights"].values()) == pytest.approx(1)
     assert sum(results["late_interaction"]["weights"].values()) == pytest.approx(1)
-    assert {row["impl"] for row in results["heads"]} == {"eager", "fused"}
     code, out, err = run(["search", "how do I work with csv files", "--json"], capsys)
     assert code == 0, err
     hits = json.loads(out)["hits"]
@@ -130,7 +115,7 @@ def test_the_commands_that_the_demo_prints_repeat_its_rows(
 
 
 @pytest.mark.usefixtures("small_demo")
-def test_an_interrupted_demo_goes_on_with_its_plan_and_repeats_no_stage(
+def test_an_interrupted_demo_repeats_no_stage(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: Any) -> None:
@@ -141,36 +126,34 @@ def test_an_interrupted_demo_goes_on_with_its_plan_and_repeats_no_stage(
         code, _, err = run(["demo", "--full", "--output", str(tmp_path)], capsys)
     assert code == 130
     assert "run the same command again to resume" in err
-    (plan,) = tmp_path.glob("full-*/plan.json")
-    before = plan.read_text()
     code, _, err = run(["demo", "--full", "--output", str(tmp_path)], capsys)
     assert code == 0, err
-    assert "measuring this machine" not in err
     assert re.search(r"2 steps, \w+, reused", err)
     assert "token vectors in int8, reused" in err
-    assert plan.read_text() == before
 
 
-def test_demos_of_other_times_seeds_and_documents_have_folders_of_their_own(tmp_path: Path) -> None:
-    asked = [(minutes, seed, digest) for minutes in (5.0, 3.0, "full") for seed in (0, 1) for digest in ("a", "b")]
-    folders = [_demo_steps.Workspace.open(tmp_path, *each).folder for each in asked]
-    assert len(set(folders)) == 12
-    assert folders[0] == _demo_steps.Workspace.open(tmp_path, 5.0, 0, "a").folder
+def test_demos_of_other_sizes_seeds_and_documents_have_folders_of_their_own(tmp_path: Path) -> None:
+    sizes = (*_demo_data.SIZES.values(), _demo_data.FULL)
+    asked = [(size, seed, digest) for size in sizes for seed in (0, 1) for digest in ("a", "b")]
+    folders = [_demo_steps.folder_of(tmp_path, *each) for each in asked]
+    assert len(set(folders)) == 4 * len(sizes)
+    assert folders[0] == _demo_steps.folder_of(tmp_path, sizes[0], 0, "a")
 
 
 def test_the_full_demo_is_the_one_whose_numbers_are_published() -> None:
-    recipe = _demo_steps.make_recipe(_demo_plan.FULL_SIZE, _demo_plan.FULL_SIZE.fewest, 0)
     published = SpladeRecipe(max_steps=110, batch_size=64, train_max_length=64, max_length=128)
-    assert recipe == published
-    assert _demo_plan.FULL_SIZE.documents is None
-    assert _demo_plan.FULL_SIZE.dense_length == 256
-    assert [shape[0] for shape in _demo_steps.head_shapes(3)] == [4, 8, 16]
+    assert _demo_steps.make_recipe(_demo_data.FULL, 0) == published
+    assert (_demo_data.FULL.documents, _demo_data.FULL.dense_length) == (None, 256)
 
 
-def test_a_quick_demo_is_one_of_three_minutes_and_the_default_one_of_five() -> None:
-    assert demo._asked(None, full=False, quick=True) == demo._asked(3, full=False, quick=False) == 3.0
-    assert demo._asked(None, full=False, quick=False) == 5.0
-    assert demo._asked(None, full=True, quick=False) == "full"
+def test_a_quick_demo_is_one_of_three_minutes_and_more_minutes_never_do_less() -> None:
+    assert demo._asked_size(None, full=False, quick=True) == demo._asked_size(3, full=False, quick=False)
+    assert demo._asked_size(None, full=False, quick=False) == demo._asked_size(5, full=False, quick=False)
+    assert demo._asked_size(None, full=True, quick=False) == _demo_data.FULL
+    sizes = [demo._asked_size(minutes, full=False, quick=False) for minutes in (0.01, 3, 4.9, 5, 12, 15, 20, 600)]
+    assert [size.steps for size in sizes] == [40, 40, 40, 50, 90, 90, 110, 110]
+    taken = [size.documents or math.inf for size in sizes]
+    assert taken == sorted(taken)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +177,7 @@ def test_options_of_a_demo_that_make_no_sense_are_usage_errors(
 def test_more_test_queries_come_from_the_training_split_and_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_demo_data, "HELD_OUT", 4)
     given = small_collection()
-    more = _demo_data.more_test_queries(given)
+    more = _demo_data.split(given, TINY)
     assert len(more.qrels["test"]) == 6
     assert given.qrels["test"].items() <= more.qrels["test"].items()
     splits = [set(more.qrels[split]) for split in ("train", "dev", "test")]
@@ -202,14 +185,12 @@ def test_more_test_queries_come_from_the_training_split_and_leave_it(monkeypatch
     assert sum(map(len, splits)) == len(given.queries)
 
 
-def test_a_part_of_the_collection_begins_with_every_document_that_a_query_asks_for() -> None:
+def test_a_part_of_the_collection_has_every_document_that_a_query_asks_for_in_its_order() -> None:
     given = small_collection()
     del given.qrels["train"]["q0"]
-    order, judged = _demo_data.sampling_order(given)
-    assert judged == 15
-    assert order[-1] == "d0"
-    part = _demo_data.take(given, order[:15])
-    assert list(part.documents) == [f"d{i}" for i in range(1, 16)]
+    for count in (0, 15):
+        assert list(_demo_data.take(given, count).documents) == [f"d{i}" for i in range(1, 16)]
+    assert list(_demo_data.take(given, None).documents) == list(given.documents)
 
 
 def test_one_pass_gives_the_dense_vectors_and_the_token_vectors_of_the_models_own_calls() -> None:
@@ -226,7 +207,7 @@ def test_one_pass_gives_the_dense_vectors_and_the_token_vectors_of_the_models_ow
 def test_held_out_queries_are_training_queries_that_training_no_longer_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_demo_data, "HELD_OUT", 4)
     full = small_collection()
-    held = _demo_data.hold_out(full)
+    held = _demo_data.split(full, replace(TINY, published=True))
     assert len(held.qrels["dev"]) == 4
     assert held.qrels["train"].keys() & held.qrels["dev"].keys() == set()
     assert {**held.qrels["train"], **held.qrels["dev"]} == full.qrels["train"]
@@ -256,3 +237,32 @@ def test_a_demo_without_its_packages_says_what_to_install(
     code, _, err = run(["demo", "--output", str(tmp_path / "demo")], capsys)
     assert code == 1
     assert 'pip install "tilefold[demo]"' in err
+
+
+def test_a_difference_is_paired_by_query_and_says_when_it_may_be_chance() -> None:
+    values = [0.0, 1.0, 0.5, 0.25, 1.0]
+    assert _demo_report.mean_and_error(values) == pytest.approx((0.55, statistics.stdev(values) / math.sqrt(5)))
+    assert _demo_report.mean_and_error([3.09] * 11)[1] == 0.0, "whose mean is another number, by a rounding"
+    row = {"system": "a", "over": "c", "difference": 0.1, "standard_error": 0.268}
+    assert _demo_report.difference_line(row) == (
+        "a over c: +0.100 ± 0.268 (no more than 2 standard errors: it may be chance)"
+    )
+    assert _demo_report.difference_line(row | {"standard_error": 0.025}).endswith("0.025 (4.0 standard errors)")
+    assert _demo_report.difference_line(row | {"standard_error": 0.0}) == "a over c: +0.100 ± 0.000"
+
+
+def test_figures_are_computed_over_every_judged_query_even_those_without_answers() -> None:
+    qrels = {"q1": {"a": 1}, "q2": {"b": 1}}
+    right = {"q1": {"a": 1.0}, "q2": {"b": 1.0}}
+    half = {"q1": {"a": 1.0}, "unjudged": {"b": 1.0}}
+    names = _demo_report.SYSTEMS
+    found = _demo_report.figures(dict(zip(names, (half, half, right, right, right), strict=True)), qrels)
+    assert found["queries"] == 2
+    assert found["systems"][names[0]] == {"nDCG@10": 0.5, "standard_error": pytest.approx(0.5), "R@100": 0.5}
+    compared = [(row["system"], row["over"], row["difference"]) for row in found["comparisons"]]
+    assert compared == [
+        (names[2], names[0], 0.5),
+        (names[2], names[1], 0.5),
+        (names[3], names[2], 0.0),
+        (names[4], names[2], 0.0),
+    ]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tilefold.bench.spec import BenchSpec
@@ -29,20 +28,7 @@ def get_spec(op: str) -> BenchSpec:
     Raises:
         ValueError: for an operator without a benchmark.
     """
-    spec: BenchSpec = module_of(SPEC_MODULES, "op", op).SPEC
+    if op not in SPEC_MODULES:
+        raise ValueError(f"op must be one of {', '.join(SPEC_MODULES)}, got {op!r}.")
+    spec: BenchSpec = importlib.import_module(SPEC_MODULES[op]).SPEC
     return spec
-
-
-def module_of(modules: Mapping[str, str], what: str, name: str) -> Any:
-    """The module of this name, imported.
-
-    Args:
-        modules: by name.
-        what: the argument that `name` came as.
-
-    Raises:
-        ValueError: for a name that has no module.
-    """
-    if name not in modules:
-        raise ValueError(f"{what} must be one of {', '.join(modules)}, got {name!r}.")
-    return importlib.import_module(modules[name])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tilefold.bench.claims import Verdict
-    from tilefold.bench.jobs import Job, JobCase
     from tilefold.bench.provenance import Provenance
     from tilefold.bench.runner import BenchRow
     from tilefold.bench.spec import BenchCase, BenchSpec
@@ -114,22 +113,6 @@ def print_case(console: Console, spec: BenchSpec, case: BenchCase, rows: Sequenc
     for row in rows:
         if row.note:
             console.print(f"  {row.impl}: {row.status}: {row.note}", markup=False)
-
-
-def print_job(console: Console, job: Job, case: JobCase, rows: Sequence[Mapping[str, object]]) -> None:
-    """The rows of one case of a job, with the columns that it shows."""
-    from rich.table import Table  # noqa: PLC0415
-
-    table = Table(title=f"{job.name} {case.name}", title_justify="left", header_style="bold")
-    for position, name in enumerate(job.shown):
-        table.add_column(name, justify="left" if position == 0 else "right", no_wrap=True)
-    for row in rows:
-        values = (row.get(name, "") for name in job.shown)
-        table.add_row(*(short_number(value) if isinstance(value, float) else str(value) for value in values))
-    console.print(table)
-    for row in rows:
-        if row.get("note"):
-            console.print(f"  {row[job.key[0]]}: {row['note']}", markup=False)
 
 
 def print_header(console: Console, provenance: Provenance) -> None:

@@ -1,17 +1,19 @@
-"""The results of ``tilefold demo``, and their tables."""
+"""The results of ``tilefold demo``: their figures, their tables, and the commands that repeat them one by one."""
 # ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
 
+import math
+import shlex
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilefold.cli import _common, _demo_steps
-from tilefold.cli._demo_claims import Comparison, compare, mean_and_error, per_query
-from tilefold.cli._demo_data import EXAMPLE
+from tilefold.cli._demo_data import DEV, EXAMPLE, TEST, Size
 
 if TYPE_CHECKING:
-    from tilefold.bench.head_comparison import HeadMeasurement
     from tilefold.retrieval.fusion import Run
 
 SYSTEMS = (
@@ -21,37 +23,49 @@ SYSTEMS = (
     "fusion",
     "SPLADE + late interaction",
 )
+BY_HAND = Path("by-hand")
+ERRORS = 2.0  # a difference of fewer standard errors may be chance
 
 
 def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> dict[str, Any]:
     """Means with standard errors of every system, and the paired differences that the demo reports."""
-    scores = {name: per_query(run, qrels, _demo_steps.NDCG) for name, run in runs.items()}
+    from tilefold.retrieval.evaluation import evaluate_per_query
+
+    tables = {
+        name: evaluate_per_query(run, qrels, (_demo_steps.NDCG, _demo_steps.RECALL)) for name, run in runs.items()
+    }
     systems = {}
-    for name, run in runs.items():
-        mean, error = mean_and_error(scores[name])
-        recall, _ = mean_and_error(per_query(run, qrels, _demo_steps.RECALL))
+    for name, table in tables.items():
+        mean, error = mean_and_error([row[_demo_steps.NDCG] for row in table.values()])
+        recall = statistics.fmean(row[_demo_steps.RECALL] for row in table.values())
         systems[name] = {_demo_steps.NDCG: mean, "standard_error": error, _demo_steps.RECALL: recall}
     bm25, dense, splade, fusion, late = runs
     best = max((bm25, dense, splade), key=lambda name: systems[name][_demo_steps.NDCG])
-    pairs = ((splade, bm25), (splade, dense), (fusion, best), (late, splade))
-    comparisons = [compare(system, over, scores).to_dict() for system, over in pairs]
+    comparisons = []
+    for system, over in ((splade, bm25), (splade, dense), (fusion, best), (late, splade)):
+        mine, theirs = tables[system], tables[over]
+        mean, error = mean_and_error([mine[q][_demo_steps.NDCG] - theirs[q][_demo_steps.NDCG] for q in mine])
+        row = {"system": system, "over": over, "difference": mean, "standard_error": error, "queries": len(mine)}
+        comparisons.append(row)
     return {"queries": len(qrels), "systems": systems, "comparisons": comparisons}
 
 
-def draw(rows: list[HeadMeasurement], path: Path) -> Path | None:
-    """Draw the comparison of the heads, or print why there is no plot."""
-    from tilefold.bench.head_comparison import plot_heads
-
-    try:
-        return plot_heads(rows, path)
-    except ImportError as error:
-        _common.note(f"  no plot: {_common.first_line(error)}")
-    except ValueError as error:
-        _common.note(f"  no plot: {_common.first_line(error)}")
-    return None
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error, from the sample standard deviation."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return statistics.fmean(values), error
 
 
-def print_report(results: dict[str, Any], rows: list[HeadMeasurement], plot: Path | None) -> None:
+def difference_line(row: dict[str, Any]) -> str:
+    """The line that the user reads about a paired difference."""
+    difference, error = row["difference"], row["standard_error"]
+    line = f"{row['system']} over {row['over']}: {difference:+.3f} ± {error:.3f}"
+    if abs(difference) <= ERRORS * error:
+        return f"{line} (no more than {ERRORS:.0f} standard errors: it may be chance)"
+    return f"{line} ({abs(difference) / error:.1f} standard errors)" if error else line
+
+
+def print_report(results: dict[str, Any]) -> None:
     """Print the tables, and commands to try next, on stdout."""
     console = _common.stdout()
     console.print(_systems_table(results))
@@ -60,13 +74,10 @@ def print_report(results: dict[str, Any], rows: list[HeadMeasurement], plot: Pat
         highlight=False,
     )
     for values in results["comparisons"]:
-        console.print(f"  {Comparison(**values).text}", markup=False, highlight=False)
+        console.print(f"  {difference_line(values)}", markup=False, highlight=False)
     if "seismic_overlap_at_10" in results:
         share = results["seismic_overlap_at_10"]
         console.print(f"Seismic's top 10 holds {share:.1%} of the exact top 10.", highlight=False)
-    console.print(_heads_table(rows))
-    if plot is not None:
-        console.print(f"plot: {plot}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"model: {results['model']}", markup=False, highlight=False, soft_wrap=True)
     console.print("the rows of the first table by hand:", highlight=False)
     for line in results["commands"]:
@@ -109,27 +120,58 @@ def _labels(results: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _heads_table(rows: list[HeadMeasurement]) -> Any:
-    from rich.table import Table
+def commands(folder: Path, size: Size, seed: int, late_weight: float) -> list[str]:
+    """Shell lines, the first of which changes into the demo's `folder`.
 
-    where = next((f"{row.device}, {row.dtype}" for row in rows if row.device), "")
-    table = Table(title=f"LM head of SPLADE, plain and fused ({where})")
-    for name in ("batch x tokens", "head", "forward", "forward + backward", "peak memory"):
-        table.add_column(name, justify="left" if name == "head" else "right")
-    for row in sorted(rows, key=lambda row: (row.batch * row.seq, row.impl)):
-        name = "plain" if row.impl == "eager" else "fused"
-        if row.skipped_reason is not None:
-            table.add_row(f"{row.batch} x {row.seq}", name, row.skipped_reason)
-            continue
-        table.add_row(
-            f"{row.batch} x {row.seq}",
-            name,
-            _number(row.forward_ms, "ms"),
-            _number(row.forward_backward_ms, "ms"),
-            _number(row.peak_mb, "MB"),
-        )
-    return table
+    Args:
+        folder: of the demo; its collection is in ``data``.
+        size: of the demo.
+        seed: of its training.
+        late_weight: of MaxSim in the row of late interaction.
+    """
+    bm25, model, vectors, index, late, tokens = (
+        str(BY_HAND / name) for name in ("bm25", "model", "vectors", "index", "late", "tokens")
+    )
+    runs = {name: str(BY_HAND / f"{name}.trec") for name in ("bm25", "dense", "splade")}
+    data = ["--data", "data"]
+    both = [*data, "--split", TEST, "--split", DEV]
+    searched = ["--index", index, "--model", model, "--query-top-k", str(_demo_steps.QUERY_TERMS)]
+    fused = [part for run in runs.values() for part in ("--run", run)]
+    reranked = ["--rerank", tokens, "--rerank-depth", str(_demo_steps.RERANKED), "--rerank-weight", f"{late_weight:g}"]
+    steps: list[Sequence[str]] = [
+        ["index", "--backend", "bm25", *data, "--identifiers", "--output", bm25],
+        ["evaluate", *both, "--index", bm25, "--save-run", runs["bm25"]],
+        ["evaluate", *both, "--model", "minilm", "--max-length", str(size.dense_length), "--save-run", runs["dense"]],
+        ["train", *data, *_training(size, seed), "--output", model],
+        ["encode", *data, "--model", model, "--top-k", str(_demo_steps.DOCUMENT_TERMS), "--output", vectors],
+        ["index", "--vectors", vectors, "--output", index],
+        ["evaluate", *both, *searched, "--save-run", runs["splade"]],
+        ["fuse", *data, *fused, "--method", "interpolation", "--tune", DEV],
+        ["train", *data, *_token_states(size), "--output", late],
+        ["encode", *data, "--model", late, "--storage", "int8", "--output", tokens],
+        ["evaluate", *data, *searched, *reranked],
+    ]
+    return [shlex.join(["cd", str(folder)]), *(shlex.join(["tilefold", *step]) for step in steps)]
 
 
-def _number(value: float | None, unit: str) -> str:
-    return "" if value is None else f"{value:,.0f} {unit}"
+def _training(size: Size, seed: int) -> list[str]:
+    """The options of ``train`` that give the recipe of the demo."""
+    recipe = _demo_steps.make_recipe(size, seed)
+    options = {
+        "--model": recipe.base_model,
+        "--steps": size.steps,
+        "--batch-size": recipe.batch_size,
+        "--lr": f"{recipe.learning_rate:g}",
+        "--max-length": recipe.max_length,
+        "--train-max-length": recipe.train_max_length,
+        "--seed": seed,
+    }
+    named = [str(part) for option in options.items() for part in option]
+    return [*named, *(["--group-by-length"] if recipe.group_by_length else [])]
+
+
+def _token_states(size: Size) -> list[str]:
+    """The options of ``train`` that save MiniLM's own token states as a late-interaction model."""
+    length = str(size.dense_length)
+    untrained = ["--recipe", "colbert", "--model", "minilm", "--steps", "0", "--dimension", "0", "--keep-punctuation"]
+    return [*untrained, "--max-length", length, "--query-length", length]

@@ -10,13 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilefold._files import read_json, write_json
-from tilefold.cli import _common, _demo_plan
-from tilefold.cli._demo_data import collection_digest, contents
-from tilefold.cli._demo_plan import Plan, Size
+from tilefold.cli import _common
+from tilefold.cli._demo_data import Size, collection_digest
 
 if TYPE_CHECKING:
-    from tilefold.bench.head_comparison import HeadMeasurement
     from tilefold.recipes.splade import SpladeRecipe, TrainResult
     from tilefold.retrieval.collection import Collection
     from tilefold.retrieval.fusion import Run
@@ -29,88 +26,60 @@ Tick = Callable[[int, int, str], None]
 DEPTH = 100
 # Heaviest terms kept per text: a third of the postings, for less than .01 nDCG@10 on held-out queries.
 DOCUMENT_TERMS, QUERY_TERMS = 128, 32
-HEAD_WIDTH = (384, 30522)  # of MiniLM
 RERANKED = 50  # candidates per query for late interaction
 TOKEN_SHARD = 512
 NDCG, RECALL = "nDCG@10", "R@100"
 BASE_MODEL = "minilm"
-PLAN = "plan.json"
 
 
-@dataclass(frozen=True)
-class Workspace:
-    """The folders of a demo: `root` holds what several demos share, `folder` what belongs to one."""
-
-    root: Path
-    folder: Path
-
-    @classmethod
-    def open(cls, root: Path, minutes: float | str, seed: int, data_digest: str) -> Workspace:
-        """The folders of a demo of so many minutes over this data."""
-        key = hashlib.sha256(json.dumps([minutes, seed, DOCUMENT_TERMS, data_digest]).encode()).hexdigest()
-        name = minutes if isinstance(minutes, str) else f"minutes-{minutes:g}"
-        return cls(root, root / f"{name}-{key[:8]}")
+def folder_of(root: Path, size: Size, seed: int, data_digest: str) -> Path:
+    """The folder of a demo of this size over this data."""
+    key = hashlib.sha256(json.dumps([asdict(size), seed, DOCUMENT_TERMS, data_digest]).encode()).hexdigest()
+    return root / f"{size.name}-{key[:8]}"
 
 
-def read_plan(where: Workspace) -> Plan | None:
-    """The plan of an earlier run of the same demo; its saved results fit only that plan."""
-
-    kept = read_json(where.folder / PLAN)
-    try:
-        return None if kept is None else Plan.from_dict(kept)
-    except (KeyError, TypeError):
-        return None
-
-
-def write_plan(where: Workspace, plan: Plan) -> None:
-    """Save the plan for a resumed run."""
-
-    where.folder.mkdir(parents=True, exist_ok=True)
-    write_json(where.folder / PLAN, plan.to_dict())
-
-
-def make_recipe(size: Size, steps: int, seed: int) -> SpladeRecipe:
+def make_recipe(size: Size, seed: int) -> SpladeRecipe:
     """The recipe of a size."""
     from tilefold.recipes.splade import SpladeRecipe
 
     return SpladeRecipe(
         base_model=BASE_MODEL,
-        max_steps=steps,
+        max_steps=size.steps,
         batch_size=size.batch_size,
         learning_rate=size.learning_rate,
         max_length=size.max_length,
         train_max_length=size.train_length,
-        group_by_length=size != _demo_plan.FULL_SIZE,
+        group_by_length=not size.published,
         seed=seed,
     )
 
 
-def train_model(where: Workspace, recipe: SpladeRecipe, collection: Collection, tick: Tick) -> TrainResult:
+def train_model(folder: Path, size: Size, seed: int, collection: Collection, tick: Tick) -> TrainResult:
     """The trained model in ``<folder>/model``."""
     from tilefold.recipes.splade import train
 
     return train(
-        recipe,
+        make_recipe(size, seed),
         collection,
-        where.folder / "model",
+        folder / "model",
         progress=lambda step, steps, loss: tick(step, steps, "" if loss is None else f"loss {loss:.2f}"),
     )
 
 
-def encode_documents(where: Workspace, encoder: Any, collection: Collection, tick: Tick) -> tuple[SparseVectors, bool]:
+def encode_documents(folder: Path, encoder: Any, collection: Collection, tick: Tick) -> tuple[SparseVectors, bool]:
     """The documents' vectors, saved in ``<folder>/vectors``, and whether they were there already."""
     from tilefold.retrieval.encoding import encode_collection
     from tilefold.retrieval.errors import DataError
     from tilefold.retrieval.vectors import read_manifest, read_vectors
 
-    path = where.folder / "vectors"
+    path = folder / "vectors"
     try:
         reused = read_manifest(path).complete
     except (FileNotFoundError, DataError):
         reused = False
     encode_collection(
         encoder,
-        contents(collection),
+        collection.contents(),
         path,
         shard_size=512,
         top_k=DOCUMENT_TERMS,
@@ -119,14 +88,14 @@ def encode_documents(where: Workspace, encoder: Any, collection: Collection, tic
     return read_vectors(path), reused
 
 
-def build_indexes(where: Workspace, vectors: SparseVectors) -> dict[str, SparseIndex]:
+def build_indexes(folder: Path, vectors: SparseVectors) -> dict[str, SparseIndex]:
     """An exact index in ``<folder>/index``, and a Seismic one beside it if its package is installed."""
     from tilefold.retrieval.errors import DataError, MissingPackageError
     from tilefold.retrieval.index import build_index, load_index
 
     built: dict[str, SparseIndex] = {}
     for backend, name in (("exact", "index"), ("seismic", "index-seismic")):
-        path = where.folder / name
+        path = folder / name
         try:
             try:
                 built[backend] = load_index(path)
@@ -151,9 +120,7 @@ class ZeroShot:
     reused: bool
 
 
-def zero_shot(
-    where: Workspace, collection: Collection, queries: dict[str, str], max_length: int, tick: Tick
-) -> ZeroShot:
+def zero_shot(root: Path, collection: Collection, queries: dict[str, str], max_length: int, tick: Tick) -> ZeroShot:
     """Computed once for these texts and this length, and saved with the model that --rerank needs."""
     from tilefold.recipes.backbone import load_dense_minilm
     from tilefold.recipes.precision import fast_inference
@@ -163,7 +130,7 @@ def zero_shot(
     from tilefold.retrieval.evaluation import read_trec_run, write_trec_run
 
     key = hashlib.sha256(f"{collection_digest(collection)} {sorted(queries)} {max_length}".encode()).hexdigest()[:8]
-    path, folder = where.root / f"dense-{key}.trec", where.root / f"minilm-{key}"
+    path, folder = root / f"dense-{key}.trec", root / f"minilm-{key}"
     model = load_dense_minilm()
     model.max_seq_length = max_length
     with fast_inference():
@@ -201,7 +168,7 @@ def _encode_documents_once(model: Any, collection: Collection, folder: Path, tic
         late.save_pretrained(str(folder / "model"), create_model_card=False)
     source = str((folder / "model").resolve())
     dimension = int(model.get_embedding_dimension())
-    texts = contents(collection)
+    texts = collection.contents()
     manifest = TokenManifest(dimension, "int8", None, token_model_fingerprint(late), source)
     manifest.settings["texts_sha256"] = texts_digest(texts)
     writer = TokenVectorWriter(folder / "tokens", manifest, resume=False)
@@ -261,24 +228,3 @@ def overlap(exact: Run, other: Run, k: int = 10) -> float:
         if top:
             shares.append(len(top & theirs) / len(top))
     return sum(shares) / max(1, len(shares))
-
-
-def head_shapes(count: int) -> tuple[tuple[int, int, int, int], ...]:
-    """``(batch, tokens, hidden, vocabulary)`` of the first `count` comparisons of the stock head with the fused one."""
-    return tuple((batch, _demo_plan.HEAD_TOKENS, *HEAD_WIDTH) for batch in _demo_plan.HEAD_BATCHES[:count])
-
-
-def compare_heads(where: Workspace, count: int) -> tuple[list[HeadMeasurement], bool]:
-    """Time the stock and the fused head at `count` batch sizes, or read them from ``<folder>/heads.json``."""
-    from tilefold.bench import head_comparison
-
-    path = where.folder / "heads.json"
-    if path.is_file():
-        try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
-            return [head_comparison.HeadMeasurement(**row) for row in kept["rows"]], True
-        except (ValueError, TypeError, KeyError):
-            path.unlink()
-    rows = head_comparison.compare_heads(head_shapes(count))
-    write_json(path, {"rows": [asdict(row) for row in rows]})
-    return rows, False

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from tilefold.bench.jobs import Job, JobCase, JobOptions
     from tilefold.bench.provenance import Provenance
     from tilefold.bench.runner import BenchRow, RunOptions
     from tilefold.bench.spec import BenchCase, BenchSpec
@@ -25,11 +24,11 @@ _QUICK_SECONDS = 0.15
 
 
 def bench(
-    op: Annotated[str | None, typer.Argument(help="Operator or job to time, for instance lsr_head or search.")] = None,
+    op: Annotated[str | None, typer.Argument(help="Operator to time, for instance lsr_head.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Time every operator.")] = False,
     listing: Annotated[bool, typer.Option("--list", help="List shapes and implementations, run nothing.")] = False,
     shape: Annotated[
-        list[str] | None, typer.Option("--shape", "--only", help="Named shape or case; repeat for several.")
+        list[str] | None, typer.Option("--shape", "--only", help="Named shape; repeat for several.")
     ] = None,
     impl: Annotated[list[str] | None, typer.Option(help="Implementation; repeat for several.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
@@ -42,46 +41,30 @@ def bench(
     minutes: Annotated[
         float | None, typer.Option(help="Start no further shape after this many; slow peers run last.")
     ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="Folder of a tokenizer for jobs with V = 250,002; by default a small one.")
-    ] = None,
 ) -> None:
-    """Check, then time operators, or whole jobs, and their baselines; a row whose check fails shows no time.
+    """Check, then time operators and their baselines; a row whose check fails shows no time.
 
     Without --output, results go to benchmarks/results if the current directory has benchmarks.
     Exits with 1 if an implementation failed its check.
     """
-    from tilefold.bench.jobs import JobOptions, get_job, job_names
     from tilefold.bench.provenance import choose_device
     from tilefold.bench.registry import get_spec, operators
     from tilefold.bench.results import results_folder
 
     try:
-        known = (*operators(), *job_names())
-        _check_useless(op, every, listing, quick, seconds, op in job_names())
-        if op is not None and op not in known:
-            raise ValueError(f"op must be one of {', '.join(known)}, got {op!r}.")
-        if op in job_names():
-            job = get_job(op)
-            if listing:
-                _list_job(job)
-                return
-            how = JobOptions(choose_device(device), impl, quick, tokenizer)
-            if _run_job(job, how, shape, results_folder(output, quick)):
-                raise typer.Exit(1)
-            return
+        _check_useless(op, every, listing, quick, seconds)
         names = operators() if every or (listing and op is None) else (op,) if op is not None else ()
         specs = [get_spec(name) for name in names]
         if not specs:
-            raise ValueError(f"op must be given, one of {', '.join(known)}; or use --all.")
+            raise ValueError(f"op must be given, one of {', '.join(operators())}; or use --all.")
         if listing:
             for spec in specs:
                 _list(spec)
             return
         target = choose_device(device)
-        jobs = [(spec, _cases(spec, shape, target.type, dtype, quick)) for spec in specs]
+        chosen = [(spec, _cases(spec, shape, target.type, dtype, quick)) for spec in specs]
         options = _options(target, impl, min(seconds, _QUICK_SECONDS) if quick else seconds, minutes)
-        failed = _run_all(jobs, options, results_folder(output, quick))
+        failed = _run_all(chosen, options, results_folder(output, quick))
     except ValueError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from error
@@ -89,17 +72,13 @@ def bench(
         raise typer.Exit(1)
 
 
-def _check_useless(op: str | None, every: bool, listing: bool, quick: bool, seconds: float, job: bool) -> None:
+def _check_useless(op: str | None, every: bool, listing: bool, quick: bool, seconds: float) -> None:
     """Raise an error for options that do nothing beside the others."""
     if every and op is not None:
         raise _common.UsageError(f"--all times every operator: leave it out, or {op}.")
     if listing:
-        useless = ("shape", "impl", "device", "dtype", "output", "quick", "seconds", "minutes", "tokenizer")
+        useless = ("shape", "impl", "device", "dtype", "output", "quick", "seconds", "minutes")
         _common.refuse_useless(useless, "with --list, which runs nothing")
-    if job:
-        _common.refuse_useless(("dtype", "seconds", "minutes"), f"for the job {op}, whose cases say so themselves")
-    else:
-        _common.refuse_useless(["tokenizer"], "for operators, which read no text")
     if quick and seconds > _QUICK_SECONDS:
         _common.refuse_useless(["seconds"], f"above {_QUICK_SECONDS:g} with --quick")
 
@@ -112,40 +91,6 @@ def _list(spec: BenchSpec) -> None:
     for implementation in spec.implementations:
         where = ", ".join(implementation.default_on) or "on request"
         typer.echo(f"  {implementation.name:32} {implementation.kind:9} {where}")
-
-
-def _list_job(job: Job) -> None:
-    typer.echo(f"{job.name}: shapes")
-    for case in job.cases:
-        typer.echo(f"  {case.name:32} {', '.join(case.devices):10}{'  quick' if case.quick else ''}")
-
-
-def _run_job(job: Job, options: JobOptions, shape: list[str] | None, folder: Path | None) -> bool:
-    """Run, print and save after every row; whether a row failed its gate."""
-    from rich.console import Console
-
-    from tilefold.bench import report
-    from tilefold.bench.provenance import collect
-    from tilefold.bench.results import results_file, write_csv
-
-    provenance = collect(options.device)
-    console = Console(width=None if Console().is_terminal else 190)
-    report.print_header(console, provenance)
-    path = results_file(folder, job.name, provenance) if folder is not None else None
-    failed = False
-    cases: list[JobCase] = job.chosen(shape, options.device.type, options.quick)
-    for case in cases:
-        rows = []
-        with console.status(f"{job.name}: {case.name}"):
-            for row in job.run(case, options):
-                rows.append(row)
-                failed |= row["gate"] != "ok"
-                if path is not None:
-                    write_csv(path, [row], provenance, job.key)
-        report.print_job(console, job, case, rows)
-    if path is not None:
-        console.print(f"results: {path}", markup=False)
-    return failed
 
 
 def _cases(spec: BenchSpec, shape: list[str] | None, device: str, dtype: str | None, quick: bool) -> list[BenchCase]:
@@ -171,7 +116,7 @@ def _options(device: torch.device, impl: list[str] | None, seconds: float, minut
     return RunOptions(device=device, impls=impl or None, budget=budget, limit=60 * (minutes or math.inf))
 
 
-def _run_all(jobs: list[tuple[BenchSpec, list[BenchCase]]], options: RunOptions, folder: Path | None) -> bool:
+def _run_all(chosen: list[tuple[BenchSpec, list[BenchCase]]], options: RunOptions, folder: Path | None) -> bool:
     """Run, print and save; whether an implementation of ours failed its check."""
     from rich.console import Console
 
@@ -184,7 +129,7 @@ def _run_all(jobs: list[tuple[BenchSpec, list[BenchCase]]], options: RunOptions,
     console = Console(width=None if Console().is_terminal else 190)
     report.print_header(console, provenance)
     failed = False
-    for spec, cases in jobs:
+    for spec, cases in chosen:
         path = results_file(folder, spec.op, provenance) if folder is not None else None
         rows = _run_one(spec, cases, options, console, path, provenance)
         report.print_verdicts(console, verdicts(spec, rows))

@@ -3,35 +3,36 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tilefold._files import write_json
-from tilefold.cli import _common, _demo_commands, _demo_data, _demo_plan, _demo_report, _demo_steps, _models
-from tilefold.cli._demo_progress import Stages
+from tilefold.cli import _common, _demo_data, _demo_report, _demo_steps, _models
+from tilefold.cli._demo_data import EXAMPLE, EXAMPLE_ID, Size
 
 if TYPE_CHECKING:
-    from tilefold.bench.head_comparison import HeadMeasurement
-    from tilefold.cli._demo_plan import Plan
-    from tilefold.cli._demo_steps import Workspace, ZeroShot
     from tilefold.retrieval.collection import Collection
     from tilefold.retrieval.fusion import Run
 
-MINUTES = 5.0
-QUICK_MINUTES = 3.0
+MINUTES, QUICK_MINUTES = 5.0, 3.0
+ANSWERS = 3
 
 
 def demo(
     minutes: Annotated[
-        float | None, typer.Option(help="Time to plan for; by default 5. The demo measures this machine first.")
+        float | None,
+        typer.Option(help="Take the largest size for so many minutes on two cores: 3, 5, 12 or 20; by default 5."),
     ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="Everything at full size: 6 to 30 minutes on 2 cores, depending on the CPU.")
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="The same as --minutes 3.")] = False,
-    seed: Annotated[int, typer.Option(help="Equal seeds and plans give equal models.")] = 0,
+    seed: Annotated[int, typer.Option(help="Equal seeds and sizes give equal models.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder for all files of the demo.")] = _common.DEMO_DIR,
     as_json: Annotated[bool, typer.Option("--json", help="The results as JSON on stdout.")] = False,
 ) -> None:
@@ -41,16 +42,16 @@ def demo(
     """
     from tilefold.retrieval.errors import MissingPackageError
 
-    asked = _asked(minutes, full, quick)
+    size = _asked_size(minutes, full, quick)
     if not 0 <= seed < 2**32:
         raise _common.UsageError(f"--seed: expected a whole number of at least 0 and below 2^32, got {seed}.")
-    stages = Stages()
     try:
         output.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
         raise _common.UsageError(f"--output: expected a folder, got the file {output}.") from error
+    stages = Stages()
     try:
-        results, rows, plot, folder = _run(asked, seed, output, stages)
+        results, folder = _run(size, seed, output, stages)
     except MissingPackageError as error:
         raise _common.CommandError(f'{_common.first_line(error)} (everything: pip install "tilefold[demo]")') from error
     results |= {"seconds": stages.elapsed, "stages": stages.record, "seed": seed}
@@ -59,171 +60,131 @@ def demo(
     if as_json:
         _common.print_json(results)
         return
-    _demo_report.print_report(results, rows, plot)
+    _demo_report.print_report(results)
 
 
-def _asked(minutes: float | None, full: bool, quick: bool) -> float | str:
+def _asked_size(minutes: float | None, full: bool, quick: bool) -> Size:
     if sum((minutes is not None, full, quick)) > 1:
         raise _common.UsageError("--minutes, --full and --quick exclude one another: give one of them.")
     if minutes is not None and not 0 < minutes < float("inf"):
         raise _common.UsageError(f"--minutes: expected a number above 0, got {minutes:g}.")
     if full:
-        return _demo_plan.FULL
-    return float(minutes or (QUICK_MINUTES if quick else MINUTES))
+        return _demo_data.FULL
+    return _demo_data.size_for(minutes or (QUICK_MINUTES if quick else MINUTES))
 
 
-def _run(
-    asked: float | str, seed: int, output: Path, stages: Stages
-) -> tuple[dict[str, Any], list[HeadMeasurement], Path | None, Path]:
-    _common.keeps(lambda: any(output.glob("*/plan.json")))
-    with stages.step("collection: the documentation of this Python") as done:
-        everything = _common.load_data("pydocs", output / "data")
-        whole = asked == _demo_plan.FULL
-        collection = _demo_data.hold_out(everything) if whole else _demo_data.more_test_queries(everything)
-        pairs = {split: len(grades) for split, grades in collection.qrels.items()}
-        done(f"{len(collection.documents)} documents; queries: {', '.join(f'{n} {s}' for s, n in pairs.items())}")
-    where = _demo_steps.Workspace.open(output, asked, seed, _demo_data.collection_digest(everything))
-    plan, order = _plan(where, asked, seed, collection, stages)
-    part = _demo_data.take(collection, order[: plan.documents])
-    part.save_beir(where.folder / "data")
-    queries = part.split_queries("test") | part.split_queries("dev") | {_demo_data.EXAMPLE_ID: _demo_data.EXAMPLE}
-    bm25 = _bm25(part, queries, stages)
-    first, plan = _zero_shot(where, plan, part, queries, stages)
-    plan = _train(where, plan, seed, part, stages)
-    results, plan = _splade(where, plan, part, queries, (bm25, first), stages)
-    rows = _compare_heads(where, plan, stages)
-    plot = _demo_report.draw(rows, where.folder / "heads.png")
-    results["heads"] = [vars(row) for row in rows]
-    results["model"] = str(where.folder / "model")
-    late_weight = results["late_interaction"]["weights"]["maxsim"]
-    results["commands"] = _demo_commands.commands(where.folder, plan, seed, late_weight)
-    results["plan"] = plan.to_dict() | {"operations": plan.operations}
-    return results, rows, plot, where.folder
+class Stages:
+    """Reports stages on stderr, and measures their times."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self.record: dict[str, dict[str, Any]] = {}
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the demo began."""
+        return time.monotonic() - self._started
+
+    @contextmanager
+    def step(self, name: str, text: str) -> Iterator[Callable[..., None]]:
+        """Print what begins, and afterwards its time; yields a function of its result and whether it was kept."""
+        started = time.monotonic()
+        _common.note(f"{text} ...")
+        outcome, kept = "", False
+
+        def done(text: str, reused: bool = False) -> None:
+            nonlocal outcome, kept
+            outcome, kept = f"{text}, ", reused
+
+        yield done
+        seconds = time.monotonic() - started
+        self.record[name] = {"seconds": seconds, "reused": kept}
+        _common.note(f"  {outcome}{'reused' if kept else f'{seconds:.1f} s'}")
 
 
-def _plan(
-    where: Workspace, asked: float | str, seed: int, collection: Collection, stages: Stages
-) -> tuple[Plan, list[str]]:
-    """The plan of an earlier run of this demo, or a new one, and the documents in the order in which it takes them."""
-    from tilefold.cli import _demo_speed
-
-    order, judged = _demo_data.sampling_order(collection)
-    kept = _demo_steps.read_plan(where)
-    if kept is not None:
-        _common.note(f"resuming an earlier run in {where.folder} (delete that folder to start over)")
-        stages.announce(kept)
-        return kept, order
-    size = _demo_plan.FULL_SIZE if isinstance(asked, str) else _demo_plan.SIZES[0]
-    with stages.step("measuring this machine: encoding and training on a few batches") as done:
-        recipe = _demo_steps.make_recipe(size, size.fewest, seed)
-        speed, work, texts = _demo_speed.measure(recipe, collection, order, judged)
-        training = speed.training / work.training
-        done(f"tokens/s: {speed.encoding / work.encoding:,.0f} forward, {training:,.0f} forward + backward")
-    if isinstance(asked, str):
-        plan = _demo_plan.size_plan(asked, size, speed, work, texts)
-    else:
-        plan = _demo_plan.make_plan(asked, speed, work, texts, spent=stages.elapsed)
-    _demo_steps.write_plan(where, plan)
-    stages.announce(plan)
-    return plan, order
+def _answers(system: str, collection: Collection, run: Run) -> None:
+    """Print the first documents for the example query."""
+    best = sorted(run.get(EXAMPLE_ID, {}).items(), key=lambda item: -item[1])[:ANSWERS]
+    titles = [collection.documents[name].title or name for name, _ in best]
+    _common.note(f'  {system} answers "{EXAMPLE}": {", ".join(titles) or "nothing"}')
 
 
-def _bm25(part: Collection, queries: dict[str, str], stages: Stages) -> Run:
+def _run(size: Size, seed: int, output: Path, stages: Stages) -> tuple[dict[str, Any], Path]:
+    """All stages; the results, and the folder of this demo."""
     from tilefold.retrieval import BM25Index
 
-    with stages.step("searching: BM25"):
-        found: Run = BM25Index.build(_demo_data.contents(part), identifiers=True).search(queries, _demo_steps.DEPTH)
-    stages.answers("BM25", part, found)
-    return found
-
-
-def _zero_shot(
-    where: Workspace, plan: Plan, part: Collection, queries: dict[str, str], stages: Stages
-) -> tuple[ZeroShot, Plan]:
-    texts = f"{plan.documents} documents, {plan.dense_tokens:,} tokens"
-    title = f"dense zero-shot, and token vectors from the same pass: {texts}"
-    with stages.model_step("dense", title, plan) as done, _common.progress_bar("  encoding") as tick:
-        found = _demo_steps.zero_shot(where, part, queries, plan.size.dense_length, tick)
-        stored = found.documents.manifest
-        done(f"{stored.n_tokens:,} token vectors in {stored.storage}", found.reused)
-    stages.answers("dense", part, found.run)
-    return found, _replanned(where, plan, ("dense",), stages)
-
-
-def _train(where: Workspace, plan: Plan, seed: int, part: Collection, stages: Stages) -> Plan:
-    title = (
-        f"training SPLADE with the fused head: {plan.steps} steps of {plan.size.batch_size} pairs, "
-        f"{plan.steps * plan.step_tokens:,.0f} tokens"
-    )
-    recipe = _demo_steps.make_recipe(plan.size, plan.steps, seed)
-    with stages.model_step("training", title, plan) as done, _common.progress_bar("  training") as tick:
-        trained = _demo_steps.train_model(where, recipe, part, tick)
+    _common.keeps(lambda: any(output.glob("*/data")))
+    with stages.step("collection", "collection: the documentation of this Python") as done:
+        everything = _common.load_data("pydocs", output / "data")
+        part = _demo_data.take(_demo_data.split(everything, size), size.documents)
+        pairs = ", ".join(f"{len(grades)} {split}" for split, grades in part.qrels.items())
+        done(f"{len(part.documents)} of {len(everything.documents)} documents; queries: {pairs}")
+    folder = _demo_steps.folder_of(output, size, seed, _demo_data.collection_digest(everything))
+    if (folder / "data").is_dir():
+        _common.note(f"resuming an earlier run in {folder} (delete that folder to start over)")
+    part.save_beir(folder / "data")
+    queries = part.split_queries("test") | part.split_queries("dev") | {EXAMPLE_ID: EXAMPLE}
+    with stages.step("bm25", "searching: BM25"):
+        bm25: Run = BM25Index.build(part.contents(), identifiers=True).search(queries, _demo_steps.DEPTH)
+    _answers("BM25", part, bm25)
+    title = f"dense zero-shot, and token vectors from the same pass: {len(part.documents)} documents"
+    with stages.step("dense", title) as done, _common.progress_bar("  encoding") as tick:
+        first = _demo_steps.zero_shot(output, part, queries, size.dense_length, tick)
+        stored = first.documents.manifest
+        done(f"{stored.n_tokens:,} token vectors in {stored.storage}", first.reused)
+    _answers("dense", part, first.run)
+    title = f"training SPLADE with the fused head: {size.steps} steps of {size.batch_size} pairs"
+    with stages.step("training", title) as done, _common.progress_bar("  training") as tick:
+        trained = _demo_steps.train_model(folder, size, seed, part, tick)
         resumed = f", from step {trained.resumed_from}" if trained.resumed_from and not trained.reused else ""
-        done(
-            f"{trained.steps} steps, {'bf16' if trained.bf16 else 'fp32'}{resumed}",
-            trained.reused,
-            share=1 - trained.resumed_from / trained.steps,
-        )
-    return _replanned(where, plan, ("dense", "training"), stages)
+        done(f"{trained.steps} steps, {'bf16' if trained.bf16 else 'fp32'}{resumed}", trained.reused)
+    found, results = _splade(folder, part, queries, stages)
+    _answers("SPLADE", part, found)
+    results |= _evaluate(part, (bm25, first.run, found), first, stages)
+    results["model"] = str(folder / "model")
+    late_weight = results["late_interaction"]["weights"]["maxsim"]
+    results["commands"] = _demo_report.commands(folder, size, seed, late_weight)
+    return results, folder
 
 
-def _replanned(where: Workspace, plan: Plan, done: tuple[str, ...], stages: Stages) -> Plan:
-    """The plan for the remaining stages, adjusted to the time of the last one."""
-    slowdown = stages.slowdown(done[-1])
-    if slowdown is None or isinstance(plan.minutes, str):
-        return plan
-    new = _demo_plan.refit(plan, 60 * plan.minutes - stages.elapsed, done, slowdown)
-    _demo_steps.write_plan(where, new)
-    stages.say_change(plan, new, done)
-    return new
-
-
-def _splade(
-    where: Workspace,
-    plan: Plan,
-    part: Collection,
-    queries: dict[str, str],
-    baselines: tuple[Run, ZeroShot],
-    stages: Stages,
-) -> tuple[dict[str, Any], Plan]:
+def _splade(folder: Path, part: Collection, queries: dict[str, str], stages: Stages) -> tuple[Run, dict[str, Any]]:
+    """The run of the trained model over the exact index, and what is known of its vectors and indexes."""
     from tilefold.retrieval import active_terms, encode_queries, hits_to_run
 
-    encoder = _models.load_encoder(str(where.folder / "model"))
-    title = f"encoding the documents: {plan.documents} documents, {plan.tokens:,} tokens"
-    with stages.model_step("encoding", title, plan) as done, _common.progress_bar("  encoding", resumes="") as tick:
-        vectors, reused = _demo_steps.encode_documents(where, encoder, part, tick)
+    encoder = _models.load_encoder(str(folder / "model"))
+    title = f"encoding the documents: {len(part.documents)} documents"
+    with stages.step("encoding", title) as done, _common.progress_bar("  encoding", resumes="") as tick:
+        vectors, reused = _demo_steps.encode_documents(folder, encoder, part, tick)
         done(f"{len(vectors)} vectors", reused)
-    plan = _replanned(where, plan, ("dense", "training", "encoding"), stages)
-    with stages.step("indexing") as done:
-        indexes = _demo_steps.build_indexes(where, vectors)
+    with stages.step("indexing", "indexing") as done:
+        indexes = _demo_steps.build_indexes(folder, vectors)
         done(" and ".join(indexes))
-    with stages.step("searching: SPLADE"):
+    with stages.step("searching", "searching: SPLADE"):
         encoded = encode_queries(encoder, queries, top_k=_demo_steps.QUERY_TERMS)
         found = {
             name: hits_to_run(encoded, index.search(encoded, _demo_steps.DEPTH)) for name, index in indexes.items()
         }
-    stages.answers("SPLADE", part, found["exact"])
-    bm25, first = baselines
-    results = _evaluate(part, (bm25, first.run, found["exact"]), first, stages)
-    results["active_terms"] = {"queries": active_terms(encoded), "documents": active_terms(vectors)}
+    results: dict[str, Any] = {"active_terms": {"queries": active_terms(encoded), "documents": active_terms(vectors)}}
     if "seismic" in found:
         results["seismic_overlap_at_10"] = _demo_steps.overlap(found["exact"], found["seismic"])
-    return results, plan
+    return found["exact"], results
 
 
-def _evaluate(part: Collection, runs: tuple[Run, Run, Run], first: ZeroShot, stages: Stages) -> dict[str, Any]:
+def _evaluate(
+    part: Collection, runs: tuple[Run, Run, Run], first: _demo_steps.ZeroShot, stages: Stages
+) -> dict[str, Any]:
+    """Fusion and reranking, with weights chosen on held-out queries, and the figures of all five systems."""
     from tilefold.retrieval import interpolate
     from tilefold.retrieval.tuning import choose_weights
 
-    judged = part.qrels["dev"] | part.qrels["test"]
+    dev = part.qrels["dev"]
+    judged = dev | part.qrels["test"]
     runs = tuple({query: scores for query, scores in run.items() if query in judged} for run in runs)  # type: ignore[assignment]
-    with stages.step("choosing fusion weights on held-out training queries"):
-        weights, _ = choose_weights(runs, part.qrels["dev"], measure=_demo_steps.NDCG, k=_demo_steps.DEPTH)
+    with stages.step("fusion", "choosing fusion weights on held-out training queries"):
+        weights, _ = choose_weights(runs, dev, measure=_demo_steps.NDCG, k=_demo_steps.DEPTH)
         fused = interpolate(runs, weights, k=_demo_steps.DEPTH)
-    with stages.step("reranking by late interaction; its weight is chosen on the same queries"):
-        late_weights, reranked = _demo_steps.rerank_candidates(
-            runs[2], first.queries, first.documents, part.qrels["dev"]
-        )
+    with stages.step("reranking", "reranking by late interaction; its weight is chosen on the same queries"):
+        late_weights, reranked = _demo_steps.rerank_candidates(runs[2], first.queries, first.documents, dev)
     systems = dict(zip(_demo_report.SYSTEMS, (*runs, fused, reranked), strict=True))
     return _demo_report.figures(systems, part.qrels["test"]) | {
         "documents": len(part.documents),
@@ -234,11 +195,3 @@ def _evaluate(part: Collection, runs: tuple[Run, Run, Run], first: ZeroShot, sta
             "tokens": str(first.documents.folder),
         },
     }
-
-
-def _compare_heads(where: Workspace, plan: Plan, stages: Stages) -> list[HeadMeasurement]:
-    shapes = ", ".join(str(shape[0]) for shape in _demo_steps.head_shapes(plan.head_shapes))
-    with stages.model_step("heads", f"comparing the plain head with the fused head: batch {shapes}", plan) as done:
-        rows, reused = _demo_steps.compare_heads(where, plan.head_shapes)
-        done(f"{len(rows)} measurements", reused)
-    return rows

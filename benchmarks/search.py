@@ -1,4 +1,4 @@
-"""Indexes and plain products over made SPLADE vectors: build, size, memory, latency, recall (`tilefold bench search`).
+"""Indexes and plain products over made SPLADE vectors: build, size, memory, latency, recall.
 
 Every engine is measured in a process of its own that loads what was saved: the time to load, the first query, what that
 process holds beyond its modules, and the latency of one query at a time, after all have been asked once, by the wall
@@ -13,6 +13,7 @@ same scores, but for the order of summation.
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from tilefold.bench.jobs import Job, JobCase, JobOptions, Row
-from tilefold.bench.search.baselines import BASELINES
-from tilefold.bench.search.inputs import made_documents, made_queries
+from benchmarks.job import Job, JobCase, JobOptions, Row, main
+from benchmarks.search_baselines import BASELINES
+from benchmarks.search_data import made_documents, made_queries
 from tilefold.bench.timing import resident_mib
 from tilefold.retrieval import SparseVectors, build_index, load_index
 
@@ -231,3 +232,6 @@ JOB = Job(
      "p99_ms", "p50_cpu_ms", "recall_at_10", "gate"),
     run,
 )  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(main(JOB, __doc__))

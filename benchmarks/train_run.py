@@ -55,7 +55,7 @@ def train(
 
     Args:
         kind: ``"splade"`` or ``"colbert"``.
-        model: as :func:`tilefold.bench.train.inputs.make_encoder` made it.
+        model: as :func:`benchmarks.train_data.make_encoder` made it.
         side: ``"stock"``; ``"padded"``, accelerated but for packed inputs; ``"packed"``, accelerated, with batches made
             ahead; ``"graphs"``, with CUDA graphs, too; ``"compiled"``, with graphs of compiled layers.
         rows: queries and documents, ``batch`` of each for every step.
@@ -250,7 +250,7 @@ class Watch:
         elif step == self.total:
             seconds = time.perf_counter() - self.profiled_from
             self.profiler.stop()
-            self.busy = _busy_seconds(self.profiler) / seconds
+            self.busy = busy_seconds(self.profiler) / seconds
 
     def measured(self) -> Measured:
         """What was seen."""
@@ -269,7 +269,7 @@ class Watch:
         )
 
 
-def _busy_seconds(profiler: Any) -> float:
+def busy_seconds(profiler: Any) -> float:
     """Seconds in which at least one kernel or copy ran."""
     spans = sorted(
         (event.time_range.start, event.time_range.end)

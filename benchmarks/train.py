@@ -1,8 +1,8 @@
-"""Training with the stock trainer, data loader included: packed batches beside stock ones (`tilefold bench train`).
+"""Training with the stock trainer, data loader included: packed batches beside stock ones.
 
 On one H200, about eight minutes:
 
-    PYTHONPATH=src python -m tilefold.cli bench train --device cuda --output DIR
+    PYTHONPATH=src python -m benchmarks.train --device cuda --output DIR
 
 ``--shape ragged-128`` and its like choose cases, ``--tokenizer FOLDER`` the tokenizer of the model with V = 250,002
 (by default the small one serves it), ``--device cpu --quick`` runs a tiny model. Each side trains from the same weights
@@ -26,15 +26,16 @@ is shorter than its mean.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from tilefold.bench.jobs import Job, JobCase, JobOptions, Row
-from tilefold.bench.train.inputs import FULL_LENGTH, MAX_LENGTH, load_tokenizer, made_pairs, make_encoder, valid_share
-from tilefold.bench.train.run import GATE_STEPS, GRAPH_WARM_STEPS, PROFILED_STEPS, Measured, exact_losses, train
+from benchmarks.job import Job, JobCase, JobOptions, Row, main
+from benchmarks.train_data import FULL_LENGTH, MAX_LENGTH, load_tokenizer, made_pairs, make_encoder, valid_share
+from benchmarks.train_run import GATE_STEPS, GRAPH_WARM_STEPS, PROFILED_STEPS, Measured, exact_losses, train
 
 LARGE = 250_002
 GATE_BATCH = 16  # pairs of a step of the gate, which is in fp32
@@ -133,19 +134,9 @@ def row(found: Outcome, reference: Outcome) -> dict[str, Any]:
         return facts | {"gate": f"losses differ by {error:.2g}"}
     if found.batch == reference.batch and not rounded <= ROUNDED_BUDGET:
         return facts | {"gate": f"the first loss differs by {rounded:.2g}"}
-    measured = found.measured
-    return facts | {
-        "step_ms": measured.step_ms,
-        "p20_ms": measured.p20_ms,
-        "median_ms": measured.median_ms,
-        "p80_ms": measured.p80_ms,
-        "slowest_ms": measured.slowest_ms,
-        "pairs_per_s": found.pairs_per_s,
-        "ratio": found.times(reference),
-        "peak_gib": measured.peak_gib,
-        "reserved_gib": measured.reserved_gib,
-        "busy": "" if measured.busy is None else measured.busy,
-    }
+    measured = asdict(found.measured) | {"pairs_per_s": found.pairs_per_s, "ratio": found.times(reference)}
+    del measured["losses"]
+    return facts | measured | {"busy": "" if measured["busy"] is None else measured["busy"]}
 
 
 def _error(losses: list[float], right: list[float]) -> float:
@@ -161,40 +152,22 @@ def _case(name: str, kind: str, batch: int, vocab: int, documents: str, steps: d
 JOB = Job(
     "train",
     (
-        _case(
-            "ragged-128",
-            "splade",
-            128,
-            30_522,
-            "ragged",
-            {"stock": 10, "padded": 15, "packed": 40, "graphs": 300, "compiled": 300},
-        ),
-        _case(
-            "ragged-128-large", "splade", 128, LARGE, "ragged", {"stock": 5, "packed": 30, "graphs": 60, "compiled": 60}
-        ),
+        _case("ragged-128", "splade", 128, 30_522, "ragged",
+              {"stock": 10, "padded": 15, "packed": 40, "graphs": 300, "compiled": 300}),
+        _case("ragged-128-large", "splade", 128, LARGE, "ragged",
+              {"stock": 5, "packed": 30, "graphs": 60, "compiled": 60}),
         _case("ragged-512", "splade", 512, 30_522, "ragged", {"padded": 8, "packed": 20, "graphs": 40, "compiled": 40}),
         _case("full-128", "splade", 128, 30_522, "full", {"stock": 10, "packed": 20, "graphs": 40, "compiled": 40}),
-        _case(
-            "colbert-128", "colbert", 128, 30_522, "ragged", {"stock": 15, "packed": 40, "graphs": 100, "compiled": 100}
-        ),
+        _case("colbert-128", "colbert", 128, 30_522, "ragged",
+              {"stock": 15, "packed": 40, "graphs": 100, "compiled": 100}),
         _case("tiny", "splade", 8, 30_522, "ragged", {"stock": 4, "padded": 4, "packed": 4, "graphs": 4}, tiny=True),
         _case("tiny-colbert", "colbert", 8, 30_522, "ragged", {"stock": 4, "packed": 4}, tiny=True),
     ),
     ("case", "side"),
-    (
-        "case",
-        "side",
-        "valid",
-        "step_ms",
-        "median_ms",
-        "slowest_ms",
-        "pairs_per_s",
-        "ratio",
-        "peak_gib",
-        "reserved_gib",
-        "busy",
-        "loss_error",
-        "gate",
-    ),
+    ("case", "side", "valid", "step_ms", "median_ms", "slowest_ms", "pairs_per_s", "ratio", "peak_gib", "reserved_gib",
+     "busy", "loss_error", "gate"),
     run,
-)
+)  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(main(JOB, __doc__))

@@ -1,4 +1,4 @@
-"""`tilefold bench train` on a tiny model: every side trains the same model, and a wrong loss gets no times."""
+"""`benchmarks.train` on a tiny model: every side trains the same model, and a wrong loss gets no times."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 pytest.importorskip("datasets")
 pytest.importorskip("sentence_transformers")
 
+from benchmarks import train as train_job
+from benchmarks.job import JobOptions
+from benchmarks.train_data import load_tokenizer, made_pairs, make_encoder, valid_share
+from benchmarks.train_run import GATE_STEPS, Measured, run
 from tests.distributed.models import VOCABULARY, save_tiny_splade
-from tilefold.bench.jobs import JobOptions, get_job
-from tilefold.bench.train import job as train_job
-from tilefold.bench.train.inputs import load_tokenizer, made_pairs, make_encoder, valid_share
-from tilefold.bench.train.run import GATE_STEPS, Measured, run
 
-JOB = get_job("train")
+JOB = train_job.JOB
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Made vectors, and the rows of `tilefold bench search`."""
+"""Made vectors, and the rows of `benchmarks.search`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from tilefold.bench.jobs import get_job, job_names
+from benchmarks import encode, search_data, train
+from benchmarks import search as job
+from benchmarks.job import main
 from tilefold.bench.results import read_csv
-from tilefold.bench.search import inputs, job
-from tilefold.cli import app
 from tilefold.retrieval import SparseVectors, build_index
 
 
@@ -22,10 +21,10 @@ def heaviest(vectors: SparseVectors, row: int, k: int) -> dict[int, float]:
 
 
 def test_made_vectors_have_the_statistics_that_the_benchmark_states() -> None:
-    documents = inputs.made_documents(5_000, 0)
+    documents = search_data.made_documents(5_000, 0)
     assert documents.vocab_size == 30_522 and 115 < np.diff(documents.indptr).mean() < 123
     assert all(np.all(np.diff(documents.row(row)[0]) > 0) for row in range(500))
-    queries = inputs.made_queries(documents, 100, 0)
+    queries = search_data.made_queries(documents, 100, 0)
     assert 42 < np.diff(queries.indptr).mean() < 44
     for vectors, k in ((documents, 50), (queries, 10)):
         mass = [sum(heaviest(vectors, row, k).values()) / vectors.row(row)[1].sum() for row in range(100)]
@@ -40,9 +39,8 @@ def test_made_vectors_have_the_statistics_that_the_benchmark_states() -> None:
 
 
 def test_the_command_measures_every_engine_and_writes_what_it_prints(tmp_path: Path) -> None:
-    asked = ["bench", "search", "--quick", "--shape", "splade-1k", "--device", "cpu", "--output", str(tmp_path)]
-    outcome = CliRunner().invoke(app, asked)
-    assert outcome.exit_code == 0, outcome.output
+    asked = ["--quick", "--shape", "splade-1k", "--device", "cpu", "--output", str(tmp_path)]
+    assert main(job.JOB, job.__doc__, asked) == 0
     (path,) = tmp_path.rglob("search.csv")
     rows = read_csv(path)
     assert {row["engine"] for row in rows} == {"exact", "seismic", "scipy", "numba"}
@@ -56,15 +54,16 @@ def test_the_command_measures_every_engine_and_writes_what_it_prints(tmp_path: P
 
 
 def test_an_unknown_shape_is_answered_with_the_known_ones() -> None:
-    for name in job_names():
+    for each in (encode.JOB, job.JOB, train.JOB):
         with pytest.raises(ValueError, match="shape must be one of"):
-            get_job(name).chosen(["huge"], "cpu", quick=False)
+            each.chosen(["huge"], "cpu", quick=False)
 
 
-def test_a_mistyped_job_is_answered_with_all_that_can_be_timed() -> None:
-    outcome = CliRunner().invoke(app, ["bench", "serch"])
-    assert outcome.exit_code == 2
-    assert all(name in outcome.output for name in ("lsr_head", *job_names(), "got 'serch'"))
+def test_a_mistyped_shape_ends_the_command_with_what_can_be_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leave:
+        main(job.JOB, job.__doc__, ["--shape", "splade-1", "--device", "cpu"])
+    assert leave.value.code == 2
+    assert "got 'splade-1'" in capsys.readouterr().err
 
 
 def test_recall_counts_ties_for_either_and_misses_for_none() -> None:
@@ -83,8 +82,8 @@ def test_wrong_answers_of_an_exact_search_fail_the_gate() -> None:
 
 
 def test_the_truth_is_compared_with_a_sum_over_all_vectors() -> None:
-    documents = inputs.made_documents(300, 0)
-    queries = inputs.made_queries(documents, 4, 0)
+    documents = search_data.made_documents(300, 0)
+    queries = search_data.made_queries(documents, 4, 0)
     truth = [[(hit.id, hit.score) for hit in row] for row in build_index(documents).search(queries, 10)]
     assert job.against_a_sum(documents, queries, truth) == ""
     wrong = [[(name, 1.01 * score) for name, score in row] for row in truth]

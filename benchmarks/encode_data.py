@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.job import JobCase
 from tilefold.bench.dtypes import DTYPES
-from tilefold.bench.jobs import JobCase
 
 ACTIVE = 230  # terms of a document, as of trained SPLADE models
 MAX_TOKENS = 256  # at which texts are cut

@@ -1,1 +1,0 @@
-"""The benchmark of encoding: whole jobs, texts to Parquet, beside the stock encoder and beside their own floors."""

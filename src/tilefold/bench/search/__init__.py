@@ -1,1 +1,0 @@
-"""The benchmark of searching a collection of sparse vectors."""

@@ -1,1 +1,0 @@
-"""The benchmark of training with a stock trainer, data loader included."""
