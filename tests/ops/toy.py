@@ -7,7 +7,7 @@ allowed they round operands to 16 bits.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,10 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tilefold.ops._shared.checks import check_shape
-from tilefold.ops._shared.operator import Checked, Operator
+from tilefold.ops._shared.impl import chosen_impl
+from tilefold.ops._shared.operator import Checked, Operator, Variant
 from tilefold.ops._shared.plan import Buffer, Instead, Launch, Plan, Setting, TorchStep, contiguous
 
 BLOCK = 32
+HALVES = "toy of halves"
 TWO_LAUNCHES = Instead("toy's kernel of one launch", "Two launches instead: the same results.")
 
 
@@ -35,17 +37,38 @@ class ToyOptions(NamedTuple):
 class ToySaved(NamedTuple):
     x: Tensor
     w: Tensor
-    sums: Tensor
+    sums: Tensor | None
 
 
-def toy(x: Tensor, w: Tensor, scale: float = 1.0, way: str = "one launch", impl: str = "auto") -> Tensor:
-    scores: Tensor = TOY(ToyTensors(x, w), (scale, way), impl, _check)[0]
+def toy(
+    x: Tensor,
+    w: Tensor,
+    scale: float = 1.0,
+    way: str = "one launch",
+    impl: str = "auto",
+    w_main_grad: Tensor | None = None,
+) -> Tensor:
+    into = {} if w_main_grad is None else {"w": w_main_grad}
+    scores: Tensor = TOY(ToyTensors(x, w), (scale, way), impl, _check, into)[0]
     return scores
 
 
-def _check(tensors: ToyTensors, *asked: Any) -> Checked:
-    check_shape("w", tensors.w, "N", N=tensors.x.size(1))
-    return Checked(ToyOptions(*asked))
+def _check(tensors: ToyTensors, scale: float, way: str, *buffers: Tensor) -> Checked:
+    for tensor in (tensors.w, *buffers):
+        check_shape("w", tensor, "N", N=tensors.x.size(1))
+    return Checked(ToyOptions(scale, way))
+
+
+def reads(options: ToyOptions) -> tuple[str, ...]:
+    """Two launches keep no sums."""
+    return ("x", "w") if options.way == "two launches" else ("x", "w", "sums")
+
+
+def variant(tensors: ToyTensors) -> Variant | None:
+    """Halves are given up by themselves."""
+    if tensors.x.dtype != torch.float16:
+        return None
+    return Variant(HALVES, lambda x, impl: chosen_impl(HALVES, "x", x, impl))
 
 
 def outputs(tensors: ToyTensors, options: ToyOptions, training: bool) -> tuple[Buffer, Buffer]:
@@ -70,11 +93,13 @@ def forward(tensors: ToyTensors, options: ToyOptions, training: bool, setting: S
 
 
 def backward(dy: Tensor, saved: ToySaved, options: ToyOptions, needs: tuple[bool, ...], setting: Setting) -> Plan:
-    constants = {"NEED_X": needs[0], "NEED_W": needs[1], "TF32": setting.tf32, "BLOCK": BLOCK}
+    constants = {"NEED_X": needs[0], "NEED_W": needs[1], "ADD_W": "w" in setting.added}
+    constants |= {"TF32": setting.tf32, "BLOCK": BLOCK}
     strides = like_x(saved, options).strides or saved.x.stride()
     numbers = (*saved.x.shape, options.scale, dy.stride(0), *strides)
+    again = [] if saved.sums is not None else [TorchStep("sums", lambda x, w: (x * w).sum(dim=1).float(), "x w")]
     launch = Launch(gradient_kernel, (saved.x.size(1), 1, 1), "dy x w sums dx dw", numbers, constants)
-    return Plan((*contiguous(**saved._asdict()), launch))
+    return Plan((*contiguous(**saved._asdict()), *again, launch))
 
 
 def like_x(saved: ToySaved, options: ToyOptions) -> Buffer:
@@ -86,11 +111,15 @@ def tiled_forward(tensors: ToyTensors, options: ToyOptions, training: bool) -> t
 
 
 def tiled_backward(
-    dy: Tensor, saved: ToySaved, options: ToyOptions, needs: tuple[bool, ...]
+    dy: Tensor, saved: ToySaved, options: ToyOptions, needs: tuple[bool, ...], into: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
     slope = 2 * options.scale * (saved.x @ saved.w) * dy
     dx = torch.empty_like(saved.x).copy_(slope[:, None] * saved.w) if needs[0] else None
-    return dx, saved.x.T @ slope if needs[1] else None
+    dw = saved.x.T @ slope if needs[1] else None
+    if into is not None and dw is not None:
+        into += dw
+        dw = None
+    return dx, dw
 
 
 def reference(tensors: ToyTensors, options: ToyOptions) -> Tensor:
@@ -135,7 +164,7 @@ def sum_kernel(parts_ptr, y_ptr, sums_ptr, N, scale, TRAINING: tl.constexpr, BLO
 
 @triton.jit
 def gradient_kernel(dy_ptr, x_ptr, w_ptr, sums_ptr, dx_ptr, dw_ptr, R, N, scale, stride, stride_r, stride_n,
-                    NEED_X: tl.constexpr, NEED_W: tl.constexpr, TF32: tl.constexpr,
+                    NEED_X: tl.constexpr, NEED_W: tl.constexpr, ADD_W: tl.constexpr, TF32: tl.constexpr,
                     BLOCK: tl.constexpr):  # fmt: skip
     n, row = tl.program_id(0), tl.arange(0, BLOCK)
     inside = row < R
@@ -145,7 +174,8 @@ def gradient_kernel(dy_ptr, x_ptr, w_ptr, sums_ptr, dx_ptr, dw_ptr, R, N, scale,
         tl.store(dx_ptr + row * stride_r + n * stride_n, slope * rounded(tl.load(w_ptr + n), TF32), mask=inside)
     if NEED_W:
         x = rounded(tl.load(x_ptr + row * N + n, mask=inside, other=0.0), TF32)
-        tl.store(dw_ptr + n, tl.sum(x * slope, axis=0))
+        dw = tl.sum(x * slope, axis=0)
+        tl.store(dw_ptr + n, tl.load(dw_ptr + n) + dw if ADD_W else dw)
 
 
 TOY = Operator(
@@ -159,4 +189,6 @@ TOY = Operator(
     plans=lambda: SimpleNamespace(forward=forward, backward=backward),
     tiled=SimpleNamespace(forward=tiled_forward, backward=tiled_backward),
     reference=reference,
+    reads=reads,
+    variant=variant,
 )

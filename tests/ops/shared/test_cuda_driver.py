@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -212,7 +214,7 @@ def test_what_a_release_changed_is_said_once_and_its_own_call_launches(monkeypat
 
 
 PTX = ".visible .entry kernel(.param .u64 .ptr .global .align 1 a, .param .u32 b, .param .u64 c, .param .u64 d)"
-FIXED = "kernel", 7, PTX, (1, 1, 1), (32, 0)
+FIXED = "kernel", SimpleNamespace(function=7), PTX, (1, 1, 1), (32, 0)
 
 
 def test_other_parameters_than_declared_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +228,22 @@ def test_other_parameters_than_declared_are_refused(monkeypatch: pytest.MonkeyPa
             driver_launch(*FIXED, arguments, places, abs)
     more = PTX.replace(")", ", .param .u64 e)")  # of which the first three are no scratch
     with pytest.raises(ValueError, match="kernel"):
-        driver_launch("kernel", 7, more, (1, 1, 1), (32, 0), [POINTER, 3], [0], abs)
+        driver_launch("kernel", FIXED[1], more, (1, 1, 1), (32, 0), [POINTER, 3], [0], abs)
+
+
+def test_a_launch_keeps_its_kernel_which_triton_unloads_with_the_last_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Driver(monkeypatch)
+    compiled = type("Compiled", (), {"function": 7})()
+    alive = weakref.ref(compiled)
+    launch = driver_launch("kernel", compiled, *FIXED[2:], [POINTER, 3], [0], abs)
+    del compiled
+    gc.collect()
+    assert alive() is not None
+    del launch
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_thread_without_a_context_enters_it_and_launches_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ pytest.importorskip("triton", reason="plans name kernels")
 from tests.ops import toy as room
 from tests.ops.conftest import Target
 from tests.ops.toy import TOY, TWO_LAUNCHES, ToyOptions, ToySaved, ToyTensors, toy
+from tilefold.ops._shared import fallback
+from tilefold.ops._shared import impl as implementations
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.plan import Launch, Setting, TorchStep
 
@@ -148,6 +150,67 @@ def test_other_dtypes_and_devices_take_the_path_that_serves_them() -> None:
 def test_checks_run_before_anything_is_planned() -> None:
     with pytest.raises(ValueError, match=r"w must have shape \[N\] with N=16, got \[3\]"):
         toy(torch.ones(5, 16), torch.ones(3))
+
+
+def test_gradients_are_added_to_a_buffer_that_is_given_and_not_returned(target: Target) -> None:
+    x, w = leaves(target.device)
+    buffer = torch.zeros(16, device=target.device)
+    dx, dw = gradients(toy(x, w, impl=target.impl), x, w)
+    for turn in range(1, 5):
+        given = toy(x, w, impl=target.impl, w_main_grad=buffer)
+        assert torch.equal(gradients(given, x)[0], dx)  # which may leave the buffer as it is
+        buffer.fill_(turn)
+        toy(x, w, impl=target.impl, w_main_grad=buffer).backward(torch.linspace(-1, 1, 5, device=target.device))
+        assert w.grad is None
+        torch.testing.assert_close(buffer, dw + turn)
+    with pytest.raises(ValueError, match="w must have shape"):
+        toy(x, w, impl=target.impl, w_main_grad=buffer[:3])
+
+
+def test_a_buffer_for_a_gradient_is_refused_where_torch_calls_the_registered_operator(target: Target) -> None:
+    x, w = leaves(target.device)
+    y = toy(x, w, impl=target.impl, w_main_grad=torch.zeros(16, device=target.device))
+    for options in ({"create_graph": True}, {"is_grads_batched": True}):
+        dy = torch.ones(5 if "create_graph" in options else (2, 5), device=target.device)
+        with pytest.raises(RuntimeError, match="w_main_grad cannot be used with create_graph=True"):
+            torch.autograd.grad(y, (x, w), dy, retain_graph=True, **options)
+    compiled = torch.compile(toy, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"w_main_grad cannot be used under torch\.compile"):
+        compiled(x, w, impl=target.impl, w_main_grad=torch.zeros(16, device=target.device))
+
+
+def test_what_is_saved_depends_on_the_options(target: Target) -> None:
+    x, w = leaves(target.device)
+    packed: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (packed.append(1), x)[1], lambda x: x):
+        found = {way: toy(x, w, 0.5, way, target.impl) for way in ("two launches", "one launch")}
+        assert len(packed) == (4 if target.impl != "triton" else 5)
+    torch.testing.assert_close(*[gradients(y, x, w) for y in found.values()])
+
+
+def test_a_variant_chooses_and_is_given_up_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = (leaf.detach() for leaf in leaves("cpu"))
+    monkeypatch.setattr(implementations, "takes_kernels", lambda device: True)
+    tensors, halves = ToyTensors(x, w), ToyTensors(x.half(), w.half())
+    assert TOY._named(tensors, "auto") == ("toy", "auto") and TOY._named(halves, "auto") == (room.HALVES, "auto")
+    monkeypatch.setitem(fallback._GIVEN_UP, (room.HALVES, x.device), "no halves")
+    assert TOY._named(tensors, "auto") == ("toy", "auto") and TOY._named(halves, "auto") == (room.HALVES, "tiled")
+
+
+@kernels
+def test_a_kernel_that_is_known_to_be_missing_gives_way_before_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(tensors: ToyTensors, options: ToyOptions, training: bool, setting: Setting) -> Any:
+        if TWO_LAUNCHES.kernel not in setting.given_up:
+            raise fallback.KernelUnavailableError("dot_kernel", "this release has none", TWO_LAUNCHES)
+        return room.forward(tensors, options, training, setting)
+
+    x, w = (leaf.detach() for leaf in leaves(DEVICE))
+    expected = toy(x, w, impl="triton")
+    monkeypatch.setattr(TOY, "_plans", lambda: type("", (), {"forward": staticmethod(missing)}))
+    TOY.forget()
+    monkeypatch.setattr(fallback, "_GIVEN_UP", {})
+    with pytest.warns(fallback.FallbackWarning, match="one launch cannot run on .*: this release has none. Two la"):
+        assert torch.equal(toy(x, w, impl="triton"), expected)
 
 
 @kernels

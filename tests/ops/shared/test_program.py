@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton", reason="launches need triton")
 
 from tilefold.ops._shared._triton import program
-from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, View
+from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, TorchStep, View
 
 CPU = torch.device("cpu")
 SETTING = Setting((9, 0), 132, False, True, frozenset())
@@ -104,3 +106,59 @@ def test_tensors_of_another_alignment_never_get_bound_launches(steps: list[Recor
     for _ in range(4):
         made(torch.ones(3))
     assert steps[0].bound_calls == 0 and len(steps[0].calls) == 4
+
+
+def test_scratch_that_nothing_reads_any_more_is_gone_before_a_later_result_is_made(steps: list[Recorder]) -> None:
+    big = (program.MAX_TOGETHER + 4) // 4
+    for size, blocks in ((big, 2), (5, 1)):
+        buffers = {"lists": Buffer((size,), torch.float32), "own": Buffer((big,), torch.float32)}
+        plan = Plan((launch("one", "a lists"), launch("two", "lists dx"), launch("three", "own dw")), buffers)
+        results = {"dx": Buffer((3,), torch.float32), "dw": Buffer((4,), torch.float32)}
+        made = program.Program(plan, ("a",), results, CPU, SETTING)
+        one, two, three = steps[-3:]
+        for _ in range(4):
+            dx, dw = made(torch.ones(2))
+            assert dx is not None and dw is not None and dx.shape == (3,) and dw.shape == (4,)
+            assert one.calls[-1][1] == two.calls[-1][0] and three.calls[-1][1] == dw.data_ptr()
+        assert [step.bound_calls for step in (one, two, three)] == [2, 2, 2]
+        allocated = [each.scratch.size for each in made._stretches]
+        assert len(allocated) == blocks and sum(allocated) >= 4 * (size + big)
+        assert [len(each.results) for each in made._stretches] == ([1, 1] if blocks == 2 else [2])
+
+
+def test_what_torch_makes_is_gone_once_it_is_read(steps: list[Recorder]) -> None:
+    alive: list[weakref.ref[Tensor]] = []
+
+    def copied(x: Tensor) -> Tensor:
+        assert all(each() is None for each in alive)
+        alive.append(weakref.ref(copy := x + 1))
+        return copy
+
+    pairs = [(TorchStep("copy", copied, "a"), launch("read", "copy y")) for _ in range(3)]
+    plan = Plan(tuple(step for pair in pairs for step in pair))
+    made = program.Program(plan, ("a",), {"y": Buffer((3,), torch.float32), "z": None}, CPU, SETTING)
+    y, z = made(torch.ones(3))
+    assert y is not None and z is None and len(alive) == 3
+
+
+def test_given_tensors_that_torch_copies_first_leave_the_launches_bound(steps: list[Recorder]) -> None:
+    plan = Plan((TorchStep("a", Tensor.contiguous, "a"), launch("one", "a y nothing")), {"y2": None, "nothing": None})
+    made = program.Program(
+        plan, ("a",), {"y": Buffer((3,), torch.float32), "y2": Buffer((1,), torch.int32)}, CPU, SETTING
+    )
+    for _ in range(4):
+        a = torch.arange(6.0).view(3, 2).T
+        y, y2 = made(a)
+        assert y2 is None and y is not None and steps[0].calls[-1][1:] == [y.data_ptr(), None]
+        assert steps[0].calls[-1][0] != a.data_ptr()
+    assert steps[0].bound_calls == 2
+
+
+def test_a_gradient_that_is_given_is_written_and_not_returned(steps: list[Recorder]) -> None:
+    made = program.Program(Plan((launch("one", "a dw dx"),), fills={"dw": 0, "dx": 2}), ("a", "dw"),
+                           {"dx": Buffer((2,), torch.float32), "dw": None}, CPU, SETTING)  # fmt: skip
+    for _ in range(4):
+        dw = torch.ones(3)
+        dx, nothing = made(torch.ones(2), dw)
+        assert nothing is None and dx is not None and dx.tolist() == [2, 2] and dw.tolist() == [1] * 3
+        assert steps[0].calls[-1][1] == dw.data_ptr()

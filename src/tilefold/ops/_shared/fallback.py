@@ -20,11 +20,14 @@ T = TypeVar("T")
 
 
 class KernelUnavailableError(RuntimeError):
-    """Triton cannot build ``kernel`` here, or the device cannot hold it."""
+    """Triton cannot build ``kernel`` here, or the device cannot hold it.
 
-    def __init__(self, kernel: str, why: str) -> None:
+    Who plans and knows that beforehand says what stands behind it, an :class:`tilefold.ops._shared.plan.Instead`.
+    """
+
+    def __init__(self, kernel: str, why: str, instead: tuple[str, str] | None = None) -> None:
         super().__init__(why)
-        self.kernel = kernel
+        self.kernel, self.instead = kernel, instead
 
     def __str__(self) -> str:
         return f"{self.kernel} cannot be built ({super().__str__()})"

@@ -201,7 +201,7 @@ def _driver_launch(
             places.append(place)
     block, stream = (32 * metadata.num_warps, metadata.shared), torch._C._cuda_getCurrentRawStream
     try:
-        return driver_launch(metadata.name, compiled.function, ptx, grid, block, parameters, places, stream)
+        return driver_launch(metadata.name, compiled, ptx, grid, block, parameters, places, stream)
     except (OSError, AttributeError):  # no libcuda, a driver before CUDA 11.8
         return None
 

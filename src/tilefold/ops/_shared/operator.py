@@ -8,7 +8,8 @@ of a kernel that cannot be built, and the registered operator with its gradient 
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from tilefold.ops._shared.fallback import (
     given_up_on,
     refuse_capture,
 )
-from tilefold.ops._shared.impl import IMPLS, host_may_read, settled
+from tilefold.ops._shared.impl import IMPLS, host_may_read, settled, triton_interpreted
 from tilefold.ops._shared.internals import apply_of
 from tilefold.ops._shared.library import (
     define_op,
@@ -47,6 +48,7 @@ OptionsT = TypeVar("OptionsT", bound=tuple[Any, ...])
 Results = Sequence["Tensor | None"]
 Needs = tuple[bool, ...]  # which gradients are wanted
 KERNELS = ("auto", "triton")
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Checked(NamedTuple):
@@ -61,31 +63,53 @@ class Checked(NamedTuple):
     ready: Callable[[Any], Any] | None = None
 
 
+class Variant(NamedTuple):
+    """Calls of an operator that choose an implementation, and whose kernels are given up, apart from the others.
+
+    Attributes:
+        name: of the operator, as people call it.
+        chosen_impl: from the first tensor and what was asked for to the implementation, as :class:`Operator` has it.
+    """
+
+    name: str
+    chosen_impl: Callable[[Tensor, str], str]
+
+
 class Pass:
     """Forward, or the gradients, of calls that are alike. Equal to itself only, so that it may be part of a key.
 
     Attributes:
+        name: of the operator, or of a :class:`Variant`.
         options: of the operator.
         impl: the implementation, ``"auto"`` for kernels with the tiled path behind them.
         wanted: whether a gradient may be asked for; of gradients, which are.
         backward: whether these are gradients.
         key: of the calls, ``None`` where nothing is remembered.
         ready: as of :class:`Checked`.
+        into: names of the tensors whose gradients are added to buffers that are given.
         program: of the kernels, once they ran.
     """
 
-    __slots__ = ("backward", "impl", "key", "options", "program", "ready", "wanted")
+    __slots__ = ("backward", "impl", "into", "key", "name", "options", "program", "ready", "wanted")
 
     def __init__(
-        self, options: Any, impl: str, wanted: Any, backward: bool, key: Key | None, ready: Any = None
+        self,
+        name: str,
+        options: Any,
+        impl: str,
+        wanted: Any,
+        backward: bool,
+        key: Key | None,
+        ready: Any = None,
+        into: tuple[str, ...] = (),
     ) -> None:
-        self.options, self.impl, self.wanted, self.backward = options, impl, wanted, backward
-        self.key, self.ready = key, ready
+        self.name, self.options, self.impl, self.wanted, self.backward = name, options, impl, wanted, backward
+        self.key, self.ready, self.into = key, ready, into
         self.program: Program | None = None
 
 
 class Operator(Generic[TensorsT, OptionsT]):
-    """``operator(tensors, asked, impl, check)``: the results, of which the first may be differentiated, once.
+    """``operator(tensors, asked, impl, check, into)``: the results, of which the first may be differentiated, once.
 
     Args:
         name: of the public function, and of the registered operator ``tilefold::name``.
@@ -100,9 +124,11 @@ class Operator(Generic[TensorsT, OptionsT]):
         plans: imports ``plans.py``, whose ``forward(tensors, options, training, setting)`` and ``backward(d<first
             result>, saved, options, needs, setting)`` return plans; of backward, ``d<tensor>`` are the results.
         tiled: the tiled path: ``forward(tensors, options, training)`` returns the results, and ``backward(d<first
-            result>, saved, options, needs)`` the gradients; ``None`` for what it does not make.
+            result>, saved, options, needs, *buffers to add to)`` the gradients; ``None`` for what it does not make.
         reference: ``(tensors, options)`` to the first result.
         check_values: of tensors on the CPU, before kernels; the tiled path checks those that it reads.
+        reads: which of those that ``saved`` names backward reads with these options; the others are ``None``.
+        variant: of a call, ``None`` where there is nothing special about it.
     """
 
     def __init__(
@@ -119,14 +145,17 @@ class Operator(Generic[TensorsT, OptionsT]):
         tiled: Any,
         reference: Callable[[TensorsT, OptionsT], Tensor],
         check_values: Callable[[TensorsT, OptionsT], object] | None = None,
+        reads: Callable[[OptionsT], Collection[str]] | None = None,
+        variant: Callable[[TensorsT], Variant | None] | None = None,
     ) -> None:
         self.name = name
         self._tensors, self._options, self._saved = (_record(each) for each in (tensors, options, saved))
         self._results, self._outputs, self._gradients = results, outputs, list(gradients)
         self._plans, self._tiled, self._reference, self._check_values = plans, tiled, reference, check_values
-        places = {each: place for place, each in enumerate((*self._tensors._fields, *results))}
-        self._leaves = [places[each] for each in gradients]  # among tensors
-        self._keep = taker([places[each] for each in self._saved._fields])  # of tensors and results
+        self._reads, self._variant = reads, variant
+        self._places = {each: place for place, each in enumerate((*self._tensors._fields, *results))}
+        self._leaves = [self._places[each] for each in gradients]  # among tensors
+        self._takers: dict[Collection[str], Callable[[Any], tuple[Any, ...]]] = {}
         self._likes = [
             self._saved._fields.index(each) if isinstance(each, str) else each for each in gradients.values()
         ]
@@ -141,6 +170,13 @@ class Operator(Generic[TensorsT, OptionsT]):
         """Which implementation runs for the first tensor; see :func:`tilefold.ops._shared.impl.chosen_impl`."""
         return implementations.chosen_impl(self.name, self._tensors._fields[0], first, impl)
 
+    def _named(self, tensors: TensorsT, impl: str) -> tuple[str, str]:
+        """The operator as people call it, and the implementation that it runs."""
+        variant = None if self._variant is None else self._variant(tensors)
+        if variant is None:
+            return self.name, settled(impl, self.chosen_impl(tensors[0], impl))
+        return variant.name, settled(impl, variant.chosen_impl(tensors[0], impl))
+
     def forget(self) -> None:
         """Drop all that is remembered of calls."""
         self.calls.clear()
@@ -149,44 +185,72 @@ class Operator(Generic[TensorsT, OptionsT]):
     # A call of the public function
 
     def __call__(
-        self, tensors: TensorsT, asked: tuple[Any, ...], impl: str, check: Callable[..., Checked]
+        self,
+        tensors: TensorsT,
+        asked: tuple[Any, ...],
+        impl: str,
+        check: Callable[..., Checked],
+        into: Mapping[str, Tensor] = NOTHING,
     ) -> tuple[Any, ...]:
-        """The results; ``check(tensors, *asked)`` looks at what a call has not had like an earlier one."""
+        """The results; ``check(tensors, *asked, *into's)`` looks at what a call has not had like an earlier one.
+
+        Backward adds the gradient of a tensor that ``into`` names to the buffer there, and returns none for it. The
+        public function's argument for such a buffer is called ``<tensor>_main_grad``.
+        """
         training = False
         if torch.is_grad_enabled():
             for place in self._leaves:
                 training = training or bool(getattr(tensors[place], "requires_grad", False))
-        key = call_key(tensors, (*asked, impl, training))
+        key = call_key((*tensors, *into.values()) if into else tensors, (*asked, *into, impl, training))
         call = self.calls.find(key)
         if call is None:
-            return self._first(key, check(tensors, *asked), tensors, impl, training)
+            return self._first(key, check(tensors, *asked, *into.values()), tensors, impl, training, into)
         if call.ready is not None:
             tensors = call.ready(tensors)
-        return self._eager(call, tensors)
+        return self._eager(call, tensors, into)
 
     def _first(
-        self, key: Key | None, checked: Checked, tensors: TensorsT, impl: str, training: bool
+        self,
+        key: Key | None,
+        checked: Checked,
+        tensors: TensorsT,
+        impl: str,
+        training: bool,
+        into: Mapping[str, Tensor],
     ) -> tuple[Any, ...]:
-        options, ready = checked
+        (options, ready), name = checked, self.name
         if ready is not None:
             tensors = ready(tensors)
         if torch.compiler.is_compiling():
             check_choice("impl", impl, IMPLS)  # the operator chooses when it runs: a device cannot be asked in a trace
         else:
-            impl = settled(impl, self.chosen_impl(tensors[0], impl))
+            name, impl = self._named(tensors, impl)
         if impl == "reference":
             return (self._reference(tensors, options), *[None] * (len(self._results) - 1))
         if key is None and not is_plain(*tensors):
+            refuse_buffers(into, "under torch.compile or with tensor subclasses; leave it out there, and add the "
+                                 "gradient to it after backward")  # fmt: skip
             return _tuple(self._registered(*tensors, *options, training, impl))
-        return self._eager(self._kept(self.calls, Pass(options, impl, training, False, key, ready)), tensors)
+        call = Pass(name, options, impl, training, False, key, ready, tuple(into))
+        return self._eager(self._kept(self.calls, call), tensors, into)
 
-    def _eager(self, call: Pass, tensors: TensorsT) -> tuple[Any, ...]:
+    def _eager(self, call: Pass, tensors: TensorsT, into: Mapping[str, Tensor]) -> tuple[Any, ...]:
         if not call.wanted:
             return tuple(run(self._compute, tensors[0], call, tensors))
         request = _Request()
-        request.operator, request.call, request.tensors = self, call, tensors
+        request.operator, request.call, request.tensors, request.into = self, call, tensors, tuple(into.values())
         first = _APPLY(request, *[tensors[place] for place in self._leaves])
         return first, *request.rest
+
+    def _keep(self, options: OptionsT, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What backward reads of tensors and results."""
+        reads = self._saved._fields if self._reads is None else self._reads(options)
+        take = self._takers.get(reads)
+        if take is None:
+            nothing = len(self._places)  # behind all values
+            places = [self._places[each] if each in reads else nothing for each in self._saved._fields]
+            take = self._takers[reads] = taker(places)
+        return take((*values, None))
 
     # One pass
 
@@ -195,7 +259,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         if call.impl in KERNELS:
             if self._check_values is not None and not call.backward and not first.is_cuda and may_look(first):
                 self._check_values(self._tensors(*given), call.options)
-            while call.program is not None or call.impl == "triton" or given_up(self.name, first.device) is None:
+            while call.program is not None or call.impl == "triton" or given_up(call.name, first.device) is None:
                 program = call.program
                 try:
                     if program is None:
@@ -203,14 +267,16 @@ class Operator(Generic[TensorsT, OptionsT]):
                     return program(*given)
                 except KernelUnavailableError as error:
                     call.program = None
-                    instead = None if program is None else program.instead_of(error.kernel)
+                    instead = error.instead if program is None else program.instead_of(error.kernel)
                     if instead is None and call.impl == "triton":
                         raise
-                    kernel, sentence = (self.name, SLOWER) if instead is None else instead
-                    give_up(kernel, first.device, str(error), sentence)
-        refuse_capture(self.name, first.device)
+                    kernel, sentence = (call.name, SLOWER) if instead is None else instead
+                    why = str(error) if error.instead is None else str(error.args[0])
+                    give_up(kernel, first.device, why, sentence)
+        refuse_capture(call.name, first.device)
         if call.backward:
-            found = self._tiled.backward(first, self._saved(*given[1:]), call.options, call.wanted)
+            saved, into = given[1 : 1 + len(self._saved._fields)], given[1 + len(self._saved._fields) :]
+            found = self._tiled.backward(first, self._saved(*saved), call.options, call.wanted, *into)
         else:
             found = self._tiled.forward(self._tensors(*given), call.options, call.wanted)
         return found  # type: ignore[no-any-return]
@@ -219,15 +285,18 @@ class Operator(Generic[TensorsT, OptionsT]):
         """How the kernels run such a pass; ``plans.py`` sees layouts and no values."""
         from tilefold.ops._shared._triton.program import Program  # noqa: PLC0415 (needs Triton)
 
-        plans, setting = self._plans(), _setting(given[0].device, call.key)
+        plans, setting = self._plans(), setting_of(given[0].device, call.key is not None and is_aligned(call.key))
         layouts = [
             None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in given
         ]
         results: dict[str, Buffer | None]
         if call.backward:
-            names, saved = (self._dfirst, *self._saved._fields), self._saved(*layouts[1:])
+            saved = self._saved(*layouts[1 : 1 + len(self._saved._fields)])
+            setting = setting._replace(added=frozenset(call.into))
             plan = plans.backward(layouts[0], saved, call.options, call.wanted, setting)
-            buffers = self._gradient_buffers(saved, call.options, call.wanted)
+            names = (self._dfirst, *self._saved._fields, *[f"d{name}" for name in call.into])
+            wanted = [need and name not in call.into for name, need in zip(self._gradients, call.wanted, strict=True)]
+            buffers = self._gradient_buffers(saved, call.options, wanted)
             results = {f"d{name}": buffer for name, buffer in zip(self._gradients, buffers, strict=True)}
         else:
             names, tensors = self._tensors._fields, self._tensors(*layouts)
@@ -250,14 +319,19 @@ class Operator(Generic[TensorsT, OptionsT]):
         call.key = None
         return call
 
-    def _backward(self, call: Pass, needs: Needs, dfirst: Tensor, saved: tuple[Tensor | None, ...]) -> Results:
+    def _backward(
+        self, call: Pass, needs: Needs, dfirst: Tensor, saved: tuple[Tensor | None, ...], into: tuple[Tensor, ...]
+    ) -> Results:
         """Gradients of an eager call."""
         if gradient_needs_dispatcher(dfirst):
+            refuse_buffers(call.into, "with create_graph=True or is_grads_batched=True; leave one of them out")
             return self._by_operator(dfirst, saved, call.options, needs, call.impl)
+        saved = (*saved, *into)
         key = None if call.key is None else gradient_key(call, needs, dfirst, saved)
         known = self.gradients.find(key)
         if known is None:
-            known = self._kept(self.gradients, Pass(call.options, call.impl, needs, True, key))
+            known = Pass(call.name, call.options, call.impl, needs, True, key, into=call.into)
+            known = self._kept(self.gradients, known)
         return run(self._compute, dfirst, known, (dfirst, *saved))  # type: ignore[no-any-return]
 
     # The registered operator
@@ -288,9 +362,9 @@ class Operator(Generic[TensorsT, OptionsT]):
 
     def _registered_forward(self, *args: Any) -> Any:
         tensors, options, training, impl = self._forward_arguments(args)
-        impl = settled(impl, self.chosen_impl(tensors[0], impl))
+        name, impl = self._named(tensors, impl)
         key = call_key(tensors, ("registered", *options, training, impl))
-        call = self.calls.find(key) or self._kept(self.calls, Pass(options, impl, training, False, key))
+        call = self.calls.find(key) or self._kept(self.calls, Pass(name, options, impl, training, False, key))
         found = self._compute(tensors[0], call, tensors)
         if any(result is None for result in found):
             shapes = self._outputs(tensors, options, training)
@@ -307,7 +381,9 @@ class Operator(Generic[TensorsT, OptionsT]):
         saved, options, needs, impl = self._backward_arguments(args)
         impl = settled(impl, self.chosen_impl(saved[self._chooses], impl))
         key = call_key((dfirst, *saved), (*options, *needs, impl))
-        known = self.gradients.find(key) or self._kept(self.gradients, Pass(options, impl, needs, True, key))
+        known = self.gradients.find(key)
+        if known is None:
+            known = self._kept(self.gradients, Pass(self.name, options, impl, needs, True, key))
         found = self._compute(dfirst, known, (dfirst, *saved))
         # operators return tensors only: an empty one stands for a gradient that nobody asked for
         return _bare([dfirst.new_empty(0) if gradient is None else gradient for gradient in found])
@@ -328,7 +404,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         results = _tuple(output)
         ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*self._keep((*tensors, *results)))
+        ctx.save_for_backward(*self._keep(ctx.options, (*tensors, *results)))
 
     def _differentiate(self, ctx: Any, dfirst: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
@@ -350,10 +426,11 @@ class _Request:
     ``torch.autograd`` looks at every argument and every output on its own: few are fast.
     """
 
-    __slots__ = ("call", "operator", "rest", "tensors")
+    __slots__ = ("call", "into", "operator", "rest", "tensors")
     operator: Operator[Any, Any]
     call: Pass
     tensors: tuple[Any, ...]
+    into: tuple[Tensor, ...]
     rest: Results
 
 
@@ -365,8 +442,8 @@ class _Eager(torch.autograd.Function):
         operator, call, tensors = request.operator, request.call, request.tensors
         first, *request.rest = results = run(operator._compute, tensors[0], call, tensors)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*operator._keep((*tensors, *results)))
-        ctx.operator, ctx.call = operator, call
+        ctx.save_for_backward(*operator._keep(call.options, (*tensors, *results)))
+        ctx.operator, ctx.call, ctx.into = operator, call, request.into
         return first  # type: ignore[no-any-return]
 
     @staticmethod
@@ -374,7 +451,7 @@ class _Eager(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:]
         if dfirst is None:
             return None, *[None] * len(needs)
-        return None, *ctx.operator._backward(ctx.call, needs, dfirst, ctx.saved_tensors)
+        return None, *ctx.operator._backward(ctx.call, needs, dfirst, ctx.saved_tensors, ctx.into)
 
 
 _APPLY = apply_of(_Eager)  # calls under transforms take the registered operator
@@ -385,12 +462,20 @@ def may_look(first: Tensor) -> bool:
     return host_may_read(first.device, "triton")
 
 
-def _setting(device: torch.device, key: Key | None) -> Setting:
+def refuse_buffers(into: Collection[str], why: str) -> None:
+    """Raise ``RuntimeError`` where a buffer is given that gradients are to be added to."""
+    for name in into:
+        raise RuntimeError(f"{name}_main_grad cannot be used {why}.")
+
+
+def setting_of(device: torch.device, aligned: bool = True) -> Setting:
+    """What plans for tensors on this device depend on now."""
+    compiled = device.type == "cuda" and not triton_interpreted()
     return Setting(
-        torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
+        torch.cuda.get_device_capability(device) if compiled else (0, 0),
         sm_count(device),
         tf32_allowed(torch.float32),
-        key is not None and is_aligned(key),
+        aligned,
         given_up_on(device),
     )
 

@@ -25,6 +25,7 @@ class Setting(NamedTuple):
         tf32: whether fp32 products may run in TF32.
         aligned: whether all tensors that are given begin at multiples of 16 bytes, as TMA descriptors ask.
         given_up: names of the kernels that cannot be built there; see :class:`Instead`.
+        added: of backward, names of the tensors whose gradient is added to a buffer, which is given as ``d<tensor>``.
     """
 
     capability: tuple[int, int]
@@ -32,12 +33,14 @@ class Setting(NamedTuple):
     tf32: bool
     aligned: bool
     given_up: frozenset[str]
+    added: frozenset[str] = frozenset()
 
 
 class Buffer(NamedTuple):
-    """Memory of a result, which is allocated by itself, or of scratch, which is one block for a call.
+    """Memory of a result, or of scratch, from the first step that names it to the last one.
 
-    A result is contiguous, unless it has ``strides``; scratch always is.
+    Results are allocated one by one. Scratch is allocated in blocks: of what lives at the same time, and of what
+    follows on little. A result is contiguous, unless it has ``strides``; scratch always is.
     """
 
     shape: tuple[int, ...]

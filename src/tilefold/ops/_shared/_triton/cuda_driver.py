@@ -99,7 +99,7 @@ class _Memory:
 
 def driver_launch(
     name: str,
-    function: int,
+    compiled: Any,
     ptx: str,
     grid: tuple[int, int, int],
     block: tuple[int, int],
@@ -113,7 +113,8 @@ def driver_launch(
 
     Args:
         name: of the kernel, for errors.
-        function: handle of the loaded kernel.
+        compiled: the kernel, whose ``function`` is the handle of the loaded one. It is kept: from Triton 3.8 on the
+            last reference to it unloads the kernel.
         ptx: of the kernel, whose ``.entry`` declares the parameters.
         grid: programs.
         block: threads of a program, and bytes of its dynamic shared memory.
@@ -130,14 +131,14 @@ def driver_launch(
         *block,
     )
     config = _Config(*grid, threads, 1, 1, shared, None, None, 0)
-    call, handle = _launch_function(), ctypes.c_void_p(function)
+    call, handle = _launch_function(), ctypes.c_void_p(compiled.function)
     config_at, table_at = (ctypes.c_void_p(ctypes.addressof(found)) for found in (config, memory.table))
     buffer, table, pick = memory.buffer, memory.table, _picker(memory.pointers)
     pack = struct.Struct(f"{len(memory.pointers)}Q").pack_into
     maps = [(number, place, dict[int, tuple[int, object]](), encode) for number, place, encode in memory.maps]
     lock = threading.Lock()  # config and parameters are one launch's until the driver has copied them
 
-    def launch(addresses: Addresses) -> None:
+    def launch(addresses: Addresses, _kept: object = compiled) -> None:
         with lock:
             pack(buffer, 0, *pick(addresses))
             for number, place, known, encode in maps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from tilefold.ops._shared.internals import LaunchAt, hooked
 from tilefold.ops._shared.plan import Buffer, Instead, Launch, Plan, Setting, TorchStep, View, taker
 
 Take = Callable[[Any], tuple[Any, ...]]
+MAX_TOGETHER = 1 << 20  # bytes of scratch that are held for a step longer than it is read: each block costs the host
 
 
 class _Launched(NamedTuple):
@@ -32,10 +34,29 @@ class _Computed(NamedTuple):
     place: int
 
 
-class Program:
-    """``program(*given)`` allocates the results, runs the steps on the current stream and returns the results.
+class _Stretch(NamedTuple):
+    """Steps that follow one another, and the memory that none before them names.
 
-    Once a plan of launches alone was repeated, each tensor is asked for its address once, and launches get addresses.
+    Attributes:
+        results: of each that is allocated first, what says so and the number that fills it.
+        scratch: that is allocated next.
+        views: the place of each view of a result, that of the result, and the dtype.
+        steps: in order.
+        ends: places of what no later step reads.
+    """
+
+    results: list[tuple[Tensor, float | None]]
+    scratch: Pieces
+    views: list[tuple[int, int, torch.dtype]]
+    steps: list[_Launched | _Computed]
+    ends: list[int]
+
+
+class Program:
+    """``program(*given)`` runs the steps on the current stream, allocates what they write, and returns the results.
+
+    Once a plan of launches was repeated, each tensor is asked for its address once, and launches get addresses. What
+    torch makes of given tensors before the first launch, as copies, may come before.
 
     Args:
         plan: of the pass.
@@ -45,8 +66,7 @@ class Program:
         setting: that the plan was made for.
     """
 
-    __slots__ = ("_aligned", "_behind", "_bound", "_fills", "_instead", "_likes", "_others", "_results", "_scratch",
-                 "_steps", "_views")  # fmt: skip
+    __slots__ = ("_aligned", "_bound", "_instead", "_made", "_others", "_ready", "_results", "_stretches")
 
     def __init__(
         self,
@@ -57,80 +77,173 @@ class Program:
         setting: Setting,
     ) -> None:
         by_torch = {step.makes for step in plan.steps if isinstance(step, TorchStep)}
-        scratch = {name: each for name, each in plan.buffers.items() if isinstance(each, Buffer)}
         views = {name: each for name, each in plan.buffers.items() if isinstance(each, View)}
-        others = sorted({*plan.buffers, *by_torch} - {*given, *results, *scratch})
+        wanted = {name: each for name, each in results.items() if each and plan.buffers.get(name, each) is not None}
+        made = {name: each for name, each in wanted.items() if name not in by_torch}
+        reads = [[views[name].of if name in views else name for name in step.tensors.split()] for step in plan.steps]
+        copies = _leading_copies(plan, given)
+        cuts = _cut(plan, reads, made, each_step=any(isinstance(step, TorchStep) for step in plan.steps[copies:]))
+        scratch = [name for cut in cuts for name in cut.scratch]
+        others = sorted({*plan.buffers, *by_torch, *results} - {*given, *made, *scratch})
         # the tensors, and the addresses, of a call lie in this order
-        places = {name: place for place, name in enumerate([*given, *results, *scratch, *others])}
+        order = [name for cut in cuts for name in (*cut.results, *cut.scratch)]
+        places = {name: place for place, name in enumerate([*given, *others, *order])}
         memory = places | {name: places[view.of] for name, view in views.items()}
-        self._scratch = Pieces(device, *scratch.values())
-        self._others = [None] * len(others)
-        self._behind = self._others if self._scratch.size else [*[0] * len(scratch), *self._others]
-        self._views = [(places[name], places[view.of], view.dtype) for name, view in views.items()]
-        results = {name: plan.buffers.get(name, buffer) and buffer for name, buffer in results.items()}
-        made = [None if name in by_torch else buffer for name, buffer in results.items()]
-        self._likes = [
-            None if buffer is None else without_memory(buffer.shape, buffer.dtype, device, buffer.strides)
-            for buffer in made
-        ]
-        self._fills = [
-            (list(results).index(name), value) for name, value in plan.fills.items() if results[name] is not None
-        ]
-        self._results = [places[name] for name in results]
-        self._steps: list[_Launched | _Computed] = []
-        for step in plan.steps:
+
+        def placed(step: Launch | TorchStep) -> _Launched | _Computed:
             names = step.tensors.split()
             take = taker([places[name] for name in names])
             if isinstance(step, TorchStep):
-                self._steps.append(_Computed(step.function, take, places[step.makes]))
-            else:
-                self._steps.append(_Launched(_step(step), take, taker([memory[name] for name in names])))
-        launches = [step for step in plan.steps if isinstance(step, Launch)]
+                return _Computed(step.function, take, places[step.makes])
+            return _Launched(_step(step), take, taker([memory[name] for name in names]))
+
+        steps = [placed(step) for step in plan.steps]
+        ends = _ends(plan, reads, {*scratch, *by_torch} - results.keys())
+        self._stretches = [
+            _Stretch(
+                [(_like(made[name], device), plan.fills.get(name)) for name in cut.results],
+                Pieces(device, *[plan.buffers[name] for name in cut.scratch]),  # type: ignore[misc]
+                [(places[name], places[each.of], each.dtype) for name, each in views.items() if each.of in cut.results],
+                steps[cut.first : cut.end],
+                [places[name] for names in ends[cut.first : cut.end] for name in names],
+            )
+            for cut in cuts
+        ]
+        self._others = [None] * len(others)
+        self._results = [places[name] if name in wanted else None for name in results]
+        allocated = [name for cut in cuts for name in cut.results]
+        self._made = [allocated.index(name) if name in made else None for name in results]
+        self._ready = [step for step in steps[:copies] if isinstance(step, _Computed)]
         self._instead = {
             each.kernel.__name__: each.instead
-            for each in launches
-            if each.instead is not None and each.instead.kernel not in setting.given_up
+            for each in plan.steps
+            if isinstance(each, Launch) and each.instead is not None and each.instead.kernel not in setting.given_up
         }
         self._aligned = setting.aligned
-        self._bound: list[tuple[LaunchAt, Take]] = []
+        self._bound: list[tuple[_Stretch, list[tuple[LaunchAt, Take]]]] = []
 
     def __call__(self, *given: Tensor | None) -> Sequence[Tensor | None]:
         """Results in their order, ``None`` for those that are not wanted."""
         same = self._aligned and not hooked()
-        results: list[Any] = [None if like is None else torch.empty_like(like) for like in self._likes]
-        for place, value in self._fills:
-            results[place].fill_(value)
         if not same or not self._bound:
-            return self._run(same, [*given, *results, *self._scratch(), *self._others])
-        addresses = [None if tensor is None else tensor.data_ptr() for tensor in (*given, *results)]
-        if self._scratch.size:
-            _held = self._scratch.extend(addresses)  # until all is launched
-        addresses += self._behind
-        for launch, take in self._bound:
-            launch(take(addresses))
-        return results
+            return self._run(same, given)
+        tensors = list(given)
+        for step in self._ready:
+            tensors[step.place] = step.function(*step.take(tensors))
+        addresses: list[Any] = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        addresses += self._others
+        results: list[Tensor] = []
+        for stretch, launches in self._bound:
+            for like, value in stretch.results:
+                result = torch.empty_like(like)
+                results.append(result if value is None else result.fill_(value))
+                addresses.append(result.data_ptr())
+            held: Tensor | None = stretch.scratch.extend(addresses)
+            for launch, take in launches:
+                launch(take(addresses))
+            held = None  # noqa: F841 (only now may its memory be given to the next)
+        return [None if place is None else results[place] for place in self._made]
 
     def instead_of(self, kernel: str) -> Instead | None:
         """What stands behind a kernel of the plan, unless it was given up before the plan was made."""
         return self._instead.get(kernel)
 
-    def _run(self, same: bool, tensors: list[Any]) -> Sequence[Tensor | None]:
-        for place, source, dtype in self._views:
-            tensors[place] = tensors[source].view(dtype)
-        for step in self._steps:
-            if isinstance(step, _Launched):
-                step.step(same, *step.take(tensors))
-            else:
-                given = [x.tensor() if isinstance(x, Piece) else x for x in step.take(tensors)]
-                tensors[step.place] = step.function(*given)
-        bound = [
-            (step.step.bound_at, step.take_addresses)
-            for step in self._steps
-            if isinstance(step, _Launched) and step.step.bound_at is not None
-        ]
-        if same and len(bound) == len(self._steps):
-            self._bound = bound
-        return [tensors[place] for place in self._results]
+    def _run(self, same: bool, given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        tensors: list[Any] = [*given, *self._others]
+        for stretch in self._stretches:
+            for like, value in stretch.results:
+                tensors.append(torch.empty_like(like) if value is None else torch.empty_like(like).fill_(value))
+            tensors += stretch.scratch()
+            for place, source, dtype in stretch.views:
+                tensors[place] = tensors[source].view(dtype)
+            for step in stretch.steps:
+                if isinstance(step, _Launched):
+                    step.step(same, *step.take(tensors))
+                else:
+                    read = [x.tensor() if isinstance(x, Piece) else x for x in step.take(tensors)]
+                    tensors[step.place] = step.function(*read)
+                    del read
+            for place in stretch.ends:
+                tensors[place] = None
+        if same:
+            self._bind()
+        return [None if place is None else tensors[place] for place in self._results]
+
+    def _bind(self) -> None:
+        found = []
+        for stretch in self._stretches:
+            launched = [step for step in stretch.steps if isinstance(step, _Launched)]
+            bound = [(step.step.bound_at, step.take_addresses) for step in launched if step.step.bound_at is not None]
+            found.append((stretch, bound))
+        if sum(len(bound) for _, bound in found) + len(self._ready) == sum(len(each.steps) for each in self._stretches):
+            self._bound = found
+
+
+class _Cut(NamedTuple):
+    """A stretch: its steps, and the names of the memory that is allocated for it."""
+
+    first: int
+    end: int
+    results: list[str]
+    scratch: list[str]
+
+
+def _leading_copies(plan: Plan, given: Sequence[str]) -> int:
+    """How many torch steps come first and make given tensors of given ones."""
+    for count, step in enumerate(plan.steps):
+        if isinstance(step, Launch) or not {step.makes, *step.tensors.split()} <= {*given}:
+            return count
+    return len(plan.steps)
+
+
+def _cut(plan: Plan, reads: list[list[str]], made: Mapping[str, Buffer], each_step: bool) -> list[_Cut]:
+    """Where memory is allocated: ``each_step`` by itself, or where a block of scratch begins."""
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for place, names in enumerate(reads):
+        for name in names:
+            first.setdefault(name, place)
+            last[name] = place
+    blocks: dict[int, list[str]] = {}
+    block: list[str] = []
+    end, size = -1, 0
+    scratch = {name: each for name, each in plan.buffers.items() if isinstance(each, Buffer) and name in first}
+    for name in sorted(scratch, key=first.__getitem__):
+        if not blocks or (first[name] > end and size > MAX_TOGETHER):
+            block, size = blocks.setdefault(first[name], []), 0
+        block.append(name)
+        end, size = max(end, last[name]), size + math.prod(scratch[name].shape) * scratch[name].dtype.itemsize
+    count = max(1, len(plan.steps))
+    starts = range(count) if each_step else sorted({0, *list(blocks)[1:]})
+    return [
+        _Cut(
+            start,
+            end,
+            [name for name in made if start <= first.get(name, 0) < end],
+            [name for name in scratch if any(name in blocks.get(place, ()) for place in range(start, end))],
+        )
+        for start, end in zip(starts, [*starts, count][1:], strict=True)
+    ]
+
+
+def _ends(plan: Plan, reads: list[list[str]], names: set[str]) -> list[list[str]]:
+    """By step, the names whose tensor no later one reads."""
+    ends: list[list[str]] = [[] for _ in plan.steps]
+    read_later = dict.fromkeys(names, False)
+    for place in reversed(range(len(plan.steps))):
+        step = plan.steps[place]
+        touched = {*reads[place]}
+        if isinstance(step, TorchStep):
+            touched.add(step.makes)
+        for name in touched & names:
+            if not read_later[name]:
+                ends[place].append(name)
+            read_later[name] = name in reads[place]
+    return ends
+
+
+def _like(buffer: Buffer, device: torch.device) -> Tensor:
+    return without_memory(buffer.shape, buffer.dtype, device, buffer.strides)
 
 
 def _step(launch: Launch) -> Step:

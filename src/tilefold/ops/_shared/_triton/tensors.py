@@ -133,6 +133,9 @@ class Pieces:
 
     def extend(self, addresses: list[int | None]) -> Tensor:
         """The buffer; those of its pieces are put behind ``addresses``, for launches that take nothing else."""
+        if self._nothing is not None:
+            addresses += [0] * len(self._parts)
+            return self._like
         buffer = torch.empty_like(self._like)
         address = buffer.data_ptr()
         addresses += [address + first for first in self._firsts]
