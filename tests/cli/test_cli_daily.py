@@ -20,7 +20,7 @@ from tests.recipes.small import SUBJECTS, small_collection
 from tests.retrieval.test_retrieval_interruptions import HOLD, HOLD_PATH
 from tilefold.cli import _common, _models
 from tilefold.cli._words import in_options
-from tilefold.retrieval import _streamed, encoding, read_vectors
+from tilefold.retrieval import _made, encoding, read_vectors
 
 Call = Callable[..., Outcome]
 
@@ -147,7 +147,7 @@ def test_ctrl_c_says_that_work_is_kept_only_where_it_is(
         return outcome.err
 
     asked = ("encode", "--model", work / "model", "--data", work / "data", "--batch-size", "4", "--output")
-    batches = _streamed.StreamedShards, "_add"
+    batches = _made.Shard, "take"
     assert interrupted(*batches, 0, *asked, tmp_path / "nothing") == "Interrupted. Nothing was kept.\n"
     assert "Finished work is kept" in interrupted(*batches, 2, *asked, tmp_path / "some")
     searched = ("search", "csv files", "--index", work / "index", "--model", work / "model")

@@ -15,7 +15,7 @@ from tests.cli.program import Outcome, run_cli
 from tests.recipes.small import small_collection
 from tilefold.recipes import _run
 from tilefold.retrieval import read_manifest
-from tilefold.retrieval._streamed import StreamedShards
+from tilefold.retrieval._made import Shard
 from tilefold.retrieval.collection import Collection, Document
 
 Call = Callable[..., Outcome]
@@ -123,15 +123,15 @@ def test_encode_says_that_it_resumes_and_from_where(
         "--output",
         tmp_path / "v",
     )
-    add, left = StreamedShards._add, iter(range(2))
+    take, left = Shard.take, iter(range(2))
 
     def stop(*arguments: Any) -> None:
         if next(left, None) is None:
             raise KeyboardInterrupt
-        add(*arguments)
+        take(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(StreamedShards, "_add", stop)
+        patched.setattr(Shard, "take", stop)
         first = call(*asked)
     assert first.code == 130 and "resumes" not in first.err
     kept = read_manifest(tmp_path / "v").n_documents

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,7 @@ from sentence_transformers import MultiVectorEncoder, SparseEncoder
 from tests.distributed.ranks import Rank
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.retrieval import _meeting, encode_collection, encode_tokens
-from tilefold.retrieval._group import Desk
-from tilefold.retrieval._group_shards import GroupShards
+from tilefold.retrieval._made import Shard
 from tilefold.retrieval.errors import RankError
 
 OPTIONS: dict[str, Any] = {"shard_size": 8, "top_k": 20, "batch_tokens": 60}
@@ -24,6 +24,14 @@ TEXTS: dict[str, Any] = {
     "half": "cats \ud800",
     "last": "dogs",
 }
+
+
+class SlowTexts(dict[str, Any]):
+    """Texts that it takes a while to list."""
+
+    def __iter__(self) -> Iterator[str]:
+        time.sleep(1)
+        return super().__iter__()
 
 
 def load(folder: Path, fast: bool, kind: str = "sparse") -> Any:
@@ -38,9 +46,7 @@ def encode(rank: Rank, model_folder: Path, output: Path, changed: dict[str, Any]
     """The manifest, or the name and the text of what was raised, and what was reported."""
     calls: list[tuple[int, int]] = []
     options = {**OPTIONS, **(changed or {})}
-    stop_at, fast, slow = (
-        options.pop(name, usual) for name, usual in (("stop_at", None), ("fast", True), ("slow", False))
-    )
+    stop_at, fast = options.pop("stop_at", None), options.pop("fast", True)
     texts = options.pop("texts", [TEXTS, TEXTS])[rank.rank]
 
     def progress(done: int, total: int) -> None:
@@ -48,34 +54,11 @@ def encode(rank: Rank, model_folder: Path, output: Path, changed: dict[str, Any]
         if stop_at is not None and done >= stop_at:
             raise KeyboardInterrupt
 
-    given, start = GroupShards._given, GroupShards._start_report
-    if slow:
-        GroupShards._given, GroupShards._start_report = _given_later, _start_later  # type: ignore[method-assign]
     try:
         manifest = encode_collection(load(model_folder, fast), texts, output, progress=progress, **options)
     except (Exception, KeyboardInterrupt) as error:
         return type(error).__name__, str(error), calls
-    finally:
-        GroupShards._given, GroupShards._start_report = given, start  # type: ignore[method-assign]
     return asdict(manifest), "", calls
-
-
-def _given_later(shards: Any, given: Any = GroupShards._given) -> Any:
-    """The first rank takes its first shard after another one."""
-    _await(lambda: shards.seat._taken, shards)
-    yield from given(shards)
-
-
-def _start_later(shards: Any, start: Any = GroupShards._start_report) -> None:
-    """The first rank begins to report when another one has handed in some shards."""
-    _await(lambda: shards.seat.listed, shards)
-    start(shards)
-
-
-def _await(there: Any, shards: Any) -> None:
-    until = time.monotonic() + 20
-    while isinstance(shards.seat, Desk) and not there() and time.monotonic() < until:
-        time.sleep(0.02)
 
 
 def encode_token_vectors(rank: Rank, model_folder: Path, output: Path) -> Any:
@@ -117,16 +100,16 @@ def dies(rank: int, model: Any, folder: Path, meet: Path) -> str:
 
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
     if rank:
-        add, left = GroupShards._add, [3]
+        take, left = Shard.take, [3]
 
         def kill(self: Any, *given: Any) -> None:
             left[0] -= 1
             if not left[0]:
                 (folder / "died").write_text(str(time.time()))
                 os.kill(os.getpid(), signal.SIGKILL)
-            add(self, *given)
+            take(self, *given)
 
-        GroupShards._add = kill  # type: ignore[method-assign]
+        Shard.take = kill  # type: ignore[method-assign]
     reported = [0]
     try:
         encode_collection(model, TEXTS, folder / "v", progress=lambda done, total: reported.append(done), **OPTIONS)

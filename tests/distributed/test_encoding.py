@@ -16,7 +16,7 @@ from tests.integrations.multi_vector_models import build_colbert
 from tests.processes import ROOT, environment
 from tilefold._files import LOCK
 from tilefold.retrieval import encode_collection, encode_tokens, read_manifest
-from tilefold.retrieval._group import KEPT
+from tilefold.retrieval._meeting import KEPT
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -38,13 +38,6 @@ def test_the_bytes_are_those_of_one_process_and_every_rank_gets_the_manifest(
     assert contents(tmp_path / "v") == contents(whole)
     assert first == second == asdict(read_manifest(whole)) and set(first["failed"]) == {"number", "half"}
     assert calls[0] == (0, 73) and calls[-1] == (73, 73) and calls == sorted(set(calls)) and not others
-
-
-def test_the_first_report_is_where_the_work_began_though_others_were_quicker(
-    two_ranks: Ranks, tiny_folder: Path, tmp_path: Path
-) -> None:
-    (_, _, calls), _ = two_ranks.run(jobs.encode, tiny_folder, tmp_path / "v", {"slow": True})
-    assert calls[0] == (0, 73) and calls[-1] == (73, 73)
 
 
 def test_shards_of_one_batch_keep_a_rank_going(two_ranks: Ranks, tiny_folder: Path, tmp_path: Path) -> None:
@@ -103,6 +96,7 @@ def test_one_process_goes_on_where_two_were_interrupted_and_two_where_one_was(
 
 def test_ranks_that_were_given_different_things_are_told(two_ranks: Ranks, tiny_folder: Path, tmp_path: Path) -> None:
     texts = [{f"d{i}": f"cats {i + rank}" for i in range(20)} for rank in range(2)]
+    texts[1] = jobs.SlowTexts(texts[1])  # so that the first rank has encoded all before it hears of them
     (kind, first, _), (other, second, _) = two_ranks.run(jobs.encode, tiny_folder, tmp_path / "v", {"texts": texts})
     assert (kind, other) == ("DataError", "RankError")
     assert "rank 1 encodes something else (texts_sha256: other texts)" in first and first in second

@@ -36,43 +36,52 @@ class Shard(Generic[V]):
 
     Attributes:
         number, ids: of the shard.
+        texts: id -> text, of these texts and perhaps of others.
         strings: those of its texts that can be encoded at all.
         done, failed: vectors in batches, and id -> reason.
         cut: how many of these texts the tokenizer cut, and at how many tokens; None where an earlier version did them.
         kept, saved: how much of it is on disk, and since when.
-        written: whether all of it is.
+        is_written: whether all of it is.
     """
 
     number: int
     ids: list[str]
+    texts: Mapping[str, Any]
     strings: list[str] = field(default_factory=list)
     done: list[V] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     cut: Truncation | None = field(default_factory=Truncation)
     kept: int = 0
     saved: float = field(default_factory=time.monotonic)
-    written: bool = False
+    is_written: bool = False
+
+    def __post_init__(self) -> None:
+        for name in self.ids:
+            text = self.texts[name]
+            if isinstance(text, str):
+                self.strings.append(name)
+            else:
+                self.failed[name] = f"expected a string, got {type(text).__name__}"
 
     def __len__(self) -> int:
         return sum(map(len, self.done)) + len(self.failed)
 
-    def open(self, texts: Mapping[str, Any], before: Part[V] | None = None) -> None:
-        """Sort out what is no string; what was done `before` is known."""
+    def resumed(self, before: Part[V] | None) -> Shard[V]:
+        """The shard, of which an earlier run kept a part."""
         if before is not None:
-            self.done, self.failed, self.cut = [before.vectors], dict(before.failed), before.cut
-        self.kept = len(self)
-        for name in self.ids:
-            if isinstance(texts[name], str):
-                self.strings.append(name)
-            else:
-                self.failed[name] = f"expected a string, got {type(texts[name]).__name__}"
+            self.done, self.failed, self.cut = [before.vectors], dict(before.failed) | self.failed, before.cut
+            self.kept = len(self)
+        return self
 
-    def window(self, texts: Mapping[str, str], prepare: Prepare) -> Window:
+    def window(self, prepare: Prepare) -> Window:
         """Its texts for a stream."""
-        known = {name for vectors in self.done for name in vectors.ids} if self.kept else set()
-        known |= self.failed.keys()
+        known = {name for vectors in self.done for name in vectors.ids} | self.failed.keys()
         skip = frozenset(place for place, name in enumerate(self.strings) if name in known)
-        return Window([texts[name] for name in self.strings], skip, prepare)
+        return Window([self.texts[name] for name in self.strings], skip, prepare)
+
+    def written(self) -> None:
+        """Forget the vectors, which are on disk."""
+        self.is_written, self.done = True, []
 
     def take(self, item: Any, maker: Maker[V]) -> None:
         """A batch of the stream, or a text that failed."""
@@ -194,9 +203,8 @@ def in_memory(what: str, kind: str, texts: Mapping[str, str], stream: Stream, pr
         TypeError: an id that is not a string.
     """
     check_text_ids(what, texts)
-    shard: Shard[V] = Shard(0, list(texts))
-    shard.open(texts)
-    with closing(stream(iter([shard.window(texts, prepare)]))) as items:
+    shard: Shard[V] = Shard(0, list(texts), texts)
+    with closing(stream(iter([shard.window(prepare)]))) as items:
         for item in items:
             if isinstance(item, WindowEnd):
                 shard.end(item)

@@ -1,100 +1,164 @@
-"""Where the ranks of a process group meet, before they share the work on a folder."""
+"""Where the ranks of a process group meet that share the work on a folder, and what they say to one another."""
 
 from __future__ import annotations
 
 import hashlib
-import os
+import json
 import platform
-import shutil
-import socket
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from tilefold.retrieval._group import Desk, Line, connection_of, serve
+from tilefold._files import LOCK, InUseError, hold_folder, scratch_folder
 from tilefold.retrieval.errors import RankError
 
 MEET_SECONDS = 300.0  # in which all ranks must come: models may take a while to load
-_CONNECT_SECONDS = 30.0
-_LEAVE_SECONDS = 2.0
-_PATH_BYTES = 256
+POLL_SECONDS = 0.1
+KEPT = "What was reported is kept: run the same again, with any number of ranks, to go on."
+_LEAVE_SECONDS = 20.0  # in which ranks must hear that the first one ends: a batch may take a while
+_STORE_SECONDS = 1.0
+
+
+class Meeting:
+    """Values that all ranks see, and whether the others live; all methods may be called from any thread.
+
+    The first rank watches all others and says when one has died; they watch the first.
+
+    Args:
+        rank: of this process.
+        homes: a folder of each rank, which is locked as long as its process takes part.
+    """
+
+    def __init__(self, rank: int, homes: Sequence[Path]) -> None:
+        self.rank = rank
+        self._watched = {other: homes[other] for other in (range(1, len(homes)) if rank == 0 else (0,))}
+        self._store = dist.FileStore(str(homes[0] / "store"), len(homes))  # type: ignore[attr-defined]
+        self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
+        self._looked = 0.0  # when it was seen that the others live
+
+    @property
+    def others(self) -> list[int]:
+        """The ranks that this one watches."""
+        return list(self._watched)
+
+    def say(self, name: str, value: Any) -> None:
+        """Let all ranks hear a value."""
+        self._store.set(name, json.dumps(value))
+
+    def said(self, *names: str) -> bool:
+        """Whether all of these values can be heard."""
+        try:
+            return bool(self._store.check(list(names)))
+        except RuntimeError:  # the first rank, which is gone, has removed the store
+            raise _ended(0) from None
+
+    def heard(self, name: str) -> Any:
+        """A value, once a rank has said it; raises what ended the work before that."""
+        while not self.said(name):
+            self.check()
+            time.sleep(POLL_SECONDS)
+        return json.loads(self._store.get(name))
+
+    def count(self) -> int:
+        """How often any rank has counted before."""
+        return int(self._store.add("count", 1)) - 1
+
+    @contextmanager
+    def stopping(self) -> Iterator[None]:
+        """An error within the block ends the work of all ranks."""
+        try:
+            yield
+        except BaseException as error:
+            self.stop(error)
+            raise
+
+    def stop(self, error: BaseException) -> None:
+        """End the work of all ranks; the first error counts."""
+        text = " ".join(str(error).split())
+        if not isinstance(error, RankError):
+            text = f"rank {self.rank}: {type(error).__name__}: {text}"
+        with suppress(RuntimeError):  # the first rank is gone
+            if self._store.add("problems", 1) == 1:
+                self.say("problem", text)
+
+    def check(self) -> None:
+        """Raise what ended the work, if something did: Ctrl-C for all, else an error that names its rank."""
+        gone = self._gone()
+        if self.said("problem"):
+            text = self.heard("problem")
+            if "KeyboardInterrupt: " in text:
+                raise KeyboardInterrupt
+            raise RankError(text if KEPT in text else f"{text} {KEPT}")
+        if gone is not None and not self.said("over"):
+            raise _ended(gone)
+
+    def _gone(self) -> int | None:
+        """A rank that has ended, if it is time to look."""
+        if time.monotonic() - self._looked < POLL_SECONDS:
+            return None
+        self._looked = time.monotonic()
+        return next((rank for rank, home in self._watched.items() if _has_left(home)), None)
+
+    def wait_until_all_left(self) -> None:
+        """So that they hear why."""
+        until = time.monotonic() + _LEAVE_SECONDS
+        while time.monotonic() < until and not all(map(_has_left, self._watched.values())):
+            time.sleep(POLL_SECONDS / 4)
+
+
+def _ended(rank: int) -> RankError:
+    return RankError(f"rank {rank} ended before the work was done. {KEPT}")
+
+
+def _has_left(home: Path) -> bool:
+    if (home / LOCK).exists():
+        try:
+            hold_folder(home, again=False).release()
+        except InUseError:
+            return False
+    return True
 
 
 @contextmanager
-def meeting(group: dist.ProcessGroup, shards: int) -> Iterator[Desk | Line]:
-    """The desk, at the first rank of `group`, and the line to it at the others.
+def meeting(group: dist.ProcessGroup) -> Iterator[Meeting]:
+    """Meet the other ranks of `group`.
 
     Raises:
         RankError: a rank did not come in time, or runs on another machine.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    home = Path(tempfile.mkdtemp(prefix="tilefold-ranks-")) if rank == 0 else None
-    try:
-        with socket.socket(socket.AF_UNIX) as sock:
-            if home is not None:
-                sock.bind(str(home / "desk"))
-                sock.listen(size)
-            path = _path_for_all(group, "" if home is None else str(home / "desk"))
-            sock.settimeout(_CONNECT_SECONDS)
-            if home is not None:
-                yield from _at_the_desk(sock, size, shards)
-            else:
-                sock.connect(path)
-                connection = connection_of(sock)
-                connection.send_bytes(bytes(str(rank), "ascii"))
-                with connection:
-                    yield Line(rank, connection)
-    finally:
-        if home is not None:
-            shutil.rmtree(home, ignore_errors=True)
+    rank = dist.get_rank(group)
+    with scratch_folder(Path(tempfile.gettempdir()) / "tilefold-rank") as home:
+        ranks = Meeting(rank, _homes(group, home))
+        try:
+            yield ranks
+        finally:
+            if rank == 0:
+                ranks.wait_until_all_left()
 
 
-def _at_the_desk(sock: socket.socket, size: int, shards: int) -> Iterator[Desk]:
-    desk = Desk(shards, size - 1)
-    connections, threads = [], []
-    try:
-        for _ in range(size - 1):
-            try:
-                connection = connection_of(sock.accept()[0])
-                connections.append(connection)
-                threads.append(serve(desk, int(connection.recv_bytes()), connection))
-            except (OSError, EOFError) as error:
-                raise RankError(f"a rank ended before the work began ({type(error).__name__}).") from error
-        yield desk
-    finally:
-        for thread in threads:  # ends when its rank has heard the last word
-            thread.join(timeout=_LEAVE_SECONDS)
-        for connection in connections:
-            with suppress(OSError):
-                connection.close()
-
-
-def _path_for_all(group: dist.ProcessGroup, path: str) -> str:
-    """The path that the first rank gives, on every rank, once all have come."""
+def _homes(group: dist.ProcessGroup, home: Path) -> list[Path]:
+    """The folder of each rank, once all have come."""
     cpu, own = _cpu_group(group)
     try:
-        _wait_for_all(cpu)
-        machines = [torch.zeros(16, dtype=torch.uint8) for _ in range(dist.get_world_size(cpu))]
-        dist.all_gather(machines, torch.frombuffer(bytearray(_machine()), dtype=torch.uint8), group=cpu)
-        if any(not torch.equal(machine, machines[0]) for machine in machines):
-            raise RankError(
-                "group: expected ranks of one machine, got several machines. Give each machine a part of the texts, or "
-                "encode with an engine that is made for it."
-            )
-        told = torch.zeros(_PATH_BYTES, dtype=torch.uint8)
-        encoded = os.fsencode(path)
-        told[: len(encoded)] = torch.frombuffer(bytearray(encoded or b"\0"), dtype=torch.uint8)[: len(encoded)]
-        dist.broadcast(told, src=dist.get_global_rank(cpu, 0), group=cpu)
-        return os.fsdecode(bytes(told.tolist()).rstrip(b"\0"))
+        with _come_in_time():
+            dist.monitored_barrier(cpu, timeout=timedelta(seconds=MEET_SECONDS), wait_all_ranks=True)
+        places: list[Any] = [None] * dist.get_world_size(cpu)
+        dist.all_gather_object(places, (_machine(), str(home)), group=cpu)
     finally:
         if own:
             dist.destroy_process_group(cpu)
+    if len({machine for machine, _ in places}) > 1:
+        raise RankError(
+            "group: expected ranks of one machine, got several machines. Give each machine a part of the texts, or "
+            "encode with an engine that is made for it."
+        )
+    return [Path(path) for _, path in places]
 
 
 def _cpu_group(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, bool]:
@@ -108,11 +172,6 @@ def _cpu_group(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, bool]:
     return made, True
 
 
-def _wait_for_all(group: dist.ProcessGroup) -> None:
-    with _come_in_time():
-        dist.monitored_barrier(group, timeout=timedelta(seconds=MEET_SECONDS), wait_all_ranks=True)
-
-
 @contextmanager
 def _come_in_time() -> Iterator[None]:
     try:
@@ -124,9 +183,9 @@ def _come_in_time() -> Iterator[None]:
         ) from error
 
 
-def _machine() -> bytes:
-    """16 bytes that tell this machine, since it was booted, from others."""
-    name: Any = platform.node()
+def _machine() -> str:
+    """Tells this machine, since it was booted, from others."""
+    name = platform.node()
     with suppress(OSError):
         name += Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-    return hashlib.sha256(name.encode()).digest()[:16]
+    return hashlib.sha256(name.encode()).hexdigest()

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from tilefold.retrieval._apart_shards import ApartShards
-from tilefold.retrieval._made import reason
-from tilefold.retrieval._receipts import Receipt
+from tilefold.retrieval._made import Shard, reason
+from tilefold.retrieval._receipts import Receipt, check_some
 from tilefold.retrieval._shards import differences
-from tilefold.retrieval._streamed import Job
-from tilefold.retrieval.encodings import Encoding, Output
+from tilefold.retrieval._streamed import Job, Output, encode_shards
+from tilefold.retrieval.encodings import Encoding
 from tilefold.retrieval.text_ranges import Range
 
 TRIES = 5  # of shards whose workers die
@@ -96,8 +95,19 @@ class Worker:
         missing = [part for part in ranges if Receipt.read(folder, part.number, key) is None]
         if missing:
             tried = self._tried(missing)
-            ApartShards(self.job, self.writer, missing).run()
+            encode_shards(self.job, map(self._read, missing), self._leave)
             tried.unlink(missing_ok=True)
+
+    def _read(self, part: Range) -> Shard[Any]:
+        """In the thread that works ahead."""
+        texts = part.read()
+        return Shard(part.number, list(texts), texts)
+
+    def _leave(self, shard: Shard[Any]) -> None:
+        vectors, failed = shard.assembled(self.job.maker)
+        check_some(shard.number, len(vectors), failed, nothing_yet=False)
+        self.writer.leave_shard(shard.number, vectors, failed, shard.cut)
+        shard.written()
 
     def _tried(self, missing: Sequence[Range]) -> Path:
         """Count how often workers have begun here: Ray repeats a task without end when its worker dies."""

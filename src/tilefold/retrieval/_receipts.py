@@ -1,14 +1,17 @@
-"""What a process that does not hold a folder says of a shard that it wrote there."""
+"""Receipts of shards that were written by processes that do not hold the folder."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from tilefold._files import read_json, write_json
+from tilefold.retrieval.errors import DataError
 
 RECEIPTS = "part-*.receipt.json"
+TOO_MANY = 16  # when every text of a shard of at least this size fails, the model is at fault, not the texts
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,11 @@ class Receipt:
     size: int
     shard: dict[str, Any]
     failed: dict[str, str]
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether :func:`check_some` would refuse it wherever the shard is."""
+        return not self.shard["rows"] and len(self.failed) >= TOO_MANY
 
     @staticmethod
     def file_of(folder: Path, number: int) -> Path:
@@ -50,3 +58,20 @@ class Receipt:
     def write(self, folder: Path, number: int) -> None:
         """Put it beside the shard."""
         write_json(self.file_of(folder, number), asdict(self))
+
+
+def check_some(number: int, rows: int, failed: Mapping[str, str], *, nothing_yet: bool) -> None:
+    """Raise an error where all texts of a shard failed, and so the model, or all texts.
+
+    Args:
+        number: of the shard.
+        rows: of its texts that did not fail.
+        failed: the others and why.
+        nothing_yet: whether it is the last shard and no shard before it has a row.
+    """
+    if failed and not rows and (len(failed) >= TOO_MANY or nothing_yet):
+        name, why = next(iter(failed.items()))
+        raise DataError(
+            f"texts: all {len(failed)} of shard {number} failed, {name!r} first ({why}). "
+            "Check the model; earlier shards are kept."
+        )

@@ -75,8 +75,8 @@ class ShardWriter(Generic[M, V]):
     """Write a folder shard by shard; one process at a time may use it.
 
     Shards and manifest are replaced atomically, and a shard counts only once the manifest lists it, so that an
-    interrupted writer can be resumed. Other processes may make files of shards (:meth:`store_shard`) for the one that
-    lists them (:meth:`list_shard`).
+    interrupted writer can be resumed. Other processes may leave shards (:meth:`leave_shard`) for the one that lists
+    them (:meth:`receive`).
 
     Args:
         path: the folder, made when missing.
@@ -186,7 +186,9 @@ class ShardWriter(Generic[M, V]):
         They are listed as far as none before them is missing; those that were found are returned.
         """
         found = {number: Receipt.read(self.path, number, self.key) for number in numbers}
-        taken = {number: receipt for number, receipt in found.items() if receipt is not None}
+        taken = {
+            number: receipt for number, receipt in found.items() if receipt is not None and not receipt.is_hopeless
+        }
         self._received |= taken
         for number in sorted(taken):
             if number < len(self.manifest.shards):  # written again
@@ -234,7 +236,7 @@ class ShardWriter(Generic[M, V]):
         self.list_shard(number, self.store_shard(number, vectors, cut), failed)
 
     def store_shard(self, number: int, vectors: V, cut: Truncation | None = None) -> dict[str, Any]:
-        """Write the file of shard `number`; what :meth:`list_shard` of the writer that holds the folder takes.
+        """Write the file of shard `number`; its entry for :meth:`list_shard`.
 
         `cut` is how many of its texts were cut, where they were counted.
         """
@@ -242,6 +244,12 @@ class ShardWriter(Generic[M, V]):
         file = self.path / f"part-{number:05d}.{self.suffix}"
         digest = self._save_shard(vectors, file)
         return {"file": file.name, **self._counts(vectors), "sha256": digest} | _cut(cut)
+
+    def leave_shard(self, number: int, vectors: V, failed: Mapping[str, str], cut: Truncation | None) -> None:
+        """Write shard `number` with a receipt, for :meth:`receive` of the writer that holds the folder."""
+        stored = self.store_shard(number, vectors, cut)
+        size = (self.path / stored["file"]).stat().st_size
+        Receipt(self.key, size, stored, dict(failed)).write(self.path, number)
 
     def list_shard(self, number: int, stored: Mapping[str, Any], failed: Mapping[str, str] | None = None) -> None:
         """List shard `number` (the next one, or one to replace), which :meth:`store_shard` wrote, in the manifest."""
@@ -255,8 +263,8 @@ class ShardWriter(Generic[M, V]):
         self._save()
         for left in self.path.glob(f"part-*.partial.{self.suffix}"):
             left.unlink()
-        if self._received.pop(number, None) is not None:
-            Receipt.file_of(self.path, number).unlink(missing_ok=True)
+        self._received.pop(number, None)
+        Receipt.file_of(self.path, number).unlink(missing_ok=True)
         self._list_received()
 
     def _check_next(self, number: int) -> None:

@@ -1,83 +1,164 @@
 """Writes folders of vectors from a stream of batches: encoding, assembling and writing at the same time.
 
 Three threads: one tokenises (inside the stream), the caller's encodes, and one assembles finished shards and writes
-them. A shard counts when the manifest lists it, as always; what is reported as done never runs ahead of that by more
-than a part of the first shard that is not written, which is kept by time and on Ctrl-C.
+them. A shard counts when the manifest lists it; what is reported as done never runs ahead of that by more than a part
+of the first shard that is not written, which is kept by time and on Ctrl-C.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from tilefold.pipeline.ahead import Behind
-from tilefold.pipeline.rows import Begun, FailedText, Window, WindowEnd
+from tilefold.pipeline.rows import Window, WindowEnd
 from tilefold.retrieval._made import Maker, Prepare, Shard, Stream
+from tilefold.retrieval._receipts import check_some
 from tilefold.retrieval._shards import Part, ShardWriter, Vectors
-from tilefold.retrieval.errors import DataError
 
 WAITING_SHARDS = 2  # that are encoded and not written
-TOO_MANY = 16  # when every text of a shard of at least this size fails, the model is at fault, not the texts
 
 V = TypeVar("V", bound=Vectors)
 
 
-@dataclass(frozen=True)
+class Output(NamedTuple):
+    """Where vectors go, and when.
+
+    Attributes:
+        folder: where they are written.
+        shard_size: texts of a shard.
+        save_minutes: after this time, and on Ctrl-C, what is done of a shard is kept.
+        progress: called with the texts done and the texts in all.
+        resume: keep what an earlier run wrote.
+    """
+
+    folder: Path
+    shard_size: int = 1024
+    save_minutes: float = 1.0
+    progress: Callable[[int, int], None] | None = None
+    resume: bool = True
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for sizes and times that no shard has."""
+        if self.shard_size < 1:
+            raise ValueError(f"shard_size: expected at least 1, got {self.shard_size}.")
+        if not self.save_minutes >= 0:
+            raise ValueError(f"save_minutes: expected at least 0, got {self.save_minutes}.")
+
+    def report(self, done: int, total: int) -> None:
+        """Call `progress`, where there is one."""
+        if self.progress is not None:
+            self.progress(done, total)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job(Generic[V]):
     """Texts that become a folder of vectors.
 
     Attributes:
-        folder: where they are written.
+        texts: id -> text.
+        output: where the vectors go.
         open_writer: of the folder; called with whether it lists shards.
         look: what can be done for `open_writer` before the device is given anything.
-        texts: id -> text.
-        shard_size: texts of a shard.
-        stream: windows of texts -> what was made of them.
+        stream: windows of texts -> batches of vectors.
         prepare: cuts texts before they are tokenised; may be called from another thread.
         maker: makes vectors of batches.
-        report: called with the texts done and the texts in all.
-        save_minutes: after this time, and on Ctrl-C, what is done of a shard is kept.
-        ahead: whether the stream works ahead of the device. What identifies the texts takes a while to compute: if
-            there is nothing in the folder that could be resumed, the model then gets its first batches before that.
-            Else a shard is written before the next one begins.
+        ahead: whether the stream works ahead of the device. Else a shard is written before the next one begins.
     """
 
-    folder: Path
+    texts: Mapping[str, str]
+    output: Output
     open_writer: Callable[[bool], ShardWriter[Any, Any]]
     look: Callable[[], object]
-    texts: Mapping[str, str]
-    shard_size: int
     stream: Stream
     prepare: Prepare
     maker: Maker[V]
-    report: Callable[[int, int], None]
-    save_minutes: float
     ahead: bool
 
-    def is_fresh(self) -> bool:
-        """Whether the folder is missing or empty."""
-        return not self.folder.exists() or (self.folder.is_dir() and not any(self.folder.iterdir()))
+    def chunks(self) -> list[list[str]]:
+        """Ids of the texts of each shard."""
+        ids, size = list(self.texts), self.output.shard_size
+        return [ids[start : start + size] for start in range(0, len(ids), size)]
+
+    def opens_late(self) -> bool:
+        """Whether the folder is opened when the device has its first texts: what identifies them takes a while.
+
+        Not so if there is anything in the folder that could be resumed.
+        """
+        folder = self.output.folder
+        return self.ahead and (not folder.exists() or (folder.is_dir() and not any(folder.iterdir())))
 
 
-class StreamedShards(Generic[V]):
-    """Writes the shards that a folder lacks.
+def encode_shards(
+    job: Job[V],
+    shards: Iterable[Shard[V]],
+    write: Callable[[Shard[V]], None],
+    *,
+    open_late: Callable[[], None] | None = None,
+    step: Callable[[Shard[V], Behind], None] | None = None,
+    fail: Callable[[BaseException, Behind], None] | None = None,
+) -> None:
+    """Encode the shards of a source, and give each to a sink.
+
+    Args:
+        job: how; its texts and its output are not looked at.
+        shards: taken by a thread that works ahead.
+        write: called with each shard once it is whole, in a thread that works behind.
+        open_late: opens the folder when the first texts are on the device.
+        step: called after each batch, and after each shard.
+        fail: called with an error before the threads end.
+    """
+    given: list[Shard[V]] = []
+
+    def windows() -> Iterator[Window]:
+        for shard in shards:
+            given.append(shard)
+            yield shard.window(job.prepare)
+
+    with closing(job.stream(windows())) as items, Behind(WAITING_SHARDS, "tilefold-writer") as behind:
+        try:
+            next(items)  # the stream has begun
+            first: list[Any] = []
+            if open_late is not None:
+                job.look()  # while the first texts are tokenised: it reads the model, which waits for the device
+                first = list(islice(items, 1))
+                open_late()
+            for item in chain(first, items):
+                shard = given[item.window]
+                if isinstance(item, WindowEnd):
+                    shard.end(item)
+                    behind.submit(functools.partial(write, shard))
+                    if not job.ahead:
+                        behind.drain()
+                else:
+                    shard.take(item, job.maker)
+                if step is not None:
+                    step(shard, behind)
+            behind.drain()
+        except BaseException as error:
+            if fail is not None:
+                fail(error, behind)
+            raise
+
+
+class FolderShards(Generic[V]):
+    """Shards of one process, which lists them and keeps a part of the one that it is at.
 
     Args:
         job: what is to be written.
     """
 
     def __init__(self, job: Job[V]) -> None:
-        self.job, self.save_seconds = job, 60 * job.save_minutes
-        ids = list(job.texts)
-        self.total = len(ids)
-        self.chunks = [ids[start : start + job.shard_size] for start in range(0, len(ids), job.shard_size)]
+        self.job, self.save_seconds = job, 60 * job.output.save_minutes
+        self.total = len(job.texts)
         self.writer: Any = None  # a ShardWriter, once it is open
-        self.shards: list[Shard[V]] = []  # in the order in which the stream gets them
+        self.shards: list[Shard[V]] = []
         self.finished = self.reported = 0
         self.first = 0  # the first shard that was not seen to be written
 
@@ -87,94 +168,51 @@ class StreamedShards(Generic[V]):
         Raises:
             DataError: every text failed, or every one of a shard of at least 16.
         """
-        self._begin()
-        with closing(self.job.stream(self._windows())) as items:
-            self._run(items)
-        return self._end()
-
-    def _begin(self) -> None:
-        if not (self.job.ahead and self.job.is_fresh()):
+        late = self.job.opens_late()
+        if not late:
             self.writer = self.job.open_writer(True)
-        missing = [number for number in range(len(self.chunks)) if self._lacks(number)]
-        self.shards = [self._opened(number) for number in missing]
-        self.finished = self.total - sum(len(shard.ids) for shard in self.shards)
-
-    def _lacks(self, number: int) -> bool:
-        return self.writer is None or not self.writer.has_shard(number)
-
-    def _opened(self, number: int) -> Shard[V]:
-        shard: Shard[V] = Shard(number, self.chunks[number])
-        shard.open(self.job.texts, None if self.writer is None else self.writer.read_partial(number))
-        return shard
-
-    def _given(self) -> Iterator[Shard[V]]:
-        """In the thread that works ahead."""
-        yield from self.shards
-
-    def _windows(self) -> Iterator[Window]:
-        for shard in self._given():
-            yield shard.window(self.job.texts, self.job.prepare)
-
-    def _run(self, items: Iterator[Any]) -> None:
-        next(items)  # the stream has begun
-        first: list[Any] = []
-        if self.writer is None:
-            self.job.look()  # while the first texts are tokenised: it reads the model, which waits for the device
-            first = list(islice(items, 1))
-            self._open_writer()
-        self._start_report()
-        with Behind(WAITING_SHARDS, "tilefold-writer") as behind:
-            try:
-                for item in chain(first, items):
-                    self._take(item, behind)
-                behind.drain()
-                self._report()
-            except KeyboardInterrupt:
-                behind.drain()
-                self._keep_part(at_the_end=True)
-                raise
-
-    def _open_writer(self) -> None:
-        self.writer = self.job.open_writer(True)
-
-    def _end(self) -> Any:
+        self.shards = list(self._missing())
+        self.finished = self.reported = self.total - sum(len(shard.ids) for shard in self.shards)
+        if not late:
+            self.job.output.report(self.finished, self.total)
+        open_late = self._open_late if late else None
+        encode_shards(self.job, self.shards, self._write, open_late=open_late, step=self._step, fail=self._fail)
+        self._report()
         return self.writer.finish(self.total)
 
-    def _take(self, item: Any, behind: Behind) -> None:
-        if isinstance(item, Begun):
-            return
-        shard = self.shards[item.window]
-        if isinstance(item, WindowEnd):
-            shard.end(item)
-            self._finish(shard, behind)
-        else:
-            self._add(shard, item)
-            if time.monotonic() - shard.saved >= self.save_seconds:
-                behind.drain()
-                self._keep_part()
-        self._report()
+    def _missing(self) -> Iterator[Shard[V]]:
+        for number, ids in enumerate(self.job.chunks()):
+            if self.writer is None:
+                yield Shard(number, ids, self.job.texts)
+            elif not self.writer.has_shard(number):
+                yield Shard(number, ids, self.job.texts).resumed(self.writer.read_partial(number))
 
-    def _add(self, shard: Shard[V], item: FailedText | Any) -> None:
-        shard.take(item, self.job.maker)
-
-    def _finish(self, shard: Shard[V], behind: Behind) -> None:
-        if shard.failed and not shard.done:
-            behind.drain()
-            last = shard.number == len(self.chunks) - 1
-            check_some(shard.number, shard.failures(), self.writer.manifest.n_documents == 0 and last)
-        behind.submit(lambda: self._write(shard))
-        if not self.job.ahead:
-            behind.drain()
+    def _open_late(self) -> None:
+        self.writer = self.job.open_writer(True)
+        self.job.output.report(0, self.total)
 
     def _write(self, shard: Shard[V]) -> None:
         """In the thread that works behind, or after it."""
-        self.writer.write_shard(shard.number, *shard.assembled(self.job.maker), shard.cut)
-        shard.written = True
-        shard.done = []
+        vectors, failed = shard.assembled(self.job.maker)
+        last = (shard.number + 1) * self.job.output.shard_size >= self.total
+        check_some(shard.number, len(vectors), failed, nothing_yet=last and self.writer.manifest.n_documents == 0)
+        self.writer.write_shard(shard.number, vectors, failed, shard.cut)
+        shard.written()
+
+    def _step(self, shard: Shard[V], behind: Behind) -> None:
+        if len(shard) < len(shard.ids) and time.monotonic() - shard.saved >= self.save_seconds:
+            behind.drain()
+            self._keep_part()
+        self._report()
+
+    def _fail(self, error: BaseException, behind: Behind) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            behind.drain()
+            self._keep_part(at_the_end=True)
 
     def _keep_part(self, *, at_the_end: bool = False) -> None:
         """Keep what is done of the first shard that is not written; everything submitted has run."""
-        shard = next((shard for shard in self.shards if not shard.written), None)
+        shard = next((shard for shard in self.shards if not shard.is_written), None)
         if shard is None or self.writer is None:
             return
         if shard.done and shard.kept < len(shard) < len(shard.ids):
@@ -183,13 +221,9 @@ class StreamedShards(Generic[V]):
             self._write(shard)
         shard.kept, shard.saved = len(shard), time.monotonic()
 
-    def _start_report(self) -> None:
-        self.reported = self.finished
-        self.job.report(self.finished, self.total)
-
     def _report(self) -> None:
         """Texts of written shards, and what is done of the first one that is not."""
-        while self.first < len(self.shards) and self.shards[self.first].written:
+        while self.first < len(self.shards) and self.shards[self.first].is_written:
             self.finished += len(self.shards[self.first].ids)
             self.first += 1
         part = 0
@@ -197,25 +231,6 @@ class StreamedShards(Generic[V]):
             shard = self.shards[self.first]
             whole = len(shard) == len(shard.ids)
             part = len(shard) - (1 if self.job.ahead else len(shard)) * whole  # the whole counts once it is written
-        self._tell(self.finished + part)
-
-    def _tell(self, done: int) -> None:
-        if done > self.reported:
-            self.reported = done
-            self.job.report(done, self.total)
-
-
-def check_some(number: int, failed: Mapping[str, str], nothing_yet: bool) -> None:
-    """Raise an error where all texts of a shard failed, and so the model, or all texts.
-
-    Args:
-        number: of the shard.
-        failed: its texts and why.
-        nothing_yet: whether it is the last shard and no shard before it has a row.
-    """
-    if len(failed) >= TOO_MANY or nothing_yet:
-        name, why = next(iter(failed.items()))
-        raise DataError(
-            f"texts: all {len(failed)} of shard {number} failed, {name!r} first ({why}). "
-            "Check the model; earlier shards are kept."
-        )
+        if self.finished + part > self.reported:
+            self.reported = self.finished + part
+            self.job.output.report(self.reported, self.total)

@@ -6,44 +6,18 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from tilefold.pipeline.rows import say_unused_batch_tokens
-from tilefold.retrieval._group_shards import write_folder
 from tilefold.retrieval._made import Maker, PlainStream
-from tilefold.retrieval._streamed import Job
+from tilefold.retrieval._rank_shards import write_folder
+from tilefold.retrieval._streamed import Job, Output
 from tilefold.retrieval.provenance import texts_digest
 from tilefold.retrieval.truncation import cut_texts
 
 __all__ = ["Encoding", "Kind", "Output", "encode_to_folder"]
 
 Kind = Literal["document", "query"]
-
-
-class Output(NamedTuple):
-    """Where vectors go, and when.
-
-    Attributes:
-        folder: where they are written.
-        shard_size: texts of a shard.
-        save_minutes: after this time, and on Ctrl-C, what is done of a shard is kept.
-        progress: called with the texts done and the texts in all.
-        resume: keep what an earlier run wrote.
-    """
-
-    folder: Path
-    shard_size: int = 1024
-    save_minutes: float = 1.0
-    progress: Callable[[int, int], None] | None = None
-    resume: bool = True
-
-    def check(self) -> None:
-        """Raise ``ValueError`` for sizes and times that no shard has."""
-        if self.shard_size < 1:
-            raise ValueError(f"shard_size: expected at least 1, got {self.shard_size}.")
-        if not self.save_minutes >= 0:
-            raise ValueError(f"save_minutes: expected at least 0, got {self.save_minutes}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,17 +73,14 @@ class Encoding(ABC):
             say_unused_batch_tokens()
         limits = {"batch_size": self.batch_size, "batch_tokens": self.batch_tokens}
         return Job(
-            output.folder,
-            open_writer,
-            look,
-            texts,
-            output.shard_size,
-            self.plain(model) if stream is None else functools.partial(stream, task=self.kind, **limits),
-            functools.partial(cut_texts, model),
-            maker,
-            output.progress or (lambda done, total: None),
-            output.save_minutes,
-            stream is not None,
+            texts=texts,
+            output=output,
+            open_writer=open_writer,
+            look=look,
+            stream=self.plain(model) if stream is None else functools.partial(stream, task=self.kind, **limits),
+            prepare=functools.partial(cut_texts, model),
+            maker=maker,
+            ahead=stream is not None,
         )
 
 
