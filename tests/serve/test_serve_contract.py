@@ -65,6 +65,16 @@ def test_the_documented_fields_of_embed_sparse_are_taken_and_unknown_ones_ignore
     assert [[e["index"] for e in row] for row in mixed] == [[e["index"] for e in plain[0]]] * 2
 
 
+def test_token_ids_go_to_an_accelerated_model_without_padding(client: Client, sparse: Any) -> None:
+    seen: list[Any] = []
+    hook = sparse[0].register_forward_pre_hook(lambda module, args: seen.append(set(args[0])))
+    try:
+        rows = client.post("/embed_sparse", {"inputs": [[7, 8, 9], [7]]}).json
+    finally:
+        hook.remove()
+    assert len(rows) == 2 and seen and all("attention_mask" not in features for features in seen)
+
+
 def test_headers_say_what_a_request_took(client: Client) -> None:
     headers = client.post("/embed_sparse", {"inputs": TEXTS[:2]}).headers
     tokens = sum(map(len, client.post("/tokenize", {"inputs": TEXTS[:2]}).json))

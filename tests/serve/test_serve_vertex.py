@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from tests.serve.running import Client, serving
+from tilefold.serve.answers import cosines
 from tilefold.serve.models import Served
 from tilefold.serve.service import Service
 from tilefold.serve.settings import Limits
-from tilefold.serve.vertex import cosines
 
 TEXTS = ["read csv files", "parse dates and times", "csv files"]
 

@@ -223,6 +223,7 @@ def test_other_sites_may_read_answers_if_they_are_named(sparse: Any, client: Cli
             assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
             refused = open_.request("GET", "/info", Origin=SITE)
             assert (refused.status, refused.headers["access-control-allow-origin"]) == (401, named)
+            assert refused.headers["access-control-expose-headers"] == "x-truncated-inputs"
     with serving(service, origins=[SITE]) as open_:
         assert "access-control-allow-origin" not in open_.request("GET", "/info", Origin="http://evil.example").headers
 

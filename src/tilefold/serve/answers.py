@@ -1,4 +1,4 @@
-"""JSON of vectors: numbers as short as their float32 allows, in the shapes that clients expect."""
+"""JSON of vectors, with numbers as short as their float32 allows, and their cosines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tilefold.serve.bodies import EmbedSparse
 from tilefold.serve.errors import ServeError
 from tilefold.serve.text import TextTokens
 
-__all__ = ["listed", "matrices", "numbers", "plain", "sparse_rows", "strongest", "vectors"]
+__all__ = ["cosines", "listed", "matrices", "numbers", "plain", "sparse_rows", "strongest", "vectors"]
 
 Row = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 
@@ -54,16 +54,11 @@ def sparse_rows(rows: Sequence[Row], body: EmbedSparse, text: TextTokens) -> lis
 
 
 def _values(indices: Any, weights: Any, named: TextTokens | None, _: TextTokens) -> str:
-    pairs = zip(indices.tolist(), numbers(weights), strict=True)
-    if named is None:
-        return "[" + ",".join(f'{{"index":{index},"value":{weight}}}' for index, weight in pairs) + "]"
-    return (
-        "["
-        + ",".join(
-            f'{{"index":{index},"value":{weight},"token":{json.dumps(named.token(index))}}}' for index, weight in pairs
-        )
-        + "]"
-    )
+    entries = []
+    for index, weight in zip(indices.tolist(), numbers(weights), strict=True):
+        token = "" if named is None else f',"token":{json.dumps(named.token(index))}'
+        entries.append(f'{{"index":{index},"value":{weight}{token}}}')
+    return f"[{','.join(entries)}]"
 
 
 def _arrays(indices: Any, weights: Any, named: TextTokens | None, _: TextTokens) -> str:
@@ -76,11 +71,8 @@ def _by_token(indices: Any, weights: Any, _: TextTokens | None, text: TextTokens
     tokens = [text.token(index) for index in indices.tolist()]
     if len(set(tokens)) < len(tokens):
         raise ServeError("Validation", "`format`: two terms of a vector have the same text; take arrays")
-    return (
-        "{"
-        + ",".join(f"{json.dumps(token)}:{weight}" for token, weight in zip(tokens, numbers(weights), strict=True))
-        + "}"
-    )
+    entries = (f"{json.dumps(token)}:{weight}" for token, weight in zip(tokens, numbers(weights), strict=True))
+    return f"{{{','.join(entries)}}}"
 
 
 def vectors(rows: Sequence[npt.NDArray[np.float32]]) -> list[bytes]:
@@ -91,3 +83,21 @@ def vectors(rows: Sequence[npt.NDArray[np.float32]]) -> list[bytes]:
 def matrices(rows: Sequence[Any]) -> list[bytes]:
     """``[[float]]`` of each tensor ``[tokens, D]``."""
     return [listed(vectors(list(row.numpy()))) for row in rows]
+
+
+def cosines(rows: Sequence[Any], kind: str) -> list[float]:
+    """Cosine similarity of the first row, ``"sparse"`` or not, with each of the others; that of an empty one is 0."""
+    first, *others = rows
+    if kind == "sparse":
+        dots = [_sparse_dot(first, other) for other in others]
+        lengths = [float(np.linalg.norm(weights.astype(np.float64))) for _, weights in rows]
+    else:
+        dots = (np.stack(others).astype(np.float64) @ first).tolist()
+        lengths = [float(np.linalg.norm(row.astype(np.float64))) for row in rows]
+    scales = [lengths[0] * length for length in lengths[1:]]
+    return [dot / scale if scale > 0 else 0.0 for dot, scale in zip(dots, scales, strict=True)]
+
+
+def _sparse_dot(one: Row, other: Row) -> float:
+    _, mine, its = np.intersect1d(one[0], other[0], assume_unique=True, return_indices=True)
+    return float(one[1][mine].astype(np.float64) @ other[1][its])

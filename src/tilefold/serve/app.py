@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import ipaddress
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,8 +19,7 @@ from tilefold._version import __version__
 from tilefold.serve.endpoints import JSON
 from tilefold.serve.errors import ServeError
 from tilefold.serve.models import SIDES
-from tilefold.serve.pages import PAGE_PATHS, page_router
-from tilefold.serve.reference import OPENAPI_PATHS, REFERENCE_PATHS, add_reference
+from tilefold.serve.pages import OPENAPI_PATHS, PAGE_PATHS, add_reference, page_router
 from tilefold.serve.routes import Routes
 from tilefold.serve.searching import search_router
 from tilefold.serve.service import Service, cut_inputs
@@ -32,7 +31,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 # of probes and Prometheus, which carry no key, of the page, which asks for one, and what tells of no text and no model
-OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"}) | PAGE_PATHS | REFERENCE_PATHS
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"}) | PAGE_PATHS
 _HTTP_VERSIONS = ("1.1", "1.0")
 _HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
 
@@ -91,6 +90,7 @@ def create_app(
             allow_origins=list(origins),
             allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type"],
+            expose_headers=["x-truncated-inputs"],
         )
     return app
 
@@ -99,8 +99,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown routes and methods, in the form of all errors."""
     status = getattr(error, "status_code", 500)
     text = {404: "there is no such route", 405: "the route does not take this method"}.get(status, "the request failed")
-    body = ServeError("Validation", text, status=status).body()
-    return Response(body, status, getattr(error, "headers", None), JSON)
+    return _shown(ServeError("Validation", text, status=status), getattr(error, "headers", None))
+
+
+def _shown(error: ServeError, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(error.body(), error.status, headers, JSON)
 
 
 class Guard:
@@ -134,32 +137,34 @@ class Guard:
                 message["headers"] = [*message.get("headers", []), *own, *_missing(message.get("headers", []))]
             await send(message)
 
-        if scope["http_version"] not in _HTTP_VERSIONS:
-            error = ServeError("Validation", "expected HTTP/1.1 or HTTP/1.0", status=505)
-            await Response(error.body(), 505, {"connection": "close"}, JSON)(scope, receive, tracked)
-            return
-        if not self._allowed(scope):
-            error = ServeError("Validation", "expected a valid key in the header Authorization: Bearer KEY", status=401)
-            await Response(error.body(), 401, {"www-authenticate": "Bearer"}, JSON)(scope, receive, tracked)
-            return
-        if self._local and not _is_local(scope["headers"]):
-            text = "expected this machine in the header Host, such as localhost; names of other machines need a key"
-            await Response(ServeError("Validation", text, status=421).body(), 421, media_type=JSON)(
-                scope, receive, tracked
-            )
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            error, headers = refusal
+            await _shown(error, headers)(scope, receive, tracked)
             return
         try:
             await self._app(scope, receive, tracked)
         except asyncio.CancelledError:  # the server ends, and the time for requests in work is over
             if not started:
-                over = ServeError("Unhealthy", "the service is closing")
-                await Response(over.body(), over.status, media_type=JSON)(scope, receive, tracked)
+                await _shown(ServeError("Unhealthy", "the service is closing"))(scope, receive, tracked)
         except Exception as error:  # the client learns that it failed, the log why
             self._service.log_failure(error)
             self._service.metrics.count("te_request_failure", err="internal")
             if not started:
                 answer = ServeError("Backend", "internal error; the log says why", status=500)
-                await Response(answer.body(), 500, media_type=JSON)(scope, receive, tracked)
+                await _shown(answer)(scope, receive, tracked)
+
+    def _refusal(self, scope: Message) -> tuple[ServeError, dict[str, str]] | None:
+        """Error and headers for a request that may not be answered."""
+        if scope["http_version"] not in _HTTP_VERSIONS:
+            return ServeError("Validation", "expected HTTP/1.1 or HTTP/1.0", status=505), {"connection": "close"}
+        if not self._allowed(scope):
+            text = "expected a valid key in the header Authorization: Bearer KEY"
+            return ServeError("Validation", text, status=401), {"www-authenticate": "Bearer"}
+        if self._local and not _is_local(scope["headers"]):
+            text = "expected this machine in the header Host, such as localhost; names of other machines need a key"
+            return ServeError("Validation", text, status=421), {}
+        return None
 
     def _allowed(self, scope: Message) -> bool:
         if self._key is None or (scope["method"] == "GET" and scope["path"] in OPEN_PATHS):

@@ -80,13 +80,15 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
 
-class _Encoded(Body):
+class Encoded(Body):
+    """How inputs are encoded."""
+
     truncate: bool | None = None
     truncation_direction: Direction = "right"
     prompt_name: str | None = None
 
 
-class EmbedAll(_Encoded):
+class EmbedAll(Encoded):
     """``/embed_all``."""
 
     inputs: Inputs
@@ -129,11 +131,7 @@ class Similarity(Body):
     """``/similarity``."""
 
     inputs: SimilarityInputs
-    parameters: _Encoded | None = None
-
-    def encoded(self) -> _Encoded:
-        """How the sentences are encoded."""
-        return self.parameters or _Encoded()
+    parameters: Encoded | None = None
 
 
 class Predict(Body):

@@ -200,16 +200,19 @@ class Served:
         return encode(cut, **options)
 
     def _features(self, way: Way, inputs: Sequence[Sequence[int]]) -> Any:
-        """What the model makes of token ids as they are: no prompt, no special token, no expansion of queries."""
-        limit = self.limit(way.side)
-        cut = [torch.tensor(ids[:limit] if way.direction == "right" else ids[-limit:]) for ids in inputs]
-        device, padding = self.model.device, self.model.tokenizer.pad_token_id or 0
-        features = {
-            "input_ids": pad_sequence(cut, batch_first=True, padding_value=padding).to(device),
-            "attention_mask": pad_sequence([torch.ones_like(ids) for ids in cut], batch_first=True).to(device),
+        """Features of token ids as they are, after the model: no prompt, no special token, no expansion of queries."""
+        limit, padding = self.limit(way.side), self.model.tokenizer.pad_token_id or 0
+        cut = [torch.tensor(ids[:limit] if way.direction == "right" else ids[-limit:], device="cpu") for ids in inputs]
+        features: dict[str, Any] = {
+            "input_ids": pad_sequence(cut, batch_first=True, padding_value=padding),
+            "attention_mask": pad_sequence([torch.ones_like(ids) for ids in cut], batch_first=True),
             "modality": "text",
             "task": way.side,
         }
+        pack = getattr(getattr(self.model[0], "preprocess", None), "pack", None)  # of an accelerated encoder
+        features = features if pack is None else pack(features)
+        device = self.model.device
+        features = {key: each.to(device) if isinstance(each, torch.Tensor) else each for key, each in features.items()}
         with torch.inference_mode():
             return self.model(features, task=way.side)
 

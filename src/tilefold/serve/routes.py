@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
+from pydantic import ValidationError
 
 from tilefold._version import __version__
-from tilefold.serve import answers, bodies, reranking, vertex
+from tilefold.serve import answers, bodies, reranking
 from tilefold.serve.endpoints import JSON, Work, add_get, add_post
 from tilefold.serve.errors import ServeError, empty, invalid, wrong_model
 from tilefold.serve.models import Kind, Side
@@ -20,8 +22,6 @@ from tilefold.serve.service import Asked, Outcome, Service
 from tilefold.serve.text import TextTokens
 
 __all__ = ["Routes"]
-
-_PREFERRED: tuple[Kind, ...] = ("sparse", "multi-vector", "dense")
 
 
 class Routes:
@@ -37,45 +37,45 @@ class Routes:
 
     def router(self) -> APIRouter:
         """All of them."""
-        router, service = APIRouter(), self.service
-        embed: tuple[type[bodies.Body], Work] = (bodies.Embed, self.embed)
-        main = self._main()
-        for path, body, work, summary in (
-            ("/embed_sparse", bodies.EmbedSparse, self.embed_sparse, "Sparse vectors"),
-            ("/embed_all", bodies.EmbedAll, self.embed_all, "A vector for each token"),
-            ("/embed", *embed, "Dense vectors"),
-            ("/rerank", bodies.Rerank, self.rerank, "Texts or documents, ranked by late interaction"),
-            ("/v1/rerank", bodies.Rerank, self.rerank, "As /rerank"),
-            ("/v2/rerank", bodies.Rerank, self.rerank, "As /rerank"),
-            ("/score", bodies.Score, self.score, "Scores of pairs by late interaction"),
-            ("/similarity", bodies.Similarity, self.similarity, "Cosine similarity of a sentence with others"),
-            ("/predict", bodies.Predict, self.predict, "Classes, for which there is no model here"),
-            ("/vertex", bodies.Vertex, self.vertex, "Several bodies at once, as Google Vertex AI asks"),
-            ("/tokenize", bodies.Tokenize, self.tokenize, "Tokens of texts"),
-            ("/decode", bodies.Decode, self.decode, "Texts of token ids"),
-            ("/", *main, "What the first model makes, as SageMaker and the Inference API ask for it"),
-            ("/invocations", *main, "What the first model makes, as SageMaker asks for it"),
-        ):
-            add_post(router, path, body, work, service, summary)
+        router, main, rerank = APIRouter(), self._main(), (bodies.Rerank, self.rerank)
+        posts: dict[str, tuple[type[bodies.Body], Work, str]] = {
+            "/embed_sparse": (bodies.EmbedSparse, self.embed_sparse, "Sparse vectors"),
+            "/embed_all": (bodies.EmbedAll, self.embed_all, "A vector for each token"),
+            "/embed": (bodies.Embed, self.embed, "Dense vectors"),
+            "/rerank": (*rerank, "Texts or documents, ranked by late interaction"),
+            "/v1/rerank": (*rerank, "As /rerank"),
+            "/v2/rerank": (*rerank, "As /rerank"),
+            "/score": (bodies.Score, self.score, "Scores of pairs by late interaction"),
+            "/similarity": (bodies.Similarity, self.similarity, "Cosine similarity of a sentence with others"),
+            "/predict": (bodies.Predict, self.predict, "Classes, for which there is no model here"),
+            "/vertex": (bodies.Vertex, self.vertex, "Several bodies at once, as Google Vertex AI asks"),
+            "/tokenize": (bodies.Tokenize, self.tokenize, "Tokens of texts"),
+            "/decode": (bodies.Decode, self.decode, "Texts of token ids"),
+            "/": (*main, "What the first model makes, as SageMaker and the Inference API ask for it"),
+            "/invocations": (*main, "What the first model makes, as SageMaker asks for it"),
+        }
         for path in ("/v1/embeddings", "/embeddings"):
-            add_post(
-                router, path, bodies.OpenAIEmbeddings, self.openai, service, "Dense vectors, as OpenAI answers",
-                ServeError.openai_body,
-            )  # fmt: skip
-        add_get(router, "/info", self.info, service, "The model, and the limits")
-        add_get(router, "/metrics", self.metrics, service, "For Prometheus")
-        for path in ("/health", "/ping"):
-            add_get(router, path, self.health, service, "200 or 503")
+            posts[path] = (bodies.OpenAIEmbeddings, self.openai, "Dense vectors, as OpenAI answers")
+        for path, (body, work, summary) in posts.items():
+            failed = ServeError.openai_body if body is bodies.OpenAIEmbeddings else ServeError.body
+            add_post(router, path, body, work, self.service, summary, failed)
+        for path, answer, summary in (
+            ("/info", self.info, "The model, and the limits"),
+            ("/metrics", self.metrics, "For Prometheus"),
+            ("/health", self.health, "200 or 503"),
+            ("/ping", self.health, "200 or 503"),
+        ):
+            add_get(router, path, answer, self.service, summary)
         return router
 
     def _main(self) -> tuple[type[bodies.Body], Work]:
-        """The form of a body, and what answers it, of the first model."""
+        """Form of a body of the first model, and what answers it."""
         by_kind: dict[Kind, tuple[type[bodies.Body], Work]] = {
             "sparse": (bodies.EmbedSparse, self.embed_sparse),
             "multi-vector": (bodies.Rerank, self.rerank),
             "dense": (bodies.Embed, self.embed),
         }
-        return by_kind[next((kind for kind in _PREFERRED if kind in self.service.models), "dense")]
+        return next((forms for kind, forms in by_kind.items() if kind in self.service.models), by_kind["dense"])
 
     def asked(self, body: Any) -> Asked:
         """What a body says of the encoding."""
@@ -154,11 +154,17 @@ class Routes:
 
     async def similarity(self, body: bodies.Similarity, request: Request) -> Response:
         """``[float]``: cosines of the vectors, sparse or dense."""
-        kind, given = vertex.similarity_kind(self.service), body.inputs
+        given, kinds = body.inputs, self.service.models.keys() & {"sparse", "dense"}
+        if not kinds:
+            raise wrong_model(
+                "the model makes a vector of each token: POST /rerank, or serve a SparseEncoder or SentenceTransformer"
+            )
+        kind: Kind = "sparse" if "sparse" in kinds else "dense"
         if not given.sentences:
             raise ServeError("Empty", "`inputs.sentences` cannot be empty")
-        outcome = await self._encoded(kind, [given.source_sentence, *given.sentences], self.asked(body.encoded()))
-        content = await self.service.off_loop(lambda: answers.plain(vertex.cosines(outcome.rows, kind)))
+        asked = self.asked(body.parameters or bodies.Encoded())
+        outcome = await self._encoded(kind, [given.source_sentence, *given.sentences], asked)
+        content = await self.service.off_loop(lambda: answers.plain(answers.cosines(outcome.rows, kind)))
         return self.answer(content, outcome, kind, "batch")
 
     async def predict(self, body: bodies.Predict, request: Request) -> Response:
@@ -166,15 +172,21 @@ class Routes:
         raise wrong_model("model is not a classifier model")
 
     async def vertex(self, body: bodies.Vertex, request: Request) -> Response:
-        """``{"predictions": [...]}``: the answer to each instance."""
-        main, work = self._main()
-        parts = vertex.parts_of(
-            body.instances,
-            (bodies.Rerank, lambda each: self.rerank(each, request)),
-            (main, lambda each: work(each, request)),
-            self.service.limits.max_client_batch_size,
-        )
-        return Response(await vertex.together(parts), media_type=JSON)
+        """``{"predictions": [...]}``: the answer to each instance. The first error is that of all."""
+        if not body.instances:
+            raise ServeError("Empty", "`instances` cannot be empty")
+        self.service.check_batch(body.instances)
+        checked: list[tuple[bodies.Body, Work]] = []
+        for at, instance in enumerate(body.instances):
+            ranked = isinstance(instance, dict) and {"query", "texts"} <= instance.keys()
+            form, work = (bodies.Rerank, self.rerank) if ranked else self._main()
+            try:
+                checked.append((form.model_validate(instance), work))
+            except ValidationError as error:
+                raise invalid(bodies.explained(error, f"instances.{at}")) from None
+        found = await _all([work(each, request) for each, work in checked])
+        content = answers.listed([bytes(answer.body) for answer in found])
+        return Response(b'{"predictions":' + content + b"}", media_type=JSON)
 
     async def tokenize(self, body: bodies.Tokenize, request: Request) -> Response:
         """``[[{"id", "text", "special", "start", "stop"}]]``."""
@@ -200,19 +212,16 @@ class Routes:
     async def info(self, request: Request) -> Response:
         """The first model, and the limits."""
         limits, model = self.service.limits, self.service.first_model
+        shown = ("max_concurrent_requests", "max_batch_tokens", "max_client_batch_size", "auto_truncate")
         answer = {
             "model_id": model.name,
             "model_sha": None,
             "model_dtype": model.dtype,
             "served_model_name": model.name,
             "model_type": model.type,
-            "max_concurrent_requests": limits.max_concurrent_requests,
             "max_input_length": model.limit(self.side),
-            "max_batch_tokens": limits.max_batch_tokens,
             "max_batch_requests": None,
-            "max_client_batch_size": limits.max_client_batch_size,
-            "auto_truncate": limits.auto_truncate,
-            "tokenization_workers": limits.tokenization_workers,
+            **{name: getattr(limits, name) for name in (*shown, "tokenization_workers")},
             "version": __version__,
             "sha": None,
             "docker_label": None,
@@ -231,6 +240,18 @@ class Routes:
             return Response()
         error = ServeError("Unhealthy", "unhealthy")
         return Response(error.body(), error.status, media_type=JSON)
+
+
+async def _all(parts: Sequence[Awaitable[Response]]) -> list[Response]:
+    """The results in their order; where one fails, the others end before its error is raised."""
+    tasks = [asyncio.ensure_future(part) for part in parts]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 # work of helper threads, where a body of 2 MB keeps nobody else waiting

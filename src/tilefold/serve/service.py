@@ -6,9 +6,11 @@ import asyncio
 import functools
 import logging
 import statistics
+import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence, Sized
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Iterator, Sequence, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -19,7 +21,6 @@ from tilefold.serve.metrics import Metrics
 from tilefold.serve.models import SIDES, Kind, Served, Side, Way
 from tilefold.serve.settings import Limits
 from tilefold.serve.text import TextTokens
-from tilefold.serve.threads import Leavable, portions
 
 if TYPE_CHECKING:
     from tilefold.serve.searchable import Searchable
@@ -35,7 +36,8 @@ cut_inputs: ContextVar[list[int] | None] = ContextVar("tilefold_cut_inputs", def
 _CALL = "call"  # the key of payloads that are functions
 _CHARACTERS_PER_TOKEN = 250  # of text-embeddings-inference; more than that many per token of a model are not read
 _NO_MODEL = 512  # tokens that a query of a server without a model may have
-_SEARCHERS = 4  # threads that search, at least
+PORTION = 16_384  # characters, tokens or numbers that a thread works on before others have their turn
+_SEARCHERS = 4  # searches at once, at least
 _LEAVE_SECONDS = 5.0  # for searches that run when the service ends; a Qdrant server may be away
 _REMEDIES: dict[Kind, str] = {
     "sparse": "sparse vectors come from a SparseEncoder: start the server with one as --model",
@@ -121,7 +123,8 @@ class Service:
         self.closing = False
         self._pool: ThreadPoolExecutor | None = None
         self._tokenizers: ThreadPoolExecutor | None = None
-        self._searchers: Leavable | None = None
+        self._searching: set[threading.Thread] = set()
+        self._search_turns = asyncio.Semaphore(max(_SEARCHERS, self.limits.tokenization_workers))
         self._lanes: dict[str, Lane] = {}
         self.metrics.gauge("te_queue_size", lambda: sum(map(len, self._lanes.values())))
         self.metrics.gauge("tilefold_inputs_in_flight", lambda: self.permits.taken)
@@ -141,7 +144,7 @@ class Service:
         self.closing = False
         self._pool = ThreadPoolExecutor(self.limits.tokenization_workers, "tilefold-helper")
         self._tokenizers = ThreadPoolExecutor(self.limits.tokenization_workers, "tilefold-tokenizer")
-        self._searchers = Leavable(max(_SEARCHERS, self.limits.tokenization_workers), "tilefold-searcher")
+        self._search_turns = asyncio.Semaphore(max(_SEARCHERS, self.limits.tokenization_workers))
         for device in {model.device for model in self.models.values()}:
             self._lanes[device] = Lane(device, self._run, self.limits.max_batch_tokens, self.metrics)
             self._lanes[device].start()
@@ -154,7 +157,10 @@ class Service:
         for pool in (self._pool, self._tokenizers):
             if pool is not None:
                 pool.shutdown(wait=True, cancel_futures=True)
-        if self._searchers is not None and not self._searchers.leave(_LEAVE_SECONDS):
+        until = time.monotonic() + _LEAVE_SECONDS
+        for thread in list(self._searching):
+            thread.join(max(0.0, until - time.monotonic()))
+        if any(thread.is_alive() for thread in self._searching):
             logging.getLogger("tilefold.serve").warning("searches that nobody answers were left behind")
 
     @property
@@ -220,7 +226,7 @@ class Service:
             items: any number.
             work: gives a result per item.
             run: :meth:`off_loop` or another method that runs `work` in a thread.
-            size: of an item, in the unit of ``threads.PORTION``.
+            size: of an item, in the unit of ``PORTION``.
 
         Raises:
             ServeError: Unhealthy, the service is closing; or what `work` raises.
@@ -228,14 +234,33 @@ class Service:
         return [made for portion in portions(items, size) for made in await run(work, portion)]
 
     async def in_search(self, work: Callable[..., T], *args: Any) -> T:
-        """Run a search in a thread for them: an index on a server may take long, and must not hold up the helpers.
+        """Run a search in a daemon thread: an index on a server may take long, and must hold up nothing else.
 
         Raises:
             ServeError: Unhealthy, the service is closing.
         """
-        return await self._in(self._searchers, work, *args)
+        loop, turns, found = asyncio.get_running_loop(), self._search_turns, Future[T]()
+        await turns.acquire()
+        if self._pool is None or self.closing:
+            turns.release()
+            raise ServeError("Unhealthy", "the service is closing")
+        found.set_running_or_notify_cancel()
 
-    async def _in(self, pool: Executor | None, work: Callable[..., T], *args: Any) -> T:
+        def run() -> None:
+            try:
+                found.set_result(work(*args))
+            except BaseException as error:  # belongs to whoever waits
+                found.set_exception(error)
+            self._searching.discard(thread)
+            with suppress(RuntimeError):  # the loop has closed
+                loop.call_soon_threadsafe(turns.release)
+
+        thread = threading.Thread(target=run, name="tilefold-searcher", daemon=True)
+        self._searching.add(thread)
+        thread.start()
+        return await asyncio.wrap_future(found)
+
+    async def _in(self, pool: ThreadPoolExecutor | None, work: Callable[..., T], *args: Any) -> T:
         if pool is None or self.closing:
             raise ServeError("Unhealthy", "the service is closing")
         return await asyncio.get_running_loop().run_in_executor(pool, functools.partial(work, *args))
@@ -254,13 +279,15 @@ class Service:
         """
         if not inputs:
             raise ServeError("Empty", f"`{name}` cannot be empty")
-        if len(inputs) > self.limits.max_client_batch_size:
-            raise ServeError(
-                "Validation",
-                f"batch size {len(inputs)} > maximum allowed batch size {self.limits.max_client_batch_size}",
-                label="batch_size",
-            )
+        self.check_batch(inputs)
         return self.permits.take(len(inputs))
+
+    def check_batch(self, inputs: Sequence[Any]) -> None:
+        """Raise ``ServeError`` for more inputs than a request may have."""
+        given, most = len(inputs), self.limits.max_client_batch_size
+        if given > most:
+            text = f"batch size {given} > maximum allowed batch size {most}"
+            raise ServeError("Validation", text, label="batch_size")
 
     async def encode(self, kind: Kind, inputs: Sequence[Input], asked: Asked) -> Outcome:
         """One row per input; the caller holds the permits. If it is cancelled, what still waits is dropped.
@@ -370,3 +397,17 @@ class Service:
     def log_failure(self, error: BaseException) -> None:
         """Write an error that nobody expected to the log."""
         logging.getLogger("tilefold.serve").error("a request failed: %s", type(error).__name__, exc_info=error)
+
+
+def portions(items: Sequence[T], size: Callable[[Any], int] = len) -> Iterator[list[T]]:
+    """Items in their order, as many at a time as have the size of a portion together, and at least one."""
+    portion: list[T] = []
+    total = 0
+    for item in items:
+        total += size(item)
+        if portion and total > PORTION:
+            yield portion
+            portion, total = [], size(item)
+        portion.append(item)
+    if portion:
+        yield portion

@@ -117,8 +117,12 @@ class PackedInputs:
                     if (watch := watched()) is not None:
                         watch.see_encodings(encodings[0], plan.truncation)
                     return lambda: self._features(encodings.pop(), plan)
-        features = pack_features(self._stock(inputs, prompt, kwargs), padding_position(self.transformer.model))
+        features = self.pack(self._stock(inputs, prompt, kwargs))
         return lambda: features
+
+    def pack(self, features: dict[str, Any]) -> dict[str, Any]:
+        """Features that were padded elsewhere, without their padding; on the CPU this waits for no device."""
+        return pack_features(features, padding_position(self.transformer.model))
 
     def _expands(self, task: Any) -> bool:
         return task == "query" and getattr(self.transformer, "query_expansion", None) is not None
