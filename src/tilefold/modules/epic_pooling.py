@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import Any
 
 import torch
-from sentence_transformers.base.modules.module import Module
 from torch import Tensor, nn
 
-from tilefold.modules._weights import load_with_weights
 from tilefold.modules.activation import activate
-from tilefold.modules.fused_pooling import FusedPooling, Head, SparseOptions, autocasts, places_of
+from tilefold.modules.fused_pooling import Dtype, Features, Head, PoolingModule, SparseOptions, autocasts, places_of
 from tilefold.ops import lsr_head
 
 __all__ = ["EpicPooling"]
@@ -20,7 +17,7 @@ __all__ = ["EpicPooling"]
 _ALIGNMENT = 8  # columns that are added to the head come in eights, so that rows of the weight stay aligned
 
 
-class EpicPooling(FusedPooling, Module):  # type: ignore[misc]
+class EpicPooling(PoolingModule):
     """Passage vectors of EPIC (MacAvaney et al., arXiv 2004.14245), in the order of the unified framework.
 
     With the last hidden states ``h[b, s]`` of the encoder, the logits of its LM head, and the tokens s that count::
@@ -60,7 +57,7 @@ class EpicPooling(FusedPooling, Module):  # type: ignore[misc]
         self.importance = nn.Linear(hidden_size, 1)
         self.quality = nn.Linear(hidden_size, 1)
 
-    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+    def forward(self, features: Features) -> Features:
         """Put ``sentence_embedding`` ``[B, V]`` into ``features``, from logits in ``token_embeddings``."""
         states, importance = self._importance(features)
         logits: Tensor = features["token_embeddings"]
@@ -78,13 +75,7 @@ class EpicPooling(FusedPooling, Module):  # type: ignore[misc]
         return features
 
     def fused_scores(
-        self,
-        features: dict[str, Any],
-        head: Head | None,
-        *,
-        out_dtype: torch.dtype | None,
-        impl: str,
-        sparse: SparseOptions | None,
+        self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
     ) -> Tensor:
         """See :class:`FusedPooling`; rows are dense, as every weight is positive."""
         if head is None:
@@ -104,21 +95,7 @@ class EpicPooling(FusedPooling, Module):  # type: ignore[misc]
         )
         return self._scores(best, states, features)
 
-    def get_embedding_dimension(self) -> int | None:
-        """V, or None before the first forward."""
-        return self.embedding_dimension
-
-    def save(self, output_path: str, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> None:
-        """Write the options and the weights."""
-        self.save_config(output_path)
-        self.save_torch_weights(output_path, safe_serialization=safe_serialization)
-
-    @classmethod
-    def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> EpicPooling:
-        """Read what :meth:`save` wrote."""
-        return load_with_weights(cls, model_name_or_path, subfolder, kwargs)
-
-    def _importance(self, features: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def _importance(self, features: Features) -> tuple[Tensor, Tensor]:
         """Last hidden states ``[B, S, D]`` (packed: ``[T, D]``) and the importance of each token."""
         layers = features.pop("all_layer_embeddings", None)
         if layers is None:
@@ -134,7 +111,7 @@ class EpicPooling(FusedPooling, Module):  # type: ignore[misc]
         weights = activate(product.float() if autocasts(states) else product, "log1p_softplus")
         return states, weights if places.keep is None else weights * places.keep
 
-    def _scores(self, best: Tensor, states: Tensor, features: dict[str, Any]) -> Tensor:
+    def _scores(self, best: Tensor, states: Tensor, features: Features) -> Tensor:
         """The floor, the activation and the quality of each text: 0 of one without tokens."""
         offsets = features.get("cu_seq_lens_q")
         if offsets is None:

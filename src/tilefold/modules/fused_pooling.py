@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from sentence_transformers.base.modules.module import Module
 from torch import Tensor
 
-__all__ = ["FusedPooling", "Head", "Places", "SparseOptions", "autocasts", "places_of"]
+__all__ = ["Features", "FusedPooling", "Head", "Places", "PoolingModule", "SparseOptions", "autocasts", "places_of"]
+
+Features: TypeAlias = dict[str, Any]
+Dtype: TypeAlias = torch.dtype
+WHERE = ("token", "cache_folder", "revision", "local_files_only")  # arguments of ``load`` that say where a file lies
 
 
 class Head(NamedTuple):
@@ -44,13 +50,7 @@ class FusedPooling(ABC):
 
     @abstractmethod
     def fused_scores(
-        self,
-        features: dict[str, Any],
-        head: Head | None,
-        *,
-        out_dtype: torch.dtype | None,
-        impl: str,
-        sparse: SparseOptions | None,
+        self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
     ) -> Tensor:
         """``[B, V]`` scores: what ``forward`` puts into ``sentence_embedding``.
 
@@ -64,6 +64,38 @@ class FusedPooling(ABC):
 
     def check_fusable(self) -> None:  # noqa: B027 - most have nothing to refuse
         """Raise a ``ValueError`` if the fused operator cannot compute what ``forward`` computes."""
+
+
+class PoolingModule(FusedPooling, Module):  # type: ignore[misc]
+    """A pooling that is saved as its options in JSON and, if it has any, its weights."""
+
+    def forward(self, features: Features) -> Features:
+        """Put ``sentence_embedding`` ``[B, V]`` into ``features``; poolings of logits have a forward of their own."""
+        features["sentence_embedding"] = self.fused_scores(features, None, out_dtype=None, impl="auto", sparse=None)
+        return features
+
+    def get_embedding_dimension(self) -> int | None:
+        """V, or None before the first forward."""
+        return self.embedding_dimension
+
+    def save(self, output_path: str, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> None:
+        """Write the options, and the weights if there are any."""
+        self.save_config(output_path)
+        if self.state_dict():
+            self.save_torch_weights(output_path, safe_serialization=safe_serialization)
+
+    @classmethod
+    def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> Any:
+        """Read what :meth:`save` wrote."""
+        made = super().load(model_name_or_path, subfolder=subfolder, **kwargs)
+        if made.state_dict():
+            cls.load_torch_weights(model_name_or_path, subfolder=subfolder, **place_of_files(kwargs), model=made)
+        return made
+
+
+def place_of_files(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of ``load`` that say where files lie."""
+    return {name: arguments[name] for name in WHERE if name in arguments}
 
 
 class Places(NamedTuple):
@@ -88,7 +120,7 @@ class Places(NamedTuple):
         return tokens[self.keep], counts[offsets.long()]
 
 
-def places_of(features: dict[str, Any], ignore_ids: tuple[int, ...] = ()) -> Places:
+def places_of(features: Features, ignore_ids: tuple[int, ...] = ()) -> Places:
     """The tokens that count: attended to, not in `ignore_ids`, and in ``features["pooling_mask"]`` if there is one.
 
     ``pooling_mask`` (``[B, S]``, nonzero = counts) lets a module before the pooling confine it to a part of the text,

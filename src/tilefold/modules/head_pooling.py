@@ -8,12 +8,20 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from sentence_transformers.base.modules.module import Module
 from torch import Tensor
 from torch.nn.functional import normalize as unit_length
 
 from tilefold.modules.activation import ACTIVATIONS, activate, fused_activation
-from tilefold.modules.fused_pooling import FusedPooling, Head, Places, SparseOptions, autocasts, places_of
+from tilefold.modules.fused_pooling import (
+    Dtype,
+    Features,
+    Head,
+    Places,
+    PoolingModule,
+    SparseOptions,
+    autocasts,
+    places_of,
+)
 from tilefold.ops import lsr_head, lsr_head_sparse
 
 __all__ = ["HeadPooling"]
@@ -21,7 +29,7 @@ __all__ = ["HeadPooling"]
 POOLINGS = ("max", "sum", "mean", "cls", "last")
 
 
-class HeadPooling(FusedPooling, Module):  # type: ignore[misc]
+class HeadPooling(PoolingModule):
     """Pools the logits of an LM head over the tokens of a text.
 
     With ``logit[b, s, v]`` from the Transformer before it and the tokens s that count (attended to, not in
@@ -81,7 +89,7 @@ class HeadPooling(FusedPooling, Module):  # type: ignore[misc]
         """Only the maximum runs in fp8."""
         return self.pooling == "max"
 
-    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+    def forward(self, features: Features) -> Features:
         """Put ``sentence_embedding`` ``[B, V]`` into ``features``, from logits in ``token_embeddings``."""
         logits: Tensor = features["token_embeddings"]  # [B, S, V], or [1, T, V] when inputs are flattened
         places = places_of(features, tuple(self.ignore_ids))
@@ -94,13 +102,7 @@ class HeadPooling(FusedPooling, Module):  # type: ignore[misc]
         return features
 
     def fused_scores(
-        self,
-        features: dict[str, Any],
-        head: Head | None,
-        *,
-        out_dtype: torch.dtype | None,
-        impl: str,
-        sparse: SparseOptions | None,
+        self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
     ) -> Tensor:
         """See :class:`FusedPooling`."""
         if head is None:
@@ -139,14 +141,6 @@ class HeadPooling(FusedPooling, Module):  # type: ignore[misc]
                 f"activation {self.activation!r} with pooling {self.pooling!r} cannot be fused: log1p has to be taken "
                 "of every token before the sum; leave the model stock, or pool by 'max'."
             )
-
-    def get_embedding_dimension(self) -> int | None:
-        """V, or None before the first forward."""
-        return self.embedding_dimension
-
-    def save(self, output_path: str, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> None:
-        """Write the options; there are no weights."""
-        self.save_config(output_path)
 
     def __repr__(self) -> str:
         return f"HeadPooling({self.get_config_dict()})"

@@ -13,26 +13,12 @@ __all__ = ["load_encoder", "module_classes"]
 
 def module_classes() -> dict[str, type]:
     """Class path in ``modules.json`` -> class, for every module of this room."""
-    from tilefold.modules.echo import EchoTransformer
-    from tilefold.modules.epic_pooling import EpicPooling
-    from tilefold.modules.head_pooling import HeadPooling
-    from tilefold.modules.prosper import ProsperTransformer
-    from tilefold.modules.splate import FrozenTransformer, SplateHead
-    from tilefold.modules.static_query import StaticQuery
-    from tilefold.modules.token_weights import TokenWeights
-    from tilefold.modules.window import LexicalWindow
+    from sentence_transformers.base.modules.module import Module
 
-    room: tuple[type, ...] = (
-        EchoTransformer,
-        EpicPooling,
-        FrozenTransformer,
-        HeadPooling,
-        LexicalWindow,
-        ProsperTransformer,
-        SplateHead,
-        StaticQuery,
-        TokenWeights,
-    )
+    from tilefold import modules
+
+    public = (getattr(modules, name) for name in modules.__all__)
+    room = [made for made in public if isinstance(made, type) and issubclass(made, Module)]
     return {f"{made.__module__}.{made.__qualname__}": made for made in room}
 
 

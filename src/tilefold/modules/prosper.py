@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 
-from tilefold.modules.fused_pooling import autocasts
+from tilefold.modules.fused_pooling import autocasts, place_of_files
 from tilefold.ops import lsr_head, token_scatter
 
 __all__ = ["ProsperTransformer", "literal_residual"]
@@ -125,10 +125,8 @@ class ProsperTransformer(Transformer):  # type: ignore[misc]
         made: ProsperTransformer = super().load(model_name_or_path, subfolder=subfolder, **kwargs)
         if made.literal is None:
             return made
-        asked = {
-            name: kwargs[name] for name in ("token", "cache_folder", "revision", "local_files_only") if name in kwargs
-        }
-        found = cls.load_file_path(model_name_or_path, LITERAL_WEIGHTS, subfolder=subfolder, **asked)
+        where = place_of_files(kwargs)
+        found = cls.load_file_path(model_name_or_path, LITERAL_WEIGHTS, subfolder=subfolder, **where)
         if found is None:
             raise FileNotFoundError(
                 f"{model_name_or_path}: {LITERAL_WEIGHTS} is missing, without which the literal residual would be "

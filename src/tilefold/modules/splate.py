@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from sentence_transformers.base.modules import Transformer
-from sentence_transformers.base.modules.module import Module
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from tilefold.modules.fused_pooling import FusedPooling, Head, SparseOptions, autocasts
+from tilefold.modules.fused_pooling import (
+    Dtype,
+    Features,
+    Head,
+    PoolingModule,
+    SparseOptions,
+    autocasts,
+    place_of_files,
+)
 from tilefold.ops import lsr_head, lsr_head_sparse
 
 __all__ = ["FrozenTransformer", "SplateHead"]
@@ -46,7 +51,7 @@ class FrozenTransformer(Transformer):  # type: ignore[misc]
         return out
 
 
-class SplateHead(FusedPooling, Module):  # type: ignore[misc]
+class SplateHead(PoolingModule):
     """A residual adapter and a frozen masked-LM head over the token states of a frozen encoder.
 
     With token states ``h_s`` ``[D]`` and the MLM head ``t -> E LayerNorm(act(T t + c)) + b``::
@@ -95,6 +100,7 @@ class SplateHead(FusedPooling, Module):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.embedding_dimension = vocab_size
         self.adapter_size = hidden_size if adapter_size is None else adapter_size
         self.activation, self.layer_norm_eps = activation, layer_norm_eps
         self.norm_bias, self.transform_bias = norm_bias, transform_bias
@@ -111,19 +117,8 @@ class SplateHead(FusedPooling, Module):  # type: ignore[misc]
         self.decoder = nn.Linear(hidden_size, vocab_size)
         self._freeze()
 
-    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
-        """Put ``sentence_embedding`` ``[B, V]`` into the features."""
-        scores = self.fused_scores(features, None, out_dtype=None, impl="auto", sparse=None)
-        return {**features, "sentence_embedding": scores}
-
     def fused_scores(
-        self,
-        features: dict[str, Any],
-        head: Head | None,
-        *,
-        out_dtype: torch.dtype | None,
-        impl: str,
-        sparse: SparseOptions | None,
+        self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
     ) -> Tensor:
         """See :class:`FusedPooling`; the LM head is this module's own."""
         hidden: Tensor = features["token_embeddings"]
@@ -146,16 +141,6 @@ class SplateHead(FusedPooling, Module):  # type: ignore[misc]
             return lsr_head_sparse(states, self.decoder.weight, bias, **arguments, **sparse._asdict())
         return lsr_head(states, self.decoder.weight, bias, **arguments)
 
-    def get_embedding_dimension(self) -> int:
-        """V."""
-        return self.vocab_size
-
-    def save(self, output_path: str, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> None:
-        """Write configuration and weights, as safetensors."""
-        self.save_config(output_path)
-        state = {name: value.detach().cpu().contiguous().clone() for name, value in self.state_dict().items()}
-        save_file(state, str(Path(output_path) / WEIGHTS))
-
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> SplateHead:
         """The saved module.
@@ -163,15 +148,11 @@ class SplateHead(FusedPooling, Module):  # type: ignore[misc]
         Raises:
             FileNotFoundError: if its weights are missing.
         """
-        names = ("token", "cache_folder", "revision", "local_files_only")
-        asked = {name: kwargs[name] for name in names if name in kwargs}
-        made = cls(**cls.load_config(model_name_or_path, subfolder=subfolder, **asked))
-        found = cls.load_file_path(model_name_or_path, WEIGHTS, subfolder=subfolder, **asked)
-        if found is None:
+        if cls.load_file_path(model_name_or_path, WEIGHTS, subfolder=subfolder, **place_of_files(kwargs)) is None:
             raise FileNotFoundError(
                 f"{model_name_or_path}: {subfolder}/{WEIGHTS} is missing; fetch the checkpoint whole."
             )
-        made.load_state_dict(load_file(found))
+        made: SplateHead = super().load(model_name_or_path, subfolder=subfolder, **kwargs)
         return made
 
     def _freeze(self) -> None:

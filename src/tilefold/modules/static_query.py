@@ -9,7 +9,7 @@ from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from tilefold.modules.fused_pooling import FusedPooling, Head, SparseOptions
+from tilefold.modules.fused_pooling import Dtype, Features, FusedPooling, Head, SparseOptions, place_of_files
 from tilefold.ops import token_scatter, token_scatter_sparse
 
 __all__ = ["StaticQuery", "counted_tokens"]
@@ -59,19 +59,13 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):  # type: ignore[misc]
         self.vocab_size = vocab_size
         self.num_dimensions = vocab_size
 
-    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+    def forward(self, features: Features) -> Features:
         """Put ``sentence_embedding`` ``[B, V]`` into ``features``."""
         features["sentence_embedding"] = self.fused_scores(features, None, out_dtype=None, impl="auto", sparse=None)
         return features
 
     def fused_scores(
-        self,
-        features: dict[str, Any],
-        head: Head | None,
-        *,
-        out_dtype: torch.dtype | None,
-        impl: str,
-        sparse: SparseOptions | None,
+        self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
     ) -> Tensor:
         """See :class:`FusedPooling`; there is no LM head."""
         ids, mask = features["input_ids"], counted_tokens(features, self.tokenizer)
@@ -100,8 +94,7 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):  # type: ignore[misc]
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> StaticQuery:
         """Read what ``save`` wrote: the tokenizer, the options and the weights, of whatever length."""
-        named = ("token", "cache_folder", "revision", "local_files_only")
-        given = {key: kwargs[key] for key in named if key in kwargs}
+        given = place_of_files(kwargs)
         config = cls.load_config(model_name_or_path, subfolder=subfolder, **given)
         weights = cls.load_torch_weights(model_name_or_path, subfolder=subfolder, **given)
         cache = {"cache_dir": given.pop("cache_folder")} if "cache_folder" in given else {}

@@ -6,12 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from sentence_transformers.base.modules.module import Module
 from torch import Tensor, nn
 
-from tilefold.modules._weights import load_with_weights
 from tilefold.modules.activation import ACTIVATIONS, activate
-from tilefold.modules.fused_pooling import FusedPooling, Head, SparseOptions, autocasts, places_of
+from tilefold.modules.fused_pooling import Dtype, Features, Head, PoolingModule, SparseOptions, autocasts, places_of
 from tilefold.ops import token_scatter, token_scatter_sparse
 
 __all__ = ["TokenWeights"]
@@ -19,7 +17,7 @@ __all__ = ["TokenWeights"]
 _MAX_IGNORED = 64  # of token_scatter
 
 
-class TokenWeights(FusedPooling, Module):  # type: ignore[misc]
+class TokenWeights(PoolingModule):
     """A linear layer gives every token a weight; a term of the vocabulary has the largest one of its tokens.
 
     With hidden states ``h[b, s]`` of a Transformer (feature extraction) and ``token_scatter``
@@ -81,7 +79,7 @@ class TokenWeights(FusedPooling, Module):  # type: ignore[misc]
         if saturation is not None and not 0 < saturation < float("inf"):
             raise ValueError(f"saturation must be a finite number above 0 or None, got {saturation!r}.")
         self.hidden_size = hidden_size
-        self.vocab_size = vocab_size
+        self.vocab_size = self.embedding_dimension = vocab_size
         self.activation = activation
         self.ignore_ids = sorted({int(i) for i in ignore_ids})
         self.saturation = saturation
@@ -96,7 +94,7 @@ class TokenWeights(FusedPooling, Module):  # type: ignore[misc]
         """Whether there is a learned factor."""
         return self.scale is not None
 
-    def weights(self, features: dict[str, Any]) -> Tensor:
+    def weights(self, features: Features) -> Tensor:
         """``[B, S]`` or packed ``[T]`` weights of the tokens in ``token_embeddings``."""
         hidden: Tensor = features["token_embeddings"]  # [B, S, D], or [1, T, D] when inputs are flattened
         if "cu_seq_lens_q" in features:
@@ -110,19 +108,8 @@ class TokenWeights(FusedPooling, Module):  # type: ignore[misc]
         weights = weights.clamp(min=0)
         return weights / (weights + self.saturation)
 
-    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
-        """Put ``sentence_embedding`` ``[B, V]`` and ``token_weights`` into ``features``."""
-        features["sentence_embedding"] = self.fused_scores(features, None, out_dtype=None, impl="auto", sparse=None)
-        return features
-
     def fused_scores(
-        self,
-        features: dict[str, Any],
-        head: Head | None,
-        *,
-        out_dtype: torch.dtype | None,
-        impl: str,
-        sparse: SparseOptions | None,
+        self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
     ) -> Tensor:
         """See :class:`FusedPooling`; there is no LM head."""
         features["token_weights"] = weights = self.weights(features)
@@ -154,17 +141,3 @@ class TokenWeights(FusedPooling, Module):  # type: ignore[misc]
         least = counted.amin() - 1 if counted.numel() else counted.new_zeros(())
         moved = token_scatter(weights - least, ids, self.vocab_size, **arguments, impl=impl)
         return (moved + least.to(moved.dtype)).where(moved != 0, 0)
-
-    def get_embedding_dimension(self) -> int:
-        """V."""
-        return self.vocab_size
-
-    def save(self, output_path: str, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> None:
-        """Write the options and the weights."""
-        self.save_config(output_path)
-        self.save_torch_weights(output_path, safe_serialization=safe_serialization)
-
-    @classmethod
-    def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> TokenWeights:
-        """Read what :meth:`save` wrote."""
-        return load_with_weights(cls, model_name_or_path, subfolder, kwargs)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from sentence_transformers.base.modules.module import Module
 from torch import Tensor
 
-from tilefold.modules.fused_pooling import FusedPooling, Head, SparseOptions
+from tilefold.modules.fused_pooling import Dtype, Features, Head, PoolingModule, SparseOptions
 
 __all__ = ["LexicalWindow", "keep_heaviest"]
 
 
-class LexicalWindow(FusedPooling, Module):  # type: ignore[misc]
+class LexicalWindow(PoolingModule):
     """Keeps the ``top_k`` heaviest terms of rows that have more, and divides by the Euclidean norm if asked.
 
     ``out = TopK_k(w) / ||TopK_k(w)||_2``, where ``TopK_k`` leaves a row with at most ``k`` nonzero terms as it is. Both
@@ -44,19 +41,8 @@ class LexicalWindow(FusedPooling, Module):  # type: ignore[misc]
         self.normalize = normalize
         self.embedding_dimension = embedding_dimension
 
-    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
-        """Replace ``sentence_embedding``."""
-        scores = self.fused_scores(features, None, out_dtype=None, impl="auto", sparse=None)
-        return {**features, "sentence_embedding": scores}
-
     def fused_scores(
-        self,
-        features: dict[str, Any],
-        head: Head | None,
-        *,
-        out_dtype: torch.dtype | None,
-        impl: str,
-        sparse: SparseOptions | None,
+        self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
     ) -> Tensor:
         """See :class:`FusedPooling`; there is no LM head."""
         rows: Tensor = features["sentence_embedding"]
@@ -68,14 +54,6 @@ class LexicalWindow(FusedPooling, Module):  # type: ignore[misc]
             norm = rows.norm(dim=1, keepdim=True)
             rows = rows / norm.where(norm > 0, 1)
         return rows
-
-    def get_embedding_dimension(self) -> int | None:
-        """V, or None before the first forward."""
-        return self.embedding_dimension
-
-    def save(self, output_path: str, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> None:
-        """Write the configuration; there are no weights."""
-        self.save_config(output_path)
 
     def extra_repr(self) -> str:
         """The options."""
