@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import softplus
 
-__all__ = ["ACTIVATIONS", "activate", "fused_activation"]
+__all__ = ["ACTIVATIONS", "STOCK_ACTIVATIONS", "activate", "fused_activation"]
 
 # name -> (what the operators apply, how many log1p follow it)
 _PARTS = {
@@ -17,6 +17,7 @@ _PARTS = {
     "none": ("none", 0),
 }
 ACTIVATIONS = tuple(_PARTS)
+STOCK_ACTIVATIONS = {"relu": "log1p_relu", "log1p_relu": "log1p_log1p_relu"}  # SpladePooling's name -> the operator's
 _LINEAR_FROM = 40.0  # beyond it softplus(x) and x differ by less than fp64 can tell
 
 

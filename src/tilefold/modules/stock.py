@@ -7,12 +7,11 @@ from typing import Any
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import nn
 
+from tilefold.modules.activation import STOCK_ACTIVATIONS
 from tilefold.modules.head_pooling import HeadPooling
 from tilefold.modules.static_query import StaticQuery
 
-__all__ = ["to_stock"]
-
-_ACTIVATIONS = {"log1p_relu": "relu", "log1p_log1p_relu": "log1p_relu"}  # the operator's name -> SpladePooling's
+__all__ = ["stock_module", "to_stock"]
 
 
 def to_stock(model: nn.Module) -> int:
@@ -31,7 +30,7 @@ def to_stock(model: nn.Module) -> int:
     replaced = 0
     for parent in model.modules():
         for name, child in list(parent._modules.items()):
-            stock = _stock(child)
+            stock = stock_module(child)
             if stock is None or child is None:
                 continue
             if "forward" in vars(child):
@@ -41,7 +40,8 @@ def to_stock(model: nn.Module) -> int:
     return replaced
 
 
-def _stock(module: Any) -> nn.Module | None:
+def stock_module(module: Any) -> nn.Module | None:
+    """The stock module with the vectors of `module`, None if there is none."""
     if isinstance(module, StaticQuery) and len(module.tokenizer.get_vocab()) == module.vocab_size:
         made: nn.Module = module.stock()
         made.max_seq_length = module.max_seq_length
@@ -49,9 +49,8 @@ def _stock(module: Any) -> nn.Module | None:
     if not isinstance(module, HeadPooling) or module.pooling not in ("max", "sum"):
         return None
     extras = (module.logit_scale != 1, module.ignore_ids, module.top_k, module.normalize)
-    if any(extras) or module.activation not in _ACTIVATIONS:
+    activation = {ours: stock for stock, ours in STOCK_ACTIVATIONS.items()}.get(module.activation)
+    if any(extras) or activation is None:
         return None
-    pooling: nn.Module = SpladePooling(
-        module.pooling, _ACTIVATIONS[module.activation], embedding_dimension=module.embedding_dimension
-    )
+    pooling: nn.Module = SpladePooling(module.pooling, activation, embedding_dimension=module.embedding_dimension)
     return pooling

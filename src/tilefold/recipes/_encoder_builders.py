@@ -32,20 +32,19 @@ def build_cls_mlm(spec: EncoderSpec, base: Base) -> list[Any]:
 
 def head_pooling(spec: EncoderSpec, transformer: Any, pooling: str) -> Any:
     """``SpladePooling`` if the options are its own, else :class:`tilefold.modules.HeadPooling`."""
-    from sentence_transformers.sparse_encoder.modules import SpladePooling
+    from tilefold.modules.head_pooling import HeadPooling
+    from tilefold.modules.stock import stock_module
 
-    from tilefold.modules import HeadPooling
-
-    scale = usual_scale(transformer) if spec.logit_scale is None else spec.logit_scale
-    activation = spec.activation or "log1p_relu"
-    ignored = transformer.tokenizer.all_special_ids if spec.drop_special_tokens else []
-    stock = {"log1p_relu": "relu", "log1p_log1p_relu": "log1p_relu"}.get(activation)
-    plain = scale == 1 and not ignored and spec.top_k is None and spec.normalize is None
-    if plain and stock is not None and pooling in ("max", "sum"):
-        return SpladePooling(pooling, stock, embedding_dimension=head_rows(transformer))
-    return HeadPooling(
-        pooling, activation, scale, ignored, spec.top_k, spec.normalize, embedding_dimension=head_rows(transformer)
+    made = HeadPooling(
+        pooling,
+        spec.activation or "log1p_relu",
+        usual_scale(transformer) if spec.logit_scale is None else spec.logit_scale,
+        transformer.tokenizer.all_special_ids if spec.drop_special_tokens else [],
+        spec.top_k,
+        spec.normalize,
+        embedding_dimension=head_rows(transformer),
     )
+    return stock_module(made) or made
 
 
 def build_epic(spec: EncoderSpec, base: Base) -> list[Any]:

@@ -12,15 +12,15 @@ from tilefold.integrations._patches import Handle
 from tilefold.integrations.sentence_transformers._batch_encoder import SparseBatchEncoder
 from tilefold.integrations.sentence_transformers._fused_encode import FusedEncode
 from tilefold.integrations.sentence_transformers._heads import check_head
-from tilefold.integrations.sentence_transformers._own_pooling import (
-    FusedOwnPooling,
-    StaticTokens,
-    count_no_padding,
-    fused_forward,
-)
 from tilefold.integrations.sentence_transformers._packing import has_packed_inputs, pack_inputs, unpack_inputs
 from tilefold.integrations.sentence_transformers._pairs import find_pairs, find_scorers
-from tilefold.integrations.sentence_transformers._pooling import FusedSpladePooling, pass_hidden_states
+from tilefold.integrations.sentence_transformers._pooling import (
+    FusedForward,
+    StaticTokens,
+    count_no_padding,
+    fused_pooling,
+    pass_hidden_states,
+)
 from tilefold.integrations.sentence_transformers._replicas import allow_replicas, refuse_replicas
 from tilefold.integrations.sentence_transformers._selfcheck import check_pair
 from tilefold.integrations.sentence_transformers._similarity import (
@@ -31,10 +31,9 @@ from tilefold.integrations.sentence_transformers._similarity import (
 )
 from tilefold.integrations.sentence_transformers._token_encode import FusedTokenEncode
 from tilefold.integrations.sentence_transformers._token_stream import TokenBatchEncoder
-from tilefold.modules.fused_pooling import FusedPooling
 from tilefold.ops.implementations import check_impl
 
-_FUSED = (FusedSpladePooling, FusedOwnPooling, StaticTokens)
+_FUSED = (FusedForward, StaticTokens)
 
 
 class Acceleration(Handle):
@@ -139,17 +138,20 @@ def accelerate(
     pairs = find_pairs(model)
     for pair in pairs:
         check_head(pair.head)
-        if quantize is not None:
-            _check_quantizable(pair.pooling, quantize)
+        if quantize is not None and not (pooling := fused_pooling(pair.pooling)).quantizable:
+            name = getattr(pooling, "pooling", type(pooling).__name__)
+            raise ValueError(
+                f"quantize must be None for pooling {name!r}, got {quantize!r}; only max pooling runs in fp8."
+            )
         if check:
             check_pair(pair, impl)
     for pair in pairs:
         pair.head.forward = pass_hidden_states
-        pair.pooling.forward = fused_forward(pair.pooling, pair.head, impl, quantize, pair.last)
+        pair.pooling.forward = FusedForward(pair.pooling, pair.head, impl, quantize, pair.last)
         if _check_head_is_fused not in pair.transformer._forward_pre_hooks.values():
             pair.transformer.register_forward_pre_hook(_check_head_is_fused)
     for module, last in find_scorers(model):
-        module.forward = fused_forward(module, None, impl, last=last)  # type: ignore[attr-defined]
+        module.forward = FusedForward(module, None, impl, last=last)  # type: ignore[attr-defined]
     count_no_padding(model)
     _carry(model, encode_sparse_batch=SparseBatchEncoder(model), encode=FusedEncode(model))
     refuse_replicas(model)
@@ -211,13 +213,6 @@ def _remove_patches(model: nn.Module) -> None:
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if hook is _check_head_is_fused]:
             del hooks[key]
-
-
-def _check_quantizable(pooling: Any, quantize: str) -> None:
-    own = isinstance(pooling, FusedPooling)
-    if not (pooling.quantizable if own else pooling.pooling_strategy == "max"):
-        name = getattr(pooling, "pooling", type(pooling).__name__) if own else pooling.pooling_strategy
-        raise ValueError(f"quantize must be None for pooling {name!r}, got {quantize!r}; only max pooling runs in fp8.")
 
 
 def _check_head_is_fused(transformer: Any, _: Any) -> None:

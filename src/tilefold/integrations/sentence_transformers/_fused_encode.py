@@ -12,7 +12,7 @@ from torch import Tensor
 from tilefold.integrations.sentence_transformers._batch import sparse_options
 from tilefold.integrations.sentence_transformers._many import Limits, encode_many
 from tilefold.integrations.sentence_transformers._packed_inputs import packed_inputs
-from tilefold.integrations.sentence_transformers._pooling import FusedSpladePooling
+from tilefold.integrations.sentence_transformers._pooling import FusedForward, StockPooling
 
 _logger = logging.getLogger("sentence_transformers.sparse_encoder.model")  # whose level decides about progress bars
 _USUAL = 32  # the stock batch size, from which on batches are cut by tokens
@@ -59,8 +59,8 @@ class FusedEncode:
         if set(asked["kwargs"]) - {"task"} or not serves_texts(self.model, asked):
             return False
         forwards = [vars(module).get("forward") for module in self.model.modules() if "forward" in vars(module)]
-        fused = [forward for forward in forwards if hasattr(forward, "pooling")]
-        return bool(fused) and all(isinstance(forward, FusedSpladePooling) and forward.last for forward in fused)
+        fused = [forward for forward in forwards if isinstance(forward, FusedForward)]
+        return bool(fused) and all(isinstance(forward.pooling, StockPooling) and forward.last for forward in fused)
 
 
 def asked_of(stock: Any, model: Any, args: Any, kwargs: Any) -> dict[str, Any] | None:

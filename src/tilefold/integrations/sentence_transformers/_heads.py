@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tilefold.modules.fused_pooling import Head
+
 _LOW_RANK_ALIGNMENT = 8  # extra columns are padded to this, so that rows of the weight stay aligned
-
-
-class HeadOperands(NamedTuple):
-    """The operands of the fused head: ``hidden`` ``[..., K]``, ``weight`` ``[V, K]``, ``bias`` ``[V]`` or ``None``."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
 
 
 def find_head(network: Any) -> nn.Module:
@@ -53,10 +48,11 @@ def check_head(head: nn.Module) -> None:
                 f"the LM head must have no hooks, got a {type(layer).__name__} with forward hooks, which would see "
                 "hidden states in place of logits; remove them first."
             )
-    _check_supported(head)
+    for _ in layers_of(head):
+        pass
 
 
-def head_operands(head: nn.Module, hidden: Tensor) -> HeadOperands:
+def head_operands(head: nn.Module, hidden: Tensor) -> Head:
     """Write ``head(hidden)`` as one product ``hidden' @ weight'.T + bias'``, differentiable in every part.
 
     A LoRA update stays exact, dropout included: ``W h + s B A drop(h)`` is ``[W | B]`` times ``[h ; s A drop(h)]``.
@@ -69,31 +65,53 @@ def head_operands(head: nn.Module, hidden: Tensor) -> HeadOperands:
         ValueError: for a layer or adapter kind that is not supported.
         RuntimeError: for a weight that is not complete here (sharded or replicated by a wrapper around the model).
     """
-    _check_supported(head)
-    if _is_peft(head, "ModulesToSaveWrapper"):
-        return head_operands(_saved_module(head), hidden)
-    if _is_peft(head, "Linear"):
-        return _lora_operands(head, hidden)
-    weight, bias = head.weight, head.bias
-    _check_whole(weight, head, hidden)
-    return HeadOperands(hidden, weight, bias)  # type: ignore[arg-type]
+    *wrappers, linear = layers_of(head)
+    for layer in wrappers:
+        if _is_peft(layer, "Linear") and layer.disable_adapters and layer.merged:
+            layer.unmerge()  # as its own forward does
+    _check_whole(linear.weight, linear, hidden)
+    found = Head(hidden, linear.weight, linear.bias)
+    for layer in reversed(wrappers):
+        if _is_peft(layer, "Linear") and not (layer.disable_adapters or layer.merged):
+            found = _with_lora(layer, hidden, found)
+    return found
 
 
 def base_linear(head: nn.Module) -> nn.Linear:
     """The ``nn.Linear`` inside a supported head."""
-    _check_supported(head)
-    inner: Any = head
-    if _is_peft(head, "ModulesToSaveWrapper"):
-        return base_linear(_saved_module(head))
-    return base_linear(inner.base_layer) if _is_peft(head, "Linear") else inner
+    *_, linear = layers_of(head)
+    return linear  # type: ignore[no-any-return]
 
 
-def _lora_operands(layer: Any, hidden: Tensor) -> HeadOperands:
-    if layer.disable_adapters and layer.merged:
-        layer.unmerge()  # what its own forward does
-    base = head_operands(layer.base_layer, hidden)
-    if layer.disable_adapters or layer.merged:
-        return base
+def layers_of(head: nn.Module) -> Iterator[Any]:
+    """The layers that run in a head, from the outermost to its ``nn.Linear``.
+
+    Raises:
+        ValueError: for a layer or adapter kind that is not supported.
+    """
+    layer: Any = head
+    while type(layer).forward is not nn.Linear.forward:
+        yield layer
+        if _is_peft(layer, "ModulesToSaveWrapper"):
+            layer = _saved_module(layer)
+        elif _is_peft(layer, "Linear"):
+            variants = [name for name in layer.active_adapters if name in getattr(layer, "lora_variant", {})]
+            if variants or layer.fan_in_fan_out:
+                raise ValueError(
+                    f"a LoRA adapter on the LM head must be a plain one, got a variant (DoRA or alike) in "
+                    f"{variants or layer.active_adapters}; merge it first, or leave the LM head out of target_modules."
+                )
+            layer = layer.base_layer
+        else:
+            raise ValueError(
+                f"the LM head must be a torch.nn.Linear, plain or in a LoRA or modules_to_save wrapper of peft, got "
+                f"{type(layer).__module__}.{type(layer).__qualname__}; keep the LM head out of quantisation, and merge "
+                "other adapters into it first."
+            )
+    yield layer
+
+
+def _with_lora(layer: Any, hidden: Tensor, base: Head) -> Head:
     features, columns, bias = [hidden], [base.weight], base.bias
     for name in layer.active_adapters:
         if name not in layer.lora_A:
@@ -110,30 +128,7 @@ def _lora_operands(layer: Any, hidden: Tensor) -> HeadOperands:
         columns.append(base.weight.new_zeros(base.weight.size(0), padding))
     if len(columns) == 1:
         return base
-    return HeadOperands(torch.cat(features, dim=-1), torch.cat(columns, dim=-1), bias)
-
-
-def _check_supported(head: nn.Module) -> None:
-    if type(head).forward is nn.Linear.forward:
-        return
-    if _is_peft(head, "ModulesToSaveWrapper"):
-        _check_supported(_saved_module(head))
-        return
-    if _is_peft(head, "Linear"):
-        layer: Any = head
-        variants = [name for name in layer.active_adapters if name in getattr(layer, "lora_variant", {})]
-        if variants or layer.fan_in_fan_out:
-            raise ValueError(
-                f"a LoRA adapter on the LM head must be a plain one, got a variant (DoRA or alike) in "
-                f"{variants or layer.active_adapters}; merge it first, or leave the LM head out of target_modules."
-            )
-        _check_supported(layer.base_layer)
-        return
-    raise ValueError(
-        f"the LM head must be a torch.nn.Linear, plain or in a LoRA or modules_to_save wrapper of peft, got "
-        f"{type(head).__module__}.{type(head).__qualname__}; keep the LM head out of quantisation, and merge other "
-        "adapters into it first."
-    )
+    return Head(torch.cat(features, dim=-1), torch.cat(columns, dim=-1), bias)
 
 
 def _saved_module(wrapper: Any) -> nn.Module:
@@ -171,9 +166,4 @@ def _check_whole(weight: Any, head: Any, hidden: Tensor) -> None:
             f"the weight of the LM head must be on the device of the hidden states ({hidden.device}), got "
             f"{weight.device}; torch.nn.DataParallel replicates modules without their parameters: start the training "
             "with torchrun (DistributedDataParallel), or show it one GPU (CUDA_VISIBLE_DEVICES=0)."
-        )
-    if hidden.size(-1) != weight.size(1):
-        raise RuntimeError(
-            f"hidden states must have the width of the LM head ({weight.size(1)}), got {hidden.size(-1)}; the LM head "
-            "was replaced after accelerate(model) (an adapter was added, merged or removed): call it again."
         )

@@ -9,17 +9,16 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from sentence_transformers.sparse_encoder.modules import SpladePooling
+from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tilefold.integrations.sentence_transformers._heads import head_operands
-from tilefold.modules.fused_pooling import SparseOptions, autocasts
-from tilefold.ops import QuantizedWeight, lsr_head, lsr_head_sparse, quantize_weight
+from tilefold.modules.activation import STOCK_ACTIVATIONS
+from tilefold.modules.fused_pooling import Dtype, Features, FusedPooling, Head, SparseOptions, autocasts
+from tilefold.modules.static_query import counted_tokens
+from tilefold.ops import lsr_head, lsr_head_sparse, quantize_weight
 from tilefold.ops.lsr_head.rows import CapacityRows, lsr_head_rows
-
-ACTIVATIONS = {"relu": "log1p_relu", "log1p_relu": "log1p_log1p_relu"}  # SpladePooling's name -> the operator's
-
 
 _sparse_options: ContextVar[SparseOptions | None] = ContextVar("tilefold_sparse_options", default=None)
 _capacity: ContextVar[int | None] = ContextVar("tilefold_capacity", default=None)
@@ -39,96 +38,140 @@ def sparse_scores(options: SparseOptions, capacity: int | None = None) -> Iterat
         _capacity.reset(room)
 
 
-def sparse_options_now() -> SparseOptions | None:
-    """The options of :func:`sparse_scores`, outside of it None."""
-    return None if torch.compiler.is_compiling() else _sparse_options.get()
-
-
 def pass_hidden_states(hidden: Tensor) -> Tensor:
     """Replaces the forward of an LM head: returns its input, because the pooling applies the weight."""
     return hidden
 
 
-class FusedSpladePooling:
-    """Replaces the forward of one ``SpladePooling`` instance; not a module, so the state dict does not change.
+class StockPooling(FusedPooling):
+    """The fused scores of a stock ``SpladePooling``, whose options are read at every call.
 
     Args:
-        pooling: the stock module, whose options are read at every call.
-        head: the LM head before it, whose weights are read at every call.
-        impl: implementation of :func:`tilefold.ops.lsr_head`.
+        pooling: the stock module.
+    """
+
+    def __init__(self, pooling: Any) -> None:
+        self.stock = pooling
+
+    @property
+    def quantizable(self) -> bool:  # type: ignore[override]
+        """Only the maximum runs in fp8."""
+        return bool(self.stock.pooling_strategy == "max")
+
+    @property
+    def pooling(self) -> str:
+        """Its name, for messages."""
+        return str(self.stock.pooling_strategy)
+
+    def fused_scores(
+        self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
+    ) -> Tensor:
+        """See :class:`FusedPooling`; :class:`CapacityRows` where :func:`sparse_scores` asks for them."""
+        if head is None:
+            raise ValueError("a SpladePooling must follow an LM head, got no head.")
+        cu_seqlens: Tensor | None = features.get("cu_seq_lens_q")
+        arguments: dict[str, Any] = {
+            "attention_mask": features["attention_mask"] if cu_seqlens is None else None,
+            "cu_seqlens": cu_seqlens,
+            "pooling": self.stock.pooling_strategy,
+            "activation": STOCK_ACTIVATIONS[self.stock.activation_function],
+            "out_dtype": self._output_dtype(head.hidden, flattened=cu_seqlens is not None) or out_dtype,
+            "impl": impl,
+        }
+        scores: Any = None
+        if sparse is None:
+            scores = lsr_head(*head, **arguments)
+        else:
+            arguments |= sparse._asdict()
+            if (capacity := _capacity.get()) is not None:
+                scores = lsr_head_rows(*head, **arguments, capacity=capacity)
+            scores = lsr_head_sparse(*head, **arguments) if scores is None else scores
+        if self.stock.embedding_dimension is None:
+            width = scores.vocab_size if isinstance(scores, CapacityRows) else scores.shape[1]
+            self.stock.embedding_dimension = width
+        return scores  # type: ignore[no-any-return]
+
+    def _output_dtype(self, hidden: Tensor, *, flattened: bool) -> torch.dtype | None:
+        """What autocast makes of the scores of the stock module; None outside of autocast."""
+        if not autocasts(hidden):
+            return None
+        stock, device_type = self.stock, hidden.device.type
+        return stock_output_dtype(
+            device_type,
+            torch.get_autocast_dtype(device_type),
+            stock.pooling_strategy,
+            stock.activation_function,
+            stock.training,
+            flattened,
+        )
+
+
+def fused_pooling(pooling: Any) -> FusedPooling:
+    """The fused scores of a module: of one of ours its own, of a stock ``SpladePooling`` an adapter's."""
+    return pooling if isinstance(pooling, FusedPooling) else StockPooling(pooling)
+
+
+class FusedForward:
+    """Replaces the forward of one pooling; not a module, so the state dict does not change.
+
+    Args:
+        pooling: a ``SpladePooling`` or :class:`FusedPooling`, whose options are read at every call.
+        head: the LM head before it, whose weights are read at every call; None for a pooling that reads no logits.
+        impl: implementation of the operators.
         quantize: ``"fp8"`` to multiply in fp8 where no gradient is needed, or ``None``. The weight is rounded at
-            every call, so a changed one is never missed.
+            every call, since some changes of a weight cannot be detected (``weight.data``, numpy, a move).
         last: whether no module follows: then it may give CSR rows.
     """
 
     def __init__(
-        self, pooling: Any, head: nn.Module, impl: str, quantize: str | None = None, last: bool = True
+        self, pooling: Any, head: nn.Module | None, impl: str, quantize: str | None = None, last: bool = True
     ) -> None:
-        self.pooling = pooling
-        self.head = head
-        self.impl = impl
-        self.quantize = quantize
-        self.last = last
+        self.pooling = fused_pooling(pooling)
+        self.head, self.impl, self.quantize, self.last = head, impl, quantize, last
 
-    def __call__(self, features: dict[str, Any]) -> dict[str, Any]:
-        """Put ``sentence_embedding`` ``[B, V]`` into ``features``, and take the hidden states out of them."""
-        hidden: Tensor = features.pop("token_embeddings")  # [B, S, D], or [1, T, D] when inputs are flattened
-        cu_seqlens: Tensor | None = features.get("cu_seq_lens_q")
-        mask = features["attention_mask"] if cu_seqlens is None else None
-        if cu_seqlens is not None:
-            hidden = hidden.squeeze(0)
-        scores = self._score(hidden, mask, cu_seqlens)
-        if self.pooling.embedding_dimension is None:
-            self.pooling.embedding_dimension = (
-                scores.vocab_size if isinstance(scores, CapacityRows) else scores.shape[1]
-            )
-        features["sentence_embedding"] = scores
+    def __call__(self, features: Features) -> Features:
+        """Put ``sentence_embedding`` ``[B, V]`` into ``features``, and take the hidden states of a head out of them."""
+        head, out_dtype = None, None
+        if self.head is not None:
+            hidden: Tensor = features.pop("token_embeddings")  # [B, S, D], or [1, T, D] when inputs are flattened
+            out_dtype = hidden.dtype
+            head = head_operands(self.head, hidden.squeeze(0) if "cu_seq_lens_q" in features else hidden)
+            if not autocasts(hidden):  # some models return fp32 from a half-precision head
+                head = head._replace(hidden=head.hidden.to(head.weight.dtype))
+            if self.quantize is not None and not torch.is_grad_enabled():
+                head = head._replace(weight=quantize_weight(head.weight))
+        sparse = None if torch.compiler.is_compiling() or not self.last else _sparse_options.get()
+        features["sentence_embedding"] = self.pooling.fused_scores(
+            features, head, out_dtype=out_dtype, impl=self.impl, sparse=sparse
+        )
         return features
 
     # Python puts this name into errors of wrong calls, which then read like those of the stock forward
     __call__.__qualname__ = "SpladePooling.forward"
 
-    def _score(self, hidden: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | CapacityRows:
-        out_dtype = self._output_dtype(hidden, flattened=cu_seqlens is not None)
-        hidden, weight, bias = head_operands(self.head, hidden)
-        if not autocasts(hidden):
-            hidden = hidden.to(weight.dtype)  # some models return fp32 from a half-precision head
-        arguments: dict[str, Any] = {
-            "attention_mask": mask,
-            "cu_seqlens": cu_seqlens,
-            "pooling": self.pooling.pooling_strategy,
-            "activation": ACTIVATIONS[self.pooling.activation_function],
-            "out_dtype": out_dtype,
-            "impl": self.impl,
-        }
-        matrix: Tensor | QuantizedWeight = weight
-        if self.quantize is not None and not torch.is_grad_enabled():
-            # at every call, since some changes of a weight cannot be detected (``weight.data``, numpy, a move)
-            matrix = quantize_weight(weight)
-        options = None if torch.compiler.is_compiling() or not self.last else _sparse_options.get()
-        if options is None:
-            return lsr_head(hidden, matrix, bias, **arguments)
-        arguments |= {"top_k": options.top_k, "min_weight": options.min_weight}
-        capacity = _capacity.get()
-        if capacity is not None:
-            rows = lsr_head_rows(hidden, matrix, bias, **arguments, capacity=capacity)
-            if rows is not None:
-                return rows
-        return lsr_head_sparse(hidden, matrix, bias, **arguments)
 
-    def _output_dtype(self, hidden: Tensor, *, flattened: bool) -> torch.dtype:
-        """That of the stock module: the dtype of the logits, or what autocast makes of it."""
-        if not autocasts(hidden):
-            return hidden.dtype
-        pooling, device_type = self.pooling, hidden.device.type
-        return stock_output_dtype(
-            device_type,
-            torch.get_autocast_dtype(device_type),
-            pooling.pooling_strategy,
-            pooling.activation_function,
-            pooling.training,
-            flattened,
-        )
+class StaticTokens:
+    """Replaces the forward of one stock ``SparseStaticEmbedding``: ``[PAD]`` in a text counts in no batch.
+
+    Args:
+        module: the stock module.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, features: Features) -> Features:
+        """Run the stock forward on the tokens without padding."""
+        features["attention_mask"] = counted_tokens(features, self.module.tokenizer)
+        found: Features = type(self.module).forward(self.module, features)
+        return found
+
+
+def count_no_padding(model: nn.Module) -> None:
+    """Put :class:`StaticTokens` on the stock static modules of a model."""
+    for module in model.modules():
+        if type(module) is SparseStaticEmbedding and "forward" not in vars(module):
+            module.forward = StaticTokens(module)
 
 
 @functools.lru_cache(maxsize=64)

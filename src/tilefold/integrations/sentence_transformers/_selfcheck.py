@@ -11,9 +11,8 @@ from sentence_transformers.base.modules import Transformer
 from torch import Tensor
 
 from tilefold.integrations.sentence_transformers._heads import base_linear, head_operands
-from tilefold.integrations.sentence_transformers._own_pooling import fused_forward
 from tilefold.integrations.sentence_transformers._pairs import SpladePair
-from tilefold.integrations.sentence_transformers._pooling import pass_hidden_states
+from tilefold.integrations.sentence_transformers._pooling import FusedForward, pass_hidden_states
 
 TEXTS = ["one", "a second text, with a few more tokens than the first"]
 TOLERANCE = 0.02  # of the largest score: wide enough for bf16 logits and TF32, far below a wrong formula
@@ -63,7 +62,7 @@ def check_pair(pair: SpladePair, impl: str) -> None:
                 f"raised {type(error).__name__}: {error}; move it to its device first, or pass check=False."
             ) from error
         _check_logits_untouched(pair, probe, features)
-        fused = fused_forward(pair.pooling, pair.head, impl)
+        fused = FusedForward(pair.pooling, pair.head, impl)
         pair.head.forward = pass_hidden_states
         try:
             got = fused(pair.transformer(dict(features)))["sentence_embedding"]
