@@ -17,9 +17,8 @@ from tests.recipes.decoder_models import tiny_causal_lm
 from tilefold import retrieval
 from tilefold.modules import load_encoder
 from tilefold.recipes import ColbertRecipe, LsrRecipe, RegularizerSpec, get_recipe, train
-from tilefold.recipes._lsr_loss import make_loss, regularizer_schedule
 from tilefold.recipes.catalogue import RECIPES, Entry
-from tilefold.recipes.lsr import load_base_model
+from tilefold.recipes.lsr import load_base_model, make_loss, regularizer_schedule
 from tilefold.retrieval.collection import Collection, Document
 from tilefold.retrieval.errors import DataError
 

@@ -3,51 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tilefold.recipes._checks import check_number
+if TYPE_CHECKING:
+    from tilefold.recipes._settings import TrainingSettings
 
-__all__ = [
-    "ATTENTIONS",
-    "AttentionChoice",
-    "attention_callbacks",
-    "check_loaded_attention",
-    "register_entmax",
-    "use_attention",
-]
-
-ATTENTIONS = ("softmax", "entmax")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionChoice:
-    """The fields of a recipe that choose its attention; the class of a recipe inherits from this one.
-
-    Attributes:
-        attention: ``"softmax"``, ``"entmax"``, or ``None`` for that of the base model (softmax in a stock one).
-        alpha: of entmax, in [1, 2]; ``None`` takes 1.5.
-        anneal_alpha: share of the steps, in [0, 1], over which alpha rises from 1, which is softmax; 0 for none.
-    """
-
-    attention: str | None = None
-    alpha: float | None = None
-    anneal_alpha: float = 0.0
-
-    def check_attention(self) -> None:
-        """Refuse values out of range, and alphas without entmax attention.
-
-        Raises:
-            ValueError: naming the field.
-        """
-        if self.attention not in (None, *ATTENTIONS):
-            raise ValueError(f"attention must be 'softmax', 'entmax' or None, got {self.attention!r}.")
-        if self.alpha is not None:
-            check_number("alpha", self.alpha, lambda value: 1 <= value <= 2, "in [1, 2]")
-        check_number("anneal_alpha", self.anneal_alpha, lambda value: 0 <= value <= 1, "in [0, 1]")
-        for name in ("alpha", "anneal_alpha"):
-            if getattr(self, name) and self.attention != "entmax":
-                raise ValueError(f"{name} must be left out without attention='entmax', got {getattr(self, name)!r}.")
+__all__ = ["attention_callbacks", "check_loaded_attention", "register_entmax", "use_attention"]
 
 
 def register_entmax() -> None:
@@ -72,13 +33,13 @@ def check_loaded_attention(model: Any) -> None:
     runs_entmax(model)
 
 
-def use_attention(model: Any, recipe: object) -> None:
+def use_attention(model: Any, recipe: TrainingSettings) -> None:
     """Give `model` the attention of a recipe.
 
     Raises:
         ValueError: for a model whose attention cannot be chosen.
     """
-    if not isinstance(recipe, AttentionChoice) or recipe.attention is None:
+    if recipe.attention is None:
         return
     from tilefold.integrations.transformers import runs_entmax, use_entmax, use_softmax
 
@@ -88,9 +49,9 @@ def use_attention(model: Any, recipe: object) -> None:
         use_softmax(model)
 
 
-def attention_callbacks(recipe: object) -> list[Any]:
-    """What the trainer of a recipe needs for its attention."""
-    if not isinstance(recipe, AttentionChoice) or not recipe.anneal_alpha:
+def attention_callbacks(recipe: TrainingSettings) -> list[Any]:
+    """The callbacks that the trainer of a recipe needs for its attention."""
+    if not recipe.anneal_alpha:
         return []
     from tilefold.integrations.transformers import AlphaSchedule
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
-from tilefold.recipes._checks import check_count, check_flag, check_number
-from tilefold.recipes._fields import DictMixin
+from tilefold.recipes._settings import Check, Settings, flag, number, whole
 
 __all__ = ["KINDS", "Base", "EncoderSpec"]
 
@@ -31,8 +30,13 @@ KINDS: Mapping[str, frozenset[str]] = {
 }
 
 
+def _optional_flag(name: str, value: Any) -> None:
+    if value is not None:
+        flag(name, value)
+
+
 @dataclass(frozen=True)
-class EncoderSpec(DictMixin):
+class EncoderSpec(Settings):
     """The encoder of queries, of documents, or of both; every field is checked on construction.
 
     Fields that say nothing (None) have the value of the kind. One that the kind does not have is an error.
@@ -86,6 +90,16 @@ class EncoderSpec(DictMixin):
     head_model: str | None = None
     saturation: float | None = None
 
+    CHECKS: ClassVar[Mapping[str, Check]] = {
+        **dict.fromkeys(("top_k", "layers", "lora"), whole(optional=True)),
+        "shared_network": flag,
+        **dict.fromkeys(("drop_special_tokens", "trainable", "literal_residual"), _optional_flag),
+        **dict.fromkeys(
+            ("logit_scale", "scale", "saturation"),
+            number(lambda value: value > 0, "greater than 0", optional=True),
+        ),
+    }
+
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind must be one of {sorted(KINDS)}, got {self.kind!r}.")
@@ -93,15 +107,7 @@ class EncoderSpec(DictMixin):
         given = {field.name for field in fields(self) if getattr(self, field.name) not in (None, field.default)}
         if extra := sorted(given - allowed):
             raise ValueError(f"{extra[0]} does not apply to an encoder of kind {self.kind!r}; leave it out.")
-        for name in ("top_k", "layers", "lora"):
-            check_count(name, getattr(self, name), optional=True)
-        check_flag("shared_network", self.shared_network)
-        for name in ("drop_special_tokens", "trainable", "literal_residual"):
-            if getattr(self, name) is not None:
-                check_flag(name, getattr(self, name))
-        for name in ("logit_scale", "scale", "saturation"):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), lambda value: value > 0, "greater than 0")
+        super().__post_init__()
 
     @property
     def has_network(self) -> bool:
@@ -111,7 +117,7 @@ class EncoderSpec(DictMixin):
 
 @dataclass(frozen=True)
 class Base:
-    """What the encoders of both sides are built from.
+    """The start of the encoders of both sides.
 
     Attributes:
         base_model: of sides that name none: ``"minilm"``, a folder or a Hugging Face name.

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilefold._files import naming_full_disk
 from tilefold.recipes import _run
 from tilefold.recipes._attention import attention_callbacks, register_entmax, use_attention
 from tilefold.recipes._graphs import check_graphs, collate, graphs_warnings
 from tilefold.recipes._processes import check_one_process, say_unused_gpus
+from tilefold.recipes._settings import TrainingSettings
 from tilefold.recipes.precision import supports_bf16
 from tilefold.recipes.quiet import quiet_libraries
 from tilefold.retrieval.provenance import texts_digest
@@ -27,7 +28,6 @@ __all__ = [
     "Examples",
     "Losses",
     "Progress",
-    "Recipe",
     "RunOptions",
     "TrainResult",
     "TrainingJob",
@@ -40,48 +40,6 @@ __all__ = [
 
 EXPLODED = 4.0
 Progress = Callable[[int, int, "float | None"], None]
-
-
-class Recipe(Protocol):
-    """The fields that every recipe has."""
-
-    @property
-    def max_steps(self) -> int | None: ...
-
-    @property
-    def epochs(self) -> float: ...
-
-    @property
-    def batch_size(self) -> int: ...
-
-    @property
-    def learning_rate(self) -> float: ...
-
-    @property
-    def warmup_ratio(self) -> float: ...
-
-    @property
-    def save_steps(self) -> int: ...
-
-    @property
-    def save_minutes(self) -> float: ...
-
-    @property
-    def max_length(self) -> int: ...
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def bf16(self) -> bool | None: ...
-
-    @property
-    def fused(self) -> bool: ...
-
-    @property
-    def graphs(self) -> bool: ...
-
-    def to_dict(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -167,7 +125,7 @@ class TrainingJob:
         progress, verbose: as in ``train`` of a recipe.
     """
 
-    recipe: Recipe
+    recipe: TrainingSettings
     model: Any
     examples: Examples
     run: _run.TrainingRun
@@ -187,7 +145,7 @@ class RunOptions(NamedTuple):
 
 
 def run_training(
-    recipe: Recipe,
+    recipe: TrainingSettings,
     collection: Collection,
     output_dir: str | Path,
     options: RunOptions,
@@ -251,7 +209,7 @@ def run_training(
     return result
 
 
-def _lowered(recipe: Recipe, model: Any) -> str:
+def _lowered(recipe: TrainingSettings, model: Any) -> str:
     """What to say of a model that reads fewer tokens than the recipe asks for; empty if it does not."""
     limit = getattr(model[0], "document_length", None) or model.max_seq_length
     if not isinstance(limit, int) or limit >= recipe.max_length:
@@ -355,7 +313,7 @@ def pair_examples(collection: Collection) -> Examples:
     return Examples({"query": list(queries), "document": list(documents)}, len(queries))
 
 
-def total_steps(recipe: Recipe, n_pairs: int) -> int:
+def total_steps(recipe: TrainingSettings, n_pairs: int) -> int:
     """Optimiser steps of a recipe over `n_pairs` pairs."""
     if recipe.max_steps is not None:
         return recipe.max_steps

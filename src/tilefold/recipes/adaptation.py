@@ -7,13 +7,12 @@ die. Some thousand steps of next-token prediction from ``log1p(relu(logits))``, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from tilefold.recipes._checks import check_count, check_number
-from tilefold.recipes._fields import DictMixin
+from tilefold.recipes._settings import POSITIVE, Check, Settings, number, whole
 
 __all__ = ["AdaptationRecipe", "AdaptationResult", "adapt", "pack_texts"]
 
@@ -21,7 +20,7 @@ _DYING = 0.5
 
 
 @dataclass(frozen=True)
-class AdaptationRecipe(DictMixin):
+class AdaptationRecipe(Settings):
     """Configuration of the adaptation phase; the defaults are those of the paper.
 
     Attributes:
@@ -46,18 +45,18 @@ class AdaptationRecipe(DictMixin):
     bf16: bool | None = None
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "length", "chunk"):
-            check_count(name, getattr(self, name), optional=False)
-        check_count("length", self.length, optional=False, least=2)
-        check_count("warmup_steps", self.warmup_steps, optional=False, least=0)
-        check_number("learning_rate", self.learning_rate, lambda value: value > 0, "greater than 0")
-        check_number("activated_weight", self.activated_weight, lambda value: value >= 0, "of at least 0")
+    CHECKS: ClassVar[Mapping[str, Check]] = {
+        **dict.fromkeys(("steps", "batch_size", "chunk"), whole()),
+        "length": whole(2),
+        "warmup_steps": whole(0),
+        "learning_rate": POSITIVE,
+        "activated_weight": number(lambda value: value >= 0, "of at least 0"),
+    }
 
 
 @dataclass(frozen=True)
 class AdaptationResult:
-    """What :func:`adapt` reports.
+    """The report of :func:`adapt`.
 
     Attributes:
         steps: optimiser steps.

@@ -1,29 +1,87 @@
 """The published systems by name, and one ``train`` for all of them.
 
-The entries lie in one file per family: ``_names_splade.py``, ``_names_unified.py`` and ``_names_decoders.py``.
+``systems.json`` has a row for each: its sources, and the settings in which it differs from its class of recipe. Those
+of the unified framework (arXiv 2303.13416: any query encoder with any document encoder) train on pairs alone where the
+system's own loss allows it, so that they can be compared on any collection; the framework's common setting distils a
+cross-encoder's margins (DistilBERT, batch 128, 150k steps, warm-up 6k, length 250).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from tilefold.recipes import _names_decoders, _names_splade, _names_unified, colbert, lsr, splade
-from tilefold.recipes._entry import Config, Entry
+from tilefold.recipes import colbert, lsr, splade
 from tilefold.recipes._training import Progress, TrainResult
+from tilefold.recipes.colbert import ColbertRecipe
+from tilefold.recipes.lsr import LsrRecipe
+from tilefold.recipes.splade import SpladeRecipe
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
 
 __all__ = ["RECIPES", "Config", "Entry", "get_recipe", "train"]
 
-_FAMILIES = (_names_splade, _names_unified, _names_decoders)
+Config = SpladeRecipe | ColbertRecipe | LsrRecipe
+_CLASSES: dict[str, type[Config]] = {"SpladeRecipe": SpladeRecipe, "ColbertRecipe": ColbertRecipe}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A published system under its name.
+
+    Attributes:
+        name: as ``tilefold train --recipe`` takes it.
+        summary: one line.
+        paper: arXiv number, ``""`` for a system without a paper.
+        recipe: the configuration with the defaults of this package, for thousands of pairs and one GPU or CPU.
+        published: the settings of the paper or its code, in words.
+        publishes: the number of the paper and where it is measured, or ``"none published"``.
+        base: the kind of base model: ``"masked-lm"``, ``"causal-lm"``, ``"encoder"`` or ``"multi-vector"``.
+    """
+
+    name: str
+    summary: str
+    paper: str
+    recipe: Config
+    published: str = ""
+    publishes: str = "none published"
+    base: str = "masked-lm"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The data that training takes: ``"pairs"``, ``"negatives"``, ``"scores"``."""
+        return self.recipe.needs if isinstance(self.recipe, LsrRecipe) else ("pairs",)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a JSON object, with the configuration's fields."""
+        return {
+            "name": self.name,
+            "summary": self.summary,
+            "paper": self.paper,
+            "needs": list(self.needs),
+            "published": self.published,
+            "publishes": self.publishes,
+            "base": self.base,
+            "kind": type(self.recipe).__name__,
+            "recipe": self.recipe.to_dict(),
+        }
+
+
+def _entries() -> Iterator[Entry]:
+    for row in json.loads((Path(__file__).parent / "systems.json").read_text(encoding="utf-8")):
+        settings, kind = row.pop("recipe", {}), row.pop("kind", None)
+        row.pop("comment", None)
+        made = _CLASSES[kind].from_dict(settings) if kind else LsrRecipe.from_dict({"name": row["name"], **settings})
+        yield Entry(recipe=made, **row)
+
 
 #: Name -> entry, in the order of the documentation.
-RECIPES: Mapping[str, Entry] = MappingProxyType({entry.name: entry for family in _FAMILIES for entry in family.ENTRIES})
+RECIPES: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in _entries()})
 
 
 def get_recipe(name: str, **overrides: Any) -> Config:
@@ -55,10 +113,10 @@ def train(
         ValueError: `negatives` for a recipe that reads none, and what the recipe's own ``train`` refuses.
     """
     settings: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "progress": progress, "verbose": verbose}
-    if isinstance(recipe, lsr.LsrRecipe):
+    if isinstance(recipe, LsrRecipe):
         return lsr.train(recipe, collection, output_dir, negatives=negatives, **settings)
     if negatives is not None:
         raise ValueError(f"negatives must be left out for a {type(recipe).__name__}, which reads none.")
-    if isinstance(recipe, colbert.ColbertRecipe):
+    if isinstance(recipe, ColbertRecipe):
         return colbert.train(recipe, collection, output_dir, **settings)
     return splade.train(recipe, collection, output_dir, **settings)

@@ -9,14 +9,13 @@ stock ``MultiVectorEncoder``.
 from __future__ import annotations
 
 import string
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from tilefold.recipes._attention import AttentionChoice
-from tilefold.recipes._checks import check_count, check_flag, check_training
-from tilefold.recipes._fields import DictMixin
+from tilefold.recipes._settings import Check, TrainingSettings, flag, whole
 from tilefold.recipes._training import Losses, Progress, RunOptions, TrainingJob, TrainResult, run_trainer, run_training
 from tilefold.recipes.loading import check_tokenizer, saved_kind, saved_modules, whole_weights
 
@@ -31,67 +30,42 @@ DIMENSIONS_PER_STEP = 8  # of the kernels
 MAX_DIMENSION = 4096
 
 
+def _dimension(name: str, value: Any) -> None:
+    whole(optional=True)(name, value)
+    if value is not None and (value % DIMENSIONS_PER_STEP or value > MAX_DIMENSION):
+        raise ValueError(
+            f"{name} must be a multiple of {DIMENSIONS_PER_STEP} up to {MAX_DIMENSION} or None, got {value}."
+        )
+
+
 @dataclass(frozen=True)
-class ColbertRecipe(AttentionChoice, DictMixin):
+class ColbertRecipe(TrainingSettings):
     """Configuration of a ColBERT training run; every field is checked on construction.
 
     Attributes:
         base_model: ``"minilm"`` for the packaged MiniLM, else a folder or a Hugging Face name: of any encoder, of a
             SentenceTransformer, or of a multi-vector model, whose projection, query length and skipped words are kept.
-        max_steps: optimiser steps; ``None`` uses ``epochs``, 0 leaves the untrained start, which needs no pairs.
-        epochs: passes over the training pairs when ``max_steps`` is ``None``.
-        batch_size: pairs per step; every other document of a batch is a negative.
-        learning_rate: peak of the linear schedule.
-        warmup_ratio: share of the steps over which the learning rate rises.
         dimension: of the projection that is put on a backbone without one, a multiple of 8; ``None`` puts none, and
             token vectors are as wide as the backbone.
-        similarity_scale: factor on the MaxSim scores before the softmax.
         query_length: maximum tokens per query.
         expand_queries: pad queries to ``query_length`` with mask tokens that are scored too, as ColBERT does.
         skip_punctuation: keep no vectors of punctuation in documents.
-        max_length: maximum tokens per document of the saved model.
-        train_max_length: the same while training; ``None`` takes ``max_length``.
-        bf16: bf16 autocast; ``None`` uses it where the hardware has it.
-        fused: train with the fused similarity, on packed tokens where the model allows.
-        graphs: see :class:`tilefold.recipes.SpladeRecipe`.
-        save_steps: steps between checkpoints, from which an interrupted run is resumed.
-        save_minutes: time between checkpoints at the latest.
-        seed: of the projection, the data order and dropout.
-        attention, alpha, anneal_alpha: see :class:`AttentionChoice`.
+
+    The others are those of :class:`TrainingSettings`.
     """
 
     base_model: str = "minilm"
-    max_steps: int | None = None
-    epochs: float = 4.0
-    batch_size: int = 64
-    learning_rate: float = 1e-4
-    warmup_ratio: float = 0.1
+    _: KW_ONLY
     dimension: int | None = 128
-    similarity_scale: float = 1.0
     query_length: int = 32
     expand_queries: bool = False
     skip_punctuation: bool = True
-    max_length: int = 128
-    train_max_length: int | None = None
-    bf16: bool | None = None
-    fused: bool = True
-    graphs: bool = False
-    save_steps: int = 25
-    save_minutes: float = 5.0
-    seed: int = 0
 
-    def __post_init__(self) -> None:
-        self.check_attention()
-        check_training(self)
-        check_count("query_length", self.query_length, optional=False)
-        check_count("dimension", self.dimension, optional=True)
-        if self.dimension is not None and (self.dimension % DIMENSIONS_PER_STEP or self.dimension > MAX_DIMENSION):
-            raise ValueError(
-                f"dimension must be a multiple of {DIMENSIONS_PER_STEP} up to {MAX_DIMENSION} or None, got "
-                f"{self.dimension}."
-            )
-        for name in ("expand_queries", "skip_punctuation", "fused"):
-            check_flag(name, getattr(self, name))
+    CHECKS: ClassVar[Mapping[str, Check]] = {
+        "dimension": _dimension,
+        "query_length": whole(),
+        **dict.fromkeys(("expand_queries", "skip_punctuation", "fused"), flag),
+    }
 
 
 def train(

@@ -7,17 +7,12 @@ head is replaced while training runs, so that the ``[B, S, V]`` logits never exi
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tilefold.recipes._attention import AttentionChoice
-from tilefold.recipes._cheaper import freeze_lower_layers, length_grouped_batches
-from tilefold.recipes._checks import check_count, check_flag, check_number, check_training
-from tilefold.recipes._fields import DictMixin
-from tilefold.recipes._training import Losses, Progress, RunOptions, TrainingJob, TrainResult, run_trainer, run_training
-from tilefold.recipes._watch import watch
+from tilefold.recipes._sparse_recipes import SpladeRecipe
+from tilefold.recipes._training import Progress, RunOptions, TrainResult, run_training
+from tilefold.recipes.lsr import fit, make_loss
 from tilefold.recipes.precision import supports_bf16
 
 if TYPE_CHECKING:
@@ -25,78 +20,7 @@ if TYPE_CHECKING:
 
     from tilefold.retrieval.collection import Collection
 
-__all__ = ["SpladeRecipe", "TrainResult", "load_base_model", "supports_bf16", "train"]
-
-
-@dataclass(frozen=True)
-class SpladeRecipe(AttentionChoice, DictMixin):
-    """Configuration of a SPLADE training run; every field is checked on construction.
-
-    Attributes:
-        base_model: ``"minilm"`` for the packaged MiniLM, else a folder or a Hugging Face name of a masked LM.
-        max_steps: optimiser steps; ``None`` uses ``epochs``, 0 leaves the untrained start, which needs no pairs.
-        epochs: passes over the training pairs when ``max_steps`` is ``None``.
-        batch_size: pairs per step, at least 2; every other document of a batch is a negative.
-        learning_rate: peak of the linear schedule.
-        warmup_ratio: share of the steps over which the learning rate rises.
-        query_regularizer, document_regularizer: weights of the FLOPS terms.
-        regularizer_warmup_ratio: share of the steps over which those weights rise, quadratically.
-        similarity_scale: factor on the dot products before the softmax.
-        max_length: maximum tokens per text of the saved model.
-        train_max_length: the same while training; ``None`` takes ``max_length``.
-        start_deviations: initial decoder bias of ``"minilm"``, a value per term; ``None`` gives all terms the same,
-            from `start_percentile`.
-        start_percentile: initial decoder bias of ``"minilm"``, see :func:`minilm_splade`.
-        frozen_layers: number of lowest encoder layers that are frozen, together with the embeddings (and a decoder tied
-            to them); they have no backward pass. 0 trains everything.
-        group_by_length: batches of documents of similar length, with little padding.
-        bf16: bf16 autocast; ``None`` uses it where the hardware has it.
-        fused: train with the fused head.
-        graphs: repeat forward and backward of the encoder as CUDA graphs, see :func:`collate_ahead`. Needs a GPU and
-            ``fused``. A resumed run draws other numbers for dropout than one that was not interrupted.
-        save_steps: steps between checkpoints, from which an interrupted run is resumed.
-        save_minutes: time between checkpoints at the latest.
-        seed: of the data order, dropout and the sample for the decoder bias.
-        attention, alpha, anneal_alpha: see :class:`AttentionChoice`.
-    """
-
-    base_model: str = "minilm"
-    max_steps: int | None = None
-    epochs: float = 4.0
-    batch_size: int = 64
-    learning_rate: float = 2e-4
-    warmup_ratio: float = 0.1
-    query_regularizer: float = 1e-2
-    document_regularizer: float = 1e-2
-    regularizer_warmup_ratio: float = 1 / 3
-    similarity_scale: float = 1.0
-    max_length: int = 128
-    train_max_length: int | None = None
-    start_percentile: float = 99.95
-    start_deviations: float | None = None
-    frozen_layers: int = 0
-    group_by_length: bool = False
-    bf16: bool | None = None
-    fused: bool = True
-    graphs: bool = False
-    save_steps: int = 25
-    save_minutes: float = 5.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        self.check_attention()
-        check_training(self)
-        for name in ("query_regularizer", "document_regularizer"):
-            check_number(name, getattr(self, name), lambda value: value >= 0, "0 or more")
-        check_number(
-            "regularizer_warmup_ratio", self.regularizer_warmup_ratio, lambda value: 0 < value <= 1, "in (0, 1]"
-        )
-        check_number("start_percentile", self.start_percentile, lambda value: 0 < value < 100, "in (0, 100)")
-        if self.start_deviations is not None:
-            check_number("start_deviations", self.start_deviations, lambda value: value >= 0, "0 or more, or None")
-        if self.frozen_layers != 0:
-            check_count("frozen_layers", self.frozen_layers, optional=False)
-        check_flag("group_by_length", self.group_by_length)
+__all__ = ["SpladeRecipe", "TrainResult", "load_base_model", "make_loss", "supports_bf16", "train"]
 
 
 def train(
@@ -132,7 +56,7 @@ def train(
         output_dir,
         RunOptions(resume, overwrite, progress, verbose),
         load=lambda: load_base_model(recipe, [document.contents for document in collection.documents.values()]),
-        fit=lambda job: _fit(recipe, job),
+        fit=lambda job: fit(recipe, job),
     )
 
 
@@ -168,56 +92,3 @@ def load_base_model(recipe: SpladeRecipe, sample_texts: list[str]) -> SparseEnco
     model.model_card_data.local_files_only = True
     model.model_card_data.generate_widget_examples = False
     return model
-
-
-def make_loss(model: SparseEncoder, recipe: SpladeRecipe) -> Any:
-    """The stock loss of a recipe: in-batch negatives with FLOPS regularisers."""
-    from sentence_transformers.sparse_encoder import losses
-
-    return losses.SpladeLoss(
-        model,
-        loss=losses.SparseMultipleNegativesRankingLoss(model, scale=recipe.similarity_scale),
-        document_regularizer_weight=recipe.document_regularizer,
-        query_regularizer_weight=recipe.query_regularizer,
-    )
-
-
-def _fit(recipe: SpladeRecipe, job: TrainingJob) -> Losses:
-    """Train the job's model in place."""
-    from sentence_transformers.sparse_encoder import SparseEncoderTrainer, SparseEncoderTrainingArguments
-
-    model = job.model
-    if recipe.frozen_layers:
-        freeze_lower_layers(model, recipe.frozen_layers)
-    length = model.max_seq_length
-    model.max_seq_length = min(length, recipe.train_max_length or recipe.max_length)
-    loss = make_loss(model, recipe)
-    watcher = watch(loss)
-    sampler = length_grouped_batches if recipe.group_by_length else "no_duplicates"
-    with _head(model, recipe.fused):
-        last = run_trainer(
-            job,
-            SparseEncoderTrainer,
-            SparseEncoderTrainingArguments,
-            loss,
-            callbacks=[_regularizer_schedule(recipe, loss), watcher],
-            batch_sampler=sampler,
-        )
-    model.max_seq_length = length
-    return replace(last, warnings=last.warnings + watcher.warnings())
-
-
-def _head(model: SparseEncoder, fused: bool) -> Any:
-    if not fused:
-        return nullcontext()
-    from tilefold.integrations.sentence_transformers import accelerate
-
-    return accelerate(model)
-
-
-def _regularizer_schedule(recipe: SpladeRecipe, loss: Any) -> Any:
-    from sentence_transformers.sparse_encoder.callbacks.splade_callbacks import (
-        SpladeRegularizerWeightSchedulerCallback,
-    )
-
-    return SpladeRegularizerWeightSchedulerCallback(loss, warmup_ratio=recipe.regularizer_warmup_ratio)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tilefold.recipes._training import Examples, training_pairs
 
 if TYPE_CHECKING:
-    from tilefold.recipes._lsr_recipe import LsrRecipe
+    from tilefold.recipes._sparse_recipes import LsrRecipe
     from tilefold.retrieval.collection import Collection
 
 __all__ = ["make_examples"]
