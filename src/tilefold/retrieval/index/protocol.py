@@ -128,10 +128,14 @@ def read_description(path: str | Path) -> dict[str, Any]:
     """
     file = Path(path) / MANIFEST_NAME
     manifest = read_json_object(file, REMEDY)
-    wrong = [key for key, kind in _TYPES.items() if not isinstance(manifest.get(key), kind)]
-    if wrong or manifest.get("schema_version") != SCHEMA_VERSION:
-        what = f"wrong {', '.join(wrong)}" if wrong else f"schema {manifest.get('schema_version')!r}"
-        raise DataError(f"{file}: expected an index of schema {SCHEMA_VERSION}, got {what}. {REMEDY}")
+    for key, kind in _TYPES.items():
+        value = manifest.get(key)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            wrong = f"wrong {key}: expected {getattr(kind, '__name__', kind)}, got {value!r:.80}"
+            raise DataError(f"{file}: expected an index of schema {SCHEMA_VERSION}, got {wrong}. {REMEDY}")
+    if manifest.get("schema_version") != SCHEMA_VERSION:
+        got = manifest.get("schema_version")
+        raise DataError(f"{file}: expected an index of schema {SCHEMA_VERSION}, got schema {got!r}. {REMEDY}")
     return manifest
 
 

@@ -15,6 +15,7 @@ from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import (
     MANIFEST_NAME,
+    REMEDY,
     Hit,
     check_buildable,
     check_search,
@@ -218,10 +219,13 @@ class QdrantIndex:
                 f"{path}: expected an index of backend {cls.backend!r}, got {manifest['backend']!r}. "
                 "Load it with the class of that backend."
             )
-        address = manifest["options"].get("url"), manifest["options"].get("collection")
-        if all(isinstance(part, str) for part in address):
-            opened = QdrantCollection.server(*address)
-            index = cls(opened, address={"url": address[0], "collection": address[1]})
+        address = {name: manifest["options"].get(name) for name in ("url", "collection")}
+        for name, value in address.items():
+            if not isinstance(value, str) and any(other is not None for other in address.values()):
+                raise DataError(f"{path}: expected a text as {name} of the options, got {value!r:.80}. {REMEDY}")
+        if address["url"] is not None:
+            opened = QdrantCollection.server(address["url"], address["collection"])
+            index = cls(opened, address=address)
         else:
             opened = QdrantCollection.embedded(folder)
             index = cls(opened, folder=folder)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
+from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -43,6 +44,8 @@ _SMALL_VOCABULARY = 1 << 16
 _LARGEST_WEIGHT = 65504.0
 _MANY_DOCUMENTS = 1_000_000
 _CHOSEN = ("n_postings", "query_cut", "heap_factor")  # by the collection, where None
+_INTEGERS = {"n_postings": 1, "min_cluster_size": 1, "doc_cut": 1, "query_cut": 1, "num_threads": 0}
+_FRACTIONS = {"centroid_fraction": "(", "summary_energy": "(", "heap_factor": "["}
 _STEM = "seismic"
 _FILE = f"{_STEM}.index.seismic"
 _OWN_NAMES = (MANIFEST_NAME, "ids.json", "terms.npy", _FILE)
@@ -73,20 +76,15 @@ class SeismicOptions:
     num_threads: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("n_postings", "min_cluster_size", "doc_cut", "query_cut"):
-            value = getattr(self, name)
-            if name in _CHOSEN and value is None:
+        for name in (item.name for item in fields(self)):
+            value, least, opening = getattr(self, name), _INTEGERS.get(name), _FRACTIONS.get(name)
+            if value is None and name in _CHOSEN:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}.")
-        if not isinstance(self.num_threads, int) or self.num_threads < 0:
-            raise ValueError(f"num_threads: expected 0 or more, got {self.num_threads!r}.")
-        for name, low_open in (("centroid_fraction", True), ("summary_energy", True), ("heap_factor", False)):
-            value = getattr(self, name)
-            if name in _CHOSEN and value is None:
-                continue
-            if not 0.0 <= value <= 1.0 or (low_open and value == 0.0):
-                raise ValueError(f"{name}: expected a number in {'(' if low_open else '['}0, 1], got {value!r}.")
+            number = isinstance(value, Real if least is None else int) and not isinstance(value, bool)
+            if least is not None and (not number or value < least):
+                raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}.")
+            if opening and (not number or not 0.0 <= value <= 1.0 or (opening == "(" and value == 0.0)):
+                raise ValueError(f"{name}: expected a number in {opening}0, 1], got {value!r}.")
 
     @classmethod
     def parse(cls, options: dict[str, Any]) -> SeismicOptions:
