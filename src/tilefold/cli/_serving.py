@@ -1,4 +1,4 @@
-"""What ``tilefold serve`` loads: models, an index, and what belongs to it."""
+"""Models and an index for ``tilefold serve``, loaded and checked against each other."""
 # ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _reranker(paths: ServedPaths, collection: Collection | None, made_of: Proven
 
 
 def _source(paths: ServedPaths, reranker: _rerank.Reranker) -> str:
-    """What the multi-vector model is called."""
+    """Name of the multi-vector model."""
     if reranker.store is None:
         return str(paths.tokens)
     return str(paths.tokens_model or reranker.store.manifest.model_source)

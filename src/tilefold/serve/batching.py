@@ -57,18 +57,14 @@ class _Entry:
 
 
 class Permits:
-    """As many inputs as may be in work or waiting at once. Used on the event loop only."""
+    """Limit of inputs in work or waiting at once. Used on the event loop only."""
 
     def __init__(self, total: int) -> None:
         self.total, self.taken = total, 0
 
     @contextmanager
     def take(self, wanted: int) -> Iterator[None]:
-        """Hold one permit per input, all at once or none.
-
-        Raises:
-            ServeError: Overloaded; nothing is queued beyond the limit.
-        """
+        """Hold one permit per input, all at once or none."""
         if self.taken + wanted > self.total:
             raise ServeError("Overloaded", "Model is overloaded")
         self.taken += wanted
@@ -148,18 +144,7 @@ class Lane:
     def submit(
         self, key: Hashable, payload: Any, tokens: int, place: int = 0, several: bool = False
     ) -> asyncio.Future[Answer]:
-        """Queue one input; call it on the event loop. Cancelling the future drops the input if it still waits.
-
-        Args:
-            key: inputs of one key may share a batch.
-            payload: for :data:`Run`.
-            tokens: of the input.
-            place: of the input in its request.
-            several: whether the request has several inputs.
-
-        Raises:
-            ServeError: Unhealthy, the service is closing.
-        """
+        """Queue one input; call it on the event loop. Cancelling the future drops the input if it still waits."""
         loop = asyncio.get_running_loop()
         with self._ready:
             if self._closed:

@@ -27,7 +27,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote.
+    """Result of an export.
 
     Attributes:
         engine: ``"opensearch"`` or ``"vespa"``.
@@ -74,12 +74,7 @@ class Documents:
 
 
 def survey(vectors: SparseVectors | str | Path, complaint: Callable[[str], str | None], engine: str) -> Documents:
-    """Read `vectors` once, and refuse ids that the engine does not take.
-
-    Raises:
-        FileNotFoundError, DataError: no such folder, an incomplete or damaged one, or one of queries; no document;
-            an id of which `complaint` says something.
-    """
+    """Read `vectors` once, and refuse ids that the engine does not take."""
     source = vectors if isinstance(vectors, SparseVectors) else Path(vectors)
     if isinstance(source, Path):
         manifest = read_manifest(source)
@@ -114,7 +109,7 @@ def _parts(source: SparseVectors | Path) -> Iterator[SparseVectors]:
 
 
 def origin(documents: Documents, names: str) -> dict[str, Any]:
-    """What made the vectors, for the engine to keep."""
+    """Facts of the vectors that the engine keeps with them."""
     return {
         "schema_version": SCHEMA_VERSION,
         "tilefold": __version__,

@@ -1,4 +1,4 @@
-"""What the terms of a vocabulary are called in another engine, refused where two would become one."""
+"""Names of terms in another engine, refused where two terms would become one."""
 
 from __future__ import annotations
 
@@ -21,19 +21,9 @@ def name_terms(
     remedy: str,
     more: str = "",
 ) -> list[str]:
-    """The name of each term of the vocabulary: its token, or its number where there are no tokens.
+    """Name of each term of the vocabulary: its token, or its number without tokens.
 
-    Args:
-        used: ``[V]``, whether some document has the term.
-        tokens: V tokens, or None.
-        complaint: why the engine does not take a name, or None; asked for the terms in use.
-        engine, remedy: for the message.
-        more: of the remedy for a name that the engine does not take.
-
-    Raises:
-        VocabularyMismatchError: another number of tokens than V.
-        DataError: a name that the engine does not take, or the name of a term in use that another term has too: a
-            query with either term would match documents of both.
+    Names of terms that are `used` are refused where `complaint` says why, or where another term has the same name.
     """
     if tokens is None:
         return [str(term) for term in range(used.size)]

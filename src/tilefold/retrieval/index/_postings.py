@@ -69,11 +69,7 @@ class Postings:
         return made
 
     def add(self, scores: Scores, terms: npt.NDArray[np.int32], values: Scores) -> None:
-        """Add ``values[j] * weights`` of each term to the `scores` of its documents, term after term, in float32.
-
-        Raises:
-            DataError: postings that are read for the first time are not those that were saved.
-        """
+        """Add ``values[j] * weights`` of each term to the `scores` of its documents, term after term, in float32."""
         if not self.trusted[terms].all():
             self._check(terms[~self.trusted[terms]])
         spans = map(slice, self.offsets[terms].tolist(), self.offsets[terms + 1].tolist())
@@ -100,7 +96,7 @@ class Postings:
         return zlib.crc32(self.weights[span].data, zlib.crc32(self.documents[span].data))
 
     def all_checksums(self) -> npt.NDArray[np.uint32]:
-        """Of every term."""
+        """Checksums of all terms."""
         return np.fromiter((self.checksum(term) for term in range(self.n_terms)), np.uint32, self.n_terms)
 
 
@@ -154,10 +150,10 @@ def of_rounded_products(add: Add) -> Add:
 
 @cache
 def fastest() -> Add:
-    """The same in the compiled product of scipy, three times as fast, where scipy has it with the same roundings.
+    """:func:`portable`, or scipy's compiled product where that rounds alike, three times as fast.
 
-    The function is private to scipy, so that it is tried first: on a sum that tells a fused multiply-add from
-    a rounded product. Where it fails, numpy adds up, with one warning.
+    It is private to scipy, so that it is tried first, on a sum that tells a fused multiply-add from a rounded product.
+    The public products allocate or copy for every term.
     """
     try:
         tools: Any = __import__("scipy.sparse._sparsetools", fromlist=["csc_matvec"])

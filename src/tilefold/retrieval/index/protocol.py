@@ -41,7 +41,7 @@ class Hit(NamedTuple):
 
 
 class Described(Protocol):
-    """What ``index.json`` says of every index, of sparse vectors or not."""
+    """Properties of every index that ``index.json`` holds, of sparse vectors or not."""
 
     backend: ClassVar[str]
 

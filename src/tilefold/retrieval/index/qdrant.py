@@ -71,12 +71,12 @@ class QdrantIndex:
 
     @property
     def fingerprint(self) -> str | None:
-        """Of the vocabulary."""
+        """Fingerprint of the vocabulary."""
         return self.collection.layout.fingerprint
 
     @property
     def provenance(self) -> Provenance:
-        """Of model and texts; the texts are unknown once single documents were changed."""
+        """Fingerprints of model and texts; the texts are unknown once single documents were changed."""
         return self.collection.provenance
 
     @classmethod

@@ -95,7 +95,7 @@ class SeismicOptions:
         return cls(**options)
 
     def for_collection(self, documents: int, mean_postings: float) -> SeismicOptions:
-        """The same with numbers for what is None.
+        """Options with numbers in the place of None.
 
         With L, the mean number of documents of a term that occurs, ``n_postings`` is ``10 * L ** 0.56``: twice L at
         10,000 documents of 120 terms, where shorter lists lose documents, and a tenth of L, 3,500, at the 8.8 million

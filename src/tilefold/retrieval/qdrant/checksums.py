@@ -45,11 +45,7 @@ class Checksums:
         return self._sizes is not None
 
     def read(self, *, verify: bool) -> None:
-        """Take the checksums that are there, if any, and compare them.
-
-        Raises:
-            DataError: a file of the shard, or that of the checksums, is damaged.
-        """
+        """Take the checksums that are there, if any, and compare them."""
         if not self._file.is_file():
             return
         found = read_json_object(self._file, REMEDY)
@@ -116,7 +112,7 @@ def _entries(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _sha256(file: Path) -> str:
-    """Of a JSON file the text with sorted members; of others the blocks that are not zero, and where they are."""
+    """Digest of the sorted text of a JSON file, and of the blocks of others that are not zero, with their places."""
     if file.suffix == ".json":
         content = file.read_bytes()
         with suppress(ValueError, RecursionError):

@@ -179,11 +179,7 @@ class EdgeEngine(Engine):
             release_folder(self._lock)
 
     def _changing(self, more: int = 0) -> None:
-        """Comes before every change, which may write 64 MB and `more` bytes.
-
-        Raises:
-            DiskFullError: there is no space for it.
-        """
+        """Comes before every change, which may write 64 MB and `more` bytes."""
         if self._shard is None and self.record() is not None:
             return  # closed: the call will say so
         need_space(self.folder, more)
@@ -239,13 +235,7 @@ class EdgeEngine(Engine):
 
 
 def need_space(folder: Path, more: int = 0, of: Path | None = None) -> None:
-    """Raise ``DiskFullError`` unless the disk of `folder` has space for what a change writes, and for `more` bytes.
-
-    Args:
-        folder: is there already.
-        more: bytes beside the 64 MB that the engine maps ahead.
-        of: place that the message names, by default `folder`.
-    """
+    """Raise ``DiskFullError`` unless the disk of `folder` has space for what a change writes, and for `more` bytes."""
     free, needed = shutil.disk_usage(folder).free, _AHEAD + more
     if free < needed:
         raise DiskFullError(
