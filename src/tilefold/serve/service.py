@@ -297,7 +297,7 @@ class Service:
                 self.metrics.observe(f"{name}_{part}_duration", seconds)
 
     def check_size(self, inputs: Sequence[Sized], model: Served | None, side: Side, name: str = "inputs") -> None:
-        """Refuse more characters or ids than text-embeddings-inference tokenizes: 250 per token that the model reads."""
+        """Refuse more characters or ids than text-embeddings-inference tokenizes: 250 per token of the model."""
         most = _CHARACTERS_PER_TOKEN * (model.limit(side) if model else _NO_MODEL)
         if (given := sum(map(len, inputs))) > most:
             several = " in all" if len(inputs) > 1 else ""

@@ -64,13 +64,24 @@ class Documents:
         """The documents, in order."""
         return _parts(self.source)
 
-    def rows(self) -> Iterator[tuple[str, list[int], list[float]]]:
-        """Id, terms and positive weights of each document; the shortest decimals that are these float32 again."""
+    def fields(
+        self, names: Sequence[str], texts: Mapping[str, str] | None
+    ) -> Iterator[tuple[str, dict[str, str], dict[str, float]]]:
+        """Id, fields of texts, and positive weights by name of each document.
+
+        Weights are the shortest decimals that are these float32 again.
+        """
         for part in self.parts():
             for row, name in enumerate(part.ids):
                 terms, weights = part.row(row)
                 keep = weights > 0
-                yield name, terms[keep].tolist(), [float(text) for text in weights[keep].astype(str).tolist()]
+                decimals = map(float, weights[keep].astype(str).tolist())
+                own = {} if texts is None else {"text": _text_of(texts, name)}
+                yield (
+                    name,
+                    {"id": name} | own,
+                    dict(zip((names[at] for at in terms[keep].tolist()), decimals, strict=True)),
+                )
 
 
 def survey(vectors: SparseVectors | str | Path, complaint: Callable[[str], str | None], engine: str) -> Documents:
@@ -108,7 +119,7 @@ def _parts(source: SparseVectors | Path) -> Iterator[SparseVectors]:
         yield from iter_shards(source)
 
 
-def origin(documents: Documents, names: str) -> dict[str, Any]:
+def origin(documents: Documents, tokens: Sequence[str] | None) -> dict[str, Any]:
     """Facts of the vectors that the engine keeps with them."""
     return {
         "schema_version": SCHEMA_VERSION,
@@ -117,7 +128,7 @@ def origin(documents: Documents, names: str) -> dict[str, Any]:
         "vocab_size": int(documents.used.size),
         "fingerprint": documents.fingerprint,
         **documents.provenance.to_dict(),
-        "names": names,
+        "names": "numbers" if tokens is None else "tokens",
     }
 
 
@@ -131,13 +142,17 @@ def export_folder(output: Path) -> Iterator[Path]:
         yield folder
 
 
-def write_record(folder: Path, exported: Exported, made_of: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Write ``export.json``: what the files were made from, and their checksums."""
-    files = {name: sha256_file(folder / name) for name in exported.files}
-    write_json(folder / RECORD, {**asdict(exported), **made_of, "settings": dict(settings), "files": files})
+def write_record(
+    folder: Path, engine: str, documents: Documents, names: list[str], made_of: Mapping[str, Any], **settings: str
+) -> Exported:
+    """Write ``export.json``: the origin of the files, which have these `names`, and their checksums."""
+    exported = Exported(engine, documents.n_documents, documents.n_weights, names)
+    files = {name: sha256_file(folder / name) for name in names}
+    write_json(folder / RECORD, {**asdict(exported), **made_of, "settings": settings, "files": files})
+    return exported
 
 
-def text_of(texts: Mapping[str, str], name: str) -> str:
+def _text_of(texts: Mapping[str, str], name: str) -> str:
     """The text of a document; ``DataError`` where there is none, or one that UTF-8 cannot write."""
     text = texts.get(name)
     if text is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -96,6 +97,14 @@ def check_search(index: SparseIndex, queries: SparseVectors, k: int) -> None:
     """Raise ``ValueError`` or ``VocabularyMismatchError`` unless ``queries`` and ``k`` suit the index."""
     check_k(k)
     check_same_vocabulary(index, queries, "the index", "queries")
+
+
+def version_of(package: str) -> str:
+    """Version of an installed package, ``"unknown"`` without its metadata."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def write_manifest(

@@ -6,7 +6,6 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +19,7 @@ from tilefold.retrieval.index.protocol import (
     check_buildable,
     check_search,
     read_description,
+    version_of,
     write_manifest,
 )
 from tilefold.retrieval.provenance import Provenance
@@ -244,7 +244,7 @@ class QdrantIndex:
     def _describe(self, folder: Path) -> None:
         package = "qdrant-edge-py" if self._address is None else "qdrant-client"
         options = {"weights": self.collection.layout.weights, **(self._address or {})}
-        write_manifest(folder, self, {package: _version(package)}, options, changing=_NAMES)
+        write_manifest(folder, self, {package: version_of(package)}, options, changing=_NAMES)
 
 
 def _unfinished(folder: Path, digest: str) -> EdgeEngine:
@@ -275,10 +275,3 @@ def _copy_sparse(source: str, target: str) -> str:
                 written.seek(len(block), 1)
         written.truncate()
     return target
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"

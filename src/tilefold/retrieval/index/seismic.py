@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
-from importlib.metadata import PackageNotFoundError, version
 from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -34,6 +33,7 @@ from tilefold.retrieval.index.protocol import (
     check_search,
     read_ids,
     read_manifest,
+    version_of,
     write_manifest,
 )
 from tilefold.retrieval.provenance import Provenance
@@ -255,7 +255,7 @@ class SeismicIndex:
                 self._engine.save(str(folder / _STEM))
             np.save(folder / "terms.npy", self._terms, allow_pickle=False)
             write_json(folder / "ids.json", {"ids": self._ids})
-            write_manifest(folder, self, {"pyseismic-lsr": _version()}, asdict(self.options))
+            write_manifest(folder, self, {"pyseismic-lsr": version_of("pyseismic-lsr")}, asdict(self.options))
 
     @classmethod
     def load(cls, path: str | Path) -> SeismicIndex:
@@ -289,7 +289,7 @@ class SeismicIndex:
             written = (manifest.get("versions") or {}).get("pyseismic-lsr", "unknown")
             raise DataError(
                 f"{folder}: could not be read ({error}); written by pyseismic-lsr {written}, "
-                f"read by {_version()}. {REMEDY}"
+                f"read by {version_of('pyseismic-lsr')}. {REMEDY}"
             ) from error
         origin = (manifest["vocab_size"], manifest.get("fingerprint"), Provenance.from_dict(manifest))
         index = cls(engine, ids, terms, *origin, options)
@@ -321,13 +321,6 @@ def _dataset(
 
 def _package() -> Any:
     return require("seismic", "pyseismic-lsr", "The seismic backend")
-
-
-def _version() -> str:
-    try:
-        return version("pyseismic-lsr")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 @contextmanager
