@@ -17,12 +17,13 @@ from tilefold._version import __version__
 from tilefold.retrieval._files import is_unicode
 from tilefold.retrieval._shards import check_whole
 from tilefold.retrieval._sparse import SparseVectors
-from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.vectors import iter_shards, read_manifest
 
 RECORD = "export.json"
 SCHEMA_VERSION = 1
+_SHOWN = 3  # names in a message
 
 
 @dataclass(frozen=True)
@@ -171,3 +172,62 @@ def choice(name: str, value: str, allowed: Sequence[str]) -> None:
     """Raise ``ValueError`` unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}.")
+
+
+def name_terms(
+    used: npt.NDArray[np.bool_],
+    tokens: Sequence[str] | None,
+    complaint: Callable[[str], str | None],
+    engine: str,
+    remedy: str,
+    more: str = "",
+) -> list[str]:
+    """Name of each term of the vocabulary: its token, or its number without tokens.
+
+    Names of terms that are `used` are refused where `complaint` says why, or where another term has the same name.
+    """
+    if tokens is None:
+        return [str(term) for term in range(used.size)]
+    if len(tokens) != used.size:
+        raise VocabularyMismatchError(
+            f"tokens: expected one for each of the {used.size} terms of the vectors, got {len(tokens)}. "
+            "Pass the vocabulary of the model that made the vectors."
+        )
+    names = [str(token) for token in tokens]
+    bad: dict[str, list[str]] = {}
+    for term in np.flatnonzero(used).tolist():
+        name = names[term]
+        why = "is empty" if not name else "holds half a surrogate pair" if not is_unicode(name) else complaint(name)
+        if why is not None:
+            bad.setdefault(why, []).append(f"{name!r} (term {term})")
+    if bad:
+        why, owners = next(iter(bad.items()))
+        raise DataError(
+            f"tokens: {engine} takes no term whose name {why}, got {_some(owners)}"
+            f"{f', and {len(bad) - 1} other kinds of such names' if len(bad) > 1 else ''}. {remedy}{more}."
+        )
+    first: dict[str, int] = {}
+    same: list[str] = []
+    for term, name in enumerate(names):
+        earlier = first.setdefault(name, term)
+        if earlier != term and (used[term] or used[earlier]):
+            same.append(f"{name!r} (terms {earlier} and {term})")
+    if same:
+        raise DataError(f"tokens: expected a name of its own for every term, got {_some(same)} twice. {remedy}.")
+    return names
+
+
+def control_character(text: str) -> str | None:
+    """The first character of `text` that JSON carries but text fields of engines refuse, or None."""
+    for character in text:
+        code = ord(character)
+        if (code < 0x20 and character not in "\t\n\r") or code == 0x7F or 0xFDD0 <= code <= 0xFDEF:
+            return character
+        if code & 0xFFFE == 0xFFFE:
+            return character
+    return None
+
+
+def _some(items: list[str]) -> str:
+    left = len(items) - _SHOWN
+    return ", ".join(items[:_SHOWN]) + (f" and {left} more" if left > 0 else "")

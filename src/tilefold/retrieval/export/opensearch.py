@@ -19,11 +19,11 @@ from tilefold.retrieval.export._files import (
     choice,
     export_folder,
     line,
+    name_terms,
     origin,
     survey,
     write_record,
 )
-from tilefold.retrieval.export._names import name_terms
 
 __all__ = ["export_opensearch"]
 

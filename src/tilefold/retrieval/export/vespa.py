@@ -8,8 +8,16 @@ from pathlib import Path
 
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.export._files import Exported, export_folder, line, origin, survey, write_record
-from tilefold.retrieval.export._names import control_character, name_terms
+from tilefold.retrieval.export._files import (
+    Exported,
+    control_character,
+    export_folder,
+    line,
+    name_terms,
+    origin,
+    survey,
+    write_record,
+)
 
 __all__ = ["export_vespa"]
 
