@@ -19,7 +19,6 @@ from tests.cli.program import Outcome, run_cli
 from tests.recipes.small import SUBJECTS, small_collection
 from tests.retrieval.test_retrieval_interruptions import HOLD, HOLD_PATH
 from tilefold.cli import _common, _models
-from tilefold.cli._words import in_options
 from tilefold.retrieval import _made, encoding, read_vectors
 
 Call = Callable[..., Outcome]
@@ -89,19 +88,6 @@ def test_work_of_unknown_length_says_that_it_goes_on(
     assert re.match(r"indexing \(seismic\): 0 s so far\n", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    ("message", "shown"),
-    [
-        ("Write them again with resume=False.", "Write them again with --fresh."),
-        ("differs in learning_rate, max_steps", "differs in --lr, --steps"),
-        ("seed must be 1", "--seed must be 1"),
-        ("/data/batch_size/x: the seed", "/data/batch_size/x: the seed"),
-    ],
-)
-def test_messages_name_options(message: str, shown: str) -> None:
-    assert in_options(message) == shown
-
-
 def test_what_is_in_the_way_is_named_with_the_option_that_removes_it(
     call: Call, work: Path, tmp_path: Path, masked_lm: str
 ) -> None:
@@ -113,6 +99,10 @@ def test_what_is_in_the_way_is_named_with_the_option_that_removes_it(
     start = ("train", "--data", work / "data", "--model", masked_lm, "--output", work / "model", "--steps", "0")
     other = call(*start, "--seed", "1")
     assert other.code == 1 and "replace it with --overwrite" in other.err
+    other = call(*start[:-1], "1", "--lr", "1", "--output", tmp_path / "batch_size" / "m")
+    assert other.code == 0
+    other = call(*start[:-1], "2", "--lr", "2", "--output", tmp_path / "batch_size" / "m")
+    assert f"{tmp_path}/batch_size/m holds" in other.err and "differs in --lr, --steps" in other.err
 
 
 def test_training_that_cannot_learn_says_so(call: Call, work: Path, tmp_path: Path, masked_lm: str) -> None:

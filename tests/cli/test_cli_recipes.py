@@ -54,7 +54,6 @@ def test_options_and_fields_reach_the_recipe(call: Call, data: Path, tmp_path: P
         (["--recipe", "splade-v3"], 1, "--negatives scores.parquet"),
         (["--recipe", "splade-v2", "--negatives", "no-such-file"], 1, "takes none from a file"),
         (["--recipe", "colbert", "--negatives", "x"], 1, "negatives must be left out for a ColbertRecipe"),
-        (["--method", "splade", "--recipe", "splade"], 2, "--method is the former name of --recipe"),
         (["--recipe", "splade-v2", "--set", "document.pooling"], 2, "--set: expected FIELD=VALUE"),
         (["--recipe", "splade-v2", "--set", "margin=1"], 2, "--set: there is no field 'margin'"),
         (["--recipe", "splade-v2", "--set", "query.kind=binary"], 2, "--set: there is no field 'query.kind'"),
@@ -67,11 +66,6 @@ def test_what_does_not_fit_is_refused(
     told = call("train", "--data", data, "--output", tmp_path / "m", *args)
     assert (told.code, told.out) == (code, "")
     assert message in told.err
-
-
-def test_the_former_option_still_works_and_says_so(call: Call, data: Path, tmp_path: Path) -> None:
-    told = call("train", "--method", "bert", "--data", data, "--output", tmp_path / "m")
-    assert told.code == 2 and "--method is now --recipe: tilefold train --recipe bert" in told.err
 
 
 def test_what_mine_and_score_write_is_what_training_reads(call: Call, data: Path, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_scores_of_any_size_are_normalised(size: float) -> None:
 
 def test_sums_that_are_not_finite_are_refused() -> None:
     huge = {"q": {"a": 1e308, "b": 1.0}}
-    with pytest.raises(ValueError, match="expected finite sums, got others for query 'q'"):
+    with pytest.raises(ValueError, match="expected finite sums, got inf for query 'q'"):
         interpolate([huge, huge], [1.0, 1.0], "none")
 
 
@@ -97,8 +97,10 @@ def test_fusion_refuses_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="k: expected at least 1"):
         reciprocal_rank_fusion([A], k=0)
     for fuse in (interpolate, reciprocal_rank_fusion):
-        with pytest.raises(ValueError, match="runs: expected finite scores, got others for query 'q'"):
+        with pytest.raises(ValueError, match="runs: expected finite scores, got nan for 'a' of query 'q'"):
             fuse([A, {"q": {"a": math.nan, "b": 1.0}}])
+        with pytest.raises(ValueError, match="runs: expected finite scores, got 'high' for 'b' of query 'q'"):
+            fuse([A, {"q": {"a": 1.0, "b": "high"}}])  # type: ignore[dict-item]
 
 
 def test_chosen_weights_are_the_best_of_the_grid() -> None:
@@ -232,8 +234,9 @@ def test_evaluation_refuses_empty_judgements_unknown_measures_and_nan() -> None:
 def test_the_deepest_cut_off_of_some_measures_is_what_a_search_must_retrieve() -> None:
     assert check_measures(["nDCG@10", "R@500", "AP"]) == 500
     assert check_measures(["AP"]) == 0
-    with pytest.raises(ValueError, match="query 'q' has a score that is not a number"):
-        evaluate({"q": {"x": math.nan}}, {"q": {"x": 1}})
+    for score in (math.nan, "high", None, [1.0]):
+        with pytest.raises(ValueError, match=r"run: query 'q' has a score that is not a number: .* for 'x'"):
+            evaluate({"q": {"x": score}}, {"q": {"x": 1}})  # type: ignore[dict-item]
 
 
 def test_trec_runs_survive_writing_and_reading(tmp_path: Path) -> None:

@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tilefold.bench.spec import BenchSpec
 
-OPERATORS = ("lsr_head", "maxsim", "token_scatter", "entmax", "entmax_attention")
+SPEC_MODULES: dict[str, str] = {
+    "lsr_head": "tilefold.bench.lsr_head.spec",
+    "maxsim": "tilefold.bench.maxsim.spec",
+    "token_scatter": "tilefold.bench.token_scatter.spec",
+    "entmax": "tilefold.bench.entmax.spec",
+    "entmax_attention": "tilefold.bench.entmax_attention.spec",
+}
 
 
 def operators() -> tuple[str, ...]:
     """Names of the operators that have a benchmark."""
-    return OPERATORS
+    return tuple(SPEC_MODULES)
 
 
 def get_spec(op: str) -> BenchSpec:
@@ -22,7 +28,7 @@ def get_spec(op: str) -> BenchSpec:
     Raises:
         ValueError: for an operator without a benchmark.
     """
-    if op not in OPERATORS:
-        raise ValueError(f"op must be one of {', '.join(OPERATORS)}, got {op!r}.")
-    spec: BenchSpec = importlib.import_module(f"{__package__}.{op}").SPEC
+    if op not in SPEC_MODULES:
+        raise ValueError(f"op must be one of {', '.join(SPEC_MODULES)}, got {op!r}.")
+    spec: BenchSpec = importlib.import_module(SPEC_MODULES[op]).SPEC
     return spec

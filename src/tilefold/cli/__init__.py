@@ -33,13 +33,14 @@ def _run(args: list[str], debug: bool) -> int:
     except ImportError:
         sys.stderr.write('Error: the tilefold command needs typer and rich: pip install "tilefold[cli]"\n')
         return 1
-    from tilefold.cli._common import keeps, saying_cuts
-    from tilefold.cli._several import given
+    from tilefold.cli import _common
 
-    keeps(None)
-    given[:] = [*args, *(["--debug"] if debug else [])]
+    _common.keeps(None)
+    _common.arguments[:] = [*args, *(["--debug"] if debug else [])]
+    _common.options.clear()
+    _common.given.clear()
     try:
-        with saying_cuts():
+        with _common.saying_cuts():
             outcome = typer.main.get_command(_app())(args, prog_name="tilefold", standalone_mode=False)
         code = outcome if isinstance(outcome, int) else 0
     except typer.Exit as leave:
@@ -67,8 +68,7 @@ def _interrupted() -> str:
 
 
 def _report(error: Exception) -> int:
-    from tilefold.cli._common import CommandError, UsageError
-    from tilefold.cli._words import in_options
+    from tilefold.cli._common import CommandError, UsageError, in_options
 
     formatted = getattr(error, "format_message", None)  # typer's own errors have it
     usage = formatted is not None

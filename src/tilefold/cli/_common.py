@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -219,20 +220,56 @@ def check_at_least_one(**options: int | None) -> None:
             raise UsageError(f"--{name.replace('_', '-')}: expected at least 1, got {value}.")
 
 
-given: dict[str, str] = {}  # parameter -> option, of those on the command line of the command that runs
+arguments: list[str] = []  # of the command that runs
+options: dict[str, str] = {}  # parameter -> option of the command that runs
+given: dict[str, str] = {}  # those of them that are on the command line
+
+
+def refuse(names: Iterable[str], why: str) -> None:
+    """Raise an error for parameters whose options were given where they do nothing."""
+    for name in names:
+        if name in given:
+            raise UsageError(f"{given[name]} {why}.")
 
 
 def refuse_useless(names: Iterable[str], where: str) -> None:
     """Raise an error for parameters whose options were given and do nothing, such as ``"with --steps 0"``."""
-    for name in names:
-        if name in given:
-            raise UsageError(f"{given[name]} does nothing {where}: leave it out.")
+    refuse(names, f"does nothing {where}: leave it out")
 
 
-def refuse(option: str, value: object, why: str) -> None:
-    """Raise an error for an option that was given (is not None) where it does nothing."""
-    if value is not None:
-        raise UsageError(f"{option} {why}.")
+def in_options(message: str) -> str:
+    """`message` with options of this command for arguments of Python: at its start, or spelled with an underscore."""
+
+    def option(match: re.Match[str]) -> str:
+        return options.get(match[0], match[0])
+
+    message = re.sub(r"^\w+(?=:| must)", option, message)
+    return re.sub(r"(?<![\w/.-])[a-z]+_\w+(?![\w/-])", option, message)
+
+
+def known(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@contextmanager
+def as_options(**names: str) -> Iterator[None]:
+    """Errors of library functions with options for their arguments, ``--prf-depth: ...`` for ``depth: ...``.
+
+    What files hold is a failure, a value that cannot be is an error of usage. A name with a colon, such as
+    ``--bm25: FOLDER``, is the beginning of the sentence.
+    """
+    from tilefold.retrieval.errors import DataError
+
+    try:
+        yield
+    except ValueError as error:
+        argument, _, rest = str(error).partition(":")
+        if not all(name in names for name in argument.split(", ")):
+            raise
+        option = ", ".join(names[name] for name in argument.split(", "))
+        kind = CommandError if isinstance(error, DataError) else UsageError
+        raise kind(f"{option}{'' if ':' in option else ':'}{rest}") from error
 
 
 def check_split(collection: Collection, split: str) -> None:

@@ -154,12 +154,9 @@ def load_untrained(
 
 
 def load_model(
-    name: str,
-    option: str = "--model",
-    kinds: tuple[str, ...] = ("sparse", "multi-vector"),
-    fast: tuple[str, ...] = ("sparse",),
+    name: str, option: str = "--model", kinds: tuple[str, ...] = ("sparse", "multi-vector")
 ) -> tuple[Any, str]:
-    """A model of one of `kinds` (``"sparse"``, ``"multi-vector"``, ``"dense"``), and its kind; of `fast`, accelerated.
+    """A model of one of `kinds` (``"sparse"``, ``"multi-vector"``, ``"dense"``), and its kind.
 
     The packaged name is a dense model, or a multi-vector one where only those are of use; as a sparse one it depends on
     documents, see :func:`load_untrained`. No remote code runs, and a folder is read without a look at the network.
@@ -169,10 +166,7 @@ def load_model(
     if name == PACKAGED and kinds == ("multi-vector",):
         from tilefold.recipes.untrained import untrained_colbert
 
-        model = untrained_colbert()
-        if kinds[0] in fast:
-            _accelerate(model)
-        return model, kinds[0]
+        return untrained_colbert(), kinds[0]
     from safetensors import SafetensorError
 
     from tilefold.recipes.loading import load_saved, saved_kind
@@ -194,7 +188,7 @@ def load_model(
             ) from error
         except ValueError as error:
             raise CommandError(f"{option}: {error}") from error
-        if kind in fast:
+        if kind == "sparse":
             _accelerate(model)
     return model, kind
 

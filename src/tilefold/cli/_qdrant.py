@@ -13,55 +13,40 @@ def place(output: Path, options: dict[str, Any]) -> dict[str, Any]:
     """The options of a Qdrant index: in the folder, or on a server."""
     if "url" in options:
         return {"collection": output.resolve().name, **options}
-    for name in ("collection", "overwrite"):
-        _common.refuse(f"--{name}", options.get(name), "goes with --url, the address of a server")
     return {"folder": output, **options}
 
 
 def build(read: Any, options: dict[str, Any]) -> Any:
     """A Qdrant index of vectors."""
     from tilefold.retrieval import build_index
-    from tilefold.retrieval.errors import DataError
 
     done = 0
     _common.keeps(lambda: done > 0)
-    try:
-        with _common.progress_bar("indexing") as update:
+    options_of = _common.as_options(url="--url", name="--collection", weights="--weights")
+    with options_of, _common.progress_bar("indexing") as update:
 
-            def count(kept: int, total: int) -> None:
-                nonlocal done
-                done = kept
-                update(kept, total, "")
+        def count(kept: int, total: int) -> None:
+            nonlocal done
+            done = kept
+            update(kept, total, "")
 
-            def resumes(kept: int, total: int) -> None:
-                _common.note(f"indexing resumes: {kept:,} of {total:,} were done before")
+        def resumes(kept: int, total: int) -> None:
+            _common.note(f"indexing resumes: {kept:,} of {total:,} were done before")
 
-            return build_index(read, "qdrant", progress=count, resumes=resumes, **options)
-    except DataError as error:
-        raise _common.CommandError(str(error)) from error
-    except ValueError as error:
-        name, _, rest = str(error).partition(":")
-        option = "collection" if name == "name" else name
-        if option not in ("url", "collection", "weights"):
-            raise
-        raise _common.UsageError(f"--{option}:{rest}") from error
+        return build_index(read, "qdrant", progress=count, resumes=resumes, **options)
 
 
 def change(output: Path, read: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Remove the documents of --delete, then put those of --vectors in; how many of both, and what there is now.
 
     Raises:
-        UsageError: an option of a new index, a file of ids that cannot be read, or vectors without --update.
+        UsageError: a file of ids that cannot be read.
         CommandError: vectors of another vocabulary or model than the index.
     """
     from tilefold.retrieval.errors import DataError
     from tilefold.retrieval.index.qdrant import QdrantIndex
     from tilefold.retrieval.qdrant import Documents
 
-    for name in ("url", "collection", "weights", "overwrite"):
-        _common.refuse(f"--{name}", options.get(name), f"is for a new index; {output} says where this one is")
-    if "update" not in options:
-        _common.refuse("--vectors", read, "goes with --update, to put them into the index")
     names = _ids(options["delete"]) if "delete" in options else []
     documents = None if read is None else Documents(read.ids, read)
     try:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tilefold.cli import _common
-from tilefold.cli._common import UsageError, note
+from tilefold.cli._common import UsageError
 
-__all__ = ["chosen", "configure"]
+__all__ = ["configure"]
 
 # option -> the kinds of recipe that have it
 _KINDS = {
@@ -25,17 +25,8 @@ _KINDS = {
 _PARAMETERS = {
     "negatives": "",    "base_model": "model", "max_steps": "steps", "skip_punctuation": "keep_punctuation",
     "query_regularizer": "regularizer", "document_regularizer": "regularizer",
-    "query_regularizer.weight": "regularizer", "document_regularizer.weight": "regularizer",
+    "output_dir": "output", "query_regularizer.weight": "regularizer", "document_regularizer.weight": "regularizer",
 }  # fmt: skip
-
-
-def chosen(recipe: str | None, method: str | None) -> str:
-    """The name that ``--recipe`` gives, or ``--method``, its former name."""
-    if method is not None:
-        if recipe is not None:
-            raise UsageError("--method is the former name of --recipe: leave it out.")
-        note(f"--method is now --recipe: tilefold train --recipe {method}")
-    return recipe or method or "splade"
 
 
 def configure(name: str, values: Mapping[str, Any], own: Mapping[str, Any], fields: list[str]) -> Any:
@@ -44,6 +35,7 @@ def configure(name: str, values: Mapping[str, Any], own: Mapping[str, Any], fiel
 
     if name not in RECIPES:
         raise UsageError(f"--recipe: expected one of {', '.join(RECIPES)}, got {name!r}.")
+    _common.options.update({field: _common.options[option] for field, option in _PARAMETERS.items() if option})
     kind = type(RECIPES[name].recipe).__name__
     given = {option: value for option, value in own.items() if value is not None}
     for option in given:

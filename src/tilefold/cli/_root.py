@@ -8,9 +8,8 @@ import typer
 from typer.core import TyperCommand
 
 from tilefold._version import __version__
-from tilefold.cli._common import UsageError, given, note
+from tilefold.cli import _common, _rules
 
-_GIVEN = "tilefold.given"
 # options of what a command works on: of two, one would be left out
 INPUTS = frozenset(
     {"bm25", "data", "delete", "demo", "index", "model", "negatives", "queries", "run", "tokens", "vectors"}
@@ -33,24 +32,21 @@ class Command(TyperCommand):
             UsageError: one of :data:`INPUTS` was given twice.
         """
         _, _, found = self.make_parser(ctx).parse_args(args=list(args))
-        options: dict[str, str] = {}
+        spelled = {each.name: "/".join((*each.opts, *each.secondary_opts)) for each in self.params}
+        _common.options.update({name: text.partition("/")[0] for name, text in spelled.items() if text[:2] == "--"})
         for parameter in found:
-            option = "/".join((*parameter.opts, *parameter.secondary_opts))
-            if parameter.name in options and not getattr(parameter, "multiple", False):
+            option = spelled[parameter.name]
+            if parameter.name in _common.given and not getattr(parameter, "multiple", False):
                 if parameter.name in INPUTS:
-                    raise UsageError(f"{option}: expected once, got it twice: leave one out.")
-                note(f"{option} was given twice: the last one counts.")
-            options[parameter.name] = option
-        ctx.meta[_GIVEN] = options
+                    raise _common.UsageError(f"{option}: expected once, got it twice: leave one out.")
+                _common.note(f"{option} was given twice: the last one counts.")
+            _common.given[parameter.name] = option
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command, which may ask for the options that were given."""
-        given.update(ctx.meta[_GIVEN])
-        try:
-            return super().invoke(ctx)
-        finally:
-            given.clear()
+        """Run the command, once its options go together."""
+        _rules.check(ctx.info_name, ctx.params)
+        return super().invoke(ctx)
 
 
 def root(

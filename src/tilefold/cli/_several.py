@@ -7,10 +7,9 @@ import os
 import sys
 
 from tilefold._ranks import MEET, run_ranks, started
-from tilefold.cli._common import UsageError
+from tilefold.cli._common import UsageError, arguments
 
 HELP = "GPUs to use, a number or all: a process for each shares the work. Without GPUs, processes."
-given: list[str] = []  # the arguments of the command that runs
 
 
 def run_on(devices: str | None) -> int | None:
@@ -32,4 +31,4 @@ def run_on(devices: str | None) -> int | None:
         raise UsageError(f"--devices: expected 'all' or a whole number, {most}, got {devices!r}.")
     if count == 1:
         return None
-    return run_ranks([sys.executable, "-m", "tilefold.cli", *given], count)
+    return run_ranks([sys.executable, "-m", "tilefold.cli", *arguments], count)

@@ -199,12 +199,11 @@ def _check_engine(
     if engine == "ray" or several():
         _common.refuse_useless(["save_minutes"], "where several processes share the work, which keep whole shards")
     if engine == "ray":
-        _common.refuse("--jsonl", jsonl, "is written from all vectors in memory: leave it out with --engine ray")
+        _common.refuse(["jsonl"], "is written from all vectors in memory: leave it out with --engine ray")
     else:
-        for option, value in (("--address", address), ("--worker-cpus", worker_cpus)):
-            _common.refuse(option, value, "is for --engine ray")
+        _common.refuse(("address", "worker_cpus"), "is for --engine ray")
         if not dry_run:
-            _common.refuse("--workers", workers, "is for --engine ray and --dry-run")
+            _common.refuse(["workers"], "is for --engine ray and --dry-run")
     if rate is not None and not (dry_run and rate > 0):
         raise _common.UsageError("--rate: expected a number above 0 together with --dry-run.")
 
@@ -213,7 +212,7 @@ def _load(model: str, kind: str | None, collection: Collection | None) -> tuple[
     """The model that makes vectors of `kind`, and its own kind; minilm is a sparse one unless tokens are asked for."""
     if model != _models.PACKAGED or kind == "tokens":
         kinds = tuple(KINDS.values()) if kind is None else (KINDS[kind],)
-        return _models.load_model(_encode_at_scale.absolute(model), kinds=kinds, fast=kinds)
+        return _encode_at_scale.accelerated(_encode_at_scale.absolute(model), kinds)
     if collection is None:
         raise _common.UsageError(
             f"--model: {model} as a sparse model is made from the documents, by one process. Save it first: "

@@ -1,18 +1,23 @@
 """``tilefold evaluate``: evaluates a run, an index, or a dense model against relevance judgements."""
+# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tilefold.cli import _common, _feedback, _models, _rerank, _retrievers, _scores
 
+if TYPE_CHECKING:
+    from tilefold.retrieval.collection import Collection
+    from tilefold.retrieval.provenance import Provenance
+    from tilefold.retrieval.reranking import Reranker
+
 DEPTH = 100
 
 
-@_feedback.takes_feedback
 def evaluate(
     data: Annotated[str, typer.Option(help=_common.DATA_HELP)] = "pydocs",
     split: Annotated[list[str] | None, typer.Option(help=_scores.SPLIT_HELP)] = None,
@@ -30,43 +35,43 @@ def evaluate(
         typer.Option(help="Documents per query to rerank and to save, by default 100; measures see what they need."),
     ] = None,
     measure: Annotated[list[str] | None, typer.Option(help=_scores.MEASURE_HELP)] = None,
-    query_top_k: Annotated[int | None, typer.Option(help=_retrievers.QUERY_TOP_K_HELP)] = None,
-    query_cut: Annotated[int | None, typer.Option(help=_retrievers.QUERY_CUT_HELP)] = None,
-    heap_factor: Annotated[float | None, typer.Option(help=_retrievers.HEAP_FACTOR_HELP)] = None,
-    max_length: Annotated[
-        int | None, typer.Option(help="Dense: tokens read of a text; by default the model's.")
-    ] = None,
-    other_model: Annotated[bool, typer.Option("--other-model", help=_retrievers.OTHER_MODEL_HELP)] = False,
-    rerank: Annotated[str | None, typer.Option(help=_rerank.HELP)] = None,
-    rerank_model: Annotated[str | None, typer.Option(help=_rerank.MODEL_HELP)] = None,
+    query_top_k: _retrievers.QUERY_TOP_K = None,
+    query_cut: _retrievers.QUERY_CUT = None,
+    heap_factor: _retrievers.HEAP_FACTOR = None,
+    max_length: _retrievers.DENSE_LENGTH = None,
+    other_model: _retrievers.OTHER_MODEL = False,
+    rerank: _rerank.RERANK = None,
+    rerank_model: _rerank.MODEL = None,
     rerank_depth: Annotated[
         int | None, typer.Option(help=_rerank.DEPTH_HELP + " By default --k, or a whole run.")
     ] = None,
-    rerank_tail: Annotated[str | None, typer.Option(help=_rerank.TAIL_HELP)] = None,
-    rerank_weight: Annotated[float | None, typer.Option(help=_rerank.WEIGHT_HELP)] = None,
+    rerank_tail: Annotated[
+        str | None,
+        typer.Option(help="Candidates that were not reranked: keep them after the others (default), or drop them."),
+    ] = None,
+    rerank_weight: _rerank.WEIGHT = None,
     vectors: Annotated[Path | None, typer.Option(help="The encoded documents of --index, for --prf.")] = None,
-    feedback: _feedback.FeedbackOptions | None = None,
+    prf: _feedback.METHOD = None,
+    prf_depth: _feedback.DEPTH = None,
+    prf_terms: _feedback.TERMS = None,
+    prf_alpha: _feedback.ALPHA = None,
+    prf_beta: _feedback.BETA = None,
+    prf_gamma: _feedback.GAMMA = None,
+    prf_bottom: _feedback.BOTTOM = None,
+    prf_with: _feedback.WITH = None,
+    prf_place: _feedback.PLACE = None,
+    prf_weight: _feedback.WEIGHT = None,
+    prf_normalization: _feedback.NORMALIZATION = None,
     save_run: Annotated[Path | None, typer.Option(help=_scores.SAVE_RUN_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The measures as JSON on stdout.")] = False,
 ) -> None:
     """Evaluate a TREC run, an index (with its model, or of BM25), or a dense model; with --rerank, after reranking."""
+    asked = locals()
     if (run is None) == (model is None and index is None):
         raise _common.UsageError("give either --run FILE, or --index (with --model, but for BM25), or a dense --model.")
-    options = _retrievers.IndexOptions(query_top_k, query_cut, heap_factor, other_model)
-    if index is None:
-        for option in options.given():
-            raise _common.UsageError(f"{option} goes with --index.")
-    if index is not None or run is not None:
-        _common.refuse("--max-length", max_length, "goes with a dense --model, without --index")
-    if run is not None:
-        _common.refuse("--k", k, "goes with --index or a dense --model; for --rerank there is --rerank-depth")
     depth = None if run is not None else k or DEPTH
     _common.check_at_least_one(k=k, query_top_k=query_top_k, max_length=max_length)
-    reranking = _rerank.options(rerank, rerank_model, rerank_depth, rerank_tail, rerank_weight)
-    if feedback is None:
-        _common.refuse("--vectors", vectors, "goes together with --prf")
-    elif run is not None:
-        raise _common.UsageError("--prf goes with --index or a dense --model: a run has no vectors.")
+    reranking, (feedback, mix) = _rerank.request(asked, depth), _feedback.request(asked)
     measures, deepest = _scores.check_measures(measure)
     _scores.say_depth(k, deepest, save_run or rerank)
     _scores.check_writable(save_run, "--save-run")
@@ -76,26 +81,27 @@ def evaluate(
     if run is None:
         _scores.check_savable(save_run, collection, queries)
     texts = _scores.texts_of(collection)
-    reranker = None if reranking is None else _rerank.load_reranker(reranking, collection, texts)
+    reranker = None if rerank is None else _reranker(rerank, rerank_model, collection, texts)
     if run is not None:
         found = _scores.read_run(run, "--run")
         _scores.check_texts(found.name, found.provenance, collection, texts)
     else:
-        opened = (
-            _retrievers.open_index(index, model, options, collection.contents)
-            if index is not None
-            else _retrievers.load_dense(str(model), collection.contents(), texts, max_length)
-        )
-        retriever = opened if feedback is None else _feedback.with_options(feedback, opened, vectors)
+        from tilefold.retrieval.searcher import SearchRequest
+
+        parts = {"vectors": vectors, "second": _feedback.second(asked, queries, texts)}
+        if index is None:
+            searcher = _retrievers.open_dense(asked, collection.contents(), texts.texts_sha256, **parts)
+        else:
+            searcher = _retrievers.open_searcher(asked, collection.contents, **parts)
         name = f"--model {model}" if index is None else f"--index {index}"
-        _scores.check_texts(name, retriever.provenance, collection, texts)
-        found = _scores.NamedRun(
-            name, retriever.search(queries, max(k or DEPTH, deepest, rerank_depth or 0)), retriever.provenance
-        )
+        _scores.check_texts(name, searcher.provenance, collection, texts)
+        request = SearchRequest(max(k or DEPTH, deepest, rerank_depth or 0), feedback, mix)
+        found = _scores.NamedRun(name, searcher.rank(queries, request).run, searcher.provenance)
     _scores.check_answers(found, collection, splits)
-    if reranker is not None:
+    if reranker is not None and reranking is not None:
         judged = {query: results for query, results in found.run.items() if query in queries}
-        found = _scores.NamedRun(found.name, reranker(queries, judged, depth), texts)
+        with _common.as_options(documents="--rerank", tokens="--rerank"):
+            found = _scores.NamedRun(found.name, reranker(queries, judged, reranking)[1], texts)
     scores = _scores.score(found, collection, splits, measures, deepest)
     _scores.save(found, texts, save_run, depth)
     if as_json:
@@ -103,3 +109,11 @@ def evaluate(
         _common.print_json(result if rerank is None else result | {"rerank": rerank})
         return
     _scores.print_table(collection, scores)
+
+
+def _reranker(source: str, model: str | None, collection: Collection, texts: Provenance) -> Reranker:
+    from tilefold.retrieval.reranking import Reranker
+
+    late, tokens = _rerank.load_late(source, model, texts=True)
+    with _common.as_options(tokens="--rerank", model="--rerank-model"):
+        return Reranker(late, tokens, collection.documents, texts)

@@ -52,10 +52,6 @@ def export(
         "opensearch": {"field_type": field_type, "dots": dots},
         "vespa": {"document": document, "namespace": namespace},
     }
-    for engine, values in own.items():
-        for name, value in values.items():
-            if engine != to:
-                _common.refuse(f"--{name.replace('_', '-')}", value, f"goes with --to {engine}")
     options = {name: value for name, value in own[to].items() if value is not None}
     tokens = _tokens(vectors, model, names, field_type)
     if tokens is None:
@@ -114,7 +110,7 @@ def _tokens(vectors: Path, model: str | None, names: str | None, field_type: str
     if names not in NAMES:
         raise _common.UsageError(f"--names: expected one of {', '.join(NAMES)}, got {names!r}.")
     if names == "numbers":
-        _common.refuse("--model", model, "gives the names of terms, and they are called by their numbers: leave it out")
+        _common.refuse(["model"], "gives the names of terms, and they are called by their numbers: leave it out")
         return None
     if numbers:
         raise _common.UsageError("--names: terms of --field-type sparse_vector are numbers; leave the option out.")

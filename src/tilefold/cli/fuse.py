@@ -55,16 +55,10 @@ def fuse(
 
     To choose weights, make the runs with --split dev --split test, and give --method interpolation --tune dev.
     """
-    _check(method, run, weight, tune, normalization, rrf_k)
+    _check(method, run, weight, normalization)
     _common.check_at_least_one(k=k, rrf_k=rrf_k)
-    if tune is None:
-        _common.refuse("--in-sample", in_sample or None, "goes with --tune")
-    if data is None:
-        given = {"--split": split, "--drop-unknown": drop_unknown or None, "--measure": measure, "--tune": tune}
-        for name, value in given.items():
-            _common.refuse(name, value, "goes with --data")
-        if save_run is None:
-            raise _common.UsageError("give --data to measure the fusion, or --save-run to write it.")
+    if data is None and save_run is None:
+        raise _common.UsageError("give --data to measure the fusion, or --save-run to write it.")
     measures, deepest = _scores.check_measures(measure)
     _scores.say_depth(k if "k" in _common.given else None, deepest, save_run)
     _scores.check_writable(save_run, "--save-run")
@@ -99,25 +93,11 @@ def fuse(
         typer.echo(f"{len(fused.run)} queries: {save_run}")
 
 
-def _check(
-    method: str,
-    run: list[Path],
-    weight: list[float] | None,
-    tune: str | None,
-    normalization: str | None,
-    rrf_k: int | None,
-) -> None:
+def _check(method: str, run: list[Path], weight: list[float] | None, normalization: str | None) -> None:
     if len(run) < 2:
         raise _common.UsageError(f"--run: expected two runs or more, got {len(run)}.")
     if method not in METHODS:
         raise _common.UsageError(f"--method: expected one of {', '.join(METHODS)}, got {method!r}.")
-    if method == "rrf":
-        for name, value in (("--weight", weight), ("--tune", tune), ("--normalization", normalization)):
-            _common.refuse(name, value, "goes with --method interpolation")
-    else:
-        _common.refuse("--rrf-k", rrf_k, "goes with --method rrf")
-    if weight is not None and tune is not None:
-        raise _common.UsageError("--weight and --tune exclude one another.")
     if weight is not None and len(weight) != len(run):
         raise _common.UsageError(f"--weight: expected one for each of {len(run)} runs, got {len(weight)}.")
     if normalization not in (None, *NORMALIZATIONS):

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tilefold._files import hold_path
-from tilefold.cli import _common, _qdrant
+from tilefold.cli import _common, _qdrant, _retrievers
 
 # Measured with 120 terms per document on two cores: up to here exact search is as fast, smaller, and built in seconds.
 SEISMIC_DOCUMENTS = 100_000
@@ -121,7 +121,6 @@ def index(
     options = _options(backend, own)
     started = time.monotonic()
     if update or delete is not None:
-        _common.refuse_useless(["data"], "with --update and --delete, which change an index of vectors")
         changed = _qdrant.change(output, _read(vectors) if update else vectors, options)
         if as_json:
             _common.print_json({**changed, "seconds": round(time.monotonic() - started, 3)})
@@ -132,7 +131,7 @@ def index(
     if backend == QDRANT:
         options = _qdrant.place(output, options)
     with hold_path(output), _common.heartbeat(f"indexing ({backend})"):
-        built = _words(vectors, data, options) if backend == BM25 else _vectors(vectors, data, backend, options)
+        built = _words(data, options) if backend == BM25 else _vectors(vectors, backend, options)
         built.save(output)
         documents = built.n_documents
         if backend == QDRANT:
@@ -155,34 +154,28 @@ def _options(backend: str, own: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
     if backend not in (*BACKENDS, BM25):
         raise _common.UsageError(f"--backend: expected one of {', '.join((*BACKENDS, BM25))}, got {backend!r}.")
-    for other, values in own.items():
-        for name, value in values.items():
-            if other != backend:
-                option = "threads" if name == "num_threads" else name.replace("_", "-")
-                _common.refuse(f"--{option}", value, f"goes with --backend {other}")
-    return {name: value for name, value in own.get(backend, {}).items() if value is not None}
+    return _common.known(own.get(backend, {}))
 
 
-def _words(vectors: Path | None, data: str | None, options: dict[str, Any]) -> Any:
+def _words(data: str | None, options: dict[str, Any]) -> Any:
     from tilefold.retrieval import BM25Index
     from tilefold.retrieval.bm25 import BM25Options, Tokenizer
 
-    _common.refuse("--vectors", vectors, "goes with the backends exact, seismic and qdrant; bm25 reads --data")
     if data is None:
         raise _common.UsageError("--backend bm25 indexes the words of a collection: give it with --data.")
-    try:
+    with _common.as_options(language="--language", k1="--k1", b="--b"):
         Tokenizer(BM25Options(**options))
-    except ValueError as error:
-        raise _common.UsageError(f"--{error}") from error
     return BM25Index.build(_common.load_data(data, documents_only=True).contents(), **options)
 
 
-def _vectors(vectors: Path | None, data: str | None, backend: str, options: dict[str, Any]) -> Any:
+def _vectors(vectors: Path | None, backend: str, options: dict[str, Any]) -> Any:
     from tilefold.retrieval import build_index
 
-    _common.refuse("--data", data, f"goes with --backend bm25; {backend} reads --vectors")
     if backend == "seismic":
-        _check_seismic(options)
+        from tilefold.retrieval.index.seismic import SeismicOptions
+
+        with _common.as_options(**{name: f"--{name.replace('num_', '').replace('_', '-')}" for name in options}):
+            SeismicOptions.parse(options)
     read = _read(vectors, backend)
     if backend == QDRANT:
         return _qdrant.build(read, options)
@@ -193,25 +186,9 @@ def _vectors(vectors: Path | None, data: str | None, backend: str, options: dict
 
 def _read(vectors: Path | None, backend: str = QDRANT) -> Any:
     """The encoded documents that --vectors names."""
-    from tilefold.retrieval import read_manifest, read_vectors
-
     if vectors is None:
         raise _common.UsageError(f"--backend {backend} indexes encoded documents: give them with --vectors.")
-    kind = read_manifest(vectors).kind
-    if kind != "document":
-        raise _common.UsageError(f"--vectors: {vectors} holds {kind} vectors; encode documents without --queries.")
-    return read_vectors(vectors)
-
-
-def _check_seismic(options: dict[str, Any]) -> None:
-    from tilefold.retrieval.index.seismic import SeismicOptions
-
-    try:
-        SeismicOptions.parse(options)
-    except ValueError as error:
-        name, _, rest = str(error).partition(":")
-        option = "threads" if name == "num_threads" else name.replace("_", "-")
-        raise _common.UsageError(f"--{option}:{rest}") from error
+    return _retrievers.read_documents(vectors)
 
 
 def _advise(documents: int, terms: float) -> None:

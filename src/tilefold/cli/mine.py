@@ -16,6 +16,7 @@ from tilefold.cli import _common, _models, _retrievers, _scores
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
     from tilefold.retrieval.mining import FalseNegatives, Mined, Window
+    from tilefold.retrieval.searcher import Searcher
 
 RANKS, PER_QUERY = "1-100", 16
 FILTER_DEPTH = 1000  # a relevant document is looked for that deep
@@ -50,13 +51,11 @@ def mine(
     margin: Annotated[float | None, typer.Option(help=MARGIN_HELP)] = None,
     max_score_share: Annotated[float | None, typer.Option(help=SHARE_HELP)] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the draws where ranks hold more than --per-query.")] = 0,
-    query_top_k: Annotated[int | None, typer.Option(help=_retrievers.QUERY_TOP_K_HELP)] = None,
-    query_cut: Annotated[int | None, typer.Option(help=_retrievers.QUERY_CUT_HELP)] = None,
-    heap_factor: Annotated[float | None, typer.Option(help=_retrievers.HEAP_FACTOR_HELP)] = None,
-    other_model: Annotated[bool, typer.Option("--other-model", help=_retrievers.OTHER_MODEL_HELP)] = False,
-    max_length: Annotated[
-        int | None, typer.Option(help="Dense: tokens read of a text; by default the model's.")
-    ] = None,
+    query_top_k: _retrievers.QUERY_TOP_K = None,
+    query_cut: _retrievers.QUERY_CUT = None,
+    heap_factor: _retrievers.HEAP_FACTOR = None,
+    other_model: _retrievers.OTHER_MODEL = False,
+    max_length: _retrievers.DENSE_LENGTH = None,
     as_json: Annotated[bool, typer.Option("--json", help="What was mined as JSON on stdout.")] = False,
 ) -> None:
     """Draw hard negatives for the judged queries of a split, into a Parquet file that training reads.
@@ -64,9 +63,9 @@ def mine(
     Documents judged relevant, and ones with the same text, are never negatives. --ranks 1-50 --per-query 50
     --ranks 1-1000 --per-query 50 takes the best 50 and 50 more of the best 1,000.
     """
+    asked = locals()
     windows = _windows(ranks, per_query)
     false_negatives = check_filter(margin, max_score_share)
-    options = _retrievers.IndexOptions(query_top_k, query_cut, heap_factor, other_model)
     sources = {"--run": run, "--index": index, "--vectors": vectors}
     given = [name for name, value in sources.items() if value is not None]
     if len(given) > 1 or (not given and model is None) or (run is not None and model is not None):
@@ -74,18 +73,13 @@ def mine(
             "give one of --run FILE, --index FOLDER (with --model, but for BM25), --vectors FOLDER with --model, or a "
             "dense --model."
         )
-    if index is None and vectors is None:
-        for option in options.given():
-            raise _common.UsageError(f"{option} goes with --index or --vectors.")
-    if given:
-        _common.refuse("--max-length", max_length, "goes with a dense --model alone")
     _common.check_at_least_one(query_top_k=query_top_k, max_length=max_length)
     _scores.check_writable(output, "--output")
     _models.find_models({"--model": model})
     collection, _ = _scores.load_splits(data, [split], drop_unknown)
     depth = max(window.last for window in windows)
     depth = depth if false_negatives is None else max(depth, FILTER_DEPTH)
-    source, rankings = _open(run, index, vectors, model, options, max_length, collection, split, depth)
+    source, rankings = _open(asked, collection, split, depth)
 
     from tilefold.retrieval.mining import mine_negatives
 
@@ -140,44 +134,36 @@ def check_filter(margin: float | None, max_score_share: float | None) -> FalseNe
 
 
 def _open(
-    run: Path | None,
-    index: Path | None,
-    vectors: Path | None,
-    model: str | None,
-    options: _retrievers.IndexOptions,
-    max_length: int | None,
-    collection: Collection,
-    split: str,
-    depth: int,
+    asked: Mapping[str, Any], collection: Collection, split: str, depth: int
 ) -> tuple[_scores.NamedRun, Iterator[tuple[str, Mapping[str, float]]]]:
     """What is drawn from (its run is empty unless it is --run), and its rankings query by query."""
-    texts = _scores.texts_of(collection)
-    if run is not None:
-        named = _scores.read_run(run, "--run")
+    texts, model = _scores.texts_of(collection), asked["model"]
+    if asked["run"] is not None:
+        named = _scores.read_run(asked["run"], "--run")
         _scores.check_texts(named.name, named.provenance, collection, texts)
         _scores.check_answers(named, collection, [split])
         return named, iter(named.run.items())
-    retriever: _retrievers.Retriever
-    if index is not None:
-        name, retriever = f"--index {index}", _retrievers.open_index(index, model, options, collection.contents)
-    elif vectors is not None:
-        name, retriever = f"--vectors {vectors}", _retrievers.open_vectors(vectors, model, options, collection.contents)
+    source = next((name for name in ("index", "vectors") if asked[name] is not None), None)
+    if source is None:
+        searcher = _retrievers.open_dense(asked, collection.contents(), texts.texts_sha256)
+    elif model is None and source == "vectors":
+        raise _common.UsageError(f"--vectors: name the model that made {asked['vectors']} with --model.")
     else:
-        name = f"--model {model}"
-        retriever = _retrievers.load_dense(str(model), collection.contents(), texts, max_length)
-    _scores.check_texts(name, retriever.provenance, collection, texts)
+        searcher = _retrievers.open_searcher(asked, collection.contents)
+    name = f"--model {model}" if source is None else f"--{source} {asked[source]}"
+    _scores.check_texts(name, searcher.provenance, collection, texts)
     queries = collection.split_queries(split)
-    return _scores.NamedRun(name, {}, retriever.provenance), _searched(retriever, queries, depth)
+    return _scores.NamedRun(name, {}, searcher.provenance), _searched(searcher, queries, depth)
 
 
-def _searched(
-    retriever: _retrievers.Retriever, queries: Mapping[str, str], depth: int
-) -> Iterator[tuple[str, Mapping[str, float]]]:
+def _searched(searcher: Searcher, queries: Mapping[str, str], depth: int) -> Iterator[tuple[str, Mapping[str, float]]]:
     """The rankings of `queries`, some at a time."""
+    from tilefold.retrieval.searcher import SearchRequest
+
     left, done = iter(queries.items()), 0
     with _common.progress_bar("searching") as update:
         while chunk := dict(itertools.islice(left, CHUNK)):
-            yield from retriever.search(chunk, depth).items()
+            yield from searcher.rank(chunk, SearchRequest(depth)).run.items()
             done += len(chunk)
             update(done, len(queries), "")
 

@@ -59,8 +59,6 @@ def score(
     """
     if normalization not in ("min_max", "none"):
         raise _common.UsageError(f"--normalization: expected min_max or none, got {normalization!r}.")
-    if like is not None:
-        _common.refuse("--scale", scale, "goes without --like, which sets mean and deviation")
     if scale is not None and not 0 < scale < float("inf"):
         raise _common.UsageError(f"--scale: expected a finite number above 0, got {scale:g}.")
     false_negatives = check_filter(margin, max_score_share)

@@ -6,20 +6,21 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilefold.cli import _common, _feedback, _models, _rerank, _retrievers
-from tilefold.cli._searcher import Searcher, SearchPaths
+from tilefold.cli import _common, _feedback, _models, _rerank, _retrievers, _scores
+
+if TYPE_CHECKING:
+    from tilefold.retrieval.searcher import RankedDocument, Searcher, SearchRequest
 
 SHOWN_TERMS = 6
 SHOWN_CHARACTERS = 80
 
 
-@_feedback.takes_feedback
 def search(
     query: Annotated[
         str | None, typer.Argument(help="The query; - reads one per line from standard input; without it, a prompt.")
@@ -38,15 +39,25 @@ def search(
     data: Annotated[str | None, typer.Option(help="The collection, to show titles.")] = None,
     vectors: Annotated[Path | None, typer.Option(help="The encoded documents, to show which terms matched.")] = None,
     k: Annotated[int, typer.Option(help="Documents to show.")] = 10,
-    query_top_k: Annotated[int | None, typer.Option(help=_retrievers.QUERY_TOP_K_HELP)] = None,
-    query_cut: Annotated[int | None, typer.Option(help=_retrievers.QUERY_CUT_HELP)] = None,
-    heap_factor: Annotated[float | None, typer.Option(help=_retrievers.HEAP_FACTOR_HELP)] = None,
-    other_model: Annotated[bool, typer.Option("--other-model", help=_retrievers.OTHER_MODEL_HELP)] = False,
-    rerank: Annotated[str | None, typer.Option(help=_rerank.HELP)] = None,
-    rerank_model: Annotated[str | None, typer.Option(help=_rerank.MODEL_HELP)] = None,
+    query_top_k: _retrievers.QUERY_TOP_K = None,
+    query_cut: _retrievers.QUERY_CUT = None,
+    heap_factor: _retrievers.HEAP_FACTOR = None,
+    other_model: _retrievers.OTHER_MODEL = False,
+    rerank: _rerank.RERANK = None,
+    rerank_model: _rerank.MODEL = None,
     rerank_depth: Annotated[int | None, typer.Option(help=_rerank.DEPTH_HELP + " By default 100.")] = None,
-    rerank_weight: Annotated[float | None, typer.Option(help=_rerank.WEIGHT_HELP)] = None,
-    feedback: _feedback.FeedbackOptions | None = None,
+    rerank_weight: _rerank.WEIGHT = None,
+    prf: _feedback.METHOD = None,
+    prf_depth: _feedback.DEPTH = None,
+    prf_terms: _feedback.TERMS = None,
+    prf_alpha: _feedback.ALPHA = None,
+    prf_beta: _feedback.BETA = None,
+    prf_gamma: _feedback.GAMMA = None,
+    prf_bottom: _feedback.BOTTOM = None,
+    prf_with: _feedback.WITH = None,
+    prf_place: _feedback.PLACE = None,
+    prf_weight: _feedback.WEIGHT = None,
+    prf_normalization: _feedback.NORMALIZATION = None,
     as_json: Annotated[bool, typer.Option("--json", help="The hits as JSON on stdout.")] = False,
 ) -> None:
     """Search an index; without options, the index of the demo.
@@ -54,32 +65,21 @@ def search(
     With --rerank, the best candidates of the index are reordered by late interaction, and scores are MaxSim. With
     --prf, terms that feedback added to the query are marked +.
     """
-    if query is not None:
-        _common.refuse("--queries", queries, "goes without a query")
-        if not query.strip():
-            raise _common.UsageError("query: expected some words, got an empty text.")
+    asked = locals()
+    if query is not None and not query.strip():
+        raise _common.UsageError("query: expected some words, got an empty text.")
     _common.check_at_least_one(k=k, query_top_k=query_top_k)
-    reranking = _rerank.options(rerank, rerank_model, rerank_depth, None, rerank_weight)
-    if rerank_depth is not None and rerank_depth < k:
-        raise _common.UsageError(f"--rerank-depth: expected at least --k ({k}), got {rerank_depth}.")
-    if feedback is not None and feedback.second is not None and feedback.second.is_file():
-        raise _common.UsageError(
-            f"--prf-with: {feedback.second} is a file; search takes a BM25 index, evaluate also a run."
-        )
+    if prf_with is not None and prf_with.is_file():
+        raise _common.UsageError(f"--prf-with: {prf_with} is a file; search takes a BM25 index, evaluate also a run.")
+    request = _request(asked)
     if index is None:
-        for name, value in (("--model", model), ("--data", data), ("--vectors", vectors)):
-            _common.refuse(name, value, "goes with --index")
-        paths = _demo_paths(demo)
-    else:
-        _common.refuse_useless(["demo"], "with --index")
-        paths = SearchPaths(model, index, data, vectors)
+        asked |= _demo_paths(demo)
     _models.find_models({"--model": model, "--rerank": rerank})
-    options = _retrievers.IndexOptions(query_top_k or paths.query_top_k, query_cut, heap_factor, other_model)
-    retriever = _retrievers.open_index(paths.index, paths.model, options, _texts(paths.data))
-    searcher = Searcher(paths, retriever, k, reranking, feedback)
+    searcher = _open(asked)
     single = query is not None and query != "-"
     for name, text in [("query", str(query))] if single else _many(query, queries):
-        hits = searcher.answer(text)
+        with _common.as_options(documents="--data", tokens="--rerank"):
+            hits = searcher.search(text, request)
         if as_json and single:
             _common.print_json({"query": text, "hits": hits})
         elif as_json:
@@ -90,9 +90,34 @@ def search(
             typer.echo("no document shares a term with this query" + ("" if single else f": {text}"))
 
 
-def _texts(data: str | None) -> Callable[[], Mapping[str, str]] | None:
-    """What gives the documents of --data, where they are needed."""
-    return None if data is None else lambda: _common.load_data(data, documents_only=True).contents()
+def _request(asked: dict[str, Any]) -> SearchRequest:
+    from tilefold.retrieval.searcher import SearchRequest
+
+    k, depth = asked["k"], asked["rerank_depth"]
+    feedback, mix = _feedback.request(asked)
+    reranking = _rerank.request(asked)
+    if depth is not None and depth < k:
+        raise _common.UsageError(f"--rerank-depth: expected at least --k ({k}), got {depth}.")
+    return SearchRequest(k, feedback, mix, None, reranking)
+
+
+def _open(asked: dict[str, Any]) -> Searcher:
+    """The index, with the documents, vectors, second ranking and reranker that the options name."""
+    from tilefold.retrieval.provenance import Provenance
+
+    data, rerank, parts = asked["data"], asked["rerank"], {"vectors": asked["vectors"]}
+    if data:
+        collection, texts = _common.open_documents(data)
+        parts["documents"] = collection.documents
+    if rerank is not None:
+        parts["late"], parts["tokens"] = _rerank.load_late(rerank, asked["rerank_model"], data is not None)
+    parts["second"] = _feedback.second(asked, {}, Provenance())
+    searcher = _retrievers.open_searcher(
+        asked, lambda: _common.load_data(data, documents_only=True).contents(), **parts
+    )
+    if data:
+        _scores.check_texts(f"--index {asked['index']}", searcher.provenance, collection, texts)
+    return searcher
 
 
 def _many(query: str | None, queries: Path | None) -> Iterator[tuple[str, str]]:
@@ -122,7 +147,8 @@ def _line(prompted: bool) -> str:
         return ""
 
 
-def _demo_paths(folder: Path) -> SearchPaths:
+def _demo_paths(folder: Path) -> dict[str, Any]:
+    """The options that search what the demo left."""
     record = folder / "demo.json"
     if not record.is_file():
         raise _common.CommandError(
@@ -134,12 +160,11 @@ def _demo_paths(folder: Path) -> SearchPaths:
         query_top_k = int(found["query_terms"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _common.CommandError(f"{record} is damaged: run tilefold demo again.") from error
-    if not (at / "data").is_dir():
-        raise _common.CommandError(f"the demo in {folder} is of an earlier version: run tilefold demo again.")
-    return SearchPaths(str(at / "model"), at / "index", str(at / "data"), at / "vectors", query_top_k)
+    paths = {"model": str(at / "model"), "index": at / "index", "data": str(at / "data"), "vectors": at / "vectors"}
+    return paths | {"query_top_k": query_top_k}
 
 
-def _table(query: str, hits: list[dict[str, Any]]) -> Any:
+def _table(query: str, hits: list[RankedDocument]) -> Any:
     from rich.table import Table
     from rich.text import Text
 

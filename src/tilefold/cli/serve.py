@@ -6,20 +6,20 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tilefold.cli import _common, _models, _retrievers, _serving
-from tilefold.serve.settings import Limits, check_origins
 
 if TYPE_CHECKING:
     from tilefold.serve.service import Service
 
 KEY_VARIABLE = "TILEFOLD_API_KEY"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_LIMIT_NAMES = ("max_concurrent_requests", "max_batch_tokens", "max_client_batch_size", "payload_limit")
 
 
 def serve(
@@ -45,15 +45,15 @@ def serve(
     name: Annotated[
         str | None, typer.Option(help="Name of --index in addresses; by default that of its folder.")
     ] = None,
-    query_top_k: Annotated[int | None, typer.Option(help=_retrievers.QUERY_TOP_K_HELP)] = None,
-    query_cut: Annotated[int | None, typer.Option(help=_retrievers.QUERY_CUT_HELP)] = None,
-    heap_factor: Annotated[float | None, typer.Option(help=_retrievers.HEAP_FACTOR_HELP)] = None,
-    other_model: Annotated[bool, typer.Option("--other-model", help=_retrievers.OTHER_MODEL_HELP)] = False,
-    host: Annotated[str, typer.Option(help="Interface to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    query_top_k: _retrievers.QUERY_TOP_K = None,
+    query_cut: _retrievers.QUERY_CUT = None,
+    heap_factor: _retrievers.HEAP_FACTOR = None,
+    other_model: _retrievers.OTHER_MODEL = False,
+    host: Annotated[str, typer.Option(help="Address; 0.0.0.0 is every one of this machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8080,
     default_side: Annotated[
         str,
-        typer.Option(help="How to encode inputs posted to the root routes: query or document."),
+        typer.Option(help="query or document: what inputs are at the root; /query and /document say so themselves."),
     ] = "document",
     api_key_file: Annotated[
         Path | None,
@@ -63,17 +63,13 @@ def serve(
         list[str] | None,
         typer.Option(help="Site whose pages may ask this server in a browser; * for all; may be repeated."),
     ] = None,
-    max_concurrent_requests: Annotated[
-        int, typer.Option(help="Inputs in work or waiting; the next gets a 429.")
-    ] = Limits.max_concurrent_requests,
-    max_batch_tokens: Annotated[
-        int, typer.Option(help="Tokens of a batch, padding included.")
-    ] = Limits.max_batch_tokens,
-    max_client_batch_size: Annotated[int, typer.Option(help="Inputs of a request.")] = Limits.max_client_batch_size,
-    payload_limit: Annotated[int, typer.Option(help="Bytes of a body.")] = Limits.payload_limit,
+    max_concurrent_requests: Annotated[int, typer.Option(help="Inputs in work or waiting; the next gets a 429.")] = 512,
+    max_batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch, padding included.")] = 16384,
+    max_client_batch_size: Annotated[int, typer.Option(help="Inputs of a request.")] = 32,
+    payload_limit: Annotated[int, typer.Option(help="Bytes of a body.")] = 2_000_000,
     auto_truncate: Annotated[
         bool, typer.Option("--auto-truncate/--no-auto-truncate", help="Cut inputs that are too long, or refuse them.")
-    ] = Limits.auto_truncate,
+    ] = True,
 ) -> None:
     """Serve a model and an index over HTTP, wire-compatible with text-embeddings-inference 1.9; Ctrl-C ends it.
 
@@ -81,20 +77,15 @@ def serve(
     same routes below /query and /document encode queries and documents, where a model tells them apart. With --index,
     GET and POST /v1/NAME/search and GET /v1/NAME/doc/ID.
     """
+    asked = locals()
     _check_packages()
     if default_side not in ("query", "document"):
         raise _common.UsageError(f"--default-side: expected query or document, got {default_side!r}.")
     _common.check_at_least_one(query_top_k=query_top_k)
-    options = _retrievers.IndexOptions(query_top_k, query_cut, heap_factor, other_model)
     paths = _serving.ServedPaths(model, index, data, vectors, bm25, tokens, tokens_model, name)
-    _serving.check(paths, options)
-    limits = _limits(
-        max_concurrent_requests=max_concurrent_requests,
-        max_batch_tokens=max_batch_tokens,
-        max_client_batch_size=max_client_batch_size,
-        payload_limit=payload_limit,
-        auto_truncate=auto_truncate,
-    )
+    _serving.check(paths)
+    values = (max_concurrent_requests, max_batch_tokens, max_client_batch_size, payload_limit)
+    limits = _limits(dict(zip(_LIMIT_NAMES, values, strict=True)) | {"auto_truncate": auto_truncate})
     key, origins = _key(api_key_file), cors_allow_origin or []
     _check_origins(origins)
     _models.find_models({"--model": model, "--tokens": tokens, "--tokens-model": tokens_model})
@@ -102,12 +93,10 @@ def serve(
     try:
         from tilefold.serve.service import Service
 
-        models, searchable = _serving.load(paths, options)
+        models, searchable = _serving.load(paths, asked)
         service = Service(models, limits, default_side, searchable)  # type: ignore[arg-type]
         if host not in _LOOPBACK and key is None:
-            _common.note(
-                f"--host: anyone who can reach {host} may use this server; set --api-key-file to require a key"
-            )
+            _common.note(f"--host: everybody who reaches {host} may use this server; --api-key-file asks for a key")
         _run(service, key, opened, host, origins)
     finally:
         opened.close()
@@ -144,13 +133,17 @@ def _check_packages() -> None:
 
 
 def _check_origins(origins: Sequence[str]) -> None:
+    from tilefold.serve.settings import check_origins
+
     try:
         check_origins(origins)
     except ValueError as error:
         raise _common.UsageError(f"--cors-allow-origin{str(error).removeprefix('origins')}") from error
 
 
-def _limits(**values: Any) -> Limits:
+def _limits(values: Mapping[str, Any]) -> Any:
+    from tilefold.serve.settings import Limits
+
     try:
         return Limits(**values)
     except ValueError as error:

@@ -10,22 +10,15 @@ from typing import Annotated, Any
 import typer
 
 from tilefold.cli import _common, _models, _recipes
-from tilefold.cli._words import in_options
 
 _OWN = "by default the recipe's"
-_OF_TRAINING = (
-    "epochs", "negatives", "batch_size", "learning_rate", "regularizer", "group_by_length", "train_max_length",
-    "anneal_alpha", "bf16", "fused", "graphs", "save_steps", "save_minutes",
-)  # fmt: skip
 
 
 def train(
     output: Annotated[Path, typer.Option(help="Folder for the trained model.")],
     recipe: Annotated[
-        str | None,
-        typer.Option(help="A name of tilefold recipes; splade by default, colbert for one vector per token."),
-    ] = None,
-    method: Annotated[str | None, typer.Option(hidden=True)] = None,
+        str, typer.Option(help="A name of tilefold recipes; colbert for one vector per token.")
+    ] = "splade",
     data: Annotated[str, typer.Option(help=_common.DATA_HELP)] = "pydocs",
     negatives: Annotated[
         Path | None, typer.Option(help="Mined negatives or teacher scores: Parquet of tilefold mine or score.")
@@ -115,11 +108,7 @@ def train(
         "--expand-queries": expand_queries or None,
         "--keep-punctuation": keep_punctuation or None,
     }
-    if steps == 0:
-        _common.refuse_useless(_OF_TRAINING, "with --steps 0, which trains nothing")
-    elif steps is not None:
-        _common.refuse_useless(["epochs"], "with --steps, which says how many")
-    config = _recipes.configure(_recipes.chosen(recipe, method), values, own, fields or [])
+    config = _recipes.configure(recipe, values, own, fields or [])
     result = _train(config, data, negatives, drop_unknown, output, resume, overwrite, verbose)
     if result.exploded:
         _common.note(
@@ -129,7 +118,7 @@ def train(
     for found in result.truncated:
         tell_truncated("training text", found["texts"], found)
     for text in result.warnings:
-        _common.note(f"warning: {in_options(text)}")
+        _common.note(f"warning: {_common.in_options(text)}")
     if as_json:
         _common.print_json(asdict(result))
         return

@@ -22,7 +22,7 @@ __all__ = ["ServerError", "TilefoldSparseDocumentEmbedder", "TilefoldSparseTextE
 
 
 class _Embedder:
-    """Base of both components.
+    """What both components share.
 
     Args:
         model: a ``SparseEncoder``, or a folder or Hugging Face name of one.

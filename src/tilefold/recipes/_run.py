@@ -60,7 +60,7 @@ class TrainingRun:
             return None
         raise FileExistsError(
             f"output_dir {self.output_dir} holds a model of other settings ({self._difference(record)}); "
-            "choose another one, or replace it with overwrite=True."
+            "choose another one, or replace it with --overwrite (overwrite=True)."
         )
 
     def open(self, *, resume: bool) -> Checkpoint | None:
@@ -72,7 +72,7 @@ class TrainingRun:
             if not self._same(left):
                 raise ValueError(
                     f"{self.work_dir} holds an interrupted run with other settings ({self._difference(left)}); go on "
-                    "with the same settings, or discard it with resume=False."
+                    "with the same settings, or discard it with resume=False (with --fresh on the command line)."
                 )
             return checkpoint
         for entry in self.work_dir.iterdir():
@@ -173,7 +173,7 @@ def make_watcher(
                 if not math.isfinite(self.loss):
                     raise TrainingError(
                         f"the loss is {self.loss} after {state.global_step} steps: the training has diverged. Train "
-                        "with a smaller learning_rate, from the start (resume=False)."
+                        "with a smaller learning_rate, from the start (resume=False, --fresh)."
                     )
                 self.ranking_loss = float(logs.get("base_loss", self.loss))
                 if self.first_ranking_loss is None:

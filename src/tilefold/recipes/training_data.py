@@ -76,7 +76,10 @@ def _how_to_make(recipe: LsrRecipe, collection: Collection) -> str:
     what, made, commands = "mined negatives", "negatives.parquet", mine
     if recipe.needs_scores:
         what, made, commands = "mined negatives with teachers' scores", "scores.parquet", f"{mine}, then {score}"
-    return f"the recipe {recipe.name!r} needs {what}: make them with {commands}, and give it the file: negatives={made}"
+    return (
+        f"the recipe {recipe.name!r} needs {what}: make them with {commands}, and give it the file: "
+        f"--negatives {made}, in Python negatives={made}"
+    )
 
 
 def _read(recipe: LsrRecipe, collection: Collection, file: Path) -> dict[str, _Judged]:

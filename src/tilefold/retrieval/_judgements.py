@@ -74,7 +74,7 @@ def _read_split(files: list[Path], known: Known) -> Qrels:
     if strays and known.unknown == "error":
         raise DataError(
             f"{strays[0]}; {len(strays)} judgement(s) in this file name queries or documents that are not in "
-            "the collection. Complete the collection, or load it with unknown='drop' to leave them out."
+            "the collection. Complete it, or load it with --drop-unknown to leave them out (unknown='drop')."
         )
     if not qrels:
         raise DataError(f"{files[0]}: expected at least one judgement of a known query and document, got none.")

@@ -158,7 +158,8 @@ class ShardWriter(Generic[M, V]):
         if changed:
             raise DataError(
                 f"{self.path}: holds vectors with other settings ({changed}). "
-                "Go on with the former ones, choose another folder, or write them again with resume=False."
+                "Go on with the former ones, choose another folder, or write them again with resume=False (with "
+                "--fresh on the command line)."
             )
 
     def has_shard(self, number: int) -> bool:
@@ -287,7 +288,7 @@ class ShardWriter(Generic[M, V]):
         if n_texts is not None and rows + errors != n_texts:
             raise DataError(
                 f"{self.path}: expected {n_texts} texts, got {rows} rows and {errors} errors. "
-                "Write the vectors again with resume=False."
+                "Write the vectors again with resume=False (with --fresh on the command line)."
             )
         self.manifest.n_texts = n_texts
         self.manifest.complete = True

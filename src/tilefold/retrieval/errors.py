@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-__all__ = ["DataError", "MissingPackageError", "RankError", "VocabularyMismatchError"]
+__all__ = ["DataError", "MissingDocumentError", "MissingPackageError", "RankError", "VocabularyMismatchError"]
 
 
 class DataError(ValueError):
     """The content of a file or an array is wrong; the message names the place and the remedy."""
+
+
+class MissingDocumentError(DataError):
+    """A document that an index found is not in what belongs to the index.
+
+    Attributes:
+        argument: which lacks it, such as ``"vectors"``.
+        document: its id.
+    """
+
+    def __init__(self, argument: str, document: str) -> None:
+        super().__init__(f"{argument}: expected {document!r}, which the index found, among them; it is not there. Give "
+                         "those of the collection that is searched.")  # fmt: skip
+        self.argument, self.document = argument, document
 
 
 class VocabularyMismatchError(ValueError):

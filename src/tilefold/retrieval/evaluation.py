@@ -16,7 +16,7 @@ from tilefold.retrieval._files import require
 from tilefold.retrieval._ids import check_text_ids
 from tilefold.retrieval._tables import numbered_lines
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.fusion import Run
+from tilefold.retrieval.fusion import Run, check_scores
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.vectors import SparseVectors, check_same_vocabulary
 
@@ -129,9 +129,7 @@ def _checked_grades(query_id: str, grades: Mapping[str, int]) -> dict[str, int]:
 
 def _checked_scores(query_id: str, scores: Mapping[str, float]) -> dict[str, float]:
     """The scores of a query as Python's numbers."""
-    check_text_ids("run", scores)
-    if any(math.isnan(score) for score in scores.values()):
-        raise ValueError(f"run: query {query_id!r} has a score that is not a number (NaN).")
+    check_scores("run", query_id, scores, finite=False)
     return {name: float(score) for name, score in scores.items()}
 
 
@@ -190,13 +188,12 @@ def write_trec_run(run: _RunLike, path: str | Path, tag: str = "tilefold") -> No
     check_word("tag", tag)
     with atomic_file(Path(path)) as temporary, temporary.open("w", encoding="utf-8") as stream:
         for query_id, scores in run.items():
-            check_text_ids("run", [query_id, *scores])
+            check_text_ids("run", [query_id])
+            check_scores("run", query_id, scores)
             check_word("query id", query_id)
             ranked = sorted(scores.items(), key=lambda item: -item[1])
             for rank, (document_id, score) in enumerate(ranked, start=1):
                 check_word("document id", document_id)
-                if not math.isfinite(score):
-                    raise ValueError(f"run: expected finite scores, got {score} for {document_id!r} and {query_id!r}.")
                 stream.write(f"{query_id} Q0 {document_id} {rank} {float(score)!r} {tag}\n")
 
 

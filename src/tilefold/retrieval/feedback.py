@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.fusion import Normalization, Run, interpolate
+from tilefold.retrieval.fusion import Fusion, Normalization, Run
 
 if TYPE_CHECKING:
     import torch
@@ -118,8 +118,7 @@ class Interpolation:
 
     def mix(self, run: Run, second: Run, k: int) -> Run:
         """Both rankings of the queries of `run`, `k` documents each."""
-        other = {query: second[query] for query in run if query in second}
-        return interpolate([run, other], [1 - self.weight, self.weight], self.normalization, k=k)
+        return Fusion("interpolation", self.weight, self.normalization).mix(run, second, k)
 
 
 def with_feedback(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from tilefold.retrieval._ids import check_text_ids
 
-__all__ = ["Normalization", "Run", "interpolate", "reciprocal_rank_fusion"]
+__all__ = ["Fusion", "Normalization", "Run", "interpolate", "reciprocal_rank_fusion"]
 
 Run = dict[str, dict[str, float]]
 """Query id -> document id -> score, higher is better."""
@@ -16,6 +17,7 @@ Run = dict[str, dict[str, float]]
 Normalization = Literal["min_max", "z_score", "none"]
 """How :func:`interpolate` makes scores of different retrievers comparable."""
 
+METHODS = ("rrf", "interpolation")
 _Scores = Mapping[str, float]
 
 
@@ -63,9 +65,10 @@ def interpolate(
         ]
         documents = dict.fromkeys(doc for _, scores, _ in present for doc in scores)
         total = {doc: sum(weight * scores.get(doc, low) for weight, scores, low in present) for doc in documents}
-        if not all(map(math.isfinite, total.values())):
+        wrong = next((score for score in total.values() if not math.isfinite(score)), None)
+        if wrong is not None:
             raise ValueError(
-                f"weights, normalization: expected finite sums, got others for query {query_id!r}, whose scores or "
+                f"weights, normalization: expected finite sums, got {wrong} for query {query_id!r}, whose scores or "
                 "weights are too large. Take smaller weights, or normalization='min_max'."
             )
         fused[query_id] = _top(total, k)
@@ -89,6 +92,49 @@ def reciprocal_rank_fusion(runs: Sequence[Run], k: int = 60) -> Run:
     return fused
 
 
+@dataclass(frozen=True)
+class Fusion:
+    """How two rankings become one.
+
+    Attributes:
+        method: ``"rrf"`` (reciprocal ranks) or ``"interpolation"``.
+        weight: of the second ranking in an interpolation, in [0, 1].
+        normalization: of :func:`interpolate`.
+    """
+
+    method: Literal["rrf", "interpolation"] = "rrf"
+    weight: float = 0.5
+    normalization: Normalization = "min_max"
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}.")
+        if not 0 <= self.weight <= 1:
+            raise ValueError(f"weight: expected a number in [0, 1], got {self.weight!r}.")
+
+    def mix(self, run: Run, second: Run, k: int) -> Run:
+        """Both rankings of the queries of `run`, `k` documents each."""
+        runs = [run, {query: second[query] for query in run if query in second}]
+        if self.method == "interpolation":
+            return interpolate(runs, [1 - self.weight, self.weight], self.normalization, k=k)
+        return {query: dict(list(scores.items())[:k]) for query, scores in reciprocal_rank_fusion(runs).items()}
+
+
+def check_scores(name: str, query_id: str, scores: Mapping[str, float], *, finite: bool = True) -> None:
+    """Raise an error for ids that are no text, and for scores that are NaN, no numbers or, if asked, not finite."""
+    check_text_ids(name, scores)
+    right = math.isfinite if finite else lambda score: not math.isnan(score)
+    for document, score in scores.items():
+        try:
+            if right(score):
+                continue
+        except TypeError:
+            pass
+        if finite:
+            raise ValueError(f"{name}: expected finite scores, got {score!r} for {document!r} of query {query_id!r}.")
+        raise ValueError(f"{name}: query {query_id!r} has a score that is not a number: {score!r} for {document!r}.")
+
+
 def _check(runs: Sequence[Run], weights: Sequence[float] | None, k: int) -> Sequence[float]:
     if not runs:
         raise ValueError("runs: expected at least one run, got none.")
@@ -97,9 +143,7 @@ def _check(runs: Sequence[Run], weights: Sequence[float] | None, k: int) -> Sequ
     for run in runs:
         check_text_ids("runs", run)
         for query_id, scores in run.items():
-            check_text_ids("runs", scores)
-            if not all(map(math.isfinite, scores.values())):
-                raise ValueError(f"runs: expected finite scores, got others for query {query_id!r}.")
+            check_scores("runs", query_id, scores)
     if weights is None:
         return [1.0 / len(runs)] * len(runs)
     if len(weights) != len(runs):

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from tilefold.ops import QuantizedTokens, maxsim
 from tilefold.retrieval._token_vectors import TokenVectors
-from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.fusion import Run
+from tilefold.retrieval.collection import Document
+from tilefold.retrieval.errors import DataError, MissingDocumentError
+from tilefold.retrieval.fusion import Run, check_scores, interpolate
+from tilefold.retrieval.provenance import Provenance
+from tilefold.retrieval.token_encoding import encode_texts, token_dimension, token_model_fingerprint
 from tilefold.retrieval.tokens import TokenStore
 
-__all__ = ["TAILS", "Tail", "rerank"]
+__all__ = ["RERANK_DEPTH", "TAILS", "Reranker", "Reranking", "Tail", "rerank"]
+
+RERANK_DEPTH = 100  # candidates of a search that is reranked
 
 Tail = Literal["keep", "drop"]
 TAILS: tuple[Tail, ...] = ("keep", "drop")
@@ -73,6 +79,8 @@ def rerank(
             f"documents: expected token vectors of the queries' dimension {queries.dimension}, got "
             f"{documents.dimension}. Encode both with the same model."
         )
+    for query, first in run.items():
+        check_scores("run", query, first, finite=False)
     ordered = {query: sorted(scores, key=lambda name: -scores[name]) for query, scores in run.items()}
     chosen = {query: names[:depth] for query, names in ordered.items()}
     query_rows = {name: row for row, name in enumerate(queries.ids)}
@@ -96,6 +104,127 @@ def rerank(
         for (query, name, _), score in zip(scored, scores, strict=True):
             found[query][name] = score
     return {query: _completed(names, found[query], tail) for query, names in ordered.items()}
+
+
+@dataclass(frozen=True)
+class Reranking:
+    """How candidates are reranked.
+
+    Attributes:
+        depth: candidates per query; None takes all.
+        tail: what becomes of the others, as in :func:`rerank`.
+        weight: of MaxSim in an interpolation with the first scores, both from 0 to 1 per query, where candidates below
+            `depth` keep their share; None takes MaxSim alone.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    depth: int | None = None
+    tail: Tail = "keep"
+    weight: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.depth is not None and self.depth < 1:
+            raise ValueError(f"depth: expected at least 1, got {self.depth}.")
+        if self.tail not in TAILS:
+            raise ValueError(f"tail: expected {' or '.join(TAILS)}, got {self.tail!r}.")
+        if self.weight is not None and not 0 <= self.weight <= 1:
+            raise ValueError(f"weight: expected a number in [0, 1], got {self.weight:g}.")
+
+
+@dataclass(frozen=True)
+class Reranker:
+    """A late-interaction model, and the token vectors of documents or the texts that it encodes.
+
+    Attributes:
+        model: a ``MultiVectorEncoder`` for the queries, and for candidates where there are no `tokens`.
+        tokens: token vectors of the documents by that model, or None.
+        documents: id -> document, where there are no `tokens`.
+        made_of: provenance of what is reranked, if known.
+
+    Raises:
+        ValueError: `tokens` of queries.
+        DataError: `tokens` of other documents or by another model.
+    """
+
+    model: Any
+    tokens: TokenStore | None = None
+    documents: Mapping[str, Document] = field(default_factory=dict)
+    made_of: Provenance = field(default_factory=Provenance)
+
+    def __post_init__(self) -> None:
+        if self.tokens is None:
+            return
+        manifest, folder = self.tokens.manifest, self.tokens.folder
+        if manifest.kind != "document":
+            raise ValueError(f"tokens: {folder} holds {manifest.kind} vectors; encode documents, without --queries.")
+        if "texts_sha256" in self.made_of.differs(manifest.provenance):
+            raise DataError(
+                f"tokens: {folder} holds token vectors of other documents: of another collection, or of one that has "
+                "changed since. Encode the documents that are searched: tilefold encode --model MULTI_VECTOR_MODEL"
+            )
+        if (dimension := token_dimension(self.model, "query")) != manifest.dimension:
+            raise DataError(
+                f"model: makes vectors of dimension {dimension}, and {folder} holds vectors of dimension "
+                f"{manifest.dimension}; give the model that made them, or encode the documents with this one."
+            )
+        if manifest.model_fingerprint not in (None, token_model_fingerprint(self.model)):
+            raise DataError(
+                f"model: is not the model that made {folder} (its weights or settings differ); give that one, or "
+                "encode the documents with this one."
+            )
+
+    def __call__(
+        self,
+        queries: Mapping[str, str],
+        run: Run,
+        reranking: Reranking,
+        encoded: TokenVectors | None = None,
+        candidates: TokenVectors | None = None,
+    ) -> tuple[Run, Run]:
+        """`run` ordered by MaxSim, and the same mixed with the first scores where `reranking` has a weight.
+
+        Args:
+            queries: id -> text.
+            run: of a first retriever; queries without a document are left out.
+            reranking: how deep, and with which weight.
+            encoded, candidates: token vectors of the queries and of the documents, if they are encoded already.
+
+        Raises:
+            MissingDocumentError: the text of a candidate is not among `documents`.
+        """
+        run = {query: scores for query, scores in run.items() if scores}
+        if not run:
+            return run, run
+        depth, weight = reranking.depth, reranking.weight
+        if encoded is None:
+            encoded = encode_texts(self.model, {query: queries[query] for query in run}, kind="query")
+        documents = self.tokens if self.tokens is not None else candidates
+        if documents is None:
+            documents = encode_texts(self.model, self._texts(run, depth), kind="document")
+        tail = reranking.tail if weight is None else "drop"
+        reduction = "mean" if self.model.similarity_fn_name == "meanmaxsim" else "sum"
+        late = rerank(run, encoded, documents, depth=depth, tail=tail, reduction=reduction)
+        if weight is None:
+            return late, late
+        return late, interpolate([run, late], [1 - weight, weight], k=max(map(len, run.values())))
+
+    def _texts(self, run: Run, depth: int | None) -> dict[str, str]:
+        """The contents of all candidates."""
+        found = {
+            name: self.documents.get(name)
+            for scores in run.values()
+            for name in sorted(scores, key=lambda document: -scores[document])[:depth]
+        }
+        return {name: contents_of(name, document) for name, document in found.items()}
+
+
+def contents_of(name: str, document: Document | None) -> str:
+    """What a model reads of a document; an error where it is missing."""
+    if document is None:
+        raise MissingDocumentError("documents", name)
+    return document.contents
 
 
 def _places(documents: TokenStore | TokenVectors, chosen: Mapping[str, list[str]]) -> dict[str, tuple[int, int]]:

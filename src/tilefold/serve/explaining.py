@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilefold.retrieval.matched_terms import matched_terms
-from tilefold.serve.searchable import Ranking, Searchable
+from tilefold.retrieval.searcher import Ranking, matched_terms
+from tilefold.serve.searchable import QUERY, Searchable
 from tilefold.serve.text import TextTokens
 
 __all__ = ["explain_document", "explain_query"]
@@ -19,7 +19,7 @@ def explain_query(searchable: Searchable, ranking: Ranking, query: str) -> dict[
 
     A term is expanded when it is not among the tokens of the query, and of feedback when the query lacked it before.
     """
-    if ranking.after is None or ranking.before is None or searchable.encoder is None:
+    if searchable.encoder is None:
         return {}
     text, query = searchable.encoder.text, query[:_MARKED]
     own, before = text.words(query), set(ranking.before.row(0)[0].tolist())
@@ -47,12 +47,12 @@ def explain_document(searchable: Searchable, ranking: Ranking, name: str) -> dic
     """
     found: dict[str, Any] = {"stages": _stages(ranking, name)}
     row = searchable.rows.get(name)
-    if ranking.after is None or searchable.vectors is None or searchable.encoder is None or row is None:
+    if searchable.vectors is None or searchable.encoder is None or row is None:
         return found | {"terms": []}
     text, document = searchable.encoder.text, searchable.documents.get(name)
     matched = matched_terms(ranking.after.row(0), searchable.vectors.row(row), text.special_ids)
     own = text.words(document.contents[:_MARKED]) if document else None
-    score = ranking.stages["sparse"].get(name)
+    score = ranking.stages["sparse"][QUERY].get(name)
     found["terms"] = [
         {"id": term, "term": text.token(term), "contribution": part}
         | ({} if score is None else {"share": part / score})
@@ -70,9 +70,9 @@ def explain_document(searchable: Searchable, ranking: Ranking, name: str) -> dic
 
 def _stages(ranking: Ranking, name: str) -> dict[str, Any]:
     return {
-        stage: {"rank": list(scores).index(name) + 1, "score": scores[name]}
-        for stage, scores in ranking.stages.items()
-        if name in scores
+        stage: {"rank": list(run[QUERY]).index(name) + 1, "score": run[QUERY][name]}
+        for stage, run in ranking.stages.items()
+        if name in run[QUERY]
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,42 +13,22 @@ import numpy.typing as npt
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.collection import Document
-from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.feedback import Feedback, expand_sparse, feedback_documents
-from tilefold.retrieval.fusion import Run, interpolate, reciprocal_rank_fusion
-from tilefold.retrieval.index import SparseIndex, hits_to_run
+from tilefold.retrieval.index import SparseIndex
+from tilefold.retrieval.reranking import contents_of
+from tilefold.retrieval.searcher import Searcher
 from tilefold.retrieval.tokens import TokenStore
 from tilefold.retrieval.vectors import SparseVectors
 from tilefold.serve.answers import Row, strongest
-from tilefold.serve.errors import ServeError, invalid
 from tilefold.serve.models import Served
 
-__all__ = ["Ranking", "Searchable"]
+__all__ = ["Searchable"]
 
-T = TypeVar("T")
-Scores = dict[str, float]
 QUERY = "query"  # the id of the one query of a request
-
-
-@dataclass
-class Ranking:
-    """A ranking, and how it came about.
-
-    Attributes:
-        scores: document id -> score, best first.
-        stages: those that ran of ``"sparse"``, ``"words"``, ``"fusion"`` and ``"late"`` -> document id -> score.
-        before, after: the query's vector, as it was and as it was searched with; they differ after feedback.
-    """
-
-    scores: Scores
-    stages: dict[str, Scores] = field(default_factory=dict)
-    before: SparseVectors | None = None
-    after: SparseVectors | None = None
 
 
 @dataclass(frozen=True)
 class Searchable:
-    """What a service searches. Everything is of one collection; who loads it checks that (the command line does).
+    """An index to serve, with what belongs to it.
 
     Attributes:
         name: of the index in the addresses.
@@ -62,6 +42,10 @@ class Searchable:
         query_top_k: terms kept of a query; None keeps all.
         options: of the index's search, such as Seismic's ``heap_factor``.
         dense: the model of the dense vectors of the index, which is a Qdrant collection with such, or None.
+
+    Raises:
+        DataError: parts of other documents than the index, or by another model; that `encoder` made the index is not
+            checked.
     """
 
     name: str
@@ -75,6 +59,22 @@ class Searchable:
     query_top_k: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     dense: Served | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.searcher  # made by the thread that loads: a check may encode
+
+    @cached_property
+    def searcher(self) -> Searcher:
+        """Ranks and reranks; queries are encoded by the service."""
+        return Searcher(
+            self.index,
+            documents=self.documents,
+            vectors=self.vectors,
+            second=self.words,
+            late=None if self.late is None else self.late.model,
+            tokens=self.store,
+            options=self.options,
+        )
 
     @property
     def features(self) -> dict[str, bool]:
@@ -98,34 +98,20 @@ class Searchable:
         """What a model reads of documents.
 
         Raises:
-            ServeError: one of them is not in the collection.
+            MissingDocumentError: one of them is not in the collection.
         """
-        return [self._known(name, self.documents.get(name), "--data").contents or " " for name in names]
-
-    def _row(self, name: str) -> int:
-        return self._known(name, self.rows.get(name), "--vectors")
-
-    def _known(self, name: str, found: T | None, option: str) -> T:
-        if found is None:  # added to an index that can be added to
-            raise ServeError("Backend", f"the index has a document {name!r} that {option} of this server lacks")
-        return found
+        return [contents_of(name, self.documents.get(name)) or " " for name in names]
 
     def query_vector(self, row: Row) -> SparseVectors:
         """The vector of a query, with its heaviest terms alone if the index is searched so."""
         if self.encoder is None:
-            raise ValueError("encoder: expected a model, got none; an index of words reads texts.")
+            raise ValueError("encoder: expected a model, got None; an index of words reads texts.")
         indices, weights = strongest(row, self.query_top_k, None)
         fingerprint = vocabulary_fingerprint(self.encoder.model.tokenizer)
         size = self.index.vocab_size
         return SparseVectors([QUERY], [0, len(indices)], indices, weights, size, fingerprint)  # type: ignore[arg-type]
 
-    def search(self, vector: SparseVectors, k: int) -> Scores:
-        """The `k` best documents for a query's vector."""
-        if isinstance(self.index, BM25Index):
-            raise ValueError("index: expected one of vectors, got one of words.")
-        return hits_to_run(vector, self.index.search(vector, k, **self.options))[QUERY]
-
-    def search_dense(self, vector: npt.NDArray[np.float32], k: int) -> Scores:
+    def search_dense(self, vector: npt.NDArray[np.float32], k: int) -> dict[str, float]:
         """The `k` best documents by their dense vectors, in the collection of the index."""
         from tilefold.retrieval.index.qdrant import QdrantIndex  # noqa: PLC0415 - needs qdrant
         from tilefold.retrieval.qdrant import Queries  # noqa: PLC0415
@@ -136,54 +122,3 @@ class Searchable:
             )
         (hits,) = self.index.collection.search(Queries([QUERY], dense=vector[None]), k)
         return {hit.id: hit.score for hit in hits}
-
-    def search_words(self, index: BM25Index, query: str, k: int) -> Scores:
-        """The `k` best documents for a query's words."""
-        return index.search({QUERY: query}, k)[QUERY]
-
-    def rank(
-        self, query: str, vector: SparseVectors | None, k: int, feedback: Feedback | None, fusion: Fusion | None
-    ) -> Ranking:
-        """The ranking before reranking: of the index, after feedback, fused with that of words."""
-        if vector is None:
-            if not isinstance(self.index, BM25Index):
-                raise ValueError("vector: expected that of the query, got None.")
-            scores = self.search_words(self.index, query, k)
-            return Ranking(scores, {"words": scores})
-        depth = max(k, feedback.k if feedback else 0, _RANKED if feedback and feedback.bottom else 0)
-        scores, after = self.search(vector, depth), vector
-        if feedback is not None and self.vectors is not None:
-            run: Run = {QUERY: scores}
-            wanted = self.vectors.take([self._row(name) for name in feedback_documents(run, feedback)])
-            try:
-                after = expand_sparse(vector, wanted, run, feedback)
-            except DataError as error:  # weights that are too large for these vectors
-                raise invalid(f"`prf`: {error}") from error
-            scores = self.search(after, k)
-        scores = dict(list(scores.items())[:k])
-        ranking = Ranking(scores, {"sparse": scores}, vector, after)
-        if fusion is not None and self.words is not None:
-            ranking.stages["words"] = self.search_words(self.words, query, k)
-            ranking.scores = ranking.stages["fusion"] = fusion.mix(scores, ranking.stages["words"], k)
-        return ranking
-
-
-_RANKED = 1000  # documents of a ranking whose last ones count, as in --prf
-
-
-@dataclass(frozen=True)
-class Fusion:
-    """How two rankings become one: reciprocal ranks, or an interpolation with `weight` for that of words."""
-
-    method: str = "rrf"
-    weight: float = 0.5
-    normalization: Any = "min_max"
-
-    def mix(self, scores: Scores, words: Scores, k: int) -> Scores:
-        """The `k` best of both."""
-        runs: list[Run] = [{QUERY: scores}, {QUERY: words}]
-        if self.method == "rrf":
-            fused = reciprocal_rank_fusion(runs)
-        else:
-            fused = interpolate(runs, [1 - self.weight, self.weight], self.normalization, k=k)
-        return dict(list(fused.get(QUERY, {}).items())[:k])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -12,9 +13,11 @@ from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, Field
 
 from tilefold.retrieval.collection import Document
+from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.feedback import Feedback
-from tilefold.retrieval.fusion import interpolate
-from tilefold.retrieval.reranking import rerank
+from tilefold.retrieval.fusion import Fusion, Normalization, Run
+from tilefold.retrieval.reranking import RERANK_DEPTH, Reranking
+from tilefold.retrieval.searcher import Ranking, SearchRequest
 from tilefold.retrieval.tokens import TokenVectors
 from tilefold.retrieval.vectors import SparseVectors
 from tilefold.serve.answers import plain
@@ -22,12 +25,11 @@ from tilefold.serve.bodies import Body
 from tilefold.serve.endpoints import JSON, add_get, add_post
 from tilefold.serve.errors import ServeError, invalid
 from tilefold.serve.explaining import explain_document, explain_query
-from tilefold.serve.searchable import QUERY, Fusion, Ranking, Scores, Searchable
+from tilefold.serve.searchable import QUERY, Searchable
 from tilefold.serve.service import Asked, Service
 
 __all__ = ["SearchRoutes", "search_router"]
 
-RERANK_DEPTH = 100
 MOST_WEIGHT = 1000.0  # of the parts of a query after feedback, whose proportions alone order documents
 _AWAY = "the index is on a server that does not answer; the log says why"
 T = TypeVar("T")
@@ -40,21 +42,21 @@ class _Strict(Body):
 class FusionBody(_Strict):
     """With the index of words; ``weight`` and ``normalization`` are of an interpolation."""
 
-    method: Literal["rrf", "interpolation"] = "rrf"
-    weight: float = Field(default=0.5, ge=0, le=1)
-    normalization: Literal["min_max", "z_score", "none"] = "min_max"
+    method: Literal["rrf", "interpolation"] = Fusion.method
+    weight: float = Field(default=Fusion.weight, ge=0, le=1)
+    normalization: Normalization = Fusion.normalization
 
 
 class FeedbackBody(_Strict):
     """As ``--prf`` of ``tilefold search``."""
 
-    method: Literal["average", "rocchio"] = "average"
-    depth: int | None = Field(default=None, ge=1, le=100)
-    alpha: float = Field(default=0.4, ge=0, le=MOST_WEIGHT)
-    beta: float = Field(default=0.6, ge=0, le=MOST_WEIGHT)
-    gamma: float = Field(default=0.0, ge=0, le=MOST_WEIGHT)
-    bottom: int = Field(default=0, ge=0, le=100)
-    top_terms: int | None = Field(default=None, ge=1)
+    method: Literal["average", "rocchio"] = Feedback.method
+    depth: int | None = Field(default=Feedback.depth, ge=1, le=100)
+    alpha: float = Field(default=Feedback.alpha, ge=0, le=MOST_WEIGHT)
+    beta: float = Field(default=Feedback.beta, ge=0, le=MOST_WEIGHT)
+    gamma: float = Field(default=Feedback.gamma, ge=0, le=MOST_WEIGHT)
+    bottom: int = Field(default=Feedback.bottom, ge=0, le=100)
+    top_terms: int | None = Field(default=Feedback.top_terms, ge=1)
 
 
 class RerankBody(_Strict):
@@ -159,8 +161,9 @@ class SearchRoutes:
     def _check(self, body: SearchBody) -> None:
         """Refuse what the index was not started with."""
         most = self.service.limits.max_hits
-        for name, value in (("hits", body.hits), ("rerank.depth", _reranking(body).depth)):
-            if value > most:
+        reranking = _reranking(body)
+        for name, value in (("hits", body.hits), ("rerank.depth", None if reranking is None else reranking.depth)):
+            if value is not None and value > most:
                 raise invalid(f"`{name}` expected at most {most}, got {value}")
         needs = {
             "explain": "--vectors, and an index of vectors",
@@ -175,6 +178,14 @@ class SearchRoutes:
 
     async def _answer(self, body: SearchBody, brief: bool) -> Response:
         self._check(body)
+        try:
+            return await self._searched(body, brief)
+        except MissingDocumentError as error:  # added to an index that can be added to
+            option = {"vectors": "--vectors", "documents": "--data"}[error.argument]
+            message = f"the index has a document {error.document!r} that {option} of this server lacks"
+            raise ServeError("Backend", message) from error
+
+    async def _searched(self, body: SearchBody, brief: bool) -> Response:
         service, times = self.service, {}
         service.check_size([body.query], self.searchable.encoder, "query", "query")
         with service.permits.take(1):
@@ -184,14 +195,13 @@ class SearchRoutes:
                 outcome = await service.encode("sparse", [body.query], Asked("query"))
                 vector = self.searchable.query_vector(outcome.rows[0])
             times["encode"] = time.perf_counter() - started
-            depth = body.hits if body.rerank is False else max(body.hits, _reranking(body).depth)
-            options = (_feedback(body), _fusion(body))
-            ranking = await self._asked(self.searchable.rank, body.query, vector, depth, *options)
+            request = SearchRequest(body.hits, _feedback(body), None, _fusion(body), _reranking(body))
+            ranking = await self._rank(body.query, vector, request)
             times["search"] = time.perf_counter() - started - times["encode"]
-            if body.rerank is not False and ranking.scores:
-                await self._rerank(_reranking(body), body.query, ranking)
+            if request.reranking is not None and ranking.run[QUERY]:
+                ranking = await self._rerank(request.reranking, body.query, ranking)
                 times["rerank"] = time.perf_counter() - started - times["encode"] - times["search"]
-            columns: dict[str, Scores] = {}
+            columns: dict[str, Run] = {}
             if body.columns:
                 began = time.perf_counter()
                 columns = await self._columns(body, vector)
@@ -200,6 +210,14 @@ class SearchRoutes:
         service.metrics.count("tilefold_search_count")
         service.metrics.observe("tilefold_search_duration", times["search"])
         return Response(content, media_type=JSON)
+
+    async def _rank(self, text: str, vector: SparseVectors | None, request: SearchRequest) -> Ranking:
+        try:
+            return await self._asked(self.searchable.searcher.rank, {QUERY: text}, request, vector)
+        except MissingDocumentError:
+            raise
+        except DataError as error:  # weights that are too large for these vectors
+            raise invalid(f"`prf`: {error}") from error
 
     async def _asked(self, work: Callable[..., T], *args: Any) -> T:
         """What the index answers, in a thread: it may be on a server, which may be away.
@@ -225,58 +243,44 @@ class SearchRoutes:
         """The most candidates that a search may encode, which itself has a permit."""
         return self.service.permits.total - 1
 
-    async def _rerank(self, options: RerankBody, text: str, ranking: Ranking) -> None:
-        """Order the best candidates by MaxSim, or by both scores."""
+    async def _rerank(self, reranking: Reranking, text: str, ranking: Ranking) -> Ranking:
+        """The ranking with its best candidates in the order of MaxSim, or of both scores."""
         service, found = self.service, self.searchable
         asked = await service.encode("multi-vector", [text], Asked("query"))
-        late, store = service.model("multi-vector"), found.store
-        query = _packed([QUERY], asked.rows)
-        documents: Any = store
-        if store is None:
-            names = list(ranking.scores)[: options.depth]
+        query, candidates = _packed([QUERY], asked.rows), None
+        if found.store is None:
+            names = list(ranking.run[QUERY])[: reranking.depth]
             if len(names) > self._encodable:
-                raise invalid(f"`rerank.depth` expected at most {self._encodable}, got {options.depth}")
+                raise invalid(f"`rerank.depth` expected at most {self._encodable}, got {reranking.depth}")
             texts = await service.off_loop(found.contents, names)
             with service.permits.take(len(texts)):
                 encoded = await service.encode("multi-vector", texts, Asked("document", truncate=True))
-            documents = _packed(names, encoded.rows)
-        reduction = "mean" if late.model.similarity_fn_name == "meanmaxsim" else "sum"
-        tail: Literal["keep", "drop"] = "keep" if options.weight is None else "drop"
-        run = {QUERY: ranking.scores}
+            candidates = _packed(names, encoded.rows)
+        work = functools.partial(found.searcher.rerank, {QUERY: text}, ranking, reranking, query, candidates)
+        return await service.on_device(service.model("multi-vector"), work)
 
-        def scored() -> dict[str, dict[str, float]]:
-            return rerank(run, query, documents, depth=options.depth, tail=tail, reduction=reduction)
-
-        reranked = (await service.on_device(late, scored))[QUERY]
-        ranking.stages["late"] = dict(list(reranked.items())[: options.depth])
-        ranking.scores = reranked
-        if options.weight is not None:
-            mixed = interpolate([run, {QUERY: reranked}], [1 - options.weight, options.weight], k=len(run[QUERY]))
-            ranking.scores = mixed[QUERY]
-
-    async def _columns(self, body: SearchBody, vector: SparseVectors | None) -> dict[str, Scores]:
+    async def _columns(self, body: SearchBody, vector: SparseVectors | None) -> dict[str, Run]:
         """The ranking of each method alone; that of late interaction is of the candidates of the index."""
         found, depth = self.searchable, max(body.hits, RERANK_DEPTH)
         late = depth if found.store is not None else min(depth, self._encodable)
-        ranking = await self._asked(found.rank, body.query, vector, depth, _feedback(body), None)
+        ranking = await self._rank(body.query, vector, SearchRequest(depth, _feedback(body)))
         columns = dict(ranking.stages)
         if found.words is not None:
-            columns["words"] = await self._asked(found.search_words, found.words, body.query, depth)
+            columns["words"] = await self._asked(found.words.search, {QUERY: body.query}, depth)
         if found.dense is not None:
             outcome = await self.service.encode("dense", [body.query], Asked("query"))
-            columns["dense"] = await self._asked(found.search_dense, outcome.rows[0], depth)
-        if found.features["rerank"] and ranking.scores and late:
-            await self._rerank(RerankBody(depth=late), body.query, ranking)
-            columns["late"] = ranking.stages["late"]
+            columns["dense"] = {QUERY: await self._asked(found.search_dense, outcome.rows[0], depth)}
+        if found.features["rerank"] and ranking.run[QUERY] and late:
+            columns["late"] = (await self._rerank(Reranking(late), body.query, ranking)).stages["late"]
         return columns
 
     def _rendered(
-        self, body: SearchBody, ranking: Ranking, columns: dict[str, Scores], times: dict[str, float], brief: bool
+        self, body: SearchBody, ranking: Ranking, columns: dict[str, Run], times: dict[str, float], brief: bool
     ) -> bytes:
         """The answer, in a helper thread: documents are read from their file."""
         found, query = self.searchable, {"text": body.query}
         candidates = []
-        for rank, (name, score) in enumerate(list(ranking.scores.items())[: body.hits], start=1):
+        for rank, (name, score) in enumerate(list(ranking.run[QUERY].items())[: body.hits], start=1):
             document = found.documents.get(name)
             entry = {"docid": name, "score": score, "rank": rank, "doc": _shown(document, body.parse)}
             candidates.append(entry | ({"explanation": explain_document(found, ranking, name)} if body.explain else {}))
@@ -284,7 +288,7 @@ class SearchRoutes:
             query |= explain_query(found, ranking, body.query)
         answer: dict[str, Any] = {"api": "v1", "index": found.name, "query": query, "candidates": candidates}
         if columns:
-            answer["columns"] = {name: self._column(scores, body.hits) for name, scores in columns.items()}
+            answer["columns"] = {name: self._column(run[QUERY], body.hits) for name, run in columns.items()}
         if not brief:
             answer["milliseconds"] = {name: round(1000 * value, 3) for name, value in times.items()}
         return plain(answer)
@@ -306,8 +310,10 @@ def _shown(document: Document | None, parse: bool) -> Any:
     return fields if parse else json.dumps(fields, ensure_ascii=False)
 
 
-def _reranking(body: SearchBody) -> RerankBody:
-    return body.rerank if isinstance(body.rerank, RerankBody) else RerankBody()
+def _reranking(body: SearchBody) -> Reranking | None:
+    if body.rerank is False:
+        return None
+    return Reranking(**(body.rerank if isinstance(body.rerank, RerankBody) else RerankBody()).model_dump())
 
 
 def _fusion(body: SearchBody) -> Fusion | None:

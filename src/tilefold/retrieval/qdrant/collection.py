@@ -114,7 +114,7 @@ class QdrantCollection:
 
     @property
     def layout(self) -> Layout:
-        """Vectors and fields of the collection."""
+        """What the collection holds."""
         return self._record.layout
 
     @property
@@ -228,7 +228,7 @@ class QdrantCollection:
             what = f"{len(self)} documents" if self.complete else "an unfinished build of other documents"
             raise DataError(
                 f"{self.place}: expected an empty collection, or an unfinished build of the same vectors, got {what}. "
-                "Choose another place, or drop it (overwrite=True)."
+                "Choose another place, or drop it (overwrite=True), on the command line with --overwrite."
             )
         if texts_sha256 is None and documents.sparse is not None:
             texts_sha256 = documents.sparse.provenance.texts_sha256

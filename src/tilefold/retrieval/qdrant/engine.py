@@ -56,7 +56,7 @@ class Engine(ABC):
 
     @abstractmethod
     def record(self) -> Record | None:
-        """Record of the collection; None where there is no collection."""
+        """What the collection says of itself; None where there is none."""
 
     @abstractmethod
     def create(self, record: Record) -> None:
@@ -64,7 +64,7 @@ class Engine(ABC):
 
     @abstractmethod
     def write_record(self, record: Record) -> None:
-        """Replace the record of the collection."""
+        """Replace what the collection says of itself."""
 
     @abstractmethod
     def drop(self) -> None:

@@ -87,7 +87,11 @@ class ServerEngine(Engine):
         )
 
     def record(self) -> Record | None:
-        """Record of the collection, None without one; ``DataError`` for a collection that tilefold did not make."""
+        """What the collection says of itself; None where there is none.
+
+        Raises:
+            DataError: a collection that tilefold did not make.
+        """
         if not self._ask("collection_exists"):
             return None
         metadata = getattr(self._ask("get_collection").config, "metadata", None) or {}
@@ -209,7 +213,7 @@ class ServerEngine(Engine):
         return kind(f"{self.place}: the Qdrant server answered {status}: {self._text(error)}")
 
     def _text(self, error: BaseException) -> str:
-        """Message of an error, in one line and without the key."""
+        """What an error says, in one line and without the key."""
         source = getattr(error, "source", None)
         content = getattr(error, "content", None)
         text = content.decode("utf-8", "replace") if isinstance(content, bytes) and content else str(source or error)

@@ -1,0 +1,217 @@
+"""First stages of a search behind one interface: an index of sparse vectors, BM25, and a dense model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from tilefold.retrieval._sparse import SparseVectors
+from tilefold.retrieval.bm25 import BM25Index
+from tilefold.retrieval.dense import encode_dense, rank_by_similarity
+from tilefold.retrieval.encoding import encode_queries, model_fingerprint
+from tilefold.retrieval.errors import DataError, MissingDocumentError
+from tilefold.retrieval.feedback import Feedback, expand_dense, expand_sparse, feedback_documents
+from tilefold.retrieval.fusion import Run
+from tilefold.retrieval.index import SparseIndex, build_index, hits_to_run, load_index
+from tilefold.retrieval.index.protocol import read_description
+from tilefold.retrieval.provenance import Provenance
+from tilefold.retrieval.vectors import read_manifest, read_rows
+
+__all__ = ["DenseRetriever", "Retriever", "SparseRetriever", "WordsRetriever", "check_model", "open_index"]
+
+
+class Retriever(Protocol):
+    """Queries to vectors (or to what stands for them), and vectors to the best documents of one collection."""
+
+    @property
+    def provenance(self) -> Provenance: ...
+
+    def encode(self, queries: Mapping[str, str]) -> Any:
+        """The queries' vectors."""
+
+    def search(self, vectors: Any, names: Sequence[str], k: int) -> Run:
+        """The `k` best documents for each of the queries `names`, whose vectors are given."""
+
+    def for_feedback(self, feedback: Feedback) -> Any:
+        """The retriever whose queries feedback can move, by its method ``expand``."""
+
+
+@dataclass(frozen=True)
+class SparseRetriever:
+    """An index of sparse vectors, and the model (or the words of BM25) that encodes queries for it.
+
+    Attributes:
+        index: of the documents.
+        model: a ``SparseEncoder``; None where vectors of queries are given.
+        vectors: of the documents, in memory or a folder that is read row by row.
+        query_top_k: terms kept of a query; None keeps all.
+        options: of the index's search, such as Seismic's ``heap_factor``.
+        words: a BM25 index that encodes queries instead of a model.
+
+    Raises:
+        DataError: `vectors` are not those that the index was built from.
+    """
+
+    index: SparseIndex
+    model: Any = None
+    vectors: SparseVectors | Path | None = None
+    query_top_k: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    words: BM25Index | None = None
+
+    def __post_init__(self) -> None:
+        if self.vectors is None:
+            return
+        stored = isinstance(self.vectors, Path)
+        made_by = read_manifest(self.vectors).provenance if isinstance(self.vectors, Path) else self.vectors.provenance
+        if self.provenance.differs(made_by):
+            raise DataError(
+                f"vectors: {self.vectors if stored else 'what is given'} holds vectors of another model or of other "
+                "documents than the index. Give those that it was built from, or build it again: tilefold index"
+                + (f" --vectors {self.vectors}" if stored else "")
+            )
+
+    @property
+    def provenance(self) -> Provenance:
+        return self.index.provenance
+
+    def encode(self, queries: Mapping[str, str]) -> SparseVectors:
+        if self.words is not None:
+            return self.words.query_vectors(queries)
+        return encode_queries(self.model, queries, top_k=self.query_top_k)
+
+    def search(self, vectors: SparseVectors, names: Sequence[str], k: int) -> Run:
+        return hits_to_run(vectors, self.index.search(vectors, k, **self.options))
+
+    def for_feedback(self, feedback: Feedback) -> SparseRetriever:
+        if self.vectors is None:
+            raise ValueError(
+                "feedback: expected the documents' vectors, which it reads: give them as vectors, got None."
+            )
+        return self
+
+    def expand(self, queries: SparseVectors, names: Sequence[str], basis: Run, feedback: Feedback) -> SparseVectors:
+        """The queries' vectors, moved towards the documents that `basis` ranks first."""
+        return expand_sparse(queries, self.stored(feedback_documents(basis, feedback)), basis, feedback)
+
+    @cached_property
+    def _rows(self) -> dict[str, int]:
+        return (
+            {name: row for row, name in enumerate(self.vectors.ids)} if isinstance(self.vectors, SparseVectors) else {}
+        )
+
+    def stored(self, names: Iterable[str], *, lacking: bool = False) -> SparseVectors:
+        """The vectors of documents.
+
+        Raises:
+            MissingDocumentError: one of them has none, unless such are `lacking` by intent.
+        """
+        wanted = list(names)
+        if isinstance(self.vectors, Path):
+            found = read_rows(self.vectors, wanted)
+            there = dict.fromkeys(found.ids, 0)
+        elif self.vectors is not None:
+            found = self.vectors.take([self._rows[name] for name in wanted if name in self._rows])
+            there = self._rows
+        else:
+            raise ValueError("vectors: expected those of the documents, got None.")
+        missing = next((name for name in wanted if name not in there), None)
+        if missing is not None and not lacking:
+            raise MissingDocumentError("vectors", missing)
+        return found
+
+
+@dataclass(frozen=True)
+class WordsRetriever:
+    """A BM25 index; with feedback, an exact index of its vectors."""
+
+    index: BM25Index
+
+    @property
+    def provenance(self) -> Provenance:
+        return self.index.provenance
+
+    def encode(self, queries: Mapping[str, str]) -> Mapping[str, str]:
+        return queries
+
+    def search(self, vectors: Mapping[str, str], names: Sequence[str], k: int) -> Run:
+        return self.index.search(vectors, k)
+
+    def for_feedback(self, feedback: Feedback) -> SparseRetriever:
+        return self._as_vectors
+
+    @cached_property
+    def _as_vectors(self) -> SparseRetriever:
+        vectors = self.index.document_vectors()
+        return SparseRetriever(build_index(vectors, "exact"), vectors=vectors, words=self.index)
+
+
+@dataclass(frozen=True)
+class DenseRetriever:
+    """A dense model that encodes a whole collection once, when it is first searched.
+
+    Attributes:
+        model: a ``SentenceTransformer``.
+        texts: document id -> contents.
+        texts_sha256: their fingerprint, if known.
+        progress: called as ``progress(documents encoded, documents)``.
+    """
+
+    model: Any
+    texts: Mapping[str, str]
+    texts_sha256: str | None = None
+    progress: Callable[[int, int], None] | None = None
+
+    @cached_property
+    def provenance(self) -> Provenance:
+        return Provenance(model_fingerprint(self.model), self.texts_sha256)
+
+    @cached_property
+    def vectors(self) -> Any:
+        """The documents' vectors ``[N, D]``."""
+        return encode_dense(self.model, self.texts, kind="document", progress=self.progress)
+
+    def encode(self, queries: Mapping[str, str]) -> Any:
+        return encode_dense(self.model, queries, kind="query")
+
+    def search(self, vectors: Any, names: Sequence[str], k: int) -> Run:
+        return rank_by_similarity(self.model, self.vectors, vectors.to(self.vectors), list(self.texts), names, k)
+
+    def for_feedback(self, feedback: Feedback) -> DenseRetriever:
+        if feedback.top_terms is not None:
+            raise ValueError(f"top_terms: expected None for a dense model, whose queries have no terms, got "
+                             f"{feedback.top_terms}.")  # fmt: skip
+        return self
+
+    def expand(self, queries: Any, names: Sequence[str], basis: Run, feedback: Feedback) -> Any:
+        """The queries' vectors, moved towards the documents that `basis` ranks first."""
+        return expand_dense(queries, names, self.vectors, list(self.texts), basis, feedback)
+
+
+def open_index(path: str | Path) -> SparseIndex | BM25Index:
+    """The saved index of any backend, BM25 included; errors as of :func:`tilefold.retrieval.load_index`."""
+    return BM25Index.load(path) if read_description(path)["backend"] == BM25Index.backend else load_index(path)
+
+
+def check_model(made_by: Provenance, model: Any, name: str = "this", index: str = "the index") -> bool:
+    """Whether a model is known to have made an index; False where that is unknown.
+
+    Args:
+        made_by: the provenance of the index.
+        model: a ``SparseEncoder``.
+        name, index: what the two are called in messages.
+
+    Raises:
+        DataError: it is another one.
+    """
+    if made_by.model_fingerprint is None:
+        return False
+    if made_by.differs(Provenance(model_fingerprint(model))):
+        raise DataError(
+            f"model: {name} is not the model that made {index} (its weights or settings differ). Give that one, or "
+            f"make the index again: tilefold encode --model {name}, then tilefold index."
+        )
+    return True

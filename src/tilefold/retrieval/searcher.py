@@ -1,0 +1,298 @@
+"""A search from queries to ranked documents: retrieval, feedback, fusion, reranking and an explanation."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypedDict
+
+from tilefold.retrieval._sparse import SparseVectors
+from tilefold.retrieval._token_vectors import TokenVectors
+from tilefold.retrieval.bm25 import BM25Index
+from tilefold.retrieval.collection import Document
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.feedback import Feedback, Interpolation, with_feedback
+from tilefold.retrieval.fusion import Fusion, Run
+from tilefold.retrieval.index import SparseIndex
+from tilefold.retrieval.provenance import Provenance
+from tilefold.retrieval.reranking import RERANK_DEPTH, Reranker, Reranking
+from tilefold.retrieval.retrievers import DenseRetriever, Retriever, SparseRetriever, WordsRetriever, check_model
+from tilefold.retrieval.tokens import TokenStore
+
+__all__ = ["RankedDocument", "Ranking", "SearchRequest", "Searcher", "matched_terms"]
+
+WHOLE = 1000  # documents of a ranking that is interpolated around feedback, or whose last ones count
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """What is asked of a search.
+
+    Attributes:
+        k: documents per query.
+        feedback: moves each query towards the documents that it found, and searches again; None does not.
+        interpolation: mixes the second ranking in before feedback, after it, or both; goes with `feedback`.
+        fusion: fuses the second ranking with that of the index.
+        reranking: orders the best candidates by late interaction.
+
+    Raises:
+        ValueError: ``k < 1``, or an interpolation without feedback.
+    """
+
+    k: int = 10
+    feedback: Feedback | None = None
+    interpolation: Interpolation | None = None
+    fusion: Fusion | None = None
+    reranking: Reranking | None = None
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"k: expected at least 1, got {self.k}.")
+        if self.interpolation is not None and self.feedback is None:
+            raise ValueError("interpolation: expected feedback beside it, got None; without, take fusion.")
+
+    @property
+    def candidates(self) -> int:
+        """Documents per query before reranking."""
+        return self.k if self.reranking is None else max(self.k, self.reranking.depth or RERANK_DEPTH)
+
+
+@dataclass
+class Ranking:
+    """Ranked documents of some queries, and how they came about.
+
+    Attributes:
+        run: query id -> document id -> score, best first.
+        stages: ``"sparse"``, ``"words"``, ``"dense"``, ``"fusion"`` or ``"late"`` -> the ranking of that stage.
+        before, after: vectors of the queries, as they were and as they were searched with after feedback.
+        candidates: the ranking that was reranked, or None.
+    """
+
+    run: Run
+    stages: dict[str, Run] = field(default_factory=dict)
+    before: Any = None
+    after: Any = None
+    candidates: Run | None = None
+
+
+class _Term(TypedDict):
+    term: str
+    contribution: float
+    share: float
+
+
+class Term(_Term, total=False):
+    """A query term that a document has: its part of the score and, after feedback, whether that added the term."""
+
+    feedback: bool
+
+
+class _RankedDocument(TypedDict):
+    rank: int
+    id: str
+    score: float
+    title: str
+    terms: list[Term]
+
+
+class RankedDocument(_RankedDocument, total=False):
+    """A document found: rank from 1, id, score, title (or text), terms shared with the query; its place and score
+    before reranking.
+    """
+
+    first: dict[str, float]
+
+
+class Searcher:
+    """Answers queries over one collection with what is loaded once.
+
+    Args:
+        index: of sparse vectors, of words (BM25), or a dense model over texts.
+        model: the ``SparseEncoder`` that made the index; None for another kind, or where vectors of queries are given.
+        documents: id -> document, whose titles are shown, and whose texts are encoded to be reranked without `tokens`.
+        vectors: of the documents, or their folder, which is read row by row: for feedback and matched terms.
+        second: a BM25 index or a run of the same collection, for an interpolation around feedback, or fusion.
+        late: a ``MultiVectorEncoder`` that reranks.
+        tokens: token vectors of the documents by that model; without, it encodes the candidates.
+        query_top_k: terms kept of a query; None keeps all.
+        options: of the index's search, such as Seismic's ``heap_factor``.
+        other_model: take a model that did not make the index, such as a query encoder of its own.
+
+    Raises:
+        ValueError: `model` is missing or useless, or `vectors` of an index that has none.
+        DataError: parts that were made by another model or from other documents than the index.
+    """
+
+    def __init__(
+        self,
+        index: SparseIndex | BM25Index | DenseRetriever,
+        model: Any = None,
+        *,
+        documents: Mapping[str, Document] | None = None,
+        vectors: SparseVectors | str | Path | None = None,
+        second: BM25Index | Run | None = None,
+        late: Any = None,
+        tokens: TokenStore | None = None,
+        query_top_k: int | None = None,
+        options: Mapping[str, Any] | None = None,
+        other_model: bool = False,
+    ) -> None:
+        self.documents: Mapping[str, Document] = {} if documents is None else documents
+        self.second = second
+        self.retriever: Retriever
+        if isinstance(index, BM25Index | DenseRetriever):
+            kind = "a BM25 index" if isinstance(index, BM25Index) else "a dense model"
+            for name, value in (("model", model), ("vectors", vectors)):
+                if value is not None:
+                    raise ValueError(
+                        f"{name}: does nothing here, it goes with an index of sparse vectors, and this is {kind}, "
+                        f"which has none: expected None, got {value}."
+                    )
+            self.retriever = WordsRetriever(index) if isinstance(index, BM25Index) else index
+            self.stage = "words" if isinstance(index, BM25Index) else "dense"
+        else:
+            if model is not None and not other_model:
+                check_model(index.provenance, model)
+            rows = Path(vectors) if isinstance(vectors, str) else vectors
+            self.retriever = SparseRetriever(index, model, rows, query_top_k, options or {})
+            self.stage = "sparse"
+        if isinstance(second, BM25Index) and "texts_sha256" in second.provenance.differs(self.provenance):
+            raise DataError("second: was made from other documents than those that are searched.")
+        self.reranker = None if late is None else Reranker(late, tokens, self.documents, self.provenance)
+
+    @property
+    def provenance(self) -> Provenance:
+        """Fingerprints of the model and of the documents behind the index."""
+        return self.retriever.provenance
+
+    def search(self, query: str, request: SearchRequest | None = None) -> list[RankedDocument]:
+        """The best documents for a query, with the terms that they share with it where the searcher has `vectors`.
+
+        Raises:
+            ValueError: the request needs a part that the searcher was made without.
+            DataError: feedback or reranking needs a document that `vectors`, `tokens` or `documents` lack.
+        """
+        request, queries = request or SearchRequest(), {"query": query}
+        ranking = self.rank(queries, request)
+        first = next(iter(ranking.run["query"]), None)
+        if first is not None and self.documents and not any(name in self.documents for name in ranking.run["query"]):
+            raise DataError(
+                f"documents: none of the documents found is in the collection given (the first is {first!r}); give the "
+                "one that the index was made from."
+            )
+        if request.reranking is not None:
+            ranking = self.rerank(queries, ranking, request.reranking)
+        shown = dict(list(ranking.run.get("query", {}).items())[: request.k])
+        own = ranking.stages[self.stage]["query"]
+        terms = self._terms(ranking, {name: own[name] for name in shown if name in own})
+        places = {name: rank for rank, name in enumerate((ranking.candidates or {}).get("query", ()), start=1)}
+        found: list[RankedDocument] = []
+        for rank, (name, score) in enumerate(shown.items(), start=1):
+            document = self.documents.get(name)
+            title = (document.title or document.text) if document else ""
+            found.append({"rank": rank, "id": name, "score": score, "title": title, "terms": terms.get(name, [])})
+            if ranking.candidates is not None:
+                found[-1]["first"] = {"rank": places[name], "score": ranking.candidates["query"][name]}
+        return found
+
+    def rank(self, queries: Mapping[str, str], request: SearchRequest, vectors: Any = None) -> Ranking:
+        """The candidates of each query: of the index, after feedback, fused with the second ranking.
+
+        Args:
+            queries: id -> text.
+            request: what is asked; its reranking says how many candidates there are.
+            vectors: of the queries, if they are encoded already.
+        """
+        feedback, mix, depth, names = request.feedback, request.interpolation, request.candidates, list(queries)
+        retriever: Any = self.retriever if feedback is None else self.retriever.for_feedback(feedback)
+        deep = depth
+        if feedback is not None:
+            deep = max(depth, feedback.k, WHOLE if mix is not None or feedback.bottom else 0)
+        second = None if mix is None else self._second(queries, deep)
+        before = after = retriever.encode(queries) if vectors is None else vectors
+        run = own = retriever.search(before, names, deep)
+        if feedback is not None:
+
+            def again(basis: Run) -> Run:
+                nonlocal after, own
+                after = retriever.expand(before, names, basis, feedback)
+                own = retriever.search(after, names, depth if mix is None else deep)
+                return own
+
+            run = with_feedback(run, again, deep, second, mix)
+        ranking = Ranking(_best(run, depth), {self.stage: own if mix else _best(own, depth)}, before, after)
+        if request.fusion is not None:
+            ranking.stages["words"] = self._second(queries, depth)
+            ranking.run = request.fusion.mix(ranking.run, ranking.stages["words"], depth)
+            ranking.stages["fusion"] = ranking.run
+        return ranking
+
+    def rerank(
+        self,
+        queries: Mapping[str, str],
+        ranking: Ranking,
+        reranking: Reranking,
+        encoded: TokenVectors | None = None,
+        candidates: TokenVectors | None = None,
+    ) -> Ranking:
+        """The ranking after late interaction.
+
+        Args:
+            queries: id -> text.
+            ranking: of :meth:`rank`.
+            reranking: how deep, and with which weight.
+            encoded, candidates: token vectors of the queries and of the documents, if they are encoded already.
+        """
+        if self.reranker is None:
+            raise ValueError("reranking: expected a searcher with a late-interaction model, got one without.")
+        late, run = self.reranker(queries, ranking.run, reranking, encoded, candidates)
+        stages = ranking.stages | {"late": _best(late, reranking.depth)}
+        return replace(ranking, run=run, stages=stages, candidates=ranking.run)
+
+    def _second(self, queries: Mapping[str, str], k: int) -> Run:
+        if self.second is None:
+            raise ValueError("second: expected a BM25 index or a run to interpolate or fuse with, got None.")
+        if isinstance(self.second, BM25Index):
+            return self.second.search(queries, k)
+        return {query: self.second[query] for query in queries if query in self.second}
+
+    def _terms(self, ranking: Ranking, scores: Mapping[str, float]) -> dict[str, list[Term]]:
+        """The terms that each document shares with the query as searched, largest part first, without special ones."""
+        retriever = self.retriever
+        if not isinstance(retriever, SparseRetriever) or retriever.vectors is None:
+            return {}
+        tokenizer, asked = retriever.model.tokenizer, ranking.after.row(0)
+        own = None if ranking.before is ranking.after else set(ranking.before.row(0)[0].tolist())
+        stored = retriever.stored(scores, lacking=True)
+        found: dict[str, list[Term]] = {}
+        for row, name in enumerate(stored.ids):
+            matched = matched_terms(asked, stored.row(row), tokenizer.all_special_ids)
+            tokens = tokenizer.convert_ids_to_tokens([term for term, _ in matched])
+            found[name] = [
+                {"term": token, "contribution": part, "share": part / scores[name]}
+                for token, (_, part) in zip(tokens, matched, strict=True)
+            ]
+            if own is not None:
+                for entry, (term, _) in zip(found[name], matched, strict=True):
+                    entry["feedback"] = term not in own
+        return found
+
+
+def matched_terms(query: Any, document: Any, without: Collection[int] = ()) -> list[tuple[int, float]]:
+    """``(term, query weight * document weight)`` of the terms of both, largest first, equal ones by term.
+
+    The products add up to the score of :class:`tilefold.retrieval.SparseIndex`, but for what is left out.
+
+    Args:
+        query, document: a row each, ``(indices, weights)`` of :meth:`tilefold.retrieval.SparseVectors.row`.
+        without: terms to leave out, such as special tokens, which match in every text.
+    """
+    asked = dict(zip(*(part.tolist() for part in query), strict=True))
+    stored = dict(zip(*(part.tolist() for part in document), strict=True))
+    shared = stored.keys() & (asked.keys() - set(without))
+    return sorted(((term, asked[term] * stored[term]) for term in shared), key=lambda item: (-item[1], item[0]))
+
+
+def _best(run: Mapping[str, Mapping[str, float]], k: int | None) -> Run:
+    return {query: dict(list(scores.items())[:k]) for query, scores in run.items()}
