@@ -64,6 +64,12 @@ class Metrics:
         """Add a value to a histogram."""
         self._histograms[name].observe(value)
 
+    def durations(self, name: str, total: float, tokenization: float, queue: float, inference: float) -> None:
+        """Add the seconds of a request or an input, and of its parts, to the histograms of `name`."""
+        parts = {"": total, "tokenization_": tokenization, "queue_": queue, "inference_": inference}
+        for part, seconds in parts.items():
+            self.observe(f"{name}_{part}duration", seconds)
+
     def gauge(self, name: str, value: Callable[[], float]) -> None:
         """Say what gives the value of a gauge when it is asked for."""
         Gauge(name, _GAUGES[name], registry=self._registry).set_function(value)

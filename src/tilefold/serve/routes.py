@@ -101,29 +101,37 @@ class Routes:
     async def _written(
         self, rows: list[Any], write: Callable[[list[Any]], list[bytes]], size: Callable[[Any], int] = len
     ) -> bytes:
-        """The list of what a helper thread writes of each row."""
+        """JSON list of the rows, which a helper thread writes."""
         return answers.listed(await self.service.in_portions(rows, write, self.service.off_loop, size))
+
+    async def _embedded(
+        self,
+        kind: Kind,
+        body: bodies.EmbedAll,
+        write: Callable[[list[Any]], list[bytes]],
+        size: Callable[[Any], int] = len,
+        shape: Callable[[Any], Any] = lambda row: row,
+        asked: Asked | None = None,
+    ) -> Response:
+        outcome = await self._encoded(kind, body.inputs, asked or self.asked(body))
+        content = await self._written([shape(row) for row in outcome.rows], write, size)
+        return self.answer(content, outcome, kind, _method(body.inputs))
 
     async def embed_sparse(self, body: bodies.EmbedSparse, request: Request) -> Response:
         """``[[{"index", "value"}]]``, a list per input."""
-        outcome = await self._encoded("sparse", body.inputs, self.asked(body))
         write = partial(answers.sparse_rows, body=body, text=self.service.model("sparse").text)
-        content = await self._written(outcome.rows, write, lambda row: len(row[0]))
-        return self.answer(content, outcome, "sparse", _method(body.inputs))
+        return await self._embedded("sparse", body, write, lambda row: len(row[0]))
 
     async def embed_all(self, body: bodies.EmbedAll, request: Request) -> Response:
         """``[[[float]]]``: the token vectors of each input that take part in scores."""
-        outcome = await self._encoded("multi-vector", body.inputs, self.asked(body))
-        content = await self._written(outcome.rows, answers.matrices, lambda row: row.numel())
-        return self.answer(content, outcome, "multi-vector", _method(body.inputs))
+        return await self._embedded("multi-vector", body, answers.matrices, lambda row: row.numel())
 
     async def embed(self, body: bodies.Embed, request: Request) -> Response:
         """``[[float]]``."""
         self._refuse_dense()
-        outcome = await self._encoded("dense", body.inputs, replace(self.asked(body), normalize=body.normalize))
-        rows = [_shaped(row, body.dimensions, body.normalize) for row in outcome.rows]
-        content = await self._written(rows, answers.vectors)
-        return self.answer(content, outcome, "dense", _method(body.inputs))
+        shape = partial(_shaped, dimensions=body.dimensions, normalize=body.normalize)
+        asked = replace(self.asked(body), normalize=body.normalize)
+        return await self._embedded("dense", body, answers.vectors, shape=shape, asked=asked)
 
     async def openai(self, body: bodies.OpenAIEmbeddings, request: Request) -> Response:
         """``{"object": "list", "data": [{"embedding"}]}``."""

@@ -77,17 +77,15 @@ class Outcome:
     inference: float = 0.0
 
     def headers(self, device: str) -> dict[str, str]:
-        """Those of text-embeddings-inference; times in milliseconds."""
+        """Headers of text-embeddings-inference; times in milliseconds."""
         total = time.perf_counter() - self.started
+        times = {"compute": total, "total": total}
+        times |= {name: getattr(self, name) for name in ("tokenization", "queue", "inference")}
         return {
             "x-compute-type": device.partition(":")[0].replace("cuda", "gpu"),
-            "x-compute-time": f"{1000 * total:.0f}",
             "x-compute-characters": str(self.characters),
             "x-compute-tokens": str(self.tokens),
-            "x-total-time": f"{1000 * total:.0f}",
-            "x-tokenization-time": f"{1000 * self.tokenization:.0f}",
-            "x-queue-time": f"{1000 * self.queue:.0f}",
-            "x-inference-time": f"{1000 * self.inference:.0f}",
+            **{f"x-{name}-time": f"{1000 * seconds:.0f}" for name, seconds in times.items()},
         }
 
 
@@ -331,16 +329,11 @@ class Service:
         outcome.queue = statistics.fmean(answer.queue for answer in answers)
         outcome.inference = statistics.fmean(answer.inference for answer in answers)
         if asked.counted:
-            self._record_inputs(f"te_{asked.counted}", outcome.tokenization, answers)
+            self.metrics.count(f"te_{asked.counted}_success", len(answers))
+            for each in answers:
+                parts = outcome.tokenization, each.queue, each.inference
+                self.metrics.durations(f"te_{asked.counted}", sum(parts), *parts)
         return outcome
-
-    def _record_inputs(self, name: str, tokenization: float, answers: Sequence[Answer]) -> None:
-        self.metrics.count(f"{name}_success", len(answers))
-        for answer in answers:
-            parts = {"tokenization": tokenization, "queue": answer.queue, "inference": answer.inference}
-            self.metrics.observe(f"{name}_duration", sum(parts.values()))
-            for part, seconds in parts.items():
-                self.metrics.observe(f"{name}_{part}_duration", seconds)
 
     def check_size(self, inputs: Sequence[Sized], model: Served | None, side: Side, name: str = "inputs") -> None:
         """Refuse more characters or ids than text-embeddings-inference tokenizes: 250 per token that the model reads.
@@ -389,10 +382,9 @@ class Service:
 
     def record(self, outcome: Outcome, method: str) -> None:
         """Note a request that was answered."""
+        total = time.perf_counter() - outcome.started
         self.metrics.count("te_request_success", method=method)
-        self.metrics.observe("te_request_duration", time.perf_counter() - outcome.started)
-        for name in ("tokenization", "queue", "inference"):
-            self.metrics.observe(f"te_request_{name}_duration", getattr(outcome, name))
+        self.metrics.durations("te_request", total, outcome.tokenization, outcome.queue, outcome.inference)
 
     def log_failure(self, error: BaseException) -> None:
         """Write an error that nobody expected to the log."""
