@@ -8,6 +8,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from tilefold.recipes.backbone import layer_stacks
+
 __all__ = ["freeze_lower_layers", "length_grouped_batches"]
 
 POOL = 8  # batches per pool; the texts of a pool are sorted by length
@@ -22,8 +24,7 @@ def freeze_lower_layers(model: Any, layers: int) -> None:
         ValueError: if the model has fewer layers, or its layers are not found.
     """
     network = model[0].model
-    count = getattr(network.config, "num_hidden_layers", None)
-    stacks = [m for m in network.modules() if type(m).__name__ == "ModuleList" and len(m) == count]
+    stacks = layer_stacks(network)
     if not stacks:
         raise ValueError(f"frozen_layers: {type(network).__name__} has no list of layers that is known; use 0.")
     if layers > len(stacks[0]):

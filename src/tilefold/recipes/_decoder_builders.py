@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilefold.recipes._encoder_builders import head_pooling, load_transformer, usual_scale
+from tilefold.recipes._encoder_builders import head_pooling, load_transformer, shared_network, usual_scale
 from tilefold.recipes._encoder_spec import Base, EncoderSpec
+from tilefold.recipes.loading import saved_architectures, seeded
 
 __all__ = ["build_bge_m3", "build_causal", "build_prosper", "build_splate"]
 
@@ -15,35 +16,29 @@ FRESH = 0.1
 
 def build_causal(spec: EncoderSpec, base: Base) -> list[Any]:
     """A causal language model, read causally, in both directions, or twice, and the pooling of its logits."""
-    import torch
-
     from tilefold.recipes.decoders import add_lora, causal_transformer
 
     if spec.shared_network:
-        transformer = _shared(spec, base, "text-generation")
+        transformer = shared_network(spec, base, "text-generation")
     else:
         transformer = causal_transformer(spec.base_model or base.base_model, spec.kind, max_length=base.max_length)
         if spec.lora is not None:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(base.seed)
+            with seeded(base.seed):
                 add_lora(transformer, rank=spec.lora, alpha=2 * spec.lora)
     return [transformer, head_pooling(spec, transformer, spec.pooling or "max")]
 
 
 def build_prosper(spec: EncoderSpec, base: Base) -> list[Any]:
     """An LM head at one token with the literal residual network, then window and norm."""
-    import torch
-
     from tilefold.modules.prosper import ProsperTransformer
     from tilefold.modules.window import LexicalWindow
 
     if spec.shared_network:
-        transformer = _shared(spec, base, None)
+        transformer = shared_network(spec, base, None)
         if not isinstance(transformer, ProsperTransformer):
             raise ValueError("shared_network: the document side must be of kind 'prosper' too.")
     else:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(base.seed)
+        with seeded(base.seed):
             transformer = _prosper_transformer(spec, base)
     return [transformer, LexicalWindow(spec.top_k, spec.normalize, transformer.vocab_size)]
 
@@ -57,13 +52,12 @@ def build_bge_m3(spec: EncoderSpec, base: Base) -> list[Any]:
 
     name = spec.base_model or base.base_model
     transformer = (
-        _shared(spec, base, "feature-extraction")
+        shared_network(spec, base, "feature-extraction")
         if spec.shared_network
         else load_transformer(name, base, "feature-extraction")
     )
     rows = transformer.model.get_input_embeddings().num_embeddings
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(base.seed)
+    with seeded(base.seed):
         head = TokenWeights(transformer.get_embedding_dimension(), rows, ignore_ids=silent_ids(transformer.tokenizer))
     found = None if name == "minilm" else find_sparse_linear(name)
     if found is not None:
@@ -83,8 +77,6 @@ def build_bge_m3(spec: EncoderSpec, base: Base) -> list[Any]:
 
 def build_splate(spec: EncoderSpec, base: Base) -> list[Any]:
     """A frozen ColBERT's Transformer, an adapter, and the frozen head of a masked language model."""
-    import torch
-
     from tilefold.recipes.colbert import ColbertRecipe
     from tilefold.recipes.colbert import load_base_model as load_colbert
     from tilefold.recipes.splate import splate_modules
@@ -97,8 +89,7 @@ def build_splate(spec: EncoderSpec, base: Base) -> list[Any]:
             "tilefold.recipes.splate.splate_encoder, which keeps them, and train it with the stock trainer."
         )
     masked = load_transformer(spec.head_model or "minilm", base, "fill-mask")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(base.seed)
+    with seeded(base.seed):
         return splate_modules(colbert, masked, train_bias=spec.trainable is True, logit_scale=usual_scale(masked))
 
 
@@ -108,7 +99,6 @@ def _prosper_transformer(spec: EncoderSpec, base: Base) -> Any:
 
     from tilefold.modules.prosper import ProsperTransformer
     from tilefold.recipes.decoders import causal_transformer
-    from tilefold.recipes.loading import saved_architectures
 
     name = spec.base_model or base.base_model
     if name != "minilm" and any(found.endswith("ForCausalLM") for found in saved_architectures(name)):
@@ -133,18 +123,3 @@ def _prosper_transformer(spec: EncoderSpec, base: Base) -> Any:
     made.model.config._name_or_path = plain.model.config._name_or_path
     made.max_seq_length = plain.max_seq_length
     return made
-
-
-def _shared(spec: EncoderSpec, base: Base, task: str | None) -> Any:
-    """The network of the document side; options of the network itself belong there."""
-    for name in ("lora", "literal_residual", *(("pooling", "logit_scale") if spec.kind == "prosper" else ())):
-        if getattr(spec, name) is not None:
-            raise ValueError(
-                f"{name}: set it on the document side, whose network a query side with shared_network runs."
-            )
-    if base.network is None or (task is not None and base.network.transformer_task != task):
-        raise ValueError(
-            f"shared_network: the document side must have a network as kind {spec.kind!r} does; leave it out, and the "
-            "query side gets a network of its own."
-        )
-    return base.network

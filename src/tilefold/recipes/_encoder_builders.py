@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tilefold.recipes._encoder_spec import Base, EncoderSpec
+from tilefold.recipes.loading import check_masked_lm, saved_modules, seeded, whole_weights
 
 __all__ = ["build_binary", "build_cls_mlm", "build_epic", "build_idf", "build_mlm", "build_mlp", "load_transformer"]
 
@@ -49,14 +50,11 @@ def head_pooling(spec: EncoderSpec, transformer: Any, pooling: str) -> Any:
 
 def build_epic(spec: EncoderSpec, base: Base) -> list[Any]:
     """A masked language model that puts out its hidden states, and EPIC's pooling of both."""
-    import torch
-
     from tilefold.modules import EpicPooling
 
     transformer = _network(spec, base, "fill-mask", output_hidden_states=True)
     drop = spec.drop_special_tokens is not False
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(base.seed)
+    with seeded(base.seed):
         pooling = EpicPooling(
             transformer.model.config.hidden_size,
             ignore_ids=transformer.tokenizer.all_special_ids if drop else (),
@@ -84,8 +82,7 @@ def build_mlp(spec: EncoderSpec, base: Base) -> list[Any]:
     transformer = _network(spec, base, "feature-extraction")
     rows = transformer.model.get_input_embeddings().num_embeddings
     drop = spec.drop_special_tokens is not False
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(base.seed)
+    with seeded(base.seed):
         weights = TokenWeights(
             transformer.get_embedding_dimension(),
             rows if base.vocab_size is None else base.vocab_size,
@@ -104,7 +101,6 @@ def build_mlp(spec: EncoderSpec, base: Base) -> list[Any]:
 def _continue_weights(weights: Any, base_model: str) -> None:
     """Take over the token weights of a base model that was trained with some, in place."""
     from tilefold.modules import TokenWeights, load_encoder
-    from tilefold.recipes.loading import saved_modules
 
     if base_model == "minilm" or not any(path.endswith(".TokenWeights") for path in saved_modules(base_model)):
         return
@@ -192,10 +188,21 @@ def _network(spec: EncoderSpec, base: Base, task: str, first_token: bool = False
     if not spec.shared_network:
         name = spec.base_model or base.base_model
         return load_transformer(name, base, task, first_token, layers=spec.layers, **config)
-    if base.network is None or base.network.transformer_task != task:
+    return shared_network(spec, base, task)
+
+
+def shared_network(spec: EncoderSpec, base: Base, task: str | None) -> Any:
+    """The network of the document side; options of the network itself belong there."""
+    for name in ("lora", "literal_residual", *(("pooling", "logit_scale") if spec.kind == "prosper" else ())):
+        if getattr(spec, name) is not None:
+            raise ValueError(
+                f"{name}: set it on the document side, whose network a query side with shared_network runs."
+            )
+    if base.network is None or (task is not None and base.network.transformer_task != task):
+        needed = "a network" if task is None else f"a network for the task {task!r}"
         raise ValueError(
-            f"shared_network: the document side must have a network for the task {task!r}, as kind {spec.kind!r} does; "
-            "leave it out, and the query side gets a network of its own."
+            f"shared_network: the document side must have {needed}, as kind {spec.kind!r} does; leave it out, and the "
+            "query side gets a network of its own."
         )
     return base.network
 
@@ -242,8 +249,6 @@ def load_transformer(
 
 def _load(path: str, base: Base, task: str, config: dict[str, Any]) -> Any:
     from sentence_transformers.base.modules import Transformer
-
-    from tilefold.recipes.loading import check_masked_lm, whole_weights
 
     if task == "fill-mask":
         check_masked_lm(path)

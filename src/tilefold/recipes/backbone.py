@@ -153,9 +153,9 @@ def keep_lowest_layers(network: Any, layers: int) -> None:
     Raises:
         ValueError: if it has fewer, or its layers are not found.
     """
-    count = getattr(network.config, "num_hidden_layers", None)
-    stacks = [module for module in network.modules() if type(module).__name__ == "ModuleList" and len(module) == count]
+    stacks = layer_stacks(network)
     if len(stacks) != 1:
+        count = getattr(network.config, "num_hidden_layers", None)
         raise ValueError(f"layers: {type(network).__name__} has no one list of {count} layers; leave it out.")
     if layers > len(stacks[0]):
         raise ValueError(f"layers must not exceed the model's {len(stacks[0])}, got {layers}.")
@@ -163,6 +163,12 @@ def keep_lowest_layers(network: Any, layers: int) -> None:
     network.config.num_hidden_layers = layers
     if isinstance(kinds := getattr(network.config, "layer_types", None), list):
         network.config.layer_types = kinds[:layers]
+
+
+def layer_stacks(network: Any) -> list[Any]:
+    """The lists in a transformers model that have as many modules as it has layers."""
+    count = getattr(network.config, "num_hidden_layers", None)
+    return [module for module in network.modules() if type(module).__name__ == "ModuleList" and len(module) == count]
 
 
 def _stock_encoder(folder: str, max_length: int, device: str | None) -> SparseEncoder:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilefold.recipes._settings import Check, TrainingSettings, flag, whole
 from tilefold.recipes._training import Losses, Progress, RunOptions, TrainingJob, TrainResult, run_trainer, run_training
-from tilefold.recipes.loading import check_tokenizer, saved_kind, saved_modules, whole_weights
+from tilefold.recipes.loading import check_tokenizer, saved_kind, saved_modules, seeded, stay_offline, whole_weights
 
 if TYPE_CHECKING:
     from sentence_transformers import MultiVectorEncoder
@@ -103,7 +103,6 @@ def load_base_model(recipe: ColbertRecipe) -> MultiVectorEncoder:
     A backbone becomes ``[Transformer, Dense, MultiVectorMask, Normalize]`` with a bias-free projection whose rows are
     orthonormal, so that untrained scores already follow those of the backbone's own token states.
     """
-    import torch
     from sentence_transformers import MultiVectorEncoder
     from sentence_transformers.base.modules import Transformer
 
@@ -112,8 +111,7 @@ def load_base_model(recipe: ColbertRecipe) -> MultiVectorEncoder:
     packaged = recipe.base_model == "minilm"
     base = str(minilm_path()) if packaged else recipe.base_model
     local, kind = Path(base).is_dir(), saved_kind(base)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
+    with seeded(recipe.seed):
         with whole_weights(base):
             model = MultiVectorEncoder(base, trust_remote_code=False, local_files_only=local)
         check_tokenizer(model, base)
@@ -128,9 +126,7 @@ def load_base_model(recipe: ColbertRecipe) -> MultiVectorEncoder:
     model[0].document_length = min(recipe.max_length, model[0].document_length or recipe.max_length, _positions(model))
     if packaged:
         model[0].model.config._name_or_path = MINILM_NAME
-    model.model_card_data.local_files_only = True
-    model.model_card_data.generate_widget_examples = False
-    return model
+    return stay_offline(model)  # type: ignore[no-any-return]
 
 
 def _with_own_modules(model: MultiVectorEncoder, recipe: ColbertRecipe, *, keep_projection: bool) -> MultiVectorEncoder:

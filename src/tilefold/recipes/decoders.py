@@ -57,12 +57,12 @@ def causal_splade(
     from sentence_transformers import SparseEncoder
     from sentence_transformers.sparse_encoder.modules import SpladePooling
 
+    from tilefold.recipes.loading import stay_offline
+
     transformer = causal_transformer(base_model, variant, max_length=max_length, **options)
     splade = SpladePooling(pooling_strategy=pooling, activation_function=activation)
     model = SparseEncoder(modules=[transformer, splade], device=device)
-    model.model_card_data.local_files_only = True
-    model.model_card_data.generate_widget_examples = False
-    return model
+    return stay_offline(model)  # type: ignore[no-any-return]
 
 
 def causal_transformer(

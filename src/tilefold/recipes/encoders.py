@@ -16,6 +16,7 @@ from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.recipes import _decoder_builders as decoders
 from tilefold.recipes import _encoder_builders as builders
 from tilefold.recipes._encoder_spec import KINDS, Base, EncoderSpec
+from tilefold.recipes.loading import stay_offline
 
 if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder
@@ -71,9 +72,7 @@ def build_encoder(
         model = SparseEncoder(
             modules=modules, device=device, similarity_fn_name="dot", max_active_dims=_most_terms(query, document)
         )
-    model.model_card_data.local_files_only = True
-    model.model_card_data.generate_widget_examples = False
-    return model
+    return stay_offline(model)  # type: ignore[no-any-return]
 
 
 def _most_terms(query: EncoderSpec | None, document: EncoderSpec) -> int | None:

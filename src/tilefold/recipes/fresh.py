@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tilefold.recipes.backbone import GELU_SHIFT
+from tilefold.recipes.loading import seeded
 
 __all__ = ["fresh_masked_lm"]
 
@@ -50,7 +51,6 @@ def fresh_masked_lm(
     Raises:
         ValueError: for sizes that do not fit together, or a tokenizer without those tokens.
     """
-    import torch
     from transformers import BertConfig, BertForMaskedLM
 
     for name, value in (("width", width), ("layers", layers), ("heads", heads), ("max_length", max_length)):
@@ -73,8 +73,7 @@ def fresh_masked_lm(
         pad_token_id=tokenizer.pad_token_id,
         architectures=["BertForMaskedLM"],
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         model = BertForMaskedLM(config)
         _start_lexical(model, config)
     folder = Path(folder)

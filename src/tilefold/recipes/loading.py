@@ -21,6 +21,8 @@ __all__ = [
     "saved_architectures",
     "saved_kind",
     "saved_modules",
+    "seeded",
+    "stay_offline",
     "whole_weights",
 ]
 
@@ -46,11 +48,10 @@ def saved_kind(name_or_path: str) -> str:
         return "sparse"
     if modules:
         return "dense"
-    config = _read(name_or_path, "config.json")
-    named = (config.get("architectures") or []) if isinstance(config, dict) else []
-    if any(str(name).endswith("ForSequenceClassification") for name in named):
+    named = saved_architectures(name_or_path)
+    if any(name.endswith("ForSequenceClassification") for name in named):
         return "cross-encoder"
-    late = any(name == "HF_ColBERT" or str(name).endswith("ForRetrieval") for name in named)
+    late = any(name == "HF_ColBERT" or name.endswith("ForRetrieval") for name in named)
     return "multi-vector" if late else "backbone"
 
 
@@ -114,6 +115,23 @@ def load_saved(name_or_path: str, kind: str) -> Any:
     check_loaded_attention(model)
     model.model_card_data.local_files_only = True
     run_fast(model)
+    return model
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw torch's random numbers of the CPU from a seed; afterwards they go on where they were."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def stay_offline(model: Any) -> Any:
+    """The model, whose card asks no network and draws no examples."""
+    model.model_card_data.local_files_only = True
+    model.model_card_data.generate_widget_examples = False
     return model
 
 

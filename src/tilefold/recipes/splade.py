@@ -73,7 +73,7 @@ def load_base_model(recipe: SpladeRecipe, sample_texts: list[str]) -> SparseEnco
             seed=recipe.seed,
         )
     from tilefold.modules import load_encoder
-    from tilefold.recipes.loading import check_masked_lm, check_tokenizer, saved_kind, whole_weights
+    from tilefold.recipes.loading import check_masked_lm, check_tokenizer, saved_kind, stay_offline, whole_weights
 
     base = recipe.base_model
     kind = saved_kind(base)
@@ -89,6 +89,4 @@ def load_base_model(recipe: SpladeRecipe, sample_texts: list[str]) -> SparseEnco
         model = load_encoder(base, trust_remote_code=False, local_files_only=Path(base).is_dir())
     check_tokenizer(model, base)
     model.max_seq_length = min(recipe.max_length, model.max_seq_length or recipe.max_length)
-    model.model_card_data.local_files_only = True
-    model.model_card_data.generate_widget_examples = False
-    return model
+    return stay_offline(model)  # type: ignore[no-any-return]

@@ -39,11 +39,11 @@ def splate_encoder(
     """
     from sentence_transformers import SparseEncoder
 
+    from tilefold.recipes.loading import stay_offline
+
     modules = splate_modules(colbert, masked_lm, **options)
     model = SparseEncoder(modules=modules, prompts=dict(colbert.prompts), device=device)
-    model.model_card_data.local_files_only = True
-    model.model_card_data.generate_widget_examples = False
-    return model
+    return stay_offline(model)  # type: ignore[no-any-return]
 
 
 def splate_modules(colbert: MultiVectorEncoder, masked_lm: Transformer, **options: Any) -> list[Any]:
