@@ -21,7 +21,7 @@ from transformers import TrainingArguments
 from tests.integrations.multi_vector_models import build_colbert, needs_stock
 from tests.integrations.splade_models import TEXTS
 from tilefold.integrations.sentence_transformers import accelerate, restore
-from tilefold.integrations.sentence_transformers._replicas import ASKED
+from tilefold.integrations.sentence_transformers._accelerate import ASKED
 from tilefold.integrations.transformers import one_gpu
 from tilefold.modules import StaticQuery
 

@@ -13,7 +13,7 @@ from tilefold.integrations.sentence_transformers._batch_encoder import SparseBat
 from tilefold.integrations.sentence_transformers._fused_encode import FusedEncode
 from tilefold.integrations.sentence_transformers._heads import check_head
 from tilefold.integrations.sentence_transformers._packing import has_packed_inputs, pack_inputs, unpack_inputs
-from tilefold.integrations.sentence_transformers._pairs import find_pairs, find_scorers
+from tilefold.integrations.sentence_transformers._pairs import find_pairs
 from tilefold.integrations.sentence_transformers._pooling import (
     FusedForward,
     StaticTokens,
@@ -21,7 +21,6 @@ from tilefold.integrations.sentence_transformers._pooling import (
     fused_pooling,
     pass_hidden_states,
 )
-from tilefold.integrations.sentence_transformers._replicas import allow_replicas, refuse_replicas
 from tilefold.integrations.sentence_transformers._selfcheck import check_pair
 from tilefold.integrations.sentence_transformers._similarity import (
     fuse_similarity,
@@ -34,6 +33,7 @@ from tilefold.integrations.sentence_transformers._token_stream import TokenBatch
 from tilefold.ops.implementations import check_impl
 
 _FUSED = (FusedForward, StaticTokens)
+ASKED = "_replicate_for_data_parallel"  # which torch.nn.parallel.replicate calls on every module that it copies
 
 
 class Acceleration(Handle):
@@ -137,6 +137,8 @@ def accelerate(
         )
     pairs = find_pairs(model)
     for pair in pairs:
+        if pair.head is None:
+            continue
         check_head(pair.head)
         if quantize is not None and not (pooling := fused_pooling(pair.pooling)).quantizable:
             name = getattr(pooling, "pooling", type(pooling).__name__)
@@ -146,16 +148,18 @@ def accelerate(
         if check:
             check_pair(pair, impl)
     for pair in pairs:
-        pair.head.forward = pass_hidden_states
         pair.pooling.forward = FusedForward(pair.pooling, pair.head, impl, quantize, pair.last)
+        if pair.head is None:
+            continue
+        pair.head.forward = pass_hidden_states
         if _check_head_is_fused not in pair.transformer._forward_pre_hooks.values():
             pair.transformer.register_forward_pre_hook(_check_head_is_fused)
-    for module, last in find_scorers(model):
-        module.forward = FusedForward(module, None, impl, last=last)  # type: ignore[attr-defined]
     count_no_padding(model)
     _carry(model, encode_sparse_batch=SparseBatchEncoder(model), encode=FusedEncode(model))
-    refuse_replicas(model)
-    return Acceleration(model, len({id(pair.head) for pair in pairs}), _packed(model, check, packed))
+    setattr(model, ASKED, NoReplicas(type(model).__name__))
+    return Acceleration(
+        model, len({id(pair.head) for pair in pairs if pair.head is not None}), _packed(model, check, packed)
+    )
 
 
 def _carry(model: Any, **methods: Any) -> None:
@@ -171,7 +175,7 @@ def _packed(model: Any, check: bool, packed: bool) -> dict[str, str]:
         return {"all": "packed=False was chosen"}
     padded = pack_inputs(model, check)
     if has_packed_inputs(model):
-        refuse_replicas(model)
+        setattr(model, ASKED, NoReplicas(type(model).__name__))
     return padded
 
 
@@ -200,7 +204,8 @@ def is_accelerated(model: Any) -> bool:
 def _remove_patches(model: nn.Module) -> None:
     unfuse_similarity(model)
     unpack_inputs(model)
-    allow_replicas(model)
+    if isinstance(vars(model).get(ASKED), NoReplicas):
+        delattr(model, ASKED)
     for name in ("encode_sparse_batch", "encode_token_batch"):
         if name in vars(model):
             delattr(model, name)
@@ -225,4 +230,28 @@ def _check_head_is_fused(transformer: Any, _: Any) -> None:
             "the LM head must be the one that accelerate(model) saw, got another layer in its place "
             f"({type(head).__name__}: an adapter was added, merged or removed, or the head was replaced); call "
             "accelerate(model) again."
+        )
+
+
+class NoReplicas:
+    """Replaces the method by which ``torch.nn.DataParallel`` copies a module: raises an error.
+
+    A copy shares the forwards that were replaced on the instances, and those read the weights of the original, on its
+    device.
+
+    Args:
+        name: of the model's class.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self) -> nn.Module:
+        """Raise a ``RuntimeError``."""
+        gpus = max(2, torch.cuda.device_count())
+        raise RuntimeError(
+            f"an accelerated {self.name} must run in one process for each GPU, got torch.nn.DataParallel, which copies "
+            f"it within one (transformers' Trainer does this where several GPUs are visible). For all GPUs, start the "
+            f"training with `torchrun --nproc-per-node {gpus} SCRIPT` (or `accelerate launch`); for one, set "
+            "CUDA_VISIBLE_DEVICES=0, or make the trainer's arguments with tilefold.integrations.transformers.one_gpu."
         )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,11 +13,12 @@ from torch import Tensor, nn
 from tilefold.integrations.sentence_transformers._columns import PackedForward
 from tilefold.integrations.sentence_transformers._packed_inputs import PackedInputs, packed_inputs, padded_inputs
 from tilefold.integrations.sentence_transformers._pairs import pipelines_of
-from tilefold.integrations.sentence_transformers._repadding import PACKED_KEYS, PackedMask
-from tilefold.integrations.sentence_transformers._selfcheck import TOLERANCE, tiny_batch
+from tilefold.integrations.sentence_transformers._selfcheck import TOLERANCE, as_evaluated, tiny_batch
 from tilefold.integrations.sentence_transformers._similarity import is_multi_vector
 from tilefold.integrations.transformers import stop_packed, use_packed
+from tilefold.ops.packed_attention import places_of_tokens
 
+PACKED_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids")
 # of the norm: rounding in bf16 takes .05 to .11 in 12 layers of random weights, one token of another text .5
 GROSS = 0.25
 _EXPECTED = ("is no encoder", "was chosen", "of its own")  # reasons that nobody need be told
@@ -148,7 +147,7 @@ def _far(got: Tensor, expected: Tensor) -> float:
 
 def _both_ways(route: list[Any]) -> tuple[Tensor, Tensor]:
     """What packed and padded batches give, in fp32."""
-    with _evaluating(route), torch.no_grad():
+    with as_evaluated(route):
         with padded_inputs():
             expected = _run(route)
         with packed_inputs():
@@ -166,16 +165,34 @@ def _run(route: list[Any]) -> Tensor:
     return kept
 
 
-@contextmanager
-def _evaluating(route: list[Any]) -> Iterator[None]:
-    modes = {module: module.training for root in route for module in root.modules()}
-    dimensions = [(module, module.embedding_dimension) for module in route if "embedding_dimension" in vars(module)]
-    for module in modes:
-        module.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-        for module, dimension in dimensions:
-            module.embedding_dimension = dimension
+class PackedMask:
+    """Replaces the forward of one ``MultiVectorMask``, which cuts packed token vectors one text at a time.
+
+    Args:
+        module: the stock module, whose own forward then runs on the padded features.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, features: dict[str, Any], task: str | None = None) -> dict[str, Any]:
+        """The features with ``[B, S, ..]`` token vectors and ids, and the mask of the tokens that are scored."""
+        if "cu_seq_lens_q" in features:
+            repad(features)
+        found: dict[str, Any] = type(self.module).forward(self.module, features, task=task)
+        return found
+
+
+def repad(features: dict[str, Any]) -> None:
+    """Put padded ``token_embeddings``, ``input_ids`` and ``attention_mask`` in the place of packed ones."""
+    cu_seqlens: Tensor = features["cu_seq_lens_q"]
+    count, longest = cu_seqlens.numel() - 1, int(features["max_length_q"])
+    ids, vectors = features["input_ids"][0], features["token_embeddings"][0]
+    sequence, place = places_of_tokens(cu_seqlens, ids.numel())
+    rows = sequence * longest + place
+    features["input_ids"] = ids.new_zeros(count * longest).index_copy(0, rows, ids).view(count, longest)
+    padded = vectors.new_zeros(count * longest, vectors.size(1)).index_copy(0, rows, vectors)
+    features["token_embeddings"] = padded.view(count, longest, vectors.size(1))
+    features["attention_mask"] = torch.arange(longest, device=ids.device) < cu_seqlens.diff()[:, None]
+    for key in PACKED_KEYS:
+        features.pop(key, None)

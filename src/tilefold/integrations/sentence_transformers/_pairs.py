@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
-from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Router, Transformer
 from sentence_transformers.base.modules.module import Module
 from sentence_transformers.sparse_encoder.modules import SpladePooling
@@ -19,66 +18,41 @@ from tilefold.modules.fused_pooling import FusedPooling
 class SpladePair(NamedTuple):
     """One route through the model: ``transformer`` runs ``head`` last, ``pooling`` comes next.
 
-    ``last`` says that nothing follows the pooling.
+    Both are None where a module of :mod:`tilefold.modules` reads no logits. ``last``: nothing follows the pooling.
     """
 
     transformer: Any
-    head: nn.Module
+    head: Any
     pooling: Any
     last: bool = True
-
-
-class Scorer(NamedTuple):
-    """A module of :mod:`tilefold.modules` that reads no logits; ``last`` says that nothing follows it."""
-
-    module: FusedPooling
-    last: bool
 
 
 def find_pairs(model: nn.Module) -> list[SpladePair]:
     """All distinct pairs of a SparseEncoder, over all routes of its Router modules.
 
     Raises:
-        TypeError: if ``model`` is not a SparseEncoder.
-        ValueError: if it has neither a pair nor a :class:`Scorer`, or a head that also feeds something other than its
-            pooling.
+        ValueError: if there is none, or a head also feeds something other than its pooling.
     """
-
-    if not isinstance(model, SparseEncoder):
-        raise TypeError(
-            f"model must be a sentence_transformers.SparseEncoder, got {type(model).__name__}; only SPLADE models "
-            "have a vocabulary-wide LM head to fuse."
-        )
     pairs: dict[tuple[int, int], SpladePair] = {}
     unpooled: list[Any] = []
     for pipeline in pipelines_of(model):
-        poolings = [i for i, module in enumerate(pipeline) if _pools_logits(module)]
-        if not poolings:
-            unpooled += [module for module in pipeline if _is_transformer(module)]
-            continue
-        pair = _pair_at(pipeline, poolings)
-        key = id(pair.transformer), id(pair.pooling)
-        known = pairs.get(key, pair)
-        pairs[key] = pair._replace(last=pair.last and known.last)
-    if not pairs and not find_scorers(model):
-        found = ", ".join(type(module).__name__ for module in model.modules() if _is_step(module))
-        raise ValueError(
-            f"model must contain a SpladePooling after a Transformer with an LM head, got {found or 'no modules'}; "
-            "models with a SparseAutoEncoder or only static embeddings have no such head and run as they are."
-        )
-    _check_exclusive(list(pairs.values()), unpooled)
-    return list(pairs.values())
-
-
-def find_scorers(model: nn.Module) -> list[Scorer]:
-    """All distinct modules of ours that read no logits, over all routes of a SparseEncoder."""
-    found: dict[int, Scorer] = {}
-    for pipeline in pipelines_of(model):
+        readers = [i for i, module in enumerate(pipeline) if _pools_logits(module)]
+        found = [_pair_at(pipeline, readers)] if readers else []
+        unpooled += [] if readers else [module for module in pipeline if isinstance(module, Transformer)]
         for place, module in enumerate(pipeline, 1):
             if isinstance(module, FusedPooling) and not module.reads_logits:
-                last = place == len(pipeline) and found.get(id(module), (module, True))[1]
-                found[id(module)] = Scorer(module, last)
-    return list(found.values())
+                found.append(SpladePair(None, None, module, place == len(pipeline)))
+        for pair in found:
+            key = id(pair.transformer), id(pair.pooling)
+            pairs[key] = pair._replace(last=pair.last and pairs.get(key, pair).last)
+    if not pairs:
+        names = ", ".join(type(module).__name__ for module in model.modules() if isinstance(module, Module))
+        raise ValueError(
+            f"model must contain a SpladePooling after a Transformer with an LM head, got {names or 'no modules'}; "
+            "models with a SparseAutoEncoder or only static embeddings have no such head and run as they are."
+        )
+    _check_exclusive([pair for pair in pairs.values() if pair.head is not None], unpooled)
+    return list(pairs.values())
 
 
 def pipelines_of(model: nn.Module) -> Iterator[list[Any]]:
@@ -88,7 +62,6 @@ def pipelines_of(model: nn.Module) -> Iterator[list[Any]]:
 
 def _pipelines(modules: Iterable[nn.Module | None]) -> Iterator[list[Any]]:
     """Every sequence of plain modules that an input may pass."""
-
     steps: list[list[list[Any]]] = []
     for module in modules:
         if isinstance(module, Router):
@@ -103,11 +76,10 @@ def _pipelines(modules: Iterable[nn.Module | None]) -> Iterator[list[Any]]:
 
 
 def _pair_at(pipeline: list[Any], poolings: list[int]) -> SpladePair:
-
     position = poolings[0]
     before: Any = pipeline[position - 1] if position else None
     names = " -> ".join(type(module).__name__ for module in pipeline)
-    if len(poolings) > 1 or not _is_transformer(before):
+    if len(poolings) > 1 or not isinstance(before, Transformer):
         raise ValueError(
             f"one pooling of logits must directly follow a Transformer, got {names}; a module between them would "
             "read logits that a fused head never computes."
@@ -115,8 +87,7 @@ def _pair_at(pipeline: list[Any], poolings: list[int]) -> SpladePair:
     pooling = pipeline[position]
     if isinstance(pooling, FusedPooling):
         pooling.check_fusable()
-        return SpladePair(before, find_head(before.model), pooling, position == len(pipeline) - 1)
-    if type(pooling).forward is not SpladePooling.forward or "forward" in vars(pooling):
+    elif type(pooling).forward is not SpladePooling.forward or "forward" in vars(pooling):
         raise ValueError(
             f"SpladePooling must run its own forward, got {type(pooling).__name__} with another one; use the stock "
             "SpladePooling, or call tilefold.ops.lsr_head in your forward."
@@ -144,15 +115,4 @@ def _check_exclusive(pairs: list[SpladePair], unpooled: list[Any]) -> None:
 
 
 def _pools_logits(module: object) -> bool:
-
     return isinstance(module, SpladePooling) or (isinstance(module, FusedPooling) and module.reads_logits)
-
-
-def _is_transformer(module: object) -> bool:
-
-    return isinstance(module, Transformer)
-
-
-def _is_step(module: object) -> bool:
-
-    return isinstance(module, Module)

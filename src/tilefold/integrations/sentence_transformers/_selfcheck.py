@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,7 +51,7 @@ def check_pair(pair: SpladePair, impl: str) -> None:
             "model must be whole for the check of accelerate(), got one whose parameters are sharded; call "
             "accelerate(model) before fully_shard(model), or pass check=False."
         )
-    with _evaluating(pair), torch.no_grad():
+    with as_evaluated((pair.transformer, pair.pooling)):
         try:
             features = tiny_batch(pair.transformer)
             probe = _probe(pair, features)
@@ -136,15 +136,17 @@ def tiny_batch(transformer: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _evaluating(pair: SpladePair) -> Iterator[None]:
-    """Eval mode within it; afterwards each module has its former mode."""
-    modes = {module: module.training for root in (pair.transformer, pair.pooling) for module in root.modules()}
-    dimension = pair.pooling.embedding_dimension
-    pair.transformer.eval()
-    pair.pooling.eval()
+def as_evaluated(modules: Sequence[Any]) -> Iterator[None]:
+    """Modules in eval mode, and without a graph; afterwards each has its former mode and dimension."""
+    modes = {module: module.training for root in modules for module in root.modules()}
+    dimensions = [(module, module.embedding_dimension) for module in modules if "embedding_dimension" in vars(module)]
+    for module in modules:
+        module.eval()
     try:
-        yield
+        with torch.no_grad():
+            yield
     finally:
         for module, training in modes.items():
             module.training = training
-        pair.pooling.embedding_dimension = dimension
+        for module, dimension in dimensions:
+            module.embedding_dimension = dimension

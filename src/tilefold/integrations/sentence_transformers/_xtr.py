@@ -128,9 +128,7 @@ class XTRScores:
     """:func:`xtr_scores` with options of its own, for ``similarity_fct=``.
 
     Args:
-        top_k: as in :func:`xtr_scores`.
-        chunk_elements: likewise.
-        impl: likewise.
+        top_k, chunk_elements, impl: as in :func:`xtr_scores`.
 
     Raises:
         ValueError: for a ``top_k`` below 1, when scores are asked for.
@@ -139,9 +137,7 @@ class XTRScores:
     _scores: Callable[..., Tensor] = staticmethod(xtr_scores)
 
     def __init__(self, top_k: int = 256, *, chunk_elements: int | None = None, impl: str = "auto") -> None:
-        self.top_k = top_k
-        self.chunk_elements = chunk_elements
-        self.impl = impl
+        self.top_k, self.chunk_elements, self.impl = top_k, chunk_elements, impl
 
     def get_config_dict(self) -> dict[str, int | None]:
         """The options that a loss writes into a model card."""
@@ -151,27 +147,11 @@ class XTRScores:
         self, queries_embeddings: Any, documents_embeddings: Any, queries_mask: Any = None, documents_mask: Any = None
     ) -> Tensor:
         """Scores: ``[Nq, B * N]``, of :class:`XTRKDScores` ``[B, N]``."""
-        return self._scores(
-            queries_embeddings,
-            documents_embeddings,
-            queries_mask,
-            documents_mask,
-            self.top_k,
-            self.chunk_elements,
-            impl=self.impl,
-        )
+        sides = (queries_embeddings, documents_embeddings, queries_mask, documents_mask)
+        return self._scores(*sides, self.top_k, self.chunk_elements, impl=self.impl)
 
 
 class XTRKDScores(XTRScores):
-    """:func:`xtr_kd_scores` with options of its own; see :class:`XTRScores`.
-
-    Args:
-        top_k: as in :func:`xtr_scores`.
-        chunk_elements: likewise.
-        impl: likewise.
-
-    Raises:
-        ValueError: for a ``top_k`` below 1, when scores are asked for.
-    """
+    """:func:`xtr_kd_scores` with options of its own; arguments and errors are those of :class:`XTRScores`."""
 
     _scores = staticmethod(xtr_kd_scores)
