@@ -19,7 +19,7 @@ import numpy as np
 
 from tilefold.retrieval._ids import check_text_ids
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.training_rows import TrainingRows
+from tilefold.retrieval.training_rows import TrainingRows, offsets_of
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
@@ -120,11 +120,11 @@ class Mined:
         self.score.append(score)
 
     def rows(self, made_by: Mapping[str, Any]) -> TrainingRows:
-        """What was found, as training rows."""
+        """The rows with their arrays."""
         return TrainingRows(
             self.queries,
             list(self.documents),
-            np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts, dtype=np.int64)]),
+            offsets_of(self.counts),
             np.array(self.document, np.int32),
             np.array(self.relevant, bool),
             np.array(self.rank, np.int32),
@@ -172,10 +172,22 @@ def mine_negatives(
     for query, scores in rankings:
         check_text_ids("rankings", [query, *scores])
         positives = [name for name, grade in judged.get(query, {}).items() if grade > 0]
-        if positives:
-            ranked = sorted(scores.items(), key=lambda item: -item[1])
-            candidates = _candidates(mined, query, ranked, collection, false_negatives or FalseNegatives())
-            _take(mined, query, positives, ranked, _draw(candidates, windows, seed, query), windows)
+        if not positives:
+            continue
+        ranked = sorted(scores.items(), key=lambda item: -item[1])
+        candidates = _candidates(mined, query, ranked, collection, false_negatives or FalseNegatives())
+        drawn = _draw(candidates, windows, seed, query)
+        mined.without += not drawn
+        mined.short += 0 < len(drawn) < sum(window.count for window in windows)
+        if drawn:
+            place = {name: (rank, score) for rank, (name, score) in enumerate(ranked, start=1)}
+            mined.queries.append(query)
+            mined.counts.append(len(positives) + len(drawn))
+            for name in positives:
+                mined.add(name, True, *place.get(name, (0, math.nan)))
+            for rank in drawn:
+                name, score = ranked[rank - 1]
+                mined.add(name, False, rank, score)
     return mined
 
 
@@ -221,29 +233,6 @@ def _draw(candidates: list[int], windows: Sequence[Window], seed: int, query: st
     return sorted(drawn)
 
 
-def _take(
-    mined: Mined,
-    query: str,
-    positives: list[str],
-    ranked: list[tuple[str, float]],
-    drawn: list[int],
-    windows: Sequence[Window],
-) -> None:
-    """Add the rows of a query; without a negative it is only counted."""
-    mined.without += not drawn
-    mined.short += 0 < len(drawn) < sum(window.count for window in windows)
-    if not drawn:
-        return
-    place = {name: (rank, score) for rank, (name, score) in enumerate(ranked, start=1)}
-    mined.queries.append(query)
-    mined.counts.append(len(positives) + len(drawn))
-    for name in positives:
-        mined.add(name, True, *place.get(name, (0, math.nan)))
-    for rank in drawn:
-        name, score = ranked[rank - 1]
-        mined.add(name, False, rank, score)
-
-
 def drop_false_negatives(rows: TrainingRows, false_negatives: FalseNegatives) -> TrainingRows:
     """The rows without negatives that score too high, by the teachers' score if there is one, else the retriever's.
 
@@ -259,5 +248,7 @@ def drop_false_negatives(rows: TrainingRows, false_negatives: FalseNegatives) ->
         kept = group.relevant | (scores <= np.float32(limit))
         keep[low : low + len(kept)] = kept if kept.sum() > group.relevant.sum() else False
     if not keep.any():
-        raise ValueError("margin, max_score_share: expected that some negative passes, got none. Filter less.")
+        raise ValueError(
+            "margin, max_score_share: expected that some negative passes, got none; relax margin or max_score_share."
+        )
     return rows.take(keep)

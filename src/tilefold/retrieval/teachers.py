@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.encoding import encode_collection, encode_queries, model_fingerprint
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import texts_digest
-from tilefold.retrieval.training_rows import Floats, TrainingRows
+from tilefold.retrieval.training_rows import Floats, TrainingRows, offsets_of
 from tilefold.retrieval.truncation import tell_truncated
 from tilefold.retrieval.vectors import read_vectors
 
@@ -37,7 +37,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Teacher:
-    """What scores pairs of query and document.
+    """A scorer of pairs of query and document.
 
     Attributes:
         name: of its column.
@@ -111,7 +111,7 @@ def score_rows(
     batch_size: int = 32,
     progress: Progress | None = None,
 ) -> Floats:
-    """What `teacher` gives each row: float32 ``[N]``, as it comes, a cross-encoder's before any activation.
+    """The score of `teacher` for each row: float32 ``[N]``, as it comes, a cross-encoder's before any activation.
 
     Each distinct text is encoded once. `work` keeps what is done: 2,048 pairs at a time of a cross-encoder, the vectors
     of a sparse or multi-vector model shard by shard, and every finished column; the same call goes on from there. The
@@ -304,13 +304,13 @@ def with_relevant(rows: TrainingRows, collection: Collection, split: str) -> Tra
             f"rows: expected all relevant documents of {split} in scored rows, got some without {len(missing)} of "
             "them. Score the mined file again."
         )
-    return TrainingRows(
-        rows.queries,
-        list(documents),
-        np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)]),
-        np.insert(rows.document, at, np.array(missing, np.int32)),
-        np.insert(rows.relevant, at, True),
-        np.insert(rows.rank, at, 0),
-        np.insert(rows.retrieved, at, np.nan),
+    return replace(
+        rows,
+        documents=list(documents),
+        offsets=offsets_of(counts),
+        document=np.insert(rows.document, at, np.array(missing, np.int32)),
+        relevant=np.insert(rows.relevant, at, True),
+        rank=np.insert(rows.rank, at, 0),
+        retrieved=np.insert(rows.retrieved, at, np.nan),
         made_by=dict(rows.made_by),
     )

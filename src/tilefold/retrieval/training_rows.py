@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -96,19 +96,16 @@ class TrainingRows:
     made_by: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        n = len(self)
-        if (
-            len(self.offsets) != len(self.queries) + 1
-            or self.offsets[0] != 0
-            or bool((np.diff(self.offsets) < 0).any())
-        ):
-            raise DataError(f"offsets: expected {len(self.queries) + 1} numbers that rise from 0, got others.")
+        n, needed = len(self), len(self.queries) + 1
+        if len(self.offsets) != needed or self.offsets[0] != 0 or bool((np.diff(self.offsets) < 0).any()):
+            raise DataError(f"offsets: expected {needed} numbers that rise from 0, got {self.offsets.tolist()[:9]}.")
         columns = {"relevant": self.relevant, "rank": self.rank, "retrieved": self.retrieved, **self._scores()}
         for name, values in columns.items():
             if values.shape != (n,):
                 raise DataError(f"{name}: expected {n} values, one per row, got shape {values.shape}.")
         if bool(self.teachers) != (self.target is not None):
-            raise DataError("target: expected it together with the scores of one teacher at least, got one alone.")
+            alone = "no target" if self.target is None else "no teachers"
+            raise DataError(f"target: expected it together with the scores of one teacher at least, got {alone}.")
         for name, values in self._scores().items():
             if not np.isfinite(values).all():
                 raise DataError(
@@ -165,17 +162,15 @@ class TrainingRows:
     def take(self, keep: npt.NDArray[np.bool_]) -> TrainingRows:
         """The rows where `keep` ``[N]`` is true; queries without any are left out, documents are not."""
         counts = np.bincount(self.query_of_row()[keep], minlength=len(self.queries))
-        return TrainingRows(
-            [query for query, count in zip(self.queries, counts.tolist(), strict=True) if count],
-            self.documents,
-            _offsets(counts[counts > 0]),
-            self.document[keep],
-            self.relevant[keep],
-            self.rank[keep],
-            self.retrieved[keep],
-            {name: scores[keep] for name, scores in self.teachers.items()},
-            None if self.target is None else self.target[keep],
-            dict(self.made_by),
+        columns = {name: getattr(self, name)[keep] for name in ("document", "relevant", "rank", "retrieved")}
+        return replace(
+            self,
+            queries=[query for query, count in zip(self.queries, counts.tolist(), strict=True) if count],
+            offsets=offsets_of(counts[counts > 0]),
+            teachers={name: scores[keep] for name, scores in self.teachers.items()},
+            target=None if self.target is None else self.target[keep],
+            made_by=dict(self.made_by),
+            **columns,
         )
 
     def check_collection(self, collection: Collection) -> None:
@@ -282,7 +277,7 @@ def _from_table(pa: Any, table: Any) -> TrainingRows:
     return TrainingRows(
         queries,
         documents,
-        _offsets(np.bincount(query, minlength=len(queries))),
+        offsets_of(np.bincount(query, minlength=len(queries))),
         document[order].astype(np.int32),
         _flags(pa, table)[order],
         rank[order].astype(np.int32),
@@ -345,10 +340,11 @@ def _made_by(table: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _offsets(counts: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def offsets_of(counts: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """int64 ``[Q + 1]``: where the rows of each query begin, from their numbers."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(counts, np.int64), dtype=np.int64)])
 
 
 def _arrow() -> tuple[Any, Any]:
-    purpose = "Storing training rows"
-    return require("pyarrow", "pyarrow", purpose), require("pyarrow.parquet", "pyarrow", purpose)
+    pa, pq = (require(name, "pyarrow", "Storing training rows") for name in ("pyarrow", "pyarrow.parquet"))
+    return pa, pq
