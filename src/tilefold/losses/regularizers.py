@@ -6,7 +6,7 @@ scheduler callback.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -39,8 +39,22 @@ class Regularizer(nn.Module):
         return self.compute_loss_from_embeddings(embeddings)
 
 
-class GlobalFlopsLoss(Regularizer):
-    """FLOPS over the batch of all ranks, see :func:`tilefold.losses.flops`.
+class _Thresholded(Regularizer):
+    """A function of the scores that may spare rows with few terms."""
+
+    _penalty: Callable[..., Tensor]
+
+    def __init__(self, threshold: float | None = None, group: Group = "world") -> None:
+        super().__init__(group)
+        self.threshold = threshold
+
+    def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
+        """The penalty of the rows of all ranks, a scalar."""
+        return type(self)._penalty(embeddings, threshold=self.threshold, group=self.group)
+
+
+class GlobalFlopsLoss(_Thresholded):
+    """FLOPS ``sum_v (mean_b w[b, v])^2`` over the batch of all ranks, see :func:`tilefold.losses.flops`.
 
     Pass it to ``SpladeLoss(..., document_regularizer=GlobalFlopsLoss())``. On one process it equals ``FlopsLoss`` of
     sentence-transformers; on W ranks it equals what one process with W times the rows computes, so that the weight
@@ -51,16 +65,10 @@ class GlobalFlopsLoss(Regularizer):
         group: as in :class:`Regularizer`.
     """
 
-    def __init__(self, threshold: float | None = None, group: Group = "world") -> None:
-        super().__init__(group)
-        self.threshold = threshold
-
-    def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
-        """``sum_v (mean_b embeddings[b, v])^2`` over the rows of all ranks."""
-        return flops(embeddings, threshold=self.threshold, group=self.group)
+    _penalty = staticmethod(flops)
 
 
-class L1Loss(Regularizer):
+class L1Loss(_Thresholded):
     """``mean_b sum_v |w|``, see :func:`tilefold.losses.l1`.
 
     A mean over rows is the same on any number of ranks with equal batches; ``group`` matters where they differ.
@@ -69,29 +77,17 @@ class L1Loss(Regularizer):
         threshold, group: as in :class:`GlobalFlopsLoss`.
     """
 
-    def __init__(self, threshold: float | None = None, group: Group = "world") -> None:
-        super().__init__(group)
-        self.threshold = threshold
-
-    def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
-        """The mean row sum over the rows of all ranks."""
-        return l1(embeddings, threshold=self.threshold, group=self.group)
+    _penalty = staticmethod(l1)
 
 
-class L2Loss(Regularizer):
+class L2Loss(_Thresholded):
     """``mean_b sum_v w^2``, see :func:`tilefold.losses.l2`.
 
     Args:
         threshold, group: as in :class:`GlobalFlopsLoss`.
     """
 
-    def __init__(self, threshold: float | None = None, group: Group = "world") -> None:
-        super().__init__(group)
-        self.threshold = threshold
-
-    def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
-        """The mean row sum of squares over the rows of all ranks."""
-        return l2(embeddings, threshold=self.threshold, group=self.group)
+    _penalty = staticmethod(l2)
 
 
 class NoPenalty(Regularizer):

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,8 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tilefold._files import naming_full_disk
 from tilefold.recipes import _run
 from tilefold.recipes._attention import attention_callbacks, register_entmax, use_attention
-from tilefold.recipes._graphs import check_graphs, collate, graphs_warnings
-from tilefold.recipes._processes import check_one_process, say_unused_gpus
 from tilefold.recipes._settings import TrainingSettings
 from tilefold.recipes.precision import supports_bf16
 from tilefold.recipes.quiet import quiet_libraries
@@ -31,14 +31,17 @@ __all__ = [
     "RunOptions",
     "TrainResult",
     "TrainingJob",
+    "check_one_process",
     "pair_examples",
     "run_trainer",
     "run_training",
+    "say_unused_gpus",
     "total_steps",
     "training_pairs",
 ]
 
 EXPLODED = 4.0
+_logger = logging.getLogger(__name__)
 Progress = Callable[[int, int, "float | None"], None]
 
 
@@ -318,3 +321,63 @@ def total_steps(recipe: TrainingSettings, n_pairs: int) -> int:
     if recipe.max_steps is not None:
         return recipe.max_steps
     return max(1, math.ceil(recipe.epochs * math.ceil(n_pairs / recipe.batch_size)))
+
+
+def check_graphs(graphs: bool) -> None:
+    """Raise a ``ValueError`` where graphs are asked for and there is no GPU of CUDA."""
+    import torch
+
+    if graphs and (torch.version.cuda is None or not torch.cuda.is_available()):
+        raise ValueError("graphs must be False without a GPU of CUDA, got True; leave --graphs out on this machine.")
+
+
+def collate(trainer: Any, graphs: bool) -> None:
+    """Make the trainer's batches ahead, and with `graphs` repeat the launches of its encoder.
+
+    Raises:
+        ValueError: graphs of a model that has several encoders, or one whose batches stay padded.
+    """
+    from tilefold.integrations.sentence_transformers import collate_ahead
+
+    try:
+        collate_ahead(trainer, graphs=graphs)
+    except ValueError as error:
+        if not graphs:
+            raise
+        raise ValueError(
+            "graphs must be False for a model of several encoders, or of one whose batches stay padded, got True; "
+            "leave --graphs out."
+        ) from error
+
+
+def graphs_warnings(trainer: Any, graphs: bool) -> tuple[str, ...]:
+    """What to say of a training whose graphs could not be captured."""
+    if not graphs or not trainer.model[0].forward.graphs.failed:
+        return ()
+    return ("the training ran without CUDA graphs, which could not be captured; leave --graphs out.",)
+
+
+def check_one_process() -> None:
+    """Raise a ``RuntimeError`` in one of several processes of a launcher, which would share a run and its folder."""
+    processes = int(os.environ.get("WORLD_SIZE") or 1)
+    if processes > 1:
+        raise RuntimeError(
+            f"recipes train in one process, got WORLD_SIZE={processes}; start this without torchrun or accelerate "
+            "launch. For several GPUs, write the training with accelerate(model) and a trainer of "
+            "sentence-transformers, as docs/scale-out.md shows, and start that with the launcher."
+        )
+
+
+def say_unused_gpus() -> None:
+    """Log one line if more GPUs are visible than the one that a recipe uses."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus > 1:
+        _logger.warning(
+            "%d GPUs are visible and one is used, cuda:0: recipes train in one process. For all of them, write the "
+            "training with accelerate(model) and a trainer of sentence-transformers (docs/scale-out.md), and start it "
+            "with: torchrun --nproc-per-node %d SCRIPT",
+            gpus,
+            gpus,
+        )

@@ -134,7 +134,7 @@ def adapt(
     from transformers import TrainingArguments
 
     from tilefold.integrations.transformers import one_gpu
-    from tilefold.recipes._processes import check_one_process, say_unused_gpus
+    from tilefold.recipes._training import check_one_process, say_unused_gpus
     from tilefold.recipes.precision import supports_bf16
 
     recipe = recipe or AdaptationRecipe()

@@ -126,7 +126,7 @@ def load_base_model(recipe: ColbertRecipe) -> MultiVectorEncoder:
     model[0].document_length = min(recipe.max_length, model[0].document_length or recipe.max_length, _positions(model))
     if packaged:
         model[0].model.config._name_or_path = MINILM_NAME
-    return stay_offline(model)  # type: ignore[no-any-return]
+    return stay_offline(model)
 
 
 def _with_own_modules(model: MultiVectorEncoder, recipe: ColbertRecipe, *, keep_projection: bool) -> MultiVectorEncoder:

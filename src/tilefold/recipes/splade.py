@@ -89,4 +89,4 @@ def load_base_model(recipe: SpladeRecipe, sample_texts: list[str]) -> SparseEnco
         model = load_encoder(base, trust_remote_code=False, local_files_only=Path(base).is_dir())
     check_tokenizer(model, base)
     model.max_seq_length = min(recipe.max_length, model.max_seq_length or recipe.max_length)
-    return stay_offline(model)  # type: ignore[no-any-return]
+    return stay_offline(model)

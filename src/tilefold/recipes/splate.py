@@ -43,7 +43,7 @@ def splate_encoder(
 
     modules = splate_modules(colbert, masked_lm, **options)
     model = SparseEncoder(modules=modules, prompts=dict(colbert.prompts), device=device)
-    return stay_offline(model)  # type: ignore[no-any-return]
+    return stay_offline(model)
 
 
 def splate_modules(colbert: MultiVectorEncoder, masked_lm: Transformer, **options: Any) -> list[Any]:
