@@ -265,8 +265,3 @@ def test_a_side_can_keep_the_lowest_layers_alone(tmp_path: Path, kind: str) -> N
 def test_wrong_records_are_refused_by_name(tiny_lm: str, make: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make(tiny_lm)
-
-
-def test_records_survive_their_dictionary() -> None:
-    spec = EncoderSpec("mlm", pooling="sum", logit_scale=0.5)
-    assert EncoderSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec

@@ -96,18 +96,3 @@ def test_a_base_model_keeps_its_attention_unless_another_is_asked_for(
 def test_the_program_names_a_wrong_attention(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert program("train", "--output", str(tmp_path / "m"), "--attention", "sparse") == 2
     assert "attention must be 'softmax', 'entmax' or None, got 'sparse'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"attention": "sparse"}, "attention must be 'softmax', 'entmax' or None"),
-        ({"attention": "entmax", "alpha": 2.5}, r"alpha must be a number in \[1, 2\]"),
-        ({"attention": "entmax", "anneal_alpha": -0.1}, r"anneal_alpha must be a number in \[0, 1\]"),
-        ({"alpha": 1.5}, "alpha must be left out without attention='entmax'"),
-        ({"attention": "softmax", "anneal_alpha": 0.5}, "anneal_alpha must be left out"),
-    ],
-)
-def test_a_recipe_names_the_field_that_is_wrong(fields: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=f"^{text}"):
-        SpladeRecipe(**fields)

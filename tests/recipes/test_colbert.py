@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,45 +95,3 @@ def test_a_trained_multi_vector_model_and_a_dense_one_are_starting_points_too(re
     minilm = load_base_model(ColbertRecipe(max_length=512))
     assert minilm.get_embedding_dimension() == 128
     assert minilm[0].document_length == minilm.max_seq_length <= 512
-
-
-def test_a_folder_of_something_else_and_a_collection_without_pairs_are_refused(
-    recipe, collection, tmp_path: Path
-) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="no model that tilefold trained"):
-        train(recipe, collection, tmp_path, overwrite=True)
-    shutil.rmtree(tmp_path)
-    empty = Collection("bare", collection.documents, collection.queries, {"test": collection.qrels["test"]})
-    with pytest.raises(ValueError, match="'bare' has no pairs in its 'train' split"):
-        train(recipe, empty, tmp_path / "m")
-    assert not tmp_path.exists()
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("base_model", ""),
-        ("max_steps", -1),
-        ("batch_size", 2.5),
-        ("dimension", 12),
-        ("dimension", 8192),
-        ("query_length", 0),
-        ("learning_rate", -1.0),
-        ("similarity_scale", float("inf")),
-        ("warmup_ratio", 1.0),
-        ("train_max_length", 512),
-        ("expand_queries", "yes"),
-        ("bf16", "yes"),
-    ],
-)
-def test_a_recipe_names_the_field_that_is_wrong(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=rf"^{field} must"):
-        ColbertRecipe(**{field: value})
-
-
-def test_a_recipe_survives_json_and_refuses_unknown_fields() -> None:
-    recipe = ColbertRecipe(epochs=2, seed=3, dimension=None)
-    assert ColbertRecipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
-    with pytest.raises(ValueError, match="unknown recipe fields"):
-        ColbertRecipe.from_dict({"query_regularizer": 1})

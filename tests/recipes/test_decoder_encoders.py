@@ -182,13 +182,3 @@ def test_options_of_a_shared_network_stand_on_the_document_side(bases: dict[str,
         query = EncoderSpec(kind, shared_network=True, **{option: value})
         with pytest.raises(ValueError, match=f"{option}: set it on the document side"):
             built(bases["causal"], EncoderSpec(kind), query)
-
-
-def test_fields_of_other_kinds_are_refused() -> None:
-    for spec in (
-        {"kind": "mlm", "lora": 4},
-        {"kind": "echo", "literal_residual": True},
-        {"kind": "bge_m3", "top_k": 3},
-    ):
-        with pytest.raises(ValueError, match="does not apply to an encoder of kind"):
-            EncoderSpec(**spec)

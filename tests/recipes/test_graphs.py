@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.recipes.test_runs import stop_at
-from tilefold.recipes import ColbertRecipe, LsrRecipe, SpladeRecipe, _run, _training
+from tilefold.recipes import ColbertRecipe, SpladeRecipe, _run, _training
 from tilefold.recipes.catalogue import get_recipe, train
 from tilefold.retrieval.collection import Collection
 
@@ -26,15 +26,6 @@ def test_graphs_need_a_gpu_and_nothing_is_left_behind(recipe, collection: Collec
     with pytest.raises(ValueError, match=r"graphs must be False without a GPU of CUDA, got True; leave --graphs out"):
         train(recipe, collection, tmp_path / "m")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("kind", [SpladeRecipe, ColbertRecipe, LsrRecipe])
-def test_graphs_need_packed_batches(kind) -> None:
-    assert not kind().graphs
-    with pytest.raises(ValueError, match="graphs must be False without fused, got True"):
-        kind(graphs=True, fused=False)
-    with pytest.raises(ValueError, match="graphs must be True or False, got 1"):
-        kind(graphs=1)
 
 
 def test_a_model_of_two_encoders_is_refused(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from tests import programs
 from tests.processes import ROOT
 from tilefold.recipes import SpladeRecipe, train
 from tilefold.recipes._cheaper import length_grouped_batches
-from tilefold.recipes._training import total_steps
 from tilefold.retrieval.collection import Collection
 
 RUN_AND_HANG = """
@@ -171,40 +169,3 @@ def test_a_collection_without_training_pairs_is_a_clear_error(recipe, collection
     with pytest.raises(ValueError, match="'bare' has no pairs in its 'train' split"):
         train(recipe, empty, tmp_path / "m")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("base_model", ""),
-        ("max_steps", -1),
-        ("batch_size", 2.5),
-        ("epochs", float("nan")),
-        ("learning_rate", -1.0),
-        ("document_regularizer", -1e-3),
-        ("warmup_ratio", 1.0),
-        ("regularizer_warmup_ratio", 0),
-        ("start_percentile", 100),
-        ("train_max_length", 512),
-        ("bf16", "yes"),
-        ("start_deviations", -1),
-        ("frozen_layers", -1),
-        ("frozen_layers", 1.5),
-        ("group_by_length", 1),
-    ],
-)
-def test_a_recipe_names_the_field_that_is_wrong(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=rf"^{field} must"):
-        SpladeRecipe(**{field: value})
-
-
-def test_a_recipe_survives_json_and_refuses_unknown_fields() -> None:
-    recipe = SpladeRecipe(epochs=2, seed=3)
-    assert SpladeRecipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
-    with pytest.raises(ValueError, match="unknown recipe fields"):
-        SpladeRecipe.from_dict({"temperature": 1})
-
-
-def test_steps_follow_epochs_unless_they_are_given() -> None:
-    assert total_steps(SpladeRecipe(epochs=2, batch_size=4), 10) == 6
-    assert total_steps(SpladeRecipe(max_steps=7), 10) == 7
