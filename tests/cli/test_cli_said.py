@@ -179,8 +179,6 @@ USELESS = [
     ("score m.parquet --output o --teacher bm25 --batch-size 2", "--batch-size", "with teachers that read words"),
     ("serve --index i --default-side query", "--default-side", "for an index of words alone"),
     ("bench lsr_head --list --quick", "--quick", "with --list, which runs nothing"),
-    ("bench search --dtype fp16", "--dtype", "for the job search"),
-    ("bench lsr_head --tokenizer t", "--tokenizer", "for operators"),
     ("bench lsr_head --quick --seconds 1", "--seconds", "above 0.15 with --quick"),
 ]
 

@@ -102,7 +102,7 @@ def test_parts_that_do_not_belong_together_are_refused(parts: dict[str, Any], tm
 def test_a_request_needs_what_the_searcher_has(parts: dict[str, Any]) -> None:
     bare = r.Searcher(parts["index"], parts["model"])
     for request, message in (
-        (r.SearchRequest(feedback=r.Feedback()), "feedback: expected the documents' vectors"),
+        (r.SearchRequest(feedback=r.Feedback()), "vectors: expected those of the documents, which feedback reads"),
         (r.SearchRequest(fusion=r.Fusion()), "second: expected a BM25 index or a run"),
         (r.SearchRequest(reranking=r.Reranking()), "reranking: expected a searcher with a late-interaction model"),
     ):

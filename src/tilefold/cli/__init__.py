@@ -8,11 +8,15 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 __all__ = ["app", "main"]
 
 INTERRUPTED = 130
+VERBS = (
+    "demo train recipes encode index search evaluate export fuse mine score serve bench warmup info"  # as --help lists
+)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -96,23 +100,6 @@ def _say(text: str) -> None:
 def _app() -> Any:
     import typer
 
-    from tilefold.cli import (
-        bench,
-        demo,
-        encode,
-        evaluate,
-        export,
-        fuse,
-        index,
-        info,
-        mine,
-        recipes,
-        score,
-        search,
-        serve,
-        train,
-        warmup,
-    )
     from tilefold.cli._root import Command, root
 
     app = typer.Typer(
@@ -124,24 +111,8 @@ def _app() -> Any:
         rich_markup_mode="rich",
     )
     app.callback()(root)
-    for verb in (
-        demo.demo,
-        train.train,
-        recipes.recipes,
-        encode.encode,
-        index.index,
-        search.search,
-        evaluate.evaluate,
-        export.export,
-        fuse.fuse,
-        mine.mine,
-        score.score,
-        serve.serve,
-        bench.bench,
-        warmup.warmup,
-        info.info,
-    ):
-        app.command(cls=Command)(verb)
+    for verb in VERBS.split():
+        app.command(cls=Command)(getattr(import_module(f"tilefold.cli.{verb}"), verb))
     return app
 
 

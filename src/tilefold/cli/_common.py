@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
     from tilefold.retrieval.provenance import Provenance
 
-__all__ = [
-    "CommandError",
-    "UsageError",
-    "load_data",
-    "note",
-    "print_json",
-    "progress_bar",
-    "stderr",
-    "stdout",
-]
-
 DEMO_DIR = Path("tilefold-demo")
 SECONDS_PER_LINE = 60.0
 FRESH = "--fresh does them again"
@@ -253,11 +242,15 @@ def known(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def as_options(**names: str) -> Iterator[None]:
+def as_options(*same: str, **names: str) -> Iterator[None]:
     """Errors of library functions with options for their arguments, ``--prf-depth: ...`` for ``depth: ...``.
 
     What files hold is a failure, a value that cannot be is an error of usage. A name with a colon, such as
     ``--bm25: FOLDER``, is the beginning of the sentence.
+
+    Args:
+        same: arguments that are called like a parameter of the command.
+        names: argument -> option.
     """
     from tilefold.retrieval.errors import DataError
 
@@ -265,9 +258,10 @@ def as_options(**names: str) -> Iterator[None]:
         yield
     except ValueError as error:
         argument, _, rest = str(error).partition(":")
-        if not all(name in names for name in argument.split(", ")):
+        known = {name: options[name] for name in same} | names
+        if not all(name in known for name in argument.split(", ")):
             raise
-        option = ", ".join(names[name] for name in argument.split(", "))
+        option = ", ".join(known[name] for name in argument.split(", "))
         kind = CommandError if isinstance(error, DataError) else UsageError
         raise kind(f"{option}{'' if ':' in option else ':'}{rest}") from error
 

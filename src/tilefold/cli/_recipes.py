@@ -10,17 +10,9 @@ from typing import Any
 from tilefold.cli import _common
 from tilefold.cli._common import UsageError
 
-__all__ = ["configure"]
-
-# option -> the kinds of recipe that have it
-_KINDS = {
-    "--regularizer": ("SpladeRecipe", "LsrRecipe"),
-    "--group-by-length": ("SpladeRecipe", "LsrRecipe"),
-    "--dimension": ("ColbertRecipe",),
-    "--query-length": ("ColbertRecipe",),
-    "--expand-queries": ("ColbertRecipe",),
-    "--keep-punctuation": ("ColbertRecipe",),
-}
+# parameters of train that some recipes have
+_SPARSE = ("regularizer", "group_by_length")
+_COLBERT = ("dimension", "query_length", "expand_queries", "keep_punctuation")
 # field of a recipe -> parameter of the command that sets it, where its own name does not
 _PARAMETERS = {
     "negatives": "",    "base_model": "model", "max_steps": "steps", "skip_punctuation": "keep_punctuation",
@@ -29,38 +21,34 @@ _PARAMETERS = {
 }  # fmt: skip
 
 
-def configure(name: str, values: Mapping[str, Any], own: Mapping[str, Any], fields: list[str]) -> Any:
-    """The recipe `name` with the given `values`, those of `own`, options of some recipes, and of ``--set``."""
+def configure(name: str, values: Mapping[str, Any], asked: Mapping[str, Any]) -> Any:
+    """The recipe `name` with the given `values` of its fields, with what was `asked` for of some recipes and --set."""
     from tilefold.recipes.catalogue import RECIPES, get_recipe
 
     if name not in RECIPES:
         raise UsageError(f"--recipe: expected one of {', '.join(RECIPES)}, got {name!r}.")
     _common.options.update({field: _common.options[option] for field, option in _PARAMETERS.items() if option})
-    kind = type(RECIPES[name].recipe).__name__
-    given = {option: value for option, value in own.items() if value is not None}
-    for option in given:
-        if kind not in _KINDS[option]:
-            whose = "--recipe colbert" if _KINDS[option] == ("ColbertRecipe",) else "the sparse recipes"
-            raise UsageError(f"{option} belongs to {whose}: leave it out for {name}.")
+    late = type(RECIPES[name].recipe).__name__ == "ColbertRecipe"
+    whose = "the sparse recipes" if late else "--recipe colbert"
+    _common.refuse(_SPARSE if late else _COLBERT, f"belongs to {whose}: leave it out for {name}")
+    own = {option: asked[option] for option in (*_SPARSE, *_COLBERT) if option in _common.given}
     try:
-        recipe = get_recipe(name, **{field: value for field, value in values.items() if value is not None})
-        return type(recipe).from_dict(_changed(recipe.to_dict(), given, fields))
+        recipe = get_recipe(name, **_common.known(values))
+        return type(recipe).from_dict(_changed(recipe.to_dict(), own, asked["fields"] or []))
     except ValueError as error:
         raise UsageError(str(error)) from error
 
 
-def _changed(recipe: dict[str, Any], given: Mapping[str, Any], fields: list[str]) -> dict[str, Any]:
-    for option, value in given.items():
-        if option == "--regularizer":
+def _changed(recipe: dict[str, Any], own: Mapping[str, Any], fields: list[str]) -> dict[str, Any]:
+    for option, value in own.items():
+        if option == "regularizer":
             put = [_put_weight(recipe, side, value) for side in ("query_regularizer", "document_regularizer")]
             if not any(put):
                 raise UsageError("--regularizer does nothing for this recipe, which has no penalty: leave it out.")
-        elif option == "--keep-punctuation":
+        elif option == "keep_punctuation":
             recipe["skip_punctuation"] = False
-        elif option == "--dimension":
-            recipe["dimension"] = value or None
         else:
-            recipe[option.removeprefix("--").replace("-", "_")] = value
+            recipe[option] = value or None if option == "dimension" else value
     places = [text.partition("=")[0] for text in fields]
     for place in places:
         also = _common.given.get(_PARAMETERS.get(place, place))

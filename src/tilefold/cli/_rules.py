@@ -22,12 +22,16 @@ _PRF: _Rules = (
     (_ROCCHIO, "prf=average", "goes with --prf rocchio"),
     (_MIX, "!prf_with", "goes together with --prf-with"),
 )
-_SEISMIC = "n_postings centroid_fraction min_cluster_size summary_energy doc_cut query_cut heap_factor threads"
 _TRAINING = (
     "epochs negatives batch_size learning_rate regularizer group_by_length train_max_length anneal_alpha bf16 fused "
     "graphs save_steps save_minutes"
 )
 _NEW, _CHANGES = "url collection weights overwrite", "with --update and --delete, which change an index of vectors"
+OF_BACKEND = {
+    "bm25": "language k1 b identifiers",
+    "seismic": "n_postings centroid_fraction min_cluster_size summary_energy doc_cut query_cut heap_factor num_threads",
+    "qdrant": f"{_NEW} update delete",
+}
 _USELESS = "does nothing {}: leave it out"
 
 RULES: dict[str, _Rules] = {
@@ -74,9 +78,7 @@ RULES: dict[str, _Rules] = {
         ("document namespace", "to!=vespa", "goes with --to vespa"),
     ),
     "index": (
-        ("language k1 b identifiers", "backend!=bm25", "goes with --backend bm25"),
-        (_SEISMIC, "backend!=seismic", "goes with --backend seismic"),
-        (f"{_NEW} update delete", "backend!=qdrant", "goes with --backend qdrant"),
+        *((options, f"backend!={name}", f"goes with --backend {name}") for name, options in OF_BACKEND.items()),
         (_NEW, "update|delete", "is for a new index; {output} says where this one is"),
         ("collection overwrite", "!url", "goes with --url, the address of a server"),
         ("data", "update|delete", _USELESS.format(_CHANGES)),

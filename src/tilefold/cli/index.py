@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from tilefold._files import hold_path
-from tilefold.cli import _common, _qdrant, _retrievers
+from tilefold.cli import _common, _retrievers
+from tilefold.cli._rules import OF_BACKEND as OPTIONS
 
 # Measured with 120 terms per document on two cores: up to here exact search is as fast, smaller, and built in seconds.
 SEISMIC_DOCUMENTS = 100_000
@@ -68,7 +69,9 @@ def index(
             help="seismic: 0 to 1, lower is slower and closer to exact (0.7; 0.8 from a million documents on)."
         ),
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="seismic: threads, 0 for one per core (0).")] = None,
+    num_threads: Annotated[
+        int | None, typer.Option("--threads", help="seismic: threads, 0 for one per core (0).")
+    ] = None,
     url: Annotated[
         str | None, typer.Option(help="qdrant: a server, such as http://localhost:6333; its key is in QDRANT_API_KEY.")
     ] = None,
@@ -97,31 +100,15 @@ def index(
 
     With --update and --delete, an index of --backend qdrant is changed.
     """
-    own: dict[str, dict[str, Any]] = {
-        BM25: {"language": language, "k1": k1, "b": b, "identifiers": identifiers or None},
-        "seismic": {
-            "n_postings": n_postings,
-            "centroid_fraction": centroid_fraction,
-            "min_cluster_size": min_cluster_size,
-            "summary_energy": summary_energy,
-            "doc_cut": doc_cut,
-            "query_cut": query_cut,
-            "heap_factor": heap_factor,
-            "num_threads": threads,
-        },
-        QDRANT: {
-            "url": url,
-            "collection": collection,
-            "weights": weights,
-            "overwrite": overwrite or None,
-            "update": update or None,
-            "delete": delete,
-        },
-    }
-    options = _options(backend, own)
+    asked = locals()
+    from tilefold.retrieval.index import BACKENDS
+
+    if backend not in (*BACKENDS, BM25):
+        raise _common.UsageError(f"--backend: expected one of {', '.join((*BACKENDS, BM25))}, got {backend!r}.")
+    options = {name: asked[name] for name in OPTIONS.get(backend, "").split() if asked[name] not in (None, False)}
     started = time.monotonic()
     if update or delete is not None:
-        changed = _qdrant.change(output, _read(vectors) if update else vectors, options)
+        changed = _change(output, _read(vectors) if update else vectors, options)
         if as_json:
             _common.print_json({**changed, "seconds": round(time.monotonic() - started, 3)})
         else:
@@ -129,7 +116,7 @@ def index(
             typer.echo(f"{told} in {time.monotonic() - started:.1f} s: {output}")
         return
     if backend == QDRANT:
-        options = _qdrant.place(output, options)
+        options = _place(output, options)
     with hold_path(output), _common.heartbeat(f"indexing ({backend})"):
         built = _words(data, options) if backend == BM25 else _vectors(vectors, backend, options)
         built.save(output)
@@ -148,22 +135,13 @@ def index(
     typer.echo(f"{documents} documents indexed ({backend}) in {result['seconds']:.1f} s: {output}")
 
 
-def _options(backend: str, own: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The options of `backend` that were given; those of another one are refused."""
-    from tilefold.retrieval.index import BACKENDS
-
-    if backend not in (*BACKENDS, BM25):
-        raise _common.UsageError(f"--backend: expected one of {', '.join((*BACKENDS, BM25))}, got {backend!r}.")
-    return _common.known(own.get(backend, {}))
-
-
 def _words(data: str | None, options: dict[str, Any]) -> Any:
     from tilefold.retrieval import BM25Index
     from tilefold.retrieval.bm25 import BM25Options, Tokenizer
 
     if data is None:
         raise _common.UsageError("--backend bm25 indexes the words of a collection: give it with --data.")
-    with _common.as_options(language="--language", k1="--k1", b="--b"):
+    with _common.as_options("language", "k1", "b"):
         Tokenizer(BM25Options(**options))
     return BM25Index.build(_common.load_data(data, documents_only=True).contents(), **options)
 
@@ -174,11 +152,11 @@ def _vectors(vectors: Path | None, backend: str, options: dict[str, Any]) -> Any
     if backend == "seismic":
         from tilefold.retrieval.index.seismic import SeismicOptions
 
-        with _common.as_options(**{name: f"--{name.replace('num_', '').replace('_', '-')}" for name in options}):
+        with _common.as_options(*options):
             SeismicOptions.parse(options)
     read = _read(vectors, backend)
     if backend == QDRANT:
-        return _qdrant.build(read, options)
+        return _build_qdrant(read, options)
     if backend == "seismic":
         _advise(len(read), len(read.indices) / max(1, len(read)))
     return build_index(read, backend, **options)
@@ -203,3 +181,67 @@ def _advise(documents: int, terms: float) -> None:
             f"{terms:.0f} terms per document are many for seismic, whose time and size grow with them: "
             "tilefold encode --top-k 128 keeps the heaviest"
         )
+
+
+def _place(output: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a Qdrant index: in the folder, or on a server."""
+    if "url" in options:
+        return {"collection": output.resolve().name, **options}
+    return {"folder": output, **options}
+
+
+def _build_qdrant(read: Any, options: dict[str, Any]) -> Any:
+    """A Qdrant index of vectors."""
+    from tilefold.retrieval import build_index
+
+    done = 0
+    _common.keeps(lambda: done > 0)
+    options_of = _common.as_options("url", "weights", name="--collection")
+    with options_of, _common.progress_bar("indexing") as update:
+
+        def count(kept: int, total: int) -> None:
+            nonlocal done
+            done = kept
+            update(kept, total, "")
+
+        def resumes(kept: int, total: int) -> None:
+            _common.note(f"indexing resumes: {kept:,} of {total:,} were done before")
+
+        return build_index(read, "qdrant", progress=count, resumes=resumes, **options)
+
+
+def _change(output: Path, read: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Remove the documents of --delete, then put those of --vectors in; how many of both, and what there is now.
+
+    Raises:
+        UsageError: a file of ids that cannot be read.
+        CommandError: vectors of another vocabulary or model than the index.
+    """
+    from tilefold.retrieval.errors import DataError
+    from tilefold.retrieval.index.qdrant import QdrantIndex
+    from tilefold.retrieval.qdrant import Documents
+
+    names = _ids(options["delete"]) if "delete" in options else []
+    documents = None if read is None else Documents(read.ids, read)
+    try:
+        index = QdrantIndex.load(output)
+        with index.collection as collection:
+            if documents is not None:
+                documents.check(collection.layout, collection.place)  # before anything is removed
+            deleted = collection.delete(names)
+            if documents is not None:
+                with _common.progress_bar("writing") as update:
+                    collection.upsert(documents, progress=lambda done, total: update(done, total, ""))
+            index.save(output)
+            now = len(collection)
+    except DataError as error:
+        raise _common.CommandError(f"--output: {error}") from error
+    return {"output": str(output), "n_documents": now, "written": len(documents or ()), "deleted": deleted}
+
+
+def _ids(file: Path) -> list[str]:
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _common.UsageError(f"--delete: {file} cannot be read ({_common.first_line(error)}).") from error
+    return [line for line in lines if line.strip()]

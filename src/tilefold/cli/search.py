@@ -15,7 +15,7 @@ import typer
 from tilefold.cli import _common, _feedback, _models, _rerank, _retrievers, _scores
 
 if TYPE_CHECKING:
-    from tilefold.retrieval.searcher import RankedDocument, Searcher, SearchRequest
+    from tilefold.retrieval.searcher import Searcher, SearchRequest
 
 SHOWN_TERMS = 6
 SHOWN_CHARACTERS = 80
@@ -164,7 +164,7 @@ def _demo_paths(folder: Path) -> dict[str, Any]:
     return paths | {"query_top_k": query_top_k}
 
 
-def _table(query: str, hits: list[RankedDocument]) -> Any:
+def _table(query: str, hits: list[dict[str, Any]]) -> Any:
     from rich.table import Table
     from rich.text import Text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,9 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilefold.cli import _common, _models, _retrievers, _serving
+from tilefold.cli import _common, _models, _rerank, _retrievers, _scores
 
 if TYPE_CHECKING:
+    from tilefold.retrieval.bm25 import BM25Index
+    from tilefold.retrieval.tokens import TokenStore
+    from tilefold.serve.models import Served
+    from tilefold.serve.searchable import Searchable
     from tilefold.serve.service import Service
 
 KEY_VARIABLE = "TILEFOLD_API_KEY"
@@ -82,8 +87,7 @@ def serve(
     if default_side not in ("query", "document"):
         raise _common.UsageError(f"--default-side: expected query or document, got {default_side!r}.")
     _common.check_at_least_one(query_top_k=query_top_k)
-    paths = _serving.ServedPaths(model, index, data, vectors, bm25, tokens, tokens_model, name)
-    _serving.check(paths)
+    index_name = _index_name(asked)
     values = (max_concurrent_requests, max_batch_tokens, max_client_batch_size, payload_limit)
     limits = _limits(dict(zip(_LIMIT_NAMES, values, strict=True)) | {"auto_truncate": auto_truncate})
     key, origins = _key(api_key_file), cors_allow_origin or []
@@ -93,7 +97,7 @@ def serve(
     try:
         from tilefold.serve.service import Service
 
-        models, searchable = _serving.load(paths, asked)
+        models, searchable = _load(index_name, asked)
         service = Service(models, limits, default_side, searchable)  # type: ignore[arg-type]
         if host not in _LOOPBACK and key is None:
             _common.note(f"--host: everybody who reaches {host} may use this server; --api-key-file asks for a key")
@@ -172,3 +176,85 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         why = error.strerror or _common.first_line(error)
         raise _common.CommandError(f"--host, --port: cannot listen on {host}:{port} ({why}); try --port 0.") from error
+
+
+def _index_name(asked: Mapping[str, Any]) -> str:
+    """The name of the index in addresses; refuses one that is no part of them, and nothing to serve."""
+    name = asked["name"] or (asked["index"].resolve().name if asked["index"] else "")
+    if asked["index"] is None:
+        if asked["model"] is None and asked["tokens"] is None:
+            raise _common.UsageError("--model: expected a model, or --index with an index; got neither.")
+    elif not re.fullmatch(r"[\w.-]+", name):
+        raise _common.UsageError(
+            f"--name: expected letters, digits, dots and dashes, got {name!r}; it is part of addresses."
+        )
+    return str(name)
+
+
+def _load(name: str, asked: Mapping[str, Any]) -> tuple[list[Served], Searchable | None]:
+    """The models, each loaded once, and the index with what belongs to it.
+
+    Raises:
+        UsageError, CommandError: paths that do not belong together.
+    """
+    from tilefold.serve.models import Served
+
+    if asked["index"] is not None:
+        return _with_index(name, asked)
+    served = []
+    if asked["model"] is not None:
+        model, kind = _models.load_model(asked["model"], kinds=("sparse", "multi-vector", "dense"))
+        served.append(Served(model, kind, asked["model"]))  # type: ignore[arg-type]
+    if asked["tokens"] is not None:
+        served.append(_late(asked, texts=True)[0])  # its model is of use alone
+    if len({each.kind for each in served}) < len(served):
+        raise _common.UsageError("--tokens: --model is a multi-vector model itself, which reranks: leave one out.")
+    return served, None
+
+
+def _with_index(name: str, asked: Mapping[str, Any]) -> tuple[list[Served], Searchable]:
+    from tilefold.retrieval.vectors import read_vectors
+    from tilefold.serve.models import Served
+    from tilefold.serve.searchable import Searchable
+
+    texts = None
+    if asked["data"] is not None:
+        data = asked["data"]
+        texts = lambda: _common.load_data(data, documents_only=True).contents()  # noqa: E731 - the argument of a call
+    index, encoder, options = _retrievers.load_index(asked, texts)
+    parts: dict[str, Any] = {"query_top_k": asked["query_top_k"], "options": options}
+    if asked["data"] is not None:
+        collection, digest = _common.open_documents(asked["data"])
+        _scores.check_texts(f"--index {asked['index']}", index.provenance, collection, digest)
+        parts["documents"] = collection.documents
+    if encoder is None:
+        _common.refuse(("vectors", "bm25"), f"does nothing here: {asked['index']} is a BM25 index")
+    else:
+        parts["encoder"] = Served(encoder, "sparse", str(asked["model"]))
+        parts["vectors"] = None if asked["vectors"] is None else read_vectors(asked["vectors"])
+    if asked["tokens"] is not None:
+        parts["late"], parts["store"] = _late(asked, texts=asked["data"] is not None)
+    parts["words"] = None if asked["bm25"] is None else _words(asked["bm25"])
+    names = {"vectors": f"--vectors: {asked['vectors']}", "second": f"--bm25: {asked['bm25']}", "tokens": "--tokens"}
+    with _common.as_options(**names, model="--tokens-model"):
+        searchable = Searchable(name, index, **parts)
+    return [model for model in (searchable.encoder, searchable.late) if model is not None], searchable
+
+
+def _words(path: Path) -> BM25Index:
+    from tilefold.retrieval.bm25 import BM25Index
+    from tilefold.retrieval.retrievers import open_index
+
+    index = open_index(path)
+    if not isinstance(index, BM25Index):
+        raise _common.UsageError(f"--bm25: {path} is an index of vectors; make one with tilefold index --backend bm25.")
+    return index
+
+
+def _late(asked: Mapping[str, Any], texts: bool) -> tuple[Served, TokenStore | None]:
+    """The multi-vector model of --tokens, and its token vectors if those are what is there."""
+    from tilefold.serve.models import Served
+
+    model, store = _rerank.load_late(str(asked["tokens"]), asked["tokens_model"], texts, "--tokens")
+    name = asked["tokens"] if store is None else asked["tokens_model"] or store.manifest.model_source
+    return Served(model, "multi-vector", str(name)), store

@@ -12,6 +12,10 @@ import typer
 from tilefold.cli import _common, _models, _recipes
 
 _OWN = "by default the recipe's"
+_FIELDS = (  # of every recipe, called like the parameter
+    "epochs batch_size learning_rate max_length train_max_length attention alpha anneal_alpha bf16 fused save_steps "
+    "save_minutes seed"
+)
 
 
 def train(
@@ -80,35 +84,12 @@ def train(
 
     The same command again resumes an interrupted run from its last checkpoint.
     """
+    asked = locals()
     from tilefold.retrieval.truncation import tell_truncated
 
-    values = {
-        "base_model": model,
-        "max_steps": steps,
-        "epochs": epochs,
-        "batch_size": batch_size,
-        "learning_rate": learning_rate,
-        "max_length": max_length,
-        "train_max_length": train_max_length,
-        "attention": attention,
-        "alpha": alpha,
-        "anneal_alpha": anneal_alpha,
-        "bf16": bf16,
-        "fused": fused,
-        "graphs": graphs or None,
-        "save_steps": save_steps,
-        "save_minutes": save_minutes,
-        "seed": seed,
-    }
-    own = {
-        "--regularizer": regularizer,
-        "--group-by-length": group_by_length or None,
-        "--dimension": dimension,
-        "--query-length": query_length,
-        "--expand-queries": expand_queries or None,
-        "--keep-punctuation": keep_punctuation or None,
-    }
-    config = _recipes.configure(recipe, values, own, fields or [])
+    values = {name: asked[name] for name in _FIELDS.split()}
+    values |= {"base_model": model, "max_steps": steps, "graphs": graphs or None}
+    config = _recipes.configure(recipe, values, asked)
     result = _train(config, data, negatives, drop_unknown, output, resume, overwrite, verbose)
     if result.exploded:
         _common.note(

@@ -1,4 +1,7 @@
-"""First stages of a search behind one interface: an index of sparse vectors, BM25, and a dense model."""
+"""First stages of a search with the same methods: an index of sparse vectors, BM25, and a dense model.
+
+``encode`` makes of queries what ``search`` takes with their names, and ``expand`` moves it towards documents.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.bm25 import BM25Index
@@ -20,23 +23,7 @@ from tilefold.retrieval.index.protocol import read_description
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.vectors import read_manifest, read_rows
 
-__all__ = ["DenseRetriever", "Retriever", "SparseRetriever", "WordsRetriever", "check_model", "open_index"]
-
-
-class Retriever(Protocol):
-    """Queries to vectors (or to what stands for them), and vectors to the best documents of one collection."""
-
-    @property
-    def provenance(self) -> Provenance: ...
-
-    def encode(self, queries: Mapping[str, str]) -> Any:
-        """The queries' vectors."""
-
-    def search(self, vectors: Any, names: Sequence[str], k: int) -> Run:
-        """The `k` best documents for each of the queries `names`, whose vectors are given."""
-
-    def for_feedback(self, feedback: Feedback) -> Any:
-        """The retriever whose queries feedback can move, by its method ``expand``."""
+__all__ = ["DenseRetriever", "SparseRetriever", "WordsRetriever", "check_model", "open_index"]
 
 
 @dataclass(frozen=True)
@@ -65,13 +52,13 @@ class SparseRetriever:
     def __post_init__(self) -> None:
         if self.vectors is None:
             return
-        stored = isinstance(self.vectors, Path)
-        made_by = read_manifest(self.vectors).provenance if isinstance(self.vectors, Path) else self.vectors.provenance
-        if self.provenance.differs(made_by):
+        folder = self.vectors if isinstance(self.vectors, Path) else None
+        stored: Any = self.vectors if folder is None else read_manifest(folder)
+        if self.provenance.differs(stored.provenance):
+            given = "" if folder is None else f"{folder} "
             raise DataError(
-                f"vectors: {self.vectors if stored else 'what is given'} holds vectors of another model or of other "
-                "documents than the index. Give those that it was built from, or build it again: tilefold index"
-                + (f" --vectors {self.vectors}" if stored else "")
+                f"vectors: {given}holds vectors of another model or of other documents than the index. Give those that "
+                f"it was built from, or build it again: tilefold index --vectors {folder or 'VECTORS'}"
             )
 
     @property
@@ -85,13 +72,6 @@ class SparseRetriever:
 
     def search(self, vectors: SparseVectors, names: Sequence[str], k: int) -> Run:
         return hits_to_run(vectors, self.index.search(vectors, k, **self.options))
-
-    def for_feedback(self, feedback: Feedback) -> SparseRetriever:
-        if self.vectors is None:
-            raise ValueError(
-                "feedback: expected the documents' vectors, which it reads: give them as vectors, got None."
-            )
-        return self
 
     def expand(self, queries: SparseVectors, names: Sequence[str], basis: Run, feedback: Feedback) -> SparseVectors:
         """The queries' vectors, moved towards the documents that `basis` ranks first."""
@@ -107,20 +87,19 @@ class SparseRetriever:
         """The vectors of documents.
 
         Raises:
-            MissingDocumentError: one of them has none, unless such are `lacking` by intent.
+            ValueError: the retriever has none.
+            MissingDocumentError: one of the documents has none, unless such are `lacking` by intent.
         """
+        if self.vectors is None:
+            raise ValueError("vectors: expected those of the documents, which feedback reads, got None.")
         wanted = list(names)
         if isinstance(self.vectors, Path):
             found = read_rows(self.vectors, wanted)
-            there = dict.fromkeys(found.ids, 0)
-        elif self.vectors is not None:
-            found = self.vectors.take([self._rows[name] for name in wanted if name in self._rows])
-            there = self._rows
         else:
-            raise ValueError("vectors: expected those of the documents, got None.")
-        missing = next((name for name in wanted if name not in there), None)
-        if missing is not None and not lacking:
-            raise MissingDocumentError("vectors", missing)
+            found = self.vectors.take([self._rows[name] for name in wanted if name in self._rows])
+        there = set(found.ids)
+        if not lacking and not there.issuperset(wanted):
+            raise MissingDocumentError("vectors", next(name for name in wanted if name not in there))
         return found
 
 
@@ -140,11 +119,9 @@ class WordsRetriever:
     def search(self, vectors: Mapping[str, str], names: Sequence[str], k: int) -> Run:
         return self.index.search(vectors, k)
 
-    def for_feedback(self, feedback: Feedback) -> SparseRetriever:
-        return self._as_vectors
-
     @cached_property
-    def _as_vectors(self) -> SparseRetriever:
+    def as_vectors(self) -> SparseRetriever:
+        """The same scores from vectors, which feedback can move."""
         vectors = self.index.document_vectors()
         return SparseRetriever(build_index(vectors, "exact"), vectors=vectors, words=self.index)
 
@@ -179,12 +156,6 @@ class DenseRetriever:
 
     def search(self, vectors: Any, names: Sequence[str], k: int) -> Run:
         return rank_by_similarity(self.model, self.vectors, vectors.to(self.vectors), list(self.texts), names, k)
-
-    def for_feedback(self, feedback: Feedback) -> DenseRetriever:
-        if feedback.top_terms is not None:
-            raise ValueError(f"top_terms: expected None for a dense model, whose queries have no terms, got "
-                             f"{feedback.top_terms}.")  # fmt: skip
-        return self
 
     def expand(self, queries: Any, names: Sequence[str], basis: Run, feedback: Feedback) -> Any:
         """The queries' vectors, moved towards the documents that `basis` ranks first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval._token_vectors import TokenVectors
@@ -17,10 +17,10 @@ from tilefold.retrieval.fusion import Fusion, Run
 from tilefold.retrieval.index import SparseIndex
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.reranking import RERANK_DEPTH, Reranker, Reranking
-from tilefold.retrieval.retrievers import DenseRetriever, Retriever, SparseRetriever, WordsRetriever, check_model
+from tilefold.retrieval.retrievers import DenseRetriever, SparseRetriever, WordsRetriever, check_model
 from tilefold.retrieval.tokens import TokenStore
 
-__all__ = ["RankedDocument", "Ranking", "SearchRequest", "Searcher", "matched_terms"]
+__all__ = ["Ranking", "SearchRequest", "Searcher", "matched_terms"]
 
 WHOLE = 1000  # documents of a ranking that is interpolated around feedback, or whose last ones count
 
@@ -76,34 +76,6 @@ class Ranking:
     candidates: Run | None = None
 
 
-class _Term(TypedDict):
-    term: str
-    contribution: float
-    share: float
-
-
-class Term(_Term, total=False):
-    """A query term that a document has: its part of the score and, after feedback, whether that added the term."""
-
-    feedback: bool
-
-
-class _RankedDocument(TypedDict):
-    rank: int
-    id: str
-    score: float
-    title: str
-    terms: list[Term]
-
-
-class RankedDocument(_RankedDocument, total=False):
-    """A document found: rank from 1, id, score, title (or text), terms shared with the query; its place and score
-    before reranking.
-    """
-
-    first: dict[str, float]
-
-
 class Searcher:
     """Answers queries over one collection with what is loaded once.
 
@@ -140,7 +112,7 @@ class Searcher:
     ) -> None:
         self.documents: Mapping[str, Document] = {} if documents is None else documents
         self.second = second
-        self.retriever: Retriever
+        self.retriever: SparseRetriever | WordsRetriever | DenseRetriever
         if isinstance(index, BM25Index | DenseRetriever):
             kind = "a BM25 index" if isinstance(index, BM25Index) else "a dense model"
             for name, value in (("model", model), ("vectors", vectors)):
@@ -166,8 +138,14 @@ class Searcher:
         """Fingerprints of the model and of the documents behind the index."""
         return self.retriever.provenance
 
-    def search(self, query: str, request: SearchRequest | None = None) -> list[RankedDocument]:
-        """The best documents for a query, with the terms that they share with it where the searcher has `vectors`.
+    def search(self, query: str, request: SearchRequest | None = None) -> list[dict[str, Any]]:
+        """The best documents for a query.
+
+        Returns:
+            For each document ``rank`` (from 1), ``id``, ``score``, ``title`` (or its text) and, where the searcher has
+            `vectors`, ``terms`` that it shares with the query, largest first: ``term``, ``contribution`` to the sparse
+            score, ``share`` of it and, after feedback, whether ``feedback`` added it. After reranking also ``first``,
+            its ``rank`` and ``score`` before.
 
         Raises:
             ValueError: the request needs a part that the searcher was made without.
@@ -187,7 +165,7 @@ class Searcher:
         own = ranking.stages[self.stage]["query"]
         terms = self._terms(ranking, {name: own[name] for name in shown if name in own})
         places = {name: rank for rank, name in enumerate((ranking.candidates or {}).get("query", ()), start=1)}
-        found: list[RankedDocument] = []
+        found: list[dict[str, Any]] = []
         for rank, (name, score) in enumerate(shown.items(), start=1):
             document = self.documents.get(name)
             title = (document.title or document.text) if document else ""
@@ -205,7 +183,9 @@ class Searcher:
             vectors: of the queries, if they are encoded already.
         """
         feedback, mix, depth, names = request.feedback, request.interpolation, request.candidates, list(queries)
-        retriever: Any = self.retriever if feedback is None else self.retriever.for_feedback(feedback)
+        retriever: Any = self.retriever
+        if feedback is not None and isinstance(retriever, WordsRetriever):
+            retriever = retriever.as_vectors
         deep = depth
         if feedback is not None:
             deep = max(depth, feedback.k, WHOLE if mix is not None or feedback.bottom else 0)
@@ -257,25 +237,24 @@ class Searcher:
             return self.second.search(queries, k)
         return {query: self.second[query] for query in queries if query in self.second}
 
-    def _terms(self, ranking: Ranking, scores: Mapping[str, float]) -> dict[str, list[Term]]:
+    def _terms(self, ranking: Ranking, scores: Mapping[str, float]) -> dict[str, list[dict[str, Any]]]:
         """The terms that each document shares with the query as searched, largest part first, without special ones."""
         retriever = self.retriever
         if not isinstance(retriever, SparseRetriever) or retriever.vectors is None:
             return {}
         tokenizer, asked = retriever.model.tokenizer, ranking.after.row(0)
-        own = None if ranking.before is ranking.after else set(ranking.before.row(0)[0].tolist())
+        moved = ranking.before is not ranking.after
+        own = set(ranking.before.row(0)[0].tolist())
         stored = retriever.stored(scores, lacking=True)
-        found: dict[str, list[Term]] = {}
+        found: dict[str, list[dict[str, Any]]] = {}
         for row, name in enumerate(stored.ids):
             matched = matched_terms(asked, stored.row(row), tokenizer.all_special_ids)
             tokens = tokenizer.convert_ids_to_tokens([term for term, _ in matched])
             found[name] = [
                 {"term": token, "contribution": part, "share": part / scores[name]}
-                for token, (_, part) in zip(tokens, matched, strict=True)
+                | ({"feedback": term not in own} if moved else {})
+                for token, (term, part) in zip(tokens, matched, strict=True)
             ]
-            if own is not None:
-                for entry, (term, _) in zip(found[name], matched, strict=True):
-                    entry["feedback"] = term not in own
         return found
 
 

@@ -158,10 +158,9 @@ class SearchRoutes:
         if request.path_params["index"] != self.searchable.name:
             raise ServeError("Validation", f"the index of this server is {self.searchable.name!r}", status=404)
 
-    def _check(self, body: SearchBody) -> None:
+    def _check(self, body: SearchBody, reranking: Reranking | None) -> None:
         """Refuse what the index was not started with."""
         most = self.service.limits.max_hits
-        reranking = _reranking(body)
         for name, value in (("hits", body.hits), ("rerank.depth", None if reranking is None else reranking.depth)):
             if value is not None and value > most:
                 raise invalid(f"`{name}` expected at most {most}, got {value}")
@@ -177,15 +176,16 @@ class SearchRoutes:
                 raise invalid(f"`{name}`: this server was started without what it needs: {needed}")
 
     async def _answer(self, body: SearchBody, brief: bool) -> Response:
-        self._check(body)
+        request = _request(body)
+        self._check(body, request.reranking)
         try:
-            return await self._searched(body, brief)
+            return await self._searched(body, request, brief)
         except MissingDocumentError as error:  # added to an index that can be added to
             option = {"vectors": "--vectors", "documents": "--data"}[error.argument]
             message = f"the index has a document {error.document!r} that {option} of this server lacks"
             raise ServeError("Backend", message) from error
 
-    async def _searched(self, body: SearchBody, brief: bool) -> Response:
+    async def _searched(self, body: SearchBody, request: SearchRequest, brief: bool) -> Response:
         service, times = self.service, {}
         service.check_size([body.query], self.searchable.encoder, "query", "query")
         with service.permits.take(1):
@@ -195,7 +195,6 @@ class SearchRoutes:
                 outcome = await service.encode("sparse", [body.query], Asked("query"))
                 vector = self.searchable.query_vector(outcome.rows[0])
             times["encode"] = time.perf_counter() - started
-            request = SearchRequest(body.hits, _feedback(body), None, _fusion(body), _reranking(body))
             ranking = await self._rank(body.query, vector, request)
             times["search"] = time.perf_counter() - started - times["encode"]
             if request.reranking is not None and ranking.run[QUERY]:
@@ -204,7 +203,7 @@ class SearchRoutes:
             columns: dict[str, Run] = {}
             if body.columns:
                 began = time.perf_counter()
-                columns = await self._columns(body, vector)
+                columns = await self._columns(body, request, vector)
                 times["columns"] = time.perf_counter() - began
             content = await service.off_loop(self._rendered, body, ranking, columns, times, brief)
         service.metrics.count("tilefold_search_count")
@@ -259,11 +258,11 @@ class SearchRoutes:
         work = functools.partial(found.searcher.rerank, {QUERY: text}, ranking, reranking, query, candidates)
         return await service.on_device(service.model("multi-vector"), work)
 
-    async def _columns(self, body: SearchBody, vector: SparseVectors | None) -> dict[str, Run]:
+    async def _columns(self, body: SearchBody, request: SearchRequest, vector: SparseVectors | None) -> dict[str, Run]:
         """The ranking of each method alone; that of late interaction is of the candidates of the index."""
         found, depth = self.searchable, max(body.hits, RERANK_DEPTH)
         late = depth if found.store is not None else min(depth, self._encodable)
-        ranking = await self._rank(body.query, vector, SearchRequest(depth, _feedback(body)))
+        ranking = await self._rank(body.query, vector, SearchRequest(depth, request.feedback))
         columns = dict(ranking.stages)
         if found.words is not None:
             columns["words"] = await self._asked(found.words.search, {QUERY: body.query}, depth)
@@ -310,26 +309,20 @@ def _shown(document: Document | None, parse: bool) -> Any:
     return fields if parse else json.dumps(fields, ensure_ascii=False)
 
 
-def _reranking(body: SearchBody) -> Reranking | None:
-    if body.rerank is False:
+def _request(body: SearchBody) -> SearchRequest:
+    """What is asked, with the defaults of a body where it says ``true``."""
+    feedback = _record(Feedback, FeedbackBody, body.prf, "prf")
+    fusion = _record(Fusion, FusionBody, body.fusion, "fusion")
+    return SearchRequest(body.hits, feedback, None, fusion, _record(Reranking, RerankBody, body.rerank, "rerank"))
+
+
+def _record(kind: Callable[..., T], default: Callable[[], Body], given: Body | bool, name: str) -> T | None:
+    if given is False:
         return None
-    return Reranking(**(body.rerank if isinstance(body.rerank, RerankBody) else RerankBody()).model_dump())
-
-
-def _fusion(body: SearchBody) -> Fusion | None:
-    if body.fusion is False:
-        return None
-    return Fusion(**(body.fusion if isinstance(body.fusion, FusionBody) else FusionBody()).model_dump())
-
-
-def _feedback(body: SearchBody) -> Feedback | None:
-    if body.prf is False:
-        return None
-    given = (body.prf if isinstance(body.prf, FeedbackBody) else FeedbackBody()).model_dump()
     try:
-        return Feedback(**given)
+        return kind(**(default() if given is True else given).model_dump())
     except ValueError as error:
-        raise invalid(f"`prf`: {error}") from error
+        raise invalid(f"`{name}`: {error}") from error
 
 
 def _packed(names: list[str], rows: list[torch.Tensor]) -> TokenVectors:
