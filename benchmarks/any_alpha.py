@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.bench.runnables import Runnable, captured
+from tilefold.bench.spec import Runnable, captured
 from tilefold.ops import entmax, entmax_attention
 from tilefold.ops._shared.call_cache import CallCache
 from tilefold.ops._shared.entmax_root import GENTLE, STEEP

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from benchmarks.job import JobCase
-from tilefold.bench.dtypes import DTYPES
+from tilefold.bench.spec import DTYPES
 
 ACTIVE = 230  # terms of a document, as of trained SPLADE models
 MAX_TOKENS = 256  # at which texts are cut

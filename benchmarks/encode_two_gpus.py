@@ -47,7 +47,7 @@ def measure(options: argparse.Namespace, rank: int) -> int:
     import torch.distributed as dist
 
     from benchmarks.encode_data import CASES, make_model, make_texts, read_model
-    from tilefold.bench.dtypes import DTYPES
+    from tilefold.bench.spec import DTYPES
     from tilefold.integrations.sentence_transformers import accelerate
 
     clock = Clock(rank)

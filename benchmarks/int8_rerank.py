@@ -51,7 +51,7 @@ from torch import Tensor
 
 from tilefold.bench.provenance import collect
 from tilefold.bench.results import write_csv
-from tilefold.bench.runnables import Runnable, captured
+from tilefold.bench.spec import Runnable, captured
 from tilefold.bench.timing import TimeBudget, time_cuda
 from tilefold.ops import maxsim, quantize_tokens
 from tilefold.ops.maxsim import QuantizedTokens

@@ -17,11 +17,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ import numpy as np
 from benchmarks.job import Job, JobCase, JobOptions, Row, main
 from benchmarks.search_baselines import BASELINES
 from benchmarks.search_data import made_documents, made_queries
-from tilefold.bench.timing import resident_mib
+from tilefold.bench.timing import in_fresh_process, resident_mib
 from tilefold.retrieval import SparseVectors, build_index, load_index
 
 K = 10
@@ -69,7 +67,7 @@ def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="tilefold-search-") as name:
         folder = Path(name) / "exact"
         facts = built("exact", documents, folder)
-        (measured,) = in_a_process("exact", folder, queries)
+        (measured,) = in_fresh_process(measure, "exact", folder, queries)
         truth = measured.found
         wrong = against_a_sum(documents, queries, truth)
         yield labels(shape, "exact") | facts | row("exact", measured, truth) | ({"gate": wrong} if wrong else {})
@@ -77,7 +75,7 @@ def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
             if engine in BASELINES and find_spec(engine) is None:
                 yield labels(shape, engine) | {"gate": "ok", "note": f"pip install {engine} to see it"}
             elif engine in BASELINES:
-                (measured,) = in_a_process(engine, folder, queries)
+                (measured,) = in_fresh_process(measure, engine, folder, queries)
                 yield labels(shape, engine) | {"disk_mib": facts["disk_mib"]} | row(engine, measured, truth)
             else:
                 yield from seismic_rows(shape, documents, queries, Path(name) / "seismic", truth)
@@ -94,7 +92,9 @@ def seismic_rows(
     """Seismic, built with what it chooses for the collection and searched in several ways."""
     facts = built("seismic", documents, folder)
     n_postings = facts.pop("n_postings")
-    for options, measured in zip(SEARCHES, in_a_process("seismic", folder, queries, SEARCHES), strict=True):
+    for options, measured in zip(
+        SEARCHES, in_fresh_process(measure, "seismic", folder, queries, SEARCHES), strict=True
+    ):
         named = labels(shape, "seismic", n_postings=n_postings, **options)
         yield named | facts | row("seismic", measured, truth)
 
@@ -110,15 +110,9 @@ def built(engine: str, documents: SparseVectors, folder: Path) -> dict[str, floa
     return facts | ({"n_postings": index.options.n_postings} if engine == "seismic" else {})
 
 
-def in_a_process(
+def measure(
     engine: str, folder: Path, queries: SparseVectors, searches: Sequence[dict[str, Any]] = ({},)
 ) -> list[Measured]:
-    """``measure`` in a fresh process."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(measure, engine, folder, queries, searches).result()
-
-
-def measure(engine: str, folder: Path, queries: SparseVectors, searches: Sequence[dict[str, Any]]) -> list[Measured]:
     """Load the engine and ask it in each of these ways."""
     before, begin = resident_mib(), time.perf_counter()
     answer = asker(engine, folder, queries)

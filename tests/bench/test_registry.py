@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tilefold.bench.dtypes import parse_dtype
 from tilefold.bench.registry import get_spec, operators
 from tilefold.bench.runner import BenchRow
+from tilefold.bench.spec import parse_dtype
 
 
 @pytest.mark.parametrize("op", operators())

@@ -11,12 +11,9 @@ import torch
 from rich.console import Console
 
 from tilefold.bench import report
-from tilefold.bench.lsr_head.baselines import stock_head
-from tilefold.bench.lsr_head.inputs import LSRHeadInputs
-from tilefold.bench.lsr_head.spec import SPEC
-from tilefold.bench.runnables import Runnable
+from tilefold.bench.lsr_head import SPEC, LSRHeadInputs, stock_head
 from tilefold.bench.runner import BenchRow, RunOptions, run_case
-from tilefold.bench.spec import BenchCase, Ceilings, Implementation
+from tilefold.bench.spec import BenchCase, Ceilings, Implementation, Runnable
 from tilefold.bench.timing import TimeBudget
 
 TINY = BenchCase("tiny", "cpu", "float32", {"B": 3, "S": 17, "D": 24, "V": 301}, "ragged-2pct")

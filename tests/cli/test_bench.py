@@ -10,8 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tilefold.bench import child, gate
-from tilefold.bench.lsr_head import spec
+from tilefold.bench import gate, runner
+from tilefold.bench import lsr_head as spec
 from tilefold.bench.spec import BenchCase
 from tilefold.cli.bench import bench
 
@@ -28,7 +28,7 @@ def tiny_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     case = BenchCase("tiny", "cpu", "float32", {"B": 2, "S": 9, "D": 16, "V": 131}, "dense", quick=True)
     tiny = replace(spec.SPEC, cases=(case,), requirements=())
     monkeypatch.setattr(spec, "SPEC", tiny)
-    monkeypatch.setattr(child, "measure_peaks", lambda *args: {"forward": 1.0, "forward_backward": 2.0})
+    monkeypatch.setattr(runner, "measure_peaks", lambda *args: {"forward": 1.0, "forward_backward": 2.0})
 
 
 @pytest.mark.usefixtures("tiny_spec")

@@ -23,8 +23,7 @@ from tilefold.retrieval import SparseVectors, build_index, load_index
 from tilefold.retrieval._ranking import top_positive
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index import _postings
-from tilefold.retrieval.index._postings import Postings, fastest, portable
-from tilefold.retrieval.index._stored_ids import StoredIds, save_ids
+from tilefold.retrieval.index._postings import Postings, StoredIds, fastest, portable, save_ids
 
 Make = Callable[..., SparseVectors]
 

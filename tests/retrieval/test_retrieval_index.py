@@ -13,6 +13,7 @@ import seismic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.manifests import edit
 from tilefold.retrieval import SparseIndex, SparseVectors, build_index, hits_to_run, load_index
 from tilefold.retrieval.errors import DataError, MissingPackageError, VocabularyMismatchError
 from tilefold.retrieval.index.seismic import SeismicIndex, SeismicOptions
@@ -153,6 +154,32 @@ def test_an_index_without_its_marker_file_is_not_an_index(make_vectors: Make, tm
     build_index(make_vectors(3)).save(tmp_path / "index")
     with pytest.raises(DataError, match="expected an index of backend 'seismic', got 'exact'"):
         SeismicIndex.load(tmp_path / "index")
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "message"),
+    [
+        ("seismic", {"heap_factor": "0.7"}, r"heap_factor: expected a number in \[0, 1\], got '0.7'"),
+        ("seismic", {"heap_factor": True}, r"heap_factor: expected a number in \[0, 1\], got True"),
+        ("seismic", {"summary_energy": None}, r"summary_energy: expected a number in \(0, 1\], got None"),
+        ("seismic", {"num_threads": True}, "num_threads: expected an integer of at least 0, got True"),
+        ("seismic", {"doc_cut": "15"}, "doc_cut: expected an integer of at least 1, got '15'"),
+        ("qdrant", {"url": 6333}, "expected a text as url of the options, got 6333"),
+        ("qdrant", {"url": "http://localhost"}, "expected a text as collection of the options, got None"),
+    ],
+)
+def test_options_of_another_type_in_an_edited_manifest_are_named(
+    backend: str, changes: dict[str, Any], message: str, make_vectors: Make, tmp_path: Path
+) -> None:
+    index: Any = build_index(make_vectors(20), backend)
+    index.save(tmp_path / "index")
+    manifest = tmp_path / "index" / "index.json"
+    edit(manifest, options=json.loads(manifest.read_text())["options"] | changes)
+    with pytest.raises(DataError, match=message):
+        load_index(tmp_path / "index")
+    edit(manifest, n_documents=True)
+    with pytest.raises(DataError, match="wrong n_documents: expected int, got True"):
+        load_index(tmp_path / "index")
 
 
 def test_saving_never_replaces_a_folder_of_other_things(make_vectors: Make, tmp_path: Path) -> None:

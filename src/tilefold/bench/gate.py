@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tilefold import testing
-from tilefold.bench.dtypes import DTYPES
-from tilefold.bench.runnables import Runnable
+from tilefold.bench.spec import DTYPES, Inputs, Runnable
 
 
 @dataclass(frozen=True)
@@ -37,14 +35,9 @@ BASELINE_BUDGETS: Mapping[str, Budget] = {
 }
 
 
-def budget_of(kind: str, dtype: str) -> Budget:
-    """What an implementation of ``kind`` is allowed; ``dtype`` is a name."""
-    return (BUDGETS if kind == "ours" else BASELINE_BUDGETS)[dtype]
-
-
 @dataclass(frozen=True)
 class GateResult:
-    """What the gate found.
+    """Errors of one implementation against what is allowed.
 
     Attributes:
         errors: relative error of each checked quantity; infinite where a value is not finite.
@@ -54,17 +47,14 @@ class GateResult:
     errors: Mapping[str, float]
     budget: Budget
 
-    def limit(self, name: str) -> float:
-        """The budget that applies to the quantity ``name``."""
-        return self.budget.gradient if name.startswith("d") else self.budget.forward
-
     @property
     def failures(self) -> list[str]:
         """One readable line for each quantity over its budget."""
+        limits = {name: self.budget.gradient if name.startswith("d") else self.budget.forward for name in self.errors}
         return [
-            f"{name} error {error:.2e} > {self.limit(name):.0e}"
+            f"{name} error {error:.2e} > {limits[name]:.0e}"
             for name, error in self.errors.items()
-            if not error <= self.limit(name)
+            if not error <= limits[name]
         ]
 
     @property
@@ -74,55 +64,62 @@ class GateResult:
 
     def worst(self, gradients: bool) -> float | None:
         """The largest error among gradients, or among outputs; ``None`` if none was checked."""
-        values = [error for name, error in self.errors.items() if name.startswith("d") is gradients]
-        return max(values) if values else None
+        return max((error for name, error in self.errors.items() if name.startswith("d") is gradients), default=None)
 
 
-class Gate(Protocol):
-    """The ground truth of one case."""
+@dataclass(frozen=True)
+class Part:
+    """A slice of a result that is small enough to be known exactly: how it is taken, and its value in fp64."""
+
+    take: Callable[[Tensor], Tensor]
+    truth: Tensor
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The ground truth of one case: slices are held to their values in fp64, everything else must be finite.
+
+    Attributes:
+        inputs: of the case.
+        dtype: the name of its dtype.
+        outputs: parts of the output by name.
+        gradients: a part of the gradient of each leaf by a name with ``"d"``; ``None`` for one that is not checked.
+        ours: what our implementations are allowed, by default that of the dtype.
+    """
+
+    inputs: Inputs
+    dtype: str
+    outputs: Mapping[str, Part]
+    gradients: Mapping[str, Part | None]
+    ours: Budget | None = None
 
     def check(self, runnable: Runnable, kind: str) -> GateResult:
-        """Run both phases of an implementation of ``kind`` once and compare."""
-
-
-def check_phases(
-    runnable: Runnable,
-    poison: Sequence[Tensor],
-    output_errors: Callable[[Tensor, str], dict[str, float]],
-    gradient_errors: Callable[[tuple[Tensor, ...]], dict[str, float]],
-) -> dict[str, float]:
-    """Run both phases once over poisoned memory; the errors of both outputs and of the gradients by name.
-
-    Args:
-        runnable: what is checked.
-        poison: tensors of the sizes that its results have.
-        output_errors: ``(output, prefix)`` -> errors by name, each with the prefix.
-        gradient_errors: gradients -> errors by name, each of which begins with ``"d"``.
-    """
-    poison_allocator(poison)
-    inferred = runnable.forward()
-    errors = {} if inferred is None else output_errors(inferred, "inference ")
-    del inferred
-    if runnable.forward_backward is not None:
+        """Run both phases of an implementation of ``kind`` once, over poisoned memory, and compare."""
+        poison = (*self.inputs.leaves, self.inputs.grad_output)
         poison_allocator(poison)
-        out, gradients = runnable.forward_backward()
-        errors |= output_errors(out, "") | gradient_errors(gradients)
-    return errors
+        inferred = runnable.forward()
+        errors = {} if inferred is None else self._output_errors(inferred, "inference ")
+        del inferred
+        if runnable.forward_backward is not None:
+            poison_allocator(poison)
+            out, gradients = runnable.forward_backward()
+            errors |= self._output_errors(out, "")
+            for (name, part), whole, leaf in zip(self.gradients.items(), gradients, self.inputs.leaves, strict=True):
+                errors |= {} if part is None else {name: _part_error(whole, leaf, part)}
+        allowed = (self.ours or BUDGETS[self.dtype]) if kind == "ours" else BASELINE_BUDGETS[self.dtype]
+        return GateResult(errors, allowed)
+
+    def _output_errors(self, out: Tensor, prefix: str) -> dict[str, float]:
+        dense = out.to_dense() if out.layout == torch.sparse_csr else out
+        like = self.inputs.grad_output
+        return {f"{prefix}{name}": _part_error(dense, like, part) for name, part in self.outputs.items()}
 
 
-def relative_error(out: Tensor, reference: Tensor) -> float:
-    """:func:`tilefold.testing.relative_error`, and infinite for another shape: the row fails, the run goes on."""
-    return testing.relative_error(out, reference) if out.shape == reference.shape else float("inf")
-
-
-def part_error(whole: Tensor, part: Tensor, reference: Tensor) -> float:
-    """The relative error of ``part``, infinite if anything in ``whole`` is not finite."""
-    return relative_error(part, reference) if bool(whole.isfinite().all()) else float("inf")
-
-
-def is_complete(out: Tensor, like: Tensor) -> bool:
-    """Whether ``out`` has the shape of ``like`` and is finite throughout."""
-    return out.shape == like.shape and bool(out.isfinite().all())
+def _part_error(whole: Tensor, like: Tensor, part: Part) -> float:
+    """The relative error of a part, infinite if the whole has another shape than ``like`` or is not finite."""
+    if whole.shape != like.shape or not bool(whole.isfinite().all()):
+        return float("inf")
+    return testing.relative_error(part.take(whole), part.truth)
 
 
 def poison_allocator(like: Sequence[Tensor]) -> None:

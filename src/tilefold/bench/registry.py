@@ -8,18 +8,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tilefold.bench.spec import BenchSpec
 
-SPEC_MODULES: dict[str, str] = {
-    "lsr_head": "tilefold.bench.lsr_head.spec",
-    "maxsim": "tilefold.bench.maxsim.spec",
-    "token_scatter": "tilefold.bench.token_scatter.spec",
-    "entmax": "tilefold.bench.entmax.spec",
-    "entmax_attention": "tilefold.bench.entmax_attention.spec",
-}
+OPERATORS = ("lsr_head", "maxsim", "token_scatter", "entmax", "entmax_attention")
 
 
 def operators() -> tuple[str, ...]:
     """Names of the operators that have a benchmark."""
-    return tuple(SPEC_MODULES)
+    return OPERATORS
 
 
 def get_spec(op: str) -> BenchSpec:
@@ -28,7 +22,7 @@ def get_spec(op: str) -> BenchSpec:
     Raises:
         ValueError: for an operator without a benchmark.
     """
-    if op not in SPEC_MODULES:
-        raise ValueError(f"op must be one of {', '.join(SPEC_MODULES)}, got {op!r}.")
-    spec: BenchSpec = importlib.import_module(SPEC_MODULES[op]).SPEC
+    if op not in OPERATORS:
+        raise ValueError(f"op must be one of {', '.join(OPERATORS)}, got {op!r}.")
+    spec: BenchSpec = importlib.import_module(f"{__package__}.{op}").SPEC
     return spec

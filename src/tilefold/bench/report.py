@@ -10,9 +10,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from tilefold.bench.claims import Verdict
     from tilefold.bench.provenance import Provenance
-    from tilefold.bench.runner import BenchRow
+    from tilefold.bench.runner import BenchRow, Verdict
     from tilefold.bench.spec import BenchCase, BenchSpec
 
 _COLUMNS = ("impl", "fwd ms", "x eager", "TFLOP/s", "of floor", "peak MiB", "f+b ms", "x eager", "of floor", "peak MiB")

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from tilefold.bench import child
 from tilefold.bench.gate import Gate
-from tilefold.bench.runnables import Runnable
+from tilefold.bench.registry import get_spec
 from tilefold.bench.spec import (
     PHASES,
     BenchCase,
@@ -22,13 +21,17 @@ from tilefold.bench.spec import (
     Implementation,
     NotApplicable,
     Phase,
+    Requirement,
+    Runnable,
 )
 from tilefold.bench.timing import (
     TimeBudget,
     Timing,
     cuda_extra_peak_mib,
     free_memory_bytes,
+    in_fresh_process,
     measure_ceilings,
+    resident_peak_mib,
     time_all,
 )
 
@@ -72,9 +75,7 @@ class BenchRow:
 
     def record(self) -> dict[str, object]:
         """The row as CSV fields."""
-        fields = asdict(self)
-        fields.pop("failed_gate")
-        return fields
+        return {name: value for name, value in asdict(self).items() if name != "failed_gate"}
 
 
 @dataclass(frozen=True)
@@ -125,43 +126,35 @@ def run_case(
     inputs = spec.make_inputs(case, options.device, options.seed)
     progress(f"{case.name}: computing the fp64 ground truth")
     gate = spec.make_gate(case, inputs)
-    chosen = chosen_implementations(spec, options) if implementations is None else implementations
-    entries = [_Entry(i, _empty_row(spec, case, inputs, i, ceilings)) for i in chosen]
+    entries: list[_Entry] = []
+    for implementation in chosen_implementations(spec, options) if implementations is None else implementations:
+        row = BenchRow(
+            op=spec.op,
+            case=case.name,
+            dtype=case.dtype,
+            impl=implementation.name,
+            dims=" ".join(f"{name}={size}" for name, size in case.dims.items()),
+            variant=case.variant,
+            valid_tokens=getattr(inputs, "valid_tokens", 0),
+            active=getattr(inputs, "active", None),
+            ceiling_tflops=ceilings.flops / 1e12,
+            ceiling_tbps=ceilings.bandwidth / 1e12,
+        )
+        entries.append(_Entry(implementation, row))
     for entry in entries:
         progress(f"{case.name}: checking {entry.implementation.name}")
         _check_and_weigh(spec, case, inputs, gate, entry, options)
     for phase in PHASES:
         progress(f"{case.name}: timing {phase.replace('_', ' + ')}")
         _time_phase(entries, phase, options)
-    for entry in entries:
-        if entry.row.status == "ok":
-            _derive(spec, case, inputs, entry.row, ceilings)
+    for row in (entry.row for entry in entries if entry.row.status == "ok"):
+        forward = spec.work(case, inputs, "forward")
+        row.forward_floor_ms = forward.floor_ms(ceilings)
+        if row.forward_p50_ms:
+            row.forward_tflops = forward.flops / row.forward_p50_ms / 1e9
+        if row.forward_backward_p50_ms is not None:
+            row.forward_backward_floor_ms = spec.work(case, inputs, "forward_backward").floor_ms(ceilings)
     return [entry.row for entry in entries]
-
-
-def _empty_row(
-    spec: BenchSpec, case: BenchCase, inputs: Any, implementation: Implementation, ceilings: Ceilings
-) -> BenchRow:
-    return BenchRow(
-        op=spec.op,
-        case=case.name,
-        dtype=case.dtype,
-        impl=implementation.name,
-        dims=" ".join(f"{name}={size}" for name, size in case.dims.items()),
-        variant=case.variant,
-        valid_tokens=getattr(inputs, "valid_tokens", 0),
-        active=getattr(inputs, "active", None),
-        ceiling_tflops=ceilings.flops / 1e12,
-        ceiling_tbps=ceilings.bandwidth / 1e12,
-    )
-
-
-def _does_not_fit(spec: BenchSpec, case: BenchCase, impl: str, device: torch.device) -> str | None:
-    needed = spec.needs_bytes(case, impl)
-    free = free_memory_bytes(device)
-    if free is not None and needed > _MEMORY_SHARE * free:
-        return f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free"
-    return None
 
 
 def _check_and_weigh(
@@ -169,9 +162,9 @@ def _check_and_weigh(
 ) -> None:
     row, implementation = entry.row, entry.implementation
     _release(options.device)
-    reason = _does_not_fit(spec, case, implementation.name, options.device)
-    if reason is not None:
-        row.status, row.note = "skipped", reason
+    needed, free = spec.needs_bytes(case, implementation.name), free_memory_bytes(options.device)
+    if free is not None and needed > _MEMORY_SHARE * free:
+        row.status, row.note = "skipped", f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free"
         return
     try:
         runnable = implementation.build(inputs)
@@ -183,33 +176,44 @@ def _check_and_weigh(
                 row.status, row.failed_gate = "FAILED", True
                 row.note = "; ".join(result.failures) or "the gate checked nothing"
                 return
-        if options.memory and implementation.kind != "bare":
-            _weigh(spec, case, runnable, row, options)
+            if options.memory:
+                for phase, peak in _peaks(spec, case, runnable, row.impl, options).items():
+                    setattr(row, f"{phase}_peak_mib", peak)
         entry.runnable = runnable
     except torch.cuda.OutOfMemoryError:
         row.status, row.note = "OOM", "out of device memory"
-    except NotApplicable as reason_of_peer:
-        row.status, row.note = "skipped", str(reason_of_peer)
+    except NotApplicable as reason:
+        row.status, row.note = "skipped", str(reason)
     except Exception as error:  # one implementation must not take the others' rows with it
-        _note_error(row, implementation, error)
+        lines = str(error).strip().splitlines()
+        row.status, row.note = "ERROR", f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+        row.failed_gate = implementation.kind == "ours"
 
 
-def _note_error(row: BenchRow, implementation: Implementation, error: Exception) -> None:
-    lines = str(error).strip().splitlines()
-    row.status = "ERROR"
-    row.note = f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
-    row.failed_gate = implementation.kind == "ours"
+def _peaks(spec: BenchSpec, case: BenchCase, runnable: Runnable, impl: str, options: RunOptions) -> Mapping[str, float]:
+    if options.device.type != "cuda":
+        return measure_peaks(spec.op, case, impl, options.seed)
+    runs = {phase: getattr(runnable, phase) for phase in PHASES}
+    return {phase: cuda_extra_peak_mib(run) for phase, run in runs.items() if run is not None}
 
 
-def _weigh(spec: BenchSpec, case: BenchCase, runnable: Runnable, row: BenchRow, options: RunOptions) -> None:
-    if options.device.type == "cuda":
-        row.forward_peak_mib = cuda_extra_peak_mib(runnable.forward)
-        if runnable.forward_backward is not None:
-            row.forward_backward_peak_mib = cuda_extra_peak_mib(runnable.forward_backward)
-        return
-    measured = child.measure_peaks(spec.op, case, row.impl, options.seed)
-    row.forward_peak_mib = measured["forward"]
-    row.forward_backward_peak_mib = measured.get("forward_backward")
+def measure_peaks(op: str, case: BenchCase, impl: str, seed: int) -> dict[str, float]:
+    """Peak resident MiB above the inputs of ``"forward"`` and ``"forward_backward"``, taken in a fresh process."""
+    return in_fresh_process(_resident_peaks, op, case, impl, seed)
+
+
+def _resident_peaks(op: str, case: BenchCase, impl: str, seed: int) -> dict[str, float]:
+    spec, device = get_spec(op), torch.device(case.device)
+    build = spec.implementation(impl).build
+    runnable = build(spec.make_inputs(case, device, seed))
+    probe = build(spec.make_inputs(spec.probe(case), device, seed))
+    peaks: dict[str, float] = {}
+    for phase in PHASES:  # the smaller phase first: where the high-water mark cannot be reset it only grows
+        run, warm = getattr(runnable, phase), getattr(probe, phase)
+        if run is not None and warm is not None:
+            warm()
+            peaks[phase] = resident_peak_mib(run)
+    return peaks
 
 
 def _time_phase(entries: Sequence[_Entry], phase: Phase, options: RunOptions) -> None:
@@ -221,8 +225,9 @@ def _time_phase(entries: Sequence[_Entry], phase: Phase, options: RunOptions) ->
     rows = {entry.row.impl: entry.row for entry in entries}
     _release(options.device)
     for name, timing in _time_surviving(timed, rows, options).items():
-        for attribute, value in _timing_fields(phase, timing).items():
-            setattr(rows[name], attribute, value)
+        for percentile in ("p20", "p50", "p80"):
+            setattr(rows[name], f"{phase}_{percentile}_ms", getattr(timing, percentile))
+        setattr(rows[name], f"{phase}_reps", timing.reps)
 
 
 def _time_surviving(
@@ -241,24 +246,6 @@ def _time_surviving(
             rows[name].status, rows[name].note = "OOM", "out of device memory"
         _release(options.device)
     return alone
-
-
-def _timing_fields(phase: Phase, timing: Timing) -> dict[str, float]:
-    return {
-        f"{phase}_p20_ms": timing.p20,
-        f"{phase}_p50_ms": timing.p50,
-        f"{phase}_p80_ms": timing.p80,
-        f"{phase}_reps": timing.reps,
-    }
-
-
-def _derive(spec: BenchSpec, case: BenchCase, inputs: Any, row: BenchRow, ceilings: Ceilings) -> None:
-    forward = spec.work(case, inputs, "forward")
-    row.forward_floor_ms = forward.floor_ms(ceilings)
-    if row.forward_p50_ms:
-        row.forward_tflops = forward.flops / row.forward_p50_ms / 1e9
-    if row.forward_backward_p50_ms is not None:
-        row.forward_backward_floor_ms = spec.work(case, inputs, "forward_backward").floor_ms(ceilings)
 
 
 def _release(device: torch.device) -> None:
@@ -282,16 +269,16 @@ def run_spec(
     started = time.monotonic()
     ceilings: dict[str, Ceilings] = {}
     rows: dict[str, list[BenchRow]] = {}
-    shape: tuple[int, ...] | None = None
+    shape: Mapping[str, int] | None = None
     chosen = chosen_implementations(spec, options)
     rounds = [[i for i in chosen if i.slow is slow] for slow in (False, True)]
     for implementations, case in ((group, case) for group in rounds if group for case in cases):
         if time.monotonic() - started > options.limit:
             break
-        if shape not in (None, case.shape_key):
+        if shape not in (None, case.dims):
             # compiled baselines recompile for a new shape: forget the last one, or dynamo's limit is soon reached
             torch.compiler.reset()
-        shape = case.shape_key
+        shape = case.dims
         if case.dtype not in ceilings:
             progress(f"measuring the ceilings in {case.dtype}")
             ceilings[case.dtype] = measure_ceilings(options.device, case.dtype)
@@ -300,3 +287,32 @@ def run_spec(
         on_rows(case, rows[case.name])
         _release(options.device)
     return [row for found in rows.values() for row in found]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A requirement against what was measured; ``held`` is ``None`` where a side is missing."""
+
+    requirement: Requirement
+    left: float | None
+    right: float | None
+
+    @property
+    def held(self) -> bool | None:
+        """Whether ``left <= limit * right``."""
+        return None if self.left is None or self.right is None else self.left <= self.requirement.limit * self.right
+
+    @property
+    def ratio(self) -> float:
+        """``left / right``, or NaN."""
+        return self.left / self.right if self.left is not None and self.right else math.nan
+
+
+def verdicts(spec: BenchSpec, rows: Sequence[BenchRow]) -> list[Verdict]:
+    """Every requirement of ``spec`` whose case was run."""
+    found: list[Verdict] = []
+    for requirement in spec.requirements:
+        by_impl = {row.impl: row for row in rows if row.case == requirement.case}
+        sides = [getattr(by_impl.get(impl), name, None) for impl, name in (requirement.left, requirement.right)]
+        found += [Verdict(requirement, *sides)] if by_impl else []
+    return found

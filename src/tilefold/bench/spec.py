@@ -1,20 +1,29 @@
-"""What a benchmark is made of: named cases, implementations, a correctness gate and a floor, one spec per operator."""
+"""The parts of a benchmark: named cases, inputs, implementations bound to them, least work; one spec per operator."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
-
-from tilefold.bench.gate import Gate
-from tilefold.bench.runnables import Runnable
+from torch import Tensor
 
 _Named = TypeVar("_Named")
 Phase = Literal["forward", "forward_backward"]
 PHASES: tuple[Phase, ...] = ("forward", "forward_backward")
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
+_DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+def parse_dtype(name: str) -> str:
+    """``"bf16"`` or ``"bfloat16"`` -> ``"bfloat16"``; ``ValueError`` for an unknown name."""
+    full = _DTYPE_ALIASES.get(name, name)
+    if full not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}.")
+    return full
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,7 @@ class BenchCase:
     Attributes:
         name: what ``--shape`` takes.
         device: ``"cpu"`` or ``"cuda"``, where the case makes sense.
-        dtype: a key of ``dtypes.DTYPES``.
+        dtype: a key of ``DTYPES``.
         dims: the operator's dimensions, for instance ``{"B": 32, "S": 512, "D": 768, "V": 30522}``.
         variant: what the numbers look like, for instance ``"dense"`` or ``"2pct"``.
         quick: whether ``--quick`` keeps the case.
@@ -37,10 +46,92 @@ class BenchCase:
     variant: str = "dense"
     quick: bool = False
 
+
+@dataclass(frozen=True)
+class Runnable:
+    """An implementation bound to its inputs.
+
+    Attributes:
+        forward: inference, no autograd; returns the output, or ``None`` for a bare product.
+        forward_backward: training, returns ``(output, gradients)``; ``None`` where there is no backward.
+        label: what actually runs, for instance the kernel family that ``impl="auto"`` resolved to.
+    """
+
+    forward: Callable[[], Tensor | None]
+    forward_backward: Callable[[], tuple[Tensor, tuple[Tensor, ...]]] | None = None
+    label: str = ""
+
+
+class Inputs:
+    """Base of an operator's inputs: a frozen dataclass of tensors on one device.
+
+    Attributes:
+        leaves: tensors whose gradients are taken, first among the arguments.
+        others: arguments after them.
+        grad_output: gradient of the result.
+    """
+
+    others: tuple[Any, ...] = ()
+    grad_output: Tensor
+
     @property
-    def shape_key(self) -> tuple[int, ...]:
-        """The dimensions alone: cases that share it share a compilation."""
-        return tuple(self.dims.values())
+    def leaves(self) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
+    def bind(self, call: Callable[..., Tensor], label: str, train: Callable[..., Tensor] | None = None) -> Runnable:
+        """``call(*leaves, *others)``, or ``train`` of them where gradients are asked for."""
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return call(*self.leaves, *self.others)
+
+        def forward_backward() -> tuple[Tensor, tuple[Tensor, ...]]:
+            out = (train or call)(*self.leaves, *self.others)
+            return out.detach(), torch.autograd.grad(out, self.leaves, self.grad_output.to(out.dtype))
+
+        return Runnable(forward, forward_backward, label)
+
+
+def random_tensors(device: torch.device, seed: int) -> tuple[Callable[..., Tensor], torch.Generator]:
+    """A function of normal numbers in fp32 by shape, and its generator."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    return functools.partial(torch.randn, generator=generator, device=device), generator
+
+
+def ragged_lengths(batch: int, longest: int, device: torch.device) -> Tensor:
+    """Lengths ``[batch]`` spread evenly between 2% and 64% of the longest: 33% of the tokens are valid."""
+    return (torch.linspace(0.02, 0.64, batch, device=device) * longest).round().long()
+
+
+@functools.cache
+def compiled(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``call`` under ``torch.compile``: one object per function, for all cases."""
+    return torch.compile(call, dynamic=False)
+
+
+def captured(eager: Runnable) -> Runnable:
+    """Both phases of ``eager``, each captured once as a CUDA graph, to time kernels without the host's part."""
+    both = None if eager.forward_backward is None else _replay(eager.forward_backward)
+    return Runnable(_replay(eager.forward), both, f"{eager.label}, CUDA graph")
+
+
+def _replay(run: Callable[[], Any]) -> Callable[[], Any]:
+    """``run`` as a graph that replays into the tensors that the capture returned."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+
+    def replay(_held: object = run) -> Any:  # the graph reads the memory of the tensors that `run` holds
+        graph.replay()
+        return result
+
+    return replay
 
 
 @dataclass(frozen=True)
@@ -63,9 +154,12 @@ class Implementation:
     slow: bool = False
 
 
-def gpu_if_installed(module: str) -> tuple[str, ...]:
-    """Where a peer runs by default: on GPUs, if its package is there."""
-    return ("cuda",) if importlib.util.find_spec(module) is not None else ()
+def peer(
+    package: str, builds: Mapping[str, Callable[[Any], Runnable]], slow: bool = False
+) -> tuple[Implementation, ...]:
+    """Kernels that a package publishes, by name: baselines on GPUs, by default where the package is installed."""
+    where = ("cuda",) if importlib.util.find_spec(package) is not None else ()
+    return tuple(Implementation(name, build, "baseline", where, slow) for name, build in builds.items())
 
 
 def ours(
@@ -136,7 +230,7 @@ class BenchSpec:
         implementations: what can run, in the order of the table.
         baseline: the implementation that ratios are taken against.
         make_inputs: ``(case, device, seed)`` -> inputs, on that device.
-        make_gate: ``(case, inputs)`` -> the gate of that case.
+        make_gate: ``(case, inputs)`` -> the ``Gate`` of that case.
         probe_dims: dimensions too small to matter, which load libraries and thread pools before memory is read.
         work: ``(case, inputs, phase)`` -> the least work of that phase.
         needs_bytes: ``(case, implementation name)`` -> a low estimate of its extra memory, to skip what cannot fit.
@@ -148,11 +242,11 @@ class BenchSpec:
     implementations: Sequence[Implementation]
     baseline: str
     make_inputs: Callable[[BenchCase, torch.device, int], Any]
-    make_gate: Callable[[BenchCase, Any], Gate]
+    make_gate: Callable[[BenchCase, Any], Any]
     probe_dims: Mapping[str, int]
     work: Callable[[BenchCase, Any, Phase], Work]
     needs_bytes: Callable[[BenchCase, str], int]
-    requirements: Sequence[Requirement] = field(default_factory=tuple)
+    requirements: Sequence[Requirement] = ()
 
     def case(self, name: str) -> BenchCase:
         """The case called ``name``; ``ValueError`` with the known names otherwise."""

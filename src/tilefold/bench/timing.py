@@ -7,18 +7,21 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from tilefold.bench.dtypes import DTYPES
-from tilefold.bench.spec import Ceilings
+from tilefold.bench.spec import DTYPES, Ceilings
 
 _FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU so far
-_MEBI = float(2**20)
+_Asked = ParamSpec("_Asked")
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,7 @@ def time_cuda(runs: Mapping[str, Callable[[], Any]], budget: TimeBudget) -> dict
                 run()
             estimate = _cuda_samples(run, 1, flush)[0]
             wanted = int(1e3 * budget.seconds / budget.rounds / max(estimate, 1e-3))
-            low = -(-budget.min_reps // budget.rounds)
-            high = -(-budget.max_reps // budget.rounds)
+            low, high = (-(-reps // budget.rounds) for reps in (budget.min_reps, budget.max_reps))
             samples[name] += _cuda_samples(run, min(max(wanted, low), high), flush)
     return {name: Timing.of(values) for name, values in samples.items()}
 
@@ -85,9 +87,8 @@ def time_cpu(runs: Mapping[str, Callable[[], Any]], budget: TimeBudget) -> dict[
 
     The number of turns follows the slowest implementation's first timed call.
     """
-    for run in runs.values():
-        for _ in range(min(budget.warmup, 1)):
-            run()
+    for run in runs.values() if budget.warmup else ():
+        run()
     samples: dict[str, list[float]] = {name: [] for name in runs}
     start = time.perf_counter()
     deadline = start + budget.seconds * len(runs)
@@ -116,12 +117,26 @@ def cuda_extra_peak_mib(run: Callable[[], Any]) -> float:
     result = run()
     torch.cuda.synchronize()
     del result
-    return (torch.cuda.max_memory_allocated() - before) / _MEBI
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def _status_kib(field: str) -> int | None:
+def in_fresh_process(call: Callable[_Asked, _Answer], *args: _Asked.args, **kwargs: _Asked.kwargs) -> _Answer:
+    """``call`` of these arguments in a new interpreter: resident memory has no other honest baseline.
+
+    Raises:
+        RuntimeError: when the process died without an answer; an error of ``call`` is raised as it is.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        try:
+            return pool.submit(call, *args, **kwargs).result()
+        except BrokenProcessPool as error:
+            raise RuntimeError("the measuring process was killed, most likely for lack of memory") from error
+
+
+def _proc_kib(file: str, field: str) -> int | None:
+    """A line of a file of /proc, or ``None`` where there is none."""
     try:
-        for line in Path("/proc/self/status").read_text().splitlines():
+        for line in Path("/proc", file).read_text().splitlines():
             if line.startswith(field + ":"):
                 return int(line.split()[1])
     except OSError:
@@ -129,24 +144,18 @@ def _status_kib(field: str) -> int | None:
     return None
 
 
-def _release_free_heap() -> None:
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 def _reset_high_water() -> bool:
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return False
-    high, now = _status_kib("VmHWM"), _status_kib("VmRSS")
+    high, now = _proc_kib("self/status", "VmHWM"), _proc_kib("self/status", "VmRSS")
     return high is not None and now is not None and high <= now + 1024
 
 
 def resident_mib() -> float:
     """MiB of memory that this process holds now; where the system does not say, the most that it ever held."""
-    now = _status_kib("VmRSS")
+    now = _proc_kib("self/status", "VmRSS")
     return (_max_rss_kib() if now is None else now) / 1024
 
 
@@ -156,15 +165,14 @@ def resident_peak_mib(run: Callable[[], Any]) -> float:
     Where the kernel lets the high-water mark be reset it is; elsewhere the whole life of the process counts, so a fresh
     process that did nothing bigger before is needed either way.
     """
-    _release_free_heap()
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
     was_reset = _reset_high_water()
-    before = _status_kib("VmRSS")
-    if before is None:  # no /proc: the life-time maximum before and after is all there is
-        before = _max_rss_kib()
+    before = resident_mib()
     result = run()
-    high = _status_kib("VmHWM") if was_reset else _max_rss_kib()
+    high = _proc_kib("self/status", "VmHWM") if was_reset else _max_rss_kib()
     del result
-    return max(0, (high or 0) - before) / 1024
+    return max(0.0, (high or 0) / 1024 - before)
 
 
 def _max_rss_kib() -> int:
@@ -172,20 +180,12 @@ def _max_rss_kib() -> int:
     return value // 1024 if sys.platform == "darwin" else value
 
 
-def available_memory_bytes() -> int | None:
-    """Memory this machine can still hand out, or ``None`` where that cannot be read."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        return None
-    return None
-
-
 def free_memory_bytes(device: torch.device) -> int | None:
     """Memory that ``device`` can still hand out, or ``None`` where that cannot be read."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes()
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    available = _proc_kib("meminfo", "MemAvailable")
+    return None if available is None else 1024 * available
 
 
 def measure_ceilings(device: torch.device, dtype: str) -> Ceilings:

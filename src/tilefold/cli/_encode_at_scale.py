@@ -7,7 +7,6 @@ import functools
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,20 +24,10 @@ _SAMPLE = 512  # texts whose tokens a dry run counts, about
 _TIMED = {"cpu": 32, "cuda": 4096}  # texts that it encodes, at most
 
 
-def accelerated(name: str, kinds: tuple[str, ...]) -> tuple[Any, str]:
-    """The accelerated model of a name or folder, and its kind."""
-    from tilefold.integrations.sentence_transformers import accelerate
-
-    model, kind = _models.load_model(name, kinds=kinds)
-    if kind == "multi-vector":
-        accelerate(model)
-    return model, kind
-
-
 @functools.cache
 def _load(name: str, kinds: tuple[str, ...]) -> Any:
     """The model of a worker, which loads it once."""
-    return accelerated(name, kinds)[0]
+    return _models.load_model(name, kinds=kinds, fast=kinds)[0]
 
 
 def absolute(model: str) -> str:
@@ -93,12 +82,22 @@ class DryRun:
 
 
 def dry_run(model: Any, encoding: Encoding, texts: Texts, shard_size: int, workers: int, rate: float | None) -> DryRun:
-    """What encoding `texts` would take, from a sample of them; nothing is written but to a temporary folder."""
+    """What encoding `texts` would take, from a sample of them; nothing is written but to a temporary folder.
+
+    Raises:
+        CommandError: the tokenizer takes no text of the sample.
+    """
+    from tilefold.retrieval.truncation import token_counts
+
     began = time.monotonic()
     survey = texts.survey(shard_size, sample=_SAMPLE)
     reading = time.monotonic() - began
-    sample, lengths = _tokenised(model, survey.sample)
-    tokens = sum(lengths) / len(lengths)
+    counts = token_counts(model, survey.sample)
+    sample = [text for text, count in zip(survey.sample, counts, strict=True) if isinstance(count, int)]
+    if not sample:
+        problem = next(_common.first_line(count) for count in counts if isinstance(count, Exception))
+        raise _common.CommandError(f"--data: the tokenizer refuses all {len(counts)} texts of the sample ({problem}).")
+    tokens = sum(count for count in counts if isinstance(count, int)) / len(sample)
     device = model.device.type
     here, size = _encoded(model, encoding, sample[: _TIMED.get(device, 32)])
     measured = f"measured here on {device_name(device)}" if rate is None else "given with --rate"
@@ -128,33 +127,6 @@ def device_name(kind: str) -> str:
     if kind == "cuda":
         return str(torch.cuda.get_device_name())
     return f"{kind} with {torch.get_num_threads()} threads"
-
-
-def _tokenised(model: Any, sample: list[str]) -> tuple[list[str], list[int]]:
-    """The texts that the tokenizer takes, and their tokens, as many as the model reads.
-
-    Raises:
-        CommandError: it takes none of them.
-    """
-    from tilefold.retrieval.truncation import cut_texts
-
-    limit = getattr(model, "max_seq_length", None)
-    cut = {"truncation": True, "max_length": limit} if isinstance(limit, int) else {}
-
-    def lengths(texts: list[str]) -> list[int]:
-        return [len(ids) for ids in model.tokenizer(cut_texts(model, texts), **cut)["input_ids"]]
-
-    try:
-        return sample, lengths(sample)
-    except Exception as error:  # of one text, which encoding would list as not encoded
-        problem = _common.first_line(error)
-    found: list[tuple[str, int]] = []
-    for text in sample:
-        with suppress(Exception):
-            found.append((text, lengths([text])[0]))
-    if not found:
-        raise _common.CommandError(f"--data: the tokenizer refuses all {len(sample)} texts of the sample ({problem}).")
-    return [text for text, _ in found], [length for _, length in found]
 
 
 def _encoded(model: Any, encoding: Encoding, sample: list[str]) -> tuple[float, float]:

@@ -154,9 +154,12 @@ def load_untrained(
 
 
 def load_model(
-    name: str, option: str = "--model", kinds: tuple[str, ...] = ("sparse", "multi-vector")
+    name: str,
+    option: str = "--model",
+    kinds: tuple[str, ...] = ("sparse", "multi-vector"),
+    fast: tuple[str, ...] = ("sparse",),
 ) -> tuple[Any, str]:
-    """A model of one of `kinds` (``"sparse"``, ``"multi-vector"``, ``"dense"``), and its kind.
+    """A model of one of `kinds` (``"sparse"``, ``"multi-vector"``, ``"dense"``), and its kind; of `fast`, accelerated.
 
     The packaged name is a dense model, or a multi-vector one where only those are of use; as a sparse one it depends on
     documents, see :func:`load_untrained`. No remote code runs, and a folder is read without a look at the network.
@@ -166,7 +169,10 @@ def load_model(
     if name == PACKAGED and kinds == ("multi-vector",):
         from tilefold.recipes.untrained import untrained_colbert
 
-        return untrained_colbert(), kinds[0]
+        model = untrained_colbert()
+        if kinds[0] in fast:
+            _accelerate(model)
+        return model, kinds[0]
     from safetensors import SafetensorError
 
     from tilefold.recipes.loading import load_saved, saved_kind
@@ -188,7 +194,7 @@ def load_model(
             ) from error
         except ValueError as error:
             raise CommandError(f"{option}: {error}") from error
-        if kind == "sparse":
+        if kind in fast:
             _accelerate(model)
     return model, kind
 

@@ -94,7 +94,7 @@ def _list(spec: BenchSpec) -> None:
 
 
 def _cases(spec: BenchSpec, shape: list[str] | None, device: str, dtype: str | None, quick: bool) -> list[BenchCase]:
-    from tilefold.bench.dtypes import parse_dtype
+    from tilefold.bench.spec import parse_dtype
 
     if shape:
         cases = [spec.case(name) for name in shape]
@@ -121,9 +121,9 @@ def _run_all(chosen: list[tuple[BenchSpec, list[BenchCase]]], options: RunOption
     from rich.console import Console
 
     from tilefold.bench import report
-    from tilefold.bench.claims import verdicts
     from tilefold.bench.provenance import collect
     from tilefold.bench.results import results_file
+    from tilefold.bench.runner import verdicts
 
     provenance = collect(options.device)
     console = Console(width=None if Console().is_terminal else 190)

@@ -212,7 +212,7 @@ def _load(model: str, kind: str | None, collection: Collection | None) -> tuple[
     """The model that makes vectors of `kind`, and its own kind; minilm is a sparse one unless tokens are asked for."""
     if model != _models.PACKAGED or kind == "tokens":
         kinds = tuple(KINDS.values()) if kind is None else (KINDS[kind],)
-        return _encode_at_scale.accelerated(_encode_at_scale.absolute(model), kinds)
+        return _models.load_model(_encode_at_scale.absolute(model), kinds=kinds, fast=kinds)
     if collection is None:
         raise _common.UsageError(
             f"--model: {model} as a sparse model is made from the documents, by one process. Save it first: "

@@ -7,13 +7,14 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tilefold.cli import _common, _models, _rerank, _retrievers, _scores
+from tilefold.serve.settings import Limits, check_origins
 
 if TYPE_CHECKING:
     from tilefold.retrieval.bm25 import BM25Index
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "TILEFOLD_API_KEY"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_LIMIT_NAMES = ("max_concurrent_requests", "max_batch_tokens", "max_client_batch_size", "payload_limit")
 
 
 def serve(
@@ -54,11 +54,11 @@ def serve(
     query_cut: _retrievers.QUERY_CUT = None,
     heap_factor: _retrievers.HEAP_FACTOR = None,
     other_model: _retrievers.OTHER_MODEL = False,
-    host: Annotated[str, typer.Option(help="Address; 0.0.0.0 is every one of this machine.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Interface to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8080,
     default_side: Annotated[
         str,
-        typer.Option(help="query or document: what inputs are at the root; /query and /document say so themselves."),
+        typer.Option(help="How to encode inputs posted to the root routes: query or document."),
     ] = "document",
     api_key_file: Annotated[
         Path | None,
@@ -68,13 +68,17 @@ def serve(
         list[str] | None,
         typer.Option(help="Site whose pages may ask this server in a browser; * for all; may be repeated."),
     ] = None,
-    max_concurrent_requests: Annotated[int, typer.Option(help="Inputs in work or waiting; the next gets a 429.")] = 512,
-    max_batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch, padding included.")] = 16384,
-    max_client_batch_size: Annotated[int, typer.Option(help="Inputs of a request.")] = 32,
-    payload_limit: Annotated[int, typer.Option(help="Bytes of a body.")] = 2_000_000,
+    max_concurrent_requests: Annotated[
+        int, typer.Option(help="Inputs in work or waiting; the next gets a 429.")
+    ] = Limits.max_concurrent_requests,
+    max_batch_tokens: Annotated[
+        int, typer.Option(help="Tokens of a batch, padding included.")
+    ] = Limits.max_batch_tokens,
+    max_client_batch_size: Annotated[int, typer.Option(help="Inputs of a request.")] = Limits.max_client_batch_size,
+    payload_limit: Annotated[int, typer.Option(help="Bytes of a body.")] = Limits.payload_limit,
     auto_truncate: Annotated[
         bool, typer.Option("--auto-truncate/--no-auto-truncate", help="Cut inputs that are too long, or refuse them.")
-    ] = True,
+    ] = Limits.auto_truncate,
 ) -> None:
     """Serve a model and an index over HTTP, wire-compatible with text-embeddings-inference 1.9; Ctrl-C ends it.
 
@@ -88,8 +92,13 @@ def serve(
         raise _common.UsageError(f"--default-side: expected query or document, got {default_side!r}.")
     _common.check_at_least_one(query_top_k=query_top_k)
     index_name = _index_name(asked)
-    values = (max_concurrent_requests, max_batch_tokens, max_client_batch_size, payload_limit)
-    limits = _limits(dict(zip(_LIMIT_NAMES, values, strict=True)) | {"auto_truncate": auto_truncate})
+    limits = _limits(
+        max_concurrent_requests=max_concurrent_requests,
+        max_batch_tokens=max_batch_tokens,
+        max_client_batch_size=max_client_batch_size,
+        payload_limit=payload_limit,
+        auto_truncate=auto_truncate,
+    )
     key, origins = _key(api_key_file), cors_allow_origin or []
     _check_origins(origins)
     _models.find_models({"--model": model, "--tokens": tokens, "--tokens-model": tokens_model})
@@ -100,7 +109,9 @@ def serve(
         models, searchable = _load(index_name, asked)
         service = Service(models, limits, default_side, searchable)  # type: ignore[arg-type]
         if host not in _LOOPBACK and key is None:
-            _common.note(f"--host: everybody who reaches {host} may use this server; --api-key-file asks for a key")
+            _common.note(
+                f"--host: anyone who can reach {host} may use this server; set --api-key-file to require a key"
+            )
         _run(service, key, opened, host, origins)
     finally:
         opened.close()
@@ -137,17 +148,13 @@ def _check_packages() -> None:
 
 
 def _check_origins(origins: Sequence[str]) -> None:
-    from tilefold.serve.settings import check_origins
-
     try:
         check_origins(origins)
     except ValueError as error:
         raise _common.UsageError(f"--cors-allow-origin{str(error).removeprefix('origins')}") from error
 
 
-def _limits(values: Mapping[str, Any]) -> Any:
-    from tilefold.serve.settings import Limits
-
+def _limits(**values: Any) -> Limits:
     try:
         return Limits(**values)
     except ValueError as error:

@@ -22,7 +22,7 @@ __all__ = ["ServerError", "TilefoldSparseDocumentEmbedder", "TilefoldSparseTextE
 
 
 class _Embedder:
-    """What both components share.
+    """Base of both components.
 
     Args:
         model: a ``SparseEncoder``, or a folder or Hugging Face name of one.

@@ -1,10 +1,10 @@
-"""What a stream of texts gives: sparse rows of a batch, texts that failed, and the ends of windows."""
+"""Windows of texts that go into a stream, batches and ends of windows that come out; sparse rows of a batch."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,54 +13,62 @@ from torch import Tensor
 
 from tilefold.pipeline.copies import Fetched
 
+R = TypeVar("R")
+Items = TypeVar("Items", bound=Sequence[Any])
 IN_FLIGHT = 3  # batches that a stream launches at most before it gives the one ahead of them
 
 
-class SparseBatch(NamedTuple):
-    """Rows of some texts of a window, on the CPU.
+class Batch(NamedTuple):
+    """Some texts of a window, and what was made of them.
 
     Attributes:
         window: number of the window.
         places: of the texts in it, in the order of the rows.
-        counts: int64 ``[n]``, entries of each row.
-        columns: int32 ``[sum(counts)]``, rising in each row.
-        values: ``[sum(counts)]``.
-        vocab_size: V.
+        rows: :class:`SparseRows`, :class:`tilefold.pipeline.tokens.TokenRows`, or a row of a list or of a matrix for
+            each text; an exception where a text could not be encoded, alone too.
         cut: how many of the texts were cut by the tokenizer.
     """
 
     window: int
     places: Sequence[int]
-    counts: Tensor
-    columns: Tensor
-    values: Tensor
-    vocab_size: int
+    rows: Any
     cut: int = 0
 
-    def alone(self, row: int) -> SparseBatch:
-        """One of its texts."""
-        part = part_of(self.counts, row)
-        return self._replace(
-            places=[self.places[row]],
-            counts=self.counts[row : row + 1],
-            columns=self.columns[part],
-            values=self.values[part],
-        )
+    def rows_of(self, texts: range) -> Any:
+        """The rows of some of its texts, which follow one another; raises what they failed with."""
+        rows = self.rows
+        if isinstance(rows, Exception):
+            raise rows
+        if len(texts) == len(self.places):
+            return rows
+        if isinstance(rows, Tensor) and rows.layout != torch.strided:
+            rows = rows.to_dense()
+        chosen = slice(texts.start, texts.stop)
+        return rows.part(chosen) if hasattr(rows, "part") else rows[chosen]
 
 
-def part_of(counts: Tensor, row: int) -> slice:
-    """Where the entries of a row are, of rows with so many one after the other."""
-    start = int(counts[:row].sum())
-    return slice(start, start + int(counts[row]))
+def halved(texts: Items, attempt: Callable[[Items], R]) -> Iterator[tuple[Items, R | Exception]]:
+    """Parts of `texts` with what came of them: what fails is halved until the failing text is alone.
+
+    Args:
+        texts: a sequence whose slices are of its kind, such as a list or a range.
+        attempt: may raise any exception.
+    """
+    try:
+        outcome: R | Exception = attempt(texts)
+    except Exception as error:  # of one text, which must not lose the others
+        if len(texts) > 1:
+            for part in halves(texts):
+                yield from halved(part, attempt)
+            return
+        outcome = error
+    yield texts, outcome
 
 
-class FailedText(NamedTuple):
-    """A text that could not be encoded, alone too; it may have been cut before that."""
-
-    window: int
-    place: int
-    error: Exception
-    cut: int = 0
+def halves(texts: Items) -> tuple[Items, Items]:
+    """Two parts of a sequence."""
+    middle = len(texts) // 2
+    return texts[:middle], texts[middle:]  # type: ignore[return-value]
 
 
 class WindowEnd(NamedTuple):
@@ -75,7 +83,7 @@ class Begun(NamedTuple):
     """Texts are being tokenised: the first item of a stream, before the device was given anything."""
 
 
-Item = Begun | SparseBatch | FailedText | WindowEnd
+Item = Begun | Batch | WindowEnd
 
 
 class Window(NamedTuple):
@@ -105,6 +113,33 @@ def say_unused_batch_tokens() -> None:
     )
 
 
+class SparseRows(NamedTuple):
+    """Sparse rows on the CPU.
+
+    Attributes:
+        counts: int64 ``[n]``, entries of each row.
+        columns: int32 ``[sum(counts)]``, rising in each row.
+        values: ``[sum(counts)]``.
+        vocab_size: V.
+    """
+
+    counts: Tensor
+    columns: Tensor
+    values: Tensor
+    vocab_size: int
+
+    def part(self, chosen: slice) -> SparseRows:
+        """Some rows."""
+        at = entries_of(self.counts, chosen)
+        return SparseRows(self.counts[chosen], self.columns[at], self.values[at], self.vocab_size)
+
+
+def entries_of(counts: Tensor, chosen: slice) -> slice:
+    """Where the entries of some rows are, of rows with so many one after the other."""
+    start = int(counts[: chosen.start].sum())
+    return slice(start, start + int(counts[chosen].sum()))
+
+
 class NoRoomError(Exception):
     """Rows had more entries than there was room for."""
 
@@ -132,21 +167,21 @@ class PendingRows:
             self.capacity = capacity
             self._fetched = Fetched([counts, kept, columns, values])
 
-    def get(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Counts int64 ``[B]``, columns int32 and values of all rows, one after the other.
+    def get(self) -> SparseRows:
+        """All rows.
 
         Raises:
             NoRoomError: a row has more entries than there was room for.
         """
         if self.capacity is None:
             counts, columns, values = self._fetched.get()
-            return counts.to(torch.int64), columns, values
+            return SparseRows(counts.to(torch.int64), columns, values, self.vocab_size)
         counts, kept, columns, values = self._fetched.get()
         most = int(counts.max()) if counts.numel() else 0
         if most > self.capacity:
             raise NoRoomError(most)
         inside = np.arange(columns.size(1)) < kept.numpy()[:, None]
-        return kept.to(torch.int64), _chosen(columns, inside), _chosen(values, inside)
+        return SparseRows(kept.to(torch.int64), _chosen(columns, inside), _chosen(values, inside), self.vocab_size)
 
 
 def _chosen(tensor: Tensor, inside: npt.NDArray[np.bool_]) -> Tensor:
@@ -155,16 +190,16 @@ def _chosen(tensor: Tensor, inside: npt.NDArray[np.bool_]) -> Tensor:
     return torch.from_numpy(plain.numpy()[inside]).view(tensor.dtype)
 
 
-def stacked(batches: Sequence[SparseBatch], total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Offsets ``[total + 1]``, columns and values of rows in the order of the texts; `batches` are of one window.
+def stacked(batches: Sequence[Batch], total: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Offsets ``[total + 1]``, columns and values of sparse rows in the order of the texts, of batches of one window.
 
     Row `places[i]` of the result is row `i` of its batch; a text that no batch has gets an empty row.
     """
     if not batches:
         return torch.zeros(total + 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0)
-    counts = torch.cat([batch.counts for batch in batches])
-    columns = torch.cat([batch.columns for batch in batches])
-    values = torch.cat([batch.values for batch in batches])
+    counts = torch.cat([batch.rows.counts for batch in batches])
+    columns = torch.cat([batch.rows.columns for batch in batches])
+    values = torch.cat([batch.rows.values for batch in batches])
     order = torch.cat([torch.as_tensor(batch.places, dtype=torch.int64) for batch in batches])
     wanted = torch.zeros(total, dtype=torch.int64)
     wanted[order] = counts

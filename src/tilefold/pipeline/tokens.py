@@ -2,47 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilefold.pipeline.copies import Fetched
-from tilefold.pipeline.rows import part_of
+from tilefold.pipeline.rows import entries_of
 
 
-class TokenBatch(NamedTuple):
-    """Token vectors of some texts of a window, packed, on the CPU.
+class TokenRows(NamedTuple):
+    """Token vectors of some texts, packed, on the CPU.
 
     Attributes:
-        window: number of the window.
-        places: of the texts in it, in the order of the counts.
         counts: int64 ``[n]``, vectors of each text.
         finite: bool ``[T]``.
         values: ``[T, D]`` as they are stored.
         scales: ``[T]`` of int8 values, else None.
-        cut: how many of the texts were cut by the tokenizer.
     """
 
-    window: int
-    places: Sequence[int]
     counts: Tensor
     finite: Tensor
     values: Tensor
     scales: Tensor | None = None
-    cut: int = 0
 
-    def alone(self, row: int) -> TokenBatch:
-        """One of its texts."""
-        part = part_of(self.counts, row)
-        return self._replace(
-            places=[self.places[row]],
-            counts=self.counts[row : row + 1],
-            finite=self.finite[part],
-            values=self.values[part],
-            scales=None if self.scales is None else self.scales[part],
-        )
+    def part(self, chosen: slice) -> TokenRows:
+        """Those of some texts."""
+        at = entries_of(self.counts, chosen)
+        scales = None if self.scales is None else self.scales[at]
+        return TokenRows(self.counts[chosen], self.finite[at], self.values[at], scales)
 
 
 class PendingTokens:
@@ -58,27 +47,11 @@ class PendingTokens:
         keep = mask.bool()
         self._fetched = Fetched([keep.sum(1), *stored(_packed(vectors, keep).float())])
 
-    def get(self) -> tuple[Tensor, ...]:
-        """Counts, which vectors are finite, values, and scales if any."""
+    def get(self) -> TokenRows:
+        """All of them."""
         counts, *others = self._fetched.get()
         total = int(counts.sum())
-        return (counts, *(part[:total] for part in others))
-
-
-class VectorBatch(NamedTuple):
-    """Token vectors of some texts of a window, ``[n, D]`` of each, as the model made them.
-
-    Attributes:
-        window: number of the window.
-        places: of the texts in it, in the order of the vectors.
-        vectors: of each text.
-        cut: how many of the texts were cut by the tokenizer.
-    """
-
-    window: int
-    places: Sequence[int]
-    vectors: list[Tensor]
-    cut: int = 0
+        return TokenRows(counts, *(part[:total] for part in others))
 
 
 class PendingVectors:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from tilefold.pipeline.rows import Begun, FailedText, Window, WindowEnd
+from tilefold.pipeline.rows import Batch, Begun, Window, WindowEnd, halved
 from tilefold.pipeline.truncated import Truncation, tell, watching
 from tilefold.retrieval._ids import check_text_ids
 from tilefold.retrieval._shards import Part, Vectors
@@ -23,8 +23,8 @@ Prepare = Callable[[Sequence[str]], Sequence[str]]
 class Maker(Protocol[Made_co]):
     """Makes vectors of what a stream gives."""
 
-    def vectors(self, names: list[str], batch: Any) -> Made_co:
-        """Vectors of the texts of a batch; an error tells that one of them is at fault."""
+    def vectors(self, names: list[str], rows: Any) -> Made_co:
+        """Vectors of some texts, of the rows of a batch; an error tells that one of them is at fault."""
 
     def nothing(self) -> Made_co:
         """Vectors of no text."""
@@ -83,30 +83,25 @@ class Shard(Generic[V]):
         """Forget the vectors, which are on disk."""
         self.is_written, self.done = True, []
 
-    def take(self, item: Any, maker: Maker[V]) -> None:
-        """A batch of the stream, or a text that failed."""
+    def take(self, batch: Batch, maker: Maker[V]) -> None:
+        """A batch of the stream; what fails of it, such as NaN in a row, loses no other text."""
         if self.cut is not None:
-            self.cut.add(0, item.cut, None)
-        self._take(item, maker)
+            self.cut.add(0, batch.cut, None)
+        names = [self.strings[place] for place in batch.places]
+
+        def vectors(texts: range) -> V:
+            return maker.vectors(names[texts.start : texts.stop], batch.rows_of(texts))
+
+        for texts, outcome in halved(range(len(names)), vectors):
+            if isinstance(outcome, Exception):
+                self.failed[names[texts.start]] = reason(outcome)
+            else:
+                self.done.append(outcome)
 
     def end(self, item: WindowEnd) -> None:
         """The last batch was taken."""
         if self.cut is not None:
             self.cut.add(0, 0, item.max_length)
-
-    def _take(self, item: Any, maker: Maker[V]) -> None:
-        if isinstance(item, FailedText):
-            self.failed[self.strings[item.place]] = reason(item.error)
-            return
-        names = [self.strings[place] for place in item.places]
-        try:
-            self.done.append(maker.vectors(names, item))
-        except Exception as error:  # such as NaN in a row, which must not lose the others
-            if len(names) == 1:
-                self.failed[names[0]] = reason(error)
-                return
-            for row in range(len(names)):
-                self._take(item.alone(row), maker)
 
     def assembled(self, maker: Maker[V]) -> tuple[V, dict[str, str]]:
         """All vectors in the order of the texts, and the failed ones."""
@@ -125,27 +120,6 @@ class Shard(Generic[V]):
         """All vectors in the order in which they were made; there are some."""
         whole: V = type(self.done[0]).concatenate(self.done)  # type: ignore[attr-defined]
         return whole
-
-
-class PlainBatch(NamedTuple):
-    """What a model that is not accelerated made of some texts of a window.
-
-    Attributes:
-        window: number of the window.
-        places: of the texts in it.
-        rows: a matrix of one row per text, or a list.
-        cut: how many of the texts were cut by the tokenizer.
-    """
-
-    window: int
-    places: Sequence[int]
-    rows: Any
-    cut: int = 0
-
-    def alone(self, row: int) -> PlainBatch:
-        """One of its texts."""
-        rows = self.rows.to_dense() if hasattr(self.rows, "to_dense") else self.rows
-        return self._replace(places=[self.places[row]], rows=rows[row : row + 1])
 
 
 class PlainStream:
@@ -173,26 +147,17 @@ class PlainStream:
                     yield from self._encoded(number, texts, places)
             yield WindowEnd(number, len(texts), self.max_length)
 
-    def _encoded(self, window: int, texts: Sequence[str], places: list[int]) -> Iterator[Any]:
-        """A batch that fails is halved until the failing text is alone."""
-        with watching() as seen:
-            rows = self._tried([texts[place] for place in places])
-        self.max_length = seen.max_length or self.max_length
-        if not isinstance(rows, Exception):
-            yield PlainBatch(window, places, rows, seen.count)
-            return
-        if len(places) == 1:
-            yield FailedText(window, places[0], rows, seen.count)
-            return
-        middle = len(places) // 2
-        yield from self._encoded(window, texts, places[:middle])
-        yield from self._encoded(window, texts, places[middle:])
+    def _encoded(self, window: int, texts: Sequence[str], places: list[int]) -> Iterator[Batch]:
+        seen = Truncation()
 
-    def _tried(self, texts: list[str]) -> Any:
-        try:
-            return self.run(texts)
-        except Exception as error:  # belongs to a text
-            return error
+        def attempt(part: list[int]) -> Any:
+            nonlocal seen
+            with watching() as seen:
+                return self.run([texts[place] for place in part])
+
+        for part, rows in halved(places, attempt):
+            self.max_length = seen.max_length or self.max_length
+            yield Batch(window, part, rows, seen.count)
 
 
 def in_memory(what: str, kind: str, texts: Mapping[str, str], stream: Stream, prepare: Prepare, maker: Maker[V]) -> V:

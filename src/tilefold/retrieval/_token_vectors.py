@@ -68,12 +68,7 @@ class TokenVectors:
         packed = torch.cat([rows.detach().float() for rows in vectors]) if vectors else torch.zeros(0, dimension)
         half = packed.half()
         finite = (packed if storage == "int8" else half).isfinite().all(dim=1).cpu()
-        if not bool(finite.all()):
-            at = int((~finite).nonzero()[0])
-            owner = ids[int(torch.searchsorted(offsets, at, right=True)) - 1]
-            raise DataError(
-                f"vectors: expected finite numbers within the range of {storage}, got others for {owner!r}."
-            )
+        check_finite(ids, offsets, finite, storage)
         if storage == "fp16":
             return cls(list(ids), offsets, half.cpu())
         quantized = quantize_tokens(packed, "int8")
@@ -119,6 +114,14 @@ class TokenVectors:
             values,
             torch.cat(scales) if scales else None,
         )
+
+
+def check_finite(ids: Sequence[str], offsets: Tensor, finite: Tensor, storage: str) -> None:
+    """Raise ``DataError``, with the id of the text, unless all vectors are `finite`, bool ``[T]``, in their storage."""
+    if not bool(finite.all()):
+        at = int((~finite).nonzero()[0])
+        owner = ids[int(torch.searchsorted(offsets, at, right=True)) - 1]
+        raise DataError(f"vectors: expected finite numbers within the range of {storage}, got others for {owner!r}.")
 
 
 def _described(tensor: Tensor) -> str:

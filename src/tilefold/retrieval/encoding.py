@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tilefold._vocabulary import vocabulary_fingerprint
+from tilefold.pipeline.rows import SparseRows
 from tilefold.retrieval._made import PlainStream, in_memory
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval._streamed import Job
-from tilefold.retrieval._streamed_sparse import SparseMaker
 from tilefold.retrieval.encodings import Encoding, Kind, Output, encode_to_folder
 from tilefold.retrieval.truncation import cut_texts
 from tilefold.retrieval.vectors import SparseVectorWriter, VectorManifest
@@ -161,6 +163,37 @@ class SparseEncoding(Encoding):
         return PlainStream(run, self.batch_size or PLAIN_TEXTS)
 
 
+@dataclass(frozen=True)
+class SparseMaker:
+    """Makes the vectors of a folder, see :class:`tilefold.retrieval._made.Maker`.
+
+    Attributes:
+        vocab_size, fingerprint: of the folder.
+        min_weight: smaller weights, and this one, are left out.
+        dropped: terms that are left out.
+    """
+
+    vocab_size: int
+    min_weight: float
+    fingerprint: str | None
+    dropped: Sequence[int] = ()
+
+    def vectors(self, names: list[str], rows: Any) -> SparseVectors:
+        """Vectors of rows of a stream, or of a matrix."""
+        if isinstance(rows, SparseRows):
+            indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(rows.counts.numpy())])
+            weights = rows.values.float().numpy()
+            made = SparseVectors(names, indptr, rows.columns.numpy(), weights, rows.vocab_size, self.fingerprint)
+            made = made.above(self.min_weight)
+        else:
+            made = SparseVectors.from_torch(names, rows, self.fingerprint, self.min_weight)
+        return made.without(self.dropped) if self.dropped else made
+
+    def nothing(self) -> SparseVectors:
+        """Vectors of no text."""
+        return SparseVectors.from_rows({}, self.vocab_size, self.fingerprint)
+
+
 def _encode_batch(model: Any, how: SparseEncoding, texts: Sequence[str]) -> Any:
     return encode_batch(model, texts, how.kind, how.top_k, how.min_weight)
 
@@ -195,7 +228,7 @@ def encode_queries(
         queries,
         encoding.plain(model),
         functools.partial(cut_texts, model),
-        SparseMaker(1, min_weight, vocabulary_fingerprint(_tokenizer(model)), []),
+        SparseMaker(1, min_weight, vocabulary_fingerprint(_tokenizer(model))),
     )
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilefold.pipeline.tokens import TokenRows
 from tilefold.retrieval._made import PlainStream, in_memory
 from tilefold.retrieval._streamed import Job
-from tilefold.retrieval._streamed_tokens import TokenMaker
-from tilefold.retrieval._token_vectors import STORAGES, TokenVectors
+from tilefold.retrieval._token_vectors import STORAGES, TokenVectors, check_finite
 from tilefold.retrieval.encoding import PLAIN_TEXTS, model_fingerprint, model_name
 from tilefold.retrieval.encodings import Encoding, Kind, Output, encode_to_folder
 from tilefold.retrieval.tokens import TokenManifest, TokenVectorWriter
@@ -120,6 +120,26 @@ class TokenEncoding(Encoding):
     def plain(self, model: Any) -> PlainStream:
         """Batches through the stock ``encode``."""
         return PlainStream(lambda texts: _run(model, texts, self.kind), self.batch_size or PLAIN_TEXTS)
+
+
+@dataclass(frozen=True)
+class TokenMaker:
+    """Makes the vectors of a folder, see :class:`tilefold.retrieval._made.Maker`; the attributes are the folder's."""
+
+    dimension: int
+    storage: str
+
+    def vectors(self, names: list[str], rows: Any) -> TokenVectors:
+        """Vectors of rows of a stream, or of a list."""
+        if not isinstance(rows, TokenRows):
+            return TokenVectors.pack(names, rows, self.dimension, self.storage)
+        offsets = torch.nn.functional.pad(rows.counts.cumsum(0), (1, 0))
+        check_finite(names, offsets, rows.finite, self.storage)
+        return TokenVectors(names, offsets, rows.values, rows.scales)
+
+    def nothing(self) -> TokenVectors:
+        """Vectors of no text."""
+        return TokenVectors.pack([], [], self.dimension, self.storage)
 
 
 def encode_texts(

@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tilefold.pipeline.rows import halved
 from tilefold.pipeline.truncated import Call, Tally, Truncation, tallied, tell, unwatched, watching
 from tilefold.retrieval._prefix import Beginnings
 
-__all__ = ["Call", "Tally", "cut_texts", "tallied", "tell_truncated", "watching"]
+__all__ = ["Call", "Tally", "cut_texts", "tallied", "tell_truncated", "token_counts", "watching"]
 
 _CHARACTERS_PER_TOKEN = 16  # of the first attempt at white space; shorter texts than twice that are left alone
 _BEGINNINGS = (8, 32, 128, 512)  # characters per token of the attempts anywhere
@@ -38,6 +39,20 @@ def cut_texts(model: Any, texts: Sequence[str]) -> list[str]:
     most = limit + 1  # so that the tokenizer sees that there is more
     with unwatched():
         return [text if len(text) <= longest else _cut(tokenizer, beginnings, prompts, text, most) for text in texts]
+
+
+def token_counts(model: Any, texts: Sequence[str]) -> list[int | Exception]:
+    """How many tokens a model reads of each text; for a text that its tokenizer refuses, the tokenizer's exception."""
+    limit = getattr(model, "max_seq_length", None)
+    cut = {"truncation": True, "max_length": limit} if isinstance(limit, int) else {}
+
+    def counts(part: list[str]) -> list[int]:
+        return [len(ids) for ids in model.tokenizer(cut_texts(model, part), **cut)["input_ids"]]
+
+    found: list[int | Exception] = []
+    for _, outcome in halved(list(texts), counts):
+        found += [outcome] if isinstance(outcome, Exception) else outcome
+    return found
 
 
 def tell_truncated(kind: str, texts: int, truncated: Mapping[str, int | None]) -> None:

@@ -43,11 +43,7 @@ def listed(parts: Sequence[bytes]) -> bytes:
 
 
 def sparse_rows(rows: Sequence[Row], body: EmbedSparse, text: TextTokens) -> list[bytes]:
-    """The parts of the answer of ``/embed_sparse``.
-
-    Raises:
-        ServeError: ``format="tokens"`` and two terms of a row have the same text.
-    """
+    """The parts of the answer of ``/embed_sparse``."""
     shape = {"values": _values, "arrays": _arrays, "tokens": _by_token}[body.format]
     kept = (strongest(row, body.top_k, body.threshold) for row in rows)
     return [shape(*row, text if body.tokens else None, text).encode() for row in kept]

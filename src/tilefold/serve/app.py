@@ -180,7 +180,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _is_local(headers: list[tuple[bytes, bytes]]) -> bool:
-    """Whether no other site can have sent the client here by a name of its own: an address, or a name of this machine.
+    """True for an address or a name of this machine, by which no other site can have sent the client here.
 
     A name without a dot is no exception: whoever runs the network of the client decides what it stands for.
     """

@@ -42,33 +42,19 @@ class _Entry:
     payload: Any
     tokens: int
     future: asyncio.Future[Answer]
-    loop: asyncio.AbstractEventLoop
     rank: int
     queued: float = field(default_factory=time.perf_counter)
 
-    def settle(self, value: Answer | None, error: BaseException | None) -> None:
-        """Give the result to the event loop's side."""
-        if self.future.done():  # the client has gone
-            return
-        if error is not None:
-            self.future.set_exception(error)
-        elif value is not None:
-            self.future.set_result(value)
-
 
 class Permits:
-    """As many inputs as may be in work or waiting at once. Used on the event loop only."""
+    """Limit of inputs in work or waiting at once. Used on the event loop only."""
 
     def __init__(self, total: int) -> None:
         self.total, self.taken = total, 0
 
     @contextmanager
     def take(self, wanted: int) -> Iterator[None]:
-        """Hold one permit per input, all at once or none.
-
-        Raises:
-            ServeError: Overloaded; nothing is queued beyond the limit.
-        """
+        """Hold one permit per input, all at once or none."""
         if self.taken + wanted > self.total:
             raise ServeError("Overloaded", "Model is overloaded")
         self.taken += wanted
@@ -148,29 +134,18 @@ class Lane:
     def submit(
         self, key: Hashable, payload: Any, tokens: int, place: int = 0, several: bool = False
     ) -> asyncio.Future[Answer]:
-        """Queue one input; call it on the event loop. Cancelling the future drops the input if it still waits.
-
-        Args:
-            key: inputs of one key may share a batch.
-            payload: for :data:`Run`.
-            tokens: of the input.
-            place: of the input in its request.
-            several: whether the request has several inputs.
-
-        Raises:
-            ServeError: Unhealthy, the service is closing.
-        """
-        loop = asyncio.get_running_loop()
+        """Queue one input; call it on the event loop. Cancelling the future drops the input if it still waits."""
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         with self._ready:
             if self._closed:
                 raise ServeError("Unhealthy", "the service is closing")
-            entry = _Entry(key, payload, tokens, loop.create_future(), loop, self._begun + _PATIENCE * place)
+            entry = _Entry(key, payload, tokens, future, self._begun + _PATIENCE * place)
             insort(self._waiting[several], entry, key=lambda each: each.rank)
             if not several:
                 self._shares.came()
             self._ready.notify()
-        entry.future.add_done_callback(lambda future: self._drop(entry) if future.cancelled() else None)
-        return entry.future
+        future.add_done_callback(lambda future: self._drop(entry) if future.cancelled() else None)
+        return future
 
     def _drop(self, entry: _Entry) -> None:
         """Forget an input whose client has gone, so that such inputs cannot pile up behind a long batch."""
@@ -248,8 +223,8 @@ class Lane:
             return [(batch[0], None, ServeError("Backend", "inference failed for this input; the log says why"))]
 
     def _settle(self, done: list[tuple[_Entry, Answer | None, BaseException | None]]) -> None:
-        for loop in {entry.loop for entry, _, _ in done}:
-            mine = [each for each in done if each[0].loop is loop]
+        for loop in {entry.future.get_loop() for entry, _, _ in done}:
+            mine = [each for each in done if each[0].future.get_loop() is loop]
             try:
                 loop.call_soon_threadsafe(_settle_all, mine)
             except RuntimeError:  # the loop has closed, and with it everybody who waited
@@ -258,4 +233,9 @@ class Lane:
 
 def _settle_all(done: list[tuple[_Entry, Answer | None, BaseException | None]]) -> None:
     for entry, value, error in done:
-        entry.settle(value, error)
+        if entry.future.done():  # the client has gone
+            continue
+        if error is not None:
+            entry.future.set_exception(error)
+        elif value is not None:
+            entry.future.set_result(value)

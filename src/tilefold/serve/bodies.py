@@ -194,12 +194,7 @@ class Score(Body):
 
 
 async def read(request: Request, model: type[B], limits: Limits) -> B:
-    """The body of a request.
-
-    Raises:
-        ServeError: 415, 413, 408, 400 for what is no JSON, 422 for other fields than those of `model`.
-        ClientGoneError: the client left before the end.
-    """
+    """The body of a request."""
     _check_type(request)
     raw = await _read(request, limits)
     try:
@@ -212,7 +207,7 @@ async def read(request: Request, model: type[B], limits: Limits) -> B:
 
 
 def explained(error: ValidationError, place: str = "") -> str:
-    """What is wrong with a body, or with the part of one at `place`: the first field, and how many more."""
+    """First wrong field of a body, or of the part of one at `place`, and how many more there are."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(filter(None, [place, *map(str, first["loc"])])) or "body"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""

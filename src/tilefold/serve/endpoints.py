@@ -22,11 +22,7 @@ Work = Callable[[Any, Request], Awaitable[Response]]
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves; the body must have been read.
-
-    Raises:
-        ClientGoneError: it left.
-    """
+    """The result of `work`, which is cancelled when the client leaves; the body must have been read."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:

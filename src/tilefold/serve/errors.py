@@ -24,7 +24,7 @@ class ClientGoneError(Exception):
 
 
 class ServeError(Exception):
-    """What is wrong with a request, or with the service.
+    """An error of a request, or of the service.
 
     Args:
         kind: ``"Unhealthy"``, ``"Backend"``, ``"Overloaded"``, ``"Validation"``, ``"Tokenizer"`` or ``"Empty"``.

@@ -105,11 +105,7 @@ class Served:
         direction: Literal["left", "right"] = "right",
         normalize: bool = True,
     ) -> Way:
-        """The way of a request; ``prompt_name`` of "query" or "document" chooses the side.
-
-        Raises:
-            ServeError: the model has no prompt of that name.
-        """
+        """The way of a request; ``prompt_name`` of "query" or "document" chooses the side."""
         if prompt_name in SIDES:
             return Way(self.kind, prompt_name, None, direction, normalize)
         if prompt_name is not None and prompt_name not in self.prompts:
@@ -118,14 +114,14 @@ class Served:
         return Way(self.kind, side, prompt_name, direction, normalize)
 
     def prompt(self, way: Way) -> str:
-        """What stands before every text of a way."""
+        """Prompt before every text of a way."""
         names = {"query": ("query",), "document": ("document", "passage", "corpus")}[way.side]
         named = [way.prompt] if way.prompt else [*names, self.model.default_prompt_name]
         return next((self.prompts[name] for name in named if name in self.prompts), "")
 
     @property
     def type(self) -> dict[str, Any]:
-        """What the model is, in the words of text-embeddings-inference: a reranker, or how it makes one vector."""
+        """Type of the model for text-embeddings-inference: a reranker, or how one vector is pooled."""
         if self.kind == "multi-vector":
             return {"reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}}
         if self.kind == "sparse":
@@ -137,15 +133,7 @@ class Served:
     def encode(self, way: Way, inputs: Sequence[Any]) -> list[Any]:
         """One row per input: sparse ``(indices, weights)``, a matrix of token vectors, or a dense vector, on the CPU.
 
-        To be called in one thread only, since truncation on the left is a state of the tokenizer, and so is what is
-        left out of the model.
-
-        Args:
-            way: of all of them.
-            inputs: texts, or with ``way.ids`` the ids of their tokens.
-
-        Raises:
-            DataError, ValueError: a row that is not finite.
+        To be called in one thread only: truncation on the left is a state of the tokenizer.
         """
         tokenizer = self.model.tokenizer
         stock = tokenizer.truncation_side

@@ -78,7 +78,7 @@ class Routes:
         return next((forms for kind, forms in by_kind.items() if kind in self.service.models), by_kind["dense"])
 
     def asked(self, body: Any) -> Asked:
-        """What a body says of the encoding."""
+        """Encoding that a body asks for."""
         return Asked(self.side, body.prompt_name, body.truncate, body.truncation_direction)
 
     async def _encoded(self, kind: Kind, inputs: list[Any], asked: Asked, name: str = "inputs") -> Outcome:

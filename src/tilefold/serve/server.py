@@ -98,10 +98,7 @@ def run(app: Any, service: Service, opened: socket.socket, ready: Callable[[], N
 
 
 def _allow_files(limits: Limits) -> Limits:
-    """The limits, with as many connections as this process may have beside its other files.
-
-    Raises the limit of open files, which connections are, as far as the system lets us, and says what does not fit.
-    """
+    """The limits, with as many connections as this process may have beside its other files."""
     soft, hard = _open_files()
     wanted = 2 * limits.max_connections + _SPARE_FILES
     if soft < wanted:
@@ -140,7 +137,7 @@ def _refused_at_once() -> int:
 
 
 class _FilesAreScarce:
-    """What an event loop says of errors; that a connection found no file, for which it tries again, once a minute."""
+    """Handler of errors of an event loop; says once a minute that a connection found no file, and waits for one."""
 
     def __init__(self) -> None:
         self._said = -math.inf

@@ -48,7 +48,7 @@ _REMEDIES: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request says of the encoding of its inputs.
+    """Encoding that a request asks for.
 
     Attributes:
         side: of the route.
@@ -128,11 +128,7 @@ class Service:
         self.metrics.gauge("tilefold_inputs_in_flight", lambda: self.permits.taken)
 
     def warm_up(self) -> None:
-        """Encode a word with every model, so that the first request does not wait for what the first call makes.
-
-        Raises:
-            Exception: whatever a model that cannot encode raises.
-        """
+        """Encode a word with every model, so that the first request does not wait for what the first call makes."""
         for model in self.models.values():
             for side in SIDES:
                 model.encode(model.way(side, None), ["a"])
@@ -167,11 +163,7 @@ class Service:
         return self._pool is not None and not self.closing and all(lane.alive for lane in self._lanes.values())
 
     def model(self, kind: Kind) -> Served:
-        """The model of a kind.
-
-        Raises:
-            ServeError: there is none; the message says what to start the server with.
-        """
+        """The model of a kind."""
         if kind not in self.models:
             has = " and ".join(f"{model.name} ({model.kind})" for model in self.models.values()) or "no model"
             raise wrong_model(f"this server has {has}; {_REMEDIES[kind]}")
@@ -179,11 +171,7 @@ class Service:
 
     @property
     def first_model(self) -> Served:
-        """The model that ``/info``, ``/tokenize`` and ``/decode`` are about.
-
-        Raises:
-            ServeError: the server has an index of words and no model.
-        """
+        """The model that ``/info``, ``/tokenize`` and ``/decode`` are about."""
         if not self.models:
             raise wrong_model("this server has an index of words, and no model: start it with one as --model")
         return next(iter(self.models.values()))
@@ -194,19 +182,11 @@ class Service:
         return self.first_model.text
 
     async def off_loop(self, work: Callable[..., T], *args: Any) -> T:
-        """Run something short in a helper thread.
-
-        Raises:
-            ServeError: Unhealthy, the service is closing.
-        """
+        """Run something short in a helper thread."""
         return await self._in(self._pool, work, *args)
 
     async def in_tokenizer(self, work: Callable[..., T], *args: Any) -> T:
-        """Run what ``/tokenize`` and ``/decode`` do, in a thread for them, so that other routes have the helpers.
-
-        Raises:
-            ServeError: Unhealthy, the service is closing.
-        """
+        """Run what ``/tokenize`` and ``/decode`` do, in a thread for them, so that other routes have the helpers."""
         return await self._in(self._tokenizers, work, *args)
 
     async def in_portions(
@@ -216,27 +196,11 @@ class Service:
         run: Callable[..., Awaitable[list[R]]],
         size: Callable[[Any], int] = len,
     ) -> list[R]:
-        """What `work` makes of items, portion by portion: other requests have their turn between two of them.
-
-        If the caller is cancelled, no further portion is begun.
-
-        Args:
-            items: any number.
-            work: gives a result per item.
-            run: :meth:`off_loop` or another method that runs `work` in a thread.
-            size: of an item, in the unit of ``PORTION``.
-
-        Raises:
-            ServeError: Unhealthy, the service is closing; or what `work` raises.
-        """
+        """Results of `work` for items, portion by portion: other requests have their turn between two of them."""
         return [made for portion in portions(items, size) for made in await run(work, portion)]
 
     async def in_search(self, work: Callable[..., T], *args: Any) -> T:
-        """Run a search in a daemon thread: an index on a server may take long, and must hold up nothing else.
-
-        Raises:
-            ServeError: Unhealthy, the service is closing.
-        """
+        """Run a search in a daemon thread: an index on a server may take long, and must hold up nothing else."""
         loop, turns, found = asyncio.get_running_loop(), self._search_turns, Future[T]()
         await turns.acquire()
         if self._pool is None or self.closing:
@@ -270,11 +234,7 @@ class Service:
         return value
 
     def permit(self, inputs: Sequence[Any], name: str = "inputs") -> Any:
-        """Hold a permit per input while the ``with`` block runs; see :class:`Permits`.
-
-        Raises:
-            ServeError: none, or too many, inputs; or the limit of the service is reached.
-        """
+        """Hold a permit per input while the ``with`` block runs; see :class:`Permits`."""
         if not inputs:
             raise ServeError("Empty", f"`{name}` cannot be empty")
         self.check_batch(inputs)
@@ -288,13 +248,7 @@ class Service:
             raise ServeError("Validation", text, label="batch_size")
 
     async def encode(self, kind: Kind, inputs: Sequence[Input], asked: Asked) -> Outcome:
-        """One row per input; the caller holds the permits. If it is cancelled, what still waits is dropped.
-
-        Inputs that are equal are encoded once, so that their rows are equal, too.
-
-        Raises:
-            ServeError: no model of that kind, an empty input, one that is too long and not to be cut, a failure.
-        """
+        """One row per input, equal inputs encoded once; the caller holds the permits. Cancelling drops what waits."""
         model = self.model(kind)
         way = model.way(asked.side, asked.prompt_name, asked.direction, asked.normalize)
         outcome = Outcome(characters=sum(map(len, inputs)))
@@ -336,17 +290,7 @@ class Service:
         return outcome
 
     def check_size(self, inputs: Sequence[Sized], model: Served | None, side: Side, name: str = "inputs") -> None:
-        """Refuse more characters or ids than text-embeddings-inference tokenizes: 250 per token that the model reads.
-
-        Args:
-            inputs: which may have so many together.
-            model: reads them; None for an index of words.
-            side: of the inputs.
-            name: of their field.
-
-        Raises:
-            ServeError: they have more.
-        """
+        """Refuse more characters or ids than text-embeddings-inference tokenizes: 250 per token of the model."""
         most = _CHARACTERS_PER_TOKEN * (model.limit(side) if model else _NO_MODEL)
         if (given := sum(map(len, inputs))) > most:
             several = " in all" if len(inputs) > 1 else ""

@@ -21,7 +21,7 @@ def check_origins(origins: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a service takes. The first six are those of text-embeddings-inference, with its defaults.
+    """Limits of a service. The first six are those of text-embeddings-inference, with its defaults.
 
     Attributes:
         max_concurrent_requests: inputs (texts, not HTTP requests) in work or waiting at once; the next one gets a 429.

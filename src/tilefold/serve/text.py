@@ -42,14 +42,7 @@ class TextTokens:
     def tokenize(
         self, texts: Sequence[str], special: bool, prompt: str = "", *, in_bytes: bool = False
     ) -> list[list[dict[str, Any]]]:
-        """Tokens as ``/tokenize`` answers: id, text, whether special, and where the others start and stop.
-
-        Args:
-            texts: each with `prompt` before it.
-            special: add special tokens.
-            prompt: places count from its beginning.
-            in_bytes: places are bytes of UTF-8, as text-embeddings-inference counts; else code points.
-        """
+        """Tokens as ``/tokenize`` answers: id, text, whether special, and where the others start and stop."""
         whole = [prompt + text for text in texts]
         return [
             _described(text, encoding, _byte_places(text) if in_bytes else range(len(text) + 1))
@@ -57,11 +50,7 @@ class TextTokens:
         ]
 
     def known(self, ids: Sequence[int]) -> Sequence[int]:
-        """Token ids as they are.
-
-        Raises:
-            ServeError: an id outside of the vocabulary.
-        """
+        """Token ids as they are."""
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         wrong = next((id_ for id_ in ids if not 0 <= id_ < size), None)
         if wrong is not None:
@@ -69,11 +58,7 @@ class TextTokens:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
-        """The text of token ids.
-
-        Raises:
-            ServeError: none, or one outside of the vocabulary.
-        """
+        """The text of token ids."""
         if not ids:
             raise empty("input_ids")
         return str(self._tokenizer.decode(list(self.known(ids)), skip_special_tokens=skip_special))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilefold.bench.entmax.spec import SPEC
+from tilefold.bench.entmax import SPEC
 from tilefold.bench.runner import RunOptions, run_case
 from tilefold.bench.spec import BenchCase, Ceilings, Implementation
 from tilefold.bench.timing import TimeBudget

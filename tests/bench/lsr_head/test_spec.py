@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilefold.bench.claims import verdicts
-from tilefold.bench.lsr_head.inputs import make_inputs
-from tilefold.bench.lsr_head.spec import CPU_TRAIN, SPEC
-from tilefold.bench.runner import BenchRow
+from tilefold.bench.lsr_head import CPU_TRAIN, SPEC, make_inputs
+from tilefold.bench.runner import BenchRow, verdicts
 from tilefold.bench.spec import BenchCase
 
 CPU = torch.device("cpu")

@@ -11,8 +11,7 @@ from torch import Tensor
 from tilefold.bench.runner import BenchRow, RunOptions, run_case
 from tilefold.bench.spec import BenchCase, Ceilings, Implementation
 from tilefold.bench.timing import TimeBudget
-from tilefold.bench.token_scatter.inputs import SPECIAL_IDS, make_inputs
-from tilefold.bench.token_scatter.spec import SPEC
+from tilefold.bench.token_scatter import SPEC, SPECIAL_IDS, make_inputs
 from tilefold.ops import token_scatter
 
 CPU = torch.device("cpu")

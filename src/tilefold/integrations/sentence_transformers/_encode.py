@@ -20,7 +20,7 @@ from tilefold.integrations.sentence_transformers._batch import (
 )
 from tilefold.integrations.sentence_transformers._many import Limits, encode_many
 from tilefold.modules.fused_pooling import SparseOptions
-from tilefold.pipeline.rows import SparseBatch, stacked
+from tilefold.pipeline.rows import Batch, SparseRows, stacked
 
 FEW = 32  # texts that are encoded in one batch, without threads
 
@@ -89,7 +89,7 @@ def _encode_few(
     found = [encode_batch(model, [texts[i] for i in cut], task, prompt, options) for cut in cuts]
     vocab = found[0].size(1) if found else _vocab_size(model)
     batches = [
-        SparseBatch(0, cut, rows.crow_indices().diff(), rows.col_indices(), rows.values(), vocab)
+        Batch(0, cut, SparseRows(rows.crow_indices().diff(), rows.col_indices(), rows.values(), vocab))
         for cut, rows in zip(cuts, found, strict=True)
     ]
     return csr_tensor(*stacked(batches, len(texts)), (len(texts), vocab))

@@ -13,7 +13,7 @@ from torch import Tensor
 from tilefold._csr import csr_tensor
 from tilefold.integrations.sentence_transformers.stream import SparseStream, TextStream
 from tilefold.modules.fused_pooling import SparseOptions
-from tilefold.pipeline.rows import Begun, FailedText, SparseBatch, Window, WindowEnd, stacked
+from tilefold.pipeline.rows import Batch, Begun, Window, WindowEnd, stacked
 from tilefold.pipeline.truncated import watched
 
 FIRST_TEXTS = 512  # of the first window, so that the device need not wait long for it
@@ -46,13 +46,13 @@ def encode_many(
         Exception: what the model raised for the first text that could not be encoded.
     """
     stream = SparseStream(model, options, task=task, prompt=prompt, **limits._asdict())
-    found: list[SparseBatch] = list(batches_of(stream, texts, progress))
-    vocab_size = found[0].vocab_size if found else vocab_size
+    found = list(batches_of(stream, texts, progress))
+    vocab_size = found[0].rows.vocab_size if found else vocab_size
     offsets, columns, values = stacked(found, len(texts))
     return csr_tensor(offsets, columns.long(), values, (len(texts), vocab_size))
 
 
-def batches_of(stream: TextStream, texts: Sequence[str], progress: Callable[[int], object]) -> Iterator[Any]:
+def batches_of(stream: TextStream, texts: Sequence[str], progress: Callable[[int], object]) -> Iterator[Batch]:
     """What a stream makes of texts, longest first; ``places`` are those in `texts`.
 
     Args:
@@ -68,14 +68,14 @@ def batches_of(stream: TextStream, texts: Sequence[str], progress: Callable[[int
     cut = 0
     with closing(stream(Window([texts[i] for i in window]) for window in windows)) as items:
         for item in items:
-            if isinstance(item, FailedText):
-                raise item.error
             if isinstance(item, WindowEnd):
                 if (watch := watched()) is not None:  # of who called, whose thread tokenises nothing itself
                     watch.add(item.texts, cut, item.max_length)
                 cut = 0
             if isinstance(item, (Begun, WindowEnd)):
                 continue
+            if isinstance(item.rows, Exception):
+                raise item.rows
             cut += item.cut
             window = windows[item.window]
             yield item._replace(places=[window[place] for place in item.places])

@@ -12,14 +12,14 @@ from tilefold.integrations.sentence_transformers._batch import encode_features
 from tilefold.integrations.sentence_transformers._fused_encode import asked_of, bar, prompt_of_call, serves_texts, usual
 from tilefold.integrations.sentence_transformers._many import batches_of
 from tilefold.integrations.sentence_transformers._packed_inputs import packed_inputs
-from tilefold.integrations.sentence_transformers.stream import TextStream, Work
-from tilefold.pipeline.tokens import PendingVectors, VectorBatch
+from tilefold.integrations.sentence_transformers.stream import TextStream
+from tilefold.pipeline.tokens import PendingVectors
 
 _logger = logging.getLogger("sentence_transformers.multi_vector_encoder.model")  # whose level decides about bars
 
 
 class VectorStream(TextStream):
-    """Encodes windows of texts to token vectors as the model makes them, :class:`tilefold.pipeline.tokens.VectorBatch`.
+    """Encodes windows of texts to token vectors ``[n, D]`` of each text, as the model makes them.
 
     Args:
         model: an accelerated MultiVectorEncoder in eval mode.
@@ -39,9 +39,6 @@ class VectorStream(TextStream):
             if self.normalize:
                 vectors = torch.nn.functional.normalize(vectors, p=2, dim=-1)
             return PendingVectors(vectors, found["attention_mask"], self.to_host)
-
-    def _batch(self, work: Work, pending: PendingVectors) -> VectorBatch:
-        return VectorBatch(work.window, work.places, pending.get())
 
 
 class FusedTokenEncode:
@@ -79,7 +76,7 @@ class FusedTokenEncode:
         found: list[Any] = [None] * len(texts)
         with bar(len(texts), asked["show_progress_bar"], _logger, title) as shown:
             for batch in batches_of(stream, texts, shown.update):
-                for place, vectors in zip(batch.places, batch.vectors, strict=True):
+                for place, vectors in zip(batch.places, batch.rows, strict=True):
                     found[place] = _as_numpy(vectors) if numpy else vectors
         return found
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from tilefold.integrations.sentence_transformers._batch import encode_features, evaluating, prompt_of
-from tilefold.integrations.sentence_transformers.stream import TextStream, Work
+from tilefold.integrations.sentence_transformers.stream import TextStream
 from tilefold.ops import quantize_tokens
 from tilefold.pipeline.rows import Window
-from tilefold.pipeline.tokens import PendingTokens, TokenBatch
+from tilefold.pipeline.tokens import PendingTokens
 
 
 class TokenStream(TextStream):
-    """Encodes windows of texts to packed token vectors, :class:`tilefold.pipeline.tokens.TokenBatch`.
+    """Encodes windows of texts to packed token vectors, :class:`tilefold.pipeline.tokens.TokenRows`.
 
     Args:
         model: an accelerated MultiVectorEncoder in eval mode.
@@ -39,10 +39,6 @@ class TokenStream(TextStream):
             return half.isfinite().all(dim=1), half
         quantized = quantize_tokens(rows, "int8")
         return rows.isfinite().all(dim=1), quantized.values, quantized.scales
-
-    def _batch(self, work: Work, pending: PendingTokens) -> TokenBatch:
-        counts, finite, values, *scales = pending.get()
-        return TokenBatch(work.window, work.places, counts, finite, values, scales[0] if scales else None)
 
 
 class TokenBatchEncoder:

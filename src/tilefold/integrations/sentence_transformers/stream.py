@@ -29,13 +29,15 @@ from tilefold.pipeline.copies import to_device
 from tilefold.pipeline.ragged import TokenIds, cut_batches
 from tilefold.pipeline.rows import (
     IN_FLIGHT,
+    Batch,
     Begun,
-    FailedText,
     NoRoomError,
     PendingRows,
-    SparseBatch,
+    SparseRows,
     Window,
     WindowEnd,
+    halved,
+    halves,
     say_unused_batch_tokens,
 )
 from tilefold.pipeline.truncated import Truncation, unwatched, watching
@@ -145,9 +147,9 @@ class TextStream(ABC):
             again: whether the batch, or one around it, has failed before.
         """
 
-    @abstractmethod
-    def _batch(self, work: Work, pending: Any) -> Any:
-        """What has arrived of a batch."""
+    def _arrived(self, pending: Any) -> Any:
+        """The rows of a batch."""
+        return pending.get()
 
     def __call__(self, windows: Iterable[Window]) -> Generator[Any, None, None]:
         """Batches of all texts, window by window; a text that fails is reported and loses no other.
@@ -291,39 +293,34 @@ class TextStream(ABC):
         if isinstance(work, WindowEnd):
             yield work._replace(max_length=self._limits.pop(work.window, None))
             return
-        room = False
+        whole = False  # may all of it be tried once more
         if not isinstance(pending, Exception):
             try:
-                yield self._batch(work, pending)._replace(cut=work.cut)
-                return
+                rows = self._arrived(pending)
             except NoRoomError:
-                room = True
+                whole = True
             except Exception:  # of the device, told late
-                room = False
-        yield from self._again(work, whole=room)
+                whole = False
+            else:
+                yield Batch(work.window, work.places, rows, work.cut)
+                return
+        yield from self._again(work, whole=whole)
 
-    def _again(self, work: Work, *, whole: bool) -> Iterator[Any]:
-        """Without the pipeline: all texts together if `whole`, else halved until the failing one is alone."""
-        if whole or len(work.texts) == 1:
+    def _again(self, work: Work, *, whole: bool) -> Iterator[Batch]:
+        """Without the pipeline: all texts together if `whole`, else the halves."""
+        seen = Truncation()
+
+        def attempt(texts: range) -> Any:
+            nonlocal seen
             with watching() as seen:
-                found = self._tried(work)
-            work = work.with_cut(self._read(work.window, seen))
-            if not isinstance(found, Exception):
-                yield found._replace(cut=work.cut)
-                return
-            if len(work.texts) == 1:
-                yield FailedText(work.window, work.places[0], found, work.cut)
-                return
-        middle = len(work.texts) // 2
-        for part in (slice(None, middle), slice(middle, None)):
-            half = Work(work.window, work.places[part], work.texts[part], skip=work.skip)
-            yield from self._again(half, whole=True)
+                return self._arrived(self._plain(work.texts[texts.start : texts.stop]))
 
-    def _tried(self, work: Work) -> Any:
-        try:
-            return self._batch(work, self._plain(work.texts))
-        except Exception as error:  # belongs to a text
-            return error
+        every = range(len(work.texts))
+        for part in (every,) if whole or len(every) == 1 else halves(every):
+            for texts, rows in halved(part, attempt):
+                places = work.places[texts.start : texts.stop]
+                cut = self._read(work.window, seen).places(len(texts))
+                yield Batch(work.window, places, rows, sum(places[at] not in work.skip for at in cut))
 
     def _plain(self, texts: list[str]) -> Any:
         with self._lock, packed_inputs():
@@ -332,7 +329,7 @@ class TextStream(ABC):
 
 
 class SparseStream(TextStream):
-    """Encodes windows of texts to sparse rows, :class:`tilefold.pipeline.rows.SparseBatch`.
+    """Encodes windows of texts to :class:`tilefold.pipeline.rows.SparseRows`.
 
     Args:
         model: an accelerated SparseEncoder in eval mode.
@@ -352,11 +349,10 @@ class SparseStream(TextStream):
                 return PendingRows((*rows,), self.capacity)
             return PendingRows(rows if rows.layout == torch.sparse_csr else prune(rows.to_dense(), options))
 
-    def _batch(self, work: Work, pending: PendingRows) -> SparseBatch:
+    def _arrived(self, pending: PendingRows) -> SparseRows:
         try:
-            counts, columns, values = pending.get()
+            return pending.get()
         except NoRoomError as error:
             while self.capacity < min(error.most, MAX_CAPACITY):
                 self.capacity *= 2
             raise
-        return SparseBatch(work.window, work.places, counts, columns, values, pending.vocab_size)

@@ -17,17 +17,18 @@ from tilefold._version import __version__
 from tilefold.retrieval._files import is_unicode
 from tilefold.retrieval._shards import check_whole
 from tilefold.retrieval._sparse import SparseVectors
-from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.vectors import iter_shards, read_manifest
 
 RECORD = "export.json"
 SCHEMA_VERSION = 1
+_SHOWN = 3  # names in a message
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote.
+    """Result of an export.
 
     Attributes:
         engine: ``"opensearch"`` or ``"vespa"``.
@@ -64,22 +65,28 @@ class Documents:
         """The documents, in order."""
         return _parts(self.source)
 
-    def rows(self) -> Iterator[tuple[str, list[int], list[float]]]:
-        """Id, terms and positive weights of each document; the shortest decimals that are these float32 again."""
+    def fields(
+        self, names: Sequence[str], texts: Mapping[str, str] | None
+    ) -> Iterator[tuple[str, dict[str, str], dict[str, float]]]:
+        """Id, fields of texts, and positive weights by name of each document.
+
+        Weights are the shortest decimals that are these float32 again.
+        """
         for part in self.parts():
             for row, name in enumerate(part.ids):
                 terms, weights = part.row(row)
                 keep = weights > 0
-                yield name, terms[keep].tolist(), [float(text) for text in weights[keep].astype(str).tolist()]
+                decimals = map(float, weights[keep].astype(str).tolist())
+                own = {} if texts is None else {"text": _text_of(texts, name)}
+                yield (
+                    name,
+                    {"id": name} | own,
+                    dict(zip((names[at] for at in terms[keep].tolist()), decimals, strict=True)),
+                )
 
 
 def survey(vectors: SparseVectors | str | Path, complaint: Callable[[str], str | None], engine: str) -> Documents:
-    """Read `vectors` once, and refuse ids that the engine does not take.
-
-    Raises:
-        FileNotFoundError, DataError: no such folder, an incomplete or damaged one, or one of queries; no document;
-            an id of which `complaint` says something.
-    """
+    """Read `vectors` once, and refuse ids that the engine does not take."""
     source = vectors if isinstance(vectors, SparseVectors) else Path(vectors)
     if isinstance(source, Path):
         manifest = read_manifest(source)
@@ -113,8 +120,8 @@ def _parts(source: SparseVectors | Path) -> Iterator[SparseVectors]:
         yield from iter_shards(source)
 
 
-def origin(documents: Documents, names: str) -> dict[str, Any]:
-    """What made the vectors, for the engine to keep."""
+def origin(documents: Documents, tokens: Sequence[str] | None) -> dict[str, Any]:
+    """Facts of the vectors that the engine keeps with them."""
     return {
         "schema_version": SCHEMA_VERSION,
         "tilefold": __version__,
@@ -122,7 +129,7 @@ def origin(documents: Documents, names: str) -> dict[str, Any]:
         "vocab_size": int(documents.used.size),
         "fingerprint": documents.fingerprint,
         **documents.provenance.to_dict(),
-        "names": names,
+        "names": "numbers" if tokens is None else "tokens",
     }
 
 
@@ -136,13 +143,17 @@ def export_folder(output: Path) -> Iterator[Path]:
         yield folder
 
 
-def write_record(folder: Path, exported: Exported, made_of: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Write ``export.json``: what the files were made from, and their checksums."""
-    files = {name: sha256_file(folder / name) for name in exported.files}
-    write_json(folder / RECORD, {**asdict(exported), **made_of, "settings": dict(settings), "files": files})
+def write_record(
+    folder: Path, engine: str, documents: Documents, names: list[str], made_of: Mapping[str, Any], **settings: str
+) -> Exported:
+    """Write ``export.json``: the origin of the files, which have these `names`, and their checksums."""
+    exported = Exported(engine, documents.n_documents, documents.n_weights, names)
+    files = {name: sha256_file(folder / name) for name in names}
+    write_json(folder / RECORD, {**asdict(exported), **made_of, "settings": settings, "files": files})
+    return exported
 
 
-def text_of(texts: Mapping[str, str], name: str) -> str:
+def _text_of(texts: Mapping[str, str], name: str) -> str:
     """The text of a document; ``DataError`` where there is none, or one that UTF-8 cannot write."""
     text = texts.get(name)
     if text is None:
@@ -161,3 +172,62 @@ def choice(name: str, value: str, allowed: Sequence[str]) -> None:
     """Raise ``ValueError`` unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}.")
+
+
+def name_terms(
+    used: npt.NDArray[np.bool_],
+    tokens: Sequence[str] | None,
+    complaint: Callable[[str], str | None],
+    engine: str,
+    remedy: str,
+    more: str = "",
+) -> list[str]:
+    """Name of each term of the vocabulary: its token, or its number without tokens.
+
+    Names of terms that are `used` are refused where `complaint` says why, or where another term has the same name.
+    """
+    if tokens is None:
+        return [str(term) for term in range(used.size)]
+    if len(tokens) != used.size:
+        raise VocabularyMismatchError(
+            f"tokens: expected one for each of the {used.size} terms of the vectors, got {len(tokens)}. "
+            "Pass the vocabulary of the model that made the vectors."
+        )
+    names = [str(token) for token in tokens]
+    bad: dict[str, list[str]] = {}
+    for term in np.flatnonzero(used).tolist():
+        name = names[term]
+        why = "is empty" if not name else "holds half a surrogate pair" if not is_unicode(name) else complaint(name)
+        if why is not None:
+            bad.setdefault(why, []).append(f"{name!r} (term {term})")
+    if bad:
+        why, owners = next(iter(bad.items()))
+        raise DataError(
+            f"tokens: {engine} takes no term whose name {why}, got {_some(owners)}"
+            f"{f', and {len(bad) - 1} other kinds of such names' if len(bad) > 1 else ''}. {remedy}{more}."
+        )
+    first: dict[str, int] = {}
+    same: list[str] = []
+    for term, name in enumerate(names):
+        earlier = first.setdefault(name, term)
+        if earlier != term and (used[term] or used[earlier]):
+            same.append(f"{name!r} (terms {earlier} and {term})")
+    if same:
+        raise DataError(f"tokens: expected a name of its own for every term, got {_some(same)} twice. {remedy}.")
+    return names
+
+
+def control_character(text: str) -> str | None:
+    """The first character of `text` that JSON carries but text fields of engines refuse, or None."""
+    for character in text:
+        code = ord(character)
+        if (code < 0x20 and character not in "\t\n\r") or code == 0x7F or 0xFDD0 <= code <= 0xFDEF:
+            return character
+        if code & 0xFFFE == 0xFFFE:
+            return character
+    return None
+
+
+def _some(items: list[str]) -> str:
+    left = len(items) - _SHOWN
+    return ", ".join(items[:_SHOWN]) + (f" and {left} more" if left > 0 else "")

@@ -19,12 +19,11 @@ from tilefold.retrieval.export._files import (
     choice,
     export_folder,
     line,
+    name_terms,
     origin,
     survey,
-    text_of,
     write_record,
 )
-from tilefold.retrieval.export._names import name_terms
 
 __all__ = ["export_opensearch"]
 
@@ -85,13 +84,16 @@ def export_opensearch(
         _check_folding(documents, tokens)
     more = "" if dots == "keep" else " (or dots=keep, for neural_sparse on OpenSearch)"
     names = name_terms(documents.used, tokens, lambda name: _bad_name(name, dots), "OpenSearch", _REMEDY, more)
-    made_of = origin(documents, "numbers" if tokens is None else "tokens")
+    made_of = origin(documents, tokens)
+    actions = (
+        (line({"index": {"_id": name}}), line({**fields, field: weights}))
+        for name, fields, weights in documents.fields(names, texts)
+    )
     with export_folder(Path(output)) as folder:
         write_json(folder / MAPPING, _mapping(documents, field, field_type, made_of, texts is not None))
-        parts = _write_parts(folder, _actions(documents, names, field, texts), part_bytes)
-        exported = Exported("opensearch", documents.n_documents, documents.n_weights, [MAPPING, *parts])
-        write_record(folder, exported, made_of, {"field": field, "field_type": field_type, "dots": dots})
-    return exported
+        files = [MAPPING, *_write_parts(folder, actions, part_bytes)]
+        settings = {"field": field, "field_type": field_type, "dots": dots}
+        return write_record(folder, "opensearch", documents, files, made_of, **settings)
 
 
 def _mapping(
@@ -107,17 +109,6 @@ def _mapping(
     if texts:
         properties["text"] = {"type": "text"}
     return {**settings, "mappings": {"_meta": {"tilefold": dict(made_of)}, "properties": properties}}
-
-
-def _actions(
-    documents: Documents, names: list[str], field: str, texts: Mapping[str, str] | None
-) -> Iterator[tuple[bytes, bytes]]:
-    for name, terms, weights in documents.rows():
-        fields: dict[str, Any] = {"id": name}
-        if texts is not None:
-            fields["text"] = text_of(texts, name)
-        fields[field] = {names[term]: weight for term, weight in zip(terms, weights, strict=True)}
-        yield line({"index": {"_id": name}}), line(fields)
 
 
 def _write_parts(folder: Path, actions: Iterator[tuple[bytes, bytes]], part_bytes: int) -> list[str]:

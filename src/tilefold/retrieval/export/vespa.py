@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.export._files import (
-    Documents,
     Exported,
+    control_character,
     export_folder,
     line,
+    name_terms,
     origin,
     survey,
-    text_of,
     write_record,
 )
-from tilefold.retrieval.export._names import control_character, name_terms
 
 __all__ = ["export_vespa"]
 
@@ -94,29 +92,17 @@ def export_vespa(
     documents = survey(vectors, _bad_id, "Vespa")
     remedy = "Leave tokens out, so that terms are named by their numbers"
     names = name_terms(documents.used, tokens, _bad_name, "Vespa", remedy)
-    made_of = origin(documents, "numbers" if tokens is None else "tokens")
-    schema = f"{document}.sd"
+    schema, prefix = f"{document}.sd", f"id:{namespace}:{document}::"
     with export_folder(Path(output)) as folder:
         text = _TEXT if texts is not None else ""
         (folder / schema).write_text(_SCHEMA.format(document=document, field=field, text=text), encoding="utf-8")
         with (folder / FEED).open("wb") as stream:
-            for put in _puts(documents, names, f"id:{namespace}:{document}::", field, texts):
-                stream.write(line(put))
-        exported = Exported("vespa", documents.n_documents, documents.n_weights, [schema, FEED])
-        write_record(folder, exported, made_of, {"document": document, "namespace": namespace, "field": field})
-    return exported
-
-
-def _puts(
-    documents: Documents, names: list[str], prefix: str, field: str, texts: Mapping[str, str] | None
-) -> Iterator[dict[str, Any]]:
-    for name, terms, weights in documents.rows():
-        fields: dict[str, Any] = {"id": name}
-        if texts is not None:
-            fields["text"] = _checked(text_of(texts, name), name)
-        # below "cells", because a token may be called cells, values or type itself
-        fields[field] = {"cells": {names[term]: weight for term, weight in zip(terms, weights, strict=True)}}
-        yield {"put": f"{prefix}{name}", "fields": fields}
+            for name, fields, weights in documents.fields(names, texts):
+                _check_text(fields.get("text", ""), name)
+                # below "cells", because a token may be called cells, values or type itself
+                stream.write(line({"put": f"{prefix}{name}", "fields": {**fields, field: {"cells": weights}}}))
+        settings = {"document": document, "namespace": namespace, "field": field}
+        return write_record(folder, "vespa", documents, [schema, FEED], origin(documents, tokens), **settings)
 
 
 def _bad_id(name: str) -> str | None:
@@ -131,10 +117,9 @@ def _bad_name(name: str) -> str | None:
     return None if bad is None else f"holds the control character {bad!r}"
 
 
-def _checked(text: str, name: str) -> str:
+def _check_text(text: str, name: str) -> None:
     bad = control_character(text)
     if bad is not None:
         raise DataError(
             f"texts: Vespa takes no text with the control character {bad!r}, got one for {name!r}. Mend it."
         )
-    return text

@@ -1,13 +1,14 @@
-"""Documents and weights by term: how they are made from vectors in little memory, added up, and checked when read."""
+"""Postings of an exact index, made from vectors in little memory, added up, checked when read; and ids on disk."""
 
 from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import REMEDY
 
 _PIECE = 1 << 22  # weights that are transposed at a time
+ID_FILES = ("ids.npy", "id_ends.npy")
+_ERRORS = "surrogatepass"  # an id may hold half a surrogate pair
 _SHORT_TERMS = 1 << 16  # below, terms are sorted as 16-bit integers, by radix
 
 Scores = npt.NDArray[np.float32]
@@ -69,11 +72,7 @@ class Postings:
         return made
 
     def add(self, scores: Scores, terms: npt.NDArray[np.int32], values: Scores) -> None:
-        """Add ``values[j] * weights`` of each term to the `scores` of its documents, term after term, in float32.
-
-        Raises:
-            DataError: postings that are read for the first time are not those that were saved.
-        """
+        """Add ``values[j] * weights`` of each term to the `scores` of its documents, term after term, in float32."""
         if not self.trusted[terms].all():
             self._check(terms[~self.trusted[terms]])
         spans = map(slice, self.offsets[terms].tolist(), self.offsets[terms + 1].tolist())
@@ -100,7 +99,7 @@ class Postings:
         return zlib.crc32(self.weights[span].data, zlib.crc32(self.documents[span].data))
 
     def all_checksums(self) -> npt.NDArray[np.uint32]:
-        """Of every term."""
+        """Checksums of all terms."""
         return np.fromiter((self.checksum(term) for term in range(self.n_terms)), np.uint32, self.n_terms)
 
 
@@ -154,10 +153,10 @@ def of_rounded_products(add: Add) -> Add:
 
 @cache
 def fastest() -> Add:
-    """The same in the compiled product of scipy, three times as fast, where scipy has it with the same roundings.
+    """:func:`portable`, or scipy's compiled product where that rounds alike, three times as fast.
 
-    The function is private to scipy, so that it is tried first: on a sum that tells a fused multiply-add from
-    a rounded product. Where it fails, numpy adds up, with one warning.
+    It is private to scipy, so that it is tried first, on a sum that tells a fused multiply-add from a rounded product.
+    The public products allocate or copy for every term.
     """
     try:
         tools: Any = __import__("scipy.sparse._sparsetools", fromlist=["csc_matvec"])
@@ -194,3 +193,59 @@ def _agrees(add: Add) -> bool:
         return False
     portable(expected, lists, value)
     return bool((found == expected).all())
+
+
+class StoredIds(Sequence[str]):
+    """Strings as UTF-8, one after the other, and where each ends.
+
+    Args:
+        text: uint8, all strings.
+        ends: int64 ``[N]``, rising to the length of `text`.
+    """
+
+    def __init__(self, text: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> None:
+        self._text, self._ends = text, ends
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[str]: ...
+
+    def __getitem__(self, at: int | slice) -> str | list[str]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        if not 0 <= at < len(self):
+            raise IndexError(f"at: expected a position in [0, {len(self)}), got {at}.")
+        low = int(self._ends[at - 1]) if at else 0
+        try:
+            return self._text[low : int(self._ends[at])].tobytes().decode("utf-8", _ERRORS)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{ID_FILES[0]}: expected ids in UTF-8, got ({error}). {REMEDY}") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[at] for at in range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @classmethod
+    def load(cls, folder: Path, count: int) -> StoredIds:
+        """Those that :func:`save_ids` wrote, memory-mapped; ``DataError`` unless they are `count`."""
+        try:
+            text, ends = (np.asarray(np.load(folder / name, mmap_mode="r", allow_pickle=False)) for name in ID_FILES)
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(f"{folder}: expected ids in {' and '.join(ID_FILES)}, got ({error}).") from error
+        fits = ends.shape == (count,) and ends.dtype == np.int64 and text.dtype == np.uint8 and text.ndim == 1
+        if not fits or (np.diff(ends, prepend=0) < 1).any() or (count and int(ends[-1]) != text.size):
+            raise DataError(f"{folder}: expected the ids of {count} documents, got others. {REMEDY}")
+        return cls(text, ends)
+
+
+def save_ids(ids: Iterable[str], folder: Path) -> None:
+    """Write `ids` for :meth:`StoredIds.load`."""
+    encoded = [name.encode("utf-8", _ERRORS) for name in ids]
+    ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)))
+    text, where = ID_FILES
+    np.save(folder / text, np.frombuffer(b"".join(encoded), np.uint8), allow_pickle=False)
+    np.save(folder / where, ends, allow_pickle=False)

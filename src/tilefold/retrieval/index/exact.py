@@ -14,8 +14,7 @@ from tilefold.retrieval._arrays import check_offsets
 from tilefold.retrieval._ranking import top_positive
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.index._postings import Postings, fastest
-from tilefold.retrieval.index._stored_ids import ID_FILES, StoredIds, save_ids
+from tilefold.retrieval.index._postings import ID_FILES, Postings, StoredIds, fastest, save_ids
 from tilefold.retrieval.index.protocol import (
     MANIFEST_NAME,
     REMEDY,

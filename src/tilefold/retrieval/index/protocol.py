@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -41,7 +42,7 @@ class Hit(NamedTuple):
 
 
 class Described(Protocol):
-    """What ``index.json`` says of every index, of sparse vectors or not."""
+    """Properties of every index that ``index.json`` holds, of sparse vectors or not."""
 
     backend: ClassVar[str]
 
@@ -98,6 +99,14 @@ def check_search(index: SparseIndex, queries: SparseVectors, k: int) -> None:
     check_same_vocabulary(index, queries, "the index", "queries")
 
 
+def version_of(package: str) -> str:
+    """Version of an installed package, ``"unknown"`` without its metadata."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
 def write_manifest(
     folder: Path, index: Described, versions: dict[str, str], options: Any, *, changing: Collection[str] = ()
 ) -> None:
@@ -128,10 +137,14 @@ def read_description(path: str | Path) -> dict[str, Any]:
     """
     file = Path(path) / MANIFEST_NAME
     manifest = read_json_object(file, REMEDY)
-    wrong = [key for key, kind in _TYPES.items() if not isinstance(manifest.get(key), kind)]
-    if wrong or manifest.get("schema_version") != SCHEMA_VERSION:
-        what = f"wrong {', '.join(wrong)}" if wrong else f"schema {manifest.get('schema_version')!r}"
-        raise DataError(f"{file}: expected an index of schema {SCHEMA_VERSION}, got {what}. {REMEDY}")
+    for key, kind in _TYPES.items():
+        value = manifest.get(key)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            wrong = f"wrong {key}: expected {getattr(kind, '__name__', kind)}, got {value!r:.80}"
+            raise DataError(f"{file}: expected an index of schema {SCHEMA_VERSION}, got {wrong}. {REMEDY}")
+    if manifest.get("schema_version") != SCHEMA_VERSION:
+        got = manifest.get("schema_version")
+        raise DataError(f"{file}: expected an index of schema {SCHEMA_VERSION}, got schema {got!r}. {REMEDY}")
     return manifest
 
 

@@ -6,7 +6,6 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,10 +14,12 @@ from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import (
     MANIFEST_NAME,
+    REMEDY,
     Hit,
     check_buildable,
     check_search,
     read_description,
+    version_of,
     write_manifest,
 )
 from tilefold.retrieval.provenance import Provenance
@@ -70,12 +71,12 @@ class QdrantIndex:
 
     @property
     def fingerprint(self) -> str | None:
-        """Of the vocabulary."""
+        """Fingerprint of the vocabulary."""
         return self.collection.layout.fingerprint
 
     @property
     def provenance(self) -> Provenance:
-        """Of model and texts; the texts are unknown once single documents were changed."""
+        """Fingerprints of model and texts; the texts are unknown once single documents were changed."""
         return self.collection.provenance
 
     @classmethod
@@ -218,10 +219,13 @@ class QdrantIndex:
                 f"{path}: expected an index of backend {cls.backend!r}, got {manifest['backend']!r}. "
                 "Load it with the class of that backend."
             )
-        address = manifest["options"].get("url"), manifest["options"].get("collection")
-        if all(isinstance(part, str) for part in address):
-            opened = QdrantCollection.server(*address)
-            index = cls(opened, address={"url": address[0], "collection": address[1]})
+        address = {name: manifest["options"].get(name) for name in ("url", "collection")}
+        for name, value in address.items():
+            if not isinstance(value, str) and any(other is not None for other in address.values()):
+                raise DataError(f"{path}: expected a text as {name} of the options, got {value!r:.80}. {REMEDY}")
+        if address["url"] is not None:
+            opened = QdrantCollection.server(address["url"], address["collection"])
+            index = cls(opened, address=address)
         else:
             opened = QdrantCollection.embedded(folder)
             index = cls(opened, folder=folder)
@@ -240,7 +244,7 @@ class QdrantIndex:
     def _describe(self, folder: Path) -> None:
         package = "qdrant-edge-py" if self._address is None else "qdrant-client"
         options = {"weights": self.collection.layout.weights, **(self._address or {})}
-        write_manifest(folder, self, {package: _version(package)}, options, changing=_NAMES)
+        write_manifest(folder, self, {package: version_of(package)}, options, changing=_NAMES)
 
 
 def _unfinished(folder: Path, digest: str) -> EdgeEngine:
@@ -271,10 +275,3 @@ def _copy_sparse(source: str, target: str) -> str:
                 written.seek(len(block), 1)
         written.truncate()
     return target
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
-from importlib.metadata import PackageNotFoundError, version
+from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -33,6 +33,7 @@ from tilefold.retrieval.index.protocol import (
     check_search,
     read_ids,
     read_manifest,
+    version_of,
     write_manifest,
 )
 from tilefold.retrieval.provenance import Provenance
@@ -43,6 +44,8 @@ _SMALL_VOCABULARY = 1 << 16
 _LARGEST_WEIGHT = 65504.0
 _MANY_DOCUMENTS = 1_000_000
 _CHOSEN = ("n_postings", "query_cut", "heap_factor")  # by the collection, where None
+_INTEGERS = {"n_postings": 1, "min_cluster_size": 1, "doc_cut": 1, "query_cut": 1, "num_threads": 0}
+_FRACTIONS = {"centroid_fraction": "(", "summary_energy": "(", "heap_factor": "["}
 _STEM = "seismic"
 _FILE = f"{_STEM}.index.seismic"
 _OWN_NAMES = (MANIFEST_NAME, "ids.json", "terms.npy", _FILE)
@@ -73,20 +76,15 @@ class SeismicOptions:
     num_threads: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("n_postings", "min_cluster_size", "doc_cut", "query_cut"):
-            value = getattr(self, name)
-            if name in _CHOSEN and value is None:
+        for name in (item.name for item in fields(self)):
+            value, least, opening = getattr(self, name), _INTEGERS.get(name), _FRACTIONS.get(name)
+            if value is None and name in _CHOSEN:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}.")
-        if not isinstance(self.num_threads, int) or self.num_threads < 0:
-            raise ValueError(f"num_threads: expected 0 or more, got {self.num_threads!r}.")
-        for name, low_open in (("centroid_fraction", True), ("summary_energy", True), ("heap_factor", False)):
-            value = getattr(self, name)
-            if name in _CHOSEN and value is None:
-                continue
-            if not 0.0 <= value <= 1.0 or (low_open and value == 0.0):
-                raise ValueError(f"{name}: expected a number in {'(' if low_open else '['}0, 1], got {value!r}.")
+            number = isinstance(value, Real if least is None else int) and not isinstance(value, bool)
+            if least is not None and (not number or value < least):
+                raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}.")
+            if opening and (not number or not 0.0 <= value <= 1.0 or (opening == "(" and value == 0.0)):
+                raise ValueError(f"{name}: expected a number in {opening}0, 1], got {value!r}.")
 
     @classmethod
     def parse(cls, options: dict[str, Any]) -> SeismicOptions:
@@ -97,7 +95,7 @@ class SeismicOptions:
         return cls(**options)
 
     def for_collection(self, documents: int, mean_postings: float) -> SeismicOptions:
-        """The same with numbers for what is None.
+        """Options with numbers in the place of None.
 
         With L, the mean number of documents of a term that occurs, ``n_postings`` is ``10 * L ** 0.56``: twice L at
         10,000 documents of 120 terms, where shorter lists lose documents, and a tenth of L, 3,500, at the 8.8 million
@@ -257,7 +255,7 @@ class SeismicIndex:
                 self._engine.save(str(folder / _STEM))
             np.save(folder / "terms.npy", self._terms, allow_pickle=False)
             write_json(folder / "ids.json", {"ids": self._ids})
-            write_manifest(folder, self, {"pyseismic-lsr": _version()}, asdict(self.options))
+            write_manifest(folder, self, {"pyseismic-lsr": version_of("pyseismic-lsr")}, asdict(self.options))
 
     @classmethod
     def load(cls, path: str | Path) -> SeismicIndex:
@@ -291,7 +289,7 @@ class SeismicIndex:
             written = (manifest.get("versions") or {}).get("pyseismic-lsr", "unknown")
             raise DataError(
                 f"{folder}: could not be read ({error}); written by pyseismic-lsr {written}, "
-                f"read by {_version()}. {REMEDY}"
+                f"read by {version_of('pyseismic-lsr')}. {REMEDY}"
             ) from error
         origin = (manifest["vocab_size"], manifest.get("fingerprint"), Provenance.from_dict(manifest))
         index = cls(engine, ids, terms, *origin, options)
@@ -323,13 +321,6 @@ def _dataset(
 
 def _package() -> Any:
     return require("seismic", "pyseismic-lsr", "The seismic backend")
-
-
-def _version() -> str:
-    try:
-        return version("pyseismic-lsr")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 @contextmanager

@@ -114,7 +114,7 @@ class QdrantCollection:
 
     @property
     def layout(self) -> Layout:
-        """What the collection holds."""
+        """Vectors and fields of the collection."""
         return self._record.layout
 
     @property

@@ -56,7 +56,7 @@ class Engine(ABC):
 
     @abstractmethod
     def record(self) -> Record | None:
-        """What the collection says of itself; None where there is none."""
+        """Record of the collection; None where there is no collection."""
 
     @abstractmethod
     def create(self, record: Record) -> None:
@@ -64,7 +64,7 @@ class Engine(ABC):
 
     @abstractmethod
     def write_record(self, record: Record) -> None:
-        """Replace what the collection says of itself."""
+        """Replace the record of the collection."""
 
     @abstractmethod
     def drop(self) -> None:

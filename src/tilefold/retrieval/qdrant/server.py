@@ -87,11 +87,7 @@ class ServerEngine(Engine):
         )
 
     def record(self) -> Record | None:
-        """What the collection says of itself; None where there is none.
-
-        Raises:
-            DataError: a collection that tilefold did not make.
-        """
+        """Record of the collection, None without one; ``DataError`` for a collection that tilefold did not make."""
         if not self._ask("collection_exists"):
             return None
         metadata = getattr(self._ask("get_collection").config, "metadata", None) or {}
@@ -213,7 +209,7 @@ class ServerEngine(Engine):
         return kind(f"{self.place}: the Qdrant server answered {status}: {self._text(error)}")
 
     def _text(self, error: BaseException) -> str:
-        """What an error says, in one line and without the key."""
+        """Message of an error, in one line and without the key."""
         source = getattr(error, "source", None)
         content = getattr(error, "content", None)
         text = content.decode("utf-8", "replace") if isinstance(content, bytes) and content else str(source or error)

@@ -1,0 +1,144 @@
+"""The benchmark of ``tilefold.ops.entmax``: shapes, implementations, ground truth and least work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilefold.bench.gate import Gate, Part
+from tilefold.bench.spec import (
+    DTYPES,
+    BenchCase,
+    BenchSpec,
+    Implementation,
+    Inputs,
+    Phase,
+    Runnable,
+    Work,
+    ours,
+    random_tensors,
+)
+from tilefold.ops.entmax import chosen_impl, entmax
+
+ALPHA = 1.5
+_SHARPNESS = 2.0  # standard deviation of the scores
+_ROWS = 4  # held against the reference at either end
+
+
+@dataclass(frozen=True)
+class EntmaxBenchInputs(Inputs):
+    """Inputs of one case: scores ``[R, N]`` that want a gradient, and the gradient that comes back."""
+
+    x: Tensor
+    grad_output: Tensor
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        return (self.x,)
+
+
+def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> EntmaxBenchInputs:
+    """Random inputs of ``case``: normal scores."""
+    normal, _ = random_tensors(device, seed)
+    x, dp = (normal(case.dims["R"], case.dims["N"]) for _ in range(2))
+    dtype = DTYPES[case.dtype]
+    return EntmaxBenchInputs((_SHARPNESS * x).to(dtype).requires_grad_(), dp.to(dtype))
+
+
+def _probabilities(x: Tensor, impl: str) -> Tensor:
+    p = entmax(x, ALPHA, impl=impl)
+    return p if isinstance(p, Tensor) else p[0]
+
+
+def _ends(rows: Tensor) -> Tensor:
+    return torch.cat([rows[:_ROWS], rows[-_ROWS:]])
+
+
+def make_gate(case: BenchCase, inputs: EntmaxBenchInputs) -> Gate:
+    """The first and last rows and their gradients in fp64."""
+    leaf = _ends(inputs.x.detach()).double().requires_grad_()
+    p = _probabilities(leaf, "reference")
+    (dx,) = torch.autograd.grad(p, leaf, _ends(inputs.grad_output).double())
+    return Gate(inputs, case.dtype, {"out": Part(_ends, p.detach())}, {"dx": Part(_ends, dx)})
+
+
+class _SortedEntmax15(torch.autograd.Function):
+    """The exact threshold from sorted scores (Peters et al., arXiv 1905.05702), in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        half = x.float() / 2
+        half = half - half.amax(dim=-1, keepdim=True)
+        sorted_half = half.sort(dim=-1, descending=True).values
+        size = torch.arange(1, x.size(-1) + 1, device=x.device)
+        mean = sorted_half.cumsum(dim=-1) / size
+        spread = (sorted_half**2).cumsum(dim=-1) - size * mean**2
+        tau = mean - ((1 - spread) / size).clamp_min(0).sqrt()
+        support = (tau <= sorted_half).sum(dim=-1, keepdim=True)
+        root = (half - tau.gather(-1, support - 1)).clamp_min(0)
+        ctx.save_for_backward(root)
+        return (root * root).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dp: Tensor) -> Tensor:
+        (root,) = ctx.saved_tensors
+        weighted = root * dp.float()
+        dx: Tensor = weighted - root * (weighted.sum(-1, keepdim=True) / root.sum(-1, keepdim=True))
+        return dx.to(dp.dtype)
+
+
+def _ours(impl: str) -> Callable[[EntmaxBenchInputs], Runnable]:
+    return lambda inputs: inputs.bind(lambda x: _probabilities(x, impl), chosen_impl(inputs.x, impl))
+
+
+IMPLEMENTATIONS = (
+    *ours(_ours, tiled_on=("cuda",)),
+    Implementation("sort", lambda inputs: inputs.bind(_SortedEntmax15.apply, "torch"), "baseline"),
+    Implementation("softmax", lambda inputs: inputs.bind(lambda x: x.softmax(dim=-1), "torch"), "bare"),
+)
+
+
+def work(case: BenchCase, inputs: EntmaxBenchInputs, phase: Phase) -> Work:
+    """Least work: scores read and probabilities written once; backward reads those and a gradient, and writes one."""
+    operand = float(inputs.x.numel() * inputs.x.element_size())
+    return Work(3.0 * inputs.x.numel(), operand * (2 if phase == "forward" else 5))
+
+
+def needs_bytes(case: BenchCase, impl: str) -> int:
+    """A low estimate of the extra memory of ``impl`` in training, in bytes."""
+    entries = case.dims["R"] * case.dims["N"]
+    return entries * (2 * DTYPES[case.dtype].itemsize + {"sort": 24, "reference": 64}.get(impl, 0))
+
+
+def _case(R: int, N: int, device: str = "cuda", dtype: str = "bfloat16", *, quick: bool = False) -> BenchCase:
+    name = f"{'cpu-' if device == 'cpu' else ''}{R}x{N}{'-fp32' if (device, dtype) == ('cuda', 'float32') else ''}"
+    return BenchCase(name, device, dtype, {"R": R, "N": N}, "normal", quick)
+
+
+CASES = (
+    _case(262144, 128, quick=True),
+    _case(32768, 1024),
+    _case(8192, 4096, quick=True),
+    _case(8192, 4096, dtype="float32"),
+    _case(2048, 30522),
+    _case(256, 250002, quick=True),
+    _case(16, 250002),
+    _case(2048, 128, "cpu", "float32", quick=True),
+    _case(64, 8192, "cpu", "float32"),
+)
+
+SPEC = BenchSpec(
+    op="entmax",
+    cases=CASES,
+    implementations=IMPLEMENTATIONS,
+    baseline="sort",
+    make_inputs=make_inputs,
+    make_gate=make_gate,
+    probe_dims={"R": 4, "N": 32},
+    work=work,
+    needs_bytes=needs_bytes,
+)

@@ -1,0 +1,250 @@
+"""The benchmark of ``tilefold.ops.entmax_attention``: shapes, implementations, ground truth and least work.
+
+Its baselines are softmax attention, another function that is not gated, and the published kernels of AdaSplash, which
+are, and which run last, since they compile or tune for long.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from tilefold import testing
+from tilefold.bench.gate import Budget, Gate, Part
+from tilefold.bench.spec import (
+    DTYPES,
+    BenchCase,
+    BenchSpec,
+    Implementation,
+    Inputs,
+    NotApplicable,
+    Phase,
+    Runnable,
+    Work,
+    captured,
+    ours,
+    peer,
+)
+from tilefold.ops.entmax_attention import chosen_impl, entmax_attention
+from tilefold.testing.entmax_attention import entmax_attention_inputs
+
+ALPHA = 1.5
+V1_STEPS = 3  # what the paper's benchmarks take; the package's default is 10
+_SHARPNESS = {"iid": 1.0, "iid4": 4.0, "correlated": 2.0}
+_GATE_ROWS = 1024  # queries of one head that are held against the reference
+_GATE_MARGIN = 1.5  # of the error that unavoidable roundings make
+_MAX_PAIRS = 1 << 22  # scores in fp64 of the gate's head on the CPU
+
+
+@dataclass(frozen=True)
+class EntmaxAttentionBenchInputs(Inputs):
+    """Inputs of one case: q, k and v ``[B, H, N, D]`` want gradients, ``grad_output`` comes back."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_output: Tensor
+    causal: bool
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        return self.q, self.k, self.v
+
+
+def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> EntmaxAttentionBenchInputs:
+    """Random inputs of ``case``: independent scores, or ones that are alike along the sequence."""
+    batch, heads, n, dim = (case.dims[name] for name in "BHND")
+    kind, _, causal = case.variant.partition("-")
+    made = entmax_attention_inputs(
+        batch,
+        heads,
+        n,
+        dim,
+        correlated=kind == "correlated",
+        sharpness=_SHARPNESS[kind],
+        dtype=DTYPES[case.dtype],
+        device=device,
+        seed=seed,
+    )
+    q, k, v = (t.requires_grad_() for t in (made.q, made.k, made.v))
+    return EntmaxAttentionBenchInputs(q, k, v, made.dout, causal == "causal")
+
+
+def _rounded_dq(head: Sequence[Tensor], dtype: torch.dtype, causal: bool) -> Tensor:
+    """``[rows, D]`` dq of one head in fp64, but for what products in ``dtype`` must round: weights, O2 and dS."""
+    q, k, v, dout, tau = head
+
+    def rounded(t: Tensor) -> Tensor:
+        return t.to(dtype).double()
+
+    scale = q.size(-1) ** -0.5
+    u = ((ALPHA - 1) * scale * (q @ k.T) - tau.double()[:, None]).clamp_min(0)
+    if causal:
+        places = torch.arange(k.size(0), device=k.device)
+        u = u.masked_fill(places > places[k.size(0) - q.size(0) :, None], 0)
+    second = rounded(rounded(u) @ v / u.sum(dim=1, keepdim=True))
+    ds = u * (dout @ v.T - (dout * second).sum(dim=1, keepdim=True))
+    dq: Tensor = rounded(ds) @ k * scale
+    return dq
+
+
+def make_gate(case: BenchCase, inputs: EntmaxAttentionBenchInputs) -> Gate:
+    """The last queries of the first head, and, where that is all of them, its dk and dv, in fp64.
+
+    Keys that are nearly alike cancel in dq, whose terms sum to nothing in every row, and what is left shows the
+    rounding of the weights and of dS that any kernel with 16-bit products makes. Where those roundings alone, applied
+    to exact numbers, lead further away than the budget, the gate allows half as much again as they do.
+    """
+    n, dtype = inputs.q.size(2), inputs.q.dtype
+    first = n - min(n, _GATE_ROWS if inputs.q.is_cuda else max(1, _MAX_PAIRS // n))
+    q, k, v = (t.detach()[:1, :1].double() for t in (inputs.q, inputs.k, inputs.v))
+    leaves = [q[:, :, first:].clone().requires_grad_(), k.requires_grad_(), v.requires_grad_()]
+    found = entmax_attention(
+        leaves[0], leaves[1], leaves[2], alpha=ALPHA, causal=inputs.causal, impl="reference", return_stats=True
+    )
+    if isinstance(found, Tensor):
+        raise TypeError("entmax_attention returned no statistics.")
+    out, stats = found
+    dout = inputs.grad_output[:1, :1, first:].double()
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+    head = [t.detach()[0, 0] for t in (*leaves, dout, stats.tau)]
+    unavoidable = testing.relative_error(_rounded_dq(head, dtype, inputs.causal), dq[0, 0])
+    gradient = max(testing.budget(dtype, "gradient_bound"), _GATE_MARGIN * unavoidable)
+    gradients = {
+        "dq": Part(lambda t: t[:1, :1, first:], dq),
+        "dk": None if first else Part(lambda t: t[:1, :1], dk),
+        "dv": None if first else Part(lambda t: t[:1, :1], dv),
+    }
+    outputs = {"out": Part(lambda t: t[:1, :1, first:], out.detach())}
+    return Gate(inputs, case.dtype, outputs, gradients, Budget(testing.budget(dtype, "gradient"), gradient))
+
+
+def _sdpa(backend: SDPBackend) -> Callable[[EntmaxAttentionBenchInputs], Runnable]:
+    def build(inputs: EntmaxAttentionBenchInputs) -> Runnable:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(q, k, v, is_causal=inputs.causal)
+
+        return inputs.bind(attend, backend.name.lower())
+
+    return build
+
+
+def _flex(inputs: EntmaxAttentionBenchInputs) -> Runnable:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: PLC0415
+
+    block_mask = None
+    if inputs.causal:
+        n = inputs.q.size(2)
+        block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=inputs.q.device.type)
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = compiled(q, k, v, block_mask=block_mask)
+        return out
+
+    return inputs.bind(attend, "flex_attention, compiled")
+
+
+def _adasplash(function: str, **options: Any) -> Callable[[EntmaxAttentionBenchInputs], Runnable]:
+    def build(inputs: EntmaxAttentionBenchInputs) -> Runnable:
+        package: Any = importlib.import_module("adasplash")
+        known = dict(options)
+        if function == "adasplash_v2":
+            if not inputs.causal:
+                raise NotApplicable("AdaSplash-2 is causal only")
+        else:
+            known["is_causal"] = inputs.causal
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = getattr(package, function)(q, k, v, **known)
+            return out
+
+        steps = f"niter={options['niter']}" if options else "default niter"
+        return inputs.bind(attend, f"{function}, {steps}")
+
+    return build
+
+
+def _ours(impl: str) -> Callable[[EntmaxAttentionBenchInputs], Runnable]:
+    def build(inputs: EntmaxAttentionBenchInputs) -> Runnable:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = entmax_attention(q, k, v, alpha=ALPHA, causal=inputs.causal, impl=impl)
+            return out if isinstance(out, Tensor) else out[0]
+
+        return inputs.bind(attend, chosen_impl(inputs.q, impl))
+
+    return build
+
+
+IMPLEMENTATIONS = (
+    *ours(_ours),
+    Implementation("tilefold-graph", lambda inputs: captured(_ours("triton")(inputs)), "ours", default_on=("cuda",)),
+    Implementation("softmax-fa2", _sdpa(SDPBackend.FLASH_ATTENTION), "bare"),
+    Implementation("softmax-cudnn", _sdpa(SDPBackend.CUDNN_ATTENTION), "bare", default_on=("cuda",)),
+    Implementation("softmax-flex", _flex, "bare", default_on=("cuda",), slow=True),
+    *peer(
+        "adasplash",
+        {
+            "adasplash-v1": _adasplash("adasplash_v1", niter=V1_STEPS),
+            "adasplash-v1-no-mask": _adasplash("adasplash_no_block_mask", niter=V1_STEPS),
+            "adasplash-v2": _adasplash("adasplash_v2"),
+        },
+        slow=True,
+    ),
+)
+
+
+def work(case: BenchCase, inputs: EntmaxAttentionBenchInputs, phase: Phase) -> Work:
+    """Least work: every score once (their signs must be known); weights and gradients may all but vanish."""
+    batch, heads, n, dim = (case.dims[name] for name in "BHND")
+    pairs = batch * heads * n * n / (2 if inputs.causal else 1)
+    operand = inputs.q.numel() * inputs.q.element_size()
+    nbytes = 4.0 * operand if phase == "forward" else 12.0 * operand
+    return Work(2.0 * dim * pairs, nbytes)
+
+
+def needs_bytes(case: BenchCase, impl: str) -> int:
+    """A low estimate of the extra memory of ``impl`` in training, in bytes."""
+    batch, heads, n, dim = (case.dims[name] for name in "BHND")
+    dense = 8 * batch * heads * n * n if impl == "reference" else 0
+    return dense + 5 * batch * heads * n * dim * DTYPES[case.dtype].itemsize
+
+
+def _case(B: int, N: int, variant: str, device: str = "cuda", *, quick: bool = False) -> BenchCase:
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    name = f"{'cpu-' if device == 'cpu' else ''}{B}x{N}-{variant}"
+    return BenchCase(name, device, dtype, {"B": B, "H": 12 if device == "cuda" else 4, "N": N, "D": 64}, variant, quick)
+
+
+CASES = (
+    _case(128, 128, "iid", quick=True),
+    _case(64, 256, "iid"),
+    _case(32, 512, "iid", quick=True),
+    _case(8, 2048, "iid"),
+    _case(2, 8192, "iid4"),
+    _case(2, 8192, "correlated", quick=True),
+    _case(4, 4096, "correlated-causal"),
+    _case(4, 16384, "correlated-causal"),
+    _case(2, 512, "iid", "cpu", quick=True),
+    _case(1, 2048, "correlated", "cpu"),
+)
+
+SPEC = BenchSpec(
+    op="entmax_attention",
+    cases=CASES,
+    implementations=IMPLEMENTATIONS,
+    baseline="softmax-fa2",
+    make_inputs=make_inputs,
+    make_gate=make_gate,
+    probe_dims={"B": 1, "H": 1, "N": 32},
+    work=work,
+    needs_bytes=needs_bytes,
+)

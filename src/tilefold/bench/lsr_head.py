@@ -1,0 +1,313 @@
+"""The benchmark of ``tilefold.ops.lsr_head``: shapes, implementations, ground truth, least work and claims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+from tilefold.bench.gate import Gate, Part
+from tilefold.bench.spec import (
+    DTYPES,
+    BenchCase,
+    BenchSpec,
+    Implementation,
+    Inputs,
+    Phase,
+    Requirement,
+    Runnable,
+    Work,
+    compiled,
+    ours,
+    ragged_lengths,
+    random_tensors,
+)
+from tilefold.ops.lsr_head import chosen_impl, lsr_head
+
+_SPARSE_ACTIVE = 0.02  # share of positive scores that "2pct" aims at, that of a trained SPLADE model
+_QUANTILE_COLUMNS = 256
+GEMM_CHUNK_BYTES = 64 * 2**20
+COLUMNS = 256  # vocabulary entries that are checked for every sequence
+CHUNK_BYTES = 2**27  # fp64 logits held at a time
+AMBIGUOUS = 2e-5  # fp32 evaluation order moves a logit by less than this
+
+
+@dataclass(frozen=True)
+class LSRHeadInputs(Inputs):
+    """Inputs of one case.
+
+    Attributes:
+        hidden: ``[B, S, D]``, requires a gradient; padding holds random numbers too.
+        weight: ``[V, D]``, requires a gradient, scaled so that logits are close to N(0, 1).
+        bias: ``[V]``, requires a gradient.
+        attention_mask: ``[B, S]`` int64, padded on the right.
+        grad_output: ``[B, V]``.
+        active: share of positive scores, measured on a sample of the vocabulary.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+    attention_mask: Tensor
+    grad_output: Tensor
+    active: float
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        return self.hidden, self.weight, self.bias
+
+    @property
+    def others(self) -> tuple[Tensor]:  # type: ignore[override]
+        return (self.attention_mask,)
+
+    @property
+    def valid_tokens(self) -> int:
+        """Number of tokens that are not padding."""
+        return int(self.attention_mask.sum().item())
+
+
+def _sampled_maxima(hidden: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, columns: Tensor) -> Tensor:
+    """``[B, C]`` fp32 maxima over valid tokens of the logits of some vocabulary entries."""
+    logits = hidden.float() @ weight[columns].float().T + bias[columns].float()
+    return logits.masked_fill(~mask.bool()[:, :, None], float("-inf")).amax(dim=1)
+
+
+def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> LSRHeadInputs:
+    """Random inputs of ``case``; ``"2pct"`` variants shift the bias until 2% of the scores are positive."""
+    B, S, D, V = (case.dims[name] for name in "BSDV")
+    dtype = DTYPES[case.dtype]
+    normal, generator = random_tensors(device, seed)
+    hidden = normal(B, S, D).to(dtype)
+    weight = normal(V, D).mul_(D**-0.5).to(dtype)
+    bias = normal(V).mul_(0.1)
+    mask = torch.ones(B, S, dtype=torch.int64, device=device)
+    if case.variant.startswith("ragged"):
+        order = torch.randperm(B, generator=generator, device=device)
+        lengths = ragged_lengths(B, S, device)[order].clamp(min=1)
+        mask = (torch.arange(S, device=device)[None, :] < lengths[:, None]).long()
+    columns = torch.randint(0, V, (min(_QUANTILE_COLUMNS, V),), generator=generator, device=device)
+    if case.variant.endswith("2pct"):
+        maxima = _sampled_maxima(hidden, weight, bias, mask, columns)
+        kept = max(1, round(_SPARSE_ACTIVE * maxima.numel()))
+        bias -= maxima.flatten().topk(kept).values[-1]
+    bias = bias.to(dtype)
+    active = (_sampled_maxima(hidden, weight, bias, mask, columns) > 0).float().mean().item()
+    grad_output = normal(B, V).to(dtype)
+    for tensor in (hidden, weight, bias):
+        tensor.requires_grad_()
+    return LSRHeadInputs(hidden, weight, bias, mask, grad_output, active)
+
+
+def make_gate(case: BenchCase, inputs: LSRHeadInputs) -> Gate:
+    """Some vocabulary entries over all sequences, and two sequences over the whole vocabulary, in fp64.
+
+    A winner is undefined in floating point where two logits, or a logit and zero, differ by less than evaluation order
+    does. ``inputs.grad_output`` becomes zero at such entries of the slices, so that what is left has one answer and the
+    budget can be tight.
+    """
+    B, V = inputs.grad_output.shape
+    device = inputs.hidden.device
+    every = torch.arange(B, device=device)
+    few = torch.tensor(sorted({0, B - 1}), device=device)
+    columns = torch.linspace(0, V - 1, min(COLUMNS, V), dtype=torch.float64, device=device).round().long()
+    for rows, some in [(every, columns), *((few, chunk) for chunk in _chunks(inputs, few))]:
+        _drop_ambiguous(inputs, rows, some)
+    out, (_, dweight, dbias) = _reference(inputs, every, columns)
+    scores: list[Tensor] = []
+    dhidden = torch.zeros_like(inputs.hidden[few], dtype=torch.float64)
+    for chunk in _chunks(inputs, few):
+        part, gradients = _reference(inputs, few, chunk)
+        scores.append(part)
+        dhidden += gradients[0]
+    return Gate(
+        inputs,
+        case.dtype,
+        {
+            "out[:, v]": Part(lambda t: t[:, columns], out),
+            "out[b, :]": Part(lambda t: t[few], torch.cat(scores, dim=1)),
+        },
+        {
+            "dhidden": Part(lambda t: t[few], dhidden),
+            "dweight": Part(lambda t: t[columns], dweight),
+            "dbias": Part(lambda t: t[columns], dbias),
+        },
+    )
+
+
+def _chunks(inputs: LSRHeadInputs, sequences: Tensor) -> Iterator[Tensor]:
+    """The vocabulary in parts whose logits for these sequences take ``CHUNK_BYTES``."""
+    width = max(1, CHUNK_BYTES // (8 * sequences.numel() * inputs.hidden.size(1)))
+    yield from torch.split(torch.arange(inputs.weight.size(0), device=inputs.weight.device), width)
+
+
+def _slice(inputs: LSRHeadInputs, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """fp64 leaves ``hidden[rows]``, ``weight[columns]``, ``bias[columns]`` and the mask of those rows."""
+    leaves = [t.detach() for t in (inputs.hidden[rows], inputs.weight[columns], inputs.bias[columns])]
+    hidden, weight, bias = (leaf.double().requires_grad_() for leaf in leaves)
+    return hidden, weight, bias, inputs.attention_mask.bool()[rows]
+
+
+@torch.no_grad()
+def _drop_ambiguous(inputs: LSRHeadInputs, rows: Tensor, columns: Tensor) -> None:
+    hidden, weight, bias, valid = _slice(inputs, rows, columns)
+    logits = (hidden @ weight.T + bias).masked_fill(~valid[:, :, None], float("-inf"))
+    best = logits.topk(min(2, logits.size(1)), dim=1).values
+    unclear = best[:, 0].abs() < AMBIGUOUS
+    if best.size(1) == 2:
+        unclear |= (best[:, 0] - best[:, 1]) < AMBIGUOUS
+    place = (rows[:, None], columns[None, :])
+    inputs.grad_output[place] = inputs.grad_output[place].masked_fill(unclear, 0)
+
+
+def _reference(inputs: LSRHeadInputs, rows: Tensor, columns: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    hidden, weight, bias, valid = _slice(inputs, rows, columns)
+    out = lsr_head(hidden, weight, bias, attention_mask=valid, impl="reference")
+    grad = inputs.grad_output[rows[:, None], columns[None, :]].double()
+    return out.detach(), torch.autograd.grad(out, (hidden, weight, bias), grad)
+
+
+def stock_head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor) -> Tensor:
+    """The operations of a masked-LM decoder followed by sentence-transformers' SPLADE max pooling, ``[B, V]``."""
+    logits = linear(hidden, weight, bias)
+    masked = (logits * attention_mask.unsqueeze(-1).to(logits.dtype)).relu_()
+    activated = masked.log1p() if torch.is_grad_enabled() else masked.log1p_()
+    return torch.max(activated, dim=1).values
+
+
+def max_first_head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor) -> Tensor:
+    """The same function with the activation moved behind the maximum, with which it commutes."""
+    logits = linear(hidden, weight, bias)
+    masked = logits * attention_mask.unsqueeze(-1).to(logits.dtype)
+    return torch.max(masked, dim=1).values.relu().log1p()
+
+
+def _gemm(chunk_bytes: float) -> Callable[[LSRHeadInputs], Runnable]:
+    """The product alone, chunk by chunk over the vocabulary into one buffer that is overwritten."""
+
+    def build(inputs: LSRHeadInputs) -> Runnable:
+        rows = inputs.hidden.detach()[inputs.attention_mask.bool()].contiguous()
+        weight = pad(inputs.weight.detach(), (0, 0, 0, -inputs.weight.size(0) % 8))
+        width = weight.size(0)
+        if chunk_bytes < rows.element_size() * rows.size(0) * width:
+            width = max(8, int(chunk_bytes) // (rows.element_size() * max(rows.size(0), 1)) // 8 * 8)
+        chunks = torch.split(weight, width)
+        buffer = torch.empty(rows.size(0) * width, dtype=rows.dtype, device=rows.device)
+
+        def forward() -> None:
+            for chunk in chunks:
+                out = buffer[: rows.size(0) * chunk.size(0)].view(rows.size(0), chunk.size(0))
+                torch.mm(rows, chunk.T, out=out)
+
+        return Runnable(forward, None, "torch.mm" if chunk_bytes == float("inf") else f"torch.mm, {len(chunks)} chunks")
+
+    return build
+
+
+def _ours(impl: str) -> Callable[[LSRHeadInputs], Runnable]:
+    def build(inputs: LSRHeadInputs) -> Runnable:
+        def head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor) -> Tensor:
+            return lsr_head(hidden, weight, bias, attention_mask=attention_mask, impl=impl)
+
+        return inputs.bind(head, chosen_impl(inputs.hidden, impl))
+
+    return build
+
+
+IMPLEMENTATIONS = (
+    *ours(_ours),
+    Implementation("eager", lambda inputs: inputs.bind(stock_head, "torch"), "baseline"),
+    Implementation("compile", lambda inputs: inputs.bind(compiled(stock_head), "torch.compile"), "baseline", ("cuda",)),
+    Implementation(
+        "compile-max-first",
+        lambda inputs: inputs.bind(compiled(max_first_head), "torch.compile"),
+        "baseline",
+        ("cuda",),
+    ),
+    Implementation("gemm", _gemm(GEMM_CHUNK_BYTES), "bare"),
+    Implementation("gemm-full", _gemm(float("inf")), "bare"),
+)
+
+
+def work(case: BenchCase, inputs: LSRHeadInputs, phase: Phase) -> Work:
+    """Least work: forward multiplies valid tokens with the vocabulary; backward moves rows, once each.
+
+    Backward reads the scores' gradient, the scores and a two-byte winner, the hidden rows and the weight rows that have
+    an active score, and writes all of both gradients; its arithmetic is negligible.
+    """
+    B, D, V = case.dims["B"], case.dims["D"], case.dims["V"]
+    item = inputs.hidden.element_size()
+    tokens = inputs.valid_tokens
+    flops = 2.0 * tokens * D * V
+    nbytes = float(item * (tokens * D + V * D + V + B * V))
+    if phase == "forward_backward":
+        active_rows = V * (1 - (1 - inputs.active) ** B)
+        nbytes += 2 * B * V  # the winners, written by forward
+        nbytes += B * V * (2 * item + 2) + item * D * (tokens + active_rows)
+        nbytes += item * (inputs.hidden.numel() + V * D + V)
+    return Work(flops, nbytes)
+
+
+def needs_bytes(case: BenchCase, impl: str) -> int:
+    """A low estimate of the extra memory of ``impl`` in training, in bytes."""
+    B, S, D, V = (case.dims[name] for name in "BSDV")
+    item = DTYPES[case.dtype].itemsize
+    copies = {"eager": 3, "compile": 2, "compile-max-first": 2, "reference": 4, "gemm-full": 1}
+    return item * (copies.get(impl, 0) * B * S * V + B * S * D + V * D)
+
+
+def _case(B: int, S: int, D: int, V: int, variant: str, device: str = "cuda", *, quick: bool = False) -> BenchCase:
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    name = f"{'cpu-' if device == 'cpu' else ''}{B}x{S}x{D}x{V}-{variant}"
+    return BenchCase(name, device, dtype, {"B": B, "S": S, "D": D, "V": V}, variant, quick)
+
+
+CPU_TRAIN = _case(8, 256, 384, 30522, "dense", "cpu")
+
+CASES = (
+    _case(32, 512, 768, 30522, "dense", quick=True),
+    _case(32, 512, 768, 30522, "2pct", quick=True),
+    _case(32, 512, 768, 30522, "ragged", quick=True),
+    _case(32, 512, 768, 30522, "ragged-2pct"),
+    _case(16, 512, 768, 250002, "dense"),
+    _case(16, 512, 768, 250002, "2pct"),
+    _case(64, 256, 1024, 250002, "2pct"),
+    _case(4, 8192, 768, 50368, "dense"),
+    _case(64, 32, 768, 30522, "2pct", quick=True),
+    CPU_TRAIN,
+    _case(8, 256, 384, 30522, "2pct", "cpu"),
+    _case(8, 256, 384, 30522, "ragged-2pct", "cpu"),
+    _case(16, 32, 384, 30522, "2pct", "cpu", quick=True),
+)
+
+REQUIREMENTS = (
+    Requirement(
+        CPU_TRAIN.name,
+        "forward takes at most 1.15x the time of the bare matrix product",
+        left=("tilefold", "forward_p50_ms"),
+        right=("gemm-full", "forward_p50_ms"),
+        limit=1.15,
+    ),
+    Requirement(
+        CPU_TRAIN.name,
+        "peak memory of forward + backward is at least 8x below eager",
+        left=("tilefold", "forward_backward_peak_mib"),
+        right=("eager", "forward_backward_peak_mib"),
+        limit=1 / 8,
+    ),
+)
+
+SPEC = BenchSpec(
+    op="lsr_head",
+    cases=CASES,
+    implementations=IMPLEMENTATIONS,
+    baseline="eager",
+    make_inputs=make_inputs,
+    make_gate=make_gate,
+    probe_dims={"B": 2, "S": 8, "D": 32, "V": 96},
+    work=work,
+    needs_bytes=needs_bytes,
+    requirements=REQUIREMENTS,
+)

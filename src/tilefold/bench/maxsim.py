@@ -1,0 +1,349 @@
+"""The benchmark of ``tilefold.ops.maxsim``: shapes, implementations, ground truth and least work."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilefold import testing
+from tilefold.bench.gate import BUDGETS, Budget, Gate, GateResult, Part
+from tilefold.bench.spec import (
+    DTYPES,
+    BenchCase,
+    BenchSpec,
+    Implementation,
+    Inputs,
+    Phase,
+    Runnable,
+    Work,
+    captured,
+    ours,
+    peer,
+    random_tensors,
+)
+from tilefold.ops.maxsim import chosen_impl, maxsim, quantize_tokens
+
+Score = Callable[[Tensor, Tensor], Tensor]
+
+_PACKED_SHARE = 1 / 6  # shortest document of a packed case as a share of the longest; lengths are evenly spread
+DOCUMENTS = 4  # documents that are checked against every query, beside two queries against every document
+CHUNK_BYTES = 2**27  # fp64 similarities held at a time
+AMBIGUOUS = 2e-6  # fp32 evaluation order moves a similarity of unit vectors by less than this
+QUANTIZED_BUDGET = Budget(forward=BUDGETS["float32"].forward, gradient=0.0)
+
+
+@dataclass(frozen=True)
+class MaxSimBenchInputs(Inputs):
+    """Inputs of one case; token vectors have norm 1.
+
+    Attributes:
+        queries: ``[Nq, Lq, D]``, requires a gradient.
+        documents: ``[Nd, Ld, D]``, or ``[T, D]`` packed, requires a gradient.
+        cu_seqlens_d: ``[Nd + 1]`` int32 of a packed case, else ``None``.
+        grad_output: ``[Nq, Nd]`` fp32.
+    """
+
+    queries: Tensor
+    documents: Tensor
+    cu_seqlens_d: Tensor | None
+    grad_output: Tensor
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        return self.queries, self.documents
+
+    @property
+    def document_tokens(self) -> int:
+        """Number of document tokens."""
+        return self.documents.shape[:-1].numel()
+
+    @property
+    def valid_tokens(self) -> int:
+        """Number of tokens of both sides."""
+        return self.document_tokens + self.queries.shape[:-1].numel()
+
+    def rows_of(self, document: int) -> slice:
+        """Where the tokens of a document lie among those of all."""
+        if self.cu_seqlens_d is None:
+            length = self.documents.size(1)
+            return slice(document * length, (document + 1) * length)
+        start, end = self.cu_seqlens_d[document : document + 2].tolist()
+        return slice(start, end)
+
+
+def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> MaxSimBenchInputs:
+    """Random unit vectors of ``case``."""
+    dims, dtype = case.dims, DTYPES[case.dtype]
+    normal, generator = random_tensors(device, seed)
+
+    def unit(*size: int) -> Tensor:
+        return torch.nn.functional.normalize(normal(*size), dim=-1).to(dtype)
+
+    queries = unit(dims["Nq"], dims["Lq"], dims["D"])
+    cu_seqlens = None
+    if case.variant == "packed":
+        shares = torch.linspace(_PACKED_SHARE, 1, dims["Nd"], device=device)
+        order = torch.randperm(dims["Nd"], generator=generator, device=device)
+        lengths = (shares[order] * dims["Ld"]).round().int()
+        cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        documents = unit(int(cu_seqlens[-1]), dims["D"])
+    else:
+        documents = unit(dims["Nd"], dims["Ld"], dims["D"])
+    grad_output = normal(dims["Nq"], dims["Nd"])
+    return MaxSimBenchInputs(queries.requires_grad_(), documents.requires_grad_(), cu_seqlens, grad_output)
+
+
+@dataclass(frozen=True)
+class MaxSimGate(Gate):
+    """A gate that compares scores of int8 and fp8 documents with what the rounded numbers stand for."""
+
+    inputs: MaxSimBenchInputs
+    documents: tuple[int, ...] = ()
+
+    def check(self, runnable: Runnable, kind: str) -> GateResult:
+        """As of any gate; quantised documents have no gradient."""
+        stored = runnable.label.partition(",")[0]
+        if stored not in ("int8", "fp8"):
+            return super().check(runnable, kind)
+        out, worst = runnable.forward(), 0.0
+        if out is None or not bool(out.isfinite().all()):
+            return GateResult({"out[:, d]": float("inf")}, QUANTIZED_BUDGET)
+        rows = self.inputs.documents.detach().flatten(0, -2)
+        for document in self.documents:
+            tokens = quantize_tokens(rows[self.inputs.rows_of(document)][None], dtype=stored)
+            truth = maxsim(self.inputs.queries.detach(), tokens, impl="reference")
+            worst = max(worst, testing.relative_error(out[:, document : document + 1], truth))
+        return GateResult({"out[:, d]": worst}, QUANTIZED_BUDGET)
+
+
+@torch.no_grad()
+def make_gate(case: BenchCase, inputs: MaxSimBenchInputs) -> MaxSimGate:
+    """Two queries with all documents, and a few documents with all queries: scores and their gradients in fp64.
+
+    ``inputs.grad_output`` becomes zero for pairs of the slices in which a query token has two best document tokens up
+    to the order of evaluation, so that what is left has one answer.
+    """
+    grad = inputs.grad_output
+    device = grad.device
+    few = torch.tensor(sorted({0, grad.size(0) - 1}), device=device)
+    spread = torch.linspace(0, grad.size(1) - 1, min(DOCUMENTS, grad.size(1)), dtype=torch.float64)
+    chosen = spread.round().long().tolist()
+    some = inputs.queries.detach()[few].double()
+    scores = torch.zeros(len(few), grad.size(1), dtype=torch.float64, device=device)
+    dqueries = torch.zeros_like(some)
+    for document in range(grad.size(1)):
+        tokens = _tokens(inputs, document)
+        scores[:, document], winner, unclear = _winners(some, tokens)
+        grad[few[unclear], document] = 0
+        dqueries += grad[few, document, None, None].double() * tokens[winner]
+    step = max(1, CHUNK_BYTES // (8 * inputs.queries.size(1) * case.dims["Ld"]))
+    columns, parts = zip(*(_document_truth(inputs, document, step) for document in chosen), strict=True)
+
+    def taken(documents: Tensor) -> Tensor:
+        rows = documents.flatten(0, -2)
+        return torch.cat([rows[inputs.rows_of(document)] for document in chosen])
+
+    return MaxSimGate(
+        inputs,
+        case.dtype,
+        {
+            "out[q, :]": Part(lambda t: t[few], scores),
+            "out[:, d]": Part(lambda t: t[:, chosen], torch.stack(columns, dim=1)),
+        },
+        {"dqueries": Part(lambda t: t[few], dqueries), "ddocuments": Part(taken, torch.cat(parts))},
+        ours=Budget(BUDGETS["float32"].forward, BUDGETS[case.dtype].gradient),  # scores are fp32 whatever the input
+        documents=tuple(chosen),
+    )
+
+
+def _tokens(inputs: MaxSimBenchInputs, document: int) -> Tensor:
+    return inputs.documents.detach().flatten(0, -2)[inputs.rows_of(document)].double()
+
+
+def _winners(queries: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores of some queries with a document, the winners, and which queries have a token with two best."""
+    similarities = queries @ tokens.T  # [n, Lq, Ld]
+    best, places = similarities.topk(min(2, similarities.size(-1)), dim=-1)
+    unclear = torch.zeros(queries.size(0), dtype=torch.bool, device=queries.device)
+    if best.size(-1) == 2:
+        unclear = (best[..., 0] - best[..., 1] < AMBIGUOUS).any(dim=1)
+    return best[..., 0].sum(dim=1), places[..., 0], unclear
+
+
+def _document_truth(inputs: MaxSimBenchInputs, document: int, step: int) -> tuple[Tensor, Tensor]:
+    """A document's scores with all queries and its gradient; the first slice settled its pairs by the same margin."""
+    grad, tokens = inputs.grad_output, _tokens(inputs, document)
+    gradient, values = torch.zeros_like(tokens), []
+    for start in range(0, grad.size(0), step):
+        queries = inputs.queries.detach()[start : start + step].double()
+        value, winner, unclear = _winners(queries, tokens)
+        every = torch.arange(start, start + queries.size(0), device=grad.device)
+        grad[every[unclear], document] = 0
+        values.append(value)
+        weighted = grad[every, document, None, None].double() * queries
+        gradient.index_add_(0, winner.flatten(), weighted.flatten(0, 1))
+    return torch.cat(values), gradient
+
+
+def materialised_scores(queries: Tensor, documents: Tensor) -> Tensor:
+    """The einsum of late-interaction libraries: every similarity ``[Nq, Nd, Lq, Ld]``, then maximum and sum."""
+    return torch.einsum("qid,njd->qnij", queries, documents).amax(dim=3).float().sum(dim=2)
+
+
+def _stock(inputs: MaxSimBenchInputs) -> Score:
+    """That einsum; for packed documents after padding and masking, as a library without them does."""
+    if inputs.cu_seqlens_d is None:
+        return materialised_scores
+    lengths = inputs.cu_seqlens_d.diff()
+    valid = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
+    place = valid.nonzero(as_tuple=True)
+
+    def padded(queries: Tensor, documents: Tensor) -> Tensor:
+        tokens = documents.new_zeros(*valid.shape, documents.size(1)).index_put(place, documents)
+        similarities = torch.einsum("qid,njd->qnij", queries, tokens).masked_fill(~valid[:, None], float("-inf"))
+        return similarities.amax(dim=3).float().sum(dim=2)
+
+    return padded
+
+
+def _flash_maxsim(inputs: MaxSimBenchInputs) -> Runnable:
+    package: Any = importlib.import_module("flash_maxsim")
+    offsets = inputs.cu_seqlens_d
+    if offsets is not None:
+        query = inputs.queries[0].detach()
+        longest = int(offsets.diff().max())
+
+        def packed() -> Tensor:
+            scores: Tensor = package.flash_maxsim_packed(
+                query, inputs.documents.detach(), offsets, max_seqlen_d=longest
+            )
+            return scores[None]
+
+        return Runnable(packed, None, "flash_maxsim_packed")
+    train = package.flash_maxsim_batched_train
+    if inputs.queries.size(0) == 1:
+        return inputs.bind(lambda q, d: package.flash_maxsim(q[0], d)[None], "flash_maxsim", train=train)
+    return inputs.bind(package.flash_maxsim_batched, "flash_maxsim_batched", train=train)
+
+
+def _late_interaction_kernels(inputs: MaxSimBenchInputs) -> Runnable:
+    package: Any = importlib.import_module("late_interaction_kernels")
+    offsets = inputs.cu_seqlens_d
+    if offsets is None:
+        return inputs.bind(package.maxsim, "late_interaction_kernels.maxsim")
+    length = inputs.queries.size(1)
+    query_offsets = torch.tensor([0, length], dtype=torch.int32, device=offsets.device)
+    longest = int(offsets.diff().max())
+
+    def packed(queries: Tensor, documents: Tensor) -> Tensor:
+        scores: Tensor = package.maxsim_varlen(
+            queries[0], documents, query_offsets, offsets, max_seqlen_q=length, max_seqlen_d=longest
+        )
+        return scores
+
+    return inputs.bind(packed, "maxsim_varlen")
+
+
+def _ours(impl: str) -> Callable[[MaxSimBenchInputs], Runnable]:
+    def build(inputs: MaxSimBenchInputs) -> Runnable:
+        def score(queries: Tensor, documents: Tensor) -> Tensor:
+            return maxsim(queries, documents, cu_seqlens_d=inputs.cu_seqlens_d, impl=impl)
+
+        return inputs.bind(score, chosen_impl(inputs.queries, impl))
+
+    return build
+
+
+def _quantized(dtype: str) -> Callable[[MaxSimBenchInputs], Runnable]:
+    def build(inputs: MaxSimBenchInputs) -> Runnable:
+        documents, queries = quantize_tokens(inputs.documents.detach(), dtype=dtype), inputs.queries.detach()
+        return Runnable(lambda: maxsim(queries, documents, cu_seqlens_d=inputs.cu_seqlens_d), None, dtype)
+
+    return build
+
+
+_ON_GPU: dict[str, Callable[[MaxSimBenchInputs], Runnable]] = {
+    "tilefold-graph": lambda inputs: captured(_ours("triton")(inputs)),
+    "tilefold-int8": _quantized("int8"),
+    "tilefold-int8-graph": lambda inputs: captured(_quantized("int8")(inputs)),
+    "tilefold-fp8": _quantized("fp8"),
+}
+IMPLEMENTATIONS = (
+    *ours(_ours),
+    *(Implementation(name, build, "ours", default_on=("cuda",)) for name, build in _ON_GPU.items()),
+    Implementation("eager", lambda inputs: inputs.bind(_stock(inputs), "torch"), "baseline"),
+    Implementation(
+        "compile",
+        lambda inputs: inputs.bind(torch.compile(_stock(inputs), dynamic=False), "torch.compile"),
+        "baseline",
+        default_on=("cuda",),
+    ),
+    *peer("flash_maxsim", {"flash-maxsim": _flash_maxsim}),
+    *peer("late_interaction_kernels", {"late-interaction-kernels": _late_interaction_kernels}),
+)
+
+
+def work(case: BenchCase, inputs: MaxSimBenchInputs, phase: Phase) -> Work:
+    """Least work: forward multiplies all token pairs and reads each token once; backward moves rows, once each.
+
+    Backward reads the tokens, the scores' gradient and a two-byte winner per query token and document, and writes both
+    gradients; its arithmetic is negligible.
+    """
+    rows = case.dims["Nq"] * case.dims["Lq"]
+    item = inputs.queries.element_size()
+    flops = 2.0 * rows * inputs.document_tokens * case.dims["D"]
+    tokens = float(item * (inputs.queries.numel() + inputs.documents.numel()))
+    scores = 4.0 * inputs.grad_output.numel()
+    if phase == "forward":
+        return Work(flops, tokens + scores)
+    return Work(flops, 3 * tokens + 2 * scores + 2 * 2.0 * rows * case.dims["Nd"])
+
+
+def needs_bytes(case: BenchCase, impl: str) -> int:
+    """A low estimate of the extra memory of ``impl``, in bytes."""
+    d = case.dims
+    item = DTYPES[case.dtype].itemsize
+    similarities = d["Nq"] * d["Lq"] * d["Nd"] * d["Ld"] * item
+    copies = {"eager": 1 if d["Nq"] == 1 else 2, "compile": 1, "reference": 8}
+    return copies.get(impl, 0) * similarities + d["Nd"] * d["Ld"] * d["D"] * item
+
+
+def _case(
+    name: str, sizes: tuple[int, int, int, int], variant: str, device: str = "cuda", dtype: str = "float16",
+    *, quick: bool = False,
+) -> BenchCase:  # fmt: skip
+    """A case of Nq queries of Lq tokens and Nd documents of Ld tokens."""
+    dims = dict(zip(("Nq", "Lq", "Nd", "Ld"), sizes, strict=True)) | {"D": 128}
+    return BenchCase(name, device, dtype, dims, variant, quick)
+
+
+CASES = (
+    _case("rerank-32x1000x300", (1, 32, 1000, 300), "rerank", quick=True),
+    _case("rerank-32x10000x300", (1, 32, 10000, 300), "rerank", quick=True),
+    _case("rerank-24x10000x1030", (1, 24, 10000, 1030), "rerank"),
+    _case("rerank-1024x1000x1024", (1, 1024, 1000, 1024), "rerank"),
+    _case("packed-32x10000x300", (1, 32, 10000, 300), "packed"),
+    _case("in-batch-128x32-128x300", (128, 32, 128, 300), "in-batch", dtype="bfloat16", quick=True),
+    _case("in-batch-64x32-64x1030", (64, 32, 64, 1030), "in-batch", dtype="bfloat16"),
+    _case("in-batch-64x1024-64x1024", (64, 1024, 64, 1024), "in-batch", dtype="bfloat16"),
+    _case("cpu-rerank-32x500x300", (1, 32, 500, 300), "rerank", "cpu", "float32", quick=True),
+    _case("cpu-packed-32x500x300", (1, 32, 500, 300), "packed", "cpu", "float32"),
+    _case("cpu-in-batch-16x32-16x300", (16, 32, 16, 300), "in-batch", "cpu", "float32", quick=True),
+)
+
+SPEC = BenchSpec(
+    op="maxsim",
+    cases=CASES,
+    implementations=IMPLEMENTATIONS,
+    baseline="eager",
+    make_inputs=make_inputs,
+    make_gate=make_gate,
+    probe_dims={"Nq": 2, "Nd": 3, "Lq": 4, "Ld": 8, "D": 16},
+    work=work,
+    needs_bytes=needs_bytes,
+)
