@@ -32,8 +32,10 @@ from torch import Tensor
 
 from tilefold.bench.spec import Runnable, captured
 from tilefold.ops import entmax, entmax_attention
-from tilefold.ops._shared.call_cache import CallCache
-from tilefold.ops._shared.entmax_root import GENTLE, STEEP
+from tilefold.ops._shared.entmax_root import ENTMAX15, GENTLE, SOFTMAX, STEEP
+from tilefold.ops._shared.tuning import Row
+from tilefold.ops.entmax_attention.api import ATTENTION
+from tilefold.ops.entmax_attention.configs import SHORT, config_for
 from tilefold.testing import budget, relative_error
 from tilefold.testing.entmax_attention import entmax_attention_inputs, entmax_attention_results
 
@@ -43,16 +45,17 @@ FORMS = (1.25, 1.5, 1.75, 2.0, LEARNED)  # one alpha of each form that kernels a
 FEW = (1.25, LEARNED)
 SHAPES = ((4, 12, 768, 64), (4, 12, 4096, 64))
 ROWS = ((36864, 768), (16384, 4096))
-Row = dict[str, Any]
+Result = dict[str, Any]
 Change = dict[str, Any]
-# Of the configuration of general forms; "kind" instead is the form that kernels are built for.
-VARIANTS: dict[str, Change] = {
-    "default": {},
-    "three programs": {"registers": 168, "programs": 3},
-    "runtime form": {"kind": "generic16"},
-    "short rows of 64": {"short_rows": 64},
-    "short rows, 168 registers": {"short_registers": 168},
-    "no short rows": {"short": 0},
+INFERENCE = {"way": SHORT, "training": False, "kind": frozenset({SOFTMAX, ENTMAX15})}
+# Rows behind those of the table; "kind" instead is the form that kernels are built for.
+VARIANTS: dict[str, tuple[Change, Change]] = {
+    "default": ({}, {}),
+    "three programs": ({}, {"registers": 168, "programs": 3}),
+    "runtime form": ({}, {"kind": "generic16"}),
+    "short rows of 64": (INFERENCE, {"rows": 64, "num_warps": 4}),
+    "short rows, 168 registers": (INFERENCE, {"registers": 168}),
+    "no short rows": ({}, {"short": 0}),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 used = {"dtype": "bf16"}  # of the attention
@@ -100,14 +103,11 @@ def main() -> int:
 @contextmanager
 def variant(name: str) -> Iterator[None]:
     """General forms launched as the variant says; plans of other variants are forgotten."""
-    configs = importlib.import_module("tilefold.ops.entmax_attention.configs")
-    layout = importlib.import_module("tilefold.ops.entmax_attention._triton.layout")
-    change = dict(VARIANTS[name])
+    modules = [importlib.import_module(f"tilefold.ops.entmax_attention.{name}") for name in ("configs", "plans")]
+    configs = vars(modules[0])
+    where, change = VARIANTS[name][0], dict(VARIANTS[name][1])
     kind = change.pop("kind", None)
-    config_for, kernel_kind = vars(configs)["config_for"], vars(layout)["kernel_kind"]
-
-    def changed(*arguments: Any) -> Any:
-        return dataclasses.replace(config_for(*arguments), **change)
+    table, kernel_kind = configs["TABLE"], configs["kernel_kind"]
 
     def forced(dtype: torch.dtype, alpha: Tensor | None, alpha_value: float) -> str:
         found = kernel_kind(dtype, alpha, alpha_value)
@@ -115,20 +115,21 @@ def variant(name: str) -> Iterator[None]:
 
     forget()
     try:
-        vars(configs)["config_for"], vars(layout)["kernel_kind"] = changed, forced
+        configs["TABLE"] = (*table, Row(where, change, name))
+        for module in modules:
+            vars(module)["kernel_kind"] = forced
         yield
     finally:
-        vars(configs)["config_for"], vars(layout)["kernel_kind"] = config_for, kernel_kind
+        configs["TABLE"] = table
+        for module in modules:
+            vars(module)["kernel_kind"] = kernel_kind
         forget()
 
 
 def forget() -> None:
-    """Empty the caches of plans."""
-    module = importlib.import_module("tilefold.ops.entmax_attention._torch_ops")
-    for cache in vars(module).values():
-        if isinstance(cache, CallCache):
-            for plans in vars(cache).values():
-                plans.clear()
+    """Drop plans and configurations."""
+    ATTENTION.forget()
+    config_for.cache_clear()
 
 
 # ---- calls
@@ -282,7 +283,7 @@ def timed(calls: dict[Any, Callable[[], Any]], samples: int) -> dict[Any, list[f
     return {k: torch.quantile(torch.tensor(v, dtype=torch.float64), quantiles).tolist() for k, v in found.items()}
 
 
-def attention_rows(variants: list[str], alphas: Any, samples: int, causality: tuple[bool, ...]) -> list[Row]:
+def attention_rows(variants: list[str], alphas: Any, samples: int, causality: tuple[bool, ...]) -> list[Result]:
     """Times of the attention, one row per variant, shape, phase and alpha."""
     rows = []
     for name, shape, causal in itertools.product(variants, SHAPES, causality):
@@ -304,7 +305,7 @@ def attention_rows(variants: list[str], alphas: Any, samples: int, causality: tu
     return rows
 
 
-def operator_rows(samples: int) -> list[Row]:
+def operator_rows(samples: int) -> list[Result]:
     """Times of ``entmax`` of rows, forward and backward."""
     rows = []
     for shape, dtype in itertools.product(ROWS, (torch.bfloat16, torch.float32)):
@@ -320,7 +321,7 @@ def operator_rows(samples: int) -> list[Row]:
     return rows
 
 
-def _row(name: str, case: str, phase: str, alpha: float, quantiles: list[float], base: list[float] | None) -> Row:
+def _row(name: str, case: str, phase: str, alpha: float, quantiles: list[float], base: list[float] | None) -> Result:
     p20, p50, p80 = quantiles
     label = "learned" if alpha == LEARNED else alpha
     ratio = float("nan") if base is None else p50 / base[1]
@@ -329,7 +330,7 @@ def _row(name: str, case: str, phase: str, alpha: float, quantiles: list[float],
     return {"variant": name, "case": case, "phase": phase, "alpha": label, **times, **device}
 
 
-def print_ratios(rows: list[Row], base: str) -> None:
+def print_ratios(rows: list[Result], base: str) -> None:
     """One line per variant, case and phase: milliseconds, and in brackets the ratio."""
     print(f"milliseconds (ratio to {base}), median")
     keys = list(dict.fromkeys((row["variant"], row["case"], row["phase"]) for row in rows))

@@ -27,15 +27,13 @@ from benchmarks import host_time
 from tilefold.ops._shared import call_cache, impl, internals, operator
 from tilefold.ops._shared._triton import cuda_driver, launch, tensors
 from tilefold.ops.entmax_attention import configs as attention_configs
-from tilefold.ops.entmax_attention._triton import launch as attention_forward
-from tilefold.ops.entmax_attention._triton import launch_backward as attention_backward
 from tilefold.ops.lsr_head._triton import launch_backward, launch_forward, launch_one_token, launch_sum
 from tilefold.ops.maxsim import _torch_ops as maxsim_ops
 from tilefold.ops.maxsim._triton import launch as maxsim_forward
 from tilefold.ops.maxsim._triton import launch_backward as maxsim_backward
 
 CONFIGURED = (
-    attention_configs, attention_forward, attention_backward, launch_backward, launch_forward, launch_one_token,
+    launch_backward, launch_forward, launch_one_token,
     launch_sum, maxsim_forward, maxsim_backward,
 )  # fmt: skip
 
@@ -73,6 +71,7 @@ def without_a_gpu() -> None:
     host_time.DEVICE = "cpu"
     modules: tuple[Any, ...] = (impl, call_cache, internals, launch, tensors, maxsim_ops, cuda_driver, operator)
     implementations, calls, private, launching, memory, maxsim, driver, operators = modules
+    attention: Any = attention_configs
     implementations.resolve_impl = lambda *_: "triton"
     implementations.interpreter_fault = lambda dtype: None
     calls.triton_interpreted = lambda: True
@@ -82,6 +81,7 @@ def without_a_gpu() -> None:
     memory.sm_count = lambda device: 132
     maxsim.check_values = lambda problem, impl: None  # the host looks at values on the CPU only
     operators.may_look = lambda first: False
+    operators.capability_of = attention.capability_of = lambda device: (9, 0)
     driver.enter_context = lambda index: None
     driver._launch_function = lambda: ctypes.CDLL(None).sched_yield  # takes whatever it is given, and returns 0
     launching.Launcher.__call__ = lambda self, grid, arguments: None

@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.ops.conftest import Target
 from tilefold.ops import entmax_attention
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.entmax_attention import _torch_ops
+from tilefold.ops.entmax_attention.api import ATTENTION
 from tilefold.testing.entmax_attention import (
     EntmaxAttentionInputs,
     assert_entmax_attention_matches,
@@ -31,14 +31,9 @@ no_interpreter = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter, o
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    forget()
+    ATTENTION.forget()
     yield
-    forget()
-
-
-def forget() -> None:
-    for cache in (_torch_ops.CALLS, _torch_ops._BACKWARD):
-        cache._plans.clear()
+    ATTENTION.forget()
 
 
 def problem(target: Target, n: int = SHORT, seed: int = 0, **options: Any) -> EntmaxAttentionInputs:
@@ -52,12 +47,10 @@ def assert_replayed(
 ) -> None:
     """``second`` gives the same bits after a call like it as it gives afresh."""
     entmax_attention_results(first, impl=target.impl, **options)
-    assert (len(_torch_ops.CALLS) == 1) == (target.impl == "triton"), (
-        "the first call was not kept, or the second is new"
-    )
+    assert (len(ATTENTION.calls) == 1) == (target.impl == "triton"), "the first call was not kept, or the second is new"
     replayed = entmax_attention_results(second, impl=target.impl, **options)
-    assert len(_torch_ops.CALLS) <= 1, "the second call is not like the first"
-    forget()
+    assert len(ATTENTION.calls) <= 1, "the second call is not like the first"
+    ATTENTION.forget()
     afresh = entmax_attention_results(second, impl=target.impl, **options)
     assert replayed.keys() == afresh.keys()
     for name, value in afresh.items():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,14 +12,11 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from tests.ops.cross_compile import Compiled, check_spills, compile_kernel
 from tilefold.ops._shared._triton.releases import release
 from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops._shared.plan import Launch, Setting
 from tilefold.ops.entmax._triton import rows
-from tilefold.ops.entmax.configs import gradient_config, rows_config
-from tilefold.ops.entmax_attention import configs
-
-# the package exports functions of these names
-forward = importlib.import_module("tilefold.ops.entmax_attention._triton.forward")
-roots = importlib.import_module("tilefold.ops.entmax_attention._triton.roots")
-backward = importlib.import_module("tilefold.ops.entmax_attention._triton.backward")
+from tilefold.ops.entmax.configs import rows_config
+from tilefold.ops.entmax_attention import configs, plans
+from tilefold.ops.entmax_attention._problem import AttentionSaved, AttentionTensors, Options
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
 
@@ -60,7 +55,7 @@ def test_row_kernels_build_without_spills(capability: int, kind: str, dtype: str
         needs = {"NEED_X": True, "NEED_ALPHA": kind == "generic"}
         for kernel, config, own in (
             (rows._forward_kernel, rows_config(n), {"TOLERANCE": 1e-6}),
-            (rows._backward_kernel, gradient_config(n), needs),
+            (rows._backward_kernel, rows_config(n, gradient=True), needs),
         ):
             constants = {"BLOCK_R": config.block_r, "BLOCK_N": config.block_n, "KIND": form(kind, dtype),
                          "HAS_ALPHA": kind == "generic", "RESIDENT": config.resident} | own  # fmt: skip
@@ -89,48 +84,14 @@ def attention_types(name: str) -> ArgumentTypes:
     return types
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A kernel as a call launches it."""
-
-    kernel: Any
-    constants: dict[str, Any]
-    num_warps: int
-    num_stages: int
-    registers: int | None = None
-
-
-def attention_kernels(config: configs.AttentionConfig, keys: int, kind: str) -> dict[str, Launch]:
-    """The kernels by name; ``keys`` are those of the resident kernel."""
-    block, launch = {"BLOCK_M": config.rows, "BLOCK_N": config.keys}, (config.num_warps, config.num_stages)
-    walk = (config.num_warps, config.forward_stages)
-    lists, root = {"LISTS": True}, {"TOLERANCE": 1e-5, "NEAR": 2e-3}
-    config = configs.caps(config, kind, dropout=False)
-    cap = config.registers
-    resident = {"BLOCK_M": config.resident_rows, "BLOCK_N": keys, "GRADIENT": True, "SUPPORT": False}
-    pairs = {"BLOCK_M": config.rows, "KEYS": config.dkv_keys, "QUERIES": config.dkv_queries, "LISTS": True}
-    return {
-        "resident": Launch(forward.resident_kernel, resident | root, configs.resident_warps(config, kind), 1),
-        "roots": Launch(roots.roots_kernel, block | root | lists | {"WIDTH": 32}, *walk, cap),
-        "inference": Launch(forward.output_kernel, block | lists | {"GRADIENT": False, "SUPPORT": False}, *walk, cap),
-        "output": Launch(
-            forward.output_kernel, block | lists | {"GRADIENT": True, "SUPPORT": False}, *walk, config.wide_registers
-        ),
-        "dq": Launch(backward.dq_kernel, block | lists | {"NEED_Q": True, "NEED_ALPHA": False}, *launch, cap),
-        "dkv": Launch(
-            backward.dkv_kernel,
-            pairs | {"NEED_K": True, "NEED_V": True},
-            config.dkv_warps,
-            config.dkv_stages,
-            config.dkv_registers,
-        ),
-    }
-
-
 KERNELS = ["resident", "roots", "inference", "output", "dq", "dkv"]
 # Bytes of stack that are known, and documented: fp32 through three TF32 products, whose halves of the
 # queries stay in registers. On 8.0 the output kernel spills 56 bytes at head dimension 128 in 16 bits.
-KNOWN_SPILLS = {("fp32", 64): 96, ("fp32", 128): 48, ("fp32", 256): 1024 if release() == (3, 4) else 960}
+KNOWN_SPILLS: dict[tuple[str | int, ...], int] = {
+    ("fp32", 64): 96,
+    ("fp32", 128): 48,
+    ("fp32", 256): 1024 if release() == (3, 4) else 960,
+}
 KNOWN_SPILLS |= {("bf16", 64, 80): 8, ("bf16", 128, 80): 56, ("bf16", 256): 48}
 END_SPILLS = 24  # of two accumulators on 9.0, where programs share a multiprocessor: put away outside the loops
 MASK_SPILLS = 80 if release() in ((3, 7), (3, 8)) else 72  # and with a mask, or a count of the support, in any kernel
@@ -144,32 +105,65 @@ TILE_LOOPED = 1 / 4  # of a loop in fp32 at 256
 LOOPED = {((3, 4), "bf16", 80, "dkv"): 1 / 64, ((3, 4), "fp32", 90, "dkv"): 1e-3, ((3, 4), "fp32", 100, "dkv"): 1e-3}
 
 
+ALPHAS = {"softmax": 1.0, "entmax15": 1.5, "sparsemax": 2.0, "gentle": 1.25, "steep": 1.75}  # others: a tensor
+
+
+def way_config(dtype: torch.dtype, dim: int, capability: int) -> configs.AttentionConfig:
+    return configs.config_for(dtype, dim, divmod(capability, 10))
+
+
 def is_built(dtype: torch.dtype, dim: int, capability: int) -> bool:
     """Whether the resident kernel is ever launched: Triton 3.6 fails to build it for 10.0."""
-    return capability < 100 and configs.config_for(dtype, dim, False, divmod(capability, 10)).resident > 0
+    return way_config(dtype, dim, capability).resident > 0
+
+
+def launched(
+    name: str, dtype: torch.dtype, dim: int, kind: str, capability: int, keys: int, need_alpha: bool, **asked: bool
+) -> Launch:
+    """The kernel as a call of so many queries and keys launches it."""
+    shape = (keys, 12, dim) if asked.get("packed") else (1, 12, keys, dim)
+    q = torch.empty(shape, dtype=dtype, device="meta")
+    alpha = torch.empty(12, device="meta") if kind in ANY_ALPHA else None
+    mask = torch.empty(1, keys, dtype=torch.uint8, device="meta") if asked.get("mask") else None
+    offsets = torch.empty(2, dtype=torch.int32, device="meta") if asked.get("packed") else None
+    tensors = AttentionTensors(q, q, q, alpha, mask, offsets, offsets, None)
+    scale = 0.125 if dim == 64 else 0.3  # which is exact, or not
+    options = Options(
+        ALPHAS.get(kind, 0.0), bool(asked.get("causal")), -1, scale, 0.0, keys, bool(asked.get("support"))
+    )
+    setting = Setting(divmod(capability, 10), 132, tf32=False, aligned=True, given_up=frozenset())
+    if name in ("dq", "dkv"):
+        live = torch.empty(configs.live_shape(tensors, options, setting.capability), dtype=torch.int32, device="meta")
+        saved = AttentionSaved(*tensors, q, torch.empty(4, *tensors.stats_shape, device="meta"), live)
+        plan = plans.backward(q, saved, options, (True, True, True, need_alpha), setting)
+    else:
+        short = keys <= way_config(dtype, dim, capability).short
+        training = name in ("resident", "output") or (name == "roots" and not short)
+        plan = plans.forward(tensors, options, training, setting)
+    kernel = {"inference": "output"}.get(name, name)
+    return next(step for step in plan.steps if isinstance(step, Launch) and step.kernel.__name__ == f"{kernel}_kernel")
 
 
 def build(
-    name: str, dtype: torch.dtype, dim: int, kind: str, capability: int, registers: int | None = None, **options: object
+    name: str,
+    dtype: torch.dtype,
+    dim: int,
+    kind: str,
+    capability: int,
+    keys: int = 4096,
+    need_alpha: bool = False,
+    **asked: bool,
 ) -> Compiled:
-    if name == "resident" and not is_built(dtype, dim, capability):
-        pytest.skip("configs.is_resident never takes it there")
-    config = configs.config_for(dtype, dim, tf32=False, capability=divmod(capability, 10))
-    if options.get("LISTS") is False and name in ("roots", "inference"):
-        rows = configs.short_rows(config, kind)
-        if rows != config.rows:
-            config = replace(config, rows=rows, num_warps=config.short_warps, registers=config.short_registers)
-    launch = attention_kernels(config, config.resident, kind)[name]
-    flags = {
-        "H": 12, "GROUP": 1, "D": dim, "BLOCK_D": dim, "KIND": kind, "HAS_ALPHA": kind in ANY_ALPHA, "CAUSAL": False,
-        "WINDOW": False, "HAS_MASK": False, "PACKED": False, "DROPOUT": False, "EXACT": dim == 64,
-        "PRECISION": config.precision,
-    }  # fmt: skip
-    flags |= launch.constants | options
-    return compile_kernel(
-        launch.kernel, attention_types(NAMES[dtype]), flags, capability, launch.num_warps, launch.num_stages, STRIDES,
-        registers=registers or launch.registers,
-    )  # fmt: skip
+    if name == "resident":
+        if not is_built(dtype, dim, capability):
+            pytest.skip("that way is never taken there")
+        keys = way_config(dtype, dim, capability).resident if keys == 4096 else keys
+    launch = launched(name, dtype, dim, kind, capability, keys, need_alpha, **asked)
+    assert launch.constants["KIND"] == kind
+    flags = dict(launch.constants)
+    warps, stages, registers = (flags.pop(each, None) for each in ("num_warps", "num_stages", "maxnreg"))
+    types = attention_types(NAMES[dtype])
+    return compile_kernel(launch.kernel, types, flags, capability, warps, stages, STRIDES, registers=registers)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -190,34 +184,29 @@ def test_attention_kernels_build_without_spills(capability: int, dim: int, kind:
 
 
 @pytest.mark.parametrize(
-    "options", [{"HAS_MASK": True}, {"CAUSAL": True}, {"PACKED": True, "CAUSAL": True}, {"LISTS": False}], ids=str
+    "options", [{"mask": True}, {"causal": True}, {"packed": True, "causal": True}, {"keys": 1024}], ids=str
 )
-def test_masks_and_layouts_spill_next_to_nothing(options: dict[str, bool]) -> None:
+def test_masks_and_layouts_spill_next_to_nothing(options: dict[str, Any]) -> None:
     for name in KERNELS[1:]:
         compiled = build(name, torch.bfloat16, 64, "entmax15", 90, **options)
         check_spills(compiled, MASK_SPILLS, MASK_LOOPED, name)
 
 
 def test_the_gradient_of_alpha_spills_little() -> None:
-    config = configs.config_for(torch.bfloat16, 64, tf32=False, capability=(9, 0))
-    config = configs.caps(config, "generic16", dropout=False)
-    for lists in (True, False):
-        compiled = build(
-            "dq", torch.bfloat16, 64, "generic16", 90, NEED_ALPHA=True, LISTS=lists, registers=config.wide_registers
-        )
+    for keys in (4096, 1024):
+        compiled = build("dq", torch.bfloat16, 64, "generic16", 90, keys, need_alpha=True)
         check_spills(compiled, ALPHA_SPILLS, ALPHA_LOOPED, "dq", others=ALPHA_SPILLS)
 
 
 def test_counting_the_support_spills_next_to_nothing() -> None:
     for name in ("resident", "inference", "output"):
-        compiled = build(name, torch.bfloat16, 64, "entmax15", 90, SUPPORT=True)
+        compiled = build(name, torch.bfloat16, 64, "entmax15", 90, support=True)
         check_spills(compiled, MASK_SPILLS, MASK_LOOPED, name)
 
 
 def test_256_keys_stay_in_registers_where_nothing_is_hidden() -> None:
-    config = configs.config_for(torch.bfloat16, 64, tf32=False, capability=(9, 0))
-    assert config.resident_simple == 256
-    check(build("resident", torch.bfloat16, 64, "entmax15", 90, BLOCK_N=256), 90, tensor_cores=True)
+    compiled = build("resident", torch.bfloat16, 64, "entmax15", 90, 256)  # a launch of another way is none of it
+    check(compiled, 90, tensor_cores=True)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -249,5 +238,4 @@ def test_every_head_dimension_fits_the_chip(capability: int, dtype: torch.dtype,
 )
 def test_every_formula_builds_with_the_gradient_of_alpha(dtype: torch.dtype, kind: str) -> None:
     for name in KERNELS if dtype == torch.bfloat16 else ("resident", "roots", "dq"):
-        options = {"NEED_ALPHA": True} if name == "dq" else {}
-        assert build(name, dtype, 64, kind, 90, **options).shared <= SHARED_LIMIT[90]
+        assert build(name, dtype, 64, kind, 90, need_alpha=name == "dq").shared <= SHARED_LIMIT[90]

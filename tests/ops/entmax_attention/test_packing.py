@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tests.ops.conftest import Target
 from tilefold.ops import entmax_attention
+from tilefold.ops._shared import operator
 from tilefold.ops._shared.impl import triton_installed, triton_interpreted
-from tilefold.ops.entmax_attention import _torch_ops
 
 no_interpreter = pytest.mark.skipif(triton_interpreted(), reason="needs no interpreter")
 
@@ -46,7 +46,7 @@ def test_offsets_beyond_32_bits_give_nan_and_no_plausible_number(
     if target.impl != "triton":
         pytest.skip("the host looks")
     # on the CPU too it must not look, as it does not on a GPU
-    monkeypatch.setattr(_torch_ops, "check_values", lambda *arguments: None)
+    monkeypatch.setattr(operator, "may_look", lambda first: False)
     rows = torch.randn(20, 1, 16, device=target.device, requires_grad=True)
     good = torch.arange(bad.numel()).clamp(max=1) * 20
     cu_q, cu_k = (bad if side in (name, "both") else good for name in "qk")
@@ -68,20 +68,22 @@ def torch_table(offsets: Tensor, block: int, tiles: int) -> tuple[Tensor, Tensor
 def test_tables_of_packed_batches(target: Target, lengths: list[int], keys: int) -> None:
     if target.impl != "triton":
         pytest.skip("only the kernels need tables")
-    from tilefold.ops.entmax_attention._triton.packing import Tables
+    from tilefold.ops._shared._triton.launch import launch
+    from tilefold.ops.entmax_attention._triton.packing import tables_kernel
 
     cu_q = torch.tensor([0, *lengths], device=target.device).cumsum(0).to(torch.int32)
     cu_k = 2 * cu_q
     batch = len(lengths)
     sizes = (int(cu_q.max()) // 16 + batch + 2, int(cu_k.max()) // 32 + batch + 3)
-    for _ in range(2):
-        made = Tables(batch, sizes[0], 16, sizes[1] if keys else 0, keys)(True, cu_q, cu_k)
-        wanted: tuple[Tensor, ...] = torch_table(cu_q, 16, sizes[0])
-        if keys:
-            wanted += torch_table(cu_k, keys, sizes[1])
-        for found, table in zip(made, wanted, strict=False):
-            assert found is not None and torch.equal(found, table)
-        assert keys or made[2:] == [None, None]
+    wanted: tuple[Tensor, ...] = torch_table(cu_q, 16, sizes[0])
+    if keys:
+        wanted += torch_table(cu_k, keys, sizes[1])
+    made = [torch.full_like(table, -1) for table in wanted]
+    tables = (*made, None, None)[:4]
+    constants = {"ROWS": 16, "KEYS": keys, "BLOCK": 64, "num_warps": 4, "num_stages": 1}
+    grid = (max(sizes) // 64 + 1, 2 if keys else 1, 1)
+    launch(tables_kernel, grid, (cu_q, cu_k, *tables, batch, sizes[0], sizes[1] if keys else 0), constants)
+    assert all(torch.equal(found, table) for found, table in zip(made, wanted, strict=True))
 
 
 @no_interpreter
@@ -90,7 +92,12 @@ def test_tables_of_packed_batches(target: Target, lengths: list[int], keys: int)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_of_packed_batches_build_without_spills(capability: int, offsets: str) -> None:
     from tests.ops.cross_compile import compile_kernel
-    from tilefold.ops.entmax_attention._triton.packing import _OFFSETS, _TILES, nan_if_broken_kernel, tables_kernel
+    from tilefold.ops.entmax_attention._triton.packing import (
+        CHECK_BLOCK,
+        TABLE_BLOCK,
+        nan_if_broken_kernel,
+        tables_kernel,
+    )
 
     tables = dict.fromkeys(["cu_q_ptr", "cu_k_ptr", "q_batch_ptr", "q_start_ptr", "k_batch_ptr", "k_start_ptr"], "*i32")
     types = {
@@ -100,9 +107,9 @@ def test_kernels_of_packed_batches_build_without_spills(capability: int, offsets
     }
     types |= {"size": "i64", "cu_q_ptr": offsets, "cu_k_ptr": offsets}
     for kernel, constants in (
-        (tables_kernel, {"ROWS": 64, "KEYS": 64, "BLOCK": _TILES}),
-        (tables_kernel, {"ROWS": 64, "KEYS": 0, "BLOCK": _TILES, "k_batch_ptr": None, "k_start_ptr": None}),
-        (nan_if_broken_kernel, {"BLOCK": _OFFSETS}),
+        (tables_kernel, {"ROWS": 64, "KEYS": 64, "BLOCK": TABLE_BLOCK}),
+        (tables_kernel, {"ROWS": 64, "KEYS": 0, "BLOCK": TABLE_BLOCK, "k_batch_ptr": None, "k_start_ptr": None}),
+        (nan_if_broken_kernel, {"BLOCK": CHECK_BLOCK}),
     ):
         compiled = compile_kernel(kernel, types, constants, capability, 4, 1)
         assert compiled.stack == 0 and compiled.local_memory == 0

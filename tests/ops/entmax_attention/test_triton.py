@@ -5,7 +5,7 @@ On a GPU the tiles are large, so that lengths of a test would take one way only:
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,9 @@ import torch
 
 from tests.ops.conftest import Target
 from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops._shared.tuning import Row
 from tilefold.ops.entmax_attention import configs
+from tilefold.ops.entmax_attention.api import ATTENTION
 from tilefold.testing.entmax_attention import (
     assert_entmax_attention_matches,
     entmax_attention_inputs,
@@ -23,23 +25,21 @@ from tilefold.testing.entmax_attention import (
 INTERPRETED = triton_interpreted()
 LENGTH = 44 if INTERPRETED else 330
 WAYS: dict[str, dict[str, int]] = {
-    "short": {"resident": 0, "resident_simple": 0, "short": 1 << 20},
-    "listed": {"resident": 0, "resident_simple": 0, "short": 0},
+    "short": {"resident": 0, "short": 1 << 20},
+    "listed": {"resident": 0, "short": 0},
 }
 
 
 @pytest.fixture(params=["short"] if INTERPRETED else WAYS)  # interpreted, other tests walk lists
-def way(request: pytest.FixtureRequest, target: Target, monkeypatch: pytest.MonkeyPatch) -> str:
+def way(request: pytest.FixtureRequest, target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if target.impl != "triton":
         pytest.skip("only the kernels have ways")
-    found = configs.config_for
-
-    def forced(*arguments: Any) -> configs.AttentionConfig:
-        return dataclasses.replace(found(*arguments), **WAYS[request.param])
-
-    monkeypatch.setattr(configs, "config_for", forced)
-    monkeypatch.setattr(configs, "INTERPRETED", dataclasses.replace(configs.INTERPRETED, **WAYS[request.param]))
-    return str(request.param)
+    monkeypatch.setattr(configs, "TABLE", (*configs.TABLE, Row({}, WAYS[request.param], "forced")))
+    configs.config_for.cache_clear()
+    ATTENTION.forget()
+    yield str(request.param)
+    configs.config_for.cache_clear()
+    ATTENTION.forget()
 
 
 OPTIONS: list[dict[str, Any]] = [

@@ -25,7 +25,7 @@ from tilefold.ops._shared._triton import launch
 from tilefold.ops._shared.call_cache import CallCache
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.entmax.api import ENTMAX
-from tilefold.ops.entmax_attention import _torch_ops as attention_ops
+from tilefold.ops.entmax_attention.api import ATTENTION
 from tilefold.ops.lsr_head import _torch_ops as lsr_head_ops
 from tilefold.ops.maxsim import _torch_ops as maxsim_ops
 from tilefold.ops.maxsim._triton import launch as maxsim_forward
@@ -100,7 +100,7 @@ def attention(launches: int, *, keys: int = 21, learned: bool = False, **options
     batch = 2 if "key_padding_mask" in given else 1
     shapes = [(32, 1, 16) if "cu_seqlens_k" in given else (batch, 1, n, 16) for n in (7, keys, keys)]
     kinds = (options, options | {"scale": 0.3, "window": 5}) + (() if learned else (options | {"alpha": 1},))
-    caches = (attention_ops.CALLS, attention_ops._BACKWARD)
+    caches = (ATTENTION.calls, ATTENTION.gradients)
     return Operator(attend, (*shapes, *([(1,)] if learned else [])), caches, launches, given, kinds)
 
 

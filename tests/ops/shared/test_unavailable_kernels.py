@@ -29,7 +29,7 @@ from tilefold.ops._shared._triton import launch
 from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.entmax.api import ENTMAX
-from tilefold.ops.entmax_attention import _torch_ops as attention_ops
+from tilefold.ops.entmax_attention.api import ATTENTION
 from tilefold.ops.lsr_head import _torch_ops as lsr_head_ops
 from tilefold.ops.lsr_head import rows as capacity_rows
 from tilefold.ops.maxsim import _torch_ops as maxsim_ops
@@ -199,7 +199,7 @@ CASES: dict[str, Case] = {
 every_kernel = pytest.mark.parametrize("name", CASES)
 COMPILED = [name for name, case in CASES.items() if case.function not in (rows, quantized_head)]
 CACHES = (
-    attention_ops.CALLS, attention_ops._BACKWARD, lsr_head_ops.FORWARD_PLANS, lsr_head_ops.BACKWARD_PLANS,
+    ATTENTION.calls, ATTENTION.gradients, lsr_head_ops.FORWARD_PLANS, lsr_head_ops.BACKWARD_PLANS,
     maxsim_ops.CALLS, SCATTER.calls, SCATTER.gradients, ENTMAX.calls, ENTMAX.gradients, TOY.calls, TOY.gradients,
 )  # fmt: skip
 

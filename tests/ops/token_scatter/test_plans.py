@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="plans name kernels")
 
 from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, TorchStep, View
-from tilefold.ops.token_scatter import configs, plans
+from tilefold.ops.token_scatter import plans
 from tilefold.ops.token_scatter._problem import ScatterOptions, ScatterSaved, ScatterTensors
 
 SETTING = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
@@ -57,9 +57,9 @@ def test_scratch_is_twelve_bytes_a_token_and_twenty_for_sums() -> None:
 
 
 def test_configurations_follow_the_length_of_sequences_or_the_tokens_of_a_packed_batch() -> None:
-    for length, config in ((128, configs.SHORT), (129, configs.MEDIUM), (513, configs.LONG)):
-        assert launch(forward(2, length)).constants["BLOCK"] == config.block
-        assert launch(forward(length, cu_seqlens=meta(3, dtype=torch.int32))).constants["BLOCK"] == config.block
+    for length, block in ((128, 128), (129, 512), (513, 1024)):
+        assert launch(forward(2, length)).constants["BLOCK"] == block
+        assert launch(forward(length, cu_seqlens=meta(3, dtype=torch.int32))).constants["BLOCK"] == block
 
 
 def test_nothing_is_launched_for_nothing() -> None:

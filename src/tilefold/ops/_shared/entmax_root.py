@@ -36,6 +36,22 @@ GENERIC16, GENTLE, STEEP = "generic16", "gentle", "steep"  # of kernels
 NEAR_SOFTMAX, NEAR_SOFTMAX16 = 1 / 8, 1 / 64
 
 
+def check_alphas(alpha: Tensor | None) -> None:
+    """Check an alpha tensor that lies on the CPU.
+
+    Raises:
+        ValueError: for an alpha outside [1, 2].
+    """
+    if alpha is not None and alpha.device.type == "cpu" and not bool(((alpha >= 1) & (alpha <= 2)).all()):
+        bad = alpha[~((alpha >= 1) & (alpha <= 2))][0].item()
+        raise ValueError(f"alpha must lie in [1, 2], got {bad}; parametrise it, for instance as 1 + sigmoid(theta).")
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Of the mass of a row in kernels, which divide out what is left: 16 bits round the weights by far more."""
+    return 1e-6 if dtype == torch.float32 else 1e-5
+
+
 def kind_of(alpha: Tensor | None, alpha_value: float) -> str:
     """The closed form that an alpha has, if it is a number: 1 softmax, 1.5 entmax15, 2 sparsemax."""
     return GENERIC if alpha is not None else {1.0: SOFTMAX, 1.5: ENTMAX15, 2.0: SPARSEMAX}.get(alpha_value, GENERIC)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared import impl as implementations
-from tilefold.ops._shared._triton.tensors import sm_count
+from tilefold.ops._shared._triton.tensors import capability_of, sm_count
 from tilefold.ops._shared.call_cache import CallCache, Key, call_key, gradient_key, is_aligned
 from tilefold.ops._shared.checks import check_choice
 from tilefold.ops._shared.fallback import (
@@ -27,7 +27,7 @@ from tilefold.ops._shared.fallback import (
     given_up_on,
     refuse_capture,
 )
-from tilefold.ops._shared.impl import IMPLS, host_may_read, settled, triton_interpreted
+from tilefold.ops._shared.impl import IMPLS, host_may_read, settled
 from tilefold.ops._shared.internals import apply_of
 from tilefold.ops._shared.library import (
     define_op,
@@ -470,9 +470,8 @@ def refuse_buffers(into: Collection[str], why: str) -> None:
 
 def setting_of(device: torch.device, aligned: bool = True) -> Setting:
     """What plans for tensors on this device depend on now."""
-    compiled = device.type == "cuda" and not triton_interpreted()
     return Setting(
-        torch.cuda.get_device_capability(device) if compiled else (0, 0),
+        capability_of(device),
         sm_count(device),
         tf32_allowed(torch.float32),
         aligned,

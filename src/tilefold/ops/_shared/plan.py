@@ -50,8 +50,7 @@ class Buffer(NamedTuple):
     @classmethod
     def like(cls, tensor: Tensor) -> Buffer:
         """What ``torch.empty_like(tensor)`` is."""
-        dense = tensor.is_contiguous()
-        return cls(tensor.shape, tensor.dtype, None if dense else torch.empty_like(tensor, device="meta").stride())
+        return cls(tensor.shape, tensor.dtype, torch.empty_like(tensor, device="meta").stride())
 
 
 class View(NamedTuple):

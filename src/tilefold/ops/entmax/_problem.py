@@ -1,4 +1,4 @@
-"""The records of alpha-entmax, and the check of its values."""
+"""The records of alpha-entmax."""
 
 from __future__ import annotations
 
@@ -33,15 +33,3 @@ class EntmaxSaved(NamedTuple):
 def outputs(tensors: EntmaxTensors, options: EntmaxOptions, training: bool) -> tuple[Buffer, Buffer]:
     """``p`` like ``x``, and the support size of each row."""
     return Buffer(tensors.x.shape, tensors.x.dtype), Buffer((tensors.x.size(0),), torch.int32)
-
-
-def check_values(tensors: EntmaxTensors, options: EntmaxOptions) -> None:
-    """Check an alpha tensor on the CPU.
-
-    Raises:
-        ValueError: for an alpha outside [1, 2].
-    """
-    alpha = tensors.alpha
-    if alpha is not None and alpha.device.type == "cpu" and not bool(((alpha >= 1) & (alpha <= 2)).all()):
-        bad = alpha[~((alpha >= 1) & (alpha <= 2))][0].item()
-        raise ValueError(f"alpha must lie in [1, 2], got {bad}; parametrise it, for instance as 1 + sigmoid(theta).")

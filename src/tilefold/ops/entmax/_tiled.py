@@ -10,19 +10,20 @@ from torch import Tensor
 from tilefold.ops._shared.entmax_root import (
     SOFTMAX,
     alpha_terms,
+    check_alphas,
     kind_of,
     probabilities,
     slopes,
     solve,
 )
-from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxSaved, EntmaxTensors, check_values
+from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxSaved, EntmaxTensors
 
 TILE_ELEMENTS = 1 << 18  # entries of a block: its few temporaries stay in the cache
 
 
 def forward(tensors: EntmaxTensors, options: EntmaxOptions, training: bool) -> tuple[Tensor, Tensor]:
     """``[R, n]`` probabilities in the dtype of ``x`` and ``[R]`` int32 support sizes."""
-    check_values(tensors, options)
+    check_alphas(tensors.alpha)
     x, alpha, alpha_value = tensors.x.contiguous(), tensors.alpha, options.alpha_value
     kind = kind_of(alpha, alpha_value)
     out = torch.empty_like(x)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_dtype, check_same_device, check_tensor
+from tilefold.ops._shared.entmax_root import check_alphas
 from tilefold.ops._shared.operator import Checked, Operator
 from tilefold.ops.entmax import _reference, _tiled
-from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxSaved, EntmaxTensors, check_values, outputs
+from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxSaved, EntmaxTensors, outputs
 
 
 def _plans() -> ModuleType:
@@ -32,7 +33,7 @@ ENTMAX = Operator(
     plans=_plans,
     tiled=_tiled,
     reference=_reference.entmax,
-    check_values=check_values,
+    check_values=lambda tensors, options: check_alphas(tensors.alpha),
 )
 
 

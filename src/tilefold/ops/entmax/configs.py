@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
+from tilefold.ops._shared._triton.tensors import power_of_two
+from tilefold.ops._shared.tuning import Between, Row, lookup
 
 
-@dataclass(frozen=True)
-class RowsConfig:
+class RowsConfig(NamedTuple):
     """Tile of a program.
 
     Attributes:
@@ -23,22 +23,18 @@ class RowsConfig:
     num_warps: int
 
 
-RESIDENT_ENTRIES = 4096  # longest row in registers: 8 values a thread of 16 warps, so that nothing is spilled
+# Rows in registers are held whole: several in a program of 256 entries, and 8 to 16 entries a thread of 16 warps.
+TABLE = (
+    Row({}, {"block_r": 1, "block_n": 1024, "resident": False, "num_warps": 8}, "compiled without spills"),
+    Row({"n": Between(most=4096), "gradient": False}, {"resident": True}, "compiled: 8 values a thread, no spills"),
+    Row({"n": Between(most=2048), "gradient": True}, {"resident": True}, "compiled: twice the sums, two operands"),
+)
 
 
-def rows_config(n: int, limit: int = RESIDENT_ENTRIES) -> RowsConfig:
-    """The tile of the forward kernel for rows of ``n`` entries."""
-    block_n = max(16, 1 << (n - 1).bit_length())
-    if block_n > limit:
-        return RowsConfig(1, 1024, resident=False, num_warps=8)
-    return RowsConfig(max(1, 256 // block_n), block_n, resident=True, num_warps=max(4, min(16, block_n // 256)))
-
-
-def gradient_config(n: int) -> RowsConfig:
-    """The tile of the backward kernel, which holds more for every entry: twice the sums, and two operands."""
-    return rows_config(n, limit=2048)
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """Of the mass of a row; what is left is divided out. 16 bits round the weights themselves by far more."""
-    return 1e-6 if dtype == torch.float32 else 1e-5
+def rows_config(n: int, gradient: bool = False) -> RowsConfig:
+    """The tile for rows of ``n`` entries, of the forward kernel or of that of the gradient."""
+    config = RowsConfig(**lookup(TABLE, n=n, gradient=gradient))
+    if not config.resident:
+        return config
+    block = power_of_two(n)
+    return RowsConfig(max(1, 256 // block), block, resident=True, num_warps=max(4, min(16, block // 256)))

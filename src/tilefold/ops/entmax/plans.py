@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton.tensors import cdiv
-from tilefold.ops._shared.entmax_root import kernel_kind
+from tilefold.ops._shared.entmax_root import kernel_kind, tolerance
 from tilefold.ops._shared.impl import check_interpreted
 from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, TorchStep, contiguous
 from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxSaved, EntmaxTensors
 from tilefold.ops.entmax._triton.rows import _backward_kernel, _forward_kernel
-from tilefold.ops.entmax.configs import RowsConfig, gradient_config, rows_config, tolerance
+from tilefold.ops.entmax.configs import RowsConfig, rows_config
 
 
 def forward(tensors: EntmaxTensors, options: EntmaxOptions, training: bool, setting: Setting) -> Plan:
@@ -35,7 +35,7 @@ def backward(dp: Tensor, saved: EntmaxSaved, options: EntmaxOptions, needs: tupl
     p, alpha = saved
     if p.numel() == 0:
         return Plan(fills={"dalpha": 0})
-    config = gradient_config(p.size(1))
+    config = rows_config(p.size(1), gradient=True)
     constants = _constants(p, alpha, options, config) | {"NEED_X": needs[0], "NEED_ALPHA": needs[1]}
     copies = contiguous(dp=dp, p=p, alpha=alpha)
     if alpha is None or alpha.dtype == torch.float32 or not needs[1]:

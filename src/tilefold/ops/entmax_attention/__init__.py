@@ -1,7 +1,6 @@
 """Alpha-entmax attention (AdaSplash): sparse attention weights, no scores in memory, blocks of zeros skipped."""
 
 from tilefold.ops.entmax_attention._stats import EntmaxStats
-from tilefold.ops.entmax_attention._torch_ops import chosen_impl
-from tilefold.ops.entmax_attention.api import entmax_attention, live_blocks
+from tilefold.ops.entmax_attention.api import chosen_impl, entmax_attention, live_blocks
 
 __all__ = ["EntmaxStats", "chosen_impl", "entmax_attention", "live_blocks"]

@@ -1,13 +1,17 @@
-"""What an attention is asked for, which pairs may attend, and how a batch, padded or packed, is cut into sequences."""
+"""The records of an attention, checks of their values, which pairs may attend, and the sequences of a batch."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from tilefold.ops._shared.checks import check_cu_seqlens
+from tilefold.ops._shared.entmax_root import check_alphas
 
 
 class AttentionTensors(NamedTuple):
@@ -57,6 +61,7 @@ class Options(NamedTuple):
         scale: multiplies the products.
         dropout_p: share of the probabilities that are dropped.
         max_seqlen_k: no sequence has more keys.
+        support: whether the support is counted where no gradient is asked for.
     """
 
     alpha_value: float
@@ -65,6 +70,34 @@ class Options(NamedTuple):
     scale: float
     dropout_p: float
     max_seqlen_k: int
+    support: bool = False
+
+
+class AttentionSaved(NamedTuple):
+    """What gradients are made of: the tensors of the call, and what the kernels leave for them.
+
+    Attributes:
+        out2: what delta is made from, like ``q``; the tiled path has none.
+        stats: peak, root, mass and support of every row, ``[4, B, H, Nq]``.
+        live: the map of live blocks; ``None`` or empty where nothing reads it.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    alpha: Tensor | None
+    key_padding_mask: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seed: Tensor | None
+    out2: Tensor | None
+    stats: Tensor
+    live: Tensor | None
+
+    @property
+    def tensors(self) -> AttentionTensors:
+        """Those of the call."""
+        return AttentionTensors(*self[:8])
 
 
 @dataclass(frozen=True)
@@ -124,3 +157,24 @@ def allowed(nq: int, nk: int, first: int, last: int, options: Options, keep: Ten
 def stats_shape(q: Tensor, packed: bool) -> tuple[int, ...]:
     """``[B, H, Nq]``, or ``[1, H, Tq]`` of a packed batch."""
     return (1, q.size(1), q.size(0)) if packed else (q.size(0), q.size(1), q.size(2))
+
+
+def check_values(tensors: AttentionTensors, options: Options) -> None:
+    """Check alphas on the CPU, and packed offsets, with a synchronisation if they lie on a GPU.
+
+    Raises:
+        ValueError: for alphas outside [1, 2], offsets that do not describe the rows, or keys that are longer than
+            ``max_seqlen_k``.
+    """
+    check_alphas(tensors.alpha)
+    cu_q, cu_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    if cu_q is None or cu_k is None:
+        return
+    check_cu_seqlens("cu_seqlens_q", cu_q, tensors.q.size(0), "q")
+    check_cu_seqlens("cu_seqlens_k", cu_k, tensors.k.size(0), "k")
+    longest, bound = (
+        max((after - before for before, after in itertools.pairwise(cu_k.tolist())), default=0),
+        options.max_seqlen_k,
+    )
+    if longest > bound:
+        raise ValueError(f"max_seqlen_k must be at least {longest}, the longest sequence of keys, got {bound}.")

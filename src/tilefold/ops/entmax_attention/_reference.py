@@ -9,11 +9,20 @@ from torch import Tensor
 
 from tilefold.ops._shared.philox import kept
 from tilefold.ops.entmax import entmax
-from tilefold.ops.entmax_attention._problem import AttentionTensors, Options, Sequence, allowed, sequences
+from tilefold.ops.entmax_attention._problem import AttentionTensors, Options, Sequence, allowed, check_values, sequences
 
 
-def attention(tensors: AttentionTensors, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+def attention(tensors: AttentionTensors, options: Options) -> Tensor:
+    """Output shaped like ``q``."""
+    out, q, k, v = with_rows(tensors, options)[0], *tensors[:3]
+    if out.numel() == 0 or k.numel() == 0:  # nothing was computed, which is part of the graph too
+        out = out + q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()
+    return out
+
+
+def with_rows(tensors: AttentionTensors, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """Output shaped like ``q``, fp32 thresholds and int32 support sizes ``[B, H, Nq]`` (packed ``[1, H, Tq]``)."""
+    check_values(tensors, options)
     q, k, v, alpha = tensors[:4]
     out = torch.zeros_like(q)
     heads, kv_heads = q.size(1), k.size(1)

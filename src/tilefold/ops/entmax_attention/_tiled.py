@@ -15,13 +15,14 @@ from torch import Tensor
 
 from tilefold.ops._shared.entmax_root import GENERIC, SOFTMAX, alpha_terms, kind_of, probabilities, slopes, solve
 from tilefold.ops._shared.philox import kept
-from tilefold.ops.entmax_attention._problem import AttentionTensors, Options, allowed
+from tilefold.ops.entmax_attention._problem import AttentionSaved, AttentionTensors, Options, allowed, check_values
 
 TILE_ELEMENTS = 1 << 18  # scores of a block: 1 MiB in fp32, so that its few temporaries stay in the cache
 
 
-def forward(tensors: AttentionTensors, options: Options) -> tuple[Tensor, None, Tensor, None]:
-    """Output, nothing, statistics ``[4, B, H, Nq]`` (peak, root, mass, support), nothing."""
+def forward(tensors: AttentionTensors, options: Options, training: bool) -> tuple[Tensor, None, Tensor | None, None]:
+    """Output, nothing, statistics ``[4, B, H, Nq]`` (peak, root, mass, support) if anyone reads them, nothing."""
+    check_values(tensors, options)
     q, alpha, seed = tensors.q, tensors.alpha, tensors.seed
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros_like(q)
@@ -37,13 +38,14 @@ def forward(tensors: AttentionTensors, options: Options) -> tuple[Tensor, None, 
             if seed is not None:
                 p = p * _dropout(seed, group, q, first, last, p.size(-1), options).to(wide)
             target[:, :, first:last] = (_grouped(p, values) @ values).reshape(*p.shape[:3], -1)
-    return out, None, stats, None
+    return out, None, stats if training or options.support else None, None
 
 
 def backward(
-    dout: Tensor, tensors: AttentionTensors, stats: Tensor, options: Options, needs: tuple[bool, bool, bool, bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of q, k, v (in their dtypes) and alpha ``[H]``; ``None`` where not needed."""
+    dout: Tensor, saved: AttentionSaved, options: Options, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, in their dtypes and laid out like them, and alpha ``[H]``; ``None`` where not needed."""
+    tensors, stats = saved.tensors, saved.stats
     q, k, v, alpha = tensors[:4]
     seed, wide = tensors.seed, stats.dtype
     dq, dk, dv = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (q, k, v))
@@ -78,9 +80,16 @@ def backward(
                 a, b = alpha_terms(p, u, e)
                 rows = a.sum(dim=-1) * (dp * b).sum(dim=-1) - b.sum(dim=-1) * (dp * a).sum(dim=-1)
                 dalpha += (rows / total.squeeze(-1)).sum(dim=(0, -1))
-    given = ((dq, q, needs[0]), (dk, k, needs[1]), (dv, v, needs[2]))
-    results = tuple(grad.to(leaf.dtype) if needed else None for grad, leaf, needed in given)
-    return results[0], results[1], results[2], dalpha if needs[3] else None
+    leaves = (q, k, v, dalpha if alpha is None else alpha)
+    return tuple(
+        _like(leaf, grad) if need else None
+        for grad, leaf, need in zip((dq, dk, dv, dalpha), leaves, needs, strict=True)
+    )
+
+
+def _like(leaf: Tensor, grad: Tensor) -> Tensor:
+    done = grad.dtype == leaf.dtype and leaf.is_contiguous()
+    return grad if done else torch.empty_like(leaf).copy_(grad)
 
 
 @dataclass(frozen=True)

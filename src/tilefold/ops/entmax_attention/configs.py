@@ -1,135 +1,242 @@
-"""Launch configurations of alpha-entmax attention; nothing is searched at run time."""
+"""Launch configurations of alpha-entmax attention, the way that rows of a length take, and the results that it leaves.
+
+Nothing is searched at run time.
+"""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared._triton.releases import ALL_REGISTERS
-from tilefold.ops._shared.entmax_root import ENTMAX15, GENERIC, SOFTMAX, SPARSEMAX
-from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops._shared.tf32 import tf32_allowed
+from tilefold.ops._shared._triton.tensors import capability_of
+from tilefold.ops._shared.entmax_root import (
+    ENTMAX15,
+    GENERIC,
+    GENERIC16,
+    GENTLE,
+    SOFTMAX,
+    SPARSEMAX,
+    STEEP,
+    kernel_kind,
+)
+from tilefold.ops._shared.impl import chosen_impl, triton_interpreted
+from tilefold.ops._shared.plan import Buffer
+from tilefold.ops._shared.tuning import Between, Row, lookup
 from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
 
 CLOSED = (SOFTMAX, ENTMAX15, SPARSEMAX)
+# Ways through a row: its scores stay on chip; all its blocks are visited; its live blocks are listed.
+RESIDENT, SHORT, LISTS = "resident", "short", "lists"
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
     """Tiles of the attention kernels.
 
-    ``rows`` and ``keys`` are the granularity of the map of live blocks, the same in every kernel and in backward: they
-    depend on the dtype, the head dimension and the device, on nothing that may change between the two.
+    Of :data:`LISTS`, ``rows`` and ``keys`` are the granularity of the map of live blocks, the same in every kernel and
+    in backward: they depend on the dtype, the head dimension and the device, on nothing that may change between the
+    two.
 
     Attributes:
         rows: queries of a tile.
         keys: keys of a block.
         num_warps: of the kernels that walk blocks of keys.
         num_stages: of that of dq.
+        forward_stages: of the kernels of forward that walk blocks.
         precision: ``input_precision`` of fp32 products.
-        resident: the most keys whose scores stay on chip without spills.
+        resident: the most keys whose scores stay on chip without spills; -1 where that kernel is never built.
         resident_rows: queries of a tile of that kernel.
-        resident_warps: its warps, and
-        general_warps: where alpha is any number, if these are others.
+        resident_warps: its warps.
+        short: the most keys of a row whose blocks are all visited, without a map of live ones.
         dkv_keys: keys of a tile of the kernel of dk and dv, a multiple of ``keys``.
         dkv_queries: queries that it takes in a step, a divisor of ``rows``.
         dkv_warps: its warps.
         dkv_stages: its stages.
-        forward_stages: of the kernels of forward that walk blocks.
         programs: of the persistent kernel, for each multiprocessor.
         registers: the most a thread may take in the kernels with one accumulator or none: four programs of 4 warps then
             share a multiprocessor; ``None`` leaves it to the assembler.
         wide_registers: the same of the kernel of the output with two accumulators, and of that of dq with the sums of
             alpha, for three programs.
         dkv_registers: the same of the kernel of dk and dv.
-        resident_simple: ``resident`` of a closed form without causality, window and dropout, which takes less.
-        short: the most keys of a row whose blocks are all visited, without a map of live ones.
-        short_rows: queries of a tile of the kernels that do so without a gradient; see :func:`short_rows`.
-        short_warps: their warps.
-        short_registers: the most a thread may take in them, for two programs of 8 warps.
     """
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
+    forward_stages: int
     precision: str
     resident: int
     resident_rows: int
     resident_warps: int
+    short: int
     dkv_keys: int
     dkv_queries: int
     dkv_warps: int
     dkv_stages: int
-    forward_stages: int = 2
-    programs: int = 2
-    registers: int | None = None
-    resident_simple: int = 0
-    short: int = 1024
-    wide_registers: int | None = None
-    dkv_registers: int | None = None
-    general_warps: int = 0
-    short_rows: int = 64
-    short_warps: int = 8
-    short_registers: int | None = None
+    programs: int
+    registers: int | None
+    wide_registers: int | None
+    dkv_registers: int | None
 
 
-INTERPRETED = AttentionConfig(32, 16, 4, 1, "ieee", 32, 16, 4, 32, 16, 4, 1, short=0, short_rows=32, short_warps=4)
+FP32 = {"dtype": torch.float32}
+HOPPER = {"capability": (9, 0), "head_dim": Between(most=64)}  # in 16 bits: fp32 has rows behind these
+ANY_ALPHA = frozenset({GENERIC, GENERIC16, GENTLE, STEEP})
+NO_LIMITS = {"registers": None, "wide_registers": None, "dkv_registers": None}
+COMPILED = "compiled without spills with Triton 3.6, not timed"
+# Every tile fits the 99 KB of shared memory of 8.6, 8.9 and 12.0. Facts: dtype, head_dim, capability, tf32, the kind of
+# alpha, dropout, whether rows are simple (see `is_simple`), the way, training.
+TABLE = (
+    Row(
+        {},
+        {
+            "rows": 64, "keys": 64, "num_warps": 8, "num_stages": 2, "forward_stages": 2, "precision": "ieee",
+            "resident": 0, "resident_rows": 64, "resident_warps": 8, "short": 1024, "dkv_keys": 64, "dkv_queries": 64,
+            "dkv_warps": 8, "dkv_stages": 1, "programs": 2, **NO_LIMITS,
+        },
+        COMPILED,
+    ),
+    Row({"head_dim": Between(most=64)}, {"resident": 128}, COMPILED),
+    Row({"capability": Between((10, 0), (10, 9))}, {"dkv_stages": 2}, COMPILED),
+    Row(
+        {"capability": (9, 0), "head_dim": Between(65, 128)},
+        {"rows": 128, "resident": 128, "resident_warps": 4, "dkv_queries": 128, "programs": 1},
+        COMPILED,
+    ),
+    Row(
+        HOPPER,
+        {
+            "num_warps": 4, "forward_stages": 3, "resident_warps": 4, "dkv_warps": 4, "dkv_stages": 2, "programs": 4,
+            "registers": 128, "wide_registers": 168, "dkv_registers": 168,
+        },
+        "H200, Triton 3.6",
+    ),
+    Row(HOPPER | {"simple": True}, {"resident": 256}, "H200, Triton 3.6"),
+    Row(
+        HOPPER
+        | {"way": SHORT, "training": False, "kind": frozenset({SOFTMAX, ENTMAX15}), "release": Between(most=(3, 8))},
+        {"rows": 128, "num_warps": 8, "registers": 128},
+        # other forms put values away in wide tiles
+        "H200, Triton 3.6, 768 keys, ms with tiles of 128 and of 64 queries: an alpha in memory 0.181 and 0.153, 1.75 "
+        "0.161 and 0.146, 1.25 0.133 and 0.121, 2 0.111 and 0.103; 3.9, alpha 1.5: 0.129 and 0.099 causal, of 512 keys "
+        "0.070 and 0.064",
+    ),
+    Row(
+        HOPPER | {"kind": ANY_ALPHA, "release": frozenset({(3, 5), (3, 8)})},
+        {"registers": 168, "wide_registers": ALL_REGISTERS},
+        "compiled: roots and inference of these forms spill in 128, the gradient of alpha wants all",
+    ),
+    Row(HOPPER | {"kind": ANY_ALPHA, "release": (3, 8)}, {"resident_warps": 8}, "compiled: with 4 warps it spills"),
+    Row(
+        # a row of `"way": LISTS` behind this one can give rows with lists the limits of the other releases
+        HOPPER | {"release": Between(least=(3, 9))},
+        {"registers": 168, "programs": 3, "wide_registers": ALL_REGISTERS},
+        "H200, Triton 3.9: under the others' limits (128, 4 programs, 168) 2% of the instructions of a loop move "
+        "spilled values; short rows are then up to 9% slower with gradients, alpha 1.25 forward 3%, and rows of 4,096 "
+        "keys 1 to 3% faster (with gradients 1.02 to 1.03 of the times of 3.6, not 1.02 to 1.09); stacks are 88 to 144 "
+        "bytes",
+    ),
+    Row(
+        {"head_dim": Between(least=129)},
+        {
+            "rows": 32, "keys": 32, "resident": 64, "resident_rows": 32, "dkv_keys": 32, "dkv_queries": 32,
+            "dkv_stages": 1,
+        },
+        COMPILED,
+    ),
+    Row(
+        FP32,  # three TF32 products hold every operand twice
+        {
+            "rows": 32, "keys": 32, "num_warps": 8, "num_stages": 1, "forward_stages": 1, "precision": "tf32x3",
+            "resident": 64, "resident_rows": 32, "resident_warps": 8, "dkv_keys": 32, "dkv_queries": 32,
+            "dkv_warps": 8, "dkv_stages": 1, "programs": 2, **NO_LIMITS,
+        },
+        COMPILED,
+    ),
+    Row(
+        FP32 | {"head_dim": Between(least=65)},
+        {
+            "rows": 16, "keys": 16, "num_warps": 4, "resident": 32, "resident_rows": 16, "resident_warps": 4,
+            "dkv_keys": 16, "dkv_queries": 16, "dkv_warps": 4,
+        },
+        COMPILED,
+    ),
+    Row(FP32 | {"tf32": True}, {"precision": "tf32"}, "as it was asked for"),
+    Row(
+        FP32 | {"head_dim": Between(least=129), "capability": Between(most=(8, 9)), "release": (3, 4)},
+        {"forward_stages": 2},
+        "compiled for 8.0: with one stage its assembler gives the kernel of the roots 32 registers",
+    ),
+    Row({"kind": GENERIC}, NO_LIMITS, "compiled: this form does not keep to limits without spills"),
+    Row({"dropout": True}, NO_LIMITS | {"resident_warps": 8}, "compiled: random words take registers too"),
+    Row(
+        FP32 | {"head_dim": Between(least=65), "release": (3, 8)},
+        {"dkv_warps": 8, "dkv_registers": ALL_REGISTERS},
+        "compiled: its assembler gives the kernel of dk and dv 32 registers, and spills in its loop",
+    ),
+    Row({"capability": Between(least=(10, 0))}, {"resident": -1}, "Triton 3.6 fails to build that kernel there"),
+    Row(
+        {"capability": (0, 0)},
+        {
+            "rows": 32, "keys": 16, "num_warps": 4, "num_stages": 1, "forward_stages": 2, "precision": "ieee",
+            "resident": 32, "resident_rows": 16, "resident_warps": 4, "short": 0, "dkv_keys": 32, "dkv_queries": 16,
+            "dkv_warps": 4, "dkv_stages": 1, "programs": 2, **NO_LIMITS,
+        },
+        "interpreted: small tiles, so that few rows take every way",
+    ),
+)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)
-def config_for(dtype: torch.dtype, head_dim: int, tf32: bool, capability: tuple[int, int]) -> AttentionConfig:
-    """The configuration for a compute capability; ``tf32`` allows TF32 products of fp32 input.
-
-    Every tile fits the 99 KB of shared memory of 8.6, 8.9 and 12.0.
-    """
-    hopper = capability == (9, 0)
-    if dtype == torch.float32:  # three TF32 products hold every operand twice
-        block, warps, resident = (32, 8, 64) if head_dim <= 64 else (16, 4, 32)
-        precision = "tf32" if tf32 else "tf32x3"
-        config = AttentionConfig(block, block, warps, 1, precision, resident, block, warps, block, block, warps, 1, 1)
-        if head_dim > 128 and capability < (9, 0) and releases.roots_want_stages():
-            config = replace(config, forward_stages=2)
-        if head_dim > 64 and releases.wide_gradients_want_warps():
-            config = replace(config, dkv_warps=8, dkv_registers=ALL_REGISTERS)
-        return replace(config, short_rows=block, short_warps=warps)
-    if head_dim > 128:
-        return AttentionConfig(32, 32, 8, 2, "ieee", 64, 32, 8, 32, 32, 8, 1, short_rows=32)
-    if hopper and head_dim <= 64:
-        config = AttentionConfig(64, 64, 4, 2, "ieee", 128, 64, 4, 64, 64, 4, 2, forward_stages=3, programs=4)
-        config = replace(config, resident_simple=256, short_rows=128, dkv_registers=168)
-        config = replace(config, short_registers=128, general_warps=8 if releases.general_form_needs_warps() else 0)
-        if releases.hopper_needs_more_registers():
-            # on one H200 512 keys take 70 us in tiles of 128 queries and 64 in tiles of 64, 768 causal ones 129 and 99
-            config = replace(config, short_rows=64)
-            # under the others' limits 2% of the instructions of a loop move spilled values: short rows are then up to
-            # 9% slower with gradients, rows of 4,096 keys 1 to 3% faster
-            return replace(config, registers=168, programs=3, wide_registers=ALL_REGISTERS)
-        return replace(config, registers=128, wide_registers=168)
-    if hopper:
-        return AttentionConfig(128, 64, 8, 2, "ieee", 128, 64, 4, 64, 128, 8, 1, programs=1, short_rows=128)
-    resident = 128 if head_dim <= 64 else 0
-    return AttentionConfig(64, 64, 8, 2, "ieee", resident, 64, 8, 64, 64, 8, 2 if capability[0] == 10 else 1)
+def config_for(
+    dtype: torch.dtype,
+    head_dim: int,
+    capability: tuple[int, int],
+    kind: str = ENTMAX15,
+    way: str = LISTS,
+    release: releases.Release | None = None,
+    *,
+    tf32: bool = False,
+    dropout: bool = False,
+    simple: bool = False,
+    training: bool = True,
+) -> AttentionConfig:
+    """The configuration for such tensors; ``capability`` is ``(0, 0)`` where kernels are interpreted."""
+    facts = {"dtype": dtype, "head_dim": head_dim, "capability": capability, "kind": kind, "way": way, "tf32": tf32}
+    facts |= {"dropout": dropout, "simple": simple, "training": training}
+    facts |= {} if release is None else {"release": release}
+    return AttentionConfig(**lookup(TABLE, **facts))
 
 
-def attention_config(q: Tensor, dropout: bool = False) -> AttentionConfig:
-    """The configuration for the dtype, head dimension and device of ``q``; random words take registers too."""
-    if q.device.type != "cuda" or triton_interpreted():
-        return INTERPRETED
-    capability = torch.cuda.get_device_capability(q.device)
-    head_dim = int(q.size(-1))  # a tile of the kernels: never symbolic
-    config = config_for(q.dtype, head_dim, tf32_allowed(q.dtype), capability)
-    return replace(config, resident_warps=8) if dropout else config
-
-
-def span(rows: int, options: Options) -> int:
-    """The most keys that a tile of ``rows`` queries can see."""
-    bound = options.max_seqlen_k
-    return bound if options.window < 0 else min(bound, rows + 2 * options.window)
+def config_of(
+    tensors: AttentionTensors,
+    options: Options,
+    capability: tuple[int, int],
+    way: str = LISTS,
+    *,
+    tf32: bool = False,
+    training: bool = True,
+) -> AttentionConfig:
+    """The configuration for a call; ``tf32`` allows TF32 products of fp32 input."""
+    q = tensors.q
+    return config_for(
+        q.dtype,
+        int(q.size(-1)),  # a tile of the kernels: never symbolic
+        capability,
+        kernel_kind(q.dtype, tensors.alpha, options.alpha_value),
+        way,
+        releases.release(),
+        tf32=tf32,
+        dropout=tensors.seed is not None,
+        simple=is_simple(tensors, options),
+        training=training,
+    )
 
 
 def is_simple(tensors: AttentionTensors, options: Options) -> bool:
@@ -138,45 +245,22 @@ def is_simple(tensors: AttentionTensors, options: Options) -> bool:
     return closed and not (options.causal or options.window >= 0 or tensors.seed is not None)
 
 
-def is_resident(tensors: AttentionTensors, options: Options) -> bool:
-    """Whether the scores of a tile of rows stay on chip; else live blocks are listed."""
+def span(rows: int, options: Options) -> int:
+    """The most keys that a tile of ``rows`` queries can see."""
+    bound = options.max_seqlen_k
+    return bound if options.window < 0 else min(bound, rows + 2 * options.window)
+
+
+def way_of(tensors: AttentionTensors, options: Options, capability: tuple[int, int]) -> str:
+    """The way of rows: on chip where they fit, with lists where looking for dead blocks saves more than it costs."""
+    config = config_of(tensors, options, capability)
+    if span(config.resident_rows, options) <= config.resident:
+        return RESIDENT
     q = tensors.q
-    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) >= (10, 0):
-        return False  # Triton 3.6 fails to build that kernel there
-    config = attention_config(q)
-    longest = max(config.resident, config.resident_simple) if is_simple(tensors, options) else config.resident
-    return span(config.resident_rows, options) <= longest
-
-
-def is_short(q: Tensor, options: Options) -> bool:
-    """Whether rows have so few blocks that looking for dead ones costs more than it saves."""
-    config = attention_config(q)
-    return span(config.short_rows, options) <= config.short
-
-
-def short_rows(config: AttentionConfig, kind: str) -> int:
-    """Queries of a tile of the kernels that visit all blocks without a gradient.
-
-    Forms that need more registers than that of alpha 1.5 put values away in wide tiles: 768 keys on one H200 take, with
-    tiles of 128 and of 64 queries, 0.181 and 0.153 ms for an alpha in memory, 0.161 and 0.146 for 1.75, 0.133 and 0.121
-    for 1.25, 0.111 and 0.103 for 2.
-    """
-    return config.short_rows if kind in (SOFTMAX, ENTMAX15) else config.rows
-
-
-def resident_warps(config: AttentionConfig, kind: str) -> int:
-    """Warps of the resident kernel."""
-    return config.general_warps if kind not in CLOSED and config.general_warps else config.resident_warps
-
-
-def caps(config: AttentionConfig, kind: str, dropout: bool) -> AttentionConfig:
-    """The configuration with limits of registers only for forms that keep to them without spills."""
-    if kind == GENERIC or dropout:
-        dkv = ALL_REGISTERS if config.dkv_registers == ALL_REGISTERS else None
-        return replace(config, registers=None, wide_registers=None, dkv_registers=dkv, short_registers=None)
-    if config.registers and kind not in CLOSED and releases.any_alpha_wants_registers():
-        return replace(config, registers=168, wide_registers=ALL_REGISTERS)
-    return config
+    widest = config_for(
+        q.dtype, int(q.size(-1)), capability, ENTMAX15, SHORT, releases.release(), training=False
+    )  # whatever the form
+    return SHORT if span(widest.rows, options) <= config.short else LISTS
 
 
 def row_tiles(t: Tensor, rows: int, tensors: AttentionTensors) -> int:
@@ -184,19 +268,29 @@ def row_tiles(t: Tensor, rows: int, tensors: AttentionTensors) -> int:
     return t.size(0) // rows + tensors.batch if tensors.packed else tensors.batch * -(-t.size(2) // rows)
 
 
-def live_shape(tensors: AttentionTensors, options: Options) -> tuple[int, int, int]:
+def live_shape(tensors: AttentionTensors, options: Options, capability: tuple[int, int]) -> tuple[int, int, int]:
     """``[H, row tiles, words]`` of the map of live blocks, one bit per block; empty where nothing reads it."""
-    q = tensors.q
-    if is_resident(tensors, options) or is_short(q, options):
+    if way_of(tensors, options, capability) != LISTS:
         return 0, 0, 0
-    config = attention_config(q)
+    q, config = tensors.q, config_of(tensors, options, capability)
     blocks = -(-options.max_seqlen_k // config.keys)
     return q.size(1), row_tiles(q, config.rows, tensors), -(-blocks // 32)
 
 
-def tolerance(dtype: torch.dtype) -> float:
-    """Of the mass of a row; what is left is divided out. 16 bits round the weights themselves by far more."""
-    return 1e-6 if dtype == torch.float32 else 1e-5
+def outputs(tensors: AttentionTensors, options: Options, training: bool) -> tuple[Buffer, Buffer, Buffer, Buffer]:
+    """Output, what delta is made from, statistics ``[4, B, H, Nq]`` and the map of live blocks.
+
+    Their shapes are those of the kernels where kernels may run: a graph is compiled for these, before or after the
+    tiled path takes over, which makes neither the second nor the last.
+    """
+    q = tensors.q
+    rows = (4, *tensors.stats_shape) if training or options.support else (0,)
+    stats = Buffer(rows, torch.promote_types(q.dtype, torch.float32))
+    nothing = Buffer((0,), q.dtype)
+    if not triton_interpreted() and chosen_impl("", "q", q) != "triton":
+        return Buffer.like(q), nothing, stats, Buffer((0,), torch.int32)
+    live = live_shape(tensors, options, capability_of(q.device))
+    return Buffer.like(q), Buffer.like(q) if training else nothing, stats, Buffer(live, torch.int32)
 
 
 def nearness(dtype: torch.dtype) -> float:

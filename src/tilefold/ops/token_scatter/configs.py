@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
+
+from tilefold.ops._shared.tuning import Between, Row, lookup
 
 
-@dataclass(frozen=True)
-class ScatterConfig:
+class ScatterConfig(NamedTuple):
     """One program walks one sequence.
 
     Attributes:
@@ -18,14 +19,17 @@ class ScatterConfig:
     num_warps: int
 
 
-SHORT = ScatterConfig(128, num_warps=4)
-MEDIUM = ScatterConfig(512, num_warps=8)
-LONG = ScatterConfig(1024, num_warps=16)
-INTERPRETED = ScatterConfig(16, num_warps=4)
+COMPILED = "at most 2 tokens a thread: compiled without spills for 8.0, 9.0 and 10.0"
+TABLE = (
+    Row({}, {"block": 1024, "num_warps": 16}, COMPILED),
+    Row({"length": Between(most=512)}, {"block": 512, "num_warps": 8}, COMPILED),
+    Row({"length": Between(most=128)}, {"block": 128, "num_warps": 4}, COMPILED),
+    Row(
+        {"capability": (0, 0)}, {"block": 16, "num_warps": 4}, "interpreted: small, so that few tokens take more steps"
+    ),
+)
 
 
-def scatter_config(length_bound: int, interpreted: bool = False) -> ScatterConfig:
-    """The configuration for sequences of at most ``length_bound`` tokens."""
-    if interpreted:
-        return INTERPRETED
-    return next((config for config in (SHORT, MEDIUM) if length_bound <= config.block), LONG)
+def scatter_config(length: int, capability: tuple[int, int]) -> ScatterConfig:
+    """The configuration for sequences of at most ``length`` tokens; ``(0, 0)`` where kernels are interpreted."""
+    return ScatterConfig(**lookup(TABLE, length=length, capability=capability))

@@ -67,4 +67,4 @@ def backward(
 def _sequences(weights: Tensor, packed: bool, setting: Setting) -> tuple[int, int, ScatterConfig]:
     """The most tokens that a sequence can have, the length of all (0 if packed), and the configuration for them."""
     bound = weights.numel() if packed else weights.size(1)
-    return bound, 0 if packed else bound, scatter_config(bound, interpreted=setting.capability == (0, 0))
+    return bound, 0 if packed else bound, scatter_config(bound, setting.capability)

@@ -38,15 +38,19 @@ class _Stretch(NamedTuple):
     """Steps that follow one another, and the memory that none before them names.
 
     Attributes:
-        results: of each that is allocated first, what says so and the number that fills it.
-        scratch: that is allocated next.
+        results: that are allocated first: what says so of each.
+        fills: places among these of the ones that a number fills, and the number.
+        scratch: that is allocated next,
+        allocates: if there is any.
         views: the place of each view of a result, that of the result, and the dtype.
         steps: in order.
         ends: places of what no later step reads.
     """
 
-    results: list[tuple[Tensor, float | None]]
+    results: list[Tensor]
+    fills: list[tuple[int, float]]
     scratch: Pieces
+    allocates: bool
     views: list[tuple[int, int, torch.dtype]]
     steps: list[_Launched | _Computed]
     ends: list[int]
@@ -101,8 +105,10 @@ class Program:
         ends = _ends(plan, reads, {*scratch, *by_torch} - results.keys())
         self._stretches = [
             _Stretch(
-                [(_like(made[name], device), plan.fills.get(name)) for name in cut.results],
-                Pieces(device, *[plan.buffers[name] for name in cut.scratch]),  # type: ignore[misc]
+                [_like(made[name], device) for name in cut.results],
+                [(place, plan.fills[name]) for place, name in enumerate(cut.results) if name in plan.fills],
+                Pieces(device, *[plan.buffers[name] for name in cut.scratch]),  # type: ignore[arg-type]
+                bool(cut.scratch),
                 [(places[name], places[each.of], each.dtype) for name, each in views.items() if each.of in cut.results],
                 steps[cut.first : cut.end],
                 [places[name] for names in ends[cut.first : cut.end] for name in names],
@@ -112,7 +118,8 @@ class Program:
         self._others = [None] * len(others)
         self._results = [places[name] if name in wanted else None for name in results]
         allocated = [name for cut in cuts for name in cut.results]
-        self._made = [allocated.index(name) if name in made else None for name in results]
+        order_of = [allocated.index(name) if name in made else len(allocated) for name in results]  # or None behind
+        self._made = None if order_of == [*range(len(allocated))] else taker(order_of)
         self._ready = [step for step in steps[:copies] if isinstance(step, _Computed)]
         self._instead = {
             each.kernel.__name__: each.instead
@@ -134,15 +141,16 @@ class Program:
         addresses += self._others
         results: list[Tensor] = []
         for stretch, launches in self._bound:
-            for like, value in stretch.results:
-                result = torch.empty_like(like)
-                results.append(result if value is None else result.fill_(value))
-                addresses.append(result.data_ptr())
-            held: Tensor | None = stretch.scratch.extend(addresses)
+            made = list(map(torch.empty_like, stretch.results))
+            for place, value in stretch.fills:
+                made[place].fill_(value)
+            results += made
+            addresses += map(Tensor.data_ptr, made)
+            held: Tensor | None = stretch.scratch.extend(addresses) if stretch.allocates else None
             for launch, take in launches:
                 launch(take(addresses))
             held = None  # noqa: F841 (only now may its memory be given to the next)
-        return [None if place is None else results[place] for place in self._made]
+        return results if self._made is None else self._made((*results, None))
 
     def instead_of(self, kernel: str) -> Instead | None:
         """What stands behind a kernel of the plan, unless it was given up before the plan was made."""
@@ -151,8 +159,10 @@ class Program:
     def _run(self, same: bool, given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         tensors: list[Any] = [*given, *self._others]
         for stretch in self._stretches:
-            for like, value in stretch.results:
-                tensors.append(torch.empty_like(like) if value is None else torch.empty_like(like).fill_(value))
+            made = list(map(torch.empty_like, stretch.results))
+            for place, value in stretch.fills:
+                made[place].fill_(value)
+            tensors += made
             tensors += stretch.scratch()
             for place, source, dtype in stretch.views:
                 tensors[place] = tensors[source].view(dtype)

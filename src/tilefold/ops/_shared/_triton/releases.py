@@ -1,5 +1,7 @@
 """What differs between the releases of Triton; no other file asks which one is installed.
 
+What only launch configurations depend on stands in the tables of the rooms (`configs.py`), by the fact `release`.
+
 =====================================  =====  =====  =====  =====  =====  =====
                                        3.4    3.5    3.6    3.7    3.8    3.9
 =====================================  =====  =====  =====  =====  =====  =====
@@ -14,10 +16,6 @@ interpreted bf16, fp8 (2)              wrong  wrong  wrong  wrong  wrong  wrong
 interpreted rows in memory (11)        items  items  bytes  bytes  bytes  bytes
 interpreted masks may be integers      yes    yes    yes    yes    yes    no
 fused multiply-add by default (3)      yes    yes    yes    yes    yes    warns
-attention, sm_90, keeps to registers   yes    yes    yes    yes    no (7) no (6)
-roots of one stage get registers (10)  no     yes    yes    yes    yes    yes
-fp32 dk and dv get registers (12)      yes    yes    yes    yes    no     yes
-any alpha keeps to 128 (16)            yes    no     yes    yes    no     (6)
 maxsim's gradients spill (13)          yes    no     no     no     no     no
 maxsim's lists keep to 8 warps (14)    yes    yes    yes    yes    no     no
 documents' tiles of 128 spill (15)     yes    no     no     yes    yes    no
@@ -28,18 +26,13 @@ documents' tiles of 128 spill (15)     yes    no     no     yes    yes    no
 3. 3.10 will change the default, so it is asked for.
 4. Of the Hopper kernel, whose comparisons then keep a register for each place of a tile.
 5. Of the head's weight gradient on compute capability 9.0, in large batches, without a pipeline.
-6. 3.9 assembles with ptxas 13.4 and keeps its register allocation at a lower level, to work around a fault.
-7. The general form on chip does not, with 4 warps.
 8. Of the same kernel as 5 in fp16, with offsets in int64, held to 128 registers.
 9. Of that kernel on compute capability 8.0: in fp32 with 3.4, in 16 bits with 3.5.
-10. Of attention in fp32 with heads wider than 128, on 8.0: the assembler of 3.4 gives that kernel 32.
 11. What 16 of must divide a row behind a descriptor.
-12. In attention, the assembler of 3.8 gives fp32's kernel 32 above head dimension 128, and spills in its loop above 64.
 13. Of listed pairs' queries in 16 bits from 9.0 on with 4 warps, of smooth maxima in fp32 on 8.0 without a pipeline.
 14. In fp32 on 8.0: with 3.4 and 3.6 they spill with 4 warps, with 3.8 and 3.9 with 8. From 3.7 on, smooth
     maxima of packed queries are held to 128 registers, and spill, unless the assembler is told how many there are.
 15. In maxsim's gradient of documents in 16 bits on 8.0, where tokens are scaled and masked; 64 do not.
-16. The roots and the inference of attention whose form looks at alpha, on 9.0; the gradient of alpha there wants all.
 
 This file imports without Triton.
 """
@@ -106,31 +99,6 @@ def pipelined_lists_spill() -> bool:
 def release_name() -> str:
     """The release, as people write it."""
     return ".".join(map(str, release()))
-
-
-def hopper_needs_more_registers() -> bool:
-    """Whether kernels for compute capability 9.0 spill under limits of registers that other releases keep to."""
-    return release() >= (3, 9)
-
-
-def general_form_needs_warps() -> bool:
-    """Whether rows on chip of any alpha spill with 4 warps on compute capability 9.0."""
-    return release() == (3, 8)
-
-
-def any_alpha_wants_registers() -> bool:
-    """Whether forms of attention that look at alpha spill in 128 registers on 9.0; see 16."""
-    return release() in ((3, 5), (3, 8))
-
-
-def roots_want_stages() -> bool:
-    """Whether attention's roots get next to no registers on 8.0, in fp32 and wide heads, unless loads are pipelined."""
-    return release() == (3, 4)
-
-
-def wide_gradients_want_warps() -> bool:
-    """Whether dk and dv in fp32 of heads wider than 64 need 8 warps, and a limit that says how many registers exist."""
-    return release() == (3, 8)
 
 
 def late_interaction_gradients_spill() -> bool:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.impl import triton_interpreted
+
 PIECE_ALIGNMENT = 128  # bytes, as much as the L2 cache reads at a time
 
 
@@ -29,6 +31,12 @@ def sm_count(device: torch.device) -> int:
     return 3 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability of ``device``; ``(0, 0)`` where kernels are interpreted."""
+    compiled = device.type == "cuda" and not triton_interpreted()
+    return torch.cuda.get_device_capability(device) if compiled else (0, 0)
+
+
 def contiguous(tensor: Tensor | None) -> Tensor | None:
     """The tensor, if there is one, in contiguous memory."""
     return None if tensor is None else tensor.contiguous()
@@ -42,9 +50,9 @@ def as_bytes(mask: Tensor | None) -> Tensor | None:
     return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
 
-def one_byte(mask: Tensor | None) -> Tensor | None:
+def one_byte(mask: Tensor) -> Tensor:
     """The same in one byte per entry: for kernels that take long to compile, and so are compiled for no other dtype."""
-    return as_bytes(mask if mask is None or mask.dtype.itemsize == 1 else mask != 0)
+    return (mask if mask.dtype.itemsize == 1 else mask != 0).contiguous()
 
 
 def without_memory(

@@ -6,17 +6,11 @@ than the attention of a small batch.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from tilefold.ops._shared._triton.launch import Step
 from tilefold.ops._shared._triton.masks import mask_if
 from tilefold.ops._shared._triton.offsets import narrowed
-from tilefold.ops._shared._triton.tensors import cdiv
-from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.entmax_attention._problem import AttentionTensors
 
 
 @triton.jit
@@ -76,45 +70,6 @@ def nan_if_broken_kernel(cu_q_ptr, cu_k_ptr, out_ptr, B, q_rows, k_rows, longest
             tl.store(out_ptr + offs, nothing, mask=offs < size)
 
 
-_TILES = 64  # of a program, and sequences that it looks at together
-_OFFSETS = 512
-_WRITERS = 128
-
-
-class Tables:
-    """How tables are made for a packed batch of ``batch`` sequences, in tiles of ``rows`` queries and of ``keys`` keys.
-
-    Without ``keys``, of queries alone.
-    """
-
-    def __init__(self, batch: int, q_tiles: int, rows: int, k_tiles: int = 0, keys: int = 0) -> None:
-        self._sizes = (q_tiles, batch + 1, k_tiles, batch + 1)[: 4 if keys else 2]
-        self._step = Step(
-            tables_kernel,
-            (max(cdiv(max(q_tiles, k_tiles), _TILES), 1), 2 if keys else 1, 1),
-            (batch, q_tiles, k_tiles),
-            {"ROWS": rows, "KEYS": keys, "BLOCK": _TILES, "num_warps": 4, "num_stages": 1},
-        )
-
-    def __call__(self, same: bool, cu_q: Tensor | None, cu_k: Tensor | None) -> list[Tensor | None]:
-        """Sequence of every tile and first tile of every sequence, of queries and of keys.
-
-        A tile past the last one belongs to sequence ``batch``.
-        """
-        made: list[Tensor | None] = [None] * 4
-        if cu_q is not None and cu_k is not None:
-            for place, size in enumerate(self._sizes):
-                made[place] = torch.empty(size, dtype=torch.int32, device=cu_q.device)
-            self._step(same, cu_q, cu_k, *made)
-        return made
-
-
-def nan_if_broken(tensors: AttentionTensors, max_seqlen_k: int) -> Step:
-    """NaN in all elements of a dense output if offsets do not describe the rows, or a sequence has more keys than it
-    may: the host cannot look without waiting.
-    """
-    q, k, batch = tensors.q, tensors.k, tensors.batch
-    constants = {"BLOCK": _OFFSETS, "num_warps": 4, "num_stages": 1}
-    programs = 1 if triton_interpreted() else _WRITERS  # programs that are interpreted run one after the other
-    numbers = (batch, q.size(0), k.size(0), max_seqlen_k, q.numel())
-    return Step(nan_if_broken_kernel, (programs, 1, 1), numbers, constants)
+TABLE_BLOCK = 64  # tiles of a program, and sequences that it looks at together
+CHECK_BLOCK = 512  # offsets that are looked at together, and elements that are written
+WRITERS = 128
