@@ -139,8 +139,9 @@ class Prepared:
 
     def tokenise(self, texts: Sequence[str]) -> None:
         """Texts to batches of packed ids, on all cores, as the stream does it."""
-        for _ in self.stream.tokenised(self._windows(texts)):
-            pass
+        with self.stream.tokenised(self._windows(texts)) as works:
+            for _ in works:
+                pass
 
     def rust(self, texts: Sequence[str]) -> None:
         """The Rust tokenizer's part of that, without a look at its results."""

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from tilefold.retrieval import encode_queries
-from tilefold.retrieval._prefix import Beginnings
-from tilefold.retrieval.truncation import cut_texts
+from tilefold.retrieval.truncation import Beginnings, cut_texts
 
 WORDS = ["cats", "sleep", "on", "warm", "trees,", "and", "dogs", "don't", ""]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,9 @@ from tilefold.retrieval.provenance import TextsDigest, texts_digest
 from tilefold.retrieval.stored_documents import id_key
 
 __all__ = ["HeldTexts", "Range", "Rows", "StoredTexts", "Survey", "Texts"]
+
+
+_Row = tuple[tuple[Path, int] | None, str, str]  # file and row, id, text
 
 
 class Rows(NamedTuple):
@@ -107,13 +111,7 @@ class HeldTexts(Texts):
 
     def survey(self, shard_size: int, sample: int = 0) -> Survey:
         """See :class:`Texts`."""
-        found = _Sampled(sample)
-        items = iter(self.texts.items())
-        while held := dict(islice(items, shard_size)):
-            for name, text in held.items():
-                found.add(name, text)
-            found.survey.ranges.append(Range(len(found.survey.ranges), len(held), texts_digest(held), held=held))
-        return found.finished()
+        return _survey(((None, name, text) for name, text in self.texts.items()), shard_size, sample)
 
 
 class StoredTexts(Texts):
@@ -132,26 +130,20 @@ class StoredTexts(Texts):
         Raises:
             DataError: malformed rows, missing or repeated ids, or no row. Messages name file and line.
         """
-        found, keys = _Sampled(sample), array("Q")
-        part, digest = _Part(), TextsDigest()
+        keys = array("Q")
+        found = _survey(self._rows(keys), shard_size, sample)
+        self._check_unique(keys)
+        return found
+
+    def _rows(self, keys: array[int]) -> Iterator[_Row]:
         for file in table_files(self.path):
-            part.begin(file)
-            for where, row in table_rows(file):
+            for at, (where, row) in enumerate(table_rows(file)):
                 document = document_of_row(row, where, {})
                 keys.append(id_key(document.id))
-                found.add(document.id, document.contents)
-                digest.add(document.id, document.contents)
-                if part.more() == shard_size:
-                    found.survey.ranges.append(part.taken(len(found.survey.ranges), digest))
-                    digest = TextsDigest()
-            part.end()
-        if part.count:
-            found.survey.ranges.append(part.taken(len(found.survey.ranges), digest))
-        self._check_unique(keys)
-        return found.finished()
+                yield (file, at), document.id, document.contents
 
     def _check_unique(self, keys: array[int]) -> None:
-        ordered = np.sort(np.frombuffer(keys, np.uint64)) if keys else np.zeros(0, np.uint64)
+        ordered = np.sort(np.frombuffer(keys, np.uint64))
         twice = {int(key) for key in ordered[1:][ordered[1:] == ordered[:-1]]}
         if twice:  # or two ids of one key
             seen: dict[str, None] = {}
@@ -161,54 +153,31 @@ class StoredTexts(Texts):
                     seen[document.id] = None
 
 
-class _Part:
-    """Rows of the next shard, which may begin in one file and end in another."""
-
-    def __init__(self) -> None:
-        self.rows: list[Rows] = []
-        self.count = self.start = self.at = 0
-        self.file = Path()
-
-    def begin(self, file: Path) -> None:
-        self.file, self.start, self.at = file, 0, 0
-
-    def more(self) -> int:
-        self.at += 1
-        self.count += 1
-        return self.count
-
-    def end(self) -> None:
-        if self.at > self.start:
-            self.rows.append(Rows(self.file, self.start, self.at))
-            self.start = self.at
-
-    def taken(self, number: int, digest: TextsDigest) -> Range:
-        self.end()
-        made = Range(number, self.count, digest.hexdigest(), tuple(self.rows))
-        self.rows, self.count = [], 0
-        return made
+def _survey(rows: Iterator[_Row], shard_size: int, wanted: int) -> Survey:
+    """Ranges of texts; every n-th text is kept, n doubling when there are more than twice as many as wanted."""
+    found, digest, every = Survey(), TextsDigest(), 1
+    while part := list(islice(rows, shard_size)):
+        own = TextsDigest()
+        for _, name, text in part:
+            digest.add(name, text)
+            own.add(name, text)
+            if isinstance(text, str):
+                found.characters += len(text)
+                if wanted and found.count % every == 0:
+                    found.sample.append(text)
+                    if len(found.sample) >= 2 * wanted:
+                        found.sample, every = found.sample[::2], 2 * every
+            found.count += 1
+        held = {name: text for place, name, text in part if place is None}
+        places = (place for place, _, _ in part if place is not None)
+        found.ranges.append(Range(len(found.ranges), len(part), own.hexdigest(), _spans(places), held or None))
+    found.sha256 = digest.hexdigest()
+    if not found.count:
+        raise ValueError("texts: expected at least one, got none.")
+    return found
 
 
-class _Sampled:
-    """A survey in the making: every n-th text is kept, n doubling when there are too many."""
-
-    def __init__(self, wanted: int) -> None:
-        self.survey, self.wanted, self.every = Survey(), wanted, 1
-        self.digest = TextsDigest()
-
-    def add(self, name: str, text: str) -> None:
-        survey = self.survey
-        self.digest.add(name, text)
-        if isinstance(text, str):
-            survey.characters += len(text)
-            if self.wanted and survey.count % self.every == 0:
-                survey.sample.append(text)
-                if len(survey.sample) >= 2 * self.wanted:
-                    survey.sample, self.every = survey.sample[::2], 2 * self.every
-        survey.count += 1
-
-    def finished(self) -> Survey:
-        self.survey.sha256 = self.digest.hexdigest()
-        if not self.survey.count:
-            raise ValueError("texts: expected at least one, got none.")
-        return self.survey
+def _spans(places: Iterator[tuple[Path, int]]) -> tuple[Rows, ...]:
+    """Consecutive rows of each file."""
+    grouped = ((file, [at for _, at in group]) for file, group in groupby(places, itemgetter(0)))
+    return tuple(Rows(file, rows[0], rows[-1] + 1) for file, rows in grouped)

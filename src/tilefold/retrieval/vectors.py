@@ -10,14 +10,16 @@ interrupted writer can be resumed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tilefold._files import atomic_file
 from tilefold._vocabulary import vocabulary_fingerprint
-from tilefold.retrieval import _parquet
-from tilefold.retrieval._files import json_line
+from tilefold.retrieval._files import json_line, require
 from tilefold.retrieval._shards import (
     REMEDY,
     SCHEMA_VERSION,
@@ -123,12 +125,12 @@ class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
         resume: bool = False,
         lists: bool = True,
     ) -> None:
-        _parquet.arrow()
+        _arrow()
         manifest = VectorManifest(vocab_size, fingerprint, model_name, kind, settings=dict(settings or {}))
         super().__init__(Path(path), manifest, resume, lists)
 
     def _load(self, folder: Path) -> VectorManifest:
-        return _load_manifest(folder)
+        return read_manifest(folder)
 
     def _check(self, vectors: SparseVectors) -> None:
         check_same_vocabulary(self.manifest, vectors, "the folder", "vectors")
@@ -137,18 +139,20 @@ class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
         return {"rows": len(vectors), "nonzeros": int(vectors.indices.size)}
 
     def _store(self, vectors: SparseVectors, path: Path) -> None:
-        _parquet.write(vectors, path)
+        _write_parquet(vectors, path)
 
     def _read(self, path: Path) -> SparseVectors:
-        return _parquet.read(path, self.manifest.vectors)
+        return _read_parquet(path, self.manifest)
 
 
 def read_manifest(path: str | Path) -> VectorManifest:
-    """The manifest of the folder `path`, complete or not."""
-    return _load_manifest(Path(path))
+    """The manifest of the folder `path`, complete or not.
 
-
-def _load_manifest(folder: Path) -> VectorManifest:
+    Raises:
+        FileNotFoundError: no manifest.
+        DataError: a damaged one, or one of token vectors.
+    """
+    folder = Path(path)
     value, layout = read_layout(folder)
     if layout != "sparse":
         raise DataError(
@@ -166,7 +170,7 @@ def read_vectors(path: str | Path) -> SparseVectors:
         DataError: the writer did not finish, or a shard is damaged or holds bad vectors; names the file.
     """
     folder = Path(path)
-    manifest = _load_manifest(folder)
+    manifest = read_manifest(folder)
     check_whole(folder, manifest)
     parts = list(iter_shards(folder, manifest))
     if not parts:
@@ -181,13 +185,13 @@ def read_rows(path: str | Path, names: Iterable[str]) -> SparseVectors:
         FileNotFoundError, DataError: as :func:`read_vectors`, for the shards that are read.
     """
     folder, wanted = Path(path), set(names)
-    manifest = _load_manifest(folder)
+    manifest = read_manifest(folder)
     check_whole(folder, manifest)
     parts = [manifest.no_vectors()]
     for shard in manifest.shards:
         if not wanted:
             break
-        names_there = _parquet.read_ids(shard_file(folder, shard, verify=False))
+        names_there = _read_ids(shard_file(folder, shard, verify=False))
         rows = [row for row, name in enumerate(names_there) if name in wanted]
         if rows:
             parts.append(_read_shard(folder, shard, manifest).take(rows))
@@ -198,14 +202,14 @@ def read_rows(path: str | Path, names: Iterable[str]) -> SparseVectors:
 def iter_shards(path: str | Path, manifest: VectorManifest | None = None) -> Iterator[SparseVectors]:
     """Yield the listed shards one at a time, checked, for collections larger than memory."""
     folder = Path(path)
-    manifest = manifest or _load_manifest(folder)
+    manifest = manifest or read_manifest(folder)
     for shard in manifest.shards:
         yield _read_shard(folder, shard, manifest)
 
 
 def _read_shard(folder: Path, shard: Mapping[str, Any], manifest: VectorManifest) -> SparseVectors:
     file = shard_file(folder, shard)
-    vectors = _parquet.read(file, manifest.vectors)
+    vectors = _read_parquet(file, manifest)
     if len(vectors) != shard["rows"]:
         raise DataError(f"{file}: expected {shard['rows']} rows, got {len(vectors)}. {REMEDY}")
     return vectors
@@ -272,3 +276,67 @@ def export_jsonl(
                 vector = {name: q for name, w in vector.items() if (q := round(w * scale)) > 0}
             line = {"id": row_id, "contents": (contents or {}).get(row_id, ""), "vector": vector}
             stream.write(json_line(line))
+
+
+def _arrow() -> tuple[Any, Any]:
+    """``pyarrow`` and ``pyarrow.parquet``, or an error that says how to install them."""
+    purpose = "Storing vectors"
+    return require("pyarrow", "pyarrow", purpose), require("pyarrow.parquet", "pyarrow", purpose)
+
+
+def _write_parquet(vectors: SparseVectors, path: Path) -> None:
+    """Columns ``id``, ``indices`` and ``weights``, one row per text."""
+    pa, pq = _arrow()
+    if vectors.indices.size > np.iinfo(np.int32).max:
+        raise ValueError(f"vectors: expected fewer than 2^31 weights per shard, got {vectors.indices.size}.")
+    offsets = pa.array(vectors.indptr.astype(np.int32))
+    table = pa.table(
+        {
+            "id": pa.array(vectors.ids, pa.string()),
+            "indices": pa.ListArray.from_arrays(offsets, pa.array(vectors.indices, pa.int32())),
+            "weights": pa.ListArray.from_arrays(offsets, pa.array(vectors.data, pa.float32())),
+        }
+    )
+    # a third of the time and two thirds of the bytes of the usual dictionaries, which hold no float twice
+    encodings = {"indices.list.element": "DELTA_BINARY_PACKED", "weights.list.element": "BYTE_STREAM_SPLIT"}
+    pq.write_table(table, path, compression="zstd", use_dictionary=False, column_encoding=encodings)
+
+
+@contextmanager
+def _as_data_error(path: Path) -> Iterator[None]:
+    """Turn Arrow's errors for a damaged or foreign file into one ``DataError`` that names it."""
+    pa, _ = _arrow()
+    try:
+        yield
+    except (pa.ArrowException, OSError, KeyError, AttributeError) as error:
+        raise DataError(f"{path}: expected Parquet with id, indices and weights, got ({error}). {REMEDY}") from error
+
+
+def _read_ids(path: Path) -> list[str]:
+    """The ids alone; the other columns are not read."""
+    _, pq = _arrow()
+    with _as_data_error(path):
+        ids: list[str] = pq.read_table(path, columns=["id"]).column("id").to_pylist()
+    return ids
+
+
+def _read_parquet(path: Path, manifest: VectorManifest) -> SparseVectors:
+    """The vectors of a shard."""
+    _, pq = _arrow()
+    with _as_data_error(path):
+        table = pq.read_table(path, columns=["id", "indices", "weights"]).combine_chunks()
+        columns = [table.column(name).combine_chunks() for name in ("id", "indices", "weights")]
+        ids, indices, weights = columns
+        lengths = indices.value_lengths().to_numpy(zero_copy_only=False)
+        same = bool((lengths == weights.value_lengths().to_numpy(zero_copy_only=False)).all())
+        arrays = (
+            indices.flatten().to_numpy(zero_copy_only=False),
+            weights.flatten().to_numpy(zero_copy_only=False),
+        )
+    if not same or any(column.null_count for column in columns):
+        raise DataError(f"{path}: expected as many weights as indices and no nulls, got others. {REMEDY}")
+    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    try:
+        return manifest.vectors(ids.to_pylist(), indptr, *arrays)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error

@@ -9,8 +9,8 @@ from sentence_transformers import SparseEncoder
 from torch import nn
 
 from tilefold.integrations._patches import Handle
-from tilefold.integrations.sentence_transformers._batch_encoder import SparseBatchEncoder
-from tilefold.integrations.sentence_transformers._fused_encode import FusedEncode
+from tilefold.integrations.sentence_transformers._batch_encoder import SparseBatchEncoder, TokenBatchEncoder
+from tilefold.integrations.sentence_transformers._fused_encode import FusedEncode, FusedTokenEncode
 from tilefold.integrations.sentence_transformers._heads import check_head
 from tilefold.integrations.sentence_transformers._packing import has_packed_inputs, pack_inputs, unpack_inputs
 from tilefold.integrations.sentence_transformers._pairs import find_pairs
@@ -28,8 +28,6 @@ from tilefold.integrations.sentence_transformers._similarity import (
     is_multi_vector,
     unfuse_similarity,
 )
-from tilefold.integrations.sentence_transformers._token_encode import FusedTokenEncode
-from tilefold.integrations.sentence_transformers._token_stream import TokenBatchEncoder
 from tilefold.ops.implementations import check_impl
 
 _FUSED = (FusedForward, StaticTokens)

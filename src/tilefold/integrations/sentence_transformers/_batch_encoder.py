@@ -1,8 +1,8 @@
-"""``encode_sparse_batch`` of an accelerated model: one batch of texts to sparse rows, or a stream of them."""
+"""Streams of an accelerated model's batches: ``encode_sparse_batch``, which encodes one too, ``encode_token_batch``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from tilefold.integrations.sentence_transformers._batch import (
     prompt_of,
     sparse_options,
 )
+from tilefold.integrations.sentence_transformers._token_stream import TokenStream
 from tilefold.integrations.sentence_transformers.stream import SparseStream
 from tilefold.pipeline.rows import Item, Window
 
@@ -54,7 +55,7 @@ class SparseBatchEncoder:
         min_weight: float = 0.0,
         batch_size: int | None = None,
         batch_tokens: int | None = None,
-    ) -> Iterator[Item]:
+    ) -> Generator[Item, None, None]:
         """Rows of many texts, tokenised ahead and encoded without padding; see :class:`SparseStream`.
 
         Args:
@@ -73,4 +74,38 @@ class SparseBatchEncoder:
                 batch_size=batch_size,
                 batch_tokens=batch_tokens,
             )
+            yield from stream(windows)
+
+
+class TokenBatchEncoder:
+    """What an accelerated MultiVectorEncoder carries as ``encode_token_batch``.
+
+    Args:
+        model: the MultiVectorEncoder.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def stream(
+        self,
+        windows: Iterable[Window],
+        *,
+        task: str,
+        storage: str,
+        batch_size: int | None = None,
+        batch_tokens: int | None = None,
+    ) -> Generator[Item, None, None]:
+        """Token vectors of many texts, tokenised ahead and encoded without padding; see :class:`TokenStream`.
+
+        Args:
+            windows: texts, taken by a thread that works ahead.
+            task: ``"query"`` or ``"document"``.
+            storage: ``"fp16"`` or ``"int8"``.
+            batch_size: texts of a batch, at most.
+            batch_tokens: tokens of a batch; by default what suits the device.
+        """
+        how = {"batch_size": batch_size, "batch_tokens": batch_tokens}
+        with evaluating(self.model):
+            stream = TokenStream(self.model, storage, task=task, prompt=prompt_of(self.model, task), **how)
             yield from stream(windows)

@@ -18,7 +18,7 @@ from tilefold.integrations.sentence_transformers._batch import (
     prompt_of,
     sparse_options,
 )
-from tilefold.integrations.sentence_transformers._many import Limits, encode_many
+from tilefold.integrations.sentence_transformers._many import encode_many
 from tilefold.modules.fused_pooling import SparseOptions
 from tilefold.pipeline.rows import Batch, SparseRows, stacked
 
@@ -73,7 +73,7 @@ def encode_sparse(
         prompt = prompt_of(model, task, prompt_name) if prompt is None else prompt
         with evaluating(model):
             if len(texts) > FEW or batch_tokens is not None:
-                limits = Limits(batch_size, batch_tokens)
+                limits = {"batch_size": batch_size, "batch_tokens": batch_tokens}
                 rows = encode_many(model, texts, task, prompt, options, limits, _vocab_size(model))
             else:
                 rows = _encode_few(model, texts, task, prompt, options, batch_size or FEW)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,32 +20,26 @@ FIRST_TEXTS = 512  # of the first window, so that the device need not wait long 
 WINDOW_TEXTS = 2048
 
 
-class Limits(NamedTuple):
-    """Texts and tokens of a batch, at most; None for what suits the device."""
-
-    batch_size: int | None = None
-    batch_tokens: int | None = None
-
-
 def encode_many(
     model: Any,
     texts: Sequence[str],
     task: str | None,
     prompt: str | None,
     options: SparseOptions,
-    limits: Limits,
+    limits: Mapping[str, int | None],
     vocab_size: int,
     progress: Callable[[int], object] = lambda done: None,
 ) -> Tensor:
     """``[len(texts), V]`` CSR on the CPU; the model is accelerated and in eval mode.
 
     Args:
+        limits: ``batch_size`` and ``batch_tokens``, as :class:`TextStream` takes them.
         progress: called with the number of texts that were encoded since the last call.
 
     Raises:
         Exception: what the model raised for the first text that could not be encoded.
     """
-    stream = SparseStream(model, options, task=task, prompt=prompt, **limits._asdict())
+    stream = SparseStream(model, options, task=task, prompt=prompt, **limits)
     found = list(batches_of(stream, texts, progress))
     vocab_size = found[0].rows.vocab_size if found else vocab_size
     offsets, columns, values = stacked(found, len(texts))

@@ -1,17 +1,15 @@
-"""Texts to token vectors in a stream; ``encode_token_batch``, which an accelerated MultiVectorEncoder carries."""
+"""Texts to token vectors in a stream."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
 from typing import Any
 
 import torch
 
-from tilefold.integrations.sentence_transformers._batch import encode_features, evaluating, prompt_of
+from tilefold.integrations.sentence_transformers._batch import encode_features
 from tilefold.integrations.sentence_transformers.stream import TextStream
 from tilefold.ops import quantize_tokens
-from tilefold.pipeline.rows import Window
-from tilefold.pipeline.tokens import PendingTokens
+from tilefold.pipeline.tokens import PendingTokens, PendingVectors
 
 
 class TokenStream(TextStream):
@@ -41,35 +39,24 @@ class TokenStream(TextStream):
         return rows.isfinite().all(dim=1), quantized.values, quantized.scales
 
 
-class TokenBatchEncoder:
-    """What an accelerated MultiVectorEncoder carries as ``encode_token_batch``.
+class VectorStream(TextStream):
+    """Encodes windows of texts to token vectors ``[n, D]`` of each text, as the model makes them.
 
     Args:
-        model: the MultiVectorEncoder.
+        model: an accelerated MultiVectorEncoder in eval mode.
+        to_host: copy the vectors to the CPU; else they stay on the device.
+        normalize: make each vector of length 1.
+        how: as :class:`TextStream` takes them.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, *, to_host: bool, normalize: bool, **how: Any) -> None:
+        super().__init__(model, **how)
+        self.to_host, self.normalize = to_host, normalize
 
-    def stream(
-        self,
-        windows: Iterable[Window],
-        *,
-        task: str,
-        storage: str,
-        batch_size: int | None = None,
-        batch_tokens: int | None = None,
-    ) -> Generator[Any, None, None]:
-        """Token vectors of many texts, tokenised ahead and encoded without padding; see :class:`TokenStream`.
-
-        Args:
-            windows: texts, taken by a thread that works ahead.
-            task: ``"query"`` or ``"document"``.
-            storage: ``"fp16"`` or ``"int8"``.
-            batch_size: texts of a batch, at most.
-            batch_tokens: tokens of a batch; by default what suits the device.
-        """
-        how = {"batch_size": batch_size, "batch_tokens": batch_tokens}
-        with evaluating(self.model):
-            stream = TokenStream(self.model, storage, task=task, prompt=prompt_of(self.model, task), **how)
-            yield from stream(windows)
+    def _pending(self, features: dict[str, Any], *, again: bool = False) -> PendingVectors:
+        with torch.inference_mode():
+            found = encode_features(self.model, features, self.task)
+            vectors: torch.Tensor = found["token_embeddings"]
+            if self.normalize:
+                vectors = torch.nn.functional.normalize(vectors, p=2, dim=-1)
+            return PendingVectors(vectors, found["attention_mask"], self.to_host)

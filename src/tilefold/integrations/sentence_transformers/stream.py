@@ -12,6 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -158,10 +159,7 @@ class TextStream(ABC):
             windows: taken by a thread that works ahead. Everything of a window, its :class:`WindowEnd` last, comes
                 before anything of the next one.
         """
-        with (
-            Ahead(self._begun(windows), 1, "tilefold-tokenizer") as begun,
-            Ahead(self._works(begun), AHEAD, "tilefold-tokens") as works,
-        ):
+        with self.tokenised(windows) as works:
             yield Begun()
             yield from self._run(works)
 
@@ -190,13 +188,14 @@ class TextStream(ABC):
 
     # in the threads that work ahead
 
-    def tokenised(self, windows: Iterable[Window]) -> Iterator[Work | WindowEnd]:
+    @contextmanager
+    def tokenised(self, windows: Iterable[Window]) -> Iterator[Iterable[Work | WindowEnd]]:
         """Batches of token ids, made by two threads that work ahead."""
         with (
             Ahead(self._begun(windows), 1, "tilefold-tokenizer") as begun,
             Ahead(self._works(begun), AHEAD, "tilefold-tokens") as works,
         ):
-            yield from works
+            yield works
 
     def _begun(self, windows: Iterable[Window]) -> Iterator[_Begun]:
         """In the first thread: the Rust tokenizer at work, which leaves Python's lock to the others."""
