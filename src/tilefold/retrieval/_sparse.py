@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._arrays import check_offsets, no_weight, outside
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.provenance import Provenance
@@ -108,10 +109,10 @@ class SparseVectors:
         fingerprint: str | None = None,
     ) -> SparseVectors:
         """From ``{id: {term index: weight}}``."""
-        lengths = [len(row) for row in rows.values()]
+        lengths = np.array([len(row) for row in rows.values()], np.int64)
         indices = np.fromiter((term for row in rows.values() for term in row), dtype=np.int64)
         data = np.fromiter((weight for row in rows.values() for weight in row.values()), dtype=np.float32)
-        return cls(list(rows), _offsets(lengths), _as_int32(indices), data, vocab_size, fingerprint)
+        return cls(list(rows), offsets_of(lengths), _as_int32(indices), data, vocab_size, fingerprint)
 
     @classmethod
     def from_torch(
@@ -142,7 +143,7 @@ class SparseVectors:
         lengths = np.bincount(rows.numpy(), minlength=len(ids))
         return cls(
             list(ids),
-            _offsets(lengths),
+            offsets_of(lengths),
             columns.to(torch.int32).numpy(),
             values.float().numpy(),
             int(matrix.shape[1]),
@@ -165,7 +166,7 @@ class SparseVectors:
         lengths = np.concatenate([np.diff(part.indptr) for part in parts])
         return cls(
             [row_id for part in parts for row_id in part.ids],
-            _offsets(lengths),
+            offsets_of(lengths),
             np.concatenate([part.indices for part in parts]),
             np.concatenate([part.data for part in parts]),
             parts[0].vocab_size,
@@ -177,17 +178,10 @@ class SparseVectors:
         """The given rows, in the given order, as vectors of their own."""
         chosen = np.asarray(rows, dtype=np.int64)
         starts, lengths = self.indptr[chosen], np.diff(self.indptr)[chosen]
-        offsets = _offsets(lengths)
+        offsets = offsets_of(lengths)
         at = np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])
-        return SparseVectors(
-            [self.ids[i] for i in chosen.tolist()],
-            offsets,
-            self.indices[at],
-            self.data[at],
-            self.vocab_size,
-            self.fingerprint,
-            self.provenance,
-        )
+        ids = [self.ids[i] for i in chosen.tolist()]
+        return replace(self, ids=ids, indptr=offsets, indices=self.indices[at], data=self.data[at])
 
     def above(self, min_weight: float) -> SparseVectors:
         """The same vectors without weights of at most `min_weight`; themselves if there are none such."""
@@ -199,16 +193,7 @@ class SparseVectors:
         return self._kept(~np.isin(self.indices, terms))
 
     def _kept(self, keep: npt.NDArray[np.bool_]) -> SparseVectors:
-        kept = np.concatenate([np.zeros(1, np.int64), np.cumsum(keep)])
-        return SparseVectors(
-            self.ids,
-            kept[self.indptr],
-            self.indices[keep],
-            self.data[keep],
-            self.vocab_size,
-            self.fingerprint,
-            self.provenance,
-        )
+        return replace(self, indptr=offsets_of(keep)[self.indptr], indices=self.indices[keep], data=self.data[keep])
 
     def row(self, i: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Terms and weights of row `i`."""
@@ -233,10 +218,6 @@ def check_same_vocabulary(
             f"{right_name}: expected the vocabulary of {left_name} (fingerprint {left.fingerprint[:12]}), "
             f"got another of the same size ({right.fingerprint[:12]}). Encode both with the same model."
         )
-
-
-def _offsets(lengths: Any) -> npt.NDArray[np.int64]:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(lengths, dtype=np.int64))])
 
 
 def _as_int32(indices: Any) -> npt.NDArray[np.int32]:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tilefold._vocabulary import vocabulary_fingerprint
+from tilefold.pipeline.ragged import offsets_of
 from tilefold.pipeline.rows import SparseRows
 from tilefold.retrieval._made import PlainStream, in_memory
 from tilefold.retrieval._sparse import SparseVectors
@@ -181,7 +180,7 @@ class SparseMaker:
     def vectors(self, names: list[str], rows: Any) -> SparseVectors:
         """Vectors of rows of a stream, or of a matrix."""
         if isinstance(rows, SparseRows):
-            indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(rows.counts.numpy())])
+            indptr = offsets_of(rows.counts.numpy())
             weights = rows.values.float().numpy()
             made = SparseVectors(names, indptr, rows.columns.numpy(), weights, rows.vocab_size, self.fingerprint)
             made = made.above(self.min_weight)

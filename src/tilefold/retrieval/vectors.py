@@ -19,6 +19,7 @@ import numpy as np
 
 from tilefold._files import atomic_file
 from tilefold._vocabulary import vocabulary_fingerprint
+from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._files import json_line, require
 from tilefold.retrieval._shards import (
     REMEDY,
@@ -335,7 +336,7 @@ def _read_parquet(path: Path, manifest: VectorManifest) -> SparseVectors:
         )
     if not same or any(column.null_count for column in columns):
         raise DataError(f"{path}: expected as many weights as indices and no nulls, got others. {REMEDY}")
-    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    indptr = offsets_of(lengths)
     try:
         return manifest.vectors(ids.to_pylist(), indptr, *arrays)
     except DataError as error:
