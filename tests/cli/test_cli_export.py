@@ -63,23 +63,12 @@ def test_export_refuses_what_does_not_belong_together(call: Any, work: Path, mas
     refused = call("export", "--to", "vespa", "--names", "numbers", *here, "--data", tmp_path / "other")
     assert (refused.code, "holds other texts than those" in refused.err) == (1, True)
     write_vectors(SparseVectors.from_rows({"a": {1012: 1.0}}, 30522), tmp_path / "dotted")
-    refused = call(
-        "export",
-        "--to",
-        "opensearch",
-        "--vectors",
-        tmp_path / "dotted",
-        "--output",
-        tmp_path / "out",
-        "--model",
-        "minilm",
-    )
+    out = ("--output", tmp_path / "out")
+    refused = call("export", "--to", "opensearch", "--vectors", tmp_path / "dotted", *out, "--model", "minilm")
     assert refused.code == 1
     assert "holds a dot, got '.' (term 1012). Give --names numbers (or --dots keep" in refused.err
     write_vectors(SparseVectors.from_rows({"a": {7: 1.0}}, 30522, "0" * 64), tmp_path / "foreign")
-    refused = call(
-        "export", "--to", "vespa", "--vectors", tmp_path / "foreign", "--output", tmp_path / "out", "--model", masked_lm
-    )
+    refused = call("export", "--to", "vespa", "--vectors", tmp_path / "foreign", *out, "--model", masked_lm)
     assert (refused.code, "(fingerprint 000000000000), got that of" in refused.err) == (1, True)
     assert not (tmp_path / "out").exists()
     done = call("export", "--to", "opensearch", "--field-type", "sparse_vector", *here)

@@ -1,4 +1,4 @@
-"""Batches by tokens, permits, and what a failing input takes with it."""
+"""Batches by tokens, and inputs that fail in them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tilefold.serve import batching
-from tilefold.serve.batching import Lane, Permits
+from tilefold.serve.batching import Lane
 from tilefold.serve.errors import ServeError
 from tilefold.serve.metrics import Metrics
 from tilefold.serve.settings import Limits
@@ -36,7 +36,7 @@ class Recorder:
         return [2 * payload for payload in payloads]
 
 
-def run(entries: list[tuple[str, int, int]], cancel: int | None = None) -> tuple[Recorder, list[Any]]:
+def run(entries: list[tuple[str, int, int]]) -> tuple[Recorder, list[Any]]:
     """Queue (key, payload, tokens) behind a first batch, and gather what becomes of them."""
     recorder = Recorder()
     lane = Lane("test", recorder, 12, Metrics())
@@ -47,8 +47,6 @@ def run(entries: list[tuple[str, int, int]], cancel: int | None = None) -> tuple
         while len(lane):
             await asyncio.sleep(0.001)
         waiting = [lane.submit(*entry) for entry in entries]
-        if cancel is not None:
-            waiting[cancel].cancel()
         recorder.go.set()
         await first
         return await asyncio.gather(*waiting, return_exceptions=True)
@@ -132,12 +130,6 @@ def test_an_input_that_fails_does_not_take_the_others_with_it() -> None:
         assert [bad] in [payloads for _, payloads in recorder.batches]
 
 
-def test_a_cancelled_input_is_never_run() -> None:
-    recorder, answers = run([("a", 1, 2), ("a", 2, 2)], cancel=0)
-    assert recorder.batches[1:] == [("a", [2])]
-    assert isinstance(answers[0], asyncio.CancelledError)
-
-
 def test_a_closed_lane_refuses_what_waits_and_what_comes() -> None:
     recorder = Recorder()
     lane = Lane("test", recorder, 12, Metrics())
@@ -158,16 +150,6 @@ def test_a_closed_lane_refuses_what_waits_and_what_comes() -> None:
     assert getattr(first, "value", None) == 2 or isinstance(first, ServeError)
     assert (isinstance(waiting, ServeError) and waiting.kind == "Unhealthy") or waiting.value == 4
     assert not lane.alive
-
-
-def test_permits_are_taken_all_at_once_or_not_at_all_and_come_back() -> None:
-    permits = Permits(4)
-    with permits.take(3):
-        with pytest.raises(ServeError, match="overloaded"), permits.take(2):
-            pass
-        with permits.take(1):
-            assert permits.taken == 4
-    assert permits.taken == 0
 
 
 def test_limits_that_make_no_sense_are_refused() -> None:

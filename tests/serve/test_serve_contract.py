@@ -23,6 +23,11 @@ from tilefold.serve.text import TextTokens
 TEXTS = ["read csv files", "write json text, with examples", "dates"]
 
 
+def similar(source: str, *sentences: str, **parameters: Any) -> dict[str, Any]:
+    """A body of ``/similarity``."""
+    return {"inputs": {"source_sentence": source, "sentences": sentences}, "parameters": parameters}
+
+
 def rows(model: Any, texts: list[str], task: str = "document") -> list[dict[int, float]]:
     matrix = encode_sparse(model, texts, task=task).to_dense()
     return [{int(i): float(row[i]) for i in row.nonzero().flatten()} for row in matrix]
@@ -199,6 +204,20 @@ def test_info_health_and_metrics_have_the_documented_names(client: Client) -> No
         ("/rerank", {"query": "a"}, 422, "Validation", "`texts` or `documents`: expected one of them"),
         ("/embed", {"inputs": "a"}, 424, "Backend", "POST /embed_sparse"),
         ("/nowhere", {}, 404, "Validation", "there is no such route"),
+        ("/similarity", similar("a"), 400, "Empty", "`inputs.sentences` cannot be empty"),
+        ("/similarity", similar("a", *"b" * 32), 422, "Validation", "batch size 33 > maximum allowed batch size 32"),
+        ("/similarity", similar("", "b"), 400, "Empty", "`inputs` cannot be empty"),
+        ("/similarity", similar("a", "b", prompt_name="no"), 422, "Validation", "`prompt_name` expected one of"),
+        ("/similarity", similar("a" * 20_000, "b", truncate=False), 422, "Validation", "must have less than"),
+        ("/similarity", {"inputs": ["a", "b"]}, 422, "Validation", "`inputs`: "),
+        ("/similarity", {"inputs": {"source_sentence": "a"}}, 422, "Validation", "`inputs.sentences`: Field required"),
+        ("/vertex", {"instances": []}, 400, "Empty", "`instances` cannot be empty"),
+        ("/vertex", {"instances": [{"inputs": "a"}] * 33}, 422, "Validation", "batch size 33 > maximum allowed"),
+        ("/vertex", {"instances": [{"inputs": "a"}, {"input": "b"}]}, 422, "Validation",
+         "`instances.1.inputs`: Field required"),
+        ("/vertex", {"instances": [3]}, 422, "Validation", "`instances.0`: "),
+        ("/vertex", {"instances": [{"inputs": "a"}, {"inputs": ""}]}, 400, "Empty", "`inputs` cannot be empty"),
+        ("/vertex", {"instances": [{"query": "a", "texts": []}]}, 400, "Empty", "`texts` cannot be empty"),
     ],
 )  # fmt: skip
 def test_errors_have_the_codes_kinds_and_words_of_text_embeddings_inference(
