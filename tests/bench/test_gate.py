@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tilefold.bench.gate import Budget, GateResult
-from tilefold.bench.lsr_head import LSRHeadInputs
 from tilefold.bench.registry import get_spec, operators
 from tilefold.bench.spec import BenchCase, Runnable
 from tilefold.ops import lsr_head
@@ -103,7 +102,7 @@ def test_every_wrong_gradient_is_caught(checked: Checked, change: Callable[[Tens
 def test_a_head_that_ignores_padding_is_caught() -> None:
     spec = get_spec("lsr_head")
     case = BenchCase("tiny", "cpu", "float32", CASES["lsr_head"][0][1], "ragged-2pct")
-    inputs: LSRHeadInputs = spec.make_inputs(case, torch.device("cpu"), 0)
+    inputs = spec.make_inputs(case, torch.device("cpu"), 0)
     blind = inputs.bind(lambda hidden, weight, bias, mask: lsr_head(hidden, weight, bias), "no mask")
     assert spec.make_gate(case, inputs).check(blind, "ours").failures
 

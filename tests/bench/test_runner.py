@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 
 from tilefold.bench import report
-from tilefold.bench.lsr_head import SPEC, LSRHeadInputs, stock_head
+from tilefold.bench.lsr_head import SPEC, stock_head
 from tilefold.bench.runner import BenchRow, RunOptions, run_case
-from tilefold.bench.spec import BenchCase, Ceilings, Implementation, Runnable
+from tilefold.bench.spec import BenchCase, Ceilings, Implementation, Inputs, Runnable
 from tilefold.bench.timing import TimeBudget
 
 TINY = BenchCase("tiny", "cpu", "float32", {"B": 3, "S": 17, "D": 24, "V": 301}, "ragged-2pct")
@@ -21,7 +21,7 @@ OPTIONS = RunOptions(torch.device("cpu"), budget=TimeBudget(seconds=0.01, min_re
 CEILINGS = Ceilings(flops=1e12, bandwidth=1e10)
 
 
-def rows_of(build: Callable[[LSRHeadInputs], Runnable], kind: str = "ours", case: BenchCase = TINY) -> list[BenchRow]:
+def rows_of(build: Callable[[Inputs], Runnable], kind: str = "ours", case: BenchCase = TINY) -> list[BenchRow]:
     spec = replace(SPEC, implementations=(Implementation("candidate", build, kind),))
     return run_case(spec, case, OPTIONS, CEILINGS)
 
@@ -53,7 +53,7 @@ def test_a_wrong_implementation_fails_and_shows_no_time() -> None:
 
 
 def test_an_implementation_that_raises_costs_only_its_own_row() -> None:
-    def raising(inputs: LSRHeadInputs) -> Runnable:
+    def raising(inputs: Inputs) -> Runnable:
         raise ZeroDivisionError("no such kernel")
 
     candidates = (Implementation("broken", raising, "ours"), *SPEC.implementations[:1])
@@ -65,7 +65,7 @@ def test_an_implementation_that_raises_costs_only_its_own_row() -> None:
 
 
 def test_running_out_of_device_memory_is_a_status_not_a_crash() -> None:
-    def hungry(inputs: LSRHeadInputs) -> Runnable:
+    def hungry(inputs: Inputs) -> Runnable:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     (row,) = rows_of(hungry, kind="baseline")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from tilefold.bench.spec import (
     Phase,
     Runnable,
     Work,
+    bound,
     ours,
     random_tensors,
 )
@@ -29,24 +29,12 @@ _SHARPNESS = 2.0  # standard deviation of the scores
 _ROWS = 4  # held against the reference at either end
 
 
-@dataclass(frozen=True)
-class EntmaxBenchInputs(Inputs):
-    """Inputs of one case: scores ``[R, N]`` that want a gradient, and the gradient that comes back."""
-
-    x: Tensor
-    grad_output: Tensor
-
-    @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        return (self.x,)
-
-
-def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> EntmaxBenchInputs:
-    """Random inputs of ``case``: normal scores."""
+def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> Inputs:
+    """Normal scores ``[R, N]`` of ``case``."""
     normal, _ = random_tensors(device, seed)
     x, dp = (normal(case.dims["R"], case.dims["N"]) for _ in range(2))
     dtype = DTYPES[case.dtype]
-    return EntmaxBenchInputs((_SHARPNESS * x).to(dtype).requires_grad_(), dp.to(dtype))
+    return Inputs(((_SHARPNESS * x).to(dtype).requires_grad_(),), (), dp.to(dtype))
 
 
 def _probabilities(x: Tensor, impl: str) -> Tensor:
@@ -58,9 +46,9 @@ def _ends(rows: Tensor) -> Tensor:
     return torch.cat([rows[:_ROWS], rows[-_ROWS:]])
 
 
-def make_gate(case: BenchCase, inputs: EntmaxBenchInputs) -> Gate:
+def make_gate(case: BenchCase, inputs: Inputs) -> Gate:
     """The first and last rows and their gradients in fp64."""
-    leaf = _ends(inputs.x.detach()).double().requires_grad_()
+    leaf = _ends(inputs.leaves[0].detach()).double().requires_grad_()
     p = _probabilities(leaf, "reference")
     (dx,) = torch.autograd.grad(p, leaf, _ends(inputs.grad_output).double())
     return Gate(inputs, case.dtype, {"out": Part(_ends, p.detach())}, {"dx": Part(_ends, dx)})
@@ -91,21 +79,22 @@ class _SortedEntmax15(torch.autograd.Function):
         return dx.to(dp.dtype)
 
 
-def _ours(impl: str) -> Callable[[EntmaxBenchInputs], Runnable]:
-    return lambda inputs: inputs.bind(lambda x: _probabilities(x, impl), chosen_impl(inputs.x, impl))
+def _ours(impl: str) -> Callable[[Inputs], Runnable]:
+    return lambda inputs: inputs.bind(lambda x: _probabilities(x, impl), chosen_impl(inputs.leaves[0], impl))
 
 
 IMPLEMENTATIONS = (
     *ours(_ours, tiled_on=("cuda",)),
-    Implementation("sort", lambda inputs: inputs.bind(_SortedEntmax15.apply, "torch"), "baseline"),
-    Implementation("softmax", lambda inputs: inputs.bind(lambda x: x.softmax(dim=-1), "torch"), "bare"),
+    Implementation("sort", bound(_SortedEntmax15.apply), "baseline"),
+    Implementation("softmax", bound(lambda x: x.softmax(dim=-1)), "bare"),
 )
 
 
-def work(case: BenchCase, inputs: EntmaxBenchInputs, phase: Phase) -> Work:
+def work(case: BenchCase, inputs: Inputs, phase: Phase) -> Work:
     """Least work: scores read and probabilities written once; backward reads those and a gradient, and writes one."""
-    operand = float(inputs.x.numel() * inputs.x.element_size())
-    return Work(3.0 * inputs.x.numel(), operand * (2 if phase == "forward" else 5))
+    (x,) = inputs.leaves
+    operand = float(x.numel() * x.element_size())
+    return Work(3.0 * x.numel(), operand * (2 if phase == "forward" else 5))
 
 
 def needs_bytes(case: BenchCase, impl: str) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from tilefold.bench.spec import (
     Phase,
     Runnable,
     Work,
+    bound,
     captured,
     ours,
     peer,
@@ -43,23 +43,8 @@ _GATE_MARGIN = 1.5  # of the error that unavoidable roundings make
 _MAX_PAIRS = 1 << 22  # scores in fp64 of the gate's head on the CPU
 
 
-@dataclass(frozen=True)
-class EntmaxAttentionBenchInputs(Inputs):
-    """Inputs of one case: q, k and v ``[B, H, N, D]`` want gradients, ``grad_output`` comes back."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    grad_output: Tensor
-    causal: bool
-
-    @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        return self.q, self.k, self.v
-
-
-def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> EntmaxAttentionBenchInputs:
-    """Random inputs of ``case``: independent scores, or ones that are alike along the sequence."""
+def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> Inputs:
+    """Random q, k, v ``[B, H, N, D]`` and whether they are causal; scores are independent or alike in a sequence."""
     batch, heads, n, dim = (case.dims[name] for name in "BHND")
     kind, _, causal = case.variant.partition("-")
     made = entmax_attention_inputs(
@@ -73,8 +58,8 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> EntmaxA
         device=device,
         seed=seed,
     )
-    q, k, v = (t.requires_grad_() for t in (made.q, made.k, made.v))
-    return EntmaxAttentionBenchInputs(q, k, v, made.dout, causal == "causal")
+    leaves = tuple(t.requires_grad_() for t in (made.q, made.k, made.v))
+    return Inputs(leaves, (causal == "causal",), made.dout)
 
 
 def _rounded_dq(head: Sequence[Tensor], dtype: torch.dtype, causal: bool) -> Tensor:
@@ -95,27 +80,28 @@ def _rounded_dq(head: Sequence[Tensor], dtype: torch.dtype, causal: bool) -> Ten
     return dq
 
 
-def make_gate(case: BenchCase, inputs: EntmaxAttentionBenchInputs) -> Gate:
+def make_gate(case: BenchCase, inputs: Inputs) -> Gate:
     """The last queries of the first head, and, where that is all of them, its dk and dv, in fp64.
 
     Keys that are nearly alike cancel in dq, whose terms sum to nothing in every row, and what is left shows the
     rounding of the weights and of dS that any kernel with 16-bit products makes. Where those roundings alone, applied
     to exact numbers, lead further away than the budget, the gate allows half as much again as they do.
     """
-    n, dtype = inputs.q.size(2), inputs.q.dtype
-    first = n - min(n, _GATE_ROWS if inputs.q.is_cuda else max(1, _MAX_PAIRS // n))
-    q, k, v = (t.detach()[:1, :1].double() for t in (inputs.q, inputs.k, inputs.v))
+    (causal,), dout, dtype = inputs.others, inputs.grad_output, inputs.grad_output.dtype
+    n = dout.size(2)
+    first = n - min(n, _GATE_ROWS if dout.is_cuda else max(1, _MAX_PAIRS // n))
+    q, k, v = (t.detach()[:1, :1].double() for t in inputs.leaves)
     leaves = [q[:, :, first:].clone().requires_grad_(), k.requires_grad_(), v.requires_grad_()]
     found = entmax_attention(
-        leaves[0], leaves[1], leaves[2], alpha=ALPHA, causal=inputs.causal, impl="reference", return_stats=True
+        leaves[0], leaves[1], leaves[2], alpha=ALPHA, causal=causal, impl="reference", return_stats=True
     )
     if isinstance(found, Tensor):
         raise TypeError("entmax_attention returned no statistics.")
     out, stats = found
-    dout = inputs.grad_output[:1, :1, first:].double()
+    dout = dout[:1, :1, first:].double()
     dq, dk, dv = torch.autograd.grad(out, leaves, dout)
     head = [t.detach()[0, 0] for t in (*leaves, dout, stats.tau)]
-    unavoidable = testing.relative_error(_rounded_dq(head, dtype, inputs.causal), dq[0, 0])
+    unavoidable = testing.relative_error(_rounded_dq(head, dtype, causal), dq[0, 0])
     gradient = max(testing.budget(dtype, "gradient_bound"), _GATE_MARGIN * unavoidable)
     gradients = {
         "dq": Part(lambda t: t[:1, :1, first:], dq),
@@ -126,44 +112,39 @@ def make_gate(case: BenchCase, inputs: EntmaxAttentionBenchInputs) -> Gate:
     return Gate(inputs, case.dtype, outputs, gradients, Budget(testing.budget(dtype, "gradient"), gradient))
 
 
-def _sdpa(backend: SDPBackend) -> Callable[[EntmaxAttentionBenchInputs], Runnable]:
-    def build(inputs: EntmaxAttentionBenchInputs) -> Runnable:
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(backend):
-                return scaled_dot_product_attention(q, k, v, is_causal=inputs.causal)
+def _sdpa(backend: SDPBackend) -> Callable[[Inputs], Runnable]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-        return inputs.bind(attend, backend.name.lower())
-
-    return build
+    return bound(attend, backend.name.lower())
 
 
-def _flex(inputs: EntmaxAttentionBenchInputs) -> Runnable:
+def _flex(inputs: Inputs) -> Runnable:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: PLC0415
 
-    block_mask = None
-    if inputs.causal:
-        n = inputs.q.size(2)
-        block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=inputs.q.device.type)
+    block_mask, (n, device) = None, (inputs.grad_output.size(2), inputs.grad_output.device.type)
+    if inputs.others[0]:
+        block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=device)
     compiled: Any = torch.compile(flex_attention, dynamic=False)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         out: Tensor = compiled(q, k, v, block_mask=block_mask)
         return out
 
     return inputs.bind(attend, "flex_attention, compiled")
 
 
-def _adasplash(function: str, **options: Any) -> Callable[[EntmaxAttentionBenchInputs], Runnable]:
-    def build(inputs: EntmaxAttentionBenchInputs) -> Runnable:
+def _adasplash(function: str, **options: Any) -> Callable[[Inputs], Runnable]:
+    def build(inputs: Inputs) -> Runnable:
         package: Any = importlib.import_module("adasplash")
         known = dict(options)
-        if function == "adasplash_v2":
-            if not inputs.causal:
-                raise NotApplicable("AdaSplash-2 is causal only")
-        else:
-            known["is_causal"] = inputs.causal
+        if function != "adasplash_v2":
+            known["is_causal"] = inputs.others[0]
+        elif not inputs.others[0]:
+            raise NotApplicable("AdaSplash-2 is causal only")
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
             out: Tensor = getattr(package, function)(q, k, v, **known)
             return out
 
@@ -173,15 +154,12 @@ def _adasplash(function: str, **options: Any) -> Callable[[EntmaxAttentionBenchI
     return build
 
 
-def _ours(impl: str) -> Callable[[EntmaxAttentionBenchInputs], Runnable]:
-    def build(inputs: EntmaxAttentionBenchInputs) -> Runnable:
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = entmax_attention(q, k, v, alpha=ALPHA, causal=inputs.causal, impl=impl)
-            return out if isinstance(out, Tensor) else out[0]
+def _ours(impl: str) -> Callable[[Inputs], Runnable]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        out = entmax_attention(q, k, v, alpha=ALPHA, causal=causal, impl=impl)
+        return out if isinstance(out, Tensor) else out[0]
 
-        return inputs.bind(attend, chosen_impl(inputs.q, impl))
-
-    return build
+    return lambda inputs: inputs.bind(attend, chosen_impl(inputs.leaves[0], impl))
 
 
 IMPLEMENTATIONS = (
@@ -202,11 +180,11 @@ IMPLEMENTATIONS = (
 )
 
 
-def work(case: BenchCase, inputs: EntmaxAttentionBenchInputs, phase: Phase) -> Work:
+def work(case: BenchCase, inputs: Inputs, phase: Phase) -> Work:
     """Least work: every score once (their signs must be known); weights and gradients may all but vanish."""
     batch, heads, n, dim = (case.dims[name] for name in "BHND")
-    pairs = batch * heads * n * n / (2 if inputs.causal else 1)
-    operand = inputs.q.numel() * inputs.q.element_size()
+    pairs = batch * heads * n * n / (2 if inputs.others[0] else 1)
+    operand = inputs.grad_output.numel() * inputs.grad_output.element_size()
     nbytes = 4.0 * operand if phase == "forward" else 12.0 * operand
     return Work(2.0 * dim * pairs, nbytes)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from tilefold.bench.spec import (
     Requirement,
     Runnable,
     Work,
+    bound,
     compiled,
     ours,
     ragged_lengths,
@@ -35,48 +35,18 @@ CHUNK_BYTES = 2**27  # fp64 logits held at a time
 AMBIGUOUS = 2e-5  # fp32 evaluation order moves a logit by less than this
 
 
-@dataclass(frozen=True)
-class LSRHeadInputs(Inputs):
-    """Inputs of one case.
-
-    Attributes:
-        hidden: ``[B, S, D]``, requires a gradient; padding holds random numbers too.
-        weight: ``[V, D]``, requires a gradient, scaled so that logits are close to N(0, 1).
-        bias: ``[V]``, requires a gradient.
-        attention_mask: ``[B, S]`` int64, padded on the right.
-        grad_output: ``[B, V]``.
-        active: share of positive scores, measured on a sample of the vocabulary.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor
-    attention_mask: Tensor
-    grad_output: Tensor
-    active: float
-
-    @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        return self.hidden, self.weight, self.bias
-
-    @property
-    def others(self) -> tuple[Tensor]:  # type: ignore[override]
-        return (self.attention_mask,)
-
-    @property
-    def valid_tokens(self) -> int:
-        """Number of tokens that are not padding."""
-        return int(self.attention_mask.sum().item())
-
-
 def _sampled_maxima(hidden: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, columns: Tensor) -> Tensor:
     """``[B, C]`` fp32 maxima over valid tokens of the logits of some vocabulary entries."""
     logits = hidden.float() @ weight[columns].float().T + bias[columns].float()
     return logits.masked_fill(~mask.bool()[:, :, None], float("-inf")).amax(dim=1)
 
 
-def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> LSRHeadInputs:
-    """Random inputs of ``case``; ``"2pct"`` variants shift the bias until 2% of the scores are positive."""
+def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> Inputs:
+    """Random ``hidden [B, S, D]``, ``weight [V, D]``, ``bias [V]`` and ``attention_mask [B, S]`` of ``case``.
+
+    Logits are close to N(0, 1), and padding holds random numbers too. ``"2pct"`` variants shift the bias until 2% of
+    the scores are positive, which is measured on a sample of the vocabulary.
+    """
     B, S, D, V = (case.dims[name] for name in "BSDV")
     dtype = DTYPES[case.dtype]
     normal, generator = random_tensors(device, seed)
@@ -96,12 +66,11 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> LSRHead
     bias = bias.to(dtype)
     active = (_sampled_maxima(hidden, weight, bias, mask, columns) > 0).float().mean().item()
     grad_output = normal(B, V).to(dtype)
-    for tensor in (hidden, weight, bias):
-        tensor.requires_grad_()
-    return LSRHeadInputs(hidden, weight, bias, mask, grad_output, active)
+    leaves = (hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_())
+    return Inputs(leaves, (mask,), grad_output, int(mask.sum()), active)
 
 
-def make_gate(case: BenchCase, inputs: LSRHeadInputs) -> Gate:
+def make_gate(case: BenchCase, inputs: Inputs) -> Gate:
     """Some vocabulary entries over all sequences, and two sequences over the whole vocabulary, in fp64.
 
     A winner is undefined in floating point where two logits, or a logit and zero, differ by less than evaluation order
@@ -109,7 +78,7 @@ def make_gate(case: BenchCase, inputs: LSRHeadInputs) -> Gate:
     budget can be tight.
     """
     B, V = inputs.grad_output.shape
-    device = inputs.hidden.device
+    device = inputs.grad_output.device
     every = torch.arange(B, device=device)
     few = torch.tensor(sorted({0, B - 1}), device=device)
     columns = torch.linspace(0, V - 1, min(COLUMNS, V), dtype=torch.float64, device=device).round().long()
@@ -117,7 +86,7 @@ def make_gate(case: BenchCase, inputs: LSRHeadInputs) -> Gate:
         _drop_ambiguous(inputs, rows, some)
     out, (_, dweight, dbias) = _reference(inputs, every, columns)
     scores: list[Tensor] = []
-    dhidden = torch.zeros_like(inputs.hidden[few], dtype=torch.float64)
+    dhidden = torch.zeros_like(inputs.leaves[0][few], dtype=torch.float64)
     for chunk in _chunks(inputs, few):
         part, gradients = _reference(inputs, few, chunk)
         scores.append(part)
@@ -137,21 +106,21 @@ def make_gate(case: BenchCase, inputs: LSRHeadInputs) -> Gate:
     )
 
 
-def _chunks(inputs: LSRHeadInputs, sequences: Tensor) -> Iterator[Tensor]:
+def _chunks(inputs: Inputs, sequences: Tensor) -> Iterator[Tensor]:
     """The vocabulary in parts whose logits for these sequences take ``CHUNK_BYTES``."""
-    width = max(1, CHUNK_BYTES // (8 * sequences.numel() * inputs.hidden.size(1)))
-    yield from torch.split(torch.arange(inputs.weight.size(0), device=inputs.weight.device), width)
+    width = max(1, CHUNK_BYTES // (8 * sequences.numel() * inputs.leaves[0].size(1)))
+    yield from torch.split(torch.arange(inputs.grad_output.size(1), device=sequences.device), width)
 
 
-def _slice(inputs: LSRHeadInputs, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _slice(inputs: Inputs, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """fp64 leaves ``hidden[rows]``, ``weight[columns]``, ``bias[columns]`` and the mask of those rows."""
-    leaves = [t.detach() for t in (inputs.hidden[rows], inputs.weight[columns], inputs.bias[columns])]
-    hidden, weight, bias = (leaf.double().requires_grad_() for leaf in leaves)
-    return hidden, weight, bias, inputs.attention_mask.bool()[rows]
+    leaves = (t.detach()[part].double() for t, part in zip(inputs.leaves, (rows, columns, columns), strict=True))
+    hidden, weight, bias = (leaf.requires_grad_() for leaf in leaves)
+    return hidden, weight, bias, inputs.others[0].bool()[rows]
 
 
 @torch.no_grad()
-def _drop_ambiguous(inputs: LSRHeadInputs, rows: Tensor, columns: Tensor) -> None:
+def _drop_ambiguous(inputs: Inputs, rows: Tensor, columns: Tensor) -> None:
     hidden, weight, bias, valid = _slice(inputs, rows, columns)
     logits = (hidden @ weight.T + bias).masked_fill(~valid[:, :, None], float("-inf"))
     best = logits.topk(min(2, logits.size(1)), dim=1).values
@@ -162,7 +131,7 @@ def _drop_ambiguous(inputs: LSRHeadInputs, rows: Tensor, columns: Tensor) -> Non
     inputs.grad_output[place] = inputs.grad_output[place].masked_fill(unclear, 0)
 
 
-def _reference(inputs: LSRHeadInputs, rows: Tensor, columns: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _reference(inputs: Inputs, rows: Tensor, columns: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     hidden, weight, bias, valid = _slice(inputs, rows, columns)
     out = lsr_head(hidden, weight, bias, attention_mask=valid, impl="reference")
     grad = inputs.grad_output[rows[:, None], columns[None, :]].double()
@@ -184,12 +153,13 @@ def max_first_head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask:
     return torch.max(masked, dim=1).values.relu().log1p()
 
 
-def _gemm(chunk_bytes: float) -> Callable[[LSRHeadInputs], Runnable]:
+def _gemm(chunk_bytes: float) -> Callable[[Inputs], Runnable]:
     """The product alone, chunk by chunk over the vocabulary into one buffer that is overwritten."""
 
-    def build(inputs: LSRHeadInputs) -> Runnable:
-        rows = inputs.hidden.detach()[inputs.attention_mask.bool()].contiguous()
-        weight = pad(inputs.weight.detach(), (0, 0, 0, -inputs.weight.size(0) % 8))
+    def build(inputs: Inputs) -> Runnable:
+        hidden, weight, _ = (leaf.detach() for leaf in inputs.leaves)
+        rows = hidden[inputs.others[0].bool()].contiguous()
+        weight = pad(weight, (0, 0, 0, -weight.size(0) % 8))
         width = weight.size(0)
         if chunk_bytes < rows.element_size() * rows.size(0) * width:
             width = max(8, int(chunk_bytes) // (rows.element_size() * max(rows.size(0), 1)) // 8 * 8)
@@ -206,47 +176,38 @@ def _gemm(chunk_bytes: float) -> Callable[[LSRHeadInputs], Runnable]:
     return build
 
 
-def _ours(impl: str) -> Callable[[LSRHeadInputs], Runnable]:
-    def build(inputs: LSRHeadInputs) -> Runnable:
-        def head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor) -> Tensor:
-            return lsr_head(hidden, weight, bias, attention_mask=attention_mask, impl=impl)
+def _ours(impl: str) -> Callable[[Inputs], Runnable]:
+    def head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor) -> Tensor:
+        return lsr_head(hidden, weight, bias, attention_mask=attention_mask, impl=impl)
 
-        return inputs.bind(head, chosen_impl(inputs.hidden, impl))
-
-    return build
+    return lambda inputs: inputs.bind(head, chosen_impl(inputs.leaves[0], impl))
 
 
 IMPLEMENTATIONS = (
     *ours(_ours),
-    Implementation("eager", lambda inputs: inputs.bind(stock_head, "torch"), "baseline"),
-    Implementation("compile", lambda inputs: inputs.bind(compiled(stock_head), "torch.compile"), "baseline", ("cuda",)),
-    Implementation(
-        "compile-max-first",
-        lambda inputs: inputs.bind(compiled(max_first_head), "torch.compile"),
-        "baseline",
-        ("cuda",),
-    ),
+    Implementation("eager", bound(stock_head), "baseline"),
+    Implementation("compile", bound(compiled(stock_head), "torch.compile"), "baseline", ("cuda",)),
+    Implementation("compile-max-first", bound(compiled(max_first_head), "torch.compile"), "baseline", ("cuda",)),
     Implementation("gemm", _gemm(GEMM_CHUNK_BYTES), "bare"),
     Implementation("gemm-full", _gemm(float("inf")), "bare"),
 )
 
 
-def work(case: BenchCase, inputs: LSRHeadInputs, phase: Phase) -> Work:
+def work(case: BenchCase, inputs: Inputs, phase: Phase) -> Work:
     """Least work: forward multiplies valid tokens with the vocabulary; backward moves rows, once each.
 
     Backward reads the scores' gradient, the scores and a two-byte winner, the hidden rows and the weight rows that have
     an active score, and writes all of both gradients; its arithmetic is negligible.
     """
     B, D, V = case.dims["B"], case.dims["D"], case.dims["V"]
-    item = inputs.hidden.element_size()
-    tokens = inputs.valid_tokens
+    item, tokens = inputs.grad_output.element_size(), inputs.valid_tokens
     flops = 2.0 * tokens * D * V
     nbytes = float(item * (tokens * D + V * D + V + B * V))
     if phase == "forward_backward":
-        active_rows = V * (1 - (1 - inputs.active) ** B)
+        active_rows = V * (1 - (1 - (inputs.active or 0.0)) ** B)
         nbytes += 2 * B * V  # the winners, written by forward
         nbytes += B * V * (2 * item + 2) + item * D * (tokens + active_rows)
-        nbytes += item * (inputs.hidden.numel() + V * D + V)
+        nbytes += item * sum(leaf.numel() for leaf in inputs.leaves)
     return Work(flops, nbytes)
 
 

@@ -28,8 +28,6 @@ from tilefold.bench.spec import (
 )
 from tilefold.ops.maxsim import chosen_impl, maxsim, quantize_tokens
 
-Score = Callable[[Tensor, Tensor], Tensor]
-
 _PACKED_SHARE = 1 / 6  # shortest document of a packed case as a share of the longest; lengths are evenly spread
 DOCUMENTS = 4  # documents that are checked against every query, beside two queries against every document
 CHUNK_BYTES = 2**27  # fp64 similarities held at a time
@@ -37,47 +35,8 @@ AMBIGUOUS = 2e-6  # fp32 evaluation order moves a similarity of unit vectors by 
 QUANTIZED_BUDGET = Budget(forward=BUDGETS["float32"].forward, gradient=0.0)
 
 
-@dataclass(frozen=True)
-class MaxSimBenchInputs(Inputs):
-    """Inputs of one case; token vectors have norm 1.
-
-    Attributes:
-        queries: ``[Nq, Lq, D]``, requires a gradient.
-        documents: ``[Nd, Ld, D]``, or ``[T, D]`` packed, requires a gradient.
-        cu_seqlens_d: ``[Nd + 1]`` int32 of a packed case, else ``None``.
-        grad_output: ``[Nq, Nd]`` fp32.
-    """
-
-    queries: Tensor
-    documents: Tensor
-    cu_seqlens_d: Tensor | None
-    grad_output: Tensor
-
-    @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        return self.queries, self.documents
-
-    @property
-    def document_tokens(self) -> int:
-        """Number of document tokens."""
-        return self.documents.shape[:-1].numel()
-
-    @property
-    def valid_tokens(self) -> int:
-        """Number of tokens of both sides."""
-        return self.document_tokens + self.queries.shape[:-1].numel()
-
-    def rows_of(self, document: int) -> slice:
-        """Where the tokens of a document lie among those of all."""
-        if self.cu_seqlens_d is None:
-            length = self.documents.size(1)
-            return slice(document * length, (document + 1) * length)
-        start, end = self.cu_seqlens_d[document : document + 2].tolist()
-        return slice(start, end)
-
-
-def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> MaxSimBenchInputs:
-    """Random unit vectors of ``case``."""
+def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> Inputs:
+    """Random unit vectors ``[Nq, Lq, D]`` and ``[Nd, Ld, D]``, or ``[T, D]`` packed by int32 offsets ``[Nd + 1]``."""
     dims, dtype = case.dims, DTYPES[case.dtype]
     normal, generator = random_tensors(device, seed)
 
@@ -95,14 +54,27 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> MaxSimB
     else:
         documents = unit(dims["Nd"], dims["Ld"], dims["D"])
     grad_output = normal(dims["Nq"], dims["Nd"])
-    return MaxSimBenchInputs(queries.requires_grad_(), documents.requires_grad_(), cu_seqlens, grad_output)
+    tokens = sum(side.shape[:-1].numel() for side in (queries, documents))
+    return Inputs((queries.requires_grad_(), documents.requires_grad_()), (cu_seqlens,), grad_output, tokens)
+
+
+def _places(inputs: Inputs, document: int) -> slice:
+    """Where the tokens of a document lie among those of all."""
+    (cu_seqlens,) = inputs.others
+    if cu_seqlens is None:
+        length = inputs.leaves[1].size(1)
+        return slice(document * length, (document + 1) * length)
+    return slice(*cu_seqlens[document : document + 2].tolist())
+
+
+def _tokens(inputs: Inputs, document: int) -> Tensor:
+    return inputs.leaves[1].detach().flatten(0, -2)[_places(inputs, document)]
 
 
 @dataclass(frozen=True)
 class MaxSimGate(Gate):
     """A gate that compares scores of int8 and fp8 documents with what the rounded numbers stand for."""
 
-    inputs: MaxSimBenchInputs
     documents: tuple[int, ...] = ()
 
     def check(self, runnable: Runnable, kind: str) -> GateResult:
@@ -113,16 +85,15 @@ class MaxSimGate(Gate):
         out, worst = runnable.forward(), 0.0
         if out is None or not bool(out.isfinite().all()):
             return GateResult({"out[:, d]": float("inf")}, QUANTIZED_BUDGET)
-        rows = self.inputs.documents.detach().flatten(0, -2)
         for document in self.documents:
-            tokens = quantize_tokens(rows[self.inputs.rows_of(document)][None], dtype=stored)
-            truth = maxsim(self.inputs.queries.detach(), tokens, impl="reference")
+            tokens = quantize_tokens(_tokens(self.inputs, document)[None], dtype=stored)
+            truth = maxsim(self.inputs.leaves[0].detach(), tokens, impl="reference")
             worst = max(worst, testing.relative_error(out[:, document : document + 1], truth))
         return GateResult({"out[:, d]": worst}, QUANTIZED_BUDGET)
 
 
 @torch.no_grad()
-def make_gate(case: BenchCase, inputs: MaxSimBenchInputs) -> MaxSimGate:
+def make_gate(case: BenchCase, inputs: Inputs) -> MaxSimGate:
     """Two queries with all documents, and a few documents with all queries: scores and their gradients in fp64.
 
     ``inputs.grad_output`` becomes zero for pairs of the slices in which a query token has two best document tokens up
@@ -133,20 +104,20 @@ def make_gate(case: BenchCase, inputs: MaxSimBenchInputs) -> MaxSimGate:
     few = torch.tensor(sorted({0, grad.size(0) - 1}), device=device)
     spread = torch.linspace(0, grad.size(1) - 1, min(DOCUMENTS, grad.size(1)), dtype=torch.float64)
     chosen = spread.round().long().tolist()
-    some = inputs.queries.detach()[few].double()
+    some = inputs.leaves[0].detach()[few].double()
     scores = torch.zeros(len(few), grad.size(1), dtype=torch.float64, device=device)
     dqueries = torch.zeros_like(some)
     for document in range(grad.size(1)):
-        tokens = _tokens(inputs, document)
+        tokens = _tokens(inputs, document).double()
         scores[:, document], winner, unclear = _winners(some, tokens)
         grad[few[unclear], document] = 0
         dqueries += grad[few, document, None, None].double() * tokens[winner]
-    step = max(1, CHUNK_BYTES // (8 * inputs.queries.size(1) * case.dims["Ld"]))
+    step = max(1, CHUNK_BYTES // (8 * inputs.leaves[0].size(1) * case.dims["Ld"]))
     columns, parts = zip(*(_document_truth(inputs, document, step) for document in chosen), strict=True)
 
     def taken(documents: Tensor) -> Tensor:
         rows = documents.flatten(0, -2)
-        return torch.cat([rows[inputs.rows_of(document)] for document in chosen])
+        return torch.cat([rows[_places(inputs, document)] for document in chosen])
 
     return MaxSimGate(
         inputs,
@@ -161,10 +132,6 @@ def make_gate(case: BenchCase, inputs: MaxSimBenchInputs) -> MaxSimGate:
     )
 
 
-def _tokens(inputs: MaxSimBenchInputs, document: int) -> Tensor:
-    return inputs.documents.detach().flatten(0, -2)[inputs.rows_of(document)].double()
-
-
 def _winners(queries: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scores of some queries with a document, the winners, and which queries have a token with two best."""
     similarities = queries @ tokens.T  # [n, Lq, Ld]
@@ -175,12 +142,12 @@ def _winners(queries: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return best[..., 0].sum(dim=1), places[..., 0], unclear
 
 
-def _document_truth(inputs: MaxSimBenchInputs, document: int, step: int) -> tuple[Tensor, Tensor]:
+def _document_truth(inputs: Inputs, document: int, step: int) -> tuple[Tensor, Tensor]:
     """A document's scores with all queries and its gradient; the first slice settled its pairs by the same margin."""
-    grad, tokens = inputs.grad_output, _tokens(inputs, document)
+    grad, tokens = inputs.grad_output, _tokens(inputs, document).double()
     gradient, values = torch.zeros_like(tokens), []
     for start in range(0, grad.size(0), step):
-        queries = inputs.queries.detach()[start : start + step].double()
+        queries = inputs.leaves[0].detach()[start : start + step].double()
         value, winner, unclear = _winners(queries, tokens)
         every = torch.arange(start, start + queries.size(0), device=grad.device)
         grad[every[unclear], document] = 0
@@ -190,20 +157,21 @@ def _document_truth(inputs: MaxSimBenchInputs, document: int, step: int) -> tupl
     return torch.cat(values), gradient
 
 
-def materialised_scores(queries: Tensor, documents: Tensor) -> Tensor:
+def materialised_scores(queries: Tensor, documents: Tensor, _: None = None) -> Tensor:
     """The einsum of late-interaction libraries: every similarity ``[Nq, Nd, Lq, Ld]``, then maximum and sum."""
     return torch.einsum("qid,njd->qnij", queries, documents).amax(dim=3).float().sum(dim=2)
 
 
-def _stock(inputs: MaxSimBenchInputs) -> Score:
+def _stock(inputs: Inputs) -> Callable[..., Tensor]:
     """That einsum; for packed documents after padding and masking, as a library without them does."""
-    if inputs.cu_seqlens_d is None:
+    (offsets,) = inputs.others
+    if offsets is None:
         return materialised_scores
-    lengths = inputs.cu_seqlens_d.diff()
+    lengths = offsets.diff()
     valid = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
     place = valid.nonzero(as_tuple=True)
 
-    def padded(queries: Tensor, documents: Tensor) -> Tensor:
+    def padded(queries: Tensor, documents: Tensor, _: Tensor) -> Tensor:
         tokens = documents.new_zeros(*valid.shape, documents.size(1)).index_put(place, documents)
         similarities = torch.einsum("qid,njd->qnij", queries, tokens).masked_fill(~valid[:, None], float("-inf"))
         return similarities.amax(dim=3).float().sum(dim=2)
@@ -211,36 +179,32 @@ def _stock(inputs: MaxSimBenchInputs) -> Score:
     return padded
 
 
-def _flash_maxsim(inputs: MaxSimBenchInputs) -> Runnable:
+def _flash_maxsim(inputs: Inputs) -> Runnable:
     package: Any = importlib.import_module("flash_maxsim")
-    offsets = inputs.cu_seqlens_d
+    (queries, documents), (offsets,) = inputs.leaves, inputs.others
     if offsets is not None:
-        query = inputs.queries[0].detach()
-        longest = int(offsets.diff().max())
+        query, longest = queries[0].detach(), int(offsets.diff().max())
 
         def packed() -> Tensor:
-            scores: Tensor = package.flash_maxsim_packed(
-                query, inputs.documents.detach(), offsets, max_seqlen_d=longest
-            )
+            scores: Tensor = package.flash_maxsim_packed(query, documents.detach(), offsets, max_seqlen_d=longest)
             return scores[None]
 
         return Runnable(packed, None, "flash_maxsim_packed")
-    train = package.flash_maxsim_batched_train
-    if inputs.queries.size(0) == 1:
-        return inputs.bind(lambda q, d: package.flash_maxsim(q[0], d)[None], "flash_maxsim", train=train)
-    return inputs.bind(package.flash_maxsim_batched, "flash_maxsim_batched", train=train)
+    name, score = "flash_maxsim_batched", package.flash_maxsim_batched
+    if queries.size(0) == 1:
+        name, score = "flash_maxsim", lambda q, d: package.flash_maxsim(q[0], d)[None]
+    return inputs.bind(lambda q, d, _: score(q, d), name, lambda q, d, _: package.flash_maxsim_batched_train(q, d))
 
 
-def _late_interaction_kernels(inputs: MaxSimBenchInputs) -> Runnable:
+def _late_interaction_kernels(inputs: Inputs) -> Runnable:
     package: Any = importlib.import_module("late_interaction_kernels")
-    offsets = inputs.cu_seqlens_d
+    (offsets,), length = inputs.others, inputs.leaves[0].size(1)
     if offsets is None:
-        return inputs.bind(package.maxsim, "late_interaction_kernels.maxsim")
-    length = inputs.queries.size(1)
+        return inputs.bind(lambda q, d, _: package.maxsim(q, d), "late_interaction_kernels.maxsim")
     query_offsets = torch.tensor([0, length], dtype=torch.int32, device=offsets.device)
     longest = int(offsets.diff().max())
 
-    def packed(queries: Tensor, documents: Tensor) -> Tensor:
+    def packed(queries: Tensor, documents: Tensor, offsets: Tensor) -> Tensor:
         scores: Tensor = package.maxsim_varlen(
             queries[0], documents, query_offsets, offsets, max_seqlen_q=length, max_seqlen_d=longest
         )
@@ -249,25 +213,23 @@ def _late_interaction_kernels(inputs: MaxSimBenchInputs) -> Runnable:
     return inputs.bind(packed, "maxsim_varlen")
 
 
-def _ours(impl: str) -> Callable[[MaxSimBenchInputs], Runnable]:
-    def build(inputs: MaxSimBenchInputs) -> Runnable:
-        def score(queries: Tensor, documents: Tensor) -> Tensor:
-            return maxsim(queries, documents, cu_seqlens_d=inputs.cu_seqlens_d, impl=impl)
+def _ours(impl: str) -> Callable[[Inputs], Runnable]:
+    def score(queries: Tensor, documents: Tensor, offsets: Tensor | None) -> Tensor:
+        return maxsim(queries, documents, cu_seqlens_d=offsets, impl=impl)
 
-        return inputs.bind(score, chosen_impl(inputs.queries, impl))
-
-    return build
+    return lambda inputs: inputs.bind(score, chosen_impl(inputs.leaves[0], impl))
 
 
-def _quantized(dtype: str) -> Callable[[MaxSimBenchInputs], Runnable]:
-    def build(inputs: MaxSimBenchInputs) -> Runnable:
-        documents, queries = quantize_tokens(inputs.documents.detach(), dtype=dtype), inputs.queries.detach()
-        return Runnable(lambda: maxsim(queries, documents, cu_seqlens_d=inputs.cu_seqlens_d), None, dtype)
+def _quantized(dtype: str) -> Callable[[Inputs], Runnable]:
+    def build(inputs: Inputs) -> Runnable:
+        queries, documents = (leaf.detach() for leaf in inputs.leaves)
+        stored = quantize_tokens(documents, dtype=dtype)
+        return Runnable(lambda: maxsim(queries, stored, cu_seqlens_d=inputs.others[0]), None, dtype)
 
     return build
 
 
-_ON_GPU: dict[str, Callable[[MaxSimBenchInputs], Runnable]] = {
+_ON_GPU: dict[str, Callable[[Inputs], Runnable]] = {
     "tilefold-graph": lambda inputs: captured(_ours("triton")(inputs)),
     "tilefold-int8": _quantized("int8"),
     "tilefold-int8-graph": lambda inputs: captured(_quantized("int8")(inputs)),
@@ -288,16 +250,16 @@ IMPLEMENTATIONS = (
 )
 
 
-def work(case: BenchCase, inputs: MaxSimBenchInputs, phase: Phase) -> Work:
+def work(case: BenchCase, inputs: Inputs, phase: Phase) -> Work:
     """Least work: forward multiplies all token pairs and reads each token once; backward moves rows, once each.
 
     Backward reads the tokens, the scores' gradient and a two-byte winner per query token and document, and writes both
     gradients; its arithmetic is negligible.
     """
     rows = case.dims["Nq"] * case.dims["Lq"]
-    item = inputs.queries.element_size()
-    flops = 2.0 * rows * inputs.document_tokens * case.dims["D"]
-    tokens = float(item * (inputs.queries.numel() + inputs.documents.numel()))
+    queries, documents = inputs.leaves
+    flops = 2.0 * rows * documents.numel()
+    tokens = float(queries.element_size() * (queries.numel() + documents.numel()))
     scores = 4.0 * inputs.grad_output.numel()
     if phase == "forward":
         return Work(flops, tokens + scores)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
@@ -49,28 +50,29 @@ def package_version(name: str) -> str:
 @functools.cache
 def cpu_name() -> str:
     """The model name of the processor."""
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.lower().startswith("model name"):
                 return line.split(":", 1)[1].strip()
-    except OSError:
-        return platform.processor() or platform.machine()
     return platform.processor() or platform.machine()
 
 
 @functools.cache
 def driver_version() -> str:
     """The NVIDIA driver's version, or ``""`` if ``nvidia-smi`` cannot say."""
-    smi = shutil.which("nvidia-smi")
-    if smi is None:
-        return ""
-    out = _output([smi, "--query-gpu=driver_version", "--format=csv,noheader"])
+    out = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return out.splitlines()[0].strip() if out else ""
 
 
 def _output(command: list[str], cwd: Path | None = None) -> str:
+    """What a program prints, or ``""`` where it is not there or fails."""
+    program = shutil.which(command[0])
+    if program is None:
+        return ""
     try:
-        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=20, check=False)  # noqa: S603
+        done = subprocess.run(  # noqa: S603
+            [program, *command[1:]], cwd=cwd, capture_output=True, text=True, timeout=20, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
@@ -82,16 +84,12 @@ def commit() -> tuple[str, str]:
     if given := os.environ.get(COMMIT_VARIABLE, ""):
         return given, "unknown"
     here = Path(__file__).resolve().parent
-    git = shutil.which("git")
     # an installed copy may lie inside somebody else's repository: only a file that git tracks speaks for us
-    if git is None or not _output([git, "ls-files", Path(__file__).name], here):
+    head = _output(["git", "rev-parse", "--short=12", "HEAD"], here)
+    if not head or not _output(["git", "ls-files", Path(__file__).name], here):
         return "unknown", "unknown"
-    head = _output([git, "rev-parse", "--short=12", "HEAD"], here)
-    if not head:
-        return "unknown", "unknown"
-    root = _output([git, "rev-parse", "--show-toplevel"], here)
-    changed = _output([git, "status", "--porcelain", "--untracked-files=no"], Path(root) if root else here)
-    return head, "yes" if changed else "no"
+    root = Path(_output(["git", "rev-parse", "--show-toplevel"], here) or here)
+    return head, "yes" if _output(["git", "status", "--porcelain", "--untracked-files=no"], root) else "no"
 
 
 def collect(device: torch.device) -> Provenance:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from tilefold.bench.spec import PHASES
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from tilefold.bench.spec import BenchCase, BenchSpec
 
 _COLUMNS = ("impl", "fwd ms", "x eager", "TFLOP/s", "of floor", "peak MiB", "f+b ms", "x eager", "of floor", "peak MiB")
-_BARE = "gemm"
+_BARE = ("gemm", "gemm-full")
 _BUSY = 0.7  # load average before the first timing above which the machine is not ours
 
 
@@ -41,21 +43,16 @@ def exponent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}"
 
 
-def _spread(row: BenchRow, phase: str) -> str:
-    return spread(*(getattr(row, f"{phase}_{name}_ms") for name in ("p50", "p20", "p80")))
-
-
-def _speedup(row: BenchRow, base: BenchRow | None, phase: str) -> str:
-    return ratio(getattr(base, f"{phase}_p50_ms", None), getattr(row, f"{phase}_p50_ms"))
-
-
-def _share(row: BenchRow, phase: str) -> str:
-    floor, mine = getattr(row, f"{phase}_floor_ms"), getattr(row, f"{phase}_p50_ms")
-    return "-" if not mine or floor is None else f"{100 * floor / mine:.0f}%"
-
-
-def _error(row: BenchRow) -> str:
-    return f"{exponent(row.forward_error)} / {exponent(row.gradient_error)}"
+def _phase_cells(row: BenchRow, base: BenchRow | None, phase: str) -> list[str]:
+    """Time, speedup over the baseline, rate of a forward, share of the floor and peak memory."""
+    mine, floor = getattr(row, f"{phase}_p50_ms"), getattr(row, f"{phase}_floor_ms")
+    return [
+        spread(mine, getattr(row, f"{phase}_p20_ms"), getattr(row, f"{phase}_p80_ms")),
+        ratio(getattr(base, f"{phase}_p50_ms", None), mine),
+        *([short_number(row.forward_tflops)] if phase == "forward" else []),
+        "-" if not mine or floor is None else f"{100 * floor / mine:.0f}%",
+        short_number(getattr(row, f"{phase}_peak_mib")),
+    ]
 
 
 def case_title(case: BenchCase, rows: Sequence[BenchRow]) -> str:
@@ -77,23 +74,12 @@ def case_table(spec: BenchSpec, case: BenchCase, rows: Sequence[BenchRow]) -> Ta
     base = next((row for row in rows if row.impl == spec.baseline and row.status == "ok"), None)
     for row in rows:
         name = f"{row.impl} ({row.label})" if row.impl == "tilefold" and row.label else row.impl
-        if row.status != "ok":
+        error = f"{exponent(row.forward_error)} / {exponent(row.gradient_error)}"
+        if row.status == "ok":
+            table.add_row(name, *(cell for phase in PHASES for cell in _phase_cells(row, base, phase)), error)
+        else:
             blanks = ["-"] * (len(_COLUMNS) - 2)
-            table.add_row(name, row.status, *blanks, _error(row), style="red" if row.failed_gate else "dim")
-            continue
-        table.add_row(
-            name,
-            _spread(row, "forward"),
-            _speedup(row, base, "forward"),
-            short_number(row.forward_tflops),
-            _share(row, "forward"),
-            short_number(row.forward_peak_mib),
-            _spread(row, "forward_backward"),
-            _speedup(row, base, "forward_backward"),
-            _share(row, "forward_backward"),
-            short_number(row.forward_backward_peak_mib),
-            _error(row),
-        )
+            table.add_row(name, row.status, *blanks, error, style="red" if row.failed_gate else "dim")
     return table
 
 
@@ -102,13 +88,11 @@ def print_case(console: Console, spec: BenchSpec, case: BenchCase, rows: Sequenc
     if not rows:
         return
     console.print(case_table(spec, case, rows))
-    by_impl = {row.impl: row for row in rows if row.status == "ok"}
-    ours = by_impl.get("tilefold")
-    for name in (_BARE, f"{_BARE}-full"):
-        bare = by_impl.get(name)
-        if ours is not None and bare is not None and ours.forward_p50_ms and bare.forward_p50_ms:
-            ratio = ours.forward_p50_ms / bare.forward_p50_ms
-            console.print(f"  forward takes {ratio:.2f}x the time of the bare matrix product ({bare.label})")
+    times = {row.impl: row.forward_p50_ms for row in rows if row.status == "ok" and row.forward_p50_ms}
+    for row in rows:
+        if row.impl in _BARE and row.impl in times and "tilefold" in times:
+            share = times["tilefold"] / times[row.impl]
+            console.print(f"  forward takes {share:.2f}x the time of the bare matrix product ({row.label})")
     for row in rows:
         if row.note:
             console.print(f"  {row.impl}: {row.status}: {row.note}", markup=False)
@@ -137,14 +121,11 @@ def print_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
     for verdict in verdicts:
         requirement = verdict.requirement
         word = {True: "held", False: "MISSED", None: "not measured"}[verdict.held]
-        left, right = (f"{impl} {short_number(value)}" for (impl, _), value in _sides(verdict))
+        sides = ((requirement.left, verdict.left), (requirement.right, verdict.right))
+        left, right = (f"{impl} {short_number(value)}" for (impl, _), value in sides)
         unit = "MiB" if requirement.left[1].endswith("_mib") else "ms"
         console.print(
             f"{word}: {requirement.claim} at {requirement.case}: {left} {unit}, {right} {unit}, "
             f"ratio {verdict.ratio:.3g} (limit {requirement.limit:.3g})",
             markup=False,
         )
-
-
-def _sides(verdict: Verdict) -> tuple[tuple[tuple[str, str], float | None], ...]:
-    return (verdict.requirement.left, verdict.left), (verdict.requirement.right, verdict.right)

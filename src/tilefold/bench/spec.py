@@ -62,21 +62,23 @@ class Runnable:
     label: str = ""
 
 
+@dataclass(frozen=True)
 class Inputs:
-    """Base of an operator's inputs: a frozen dataclass of tensors on one device.
+    """Inputs of one case, on one device.
 
     Attributes:
-        leaves: tensors whose gradients are taken, first among the arguments.
-        others: arguments after them.
-        grad_output: gradient of the result.
+        leaves: tensors whose gradients are taken, the first arguments of every implementation.
+        others: the arguments after them.
+        grad_output: gradient of the result, of its shape.
+        valid_tokens: number of tokens that are not padding.
+        active: share of positive scores, where scores have signs.
     """
 
-    others: tuple[Any, ...] = ()
+    leaves: tuple[Tensor, ...]
+    others: tuple[Any, ...]
     grad_output: Tensor
-
-    @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        raise NotImplementedError
+    valid_tokens: int = 0
+    active: float | None = None
 
     def bind(self, call: Callable[..., Tensor], label: str, train: Callable[..., Tensor] | None = None) -> Runnable:
         """``call(*leaves, *others)``, or ``train`` of them where gradients are asked for."""
@@ -152,6 +154,11 @@ class Implementation:
     kind: Literal["ours", "baseline", "bare"]
     default_on: tuple[str, ...] = ("cpu", "cuda")
     slow: bool = False
+
+
+def bound(call: Callable[..., Tensor], label: str = "torch") -> Callable[[Inputs], Runnable]:
+    """``build`` of an implementation that is one function of the inputs."""
+    return lambda inputs: inputs.bind(call, label)
 
 
 def peer(

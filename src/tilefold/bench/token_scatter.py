@@ -35,44 +35,17 @@ SPECIAL_IDS = (0, 1, 2, 3)  # CLS, PAD, SEP and UNK, as XLM-R numbers them
 
 
 @dataclass(frozen=True)
-class TokenScatterBenchInputs(Inputs):
-    """Inputs of one case.
-
-    Attributes:
-        weights: ``[B, S]``, requires a gradient; half of them are negative, as before a relu.
-        input_ids: ``[B, S]`` int64, as frequent as the words of a text; CLS first, SEP last, then PAD.
-        unused: the special ids, which score nothing.
-        grad_output: ``[B, V]``.
-        valid_tokens: tokens that are not special.
-        active: share of positive scores.
-        csr: whether the scores are wanted in CSR form, for encoding, which has no gradient.
-    """
-
-    weights: Tensor
-    input_ids: Tensor
-    unused: Tensor
-    grad_output: Tensor
-    valid_tokens: int
-    active: float
-    csr: bool = False
-
-    @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        return (self.weights,)
-
-    @property
-    def others(self) -> tuple[Tensor, Tensor, int]:  # type: ignore[override]
-        return self.input_ids, self.unused, self.grad_output.size(1)
+class CsrInputs(Inputs):
+    """Inputs whose scores are wanted in CSR form, for encoding, which has no gradient."""
 
     def bind(self, call: Scatter, label: str, train: Scatter | None = None) -> Runnable:
-        """``call(weights, input_ids, unused, vocab_size)``; its dense scores to CSR if asked for."""
-        if not self.csr:
-            return super().bind(call, label, train)
-        return self.bind_csr(lambda *arguments: _to_csr(call(*arguments)), f"{label}, to_sparse_csr")
+        """``call`` without gradients, and its scores to CSR if they are dense."""
 
-    def bind_csr(self, call: Scatter, label: str) -> Runnable:
-        """The same for a function that returns CSR scores, which have no gradient."""
-        return Runnable(super().bind(call, label).forward, label=label)
+        def sparse(weights: Tensor, input_ids: Tensor, unused: Tensor, vocab_size: int) -> Tensor:
+            scores = call(weights, input_ids, unused, vocab_size)
+            return scores if scores.layout == torch.sparse_csr else _to_csr(scores)
+
+        return Runnable(super().bind(sparse, label).forward, label=label)
 
 
 def _to_csr(scores: Tensor) -> Tensor:
@@ -81,10 +54,11 @@ def _to_csr(scores: Tensor) -> Tensor:
         return scores.to_sparse_csr()
 
 
-def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> TokenScatterBenchInputs:
-    """Random inputs of ``case``; ``"ragged"`` ones are padded on the right to three times their length.
+def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> Inputs:
+    """Random ``weights [B, S]``, half of them negative, ``input_ids [B, S]``, the ids that score nothing, and V.
 
-    Of ``"csr"`` ones the scores are wanted in CSR form.
+    Ids are as frequent as the words of a text, CLS first, SEP last, then PAD: ``"ragged"`` ones are padded on the right
+    to three times their length. Of ``"csr"`` ones the scores are wanted in CSR form.
     """
     batch, length, vocab = (case.dims[name] for name in "BSV")
     normal, generator = random_tensors(device, seed)
@@ -102,12 +76,11 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> TokenSc
     entry = (torch.arange(batch, device=device)[:, None] * vocab + ids)[counts & (weights > 0)]
     active = torch.unique(entry).numel() / (batch * vocab)
     grad_output = normal(batch, vocab).to(weights.dtype)
-    weights.requires_grad_()
-    valid = int(counts.sum().item())
-    return TokenScatterBenchInputs(weights, ids, unused, grad_output, valid, active, case.variant == "csr")
+    make = CsrInputs if case.variant == "csr" else Inputs
+    return make((weights.requires_grad_(),), (ids, unused, vocab), grad_output, int(counts.sum()), active)
 
 
-def make_gate(case: BenchCase, inputs: TokenScatterBenchInputs) -> Gate:
+def make_gate(case: BenchCase, inputs: Inputs) -> Gate:
     """Two whole sequences in fp64, with only the entries that occur in them.
 
     Where two tokens of one id have the same weight, who takes the gradient is a convention, which baselines do not
@@ -123,12 +96,13 @@ def make_gate(case: BenchCase, inputs: TokenScatterBenchInputs) -> Gate:
     )
 
 
-def _sequence_truth(inputs: TokenScatterBenchInputs, b: int) -> tuple[Tensor, Tensor]:
+def _sequence_truth(inputs: Inputs, b: int) -> tuple[Tensor, Tensor]:
     """Scores ``[V]`` and the gradient of the weights ``[S]`` of sequence ``b``."""
-    ids, grad_output = inputs.input_ids[b], inputs.grad_output
-    valid = ~torch.isin(ids, inputs.unused)
+    (weights,), (every, unused, _), grad_output = inputs.leaves, inputs.others, inputs.grad_output
+    ids = every[b]
+    valid = ~torch.isin(ids, unused)
     entries, place = torch.unique(ids, return_inverse=True)
-    weights = inputs.weights.detach()[b].double()
+    weights = weights.detach()[b].double()
     holds = (place[:, None] == torch.arange(entries.numel(), device=place.device)) & valid[:, None]
     best = torch.where(holds, weights[:, None], float("-inf")).topk(min(2, weights.numel()), dim=0).values
     if best.size(0) == 2:
@@ -159,33 +133,36 @@ def reduced_scatter(weights: Tensor, input_ids: Tensor, unused: Tensor, vocab_si
     return scores.scatter_reduce(dim=-1, index=input_ids, src=used, reduce="amax")
 
 
-def _torch(scatter: Scatter, label: str) -> Callable[[TokenScatterBenchInputs], Runnable]:
-    def build(inputs: TokenScatterBenchInputs) -> Runnable:
-        if inputs.csr and scatter is membership_scatter:
+def _torch(scatter: Scatter, label: str) -> Callable[[Inputs], Runnable]:
+    def build(inputs: Inputs) -> Runnable:
+        csr = isinstance(inputs, CsrInputs)
+        if csr and scatter is membership_scatter:
             raise NotApplicable("nobody makes CSR scores in this way")
-        return inputs.bind(compiled(scatter) if label == "torch.compile" else scatter, label)
+        call = compiled(scatter) if label == "torch.compile" else scatter
+        return inputs.bind(call, f"{label}, to_sparse_csr" if csr else label)
 
     return build
 
 
-def _ours(impl: str) -> Callable[[TokenScatterBenchInputs], Runnable]:
-    def build(inputs: TokenScatterBenchInputs) -> Runnable:
-        def scatter(weights: Tensor, input_ids: Tensor, unused: Tensor, vocab_size: int) -> Tensor:
-            return token_scatter(weights, input_ids, vocab_size, ignore_ids=SPECIAL_IDS, impl=impl)
+def _ours(impl: str) -> Callable[[Inputs], Runnable]:
+    def scatter(weights: Tensor, input_ids: Tensor, unused: Tensor, vocab_size: int) -> Tensor:
+        return token_scatter(weights, input_ids, vocab_size, ignore_ids=SPECIAL_IDS, impl=impl)
 
-        return inputs.bind(scatter, chosen_impl(inputs.weights, impl))
+    def build(inputs: Inputs) -> Runnable:
+        chosen = chosen_impl(inputs.leaves[0], impl)
+        return inputs.bind(scatter, f"{chosen}, to_sparse_csr" if isinstance(inputs, CsrInputs) else chosen)
 
     return build
 
 
-def _csr(inputs: TokenScatterBenchInputs) -> Runnable:
-    if not inputs.csr:
+def _csr(inputs: Inputs) -> Runnable:
+    if not isinstance(inputs, CsrInputs):
         raise NotApplicable("token_scatter_sparse returns CSR scores")
 
     def scatter(weights: Tensor, input_ids: Tensor, unused: Tensor, vocab_size: int) -> Tensor:
         return token_scatter_sparse(weights, input_ids, vocab_size, ignore_ids=SPECIAL_IDS)
 
-    return inputs.bind_csr(scatter, "torch")
+    return inputs.bind(scatter, "torch")
 
 
 IMPLEMENTATIONS = (
@@ -199,18 +176,17 @@ IMPLEMENTATIONS = (
 )
 
 
-def work(case: BenchCase, inputs: TokenScatterBenchInputs, phase: Phase) -> Work:
+def work(case: BenchCase, inputs: Inputs, phase: Phase) -> Work:
     """Least work: every id and every weight that counts is read, every score written; backward visits winners."""
-    item, tokens = inputs.weights.element_size(), inputs.valid_tokens
-    ids = inputs.input_ids.numel() * inputs.input_ids.element_size()
-    scores = inputs.grad_output.numel()
+    (weights,), input_ids, tokens = inputs.leaves, inputs.others[0], inputs.valid_tokens
+    item, ids, scores = weights.element_size(), input_ids.numel() * input_ids.element_size(), inputs.grad_output.numel()
+    positive = (inputs.active or 0.0) * scores
     nbytes = float(ids + item * (tokens + scores))
-    if inputs.csr:  # a value and an int64 index per positive score
-        nbytes = float(ids + item * tokens + (item + 8) * inputs.active * scores)
+    if isinstance(inputs, CsrInputs):  # a value and an int64 index per positive score
+        nbytes = float(ids + item * tokens + (item + 8) * positive)
     if phase == "forward_backward":
         # one byte per token that says who won, written and read; one gradient read per winner, one written per token
-        winners = inputs.active * inputs.grad_output.numel()
-        nbytes += 2 * inputs.weights.numel() + item * (winners + inputs.weights.numel())
+        nbytes += 2 * weights.numel() + item * (positive + weights.numel())
     return Work(float(tokens), nbytes)
 
 

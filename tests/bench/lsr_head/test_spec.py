@@ -25,7 +25,7 @@ def test_padding_does_not_count_as_work() -> None:
 def test_2pct_inputs_have_about_two_percent_positive_scores(dtype: str) -> None:
     case = BenchCase("c", "cpu", dtype, {"B": 8, "S": 40, "D": 32, "V": 5000}, "2pct")
     inputs = make_inputs(case, CPU)
-    scores = torch.nn.functional.linear(inputs.hidden, inputs.weight, inputs.bias).amax(dim=1)
+    scores = torch.nn.functional.linear(*inputs.leaves).amax(dim=1)
     assert 0.012 < (scores > 0).float().mean().item() < 0.03
     assert inputs.active == pytest.approx(0.02, abs=0.005)
 
