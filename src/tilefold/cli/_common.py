@@ -63,7 +63,7 @@ def print_json(value: Any) -> None:
 
 
 @contextmanager
-def progress_bar(text: str, *, resumes: str | None = None) -> Iterator[Callable[[int, int, str], None]]:
+def progress_bar(text: str, *, resumes: str | None = None) -> Iterator[Callable[..., None]]:
     """Progress on stderr, a bar on a terminal and else a line per minute; yields a function of (done, total, note).
 
     With `resumes`, what the first call reports was done by an earlier run, and a line says so, and how to start over.

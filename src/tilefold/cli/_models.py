@@ -36,11 +36,7 @@ _NAMES = {
 
 
 def find_model(name: str, option: str) -> str:
-    """The folder of a model, or a Hugging Face name of which the hub or its local cache knows.
-
-    Raises:
-        UsageError: there is no such folder, and no such name as far as can be told within seconds.
-    """
+    """The folder of a model, or a Hugging Face name of which the hub or its local cache knows."""
     if name == PACKAGED:
         from tilefold.recipes.backbone import minilm_path
 

@@ -37,11 +37,7 @@ def plan(what: str | None, model: str | None, given: dict[str, Any], as_json: bo
 
 
 def shape_of(model: str) -> formulas.Shape:
-    """The shape of an encoder like BERT, from its configuration.
-
-    Raises:
-        UsageError: another kind of configuration.
-    """
+    """The shape of an encoder like BERT, from its configuration."""
     from transformers import AutoConfig
 
     path = _models.find_model(model, "--model")

@@ -51,10 +51,6 @@ def load_index(
         asked: values of the options ``index`` or ``vectors``, ``model``, ``query_top_k``, ``query_cut``,
             ``heap_factor`` and ``other_model``.
         texts: gives the documents of --data, from which the untrained start is made again where it is not in the cache.
-
-    Raises:
-        UsageError: a model where none is wanted or none where one is, or an option that the backend does not have.
-        CommandError: the model is not the one that made the index.
     """
     index, path = _opened(asked)
     options = _common.known({name: asked[name] for name in ("query_cut", "heap_factor")})
@@ -140,7 +136,7 @@ def open_dense(asked: Mapping[str, Any], texts: Mapping[str, str], texts_sha256:
     if asked["max_length"] is not None:
         model.max_seq_length = asked["max_length"]
     with _common.progress_bar("encoding") as update:
-        dense = DenseRetriever(model, texts, texts_sha256, lambda done, total: update(done, total, ""))
+        dense = DenseRetriever(model, texts, texts_sha256, update)
         with _common.as_options(vectors="--vectors", second=f"--prf-with: {asked.get('prf_with')}"):
             searcher = Searcher(dense, **parts)
         _ = dense.vectors

@@ -26,11 +26,7 @@ class Command(TyperCommand):
     """A command that says so where an option is given twice, but for lists, and refuses two inputs."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """The arguments that are left, as click returns them.
-
-        Raises:
-            UsageError: one of :data:`INPUTS` was given twice.
-        """
+        """The arguments that are left, as click returns them."""
         _, _, found = self.make_parser(ctx).parse_args(args=list(args))
         spelled = {each.name: "/".join((*each.opts, *each.secondary_opts)) for each in self.params}
         _common.options.update({name: text.partition("/")[0] for name, text in spelled.items() if text[:2] == "--"})

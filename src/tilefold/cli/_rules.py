@@ -90,11 +90,7 @@ RULES: dict[str, _Rules] = {
 
 
 def check(command: str | None, values: Mapping[str, Any]) -> None:
-    """Refuse options that the table has for a command, with these values of its parameters.
-
-    Raises:
-        UsageError: naming the option.
-    """
+    """Refuse options that the table has for a command, with these values of its parameters."""
     for options, where, why in RULES.get(command or "", ()):
         if all(any(_holds(each, values) for each in part.split("|")) for part in where.split()):
             refuse(options.split(), why.format_map(values))

@@ -13,11 +13,7 @@ HELP = "GPUs to use, a number or all: a process for each shares the work. Withou
 
 
 def run_on(devices: str | None) -> int | None:
-    """Run the command on so many devices; its exit code, or None where this process is to run it.
-
-    Raises:
-        UsageError: for no number, or more than there are.
-    """
+    """Run the command on so many devices; its exit code, or None where this process is to run it."""
     if devices is None or MEET in os.environ:
         return None
     if started():

@@ -202,7 +202,7 @@ def _build_qdrant(read: Any, options: dict[str, Any]) -> Any:
         def count(kept: int, total: int) -> None:
             nonlocal done
             done = kept
-            update(kept, total, "")
+            update(kept, total)
 
         def resumes(kept: int, total: int) -> None:
             _common.note(f"indexing resumes: {kept:,} of {total:,} were done before")
@@ -211,12 +211,7 @@ def _build_qdrant(read: Any, options: dict[str, Any]) -> Any:
 
 
 def _change(output: Path, read: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Remove the documents of --delete, then put those of --vectors in; how many of both, and what there is now.
-
-    Raises:
-        UsageError: a file of ids that cannot be read.
-        CommandError: vectors of another vocabulary or model than the index.
-    """
+    """Remove the documents of --delete, then put those of --vectors in; how many of both, and what there is now."""
     from tilefold.retrieval.errors import DataError
     from tilefold.retrieval.index.qdrant import QdrantIndex
     from tilefold.retrieval.qdrant import Documents
@@ -231,7 +226,7 @@ def _change(output: Path, read: Any, options: dict[str, Any]) -> dict[str, Any]:
             deleted = collection.delete(names)
             if documents is not None:
                 with _common.progress_bar("writing") as update:
-                    collection.upsert(documents, progress=lambda done, total: update(done, total, ""))
+                    collection.upsert(documents, progress=update)
             index.save(output)
             now = len(collection)
     except DataError as error:

@@ -145,11 +145,10 @@ def _score(teacher: Teacher, rows: TrainingRows, collection: Collection, work: P
     """Put the teacher's column into `rows`."""
     from tilefold.retrieval.teachers import score_rows
 
-    def show(done: int, total: int) -> None:
-        update(done, total, "")
-
     with _common.progress_bar(f"scoring ({teacher.name})", resumes=_common.FRESH) as update:
-        rows.teachers[teacher.name] = score_rows(teacher, rows, collection, work, batch_size=batch_size, progress=show)
+        rows.teachers[teacher.name] = score_rows(
+            teacher, rows, collection, work, batch_size=batch_size, progress=update
+        )
     known: dict[str, Any] = dict(rows.made_by.get("teachers", {}))
     rows.made_by["teachers"] = known | {teacher.name: {"kind": teacher.kind, "fingerprint": teacher.fingerprint}}
 

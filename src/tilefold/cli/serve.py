@@ -199,11 +199,7 @@ def _index_name(asked: Mapping[str, Any]) -> str:
 
 
 def _load(name: str, asked: Mapping[str, Any]) -> tuple[list[Served], Searchable | None]:
-    """The models, each loaded once, and the index with what belongs to it.
-
-    Raises:
-        UsageError, CommandError: paths that do not belong together.
-    """
+    """The models, each loaded once, and the index with what belongs to it."""
     from tilefold.serve.models import Served
 
     if asked["index"] is not None:
