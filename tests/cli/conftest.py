@@ -45,6 +45,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
             ("index", "--vectors", folder / "vectors", "--output", folder / "index"),
             ("index", "--backend", "bm25", *data, "--output", folder / "bm25"),
             ("evaluate", *data, "--index", folder / "bm25", "--save-run", folder / "bm25.trec"),
+            ("mine", *data, "--index", folder / "bm25", "--output", folder / "mined.parquet"),
             ("train", "--recipe", "colbert", *data, "--model", masked_lm, "--output", late, *small),
             ("encode", "--model", late, *data, "--output", folder / "tokens", "--shard-size", "10"),
             ("encode", "--model", late, *data, "--output", folder / "asked", "--queries"),

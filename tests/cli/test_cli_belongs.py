@@ -20,10 +20,11 @@ from tilefold.retrieval.provenance import Provenance
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
+def work(tmp_path_factory: pytest.TempPathFactory, shared: Path, masked_lm: str) -> Path:
     """Two collections with the same ids, two models with the same tokenizer, and an index of the first of each."""
     folder = tmp_path_factory.mktemp("belongs")
-    small_collection().save_beir(folder / "data")
+    for name in ("data", "vectors", "index"):
+        (folder / name).symlink_to(shared / name)
     other = small_collection()
     other.documents = {name: Document(name, "", document.text[::-1]) for name, document in other.documents.items()}
     other.save_beir(folder / "changed")
@@ -37,10 +38,8 @@ def work(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
-        for model, name in ((masked_lm, "vectors"), (folder / "other", "other-vectors")):
-            encode = ("encode", "--model", model, "--data", folder / "data", "--top-k", "64")
-            assert run_cli(*encode, "--output", folder / name) == 0
-        assert run_cli("index", "--vectors", folder / "vectors", "--output", folder / "index") == 0
+        encode = ("encode", "--model", folder / "other", "--data", folder / "data", "--top-k", "64")
+        assert run_cli(*encode, "--output", folder / "other-vectors") == 0
         places = ("--data", folder / "data", "--index", folder / "index", "--model", masked_lm)
         assert run_cli("evaluate", *places, "--save-run", folder / "run.trec") == 0
     return folder

@@ -88,29 +88,3 @@ def test_possible_false_negatives_are_left_out_by_option(call: Call, work: Path,
         assert group.retrieved[~group.relevant].max() <= 0.6 * group.retrieved[group.relevant].max()
     refused = call(*command, "--margin", "5")
     assert refused.code == 1 and "no negative was found for any query" in refused.err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ((), "give one of --run FILE, --index FOLDER"),
-        (("--run", "RUN", "--model", "minilm"), "give one of --run FILE"),
-        (("--run", "RUN", "--ranks", "5"), "--ranks: expected FIRST-LAST such as 1-50, got '5'"),
-        (("--run", "RUN", "--ranks", "5-2"), "--ranks: expected FIRST-LAST with 1 <= FIRST <= LAST"),
-        (("--run", "RUN", "--per-query", "0"), "--per-query: expected at least 1 negative"),
-        (("--run", "RUN", "--per-query", "1", "--per-query", "2"), "--per-query: expected one for each of 1 --ranks"),
-        (("--run", "RUN", "--max-score-share", "2"), "--max-score-share: expected a number in (0, 1]"),
-        (("--run", "RUN", "--query-top-k", "3"), "--query-top-k goes with --index or --vectors"),
-        (("--run", "RUN", "--split", "dev"), "'dev' is not a split"),
-        (("--vectors", "VECTORS"), "name the model that made"),
-        (("--run", "RUN", "--max-length", "3"), "--max-length goes with a dense --model alone"),
-    ],
-)
-def test_what_cannot_be_mined_is_refused(
-    call: Call, work: Path, tmp_path: Path, words: tuple[str, ...], message: str
-) -> None:
-    places = {"RUN": work / "bm25.trec", "VECTORS": work / "vectors"}
-    given = [places.get(word, word) for word in words]
-    refused = call("mine", "--data", work / "data", "--output", tmp_path / "x.parquet", *given)
-    assert refused.code == 2 and message in refused.err, refused.err
-    assert not (tmp_path / "x.parquet").exists()

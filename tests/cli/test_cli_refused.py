@@ -13,6 +13,9 @@ SEARCHED = "--model SPARSE --index INDEX --data DATA"
 PRF = "search x --model SPARSE --index INDEX --prf"
 QDRANT = "index --vectors VECTORS --output i --backend qdrant"
 FUSED = "fuse --run a --run b"
+MINED = "mine --output n --data DATA --run RUN"
+SCORED = "score MINED --output o --data DATA --teacher bm25"
+SERVED = "serve --port 0 --model SPARSE --index INDEX"
 LATE = "train --output m --recipe colbert"
 # command, of which words in capitals stand for places -> a part of the message
 USAGE = [
@@ -132,12 +135,46 @@ USAGE = [
     (f"{FUSED} --data d --in-sample", "--in-sample goes with --tune"),
     (f"{FUSED} --data d --method best", "expected one of rrf, interpolation"),
     (f"{FUSED} --data d", "there is no file a"),
-    ("mine --output n --run r --heap-factor 1", "--heap-factor goes with --index or --vectors"),
-    (
-        "score m.parquet --output o --teacher bm25 --batch-size 2",
-        "--batch-size does nothing with teachers that read words",
-    ),
+    ("mine --output n --data DATA", "give one of --run FILE, --index FOLDER"),
+    (f"{MINED} --model minilm", "give one of --run FILE"),
+    (f"{MINED} --ranks 5", "--ranks: expected FIRST-LAST such as 1-50, got '5'"),
+    (f"{MINED} --ranks 5-2", "--ranks: expected FIRST-LAST with 1 <= FIRST <= LAST"),
+    (f"{MINED} --per-query 0", "--per-query: expected at least 1 negative"),
+    (f"{MINED} --per-query 1 --per-query 2", "--per-query: expected one for each of 1 --ranks"),
+    (f"{MINED} --max-score-share 2", "--max-score-share: expected a number in (0, 1]"),
+    (f"{MINED} --heap-factor 1", "--heap-factor goes with --index or --vectors"),
+    (f"{MINED} --split dev", "'dev' is not a split"),
+    (f"{MINED} --max-length 3", "--max-length goes with a dense --model alone"),
+    ("mine --output n --data DATA --vectors VECTORS", "name the model that made"),
+    (f"{SCORED} --batch-size 2", "--batch-size does nothing with teachers that read words"),
+    (f"{SCORED} --teacher bm25", "--teacher: expected teachers of different names"),
+    (f"{SCORED} --teacher ./nowhere", "--teacher: there is no folder ./nowhere"),
+    (f"{SCORED} --normalization z", "--normalization: expected min_max or none, got 'z'"),
+    (f"{SCORED} --like minilm", "--like: expected one of --teacher, got 'minilm'"),
+    (f"{SCORED} --like bm25 --scale 2", "--scale goes without --like"),
+    (f"{SCORED} --scale 0", "--scale: expected a finite number above 0"),
+    (f"{SCORED} --margin -1", "--margin: expected a finite number of at least 0"),
+    (f"{SCORED} --split dev", "'dev' is not a split"),
     ("serve --index i --default-side query", "--default-side does nothing for an index of words alone"),
+    ("serve --port 0", "--model: expected a model, or --index with an index; got neither."),
+    ("serve --model ./no-model --port 0", "--model: there is no folder"),
+    ("serve --model SPARSE --vectors VECTORS", "--vectors goes with --index."),
+    ("serve --port 0 --index INDEX", "name the model that made them with --model"),
+    (f"{SERVED} --name a/b", "--name: expected letters"),
+    (f"{SERVED} --bm25 INDEX", "--bm25:"),
+    (f"{SERVED} --tokens INDEX", "--tokens:"),
+    (f"{SERVED} --tokens-model LATE", "--tokens-model goes with --tokens."),
+    ("serve --port 0 --index WORDS --vectors VECTORS", "--vectors does nothing here"),
+    ("serve --port 0 --index WORDS --bm25 WORDS", "--bm25 does nothing here"),
+    ("serve --port 0 --model LATE --tokens LATE", "leave one out"),
+    ("serve --model minilm --default-side both", "--default-side: expected query or document, got 'both'."),
+    ("serve --model minilm --payload-limit 0", "--payload-limit: expected at least 1, got 0."),
+    (
+        "serve --model minilm --max-client-batch-size 600",
+        "--max-client-batch-size: expected at most max-concurrent-req",
+    ),
+    ("serve --model minilm --cors-allow-origin x.org", "--cors-allow-origin: expected * or an origin such as https://"),
+    ("serve --model minilm --api-key-file ./none", "--api-key-file:"),
     ("bench lsr_head --list --quick", "--quick does nothing with --list, which runs nothing"),
     ("bench lsr_head --quick --seconds 1", "--seconds does nothing above 0.15 with --quick"),
 ]
@@ -163,7 +200,7 @@ def test_a_refusal_is_one_line_on_stderr_with_its_exit_code(
     places |= {
         name.upper(): shared / name for name in ("data", "vectors", "queries", "index", "tokens", "asked", "late")
     }
-    places["RUN"] = shared / "bm25.trec"
+    places |= {"RUN": shared / "bm25.trec", "MINED": shared / "mined.parquet"}
     outcome = call(*(places.get(word, word) for word in shlex.split(command)))
     assert (outcome.code, outcome.out, message in outcome.err) == (code, "", True), outcome.err
     first, *rest = outcome.err.splitlines()

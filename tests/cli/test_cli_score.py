@@ -98,28 +98,6 @@ def test_a_length_limit_is_that_of_the_models(call: Call, work: Path, tmp_path: 
     assert call(*command, "--teacher", tmp_path / "bm25").code == 0, "the folder of an index is a teacher"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--teacher", "bm25", "--teacher", "bm25"), "--teacher: expected teachers of different names"),
-        (("--teacher", "./nowhere"), "--teacher: there is no folder ./nowhere"),
-        (("--teacher", "bm25", "--normalization", "z"), "--normalization: expected min_max or none, got 'z'"),
-        (("--teacher", "bm25", "--like", "minilm"), "--like: expected one of --teacher, got 'minilm'"),
-        (("--teacher", "bm25", "--like", "bm25", "--scale", "2"), "--scale goes without --like"),
-        (("--teacher", "bm25", "--scale", "0"), "--scale: expected a finite number above 0"),
-        (("--teacher", "bm25", "--margin", "-1"), "--margin: expected a finite number of at least 0"),
-        (("--teacher", "bm25", "--split", "dev"), "'dev' is not a split"),
-    ],
-)
-def test_what_cannot_be_scored_is_refused(
-    call: Call, work: Path, tmp_path: Path, words: tuple[str, ...], message: str
-) -> None:
-    command = ("score", work / "mined.parquet", "--data", work / "data", "--output", tmp_path / "x.parquet")
-    refused = call(*command, *words)
-    assert refused.code == 2 and message in refused.err, refused.err
-    assert not (tmp_path / "x.parquet").exists()
-
-
 def test_rows_of_another_collection_and_no_rows_are_refused(call: Call, work: Path, tmp_path: Path) -> None:
     other = small_collection()
     other.documents["d0"] = r.Document("d0", "", "another text")
