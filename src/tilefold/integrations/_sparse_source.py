@@ -173,9 +173,11 @@ def _vectors(answer: Any, expected: int) -> list[Vector]:
             for row in answer
         ]
     except (KeyError, TypeError) as error:
-        raise ServerError("url: expected sparse vectors in the answer of the server, got another form.") from error
-    if not all(_is_vector(*row) for row in found):
-        raise ServerError("url: expected whole numbers and finite weights in the answer of the server, got others.")
+        raise ServerError(f"url: expected sparse vectors in the answer of the server, got {answer!r:.80}.") from error
+    for row in found:
+        if not _is_vector(*row):
+            text = "url: expected whole numbers and finite weights in the answer of the server"
+            raise ServerError(f"{text}, got {row!r:.80}.")
     if len(found) != expected:
         raise ServerError(f"url: expected {expected} vectors in the answer of the server, got {len(found)}.")
     return found

@@ -238,7 +238,8 @@ class StoredIds(Sequence[str]):
             raise DataError(f"{folder}: expected ids in {' and '.join(ID_FILES)}, got ({error}).") from error
         fits = ends.shape == (count,) and ends.dtype == np.int64 and text.dtype == np.uint8 and text.ndim == 1
         if not fits or (np.diff(ends, prepend=0) < 1).any() or (count and int(ends[-1]) != text.size):
-            raise DataError(f"{folder}: expected the ids of {count} documents, got others. {REMEDY}")
+            got = f"{text.dtype} {text.shape} and {ends.dtype} {ends.shape}"
+            raise DataError(f"{folder}: expected the ids of {count} documents, got arrays {got}. {REMEDY}")
         return cls(text, ends)
 
 

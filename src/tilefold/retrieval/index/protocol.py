@@ -174,5 +174,6 @@ def read_ids(path: Path, n_documents: int) -> list[str]:
     """The ids of the ``n_documents`` documents of a saved index; ``DataError`` if the file holds another number."""
     ids = read_json_object(path, REMEDY).get("ids")
     if not isinstance(ids, list) or len(ids) != n_documents:
-        raise DataError(f"{path}: expected the ids of {n_documents} documents, got others. {REMEDY}")
+        got = len(ids) if isinstance(ids, list) else repr(ids)[:80]
+        raise DataError(f"{path}: expected the ids of {n_documents} documents, got {got}. {REMEDY}")
     return [str(value) for value in ids]

@@ -275,7 +275,8 @@ class SeismicIndex:
                 raise DataError(f"options: expected numbers for {', '.join(_CHOSEN)}, got {options}.")
             terms = np.load(folder / "terms.npy", allow_pickle=False)
             if terms.dtype != np.int32 or terms.ndim != 1 or (terms[1:] <= terms[:-1]).any():
-                raise DataError("terms.npy: expected the terms in use, ascending, got others.")
+                got = f"{terms.dtype} {terms.shape}"
+                raise DataError(f"terms.npy: expected the int32 numbers of the terms in use, ascending, got {got}.")
             if (at := outside(terms, manifest["vocab_size"])) is not None:
                 raise DataError(f"terms.npy: expected terms in [0, {manifest['vocab_size']}), got {terms[at]}.")
             kind = seismic.SeismicIndexLV if terms.size > _SMALL_VOCABULARY else seismic.SeismicIndex

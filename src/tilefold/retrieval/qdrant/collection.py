@@ -16,7 +16,7 @@ from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import REMEDY, Hit
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.qdrant.documents import Documents, Queries, key_of, list_of_ids
-from tilefold.retrieval.qdrant.engine import Engine, Point, Stage
+from tilefold.retrieval.qdrant.engine import Engine, Point, Stage, last_stage
 from tilefold.retrieval.qdrant.layout import ID, SPARSE, TOKENS, Filter, Layout, Record
 
 BATCH_BYTES = 8_000_000  # of a request; a server takes 32 MB
@@ -323,7 +323,7 @@ class QdrantCollection:
         _check_options(queries, fusion, rerank, depth, rank_constant)
         chosen, stages = Filter.of(where), dict[int, Stage]()
         for row in range(len(queries)):
-            stage = _stage(queries.vectors(row), k, fusion, rerank, max(depth, k), rank_constant, exact)
+            stage = last_stage(queries.vectors(row), k, fusion, rerank, max(depth, k), rank_constant, exact)
             if stage is not None:
                 stages[row] = stage
         answers = self._engine.query(list(stages.values()), chosen)
@@ -337,8 +337,11 @@ class QdrantCollection:
         sparse = stage.using == SPARSE
         if sparse and len(answer) > k and answer[k - 1][1] == answer[k][1]:
             (answer,) = self._engine.query([stage._replace(limit=11 * k + 1000)], where)
-        if not all(math.isfinite(score) for _, score in answer):
-            raise DataError(f"{self.place}: expected finite scores, got others: its vectors are damaged. {REMEDY}")
+        for name, score in answer:
+            if not math.isfinite(score):
+                raise DataError(
+                    f"{self.place}: expected finite scores, got {score} for {name!r}: its vectors are damaged. {REMEDY}"
+                )
         hits = [Hit(name, score) for name, score in answer if score > 0 or not sparse]
         return sorted(hits, key=lambda hit: (-hit.score, hit.id))[:k]
 
@@ -386,20 +389,3 @@ def _check_options(queries: Queries, fusion: str | None, rerank: bool, depth: in
         raise ValueError(f"fusion: expected one of {', '.join(FUSIONS)} for {' and '.join(first)} vectors, got None.")
     if fusion is not None and len(first) < 2:
         raise ValueError(f"fusion: expected several kinds of vectors to fuse, got {', '.join(first)}. Leave it out.")
-
-
-def _stage(
-    vectors: dict[str, Any], k: int, fusion: str | None, rerank: bool, depth: int, rank_constant: int, exact: bool
-) -> Stage | None:
-    """The last stage of a query; None where it has no vector to start from."""
-    tokens = vectors.pop(TOKENS, None) if rerank else None
-    limit = depth if fusion is not None or rerank else k
-    firsts = [Stage(limit, kind, vector, exact=exact and kind != SPARSE) for kind, vector in vectors.items()]
-    if not firsts or (rerank and tokens is None):
-        return None
-    stage = firsts[0]
-    if fusion is not None:
-        stage = Stage(depth if rerank else k, fusion=fusion, rank_constant=rank_constant, stages=tuple(firsts))
-    if rerank:
-        return Stage(k, TOKENS, tokens, stages=(stage,))
-    return stage._replace(limit=k + 1) if stage.using == SPARSE else stage

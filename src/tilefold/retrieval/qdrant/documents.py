@@ -73,11 +73,13 @@ class Queries:
             raise DataError("vectors: expected sparse, dense or tokens, got none of them.")
         for name, vectors in (("sparse", self.sparse), ("tokens", self.tokens)):
             if vectors is not None and list(vectors.ids) != self.ids:
-                raise DataError(f"{name}: expected the ids of the {len(self.ids)} others in their order, got others.")
+                got = next((own for own, id_ in zip(vectors.ids, self.ids, strict=False) if own != id_), len(vectors.ids))
+                raise DataError(f"{name}: expected the ids of the {len(self.ids)} others in their order, got {got!r}.")
         if self.dense is not None:
             self.dense = self._checked(self.dense)
-        if self.tokens is not None and not bool(self.tokens.values.float().isfinite().all()):
-            raise DataError("tokens: expected finite numbers, got others. Check the model's output.")
+        if self.tokens is not None and not bool((finite := self.tokens.values.float().isfinite()).all()):
+            got = self.tokens.values[~finite][0].item()
+            raise DataError(f"tokens: expected finite numbers, got {got}. Check the model's output.")
 
     def _checked(self, dense: Any) -> Dense:
         array = dense.detach().cpu().float().numpy() if hasattr(dense, "detach") else np.asarray(dense)

@@ -284,7 +284,7 @@ class Checksums:
         found = read_json_object(self._file, REMEDY)
         files = found.get("files")
         if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
-            raise DataError(f"{self._file}: expected the checksums of files, got others. {REMEDY}")
+            raise DataError(f"{self._file}: expected the checksums of files, got {files!r:.80}. {REMEDY}")
         if verify:
             self._compare(files)
         self._sizes = {name: entry.get("bytes") for name, entry in files.items()}

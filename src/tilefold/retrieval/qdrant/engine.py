@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from tilefold.retrieval.qdrant.layout import ID, SPARSE, Filter, Record
+from tilefold.retrieval.qdrant.layout import ID, SPARSE, TOKENS, Filter, Record
 
 
 class Point(NamedTuple):
@@ -164,3 +164,20 @@ class Engine(ABC):
 
     def _match(self, value: Any) -> Any:
         return self.api.MatchValue(value=value)
+
+
+def last_stage(
+    vectors: dict[str, Any], k: int, fusion: str | None, rerank: bool, depth: int, rank_constant: int, exact: bool
+) -> Stage | None:
+    """The last stage of a query; None where it has no vector to start from."""
+    tokens = vectors.pop(TOKENS, None) if rerank else None
+    limit = depth if fusion is not None or rerank else k
+    firsts = [Stage(limit, kind, vector, exact=exact and kind != SPARSE) for kind, vector in vectors.items()]
+    if not firsts or (rerank and tokens is None):
+        return None
+    stage = firsts[0]
+    if fusion is not None:
+        stage = Stage(depth if rerank else k, fusion=fusion, rank_constant=rank_constant, stages=tuple(firsts))
+    if rerank:
+        return Stage(k, TOKENS, tokens, stages=(stage,))
+    return stage._replace(limit=k + 1) if stage.using == SPARSE else stage
