@@ -73,7 +73,8 @@ class Queries:
             raise DataError("vectors: expected sparse, dense or tokens, got none of them.")
         for name, vectors in (("sparse", self.sparse), ("tokens", self.tokens)):
             if vectors is not None and list(vectors.ids) != self.ids:
-                got = next((own for own, id_ in zip(vectors.ids, self.ids, strict=False) if own != id_), len(vectors.ids))
+                pairs = zip(vectors.ids, self.ids, strict=False)
+                got = next((own for own, wanted in pairs if own != wanted), len(vectors.ids))
                 raise DataError(f"{name}: expected the ids of the {len(self.ids)} others in their order, got {got!r}.")
         if self.dense is not None:
             self.dense = self._checked(self.dense)
