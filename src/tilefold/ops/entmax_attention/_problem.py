@@ -101,45 +101,49 @@ class AttentionSaved(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sequence:
-    """One sequence: views ``[H, Nq, D]``, ``[Hkv, Nk, D]`` of what belongs to it, and where that lies.
+class Group:
+    """Sequences that are computed together: neighbours of a padded batch, or one of a packed batch.
 
     Attributes:
-        index: which sequence of the batch.
-        q_at, k_at: indices of its rows in q-like and in k-like tensors.
-        keep: ``[Nk]`` bool or ``None``.
+        first: the number of the first one.
+        q_at, k_at: where their rows lie in q-like and k-like tensors: sequences of a padded batch, else rows.
+        stats_at: where they lie in ``[4, B, H, Nq]`` statistics.
+        keep: ``[b, Nk]`` bool or ``None``.
     """
 
-    index: int
-    q_at: int | slice
-    k_at: int | slice
-    stats_at: tuple[int | slice, ...]
+    first: int
+    q_at: slice
+    k_at: slice
+    stats_at: tuple[slice, ...]
     keep: Tensor | None
     packed: bool
 
     def queries(self, tensor: Tensor) -> Tensor:
-        """The part of a q-like tensor, ``[H, Nq, D]``."""
+        """The part of a q-like tensor, ``[b, H, Nq, D]``."""
         part = tensor[self.q_at]
-        return part.transpose(0, 1) if self.packed else part
+        return part.transpose(0, 1)[None] if self.packed else part
 
     def keys(self, tensor: Tensor) -> Tensor:
-        """The part of a k-like tensor, ``[Hkv, Nk, D]``."""
+        """The part of a k-like tensor, ``[b, Hkv, Nk, D]``."""
         part = tensor[self.k_at]
-        return part.transpose(0, 1) if self.packed else part
+        return part.transpose(0, 1)[None] if self.packed else part
 
 
-def sequences(tensors: AttentionTensors) -> Iterator[Sequence]:
-    """The sequences of a batch; reads packed lengths on the host."""
-    mask, cu_q, cu_k = tensors.key_padding_mask, tensors.cu_seqlens_q, tensors.cu_seqlens_k
+def groups(tensors: AttentionTensors, elements: int) -> Iterator[Group]:
+    """As many sequences at a time as ``elements`` scores leave room for; reads packed lengths on the host."""
+    q, k, mask, cu_q, cu_k = tensors.q, tensors.k, tensors.key_padding_mask, tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    every = slice(None)
     if cu_q is None or cu_k is None:
-        for b in range(tensors.q.size(0)):
-            keep = None if mask is None else mask[b] != 0
-            yield Sequence(b, b, b, (b, slice(None), slice(None)), keep, packed=False)
+        together = max(1, elements // max(1, q.size(1) * q.size(2) * k.size(2)))
+        for b in range(0, q.size(0), together):
+            part = slice(b, min(b + together, q.size(0)))
+            keep = None if mask is None else mask[part] != 0
+            yield Group(b, part, part, (every, part), keep, packed=False)
         return
     q_ends, k_ends = cu_q.tolist(), cu_k.tolist()
     for b in range(len(q_ends) - 1):
-        q_rows, k_rows = slice(q_ends[b], q_ends[b + 1]), slice(k_ends[b], k_ends[b + 1])
-        yield Sequence(b, q_rows, k_rows, (0, slice(None), q_rows), None, packed=True)
+        rows = slice(q_ends[b], q_ends[b + 1])
+        yield Group(b, rows, slice(k_ends[b], k_ends[b + 1]), (every, every, every, rows), None, packed=True)
 
 
 def allowed(nq: int, nk: int, first: int, last: int, options: Options, keep: Tensor | None, like: Tensor) -> Tensor:

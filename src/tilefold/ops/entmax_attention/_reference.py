@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilefold.ops._shared.philox import kept
 from tilefold.ops.entmax import entmax
-from tilefold.ops.entmax_attention._problem import AttentionTensors, Options, Sequence, allowed, check_values, sequences
+from tilefold.ops.entmax_attention._problem import AttentionTensors, Options, allowed, check_values, groups
 
 
 def attention(tensors: AttentionTensors, options: Options) -> Tensor:
@@ -28,38 +28,33 @@ def with_rows(tensors: AttentionTensors, options: Options) -> tuple[Tensor, Tens
     heads, kv_heads = q.size(1), k.size(1)
     tau = torch.full(tensors.stats_shape, math.nan, dtype=torch.float32, device=q.device)
     support = torch.zeros_like(tau, dtype=torch.int32)
-    for sequence in sequences(tensors):
+    for group in groups(tensors, elements=0):  # a sequence at a time
         queries, keys, values = (
-            sequence.queries(q).double(),
-            sequence.keys(k).double().repeat_interleave(heads // kv_heads, dim=0),
-            sequence.keys(v).double().repeat_interleave(heads // kv_heads, dim=0),
+            group.queries(q)[0].double(),
+            group.keys(k)[0].double().repeat_interleave(heads // kv_heads, dim=0),
+            group.keys(v)[0].double().repeat_interleave(heads // kv_heads, dim=0),
         )
         nq, nk = queries.size(1), keys.size(1)
         if nq == 0 or nk == 0:
             continue
-        pairs = allowed(nq, nk, 0, nq, options, sequence.keep, q)
-        if sequence.keep is not None:  # what a masked token holds must not reach a product
-            keys = keys.masked_fill(~sequence.keep[:, None], 0)
-            values = values.masked_fill(~sequence.keep[:, None], 0)
+        keep = None if group.keep is None else group.keep[0]
+        pairs = allowed(nq, nk, 0, nq, options, keep, q)
+        if keep is not None:  # what a masked token holds must not reach a product
+            keys = keys.masked_fill(~keep[:, None], 0)
+            values = values.masked_fill(~keep[:, None], 0)
         scores = (options.scale * (queries @ keys.mT)).masked_fill(~pairs, -math.inf)  # [H, Nq, Nk]
         per_head = options.alpha_value if alpha is None else alpha.double().view(-1, 1, 1)
         p = entmax(scores, per_head, impl="reference")
         if not isinstance(p, Tensor):
             raise TypeError("entmax returned a pair without being asked for one.")
-        tau[sequence.stats_at] = _thresholds(scores.detach(), p.detach(), per_head).float()
-        support[sequence.stats_at] = (p > 0).sum(dim=-1, dtype=torch.int32)
+        tau[group.stats_at[1:]] = _thresholds(scores.detach(), p.detach(), per_head).float()
+        support[group.stats_at[1:]] = (p > 0).sum(dim=-1, dtype=torch.int32)
         if tensors.seed is not None:
-            p = p * _kept(tensors.seed, sequence.index, heads, nq, nk, options.dropout_p) / (1 - options.dropout_p)
+            p = p * _kept(tensors.seed, group.first, heads, nq, nk, options.dropout_p) / (1 - options.dropout_p)
         part = (p @ values).to(q.dtype)
-        out = out.index_put(_places(sequence, q), part.transpose(0, 1) if sequence.packed else part)
+        places = torch.arange(group.q_at.start, group.q_at.stop, device=q.device)
+        out = out.index_put((places,), part.transpose(0, 1) if group.packed else part[None])
     return out, tau, support
-
-
-def _places(sequence: Sequence, q: Tensor) -> tuple[Tensor, ...]:
-    at = sequence.q_at
-    if isinstance(at, slice):
-        return (torch.arange(at.start, at.stop, device=q.device),)
-    return (torch.tensor(at, device=q.device),)
 
 
 def _kept(seed: Tensor, index: int, heads: int, nq: int, nk: int, p: float) -> Tensor:

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tilefold.ops._shared.entmax_root import GENERIC, SOFTMAX, alpha_terms, kind_of, probabilities, slopes, solve
 from tilefold.ops._shared.philox import kept
-from tilefold.ops.entmax_attention._problem import AttentionSaved, AttentionTensors, Options, allowed, check_values
+from tilefold.ops.entmax_attention._problem import (
+    AttentionSaved,
+    AttentionTensors,
+    Group,
+    Options,
+    allowed,
+    check_values,
+    groups,
+)
 
 TILE_ELEMENTS = 1 << 18  # scores of a block: 1 MiB in fp32, so that its few temporaries stay in the cache
 
@@ -29,7 +36,7 @@ def forward(tensors: AttentionTensors, options: Options, training: bool) -> tupl
     stats = torch.zeros(4, *tensors.stats_shape, dtype=wide, device=q.device)
     stats[0] = -math.inf
     kind = kind_of(alpha, options.alpha_value)
-    for group in _groups(tensors):
+    for group in groups(tensors, TILE_ELEMENTS):
         target, places = group.queries(out), stats[group.stats_at]
         for first, last, scores, _, values, _ in _blocks(group, tensors, options, wide):
             p, root, mass, peak = _rows(scores, alpha, options, kind)
@@ -52,7 +59,7 @@ def backward(
     dalpha = torch.zeros(q.size(1), dtype=wide, device=q.device)
     kind = kind_of(alpha, options.alpha_value)
     e = _exponents(alpha, options, wide, q.device)
-    for group in _groups(tensors):
+    for group in groups(tensors, TILE_ELEMENTS):
         places = stats[group.stats_at]
         grads = group.queries(dout), group.queries(dq), group.keys(dk), group.keys(dv)
         for first, last, scores, queries, values, keys in _blocks(group, tensors, options, wide):
@@ -92,54 +99,8 @@ def _like(leaf: Tensor, grad: Tensor) -> Tensor:
     return grad if done else torch.empty_like(leaf).copy_(grad)
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Sequences that are computed together: neighbours of a padded batch, or one of a packed batch.
-
-    Attributes:
-        first: the number of the first one.
-        q_at, k_at: where their rows lie in q-like and k-like tensors: sequences of a padded batch, else rows.
-        stats_at: where they lie in ``[4, B, H, Nq]`` statistics.
-        keep: ``[b, Nk]`` bool or ``None``.
-    """
-
-    first: int
-    q_at: slice
-    k_at: slice
-    stats_at: tuple[slice, ...]
-    keep: Tensor | None
-    packed: bool
-
-    def queries(self, tensor: Tensor) -> Tensor:
-        """The part of a q-like tensor, ``[b, H, Nq, D]``."""
-        part = tensor[self.q_at]
-        return part.transpose(0, 1)[None] if self.packed else part
-
-    def keys(self, tensor: Tensor) -> Tensor:
-        """The part of a k-like tensor, ``[b, Hkv, Nk, D]``."""
-        part = tensor[self.k_at]
-        return part.transpose(0, 1)[None] if self.packed else part
-
-
-def _groups(tensors: AttentionTensors) -> Iterator[_Group]:
-    """As many sequences at a time as their scores leave room for; reads packed lengths on the host."""
-    q, k, mask, cu_q, cu_k = tensors.q, tensors.k, tensors.key_padding_mask, tensors.cu_seqlens_q, tensors.cu_seqlens_k
-    every = slice(None)
-    if cu_q is None or cu_k is None:
-        together = max(1, TILE_ELEMENTS // max(1, q.size(1) * q.size(2) * k.size(2)))
-        for b in range(0, q.size(0), together):
-            part = slice(b, min(b + together, q.size(0)))
-            keep = None if mask is None else mask[part] != 0
-            yield _Group(b, part, part, (every, part), keep, packed=False)
-        return
-    q_ends, k_ends = cu_q.tolist(), cu_k.tolist()
-    for b in range(len(q_ends) - 1):
-        rows = slice(q_ends[b], q_ends[b + 1])
-        yield _Group(b, rows, slice(k_ends[b], k_ends[b + 1]), (every, every, every, rows), None, packed=True)
-
-
 def _blocks(
-    group: _Group, tensors: AttentionTensors, options: Options, wide: torch.dtype
+    group: Group, tensors: AttentionTensors, options: Options, wide: torch.dtype
 ) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor, Tensor]]:
     """Blocks of queries: first, last, scores ``[b, H, n, Nk]``, queries, values, keys ``[b, .., D]`` in ``wide``."""
     q = tensors.q
@@ -197,7 +158,7 @@ def _rows(scores: Tensor, alpha: Tensor | None, options: Options, kind: str) -> 
     return p.view(scores.shape), root.view(shape), mass.view(shape), peak.view(shape)
 
 
-def _dropout(seed: Tensor, group: _Group, q: Tensor, first: int, last: int, nk: int, options: Options) -> Tensor:
+def _dropout(seed: Tensor, group: Group, q: Tensor, first: int, last: int, nk: int, options: Options) -> Tensor:
     """What dropout multiplies probabilities by, ``[b, H, last - first, Nk]``."""
     heads, device = q.size(1), q.device
     batch = 1 if group.packed else group.q_at.stop - group.q_at.start

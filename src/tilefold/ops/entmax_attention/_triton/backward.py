@@ -9,6 +9,7 @@ import triton.language as tl
 from tilefold.ops._shared._triton.entmax import alpha_terms, peak_power
 from tilefold.ops.entmax_attention._triton.rows import LANES, lane_sums
 from tilefold.ops.entmax_attention._triton.tiles import (
+    TOLD,
     bounds,
     dropout_factor,
     exponent,
@@ -83,24 +84,7 @@ def load_stats(stats_ptr, offs, size, mask):
     return tl.where(empty, float("inf"), peak), y  # an infinite peak makes every distance infinite
 
 
-@triton.jit(
-    do_not_specialize=[
-        "Nq",
-        "Nk",
-        "Tq",
-        "Tk",
-        "B",
-        "tiles_per",
-        "window",
-        "scale",
-        "alpha_value",
-        "threshold",
-        "keep_scale",
-        "stat_size",
-        "tiles",
-        "blocks",
-    ]
-)
+@triton.jit(do_not_specialize=[*TOLD, "tiles", "blocks"])
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, out2_ptr, dq_ptr, delta_ptr, dalpha_ptr, stats_ptr, list_ptr, count_ptr, alpha_ptr,
     mask_ptr, cu_q_ptr, cu_k_ptr, batch_ptr, start_ptr, seed_ptr,
@@ -191,24 +175,7 @@ def dq_kernel(
             tl.store(dalpha_ptr + offs, rows, mask=mask_m)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "Nq",
-        "Nk",
-        "Tq",
-        "Tk",
-        "B",
-        "tiles_per",
-        "key_tiles_per",
-        "window",
-        "scale",
-        "alpha_value",
-        "threshold",
-        "keep_scale",
-        "stat_size",
-        "list_length",
-    ]
-)
+@triton.jit(do_not_specialize=[*TOLD, "key_tiles_per", "list_length"])
 def dkv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, delta_ptr, stats_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr,
     cu_q_ptr, cu_k_ptr, key_batch_ptr, key_start_ptr, seed_ptr,

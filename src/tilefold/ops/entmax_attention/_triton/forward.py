@@ -16,6 +16,7 @@ from tilefold.ops.entmax_attention._triton.rows import (
     widen,
 )
 from tilefold.ops.entmax_attention._triton.tiles import (
+    TOLD,
     bounds,
     dropout_factor,
     exponent,
@@ -48,22 +49,7 @@ def finish(acc, total, empty, broken):
     return tl.where(broken[:, None], float("nan"), out)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "Nq",
-        "Nk",
-        "Tq",
-        "Tk",
-        "B",
-        "tiles_per",
-        "window",
-        "scale",
-        "alpha_value",
-        "threshold",
-        "keep_scale",
-        "stat_size",
-    ]
-)
+@triton.jit(do_not_specialize=TOLD)
 def resident_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, out2_ptr, stats_ptr, alpha_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, batch_ptr, start_ptr,
     seed_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, so_b, so_h, so_n,
@@ -145,24 +131,7 @@ def resident_kernel(
             store_rows(out2_ptr + to_out, i, so_n, mask_m, finish(acc2, total, empty, broken), D, BLOCK_D)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "Nq",
-        "Nk",
-        "Tq",
-        "Tk",
-        "B",
-        "tiles_per",
-        "window",
-        "scale",
-        "alpha_value",
-        "threshold",
-        "keep_scale",
-        "stat_size",
-        "tiles",
-        "blocks",
-    ]
-)
+@triton.jit(do_not_specialize=[*TOLD, "tiles", "blocks"])
 def output_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, out2_ptr, stats_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr, cu_q_ptr, cu_k_ptr,
     batch_ptr, start_ptr, seed_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, so_b, so_h, so_n,

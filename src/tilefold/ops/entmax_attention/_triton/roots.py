@@ -25,6 +25,7 @@ from tilefold.ops.entmax_attention._triton.rows import (
     widen,
 )
 from tilefold.ops.entmax_attention._triton.tiles import (
+    TOLD,
     alive,
     bounds,
     distances,
@@ -229,25 +230,7 @@ def tile_roots(
             tl.debug_barrier()  # the next item overwrites the scratch
 
 
-@triton.jit(
-    do_not_specialize=[
-        "Nq",
-        "Nk",
-        "Tq",
-        "Tk",
-        "B",
-        "tiles_per",
-        "window",
-        "scale",
-        "alpha_value",
-        "threshold",
-        "keep_scale",
-        "stat_size",
-        "tiles",
-        "blocks",
-        "words",
-    ]
-)
+@triton.jit(do_not_specialize=[*TOLD, "tiles", "blocks", "words"])
 def roots_kernel(
     q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr, cu_q_ptr, cu_k_ptr,
     batch_ptr, start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,

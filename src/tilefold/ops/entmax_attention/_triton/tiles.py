@@ -6,6 +6,11 @@ import triton.language as tl
 from tilefold.ops._shared._triton.entmax import needs_care, root_power, saturated, weight_and_slope
 from tilefold.ops._shared._triton.offsets import narrowed
 
+# numbers that every kernel of a call is told, and is built once for
+TOLD = [
+    "Nq", "Nk", "Tq", "Tk", "B", "tiles_per", "window", "scale", "alpha_value", "threshold", "keep_scale", "stat_size",
+]  # fmt: skip
+
 
 @triton.jit
 def locate(
