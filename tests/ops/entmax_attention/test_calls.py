@@ -42,35 +42,6 @@ def problem(target: Target, n: int = SHORT, seed: int = 0, **options: Any) -> En
     return entmax_attention_inputs(batch, 2, n, 16, device=target.device, seed=seed, **sizes)
 
 
-def assert_replayed(
-    target: Target, first: EntmaxAttentionInputs, second: EntmaxAttentionInputs, **options: Any
-) -> None:
-    """``second`` gives the same bits after a call like it as it gives afresh."""
-    entmax_attention_results(first, impl=target.impl, **options)
-    assert (len(ATTENTION.calls) == 1) == (target.impl == "triton"), "the first call was not kept, or the second is new"
-    replayed = entmax_attention_results(second, impl=target.impl, **options)
-    assert len(ATTENTION.calls) <= 1, "the second call is not like the first"
-    ATTENTION.forget()
-    afresh = entmax_attention_results(second, impl=target.impl, **options)
-    assert replayed.keys() == afresh.keys()
-    for name, value in afresh.items():
-        assert value.stride() == replayed[name].stride(), name
-        torch.testing.assert_close(replayed[name], value, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("layout", ["holes", "packed"])
-def test_another_mask_and_other_lengths_of_the_same_shapes(target: Target, layout: str) -> None:
-    first = problem(target, layout=layout)
-    second = problem(target, layout=layout)
-    for name, tensor in second.layout.items():
-        if layout == "holes":
-            second.layout[name] = tensor.flip(1)
-        else:
-            second.layout[name] = torch.cat([tensor[:1], tensor[1:-1] - 1, tensor[-1:]])
-        assert not torch.equal(second.layout[name], first.layout[name])
-    assert_replayed(target, first, second)
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int64, torch.float32], ids=str)
 def test_masks_of_every_dtype_mean_the_same(target: Target, dtype: torch.dtype) -> None:
     if INTERPRETED and dtype not in (torch.int8, torch.int64):
@@ -193,22 +164,6 @@ def test_autocast_after_a_call_without_it_and_before_one(target: Target) -> None
         assert cast["out"].dtype == torch.bfloat16 and torch.equal(cast["out"], plain["out"])
         assert cast["dq"].dtype == torch.float32
         assert torch.equal(entmax_attention_results(inputs, impl=target.impl)["dq"], wide["dq"])
-
-
-@no_interpreter
-def test_compilers_see_the_registered_operator_after_eager_calls(target: Target) -> None:
-    inputs = problem(target)
-
-    def loss(q: Tensor) -> Tensor:
-        out = entmax_attention(q, inputs.k, inputs.v, impl=target.impl)
-        assert isinstance(out, Tensor)
-        return (out * inputs.dout).sum()
-
-    eager = entmax_attention_results(inputs, impl=target.impl, needs=("q",))["dq"]
-    leaf = inputs.q.clone().requires_grad_()
-    torch.compile(loss, fullgraph=True, backend="aot_eager")(leaf).backward()
-    assert leaf.grad is not None and torch.equal(leaf.grad, eager)
-    assert torch.equal(entmax_attention_results(inputs, impl=target.impl, needs=("q",))["dq"], eager)
 
 
 @no_interpreter

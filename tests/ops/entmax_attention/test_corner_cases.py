@@ -1,12 +1,13 @@
 """What goes wrong without a word in published entmax code, and does not here: one test each.
 
 The numbers are those of a list of what was read or measured in adasplash 0.1 and 0.2, its first and second kernels; the
-names with ``entmax`` and a number are issues of that package. Where a test of more cases lies elsewhere, it is named.
+names with ``entmax`` and a number are issues of that package. What is missing of the list has its test, of more cases,
+in another file: shifted scores, gradients of one operand, odd lengths and head dimensions, groups of heads, strides,
+compilers, half precision.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilefold.ops
 from tests.ops.conftest import Target
@@ -89,45 +89,11 @@ def test_04_no_block_with_a_positive_weight_is_dropped(target: Target) -> None:
 
 
 @interpreted_elsewhere
-def test_05_rows_of_very_negative_scores_sum_to_one(target: Target) -> None:
-    for n in LENGTHS:
-        inputs = entmax_attention_inputs(1, 1, n, 16, sharpness=0.0, device=target.device)
-        for level in (2.5e3, 1e5):
-            q, k = torch.full_like(inputs.q, level / 16), inputs.k * 0.01 - 4
-            out = output(q, k, torch.ones_like(inputs.v), impl=target.impl)
-            torch.testing.assert_close(out, torch.ones_like(out))
-
-
-@interpreted_elsewhere
-def test_06_a_gradient_of_v_alone_is_computed(target: Target) -> None:
-    inputs = entmax_attention_inputs(1, 1, LONG, 16, device=target.device)
-    assert_entmax_attention_matches(inputs, impl=target.impl, needs=("v",))
-
-
-@interpreted_elsewhere
-@pytest.mark.parametrize("n", [1, 3, 37, 65, 191])
-def test_07_any_length_and_head_dimension_is_taken(target: Target, n: int) -> None:
-    inputs = entmax_attention_inputs(1, 1, n, 72 if n == 37 else 16, device=target.device)
-    assert_entmax_attention_matches(inputs, impl=target.impl)
-
-
-@interpreted_elsewhere
-def test_08_other_numbers_of_keys_and_of_heads_are_right_or_refused(target: Target) -> None:
-    inputs = entmax_attention_inputs(1, 4, LONG - 9, 16, nk=LONG, kv_heads=2, device=target.device)
-    assert_entmax_attention_matches(inputs, impl=target.impl, needs=("q", "k", "v"))
-    with pytest.raises(ValueError, match="v must have shape"):
-        output(inputs.q, inputs.k, inputs.v[:, :, 1:], impl=target.impl)
-    with pytest.raises(ValueError, match="H of q must be a multiple of Hkv"):
-        output(inputs.q[:, :3], inputs.k, inputs.v, impl=target.impl)
-    with pytest.raises(ValueError, match="k must have shape"):
-        output(inputs.q, inputs.k[..., 1:], inputs.v, impl=target.impl)
-
-
-@interpreted_elsewhere
 @pytest.mark.parametrize("layout", ["left", "holes", "packed"])
 def test_09_padding_anywhere_and_packed_batches_are_what_their_sequences_are_alone(target: Target, layout: str) -> None:
     inputs = entmax_attention_inputs(3, 1, LONG, 16, layout=layout, device=target.device)
-    together = output(inputs.q, inputs.k, inputs.v, impl=target.impl, **inputs.layout)
+    causal = layout == "packed"
+    together = output(inputs.q, inputs.k, inputs.v, causal=causal, impl=target.impl, **inputs.layout)
     for b in (0, 2):
         if layout == "packed":
             ends_q, ends_k = (inputs.layout[f"cu_seqlens_{side}"].tolist() for side in "qk")
@@ -138,16 +104,8 @@ def test_09_padding_anywhere_and_packed_batches_are_what_their_sequences_are_alo
             keep = inputs.layout["key_padding_mask"][b]
             q, k, v = inputs.q[b : b + 1], inputs.k[b : b + 1, :, keep], inputs.v[b : b + 1, :, keep]
             mine = together[b : b + 1]
-        alone = output(q.double(), k.double(), v.double(), impl="reference")
+        alone = output(q.double(), k.double(), v.double(), causal=causal, impl="reference")
         assert_within_budget(mine, alone, kind="gradient")
-
-
-@here_only
-def test_09_lengths_beyond_the_rows_raise_on_the_cpu() -> None:
-    q = torch.randn(5, 1, 8)
-    good, beyond = torch.tensor([0, 5]), torch.tensor([0, 6])
-    with pytest.raises(ValueError, match=r"cu_seqlens_q must start with 0.*6 with 5 rows"):
-        output(q, q, q, cu_seqlens_q=beyond, cu_seqlens_k=good)
 
 
 @pytest.mark.parametrize("n", [33] if INTERPRETED else [65, 131, 190])
@@ -174,32 +132,6 @@ def test_11_options_are_honoured_or_unknown_and_a_second_derivative_is_an_error(
     (first,) = torch.autograd.grad(output(q, inputs.k, inputs.v).square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="can be differentiated once"):
         first.sum().backward()
-
-
-@interpreted_elsewhere
-def test_12_transposed_views_give_what_contiguous_tensors_give(target: Target) -> None:
-    inputs = entmax_attention_inputs(1, 2, LENGTHS[0], 16, device=target.device)
-    views = {name: getattr(inputs, name).transpose(1, 2).contiguous().transpose(1, 2) for name in ("q", "k", "v")}
-    assert_entmax_attention_matches(dataclasses.replace(inputs, **views), needs=(), impl=target.impl)
-
-
-@here_only
-def test_13_it_is_an_operator_that_compilers_see_whole() -> None:
-    # compiled, with gradients: entmax_attention/test_library.py
-    with FakeTensorMode():
-        q = torch.empty(2, 4, 100, 16, requires_grad=True)
-        out = output(q, q, q, causal=True)
-        (grad,) = torch.autograd.grad(out.sum(), q)
-    assert out.shape == grad.shape == (2, 4, 100, 16)
-
-
-@interpreted_elsewhere
-@pytest.mark.parametrize("dim", [32, 64, 128])
-def test_14_half_precision_gradients_hold_their_budget_at_any_scale(target: Target, dim: int) -> None:
-    # scales that are no power of two (dims 32 and 128), for which rounding q again would part forward and backward
-    for n in LENGTHS:
-        inputs = entmax_attention_inputs(1, 2, n, dim, dtype=HALF, device=target.device)
-        assert_entmax_attention_matches(inputs, impl=target.impl)
 
 
 def test_14_half_precision_weights_sum_to_one(target: Target) -> None:
@@ -236,16 +168,6 @@ def test_first_calls_search_for_nothing() -> None:
     # adasplash tunes for 41 to 55 s at every new length
     for file in Path(tilefold.ops.__file__).parent.glob("entmax*/**/*.py"):
         assert "autotune" not in file.read_text(encoding="utf-8"), file
-
-
-@interpreted_elsewhere
-@pytest.mark.parametrize("offset", [-1000.0, 30000.0])
-def test_entmax_30_half_precision_with_offsets_is_no_nan(target: Target, offset: float) -> None:
-    x = (entmax_scores(3, 40) + offset).to(target.device, HALF)
-    for alpha in (1.3, 1.5):
-        p = entmax(x, alpha, impl=target.impl)
-        assert isinstance(p, Tensor)
-        assert_within_budget(p, entmax(x.double(), alpha, impl="reference"))
 
 
 def test_entmax_32_peaked_rows_have_their_root_before_anything_is_normalised(target: Target) -> None:
@@ -304,22 +226,3 @@ def test_entmax_16_extreme_scores_give_finite_gradients(target: Target) -> None:
             x, dp = entmax_scores(3, 33, kind).to(target.device), entmax_scores(3, 33, seed=1).to(target.device)
             found = entmax_results(x, torch.full((3, 1), alpha, device=target.device), dp, impl=target.impl)
             assert all(bool(value.isfinite().all()) for value in found.values()), (alpha, kind)
-
-
-@here_only
-def test_a_number_below_one_raises_instead_of_giving_nan() -> None:
-    for alpha in (1 - 1e-9, 0.0, 3.0, math.nan):
-        with pytest.raises(ValueError, match=r"alpha must be a number in \[1, 2\]"):
-            entmax(torch.randn(2, 3), alpha)
-
-
-@here_only
-@pytest.mark.parametrize("impl", ["reference", "tiled"])
-def test_two_runs_have_the_same_bits(impl: str) -> None:
-    # the kernels: test_results_repeat_bit_for_bit in entmax_attention/test_implementations.py and entmax/test_rows.py
-    inputs = entmax_attention_inputs(2, 2, 40, 16, kv_heads=1, layout="holes")
-    alpha = torch.tensor([1.3, 1.8])
-    first, second = (
-        entmax_attention_results(inputs, impl=impl, alpha=alpha, dropout_p=0.2, causal=True) for _ in range(2)
-    )
-    assert all(torch.equal(first[name].nan_to_num(), second[name].nan_to_num()) for name in first)

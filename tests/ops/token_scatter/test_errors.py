@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from tilefold.ops import token_scatter, token_scatter_sparse
-from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.token_scatter import chosen_impl
 
 WEIGHTS, IDS, MASK = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3)
 PACKED = {"weights": torch.zeros(6), "input_ids": torch.zeros(6, dtype=torch.int64)}
@@ -133,28 +131,3 @@ def test_tensors_on_another_device(name: str) -> None:
     message = f"{name} must be on the device of weights (cpu), got meta; move it with .to(weights.device)."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         token_scatter(**arguments, vocab_size=9)
-
-
-def test_an_unknown_implementation_is_refused() -> None:
-    with pytest.raises(ValueError, match="impl must be one of 'auto', 'reference', 'tiled', 'triton', got 'cuda'"):
-        token_scatter(WEIGHTS, IDS, 9, impl="cuda")
-
-
-@pytest.mark.skipif(triton_interpreted(), reason="the interpreter makes it run")
-def test_triton_on_the_cpu_is_refused_and_never_replaced() -> None:
-    with pytest.raises(RuntimeError, match=r"^impl='triton' cannot run here: .*Use impl='auto' or impl='tiled'\.$"):
-        token_scatter(WEIGHTS, IDS, 9, impl="triton")
-
-
-def test_fp64_is_refused_by_triton_and_tiled_by_auto(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr("tilefold.ops._shared.impl.triton_installed", lambda: True)
-    assert chosen_impl(WEIGHTS.double()) == "tiled"
-    with pytest.raises(TypeError, match=r"weights must have dtype float16, bfloat16, float32 for impl='triton'"):
-        token_scatter(WEIGHTS.double(), IDS, 9, impl="triton")
-
-
-@pytest.mark.gpu
-def test_triton_is_chosen_on_a_gpu() -> None:
-    assert chosen_impl(WEIGHTS.cuda()) == "triton"
-    assert chosen_impl(WEIGHTS.cuda().double()) == "tiled"
