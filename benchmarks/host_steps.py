@@ -27,14 +27,12 @@ from benchmarks import host_time
 from tilefold.ops._shared import call_cache, impl, internals, operator
 from tilefold.ops._shared._triton import cuda_driver, launch, tensors
 from tilefold.ops.entmax_attention import configs as attention_configs
-from tilefold.ops.lsr_head._triton import launch_backward, launch_forward, launch_one_token, launch_sum
 from tilefold.ops.maxsim import _torch_ops as maxsim_ops
 from tilefold.ops.maxsim._triton import launch as maxsim_forward
 from tilefold.ops.maxsim._triton import launch_backward as maxsim_backward
 
 CONFIGURED = (
-    launch_backward, launch_forward, launch_one_token,
-    launch_sum, maxsim_forward, maxsim_backward,
+    maxsim_forward, maxsim_backward,
 )  # fmt: skip
 
 
@@ -82,6 +80,7 @@ def without_a_gpu() -> None:
     maxsim.check_values = lambda problem, impl: None  # the host looks at values on the CPU only
     operators.may_look = lambda first: False
     operators.capability_of = attention.capability_of = lambda device: (9, 0)
+    operators.sm_count = memory.sm_count
     driver.enter_context = lambda index: None
     driver._launch_function = lambda: ctypes.CDLL(None).sched_yield  # takes whatever it is given, and returns 0
     launching.Launcher.__call__ = lambda self, grid, arguments: None

@@ -7,7 +7,7 @@ allowed they round operands to 16 bits.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -93,7 +93,7 @@ def forward(tensors: ToyTensors, options: ToyOptions, training: bool, setting: S
 
 
 def backward(dy: Tensor, saved: ToySaved, options: ToyOptions, needs: tuple[bool, ...], setting: Setting) -> Plan:
-    constants = {"NEED_X": needs[0], "NEED_W": needs[1], "ADD_W": "w" in setting.added}
+    constants: dict[str, Any] = {"NEED_X": needs[0], "NEED_W": needs[1], "ADD_W": "w" in setting.added}
     constants |= {"TF32": setting.tf32, "BLOCK": BLOCK}
     strides = like_x(saved, options).strides or saved.x.stride()
     numbers = (*saved.x.shape, options.scale, dy.stride(0), *strides)

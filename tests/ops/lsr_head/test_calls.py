@@ -12,11 +12,10 @@ from torch import Tensor
 from tests.ops.conftest import Target
 from tilefold.nn import LSRHead
 from tilefold.ops import lsr_head, quantize_weight
-from tilefold.ops._shared.call_cache import CallCache
-from tilefold.ops._shared.fallback import KernelUnavailableError
+from tilefold.ops._shared import operator
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.lsr_head import _torch_ops
 from tilefold.ops.lsr_head._problem import POOLINGS
+from tilefold.ops.lsr_head.api import HEAD
 from tilefold.testing import nan_poisoned_empty
 from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results
 
@@ -33,8 +32,7 @@ def nothing_remembered() -> Iterator[None]:
 
 
 def forget() -> None:
-    _torch_ops.FORWARD_PLANS._plans.clear()
-    _torch_ops.BACKWARD_PLANS._plans.clear()
+    HEAD.forget()
 
 
 @pytest.fixture
@@ -98,7 +96,7 @@ def test_gradients_in_fp16_of_transposed_ones_are_those_of_contiguous_ones(kerne
 def test_offsets_of_the_same_shape_are_looked_at_in_every_call(
     kernels: Target, pooling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_torch_ops, "host_may_read", lambda device, impl: False)  # as on a GPU
+    monkeypatch.setattr(operator, "may_look", lambda first: False)  # as on a GPU
     inputs = lsr_head_inputs(1, 60, 16, 40, device=kernels.device)
     expected, offsets = [], []
 
@@ -113,42 +111,19 @@ def test_offsets_of_the_same_shape_are_looked_at_in_every_call(
     for _ in range(3):
         for cu_seqlens, scores in zip(offsets, expected, strict=True):
             assert torch.equal(scores_of(cu_seqlens).nan_to_num(7), scores.nan_to_num(7))
-    assert len(_torch_ops.FORWARD_PLANS) == 1
-
-
-def test_a_plan_whose_kernel_cannot_be_built_any_more_gives_way_to_another(kernels: Target) -> None:
-    class Broken:
-        options: Any = None
-
-        def __call__(self, *arguments: Any) -> Any:
-            tried.append(self.options.training)
-            raise KernelUnavailableError("_max_forward_kernel", "broken")
-
-    tried: list[bool] = []
-    inputs = lsr_head_inputs(*SHAPE, dtype=DTYPE, device=kernels.device)
-    everything, forward, backward = ("hidden", "weight", "bias"), _torch_ops.FORWARD_PLANS, _torch_ops.BACKWARD_PLANS
-    cases: list[tuple[tuple[str, ...], CallCache[Any]]] = [((), forward), (everything, forward), (everything, backward)]
-    for needs, cache in cases:  # one by one: gradients are planned for the plan of a call
-        expected = lsr_head_results(inputs, needs=needs, impl="triton")
-        for key, plan in list(cache._plans.items()):
-            broken = Broken()
-            broken.options = getattr(plan, "options", None) or _torch_ops.HeadOptions(*[True] * 7)
-            cache.keep(key, broken)
-        for _ in range(2):
-            assert_same(lsr_head_results(inputs, needs=needs, impl="triton"), expected)
-    assert tried == [False, True, True]
+    assert len(HEAD.calls) == 1
 
 
 @pytest.mark.parametrize("layout", ["full", "packed"])
 def test_gradients_do_not_depend_on_who_adds_up_the_counts(
     layout: str, kernels: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tilefold.ops.lsr_head._triton import launch_backward
+    from tilefold.ops.lsr_head import plans
 
     inputs = lsr_head_inputs(2, 21, 16, 100, layout=layout, dtype=DTYPE, device=kernels.device)
     expected = lsr_head_results(inputs, needs=("hidden",), impl="triton")
     forget()
-    monkeypatch.setattr(launch_backward, "MAX_ADDED", 0)
+    monkeypatch.setattr(plans, "MAX_ADDED", 0)
     assert_same(lsr_head_results(inputs, needs=("hidden",), impl="triton"), expected)
 
 
@@ -163,7 +138,7 @@ def test_quantized_scores_repeat_their_launches(layout: str) -> None:
     for _ in range(3):
         with nan_poisoned_empty():
             scores = lsr_head(inputs.hidden.clone(), weight, inputs.bias, **inputs.layout)
-        assert torch.equal(scores, first) and len(_torch_ops.FORWARD_PLANS) == 1
+        assert torch.equal(scores, first) and len(HEAD.calls) == 1
     with pytest.raises(ValueError, match="must not require a gradient"):
         lsr_head(inputs.hidden.clone().requires_grad_(), weight, inputs.bias, **inputs.layout)
 

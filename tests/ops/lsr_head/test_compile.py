@@ -13,9 +13,9 @@ from tests.ops.cross_compile import Compiled, check_spills, compile_kernel
 from tilefold.ops._shared._triton.releases import lean_places, why_no_warp_roles
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.lsr_head import configs
+from tilefold.ops.lsr_head._plans_one_token import CLEAR_BLOCK, FIND_BLOCK, SHORT_FIND_BLOCK
+from tilefold.ops.lsr_head._plans_sum import CHECK_BLOCK, STORE_BIAS, STORE_BLOCK
 from tilefold.ops.lsr_head._triton import one_token, pack, quantize, sum_pooling
-from tilefold.ops.lsr_head._triton.launch_one_token import CLEAR_BLOCK, FIND_BLOCK, SHORT_FIND_BLOCK
-from tilefold.ops.lsr_head._triton.launch_sum import CHECK_BLOCK, STORE_BIAS, STORE_BLOCK
 from tilefold.ops.lsr_head._triton.max_backward import (
     _count_kernel,
     _dhidden_kernel,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.ops.conftest import Target
 from tilefold.ops import lsr_head
+from tilefold.ops._shared import operator
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.lsr_head import _torch_ops
 from tilefold.ops.lsr_head._problem import POOLINGS
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.lsr_head import (
@@ -372,7 +372,7 @@ def test_broken_offsets_that_nobody_looked_at_read_no_row_outside_and_give_nan(
     monkeypatch: pytest.MonkeyPatch, rows: int, offsets: list[int], pooling: str
 ) -> None:
     # what happens on a GPU, where looking at the values would cost a synchronisation
-    monkeypatch.setattr(_torch_ops, "host_may_read", lambda device, impl: False)
+    monkeypatch.setattr(operator, "may_look", lambda first: False)
     cu_seqlens = offsets_of(offsets)
     scores = lsr_head(torch.randn(rows, 8), torch.randn(5, 8), cu_seqlens=cu_seqlens, pooling=pooling, impl="triton")
     assert scores.shape == (len(offsets) - 1, 5) and scores.isnan().all()

@@ -48,19 +48,22 @@ def op_samples(device: str) -> list[tuple[str, str, tuple[Any, ...]]]:
     layouts = (("full", F32), ("right", torch.float16), ("packed", F32))
     for (row, pooling), (column, (layout, dtype)) in itertools.product(enumerate(POOLINGS), enumerate(layouts)):
         inputs = lsr_head_inputs(5, 9, 16, 21, layout=layout, dtype=dtype, device=device)
-        options = (pooling, "softplus", 0.5, dtype, dtype, True, chosen_impl(inputs.hidden))
+        options, impl = (pooling, "softplus", 0.5, dtype, dtype, dtype), chosen_impl(inputs.hidden)
         hidden, weight, bias = leaves(inputs)
         place, case = (inputs.attention_mask, inputs.cu_seqlens), f"{pooling}-{layout}-{dtype}"
-        samples.append(("lsr_head", case, (hidden, *place, weight, None, bias, *options)))
+        samples.append(("lsr_head", case, (hidden, *place, weight, None, bias, *options, True, impl)))
         plain = (inputs.hidden, *place, inputs.weight, None, inputs.bias)
         with torch.no_grad():
-            saved = forward(*plain, *options)
-        needs = ((True, True, dtype), (False, True, None), (True, False, None))[(row + column) % 3]
-        back = (inputs.dscores, *saved, *plain, *options, *needs)
+            results = forward(*plain, *options, True, impl)
+        names = ("hidden", "attention_mask", "cu_seqlens", "weight", "bias", "scores", "winners")
+        values = zip(names, (*plain[:4], inputs.bias, *results), strict=True)
+        saved = [value if name in POOLINGS[pooling].reads else None for name, value in values]
+        needs = ([True, True, True], [False, True, False], [True, False, False])[(row + column) % 3]
+        back = (inputs.dscores, *saved, *options, needs, impl)
         samples.append(("lsr_head_backward", f"{case}-{needs}", back))
         if pooling == "max":
             rounded = quantize_weight(inputs.weight)
-            quantized = (inputs.hidden, *place, rounded.values, rounded.scale, inputs.bias, *options[:5], False, "auto")
+            quantized = (inputs.hidden, *place, rounded.values, rounded.scale, inputs.bias, *options, False, "auto")
             samples.append(("lsr_head", f"fp8-{case}", quantized))
     return samples
 
@@ -93,7 +96,7 @@ def test_gradients_of_transposed_operands_have_the_strides_that_the_fake_kernels
         weight = inputs.weight.T.contiguous().T.requires_grad_()
         place = (inputs.attention_mask, inputs.cu_seqlens)
         for pooling in POOLINGS:
-            options = (pooling, "relu", 1.0, F32, F32, True, chosen_impl(hidden))
+            options = (pooling, "relu", 1.0, F32, F32, None, True, chosen_impl(hidden))
             torch.library.opcheck(torch.ops.tilefold.lsr_head.default, (hidden, *place, weight, None, None, *options))
 
 

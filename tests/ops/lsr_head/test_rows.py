@@ -13,12 +13,12 @@ from torch import Tensor
 
 from tests.ops.conftest import Target
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.lsr_head._problem import HeadOptions, Tokens, Vocabulary
+from tilefold.ops.lsr_head._problem import HeadOptions, Tokens
 from tilefold.testing import nan_poisoned_empty
 from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results, with_one_answer
 
 RAGGED = ("right", "left", "holes", "packed")
-OPTIONS = HeadOptions("max", "relu", 1.0, torch.float32, torch.float32, training=True, impl="triton")
+OPTIONS = HeadOptions("max", "relu", 1.0, torch.float32, torch.float32, bias_dtype=None)
 SHAPES = [(5, 19, 16, 21), (3, 40, 8, 33), (4, 1, 8, 17)]
 
 
@@ -51,25 +51,28 @@ def sequence(inputs: LSRHeadInputs, b: int) -> Tensor:
 def test_every_row_of_a_group_is_a_token_with_its_place_and_the_first_one_is_repeated(
     kernels: Target, layout: str, shape: tuple[int, ...], max_mask: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from tilefold.ops._shared._triton.launch import launch
     from tilefold.ops._shared._triton.tensors import as_bytes
+    from tilefold.ops.lsr_head import plans
     from tilefold.ops.lsr_head._triton import pack
 
     monkeypatch.setattr(pack, "MAX_MASK", max_mask)
     group = 16
     inputs = lsr_head_inputs(*shape, layout=layout, device=kernels.device)
     tokens = Tokens(inputs.hidden, as_bytes(inputs.attention_mask), inputs.cu_seqlens)
-    packing = pack.plan_packing(tokens, 2000, OPTIONS, group)
-    assert packing is not None and (packing.scratch["counts"] is None) == (layout == "packed" or max_mask > 0)
+    packing = plans._packing(tokens, 2000, inputs.hidden.dtype, True, group)
+    assert packing is not None and (packing.buffers["counts"] is None) == (layout == "packed" or max_mask > 0)
     scores = torch.full((tokens.batch, 2000), math.inf, device=kernels.device)
     winners = torch.full((tokens.batch, 2000), 7, dtype=torch.int32, device=kernels.device).to(torch.uint16)
     with nan_poisoned_empty():
         made = {
-            name: part and torch.empty(part[0], dtype=part[1], device=kernels.device)
-            for name, part in packing.scratch.items()
+            name: part and torch.empty(part.shape, dtype=part.dtype, device=kernels.device)
+            for name, part in packing.buffers.items()
         }
-    named = {**tokens._asdict(), **made, "mask": tokens.attention_mask, "scores": scores, "winners": winners}
-    for step, names in packing.steps:
-        step(False, *(named[name] for name in names.split()))
+    named = {**tokens._asdict(), **made, "scores": scores, "winners": winners}
+    for step in packing.launches:
+        arguments = (*[named[name] for name in step.tensors.split()], *step.numbers)
+        launch(step.kernel, step.grid, arguments, step.constants)
     rows, offsets, positions = made["rows"], made["offsets"], made["positions"]
     assert rows is not None and offsets is not None and positions is not None
     assert int(offsets[0]) == 0
@@ -109,8 +112,6 @@ def later_columns_win() -> Iterator[None]:
 def test_a_repeated_row_that_wins_by_an_ulp_is_the_token_that_it_repeats(
     kernels: Target, layout: str, largest: int
 ) -> None:
-    from tilefold.ops.lsr_head import _triton
-
     inputs = lsr_head_inputs(5, 19, 16, 21, layout=layout, device=kernels.device)
     inputs = dataclasses.replace(inputs, hidden=inputs.hidden.clone(), weight=inputs.weight.clone())
     hidden, weight, places = inputs.hidden, inputs.weight, valid_places(inputs)
@@ -121,8 +122,8 @@ def test_a_repeated_row_that_wins_by_an_ulp_is_the_token_that_it_repeats(
             sequence(inputs, b)[..., 0] = -sequence(inputs, b)[..., 0].abs() - 1
             sequence(inputs, b)[int(valid[largest]), 0] = 2
     with nan_poisoned_empty():
-        tokens = Tokens(hidden, inputs.attention_mask, inputs.cu_seqlens)
-        _, (_, winners) = _triton.forward(tokens, Vocabulary(weight, None, None), OPTIONS, aligned=True)
+        tensors = hidden, inputs.attention_mask, inputs.cu_seqlens, weight, None, None
+        _, winners = torch.ops.tilefold.lsr_head(*tensors, *OPTIONS, True, "triton")
     for b, valid in enumerate(places):
         if len(valid):
             logits = sequence(inputs, b)[valid] @ weight.T

@@ -22,9 +22,11 @@ from triton.errors import TritonError
 import tilefold
 from tilefold.ops._shared import fallback, operator
 from tilefold.ops._shared._triton import launch
-from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError, give_up, given_up
+from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError, given_up
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.lsr_head import QuantizedWeight, configs
+from tilefold.ops._shared.plan import Setting
+from tilefold.ops.lsr_head import QuantizedWeight, configs, plans
+from tilefold.ops.lsr_head._problem import HeadOptions, HeadTensors
 from tilefold.ops.lsr_head._quantized import quantize_rows
 from tilefold.ops.maxsim.quantized import quantize_tokens
 
@@ -120,9 +122,8 @@ def put_kernels(monkeypatch: pytest.MonkeyPatch, room: str, kernels: ModuleType)
 @pytest.fixture
 def no_kernel_builds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a GPU whose kernels Triton cannot build: "auto" takes them, and so does "triton"."""
-    for room in ("lsr_head", "maxsim"):
-        put_kernels(monkeypatch, room, Unbuildable("_triton"))
-    for room in ("token_scatter", "entmax", "entmax_attention"):
+    put_kernels(monkeypatch, "maxsim", Unbuildable("_triton"))
+    for room in ("lsr_head", "token_scatter", "entmax", "entmax_attention"):
         put_kernels(monkeypatch, room, Unbuildable("plans"))
 
     def resolve(impl: str, device: torch.device, operator: str = "") -> str:
@@ -161,21 +162,6 @@ def test_auto_takes_the_tiled_path_after_one_warning(no_kernel_builds: None, nam
 def test_an_explicit_name_raises(no_kernel_builds: None, name: str) -> None:
     with pytest.raises(KernelUnavailableError, match=r"_some_kernel cannot be built \(PTXASError: no such"):
         CALLS[name]("triton")
-
-
-def test_a_gradient_that_cannot_be_built_is_computed_by_the_tiled_path(
-    no_kernel_builds: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tilefold.ops.lsr_head import _tiled
-
-    kernels = Unbuildable("_triton")
-    kernels.forward = lambda *call: (None, _tiled.forward(*call[:3]))  # type: ignore[attr-defined]
-    put_kernels(monkeypatch, "lsr_head", kernels)
-    hidden, weight = seeded(2, 5, 16), seeded(40, 16)
-    scores = tilefold.lsr_head(hidden, weight)
-    with pytest.warns(FallbackWarning, match="^lsr_head cannot run"):
-        grads = torch.autograd.grad(scores.square().sum(), (hidden, weight))
-    assert all(torch.equal(a, b) for a, b in zip(grads, head("tiled")[1:], strict=True))
 
 
 @pytest.mark.parametrize("with_gradient", [True, False])
@@ -284,81 +270,40 @@ def test_a_launch_that_goes_wrong_is_not_mistaken_for_a_build(
     assert not isinstance(raised.value, KernelUnavailableError)
 
 
-def test_the_head_steps_down_from_kernel_to_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cuda", 0)
-    monkeypatch.setattr(configs, "tf32_allowed", lambda dtype: False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "a Hopper GPU")
+def head_plan(dtype: torch.dtype, *given_up: str) -> Any:
+    """What the head plans on a Hopper GPU without the kernels that were given up: the launch of its products."""
+    hidden, weight = torch.empty(2, 16, 64, device="meta"), torch.empty(100, 64, device="meta")
+    scale = torch.empty(100, device="meta") if dtype == torch.float8_e4m3fn else None
+    compute = torch.bfloat16 if scale is not None else dtype
+    tensors = HeadTensors(hidden.to(compute), None, None, weight.to(dtype), scale, None)
+    options = HeadOptions("max", "relu", 1.0, compute, compute, bias_dtype=None)
+    setting = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset(given_up))
+    return plans.forward(tensors, options, False, setting).steps[-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_the_head_steps_down_from_kernel_to_kernel(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setattr(configs.releases, "why_no_warp_roles", lambda: None)
-    for dtype, ladder in (
-        (torch.bfloat16, (configs.HOPPER_16BIT, configs.TMA_16BIT, configs.AMPERE_16BIT)),
-        (torch.float8_e4m3fn, (configs.HOPPER_8BIT, configs.TMA_8BIT, configs.ADA_8BIT)),
-    ):
-        fallback._GIVEN_UP.clear()
-        for config in ladder:
-            assert configs.max_forward_config(dtype, device) == config
-            if config in configs.NEXT_BEST:
-                with pytest.warns(FallbackWarning, match="a Hopper GPU .* instead: the same results, a slower"):
-                    give_up(configs.kernel_name(config), device, "broken", configs.instead_of(config))
-        assert config not in configs.NEXT_BEST
+    given_up: list[str] = []
+    seen = []
+    while (launch := head_plan(dtype, *given_up)).instead is not None:
+        assert launch.instead.sentence.endswith("instead: the same results, a slower forward pass.")
+        given_up.append(launch.instead.kernel)
+        seen.append((launch.kernel.__name__, bool(launch.tma)))
+    assert seen == [("max_forward_hopper_kernel", True), ("_max_forward_kernel", True)]
+    assert launch.kernel.__name__ == "_max_forward_kernel" and not launch.tma
 
 
-def test_a_release_without_warp_roles_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "a Hopper GPU")
+def test_the_head_gives_up_what_the_release_cannot_build_before_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs.releases, "why_no_warp_roles", lambda: "Triton 3.4 cannot")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert configs.max_forward_config(torch.bfloat16, device) == configs.TMA_16BIT  # asking warns of nothing
-        configs.give_up_missing(torch.float32, device)  # which has no such kernel
-    with pytest.warns(
-        FallbackWarning, match="lsr_head's kernel whose warps load or compute cannot run on a Hopper GPU"
-    ):
-        configs.give_up_missing(torch.bfloat16, device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        configs.give_up_missing(torch.float16, device)
-        assert configs.max_forward_config(torch.float16, device) == configs.TMA_16BIT
-
-
-def test_a_launch_gives_up_what_the_release_cannot_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilefold.ops.lsr_head._problem import HeadOptions, Tokens, Vocabulary
-    from tilefold.ops.lsr_head._triton import launch_forward
-
-    asked: list[tuple[torch.dtype, torch.device]] = []
-    monkeypatch.setattr(launch_forward, "give_up_missing", lambda dtype, device: asked.append((dtype, device)))
-    monkeypatch.setattr(launch_forward, "plan_max_forward", lambda *call: lambda tokens, vocabulary: None)
-    tokens, dtype = Tokens(torch.empty(1, 3, 16), None, None), torch.bfloat16
-    vocabulary = Vocabulary(torch.empty(8, 16), None, None)
-    launch_forward.max_forward(
-        tokens, vocabulary, HeadOptions("max", "none", 1.0, dtype, dtype, training=False, impl="triton"), True
-    )
-    assert asked == [(torch.bfloat16, CPU)]
-
-
-def test_a_kernel_that_cannot_be_built_is_planned_anew_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilefold.ops.lsr_head._problem import HeadOptions, Tokens, Vocabulary
-    from tilefold.ops.lsr_head._triton import launch_forward
-
-    class Plan:
-        def __init__(self) -> None:
-            self.config = next(c for c in ladder if given_up(configs.kernel_name(c), CPU) is None)
-
-        def __call__(self, tokens: Tokens, vocabulary: Vocabulary) -> str:
-            tried.append(self.config)
-            if self.config in configs.NEXT_BEST:
-                raise KernelUnavailableError("_max_forward_kernel", "broken")
-            return "scores"
-
-    ladder = (configs.HOPPER_16BIT, configs.TMA_16BIT, configs.AMPERE_16BIT)
-    tried: list[Any] = []
-    monkeypatch.setattr(launch_forward, "plan_max_forward", lambda *call: Plan())
-    vocabulary, dtype = Vocabulary(torch.empty(8, 16), None, None), torch.bfloat16
-    options = HeadOptions("max", "none", 1.0, dtype, dtype, training=False, impl="triton")
-    with pytest.warns(FallbackWarning, match="the same results, a slower forward pass"):
-        plan, scores = launch_forward.max_forward(Tokens(torch.empty(1, 3, 16), None, None), vocabulary, options, True)
-    assert tried == list(ladder) and plan.config == ladder[-1] and scores == "scores"
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        with pytest.raises(KernelUnavailableError, match=r"Triton 3\.4 cannot") as raised:
+            head_plan(dtype)
+        assert raised.value.instead is not None
+        kernel, sentence = raised.value.instead
+        assert kernel == "lsr_head's kernel whose warps load or compute" and "portable kernel with TMA" in sentence
+        assert head_plan(dtype, kernel).tma
+    assert head_plan(torch.float32).instead is None  # which has no such kernel
 
 
 def test_devices_with_little_shared_memory_get_small_tiles() -> None:

@@ -26,7 +26,7 @@ from tilefold.ops._shared.call_cache import CallCache
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.entmax.api import ENTMAX
 from tilefold.ops.entmax_attention.api import ATTENTION
-from tilefold.ops.lsr_head import _torch_ops as lsr_head_ops
+from tilefold.ops.lsr_head.api import HEAD
 from tilefold.ops.maxsim import _torch_ops as maxsim_ops
 from tilefold.ops.maxsim._triton import launch as maxsim_forward
 from tilefold.ops.maxsim._triton import launch_backward as maxsim_backward
@@ -90,7 +90,7 @@ def head(pooling: str, launches: int | tuple[int, ...], length: int = 16, **give
     shape = (2 * length, 16) if "cu_seqlens" in given else (2, length, 16)
     options = ({"pooling": pooling}, {"pooling": pooling, "activation": "softplus"})
     options += ({"pooling": pooling, "logit_scale": 0.5}, {"pooling": pooling, "logit_scale": 1})
-    caches = (lsr_head_ops.FORWARD_PLANS, lsr_head_ops.BACKWARD_PLANS)
+    caches = (HEAD.calls, HEAD.gradients)
     return Operator(lsr_head, (shape, (40, 16), (40,)), caches, launches, given, options)
 
 

@@ -100,6 +100,17 @@ def test_results_have_the_strides_that_are_asked_for_and_one_that_is_not_made_is
     assert steps[0].bound_calls == 2
 
 
+def test_launches_that_the_driver_cannot_repeat_stay_with_their_steps(
+    steps: list[Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = program.Program(Plan((launch("one", "a y"), launch("two", "y a"))), ("a",),
+                           {"y": Buffer((4,), torch.float32)}, CPU, SETTING)  # fmt: skip
+    monkeypatch.setattr(steps[1], "_launch", None)
+    for _ in range(4):
+        made(torch.ones(3))
+    assert [step.bound_calls for step in steps] == [0, 0] and [len(step.calls) for step in steps] == [4, 4]
+
+
 def test_tensors_of_another_alignment_never_get_bound_launches(steps: list[Recorder]) -> None:
     plan = Plan((launch("one", "a y"),))
     made = program.Program(plan, ("a",), {"y": Buffer((4,), torch.float32)}, CPU, SETTING._replace(aligned=False))

@@ -30,8 +30,8 @@ from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableErro
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.entmax.api import ENTMAX
 from tilefold.ops.entmax_attention.api import ATTENTION
-from tilefold.ops.lsr_head import _torch_ops as lsr_head_ops
 from tilefold.ops.lsr_head import rows as capacity_rows
+from tilefold.ops.lsr_head.api import HEAD
 from tilefold.ops.maxsim import _torch_ops as maxsim_ops
 from tilefold.ops.maxsim.quantized import quantize_tokens
 from tilefold.ops.token_scatter.api import SCATTER
@@ -199,7 +199,7 @@ CASES: dict[str, Case] = {
 every_kernel = pytest.mark.parametrize("name", CASES)
 COMPILED = [name for name, case in CASES.items() if case.function not in (rows, quantized_head)]
 CACHES = (
-    ATTENTION.calls, ATTENTION.gradients, lsr_head_ops.FORWARD_PLANS, lsr_head_ops.BACKWARD_PLANS,
+    ATTENTION.calls, ATTENTION.gradients, HEAD.calls, HEAD.gradients,
     maxsim_ops.CALLS, SCATTER.calls, SCATTER.gradients, ENTMAX.calls, ENTMAX.gradients, TOY.calls, TOY.gradients,
 )  # fmt: skip
 

@@ -56,11 +56,6 @@ def run(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
-def runs_at_once(first: Tensor) -> bool:
-    """Whether :func:`run` has nothing to do for calls with this ``first`` argument."""
-    return is_on_current(first) and not torch.is_autocast_enabled("cuda" if first.is_cuda else first.device.type)
-
-
 def gradient_needs_dispatcher(grad: Tensor) -> bool:
     """Whether backward must call the registered operator with the incoming ``grad``.
 

@@ -28,7 +28,6 @@ from tilefold.ops._shared.fallback import (
     refuse_capture,
 )
 from tilefold.ops._shared.impl import IMPLS, host_may_read, settled
-from tilefold.ops._shared.internals import apply_of
 from tilefold.ops._shared.library import (
     define_op,
     forbid_double_backward,
@@ -37,6 +36,7 @@ from tilefold.ops._shared.library import (
     run,
     schema_of,
 )
+from tilefold.ops._shared.passes import APPLY, Pass, Request
 from tilefold.ops._shared.plan import Buffer, Setting, taker
 from tilefold.ops._shared.tf32 import tf32_allowed
 
@@ -73,39 +73,6 @@ class Variant(NamedTuple):
 
     name: str
     chosen_impl: Callable[[Tensor, str], str]
-
-
-class Pass:
-    """Forward, or the gradients, of calls that are alike. Equal to itself only, so that it may be part of a key.
-
-    Attributes:
-        name: of the operator, or of a :class:`Variant`.
-        options: of the operator.
-        impl: the implementation, ``"auto"`` for kernels with the tiled path behind them.
-        wanted: whether a gradient may be asked for; of gradients, which are.
-        backward: whether these are gradients.
-        key: of the calls, ``None`` where nothing is remembered.
-        ready: as of :class:`Checked`.
-        into: names of the tensors whose gradients are added to buffers that are given.
-        program: of the kernels, once they ran.
-    """
-
-    __slots__ = ("backward", "impl", "into", "key", "name", "options", "program", "ready", "wanted")
-
-    def __init__(
-        self,
-        name: str,
-        options: Any,
-        impl: str,
-        wanted: Any,
-        backward: bool,
-        key: Key | None,
-        ready: Any = None,
-        into: tuple[str, ...] = (),
-    ) -> None:
-        self.name, self.options, self.impl, self.wanted, self.backward = name, options, impl, wanted, backward
-        self.key, self.ready, self.into = key, ready, into
-        self.program: Program | None = None
 
 
 class Operator(Generic[TensorsT, OptionsT]):
@@ -228,21 +195,21 @@ class Operator(Generic[TensorsT, OptionsT]):
         if impl == "reference":
             return (self._reference(tensors, options), *[None] * (len(self._results) - 1))
         if key is None and not is_plain(*tensors):
-            refuse_buffers(into, "under torch.compile or with tensor subclasses; leave it out there, and add the "
-                                 "gradient to it after backward")  # fmt: skip
+            where = "under torch.compile or with tensor subclasses; leave it out there, and add {}.grad to it"
+            refuse_buffers(into, f"{where} after backward")
             return _tuple(self._registered(*tensors, *options, training, impl))
         call = Pass(name, options, impl, training, False, key, ready, tuple(into))
         return self._eager(self._kept(self.calls, call), tensors, into)
 
     def _eager(self, call: Pass, tensors: TensorsT, into: Mapping[str, Tensor]) -> tuple[Any, ...]:
         if not call.wanted:
-            return tuple(run(self._compute, tensors[0], call, tensors))
-        request = _Request()
+            return tuple(run(self.compute, tensors[0], call, tensors))
+        request = Request()
         request.operator, request.call, request.tensors, request.into = self, call, tensors, tuple(into.values())
-        first = _APPLY(request, *[tensors[place] for place in self._leaves])
+        first = APPLY(request, *[tensors[place] for place in self._leaves])
         return first, *request.rest
 
-    def _keep(self, options: OptionsT, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    def keep(self, options: OptionsT, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """What backward reads of tensors and results."""
         reads = self._saved._fields if self._reads is None else self._reads(options)
         take = self._takers.get(reads)
@@ -254,7 +221,7 @@ class Operator(Generic[TensorsT, OptionsT]):
 
     # One pass
 
-    def _compute(self, first: Tensor, call: Pass, given: tuple[Any, ...]) -> Results:
+    def compute(self, first: Tensor, call: Pass, given: tuple[Any, ...]) -> Results:
         """Results or gradients; ``first`` is on the current device, and autocast is off."""
         if call.impl in KERNELS:
             if self._check_values is not None and not call.backward and not first.is_cuda and may_look(first):
@@ -319,7 +286,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         call.key = None
         return call
 
-    def _backward(
+    def backward(
         self, call: Pass, needs: Needs, dfirst: Tensor, saved: tuple[Tensor | None, ...], into: tuple[Tensor, ...]
     ) -> Results:
         """Gradients of an eager call."""
@@ -332,7 +299,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         if known is None:
             known = Pass(call.name, call.options, call.impl, needs, True, key, into=call.into)
             known = self._kept(self.gradients, known)
-        return run(self._compute, dfirst, known, (dfirst, *saved))  # type: ignore[no-any-return]
+        return run(self.compute, dfirst, known, (dfirst, *saved))  # type: ignore[no-any-return]
 
     # The registered operator
 
@@ -365,7 +332,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         name, impl = self._named(tensors, impl)
         key = call_key(tensors, ("registered", *options, training, impl))
         call = self.calls.find(key) or self._kept(self.calls, Pass(name, options, impl, training, False, key))
-        found = self._compute(tensors[0], call, tensors)
+        found = self.compute(tensors[0], call, tensors)
         if any(result is None for result in found):
             shapes = self._outputs(tensors, options, training)
             found = [
@@ -384,7 +351,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         known = self.gradients.find(key)
         if known is None:
             known = self._kept(self.gradients, Pass(self.name, options, impl, needs, True, key))
-        found = self._compute(dfirst, known, (dfirst, *saved))
+        found = self.compute(dfirst, known, (dfirst, *saved))
         # operators return tensors only: an empty one stands for a gradient that nobody asked for
         return _bare([dfirst.new_empty(0) if gradient is None else gradient for gradient in found])
 
@@ -404,7 +371,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         results = _tuple(output)
         ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*self._keep(ctx.options, (*tensors, *results)))
+        ctx.save_for_backward(*self.keep(ctx.options, (*tensors, *results)))
 
     def _differentiate(self, ctx: Any, dfirst: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
@@ -420,52 +387,15 @@ class Operator(Generic[TensorsT, OptionsT]):
         return tuple(gradients)
 
 
-class _Request:
-    """What :class:`_Eager` takes besides the tensors that may have a gradient, and the results that it leaves.
-
-    ``torch.autograd`` looks at every argument and every output on its own: few are fast.
-    """
-
-    __slots__ = ("call", "into", "operator", "rest", "tensors")
-    operator: Operator[Any, Any]
-    call: Pass
-    tensors: tuple[Any, ...]
-    into: tuple[Tensor, ...]
-    rest: Results
-
-
-class _Eager(torch.autograd.Function):
-    """The registered operator and its gradient without the dispatcher, for plain tensors; see ``is_plain``."""
-
-    @staticmethod
-    def forward(ctx: Any, request: _Request, *leaves: Tensor) -> Tensor:
-        operator, call, tensors = request.operator, request.call, request.tensors
-        first, *request.rest = results = run(operator._compute, tensors[0], call, tensors)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*operator._keep(call.options, (*tensors, *results)))
-        ctx.operator, ctx.call, ctx.into = operator, call, request.into
-        return first  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, dfirst: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[1:]
-        if dfirst is None:
-            return None, *[None] * len(needs)
-        return None, *ctx.operator._backward(ctx.call, needs, dfirst, ctx.saved_tensors, ctx.into)
-
-
-_APPLY = apply_of(_Eager)  # calls under transforms take the registered operator
-
-
 def may_look(first: Tensor) -> bool:
     """Whether values of tensors beside this one may be read before kernels run, which on a GPU would wait for it."""
     return host_may_read(first.device, "triton")
 
 
-def refuse_buffers(into: Collection[str], why: str) -> None:
+def refuse_buffers(into: Collection[str], where: str) -> None:
     """Raise ``RuntimeError`` where a buffer is given that gradients are to be added to."""
     for name in into:
-        raise RuntimeError(f"{name}_main_grad cannot be used {why}.")
+        raise RuntimeError(f"{name}_main_grad cannot be used {where.format(name)}.")
 
 
 def setting_of(device: torch.device, aligned: bool = True) -> Setting:

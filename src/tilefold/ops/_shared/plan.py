@@ -127,6 +127,15 @@ def contiguous(**tensors: Tensor | None) -> tuple[TorchStep, ...]:
     )
 
 
+def in_dtype(dtype: torch.dtype, **tensors: Tensor) -> tuple[TorchStep, ...]:
+    """Steps that bring those tensors into contiguous memory and ``dtype`` which are not there, by name."""
+    return tuple(
+        TorchStep(name, lambda tensor: tensor.to(dtype).contiguous(), name)
+        for name, tensor in tensors.items()
+        if tensor.dtype != dtype or not tensor.is_contiguous()
+    )
+
+
 def taker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
     """What takes the values at these places of a sequence, quickly."""
     if len(places) > 1:

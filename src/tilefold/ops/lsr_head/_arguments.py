@@ -19,67 +19,62 @@ from tilefold.ops._shared.checks import (
     check_tokens,
     dtype_name,
 )
-from tilefold.ops._shared.impl import IMPLS, check_interpreted, chosen_impl, settled
-from tilefold.ops.lsr_head._problem import POOLINGS, Asked, HeadOptions, Tokens
-from tilefold.ops.lsr_head._quantized import QuantizedWeight, chosen_quantized_impl
+from tilefold.ops._shared.operator import Checked
+from tilefold.ops.lsr_head._problem import POOLINGS, HeadOptions, HeadTensors
 
 
-def checked_options(
-    tokens: Tokens, weight: Tensor | QuantizedWeight, bias: Tensor | None, asked: Asked, main_grad: Tensor | None
-) -> HeadOptions:
-    """The options of a call, all of whose arguments fit together as far as that shows without reading a value."""
-    quantized = isinstance(weight, QuantizedWeight)
-    compute_dtype, out_dtype = check_head(tokens, weight, bias, asked)
-    training = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad
-        for tensor in (tokens.hidden, None if isinstance(weight, QuantizedWeight) else weight, bias)
-    )
-    if isinstance(weight, QuantizedWeight):
-        _check_inference(training, main_grad)
+def checked(
+    tensors: HeadTensors,
+    pooling: str,
+    activation: str,
+    logit_scale: float,
+    out_dtype: torch.dtype | None,
+    impl: str = "auto",
+    wanted: tuple[bool, ...] = (),
+    main_grad: Tensor | None = None,
+) -> Checked:
+    """Check everything that can be checked without reading a value.
+
+    What follows ``out_dtype`` is given with ``main_grad`` alone; ``wanted`` says who needs a gradient, for the key.
+    """
+    compute_dtype, out_dtype = check_head(tensors, pooling, activation, logit_scale, out_dtype)
+    if tensors.weight_scale is not None:
+        _check_inference(tensors, main_grad)
     elif main_grad is not None:
-        _check_main_grad(main_grad, weight, asked)
-    impl = asked.impl
-    if torch.compiler.is_compiling():
-        check_choice("impl", impl, IMPLS)  # the operators choose when they run: a device cannot be asked in a trace
-    else:
-        hidden = tokens.hidden
-        chosen = chosen_quantized_impl(hidden, impl) if quantized else chosen_impl("lsr_head", "hidden", hidden, impl)
-        impl = settled(impl, chosen)
-        check_interpreted(impl, hidden.device, hidden.dtype if quantized else compute_dtype, out_dtype)
-    return HeadOptions(
-        asked.pooling, asked.activation, float(asked.logit_scale), out_dtype, compute_dtype, training, impl
-    )
+        _check_main_grad(main_grad, tensors.weight, pooling, impl)
+    bias_dtype = None if tensors.bias is None else tensors.bias.dtype
+    return Checked(HeadOptions(pooling, activation, float(logit_scale), out_dtype, compute_dtype, bias_dtype))
 
 
 def check_head(
-    tokens: Tokens, weight: Tensor | QuantizedWeight, bias: Tensor | None, asked: Asked
+    tensors: HeadTensors, pooling: str, activation: str, logit_scale: float, out_dtype: torch.dtype | None
 ) -> tuple[torch.dtype, torch.dtype]:
     """Check what a head of any kind asks of its arguments; return the dtypes of the products and of the scores."""
-    if isinstance(weight, QuantizedWeight):
-        check_tensor("hidden", tokens.hidden)
-        stand_in = torch.empty((), dtype=tokens.hidden.dtype, device=weight.device).expand(weight.shape)
-        compute_dtype = _check_plain_head(tokens, stand_in, bias, asked)
-        if asked.pooling != "max":
+    if tensors.weight_scale is None:
+        compute_dtype = _check_plain_head(tensors, pooling, activation, logit_scale)
+    else:
+        dtype, weight = check_tensor("hidden", tensors.hidden).dtype, tensors.weight
+        stand_in = torch.empty((), dtype=dtype, device=weight.device).expand(weight.shape)
+        compute_dtype = _check_plain_head(tensors._replace(weight=stand_in), pooling, activation, logit_scale)
+        if pooling != "max":
             raise ValueError(
-                f"pooling must be 'max' with a QuantizedWeight, got {asked.pooling!r}; use the weight in 16 bits."
+                f"pooling must be 'max' with a QuantizedWeight, got {pooling!r}; use the weight in 16 bits."
             )
-        if tokens.hidden.dtype == torch.float64:
+        if dtype == torch.float64:
             raise TypeError(
                 "hidden must be fp16, bf16 or fp32 with a QuantizedWeight, got float64; use hidden.float()."
             )
-    else:
-        compute_dtype = _check_plain_head(tokens, weight, bias, asked)
-    if asked.out_dtype is None:
+    if out_dtype is None:
         return compute_dtype, compute_dtype
-    check_out_dtype(asked.out_dtype)
-    return compute_dtype, asked.out_dtype
+    check_out_dtype(out_dtype)
+    return compute_dtype, out_dtype
 
 
-def _check_plain_head(tokens: Tokens, weight: Tensor, bias: Tensor | None, asked: Asked) -> torch.dtype:
+def _check_plain_head(tensors: HeadTensors, pooling: str, activation: str, logit_scale: float) -> torch.dtype:
     """The dtype of the products of a head whose arguments fit together."""
-    (hidden, attention_mask, cu_seqlens), logit_scale = tokens, asked.logit_scale
-    check_choice("pooling", asked.pooling, tuple(POOLINGS))
-    check_choice("activation", asked.activation, ACTIVATIONS)
+    hidden, attention_mask, cu_seqlens, weight, _, bias = tensors
+    check_choice("pooling", pooling, tuple(POOLINGS))
+    check_choice("activation", activation, ACTIVATIONS)
     if not isinstance(logit_scale, (int, float)) or not -math.inf < logit_scale < math.inf:
         raise ValueError(
             f"logit_scale must be a finite Python number, got {logit_scale!r}; "
@@ -124,8 +119,9 @@ def _check_dtypes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.
     return hidden.dtype
 
 
-def _check_inference(training: bool, main_grad: Tensor | None) -> None:
-    if training:
+def _check_inference(tensors: HeadTensors, main_grad: Tensor | None) -> None:
+    leaves = [tensors.hidden] if tensors.bias is None else [tensors.hidden, tensors.bias]
+    if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
         raise ValueError(
             "hidden and bias must not require a gradient with a QuantizedWeight, which is for inference; use "
             "torch.no_grad(), or train with the weight in 16 bits."
@@ -134,10 +130,10 @@ def _check_inference(training: bool, main_grad: Tensor | None) -> None:
         raise ValueError("weight_main_grad must be None with a QuantizedWeight, which has no gradient; leave it out.")
 
 
-def _check_main_grad(main_grad: Tensor, weight: Tensor, asked: Asked) -> None:
-    if asked.pooling != "max" or asked.impl == "reference":
+def _check_main_grad(main_grad: Tensor, weight: Tensor, pooling: str, impl: str) -> None:
+    if pooling != "max" or impl == "reference":
         raise ValueError(
-            f"weight_main_grad must be None with pooling={asked.pooling!r} and impl={asked.impl!r}, got a tensor; only "
+            f"weight_main_grad must be None with pooling={pooling!r} and impl={impl!r}, got a tensor; only "
             "max pooling of the tiled and triton implementations accumulates, elsewhere add weight.grad to it yourself."
         )
     check_shape(

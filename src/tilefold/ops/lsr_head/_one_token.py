@@ -7,13 +7,13 @@ from torch import Tensor
 
 from tilefold.ops._shared.activation import activate, slope_from_score
 from tilefold.ops._shared.winners import no_winner, winner_dtype
-from tilefold.ops.lsr_head._problem import BackwardCall, Gradients, HeadOptions, Tokens, Vocabulary
+from tilefold.ops.lsr_head._problem import Gradients, HeadOptions, HeadSaved, HeadTensors, Needs, Tokens
 from tilefold.ops.lsr_head._range import largest_finite, unit_of
 
 
-def forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions) -> tuple[Tensor, Tensor]:
+def forward(tensors: HeadTensors, options: HeadOptions, training: bool) -> tuple[Tensor, Tensor]:
     """Scores ``[B, V]``, and for backward the positions of the tokens, ``[B, 1]`` where a mask hides them."""
-    weight, _, bias = vocabulary
+    tokens, weight, bias = tensors.tokens, tensors.weight, tensors.bias
     winners = _winners(tokens, options.pooling)
     token, valid = _taken(tokens, winners, options.pooling)
     logits = _product(token.to(options.compute_dtype), weight.to(options.compute_dtype).T)
@@ -22,12 +22,12 @@ def forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions) -> tup
     if bias is not None:
         logits += bias
     scores = activate(logits, options.activation).masked_fill_(~valid[:, None], 0)
-    return scores.to(options.out_dtype), winners if options.training else winners[:0]
+    return scores.to(options.out_dtype), winners if training else winners[:0]
 
 
-def backward(call: BackwardCall) -> Gradients:
+def backward(dscores: Tensor, saved: HeadSaved, options: HeadOptions, needs: Needs) -> Gradients:
     """Gradients of hidden, weight and bias, ``None`` where not needed."""
-    dscores, (scores, winners), tokens, (weight, _, _), options, needs = call
+    tokens, weight, scores, winners = saved.tokens, saved.weight, saved.scores, saved.winners
     if scores is None:
         raise ValueError("scores must be a tensor in the backward pass of one token, got None.")
     winners = _winners(tokens, options.pooling) if winners is None else winners  # kernels keep none without a mask
@@ -36,7 +36,7 @@ def backward(call: BackwardCall) -> Gradients:
     token, valid = _taken(tokens, winners, options.pooling)
     grad = dscores.to(wide) * slope_from_score(scores.to(wide), options.activation)
     grad = grad.masked_fill(~valid[:, None], 0)
-    dbias = grad.sum(dim=0) if needs.bias is not None else None
+    dbias = grad.sum(dim=0) if needs.bias else None
     grad = grad * options.logit_scale
     dhidden = dweight = None
     if needs.hidden:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter, type(None))
+# told apart without an import, in every call
+PLAIN_TYPES = (Tensor, torch.nn.Parameter, type(None))
 
 
 class VocabularySharding(NamedTuple):
@@ -52,8 +53,8 @@ class VocabularySharding(NamedTuple):
 
 
 def is_distributed(*tensors: object) -> bool:
-    """Whether one of ``tensors`` is a DTensor; plain tensors are told apart without an import."""
-    if all(type(tensor) in _PLAIN_TYPES for tensor in tensors) or not torch.distributed.is_available():
+    """Whether one of ``tensors``, not all of which are :data:`PLAIN_TYPES`, is a DTensor."""
+    if not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor  # noqa: PLC0415
 

@@ -7,17 +7,21 @@ input, the distance to ``cu_seqlens[b]`` of a packed one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from tilefold.ops._shared.checks import check_cu_seqlens
+from tilefold.ops._shared.plan import Buffer
+from tilefold.ops._shared.winners import winner_dtype
 
 
 class Pooling(NamedTuple):
     """What a pooling keeps for its backward pass.
 
     Attributes:
-        reads: what backward reads besides token states, weight and offsets.
+        reads: what backward reads.
         winners: scores that share a winner: those of one "entry", of one "sequence" (only where a mask hides which), or
             "none", where all tokens take part.
     """
@@ -26,12 +30,14 @@ class Pooling(NamedTuple):
     winners: str
 
 
+_ALWAYS = frozenset({"hidden", "cu_seqlens", "weight"})
+_BY_WINNERS, _BY_ALL = _ALWAYS | {"scores", "winners"}, _ALWAYS | {"bias", "attention_mask"}
 POOLINGS = {
-    "max": Pooling(frozenset({"scores", "winners"}), "entry"),
-    "sum": Pooling(frozenset({"bias", "attention_mask"}), "none"),
-    "mean": Pooling(frozenset({"bias", "attention_mask"}), "none"),
-    "cls": Pooling(frozenset({"scores", "winners"}), "sequence"),
-    "last": Pooling(frozenset({"scores", "winners"}), "sequence"),
+    "max": Pooling(_BY_WINNERS, "entry"),
+    "sum": Pooling(_BY_ALL, "none"),
+    "mean": Pooling(_BY_ALL, "none"),
+    "cls": Pooling(_BY_WINNERS, "sequence"),
+    "last": Pooling(_BY_WINNERS, "sequence"),
 }
 
 
@@ -69,104 +75,91 @@ class Tokens(NamedTuple):
         return self.hidden.numel() // self.hidden.size(-1)
 
 
-class Vocabulary(NamedTuple):
-    """The decoder.
+class HeadTensors(NamedTuple):
+    """The tensors of a call.
 
     Attributes:
+        hidden, attention_mask, cu_seqlens: see :class:`Tokens`.
         weight: ``[V, D]``, of a quantised head in fp8.
         weight_scale: ``[V]`` fp32 of a quantised head, else ``None``.
         bias: ``[V]`` or ``None``.
     """
 
+    hidden: Tensor
+    attention_mask: Tensor | None
+    cu_seqlens: Tensor | None
     weight: Tensor
     weight_scale: Tensor | None
     bias: Tensor | None
 
-
-class Asked(NamedTuple):
-    """Options as the caller gave them."""
-
-    pooling: str
-    activation: str
-    logit_scale: float
-    out_dtype: torch.dtype | None
-    impl: str
+    @property
+    def tokens(self) -> Tokens:
+        """Token states, and which of them belong to which sequence."""
+        return Tokens(*self[:3])
 
 
 class HeadOptions(NamedTuple):
-    """Options that passed the checks.
-
-    Attributes:
-        compute_dtype: of the operands of products.
-        training: whether a gradient can be asked for.
-        impl: "auto" where the tiled path stands behind the kernels; see :func:`tilefold.ops._shared.impl.settled`.
-    """
+    """Options that passed the checks; products take operands of ``compute_dtype``."""
 
     pooling: str
     activation: str
     logit_scale: float
     out_dtype: torch.dtype
     compute_dtype: torch.dtype
-    training: bool
-    impl: str
+    bias_dtype: torch.dtype | None
 
 
-class Saved(NamedTuple):
-    """What forward keeps for backward, of those that :data:`POOLINGS` names."""
+class HeadSaved(NamedTuple):
+    """What backward reads, of those that :data:`POOLINGS` names, and always token states, offsets and weight."""
 
+    hidden: Tensor
+    attention_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
     scores: Tensor | None
     winners: Tensor | None
 
+    @property
+    def tokens(self) -> Tokens:
+        """Token states, and which of them belong to which sequence."""
+        return Tokens(*self[:3])
+
 
 class Needs(NamedTuple):
-    """Which gradients are asked for; that of the bias by its dtype."""
+    """Which gradients are asked for."""
 
     hidden: bool
     weight: bool
-    bias: torch.dtype | None
-
-
-class BackwardCall(NamedTuple):
-    """What gradients are made of, those of ``dscores`` ``[B, V]``, and which of them."""
-
-    dscores: Tensor
-    saved: Saved
-    tokens: Tokens
-    vocabulary: Vocabulary
-    options: HeadOptions
-    needs: Needs
+    bias: bool
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias, where asked for
 
 
-class ForwardPlan(Protocol):
-    """Launches that make scores, and winners where they are kept. Equal to itself only, so that a key may hold it."""
-
-    @property
-    def options(self) -> HeadOptions:
-        """Of the calls that it is for."""
-
-    def __call__(self, tokens: Tokens, vocabulary: Vocabulary) -> tuple[Tensor, Tensor | None]:
-        """Launch."""
+def outputs(tensors: HeadTensors, options: HeadOptions, training: bool) -> tuple[Buffer, Buffer]:
+    """Scores ``[B, V]``, and winners where backward reads them, else none."""
+    tokens, vocab, kind = tensors.tokens, tensors.weight.size(0), POOLINGS[options.pooling].winners
+    shape = (tokens.batch if training else 0), vocab if kind == "entry" else 1
+    if kind == "none" or (kind == "sequence" and tokens.attention_mask is None):
+        shape = 0, 1
+    return Buffer((tokens.batch, vocab), options.out_dtype), Buffer(shape, winner_dtype(tokens.length_bound))
 
 
-class BackwardPlan(Protocol):
-    """Launches that make gradients."""
-
-    def __call__(
-        self, dscores: Tensor, saved: Saved, tokens: Tokens, vocabulary: Vocabulary, main_grad: Tensor | None
-    ) -> Gradients:
-        """Launch; the weight's gradient is added to ``main_grad``, if given, and not returned."""
+def reads(options: HeadOptions) -> frozenset[str]:
+    """What is saved."""
+    return POOLINGS[options.pooling].reads
 
 
-def winners_shape(tokens: Tokens, vocab: int, options: HeadOptions) -> tuple[int, int]:
-    """Shape of the winners that forward hands out."""
-    kind = POOLINGS[options.pooling].winners
-    batch = tokens.batch if options.training else 0  # backward alone reads them
-    if kind == "entry":
-        return batch, vocab
-    return (batch if kind == "sequence" and tokens.attention_mask is not None else 0), 1
+def bias_gradient(saved: HeadSaved, options: HeadOptions) -> Buffer:
+    """The bias's gradient, which max pooling and poolings of one token make without the bias."""
+    return Buffer((saved.weight.size(0),), options.bias_dtype or options.compute_dtype)
+
+
+def check_values(tensors: HeadTensors, options: HeadOptions) -> None:
+    """Raise ``ValueError`` for broken ``cu_seqlens``."""
+    if tensors.cu_seqlens is not None:
+        check_cu_seqlens("cu_seqlens", tensors.cu_seqlens, tensors.hidden.size(0), "hidden")
 
 
 def sequence_mask(cu_seqlens: Tensor, length: int) -> Tensor:

@@ -14,7 +14,7 @@ from tilefold.ops._shared.fallback import triton_or_tiled
 from tilefold.ops._shared.impl import resolve_impl
 from tilefold.ops._shared.library import is_plain, run
 from tilefold.ops.lsr_head import _tiled
-from tilefold.ops.lsr_head._problem import HeadOptions, Tokens, Vocabulary
+from tilefold.ops.lsr_head._problem import HeadOptions, HeadTensors
 
 FP8 = torch.float8_e4m3fn
 QUANTIZED_HEAD = "lsr_head with an fp8 weight"
@@ -100,9 +100,9 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
         raise ValueError(f"D must be at least 1, got D=0 in shape {list(weight.shape)}.")
 
     def in_one_pass() -> tuple[Tensor, Tensor]:
-        from tilefold.ops.lsr_head import _triton  # noqa: PLC0415
+        from tilefold.ops.lsr_head._triton.quantize_weight import quantize_rows  # noqa: PLC0415
 
-        found: tuple[Tensor, Tensor] = run(_triton.quantize_rows, weight.detach())
+        found: tuple[Tensor, Tensor] = run(quantize_rows, weight.detach())
         return found
 
     impl = "auto" if is_plain(weight) and chosen_quantized_impl(weight) == "triton" else "tiled"
@@ -153,17 +153,14 @@ def chosen_quantized_impl(hidden: Tensor, impl: str = "auto") -> str:
     return resolved
 
 
-def forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions) -> tuple[Tensor, Tensor]:
+def forward(tensors: HeadTensors, scale: Tensor, options: HeadOptions) -> tuple[Tensor, None]:
     """The same rounded operands, multiplied in fp32 by the tiled path, a slab of the vocabulary at a time."""
-    values, scale, bias = vocabulary
-    if scale is None:
-        raise ValueError("weight_scale must be a tensor of a quantised head, got None.")
-    rounded = tokens._replace(hidden=fake_quantized(tokens.hidden))
+    values, bias = tensors.weight, tensors.bias
+    rounded = tensors._replace(hidden=fake_quantized(tensors.hidden), weight_scale=None)
     slabs = []
     for v0 in range(0, values.size(0), SLAB_V):
         part = slice(v0, v0 + SLAB_V)
         weight = QuantizedWeight(values[part], scale[part]).dequantize()
-        slab = Vocabulary(weight, None, None if bias is None else bias[part].float())
-        scores, winners = _tiled.forward(rounded, slab, options)
-        slabs.append(scores)
-    return torch.cat(slabs, dim=1), winners.new_empty(0, values.size(0))
+        slab = rounded._replace(weight=weight, bias=None if bias is None else bias[part].float())
+        slabs.append(_tiled.forward(slab, options, training=False)[0])
+    return torch.cat(slabs, dim=1), None

@@ -16,14 +16,14 @@ from tilefold.ops._shared.activation import activate, activate_in_place, slope_f
 from tilefold.ops._shared.winners import no_winner, winner_dtype
 from tilefold.ops.lsr_head import _one_token
 from tilefold.ops.lsr_head._problem import (
-    BackwardCall,
     Gradients,
     HeadOptions,
+    HeadSaved,
+    HeadTensors,
+    Needs,
     PackedRows,
     Tokens,
-    Vocabulary,
     pack_rows,
-    winners_shape,
 )
 from tilefold.ops.lsr_head._tiles import keep_maximum, max_tiles, sequence_tiles, vocabulary_tiles
 
@@ -36,33 +36,39 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions) -> tuple[Tensor, Tensor]:
-    """Scores ``[B, V]`` in ``out_dtype``, and winners (uint16 or int32; empty where none are kept)."""
+def forward(tensors: HeadTensors, options: HeadOptions, training: bool) -> tuple[Tensor, Tensor | None]:
+    """Scores ``[B, V]`` in ``out_dtype``, and winners (uint16 or int32; empty, or none, where none are kept)."""
     if options.pooling == "max":
-        return _max_forward(tokens, vocabulary, options)
+        return _max_forward(tensors, options, training)
     if options.pooling in ("sum", "mean"):
-        scores = _sum_forward(tokens, vocabulary, options)
-        shape = winners_shape(tokens, vocabulary.weight.size(0), options)
-        return scores, torch.empty(shape, dtype=winner_dtype(tokens.length_bound), device=scores.device)
-    return _one_token.forward(tokens, vocabulary, options)
+        return _sum_forward(tensors, options), None
+    return _one_token.forward(tensors, options, training)
 
 
-def backward(call: BackwardCall, main_grad: Tensor | None) -> Gradients:
+def backward(
+    dscores: Tensor,
+    saved: HeadSaved,
+    options: HeadOptions,
+    needs: tuple[bool, ...],
+    main_grad: Tensor | None = None,
+) -> Gradients:
     """Gradients of hidden, weight and bias (``None`` where not needed), each in its parameter's dtype.
 
     With ``main_grad``, fp32 ``[V, D]``, the weight's gradient is added to it and not returned.
     """
-    pooling, dtype = call.options.pooling, call.needs.bias
-    if pooling == "max":
-        gradients = _max_backward(call, main_grad)
+    wanted = Needs(*needs)
+    if options.pooling == "max":
+        gradients = _max_backward(dscores, saved, options, wanted, main_grad)
+    elif options.pooling in ("sum", "mean"):
+        gradients = _sum_backward(dscores, saved, options, wanted)
     else:
-        gradients = _sum_backward(call) if pooling in ("sum", "mean") else _one_token.backward(call)
+        gradients = _one_token.backward(dscores, saved, options, wanted)
     dhidden, dweight, dbias = gradients
-    return dhidden, dweight, dbias if dbias is None or dtype is None else dbias.to(dtype)
+    return dhidden, dweight, dbias if dbias is None else dbias.to(options.bias_dtype)
 
 
-def _max_forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions) -> tuple[Tensor, Tensor]:
-    hidden, (weight, _, bias), with_winners = tokens.hidden, vocabulary, options.training
+def _max_forward(tensors: HeadTensors, options: HeadOptions, with_winners: bool) -> tuple[Tensor, Tensor]:
+    tokens, hidden, weight, bias = tensors.tokens, tensors.hidden, tensors.weight, tensors.bias
     bound = tokens.length_bound
     packed = _packed_in_compute_dtype(tokens)
     batch, vocab = len(packed.offsets) - 1, weight.size(0)
@@ -78,14 +84,16 @@ def _max_forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions) -
     return scores.to(options.out_dtype), winners
 
 
-def _max_backward(call: BackwardCall, main_grad: Tensor | None) -> Gradients:
+def _max_backward(
+    dscores: Tensor, saved: HeadSaved, options: HeadOptions, needs: Needs, main_grad: Tensor | None
+) -> Gradients:
     """Both matrix gradients are weighted sums of gathered rows, one owner each.
 
     The weight's row ``v`` sums ``g[b, v] * hidden[b, winner[b, v]]`` over b, the hidden row sums
     ``g[b, v] * weight[v]`` over what it won.
     """
-    dscores, (scores, winners), tokens, (weight, _, _), options, needs = call
-    hidden, cu_seqlens = tokens.hidden, tokens.cu_seqlens
+    tokens, hidden, cu_seqlens, weight = saved.tokens, saved.hidden, saved.cu_seqlens, saved.weight
+    scores, winners = saved.scores, saved.winners
     if scores is None or winners is None:
         raise ValueError("scores and winners must be tensors in the backward pass of max pooling, got None.")
     dtype = wide_dtype(hidden.dtype)
@@ -100,7 +108,7 @@ def _max_backward(call: BackwardCall, main_grad: Tensor | None) -> Gradients:
         if needs.weight and main_grad is None
         else None
     )
-    dbias = torch.zeros(vocab, dtype=dtype, device=hidden.device) if needs.bias is not None else None
+    dbias = torch.zeros(vocab, dtype=dtype, device=hidden.device) if needs.bias else None
     compute_rows = rows.to(dtype) if needs.weight else rows
     slab = max(1, min(SLAB_V, SLAB_ENTRIES // max(batch, 1)))
     for v0 in range(0, vocab, slab):
@@ -138,10 +146,10 @@ def _add_or_store(target: Tensor, gradient: Tensor, add: bool) -> None:
         target.copy_(gradient)
 
 
-def _sum_forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions) -> Tensor:
+def _sum_forward(tensors: HeadTensors, options: HeadOptions) -> Tensor:
     """``[B, V]`` sum or mean over valid tokens of the activated logits."""
-    hidden, (weight, _, bias) = tokens.hidden, vocabulary
-    packed = _packed_in_compute_dtype(tokens)
+    hidden, weight, bias = tensors.hidden, tensors.weight, tensors.bias
+    packed = _packed_in_compute_dtype(tensors.tokens)
     batch, vocab = len(packed.offsets) - 1, weight.size(0)
     scores = torch.zeros(batch, vocab, dtype=packed.rows.dtype, device=hidden.device)
     for v0, v1, tile_weight, tile_bias in vocabulary_tiles(weight, bias, packed.rows.dtype):
@@ -154,18 +162,17 @@ def _sum_forward(tokens: Tokens, vocabulary: Vocabulary, options: HeadOptions) -
     return scores.to(options.out_dtype)
 
 
-def _sum_backward(call: BackwardCall) -> Gradients:
+def _sum_backward(dscores: Tensor, saved: HeadSaved, options: HeadOptions, needs: Needs) -> Gradients:
     """Gradients of sum and mean pooling: every token counts, so each tile of logits is computed again."""
-    dscores, _, tokens, (weight, _, bias), options, needs = call
-    hidden = tokens.hidden
-    packed = _packed_in_compute_dtype(tokens)
+    hidden, weight, bias = saved.hidden, saved.weight, saved.bias
+    packed = _packed_in_compute_dtype(saved.tokens)
     rows = packed.rows
     grad = dscores.to(rows.dtype)
     if options.pooling == "mean":
         grad = grad / _lengths(packed, grad)[:, None]
     drows = torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device) if needs.hidden else None
     dweight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device) if needs.weight else None
-    dbias = torch.zeros(weight.size(0), dtype=rows.dtype, device=rows.device) if needs.bias is not None else None
+    dbias = torch.zeros(weight.size(0), dtype=rows.dtype, device=rows.device) if needs.bias else None
     for v0, v1, tile_weight, tile_bias in vocabulary_tiles(weight, bias, rows.dtype):
         tile_dweight = torch.zeros_like(tile_weight)
         for piece, logits in sequence_tiles(packed, tile_weight, options.logit_scale):

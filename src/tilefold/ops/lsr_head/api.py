@@ -3,21 +3,96 @@
 from __future__ import annotations
 
 import math
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared import impl as implementations
-from tilefold.ops._shared.call_cache import call_key
-from tilefold.ops._shared.checks import check_cu_seqlens
-from tilefold.ops.lsr_head import _parallel, _reference, _torch_ops
-from tilefold.ops.lsr_head._arguments import check_head, checked_options
-from tilefold.ops.lsr_head._problem import Asked, HeadOptions, Tokens, Vocabulary, sequence_mask
+from tilefold.ops._shared.impl import host_may_read
+from tilefold.ops._shared.operator import Operator, Variant
+from tilefold.ops.lsr_head import _parallel, _quantized, _reference, _tiled
+from tilefold.ops.lsr_head._arguments import check_head, checked
+from tilefold.ops.lsr_head._parallel import PLAIN_TYPES
+from tilefold.ops.lsr_head._problem import (
+    HeadOptions,
+    HeadSaved,
+    HeadTensors,
+    Tokens,
+    bias_gradient,
+    check_values,
+    outputs,
+    reads,
+    sequence_mask,
+)
 from tilefold.ops.lsr_head._quantized import QuantizedWeight
 from tilefold.ops.lsr_head._sparse import SparseRows
 
 # Vocabulary columns that lsr_head_sparse holds in dense form at a time, for the whole batch.
 SPARSE_BLOCK_V = 16384
+OPTIONS = ("pooling", "activation", "logit_scale", "out_dtype")
+
+
+def _plans() -> ModuleType:
+    from tilefold.ops.lsr_head import plans  # noqa: PLC0415 (needs Triton)
+
+    return plans
+
+
+def _variant(tensors: HeadTensors) -> Variant | None:
+    return None if tensors.weight_scale is None else QUANTIZED
+
+
+def _tiled_forward(tensors: HeadTensors, options: HeadOptions, training: bool) -> tuple[Tensor, Tensor | None]:
+    if host_may_read(tensors.hidden.device, "tiled"):
+        check_values(tensors, options)
+    if tensors.weight_scale is not None:
+        return _quantized.forward(tensors, tensors.weight_scale, options)
+    return _tiled.forward(tensors, options, training)
+
+
+def _run_reference(tensors: HeadTensors, options: HeadOptions) -> Tensor:
+    hidden, attention_mask, cu_seqlens, weight, weight_scale, bias = tensors
+    if weight_scale is not None:  # of which the tiled path is the specification
+        return torch.ops.tilefold.lsr_head(*tensors, *options, False, "tiled")[0]  # type: ignore[no-any-return]
+    with torch.autocast(hidden.device.type, enabled=False):
+        if cu_seqlens is not None:
+            check_values(tensors, options)
+            lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+            longest = int(lengths.max()) if lengths.numel() else 0
+            valid = sequence_mask(cu_seqlens, longest)
+            padded = hidden.new_zeros(*valid.shape, hidden.size(1))
+            hidden = padded.index_put(valid.nonzero(as_tuple=True), hidden)
+        elif attention_mask is None:
+            valid = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+        else:
+            valid = attention_mask != 0
+        if hidden.size(1) == 0:
+            out_dtype = options.out_dtype
+            return (hidden.sum() + weight.sum()).to(out_dtype) * hidden.new_zeros(
+                hidden.size(0), weight.size(0), dtype=out_dtype
+            )
+        return _reference.lsr_head(
+            hidden, weight, bias, valid, options.pooling, options.activation, options.logit_scale, options.out_dtype
+        )
+
+
+QUANTIZED = Variant(_quantized.QUANTIZED_HEAD, _quantized.chosen_quantized_impl)
+HEAD = Operator(
+    "lsr_head",
+    HeadTensors,
+    HeadOptions,
+    HeadSaved,
+    results=("scores", "winners"),
+    outputs=outputs,
+    gradients={"hidden": "hidden", "weight": "weight", "bias": bias_gradient},
+    plans=_plans,
+    tiled=SimpleNamespace(forward=_tiled_forward, backward=_tiled.backward),
+    reference=_run_reference,
+    check_values=check_values,
+    reads=reads,
+    variant=_variant,
+)
 
 
 def chosen_impl(hidden: Tensor, impl: str = "auto") -> str:
@@ -29,7 +104,7 @@ def chosen_impl(hidden: Tensor, impl: str = "auto") -> str:
         ValueError: for an unknown name.
         RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
     """
-    return implementations.chosen_impl("lsr_head", "hidden", hidden, impl)
+    return HEAD.chosen_impl(hidden, impl)
 
 
 def lsr_head(
@@ -89,27 +164,21 @@ def lsr_head(
         ValueError: for shapes, devices, masks, ``cu_seqlens`` or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
-    tokens = Tokens(hidden, attention_mask, cu_seqlens)
+    asked = (pooling, activation, logit_scale, out_dtype)
     if isinstance(weight, QuantizedWeight):
-        vocabulary = Vocabulary(weight.values, weight.scale, bias)
+        tensors = HeadTensors(hidden, attention_mask, cu_seqlens, weight.values, weight.scale, bias)
     else:
-        vocabulary = Vocabulary(weight, None, bias)
-    wanted: bool | tuple[bool, ...] = torch.is_grad_enabled()
-    if wanted:  # without a generator, which takes longer than the three
-        name = "requires_grad"
-        wanted = getattr(hidden, name, False), getattr(weight, name, False), getattr(bias, name, False)
-    asked = Asked(pooling, activation, logit_scale, out_dtype, impl)
-    given = (*asked, wanted, getattr(weight_main_grad, "requires_grad", False))
-    key = call_key((*tokens, *vocabulary, weight_main_grad), given)
-    if key is not None and (scores := _torch_ops.again(key, tokens, vocabulary, weight_main_grad)) is not None:
-        return scores
-    if not isinstance(weight, QuantizedWeight) and _parallel.is_distributed(hidden, weight, bias):
-        named = asked._asdict() | {"weight_main_grad": weight_main_grad}
-        return _parallel.parallel_head(lsr_head, tokens, weight, bias, named)
-    options = checked_options(tokens, weight, bias, asked, weight_main_grad)
-    if options.impl == "reference" and not isinstance(weight, QuantizedWeight):
-        return _run_reference(tokens, weight, bias, options)
-    return _torch_ops.head(key, tokens, vocabulary, options, weight_main_grad)
+        tensors = HeadTensors(hidden, attention_mask, cu_seqlens, weight, None, bias)
+        plain = type(hidden) in PLAIN_TYPES and type(weight) in PLAIN_TYPES and type(bias) in PLAIN_TYPES
+        if not plain and _parallel.is_distributed(hidden, weight, bias):
+            named = {**dict(zip(OPTIONS, asked, strict=True)), "impl": impl, "weight_main_grad": weight_main_grad}
+            return _parallel.parallel_head(lsr_head, tensors.tokens, weight, bias, named)
+    if weight_main_grad is None:
+        return HEAD(tensors, asked, impl, checked)[0]  # type: ignore[no-any-return]
+    into = {"weight": weight_main_grad}
+    # what may be added to depends on what needs a gradient, of which a key knows only that something does
+    wanted = tuple([getattr(each, "requires_grad", False) for each in (weight, weight_main_grad)])
+    return HEAD(tensors, (*asked, impl, wanted), impl, checked, into)[0]  # type: ignore[no-any-return]
 
 
 def lsr_head_sparse(
@@ -143,47 +212,27 @@ def lsr_head_sparse(
         ``[B, V]`` ``torch.sparse_csr`` tensor with int64 indices, sorted within each row; with DTensor arguments the
         plain, whole tensor on every rank.
     """
-    tokens, asked = Tokens(hidden, attention_mask, cu_seqlens), Asked(pooling, activation, logit_scale, out_dtype, impl)
+    tokens, asked = Tokens(hidden, attention_mask, cu_seqlens), (pooling, activation, logit_scale, out_dtype)
+    named: dict[str, Any] = {**dict(zip(OPTIONS, asked, strict=True)), "impl": impl}
     if not isinstance(weight, QuantizedWeight) and _parallel.is_distributed(hidden, weight, bias):
-        named = asked._asdict() | {"top_k": top_k, "min_weight": min_weight}
+        named |= {"top_k": top_k, "min_weight": min_weight}
         return _parallel.parallel_head_sparse(lsr_head_sparse, tokens, weight, bias, named)
-    _, out_dtype = check_head(tokens, weight, bias, asked)
+    if isinstance(weight, QuantizedWeight):
+        tensors = HeadTensors(hidden, attention_mask, cu_seqlens, weight.values, weight.scale, bias)
+    else:
+        tensors = HeadTensors(hidden, attention_mask, cu_seqlens, weight, None, bias)
+    _, out_dtype = check_head(tensors, *asked)
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
         raise ValueError(f"top_k must be a positive integer or None, got {top_k!r}.")
     if not isinstance(min_weight, (int, float)) or math.isnan(min_weight):
         raise ValueError(f"min_weight must be a Python number, got {min_weight!r}; -inf keeps every entry.")
     vocab = weight.size(0)
     rows = SparseRows(tokens.batch, vocab, top_k, min_weight, hidden.device)
-    wide = asked._replace(out_dtype=torch.promote_types(hidden.dtype, torch.float32))
+    named["out_dtype"] = torch.promote_types(hidden.dtype, torch.float32)
     with torch.no_grad():
         for v0 in range(0, vocab, SPARSE_BLOCK_V):
             part = slice(v0, v0 + SPARSE_BLOCK_V)
-            scores = lsr_head(
-                weight=weight[part], bias=None if bias is None else bias[part], **tokens._asdict(), **wide._asdict()
-            )
+            some = None if bias is None else bias[part]
+            scores = lsr_head(weight=weight[part], bias=some, **tokens._asdict(), **named)
             rows.add(scores, v0)
         return rows.to_csr(out_dtype)
-
-
-def _run_reference(tokens: Tokens, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> Tensor:
-    hidden, attention_mask, cu_seqlens = tokens
-    with torch.autocast(hidden.device.type, enabled=False):
-        if cu_seqlens is not None:
-            check_cu_seqlens("cu_seqlens", cu_seqlens, hidden.size(0), "hidden")
-            lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-            longest = int(lengths.max()) if lengths.numel() else 0
-            valid = sequence_mask(cu_seqlens, longest)
-            padded = hidden.new_zeros(*valid.shape, hidden.size(1))
-            hidden = padded.index_put(valid.nonzero(as_tuple=True), hidden)
-        elif attention_mask is None:
-            valid = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
-        else:
-            valid = attention_mask != 0
-        if hidden.size(1) == 0:
-            out_dtype = options.out_dtype
-            return (hidden.sum() + weight.sum()).to(out_dtype) * hidden.new_zeros(
-                hidden.size(0), weight.size(0), dtype=out_dtype
-            )
-        return _reference.lsr_head(
-            hidden, weight, bias, valid, options.pooling, options.activation, options.logit_scale, options.out_dtype
-        )

@@ -8,9 +8,8 @@ import torch
 
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared._triton.tensors import power_of_two
-from tilefold.ops._shared.fallback import give_up, given_up
-from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops._shared.tf32 import tf32_allowed
+from tilefold.ops._shared.operator import setting_of
+from tilefold.ops._shared.plan import Setting
 
 
 @dataclass(frozen=True)
@@ -75,26 +74,14 @@ def without_tma(config: MaxForwardConfig) -> MaxForwardConfig:
     return without_tma(behind) if behind is not config else replace(config, use_tma=False)
 
 
-def max_forward_config(dtype: torch.dtype, device: torch.device) -> MaxForwardConfig:
-    """The forward configuration for ``dtype`` on ``device``, of those that were not given up there.
-
-    It may be asked at any time: nothing is given up and nothing warned of; see :func:`give_up_missing`.
-    """
-    if device.type != "cuda" or triton_interpreted():
+def max_forward_config(dtype: torch.dtype, setting: Setting) -> MaxForwardConfig:
+    """The forward configuration for ``dtype``, of those whose kernels were not given up."""
+    if setting.capability == (0, 0):
         return INTERPRETED
-    config = max_forward_config_for(torch.cuda.get_device_capability(device), dtype, tf32_allowed(dtype))
-    while config in NEXT_BEST and given_up(kernel_name(config), device) is not None:
+    config = max_forward_config_for(setting.capability, dtype, setting.tf32)
+    while config in NEXT_BEST and kernel_name(config) in setting.given_up:
         config = NEXT_BEST[config]
     return config
-
-
-def give_up_missing(dtype: torch.dtype, device: torch.device) -> None:
-    """Give up the kernel that ``device`` would run in ``dtype`` if this release of Triton had it: before a launch."""
-    why = releases.why_no_warp_roles()
-    if why is None or dtype == torch.float32 or device.type != "cuda" or triton_interpreted():
-        return
-    if torch.cuda.get_device_capability(device) == (9, 0):
-        give_up(kernel_name(HOPPER_16BIT), device, why, instead_of(HOPPER_16BIT))
 
 
 def kernel_name(config: MaxForwardConfig) -> str:
@@ -111,8 +98,9 @@ def instead_of(config: MaxForwardConfig) -> str:
 
 def describe(device: torch.device) -> dict[str, dict[str, object]]:
     """The configurations in use on ``device``, by dtype, for reports."""
+    setting = setting_of(device)
     return {
-        str(dtype).removeprefix("torch."): asdict(max_forward_config(dtype, device))
+        str(dtype).removeprefix("torch."): asdict(max_forward_config(dtype, setting))
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
     }
 
@@ -193,11 +181,11 @@ def max_backward_config_for(capability: tuple[int, int], dtype: torch.dtype, bat
     return BACKWARD_HOPPER_LARGE_BATCH_FP16 if half else BACKWARD_HOPPER_LARGE_BATCH
 
 
-def max_backward_config(dtype: torch.dtype, device: torch.device, batch: int) -> MaxBackwardConfig:
-    """The backward configuration for ``dtype`` on ``device``, for ``batch`` sequences."""
-    if device.type != "cuda" or triton_interpreted():
+def max_backward_config(dtype: torch.dtype, setting: Setting, batch: int) -> MaxBackwardConfig:
+    """The backward configuration for ``dtype``, for ``batch`` sequences."""
+    if setting.capability == (0, 0):
         return BACKWARD_INTERPRETED
-    return max_backward_config_for(torch.cuda.get_device_capability(device), dtype, batch)
+    return max_backward_config_for(setting.capability, dtype, batch)
 
 
 @dataclass(frozen=True)
@@ -238,11 +226,11 @@ def sum_config_for(capability: tuple[int, int], dtype: torch.dtype, tf32: bool) 
     return SumConfig() if capability == (9, 0) else SUM_BLACKWELL
 
 
-def sum_config(dtype: torch.dtype, device: torch.device) -> SumConfig:
-    """The sum-pooling configuration for ``dtype`` on ``device``."""
-    if device.type != "cuda" or triton_interpreted():
+def sum_config(dtype: torch.dtype, setting: Setting) -> SumConfig:
+    """The sum-pooling configuration for ``dtype``."""
+    if setting.capability == (0, 0):
         return SUM_INTERPRETED
-    return sum_config_for(torch.cuda.get_device_capability(device), dtype, tf32_allowed(dtype))
+    return sum_config_for(setting.capability, dtype, setting.tf32)
 
 
 @dataclass(frozen=True)
@@ -296,8 +284,8 @@ def one_token_config_for(dtype: torch.dtype, tf32: bool) -> OneTokenConfig:
     return OneTokenConfig()
 
 
-def one_token_config(dtype: torch.dtype, device: torch.device) -> OneTokenConfig:
-    """The configuration for ``dtype`` on ``device``."""
-    if device.type != "cuda" or triton_interpreted():
+def one_token_config(dtype: torch.dtype, setting: Setting) -> OneTokenConfig:
+    """The configuration for ``dtype``."""
+    if setting.capability == (0, 0):
         return ONE_TOKEN_INTERPRETED
-    return one_token_config_for(dtype, tf32_allowed(dtype))
+    return one_token_config_for(dtype, setting.tf32)

@@ -107,7 +107,7 @@ class Program:
             _Stretch(
                 [_like(made[name], device) for name in cut.results],
                 [(place, plan.fills[name]) for place, name in enumerate(cut.results) if name in plan.fills],
-                Pieces(device, *[plan.buffers[name] for name in cut.scratch]),  # type: ignore[arg-type]
+                Pieces(device, *[tuple(plan.buffers[name] or ()) for name in cut.scratch]),
                 bool(cut.scratch),
                 [(places[name], places[each.of], each.dtype) for name, each in views.items() if each.of in cut.results],
                 steps[cut.first : cut.end],

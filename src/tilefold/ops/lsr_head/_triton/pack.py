@@ -9,20 +9,11 @@ repeated row wins by an ulp, the winner is the token that it repeats, which is t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 
-from tilefold.ops._shared._triton.launch import Step
-from tilefold.ops._shared._triton.launches import Scratches
 from tilefold.ops._shared._triton.masks import mask_if
 from tilefold.ops._shared._triton.offsets import narrowed
-from tilefold.ops._shared._triton.tensors import cdiv, power_of_two
-from tilefold.ops._shared.winners import no_winner, winner_dtype
-from tilefold.ops.lsr_head._problem import HeadOptions, Tokens
 
 BLOCK_ROWS = 32  # rows that one program copies
 BLOCK_D = 128
@@ -202,64 +193,3 @@ def _copy_packed_kernel(
             value = tl.where(ok, 0.0, float("nan"))
             _store_empty(out_ptr, winner_ptr, b, 0, 1, V, value, BLOCK_EMPTY, WITH_WINNERS, NO_WINNER)
         b += tl.num_programs(0)
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """Launches that write the rows that the forward kernel reads, and the scores of empty sequences.
-
-    Attributes:
-        steps: with the names of their arguments: what counts valid tokens, where a kernel of its own does, and what
-            copies rows.
-        scratch: ``rows`` ``[total, D]``, of which the first ``offsets[B]`` are meant; ``offsets`` ``[B + 1]`` int32,
-            multiples of the group; where winners are kept, ``positions`` of rows in their sequences, ``[total]`` int32;
-            ``counts`` and ``firsts``, ``[B]`` int32 that are counted.
-        total: rows, at most.
-    """
-
-    steps: list[tuple[Step, str]]
-    scratch: Scratches
-    total: int
-
-
-def plan_packing(tokens: Tokens, vocab: int, options: HeadOptions, group: int) -> Packing | None:
-    """How valid tokens are packed; ``None`` for unmasked input whose length is a multiple of ``group``.
-
-    Args:
-        tokens: contiguous, in the dtype of products, their mask no bool.
-        vocab: V.
-        options: of the head.
-        group: rows that sequences are aligned to.
-    """
-    hidden, mask, cu_seqlens = tokens
-    dim, batch, length = hidden.size(-1), tokens.batch, tokens.length
-    constants: dict[str, Any] = {
-        "D": dim, "BLOCK_ROWS": BLOCK_ROWS, "BLOCK_D": BLOCK_D, "GROUP": group, "BLOCK_EMPTY": BLOCK_EMPTY,
-        "WITH_WINNERS": options.training, "NO_WINNER": no_winner(winner_dtype(tokens.length_bound)),
-    }  # fmt: skip
-    steps: list[tuple[Step, str]] = []
-    counted = None
-    if cu_seqlens is not None:
-        n_rows = hidden.size(0)
-        total = max(1, n_rows + batch * (group - 1))
-        grid = max(1, cdiv(n_rows, BLOCK_ROWS)), 1, 1
-        copy = Step(_copy_packed_kernel, grid, (batch, n_rows, vocab), constants | {"SCAN_B": 64})
-        steps.append((copy, "hidden cu_seqlens offsets rows positions scores winners"))
-    elif mask is None and length % group == 0:
-        return None
-    else:
-        total = batch * cdiv(length, group) * group
-        blocks = power_of_two(batch, 1), power_of_two(length)
-        if mask is None or blocks[0] * blocks[1] > MAX_MASK:
-            blocks = 0, 0
-        if mask is not None and blocks[0] == 0:
-            counted = (batch,), torch.int32
-            steps.append((Step(_count_kernel, (batch, 1, 1), (length,), {"SCAN": SCAN}), "mask counts firsts"))
-        constants |= {"SCAN": SCAN, "HAS_MASK": mask is not None, "BLOCK_B": blocks[0], "BLOCK_S": blocks[1]}
-        copy = Step(_copy_padded_kernel, (batch, cdiv(length, BLOCK_ROWS), 1), (batch, length, vocab), constants)
-        steps.append((copy, "hidden mask counts firsts offsets rows positions scores winners"))
-    scratch: Scratches = {
-        "rows": ((total, dim), hidden.dtype), "offsets": ((batch + 1,), torch.int32),
-        "positions": ((total,), torch.int32) if options.training else None, "counts": counted, "firsts": counted,
-    }  # fmt: skip
-    return Packing(steps, scratch, total)
