@@ -81,3 +81,17 @@ def splade(tmp_path_factory: pytest.TempPathFactory) -> Any:
         prompts={"query": "find: ", "document": ""},
         device="cpu",
     )
+
+
+@pytest.fixture(scope="session")
+def late(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A multi-vector model of random weights, 16 wide, over the real MiniLM tokenizer; punctuation is skipped."""
+    from sentence_transformers import MultiVectorEncoder
+
+    from tests.recipes.small import small_masked_lm
+    from tilefold.recipes.colbert import ColbertRecipe, load_base_model
+
+    folder = small_masked_lm(tmp_path_factory.mktemp("late"))
+    model = load_base_model(ColbertRecipe(base_model=str(folder), dimension=16, max_length=24, query_length=8))
+    assert isinstance(model, MultiVectorEncoder)
+    return model.to("cpu")

@@ -1,5 +1,10 @@
+"""Encoding into a folder, by plain and accelerated models of both kinds: the same promises."""
+
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +12,21 @@ import numpy as np
 import pytest
 import torch
 
-from tilefold.retrieval import dense_run, encode_collection, encode_queries, read_manifest, read_vectors
+from tests import programs
+from tilefold.integrations.sentence_transformers import accelerate
+from tilefold.retrieval import (
+    dense_run,
+    encode_collection,
+    encode_queries,
+    encode_texts,
+    encode_tokens,
+    open_tokens,
+    read_manifest,
+    read_vectors,
+)
 from tilefold.retrieval.encoding import model_fingerprint
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.tokens import read_token_manifest
 
 TEXTS = {
     f"d{i}": text
@@ -25,6 +42,8 @@ TEXTS = {
         ]
     )
 }
+MANY = {f"d{i}": "cats sleep and dogs run " * (i % 7) + f"text {i}" for i in range(40)}
+OPTIONS: dict[str, Any] = {"shard_size": 8, "top_k": 20, "batch_tokens": 60}
 # sums of 32 products in another order within a batch of other lengths: sqrt(32) eps, with a margin
 BUDGET = 1e-5
 
@@ -37,17 +56,101 @@ def dense(vectors: Any) -> torch.Tensor:
     return torch.from_numpy(matrix)
 
 
-def test_stored_vectors_are_those_of_the_model_in_the_order_of_the_texts(splade: Any, tmp_path: Path) -> None:
+class Way:
+    """A model that encodes, and how what it wrote is read.
+
+    Args:
+        model: plain or accelerated.
+        sparse: the kind of its vectors.
+        fast: whether it is accelerated.
+    """
+
+    def __init__(self, model: Any, sparse: bool, fast: bool) -> None:
+        self.model, self.sparse, self.fast = model, sparse, fast
+        self.suffix = "parquet" if sparse else "safetensors"
+        self.batches = {"batch_tokens": 60} if fast else {"batch_size": 3}
+        # entries of unit vectors are rounded to fp16
+        self.budget = BUDGET if sparse else 2.0**-11
+
+    def encode(self, texts: Any, folder: Path, **options: Any) -> Any:
+        encode: Any = encode_collection if self.sparse else encode_tokens
+        return encode(self.model, texts, folder, **options)
+
+    def manifest(self, folder: Path) -> Any:
+        return read_manifest(folder) if self.sparse else read_token_manifest(folder)
+
+    def read(self, folder: Path) -> dict[str, torch.Tensor]:
+        """Id -> numbers, in the order of the folder."""
+        if self.sparse:
+            vectors = read_vectors(folder)
+            return dict(zip(vectors.ids, dense(vectors), strict=True))
+        store = open_tokens(folder)
+        found = store.read(store.ids)
+        return {name: found.rows(i) for i, name in enumerate(found.ids)}
+
+    def stock(self, texts: dict[str, str]) -> dict[str, torch.Tensor]:
+        """What the stock ``encode_document`` gives."""
+        options = {"convert_to_sparse_tensor": False} if self.sparse else {}
+        found = type(self.model).encode(self.model, list(texts.values()), task="document", **options)
+        return dict(zip(texts, found, strict=True))
+
+
+@pytest.fixture(params=["sparse", "sparse, accelerated", "tokens", "tokens, accelerated"])
+def way(request: pytest.FixtureRequest) -> Iterator[Way]:
+    kind, _, fast = request.param.partition(", ")
+    model = request.getfixturevalue("splade" if kind == "sparse" else "late")
+    if not fast:
+        yield Way(model, kind == "sparse", False)
+        return
+    with accelerate(model):
+        yield Way(model, kind == "sparse", True)
+    assert model[0].model.config._attn_implementation == "sdpa"
+    assert not hasattr(model, "encode_token_batch") and not hasattr(model, "encode_sparse_batch")
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tilefold-")]
+
+
+@pytest.fixture
+def fast(splade: Any) -> Iterator[Any]:
+    with accelerate(splade):
+        yield splade
+
+
+def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("batch", [{}, {"batch_tokens": 20}, {"batch_size": 2}])
+@pytest.mark.filterwarnings("ignore:batch_tokens does nothing")
+def test_rows_are_those_of_the_stock_model_in_the_order_of_the_texts(
+    way: Way, tmp_path: Path, batch: dict[str, int]
+) -> None:
     calls: list[tuple[int, int]] = []
-    manifest = encode_collection(
-        splade, TEXTS, tmp_path, batch_size=2, shard_size=3, progress=lambda *done: calls.append(done)
-    )
-    assert calls == [(0, 7), (2, 7), (3, 7), (5, 7), (6, 7), (7, 7)]
-    assert manifest.complete and manifest.n_documents == 7 and not manifest.failed
-    vectors = read_vectors(tmp_path)
-    assert vectors.ids == list(TEXTS) and vectors.vocab_size == splade.get_embedding_dimension()
-    expected = splade.encode_document(list(TEXTS.values()), convert_to_sparse_tensor=False)
-    torch.testing.assert_close(dense(vectors), expected, rtol=BUDGET, atol=BUDGET)
+    report = {"progress": lambda *done: calls.append(done)}
+    manifest = way.encode(TEXTS, tmp_path, shard_size=3, **report, **batch)
+    assert manifest.complete and not manifest.failed and way.manifest(tmp_path) == manifest
+    assert manifest.n_documents == 7 and [part["rows"] for part in manifest.shards] == [3, 3, 1]
+    assert calls[0] == (0, 7) and calls[-1] == (7, 7) and calls == sorted(set(calls))
+    if not way.fast and batch == {"batch_size": 2}:
+        assert calls == [(0, 7), (2, 7), (3, 7), (5, 7), (6, 7), (7, 7)]
+    found, expected = way.read(tmp_path), way.stock(TEXTS)
+    assert list(found) == list(TEXTS)
+    for name, rows in expected.items():
+        torch.testing.assert_close(found[name], rows, rtol=way.budget, atol=way.budget)
+
+
+@pytest.mark.parametrize("storage", ["fp16", "int8"])
+@pytest.mark.parametrize("kind", ["document", "query"])
+def test_a_stream_stores_token_vectors_as_a_plain_model_does(
+    late: Any, tmp_path: Path, storage: str, kind: Any
+) -> None:
+    options: dict[str, Any] = {"storage": storage, "kind": kind, "shard_size": 3}
+    encode_tokens(late, TEXTS, tmp_path / "plain", **options)
+    with accelerate(late):
+        encode_tokens(late, TEXTS, tmp_path / "fast", **options)
+    one, other = (open_tokens(tmp_path / name).read(TEXTS) for name in ("plain", "fast"))
+    assert one.values.dtype == other.values.dtype and torch.equal(one.offsets, other.offsets)
+    for i in range(len(one)):
+        torch.testing.assert_close(one.rows(i), other.rows(i), rtol=0, atol=2 / 127)
 
 
 def test_queries_get_the_query_prompt(splade: Any) -> None:
@@ -67,23 +170,62 @@ def test_top_k_and_min_weight_thin_the_vectors(splade: Any) -> None:
     assert thin.indices.size == int((full.data > threshold).sum())
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped(splade: Any, tmp_path: Path) -> None:
+def test_what_is_reported_is_written_or_kept(fast: Any, tmp_path: Path) -> None:
+    def look(done: int, total: int) -> None:
+        manifest = read_manifest(tmp_path)
+        partial = manifest.partial.get("shard")
+        assert done // 8 <= len(manifest.shards) and (done % 8 == 0 or partial == len(manifest.shards) or done < total)
+
+    encode_collection(fast, MANY, tmp_path, progress=look, **OPTIONS)
+
+
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_an_interrupted_run_goes_on_and_its_bits_are_the_same(way: Way, tmp_path: Path, at: int) -> None:
+    calls = 0
+
     def stop(done: int, total: int) -> None:
-        if done == 3:
+        nonlocal calls
+        calls += 1
+        if calls == at:
             raise KeyboardInterrupt
 
-    options: dict[str, Any] = {"shard_size": 3, "top_k": 20}
+    options = {"shard_size": 8, **way.batches}
     with pytest.raises(KeyboardInterrupt):
-        encode_collection(splade, TEXTS, tmp_path / "v", progress=stop, **options)
+        way.encode(MANY, tmp_path / "v", progress=stop, **options)
     with pytest.raises(DataError, match="unfinished run"):
-        read_vectors(tmp_path / "v")
-    first = (tmp_path / "v" / "part-00000.parquet").stat().st_mtime_ns
-    assert encode_collection(splade, TEXTS, tmp_path / "v", **options).complete
-    assert (tmp_path / "v" / "part-00000.parquet").stat().st_mtime_ns == first
-    encode_collection(splade, TEXTS, tmp_path / "whole", **options)
-    one, other = read_vectors(tmp_path / "v"), read_vectors(tmp_path / "whole")
-    assert one.ids == other.ids
-    assert np.array_equal(one.indices, other.indices) and np.array_equal(one.data, other.data)
+        way.read(tmp_path / "v")
+    done = {
+        file: file.stat().st_mtime_ns for file in (tmp_path / "v").glob("part-0000?.*") if "partial" not in file.name
+    }
+    listed = len(way.manifest(tmp_path / "v").shards)
+    assert len(done) == listed
+    way.encode(MANY, tmp_path / "v", **options)
+    assert all(file.stat().st_mtime_ns == written for file, written in done.items())
+    way.encode(MANY, tmp_path / "whole", **options)
+    assert_same_bits(way.read(tmp_path / "v"), way.read(tmp_path / "whole"))
+    names = ["manifest.json", *(f"part-0000{number}.{way.suffix}" for number in range(5))]
+    assert sorted(file.name for file in (tmp_path / "v").iterdir()) == names
+
+
+@pytest.mark.parametrize("minutes", [0.0, 1.0])
+def test_what_is_done_is_kept_by_time_before_it_is_reported(way: Way, tmp_path: Path, minutes: float) -> None:
+    class Killed(BaseException):
+        pass
+
+    seen = 0
+
+    def kill(done: int, total: int) -> None:
+        nonlocal seen
+        seen = done
+        if done % 8 and done > 8:
+            raise Killed
+
+    with pytest.raises(Killed):
+        way.encode(MANY, tmp_path, save_minutes=minutes, progress=kill, shard_size=8, **way.batches)
+    manifest = way.manifest(tmp_path)
+    assert manifest.n_documents >= seen // 8 * 8 and bool(manifest.partial) is (minutes == 0)
+    if minutes == 0:
+        assert manifest.n_documents == seen // 8 * 8 and manifest.partial["shard"] == len(manifest.shards)
 
 
 def test_a_damaged_shard_is_encoded_again(splade: Any, tmp_path: Path) -> None:
@@ -95,22 +237,34 @@ def test_a_damaged_shard_is_encoded_again(splade: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "change", "message"),
     [
-        ({"top_k": 5}, "top_k: 20 before, 5 now"),
-        ({"min_weight": 0.5}, "min_weight: 0.0 before, 0.5 now"),
-        ({"kind": "query"}, "kind: 'document' before, 'query' now"),
-        ({"texts": {**TEXTS, "d0": "changed"}}, "texts_sha256"),
+        ("splade", {"top_k": 5}, "top_k: 20 before, 5 now"),
+        ("splade", {"min_weight": 0.5}, "min_weight: 0.0 before, 0.5 now"),
+        ("splade", {"kind": "query"}, "kind: 'document' before, 'query' now"),
+        ("splade", {"texts": {**TEXTS, "d0": "changed"}}, "texts_sha256"),
+        ("late", {"storage": "int8"}, "storage: 'fp16' before, 'int8' now"),
+        ("late", {"shard_size": 3}, "shard_size: 2 before, 3 now"),
+        ("late", {"kind": "query"}, "kind: 'document' before"),
+        ("late", {"document_length": 12}, "model_fingerprint"),
     ],
 )
 def test_resuming_with_other_settings_is_refused(
-    splade: Any, tmp_path: Path, change: dict[str, Any], message: str
+    request: pytest.FixtureRequest, tmp_path: Path, name: str, change: dict[str, Any], message: str
 ) -> None:
-    texts = change.pop("texts", TEXTS)
-    encode_collection(splade, TEXTS, tmp_path, top_k=20)
-    with pytest.raises(DataError, match=message):
-        encode_collection(splade, texts, tmp_path, **{"top_k": 20, **change})
-    assert encode_collection(splade, texts, tmp_path, resume=False, **{"top_k": 20, **change}).complete
+    way = Way(request.getfixturevalue(name), name == "splade", False)
+    options = {"texts": TEXTS, "folder": tmp_path} | ({"top_k": 20} if way.sparse else {"shard_size": 2})
+    way.encode(**options)
+    length = change.pop("document_length", None)
+    if length is not None:
+        length, way.model[0].document_length = way.model[0].document_length, length
+    try:
+        with pytest.raises(DataError, match=message):
+            way.encode(**{**options, **change})
+        assert way.encode(**{**options, **change}, resume=False).complete
+    finally:
+        if length is not None:
+            way.model[0].document_length = length
 
 
 def test_a_trained_model_has_another_fingerprint(splade: Any) -> None:
@@ -123,67 +277,102 @@ def test_a_trained_model_has_another_fingerprint(splade: Any) -> None:
     assert before != changed
 
 
-def test_one_bad_text_loses_no_other(splade: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts: dict[str, Any] = {**TEXTS, "number": 3, "poison": "boom", "nothing": None}
-    encode = splade.encode_document
+def test_bad_texts_lose_no_others(way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preprocess, made = way.model.preprocess, {}
 
-    def explode(batch: list[str], **options: Any) -> torch.Tensor:
+    def explode(batch: list[str], **options: Any) -> Any:
         if any("boom" in text for text in batch):
             raise RuntimeError("tokenizer gave up")
-        return encode(batch, **options)  # type: ignore[no-any-return]
+        return preprocess(batch, **options)
 
-    monkeypatch.setattr(splade, "encode_document", explode)
-    manifest = encode_collection(splade, texts, tmp_path, shard_size=10, top_k=20)
-    assert manifest.failed == {
-        "number": "expected a string, got int",
-        "poison": "RuntimeError: tokenizer gave up",
-        "nothing": "expected a string, got NoneType",
-    }
-    assert read_manifest(tmp_path).failed == manifest.failed
-    assert read_vectors(tmp_path).ids == list(TEXTS)
-
-
-def test_a_bad_text_that_is_alone_in_its_shard_loses_no_other(splade: Any, tmp_path: Path) -> None:
-    texts: dict[str, Any] = {"first": 3, "d0": "cats sleep", "d1": "dogs", "last": None}
-    manifest = encode_collection(splade, texts, tmp_path, shard_size=1, top_k=20)
-    assert list(manifest.failed) == ["first", "last"] and [shard["rows"] for shard in manifest.shards] == [0, 1, 1, 0]
-    assert read_vectors(tmp_path).ids == ["d0", "d1"]
+    texts: dict[str, Any] = {"half": "cats \ud800", "number": 3, **TEXTS, "nothing": None, "poison": "boom"}
+    monkeypatch.setattr(way.model, "preprocess", explode)
+    for size in (20, 1):
+        folder = tmp_path / str(size)
+        manifest = way.encode(texts, folder, shard_size=size)
+        assert set(manifest.failed) == {"half", "number", "nothing", "poison"}
+        assert manifest.failed["poison"] == "RuntimeError: tokenizer gave up"
+        assert manifest.failed["number"] == "expected a string, got int"
+        assert manifest.failed["nothing"] == "expected a string, got NoneType"
+        assert way.manifest(folder).failed == manifest.failed
+        made[size] = [part["rows"] for part in manifest.shards]
+        assert list(way.read(folder)) == list(TEXTS)
+    assert made == {20: [7], 1: [0, 0, *[1] * 7, 0, 0]}
 
 
-def test_a_text_for_which_the_model_gives_nan_is_listed_as_failed(
-    splade: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_texts_of_which_each_fails_are_an_error_and_not_a_result(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode = splade.encode_document
-
-    def poisoned(batch: list[str], **options: Any) -> torch.Tensor:
-        out: torch.Tensor = encode(batch, **options).clone()
-        for i, text in enumerate(batch):
-            if text == "x":
-                out[i, 7] = float("nan")
-        return out
-
-    monkeypatch.setattr(splade, "encode_document", poisoned)
-    manifest = encode_collection(splade, TEXTS, tmp_path, top_k=20)
-    assert list(manifest.failed) == ["d1"] and "got nan for 'd1'" in manifest.failed["d1"]
-    assert len(read_vectors(tmp_path)) == 6
-
-
-def test_a_model_that_fails_on_every_text_is_an_error_and_not_a_result(
-    splade: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encode = splade.encode_document
+    preprocess = way.model.preprocess
     monkeypatch.setattr(
-        splade, "encode_document", lambda batch, **options: encode(batch, **options) if batch == ["a"] else 1 / 0
+        way.model, "preprocess", lambda batch, **options: preprocess(batch, **options) if batch == ["a"] else 1 / 0
     )
     with pytest.raises(DataError, match=r"all 7 of shard 0 failed, 'd0' first .ZeroDivisionError.*Check the model"):
-        encode_collection(splade, TEXTS, tmp_path)
-    with pytest.raises(DataError, match=r"queries: 1 of 2 failed, 'b' first .expected a string"):
-        encode_queries(splade, {"a": "x", "b": 5})  # type: ignore[dict-item]
+        way.encode(TEXTS, tmp_path / "v")
+    encode = encode_queries if way.sparse else lambda *given: encode_texts(*given, kind="query")
+    with pytest.raises(DataError, match=r"1 of 2 failed, 'b' first .expected a string"):
+        encode(way.model, {"a": "a", "b": 5})
+
+
+def test_a_text_with_nan_is_listed_and_a_model_of_nan_is_an_error(way: Way, tmp_path: Path) -> None:
+    network = way.model[0].model
+    if way.sparse:  # whose decoder has the weights of the embeddings
+        tied = network.cls.predictions.decoder.weight
+        network.cls.predictions.decoder.weight = torch.nn.Parameter(tied.detach().clone())
+    weight = network.get_input_embeddings().weight
+    whole = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            weight[way.model.tokenizer.convert_tokens_to_ids("trees")] = float("nan")
+        manifest = way.encode(TEXTS, tmp_path / "a")
+        said = "got nan for 'd6'" if way.sparse else "got others for 'd6'"
+        assert list(manifest.failed) == ["d6"] and said in manifest.failed["d6"]
+        assert list(way.read(tmp_path / "a")) == list(TEXTS)[:6]
+        with torch.no_grad():
+            weight.fill_(float("nan"))
+        with pytest.raises(DataError, match=r"all 7 of shard 0 failed, 'd0' first .*Check the model"):
+            way.encode(TEXTS, tmp_path / "b")
+    finally:
+        with torch.no_grad():
+            weight.copy_(whole)
+        if way.sparse:
+            network.cls.predictions.decoder.weight = tied
+
+
+def test_a_batch_that_the_device_refuses_is_encoded_in_parts(
+    fast: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = fast[1].forward
+    whole = type(head).__call__
+
+    def small_only(self: Any, features: dict[str, Any]) -> Any:
+        count = features["cu_seq_lens_q"].numel() - 1 if "cu_seq_lens_q" in features else len(features["input_ids"])
+        if count > 3:
+            raise torch.OutOfMemoryError("too much")
+        return whole(self, features)
+
+    monkeypatch.setattr(type(head), "__call__", small_only)
+    manifest = encode_collection(fast, TEXTS, tmp_path, top_k=20)
+    assert not manifest.failed and manifest.n_documents == 7
+
+
+def test_an_error_of_the_writer_ends_everything(fast: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilefold.retrieval.vectors import SparseVectorWriter
+
+    write = SparseVectorWriter.write_shard
+
+    def full(self: Any, number: int, *rest: Any) -> None:
+        if number == 2:
+            raise OSError("no space left on device")
+        write(self, number, *rest)
+
+    monkeypatch.setattr(SparseVectorWriter, "write_shard", full)
+    with pytest.raises(OSError, match="no space left"):
+        encode_collection(fast, MANY, tmp_path, **OPTIONS)
+    assert len(read_manifest(tmp_path).shards) == 2
 
 
 def test_an_accelerated_model_gives_the_same_vectors(splade: Any, tmp_path: Path) -> None:
-    from tilefold.integrations.sentence_transformers import accelerate
-
     plain = encode_queries(splade, TEXTS)
     stored = encode_collection(splade, TEXTS, tmp_path)
     with accelerate(splade):
@@ -194,23 +383,26 @@ def test_an_accelerated_model_gives_the_same_vectors(splade: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "change", "message"),
     [
-        ({"kind": "passage"}, "kind: expected 'document' or 'query', got 'passage'"),
-        ({"batch_size": 0}, "batch_size: expected at least 1"),
-        ({"shard_size": 0}, "shard_size: expected at least 1"),
-        ({"top_k": 0}, "top_k: expected None or at least 1"),
-        ({"min_weight": float("nan")}, "min_weight: expected at least 0"),
-        ({"texts": {}}, "texts: expected at least one, got none"),
+        ("both", {"kind": "passage"}, "kind: expected 'document' or 'query', got 'passage'"),
+        ("both", {"batch_size": 0}, "batch_size: expected at least 1"),
+        ("both", {"shard_size": 0}, "shard_size: expected at least 1"),
+        ("both", {"texts": {}}, "texts: expected at least one, got none"),
+        ("splade", {"top_k": 0}, "top_k: expected None or at least 1"),
+        ("splade", {"min_weight": float("nan")}, "min_weight: expected at least 0"),
+        ("late", {"storage": "fp8"}, "storage: expected one of fp16, int8, got 'fp8'"),
+        ("late", {"model": object()}, "expected a MultiVectorEncoder, got object"),
     ],
 )
 def test_wrong_arguments_are_refused_before_any_file_is_written(
-    splade: Any, tmp_path: Path, change: dict[str, Any], message: str
+    splade: Any, late: Any, tmp_path: Path, name: str, change: dict[str, Any], message: str
 ) -> None:
-    texts = change.pop("texts", TEXTS)
-    with pytest.raises(ValueError, match=message):
-        encode_collection(splade, texts, tmp_path / "v", **change)
-    assert not (tmp_path / "v").exists()
+    calls: dict[str, Any] = {"splade": (encode_collection, splade), "late": (encode_tokens, late)}
+    for encode, model in calls.values() if name == "both" else [calls[name]]:
+        with pytest.raises(ValueError, match=message):
+            encode(**{"model": model, "texts": TEXTS, "output_dir": tmp_path / "v"} | change)
+        assert not (tmp_path / "v").exists()
 
 
 def test_the_dense_baseline_ranks_by_the_models_own_similarity() -> None:
@@ -230,3 +422,59 @@ def test_the_dense_baseline_ranks_by_the_models_own_similarity() -> None:
     assert len(dense_run(model, documents, {"q": "cat"}, 100)["q"]) == len(documents)
     with pytest.raises(ValueError, match="documents: expected at least one"):
         dense_run(model, {}, queries, 2)
+
+
+KILLED = """
+import os, random, signal, sys, time
+import torch
+from sentence_transformers import SparseEncoder
+from tilefold.integrations.sentence_transformers import accelerate
+from tilefold.retrieval import encode_collection
+torch.set_num_threads(1)
+model = SparseEncoder(sys.argv[1], device="cpu")
+accelerate(model)
+texts = {f"d{i}": "cats sleep and dogs run " * (i % 7) + f"text {i}" for i in range(160)}
+chance = random.Random(0)
+for run in range(4):
+    folder = f"{sys.argv[2]}/{run}"
+    seen, said = os.pipe()
+    child = os.fork()
+    if child == 0:
+        encode_collection(
+            model, texts, folder, shard_size=8, top_k=20, batch_tokens=60, save_minutes=0.0 if run % 2 else 1.0,
+            progress=lambda done, total: os.write(said, f"{done} ".encode()),
+        )
+        os._exit(0)
+    os.close(said)
+    first = os.read(seen, 1)
+    time.sleep(chance.uniform(0.02, 0.4))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    told = first
+    while part := os.read(seen, 65536):
+        told += part
+    os.close(seen)
+    print(run, told.split(b" ")[-2].decode(), flush=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked, so that one import serves all")
+def test_a_kill_at_any_moment_loses_nothing_that_was_reported(splade: Any, tmp_path: Path) -> None:
+    splade.save_pretrained(str(tmp_path / "model"), create_model_card=False)
+    texts = {f"d{i}": "cats sleep and dogs run " * (i % 7) + f"text {i}" for i in range(160)}
+    given = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    done = programs.run("-c", KILLED, tmp_path / "model", tmp_path, env=given)
+    assert done.returncode == 0, done.stderr
+    stopped = []
+    with accelerate(splade):
+        whole = encode_collection(splade, texts, tmp_path / "whole", **OPTIONS)
+        for line in done.stdout.splitlines():
+            run, reported = line.split()
+            manifest = read_manifest(tmp_path / run)
+            assert manifest.n_documents >= int(reported) // 8 * 8
+            if int(run) % 2:  # with save_minutes=0.0 also a part of a shard
+                kept = int(reported) % 8 == 0 or manifest.n_documents > int(reported) or manifest.partial
+                assert kept, (reported, manifest.n_documents)
+            stopped.append(manifest.n_documents)
+            assert encode_collection(splade, texts, tmp_path / run, **OPTIONS).shards == whole.shards
+    assert len(stopped) == 4 and min(stopped) < 160

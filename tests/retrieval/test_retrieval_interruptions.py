@@ -110,21 +110,6 @@ def test_what_is_done_of_a_shard_survives_an_interrupt_and_the_bits_are_the_same
     assert sorted(file.name for file in (tmp_path / "v").iterdir()) == ["manifest.json", "part-00000.parquet"]
 
 
-def test_what_is_done_is_kept_by_time_against_a_kill(splade: Any, tmp_path: Path) -> None:
-    class Killed(BaseException):
-        pass
-
-    def kill(done: int, total: int) -> None:
-        if done == 6:
-            raise Killed
-
-    for minutes, rows in ((0.0, True), (1.0, False)):
-        with pytest.raises(Killed):
-            folder = tmp_path / str(rows)
-            encode_collection(splade, TEXTS, folder, batch_size=2, save_minutes=minutes, top_k=9, progress=kill)
-        assert bool(read_manifest(folder).partial) is rows
-
-
 def test_settings_may_change_until_something_is_written(splade: Any, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         encode_collection(splade, TEXTS, tmp_path, shard_size=8, top_k=20, progress=stop_at(0))

@@ -141,6 +141,28 @@ def test_one_writer_lists_the_shards_that_another_stores(make_vectors: Make, tmp
     assert same(read_vectors(tmp_path), SparseVectors.concatenate(parts))
 
 
+def test_shards_are_left_with_receipts_and_those_without_any_vector_are_written_again(
+    make_vectors: Make, tmp_path: Path
+) -> None:
+    both = {"vocab_size": 500, "fingerprint": "f" * 64}
+    lister = SparseVectorWriter(tmp_path, **both)
+    other = SparseVectorWriter(tmp_path, **both, lists=False)
+    nothing, failed = (
+        SparseVectors.from_rows({}, 500, "f" * 64),
+        {f"f{i}": "RuntimeError: no memory" for i in range(16)},
+    )
+    other.leave_shard(1, nothing, failed, None)
+    other.leave_shard(0, make_vectors(3), {"x": "expected a string, got int"}, None)
+    assert lister.receive([0, 1]) == {0}
+    again = SparseVectorWriter(tmp_path, **both, resume=True)
+    assert again.has_shard(0) and not again.has_shard(1)
+    assert again.manifest.failed == {"x": "expected a string, got int"}
+    again.write_shard(1, make_vectors(3, prefix="e"))
+    again.finish(7)
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["manifest.json"]
+    assert read_vectors(tmp_path).ids == ["d0", "d1", "d2", "e0", "e1", "e2"]
+
+
 def test_what_a_killed_process_left_behind_is_cleared_away(make_vectors: Make, tmp_path: Path) -> None:
     code = (
         "import os, sys, tilefold.retrieval._shards as s, tilefold.retrieval.vectors as v\n"
