@@ -99,13 +99,6 @@ class RunOptions:
     limit: float = math.inf
 
 
-@dataclass
-class _Entry:
-    implementation: Implementation
-    row: BenchRow
-    runnable: Runnable | None = None
-
-
 def chosen_implementations(spec: BenchSpec, options: RunOptions) -> list[Implementation]:
     """The implementations to run, in the spec's order; ``ValueError`` for an unknown name."""
     if options.impls is None:
@@ -124,9 +117,10 @@ def run_case(
 ) -> list[BenchRow]:
     """Gate, weigh and time implementations (by default the chosen) on ``case``; nothing that they raise escapes."""
     inputs = spec.make_inputs(case, options.device, options.seed)
-    progress(f"{case.name}: computing the fp64 ground truth")
+    progress(f"{spec.op}: {case.name}: computing the fp64 ground truth")
     gate = spec.make_gate(case, inputs)
-    entries: list[_Entry] = []
+    rows: list[BenchRow] = []
+    runnables: dict[str, Runnable] = {}
     for implementation in chosen_implementations(spec, options) if implementations is None else implementations:
         row = BenchRow(
             op=spec.op,
@@ -140,32 +134,39 @@ def run_case(
             ceiling_tflops=ceilings.flops / 1e12,
             ceiling_tbps=ceilings.bandwidth / 1e12,
         )
-        entries.append(_Entry(implementation, row))
-    for entry in entries:
-        progress(f"{case.name}: checking {entry.implementation.name}")
-        _check_and_weigh(spec, case, inputs, gate, entry, options)
+        rows.append(row)
+        progress(f"{spec.op}: {case.name}: checking {implementation.name}")
+        runnable = _check_and_weigh(spec, case, inputs, gate, implementation, row, options)
+        if runnable is not None:
+            runnables[row.impl] = runnable
     for phase in PHASES:
-        progress(f"{case.name}: timing {phase.replace('_', ' + ')}")
-        _time_phase(entries, phase, options)
-    for row in (entry.row for entry in entries if entry.row.status == "ok"):
+        progress(f"{spec.op}: {case.name}: timing {phase.replace('_', ' + ')}")
+        _time_phase({row.impl: row for row in rows}, runnables, phase, options)
+    for row in (row for row in rows if row.status == "ok"):
         forward = spec.work(case, inputs, "forward")
         row.forward_floor_ms = forward.floor_ms(ceilings)
         if row.forward_p50_ms:
             row.forward_tflops = forward.flops / row.forward_p50_ms / 1e9
         if row.forward_backward_p50_ms is not None:
             row.forward_backward_floor_ms = spec.work(case, inputs, "forward_backward").floor_ms(ceilings)
-    return [entry.row for entry in entries]
+    return rows
 
 
 def _check_and_weigh(
-    spec: BenchSpec, case: BenchCase, inputs: Any, gate: Gate, entry: _Entry, options: RunOptions
-) -> None:
-    row, implementation = entry.row, entry.implementation
+    spec: BenchSpec,
+    case: BenchCase,
+    inputs: Any,
+    gate: Gate,
+    implementation: Implementation,
+    row: BenchRow,
+    options: RunOptions,
+) -> Runnable | None:
+    """The implementation bound to the inputs, or ``None`` with the reason in its row."""
     _release(options.device)
     needed, free = spec.needs_bytes(case, implementation.name), free_memory_bytes(options.device)
     if free is not None and needed > _MEMORY_SHARE * free:
         row.status, row.note = "skipped", f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free"
-        return
+        return None
     try:
         runnable = implementation.build(inputs)
         row.label = runnable.label
@@ -175,11 +176,11 @@ def _check_and_weigh(
             if not result.passed:
                 row.status, row.failed_gate = "FAILED", True
                 row.note = "; ".join(result.failures) or "the gate checked nothing"
-                return
+                return None
             if options.memory:
                 for phase, peak in _peaks(spec, case, runnable, row.impl, options).items():
                     setattr(row, f"{phase}_peak_mib", peak)
-        entry.runnable = runnable
+        return runnable
     except torch.cuda.OutOfMemoryError:
         row.status, row.note = "OOM", "out of device memory"
     except NotApplicable as reason:
@@ -188,6 +189,7 @@ def _check_and_weigh(
         lines = str(error).strip().splitlines()
         row.status, row.note = "ERROR", f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
         row.failed_gate = implementation.kind == "ours"
+    return None
 
 
 def _peaks(spec: BenchSpec, case: BenchCase, runnable: Runnable, impl: str, options: RunOptions) -> Mapping[str, float]:
@@ -216,13 +218,11 @@ def _resident_peaks(op: str, case: BenchCase, impl: str, seed: int) -> dict[str,
     return peaks
 
 
-def _time_phase(entries: Sequence[_Entry], phase: Phase, options: RunOptions) -> None:
-    timed: dict[str, Callable[[], Any]] = {}
-    for entry in entries:
-        run = getattr(entry.runnable, phase, None)
-        if run is not None and entry.row.status == "ok":
-            timed[entry.row.impl] = run
-    rows = {entry.row.impl: entry.row for entry in entries}
+def _time_phase(
+    rows: Mapping[str, BenchRow], runnables: Mapping[str, Runnable], phase: Phase, options: RunOptions
+) -> None:
+    runs = {name: getattr(runnable, phase) for name, runnable in runnables.items()}
+    timed = {name: run for name, run in runs.items() if run is not None and rows[name].status == "ok"}
     _release(options.device)
     for name, timing in _time_surviving(timed, rows, options).items():
         for percentile in ("p20", "p50", "p80"):
@@ -280,7 +280,7 @@ def run_spec(
             torch.compiler.reset()
         shape = case.dims
         if case.dtype not in ceilings:
-            progress(f"measuring the ceilings in {case.dtype}")
+            progress(f"{spec.op}: measuring the ceilings in {case.dtype}")
             ceilings[case.dtype] = measure_ceilings(options.device, case.dtype)
         found = run_case(spec, case, options, ceilings[case.dtype], progress, implementations)
         rows[case.name] = rows.get(case.name, []) + found

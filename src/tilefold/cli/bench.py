@@ -14,10 +14,8 @@ from tilefold.cli import _common
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
 
-    from tilefold.bench.provenance import Provenance
-    from tilefold.bench.runner import BenchRow, RunOptions
+    from tilefold.bench.runner import BenchRow
     from tilefold.bench.spec import BenchCase, BenchSpec
 
 _QUICK_SECONDS = 0.15
@@ -63,8 +61,8 @@ def bench(
             return
         target = choose_device(device)
         chosen = [(spec, _cases(spec, shape, target.type, dtype, quick)) for spec in specs]
-        options = _options(target, impl, min(seconds, _QUICK_SECONDS) if quick else seconds, minutes)
-        failed = _run_all(chosen, options, results_folder(output, quick))
+        seconds = min(seconds, _QUICK_SECONDS) if quick else seconds
+        failed = _run_all(chosen, target, impl, seconds, minutes, results_folder(output, quick))
     except ValueError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from error
@@ -106,61 +104,43 @@ def _cases(spec: BenchSpec, shape: list[str] | None, device: str, dtype: str | N
     return [replace(case, dtype=parse_dtype(dtype)) for case in cases] if dtype else cases
 
 
-def _options(device: torch.device, impl: list[str] | None, seconds: float, minutes: float | None) -> RunOptions:
-    from tilefold.bench.runner import RunOptions
-    from tilefold.bench.timing import TimeBudget
-
-    # on the CPU a call takes long enough that its own noise, not the clock's, decides: more seconds, fewer calls
-    on_gpu = device.type == "cuda"
-    budget = TimeBudget(seconds=seconds) if on_gpu else TimeBudget(seconds=6 * seconds, min_reps=5, max_reps=50)
-    return RunOptions(device=device, impls=impl or None, budget=budget, limit=60 * (minutes or math.inf))
-
-
-def _run_all(chosen: list[tuple[BenchSpec, list[BenchCase]]], options: RunOptions, folder: Path | None) -> bool:
+def _run_all(
+    chosen: list[tuple[BenchSpec, list[BenchCase]]],
+    device: torch.device,
+    impl: list[str] | None,
+    seconds: float,
+    minutes: float | None,
+    folder: Path | None,
+) -> bool:
     """Run, print and save; whether an implementation of ours failed its check."""
     from rich.console import Console
 
     from tilefold.bench import report
     from tilefold.bench.provenance import collect
-    from tilefold.bench.results import results_file
-    from tilefold.bench.runner import verdicts
+    from tilefold.bench.results import results_file, write_csv
+    from tilefold.bench.runner import CSV_KEY, RunOptions, run_spec, verdicts
+    from tilefold.bench.timing import TimeBudget
 
-    provenance = collect(options.device)
+    # on the CPU a call takes long enough that its own noise, not the clock's, decides: more seconds, fewer calls
+    on_gpu = device.type == "cuda"
+    budget = TimeBudget(seconds=seconds) if on_gpu else TimeBudget(seconds=6 * seconds, min_reps=5, max_reps=50)
+    options = RunOptions(device=device, impls=impl or None, budget=budget, limit=60 * (minutes or math.inf))
+    provenance = collect(device)
     console = Console(width=None if Console().is_terminal else 190)
     report.print_header(console, provenance)
     failed = False
     for spec, cases in chosen:
         path = results_file(folder, spec.op, provenance) if folder is not None else None
-        rows = _run_one(spec, cases, options, console, path, provenance)
+
+        def on_rows(case: BenchCase, rows: list[BenchRow], spec: BenchSpec = spec, path: Path | None = path) -> None:
+            report.print_case(console, spec, case, rows)
+            if path is not None:  # after every case: a run that dies keeps what it has
+                write_csv(path, [row.record() for row in rows], provenance, CSV_KEY)
+
+        with console.status(f"{spec.op}: starting") as status:
+            rows = run_spec(spec, cases, options, on_rows, status.update)
         report.print_verdicts(console, verdicts(spec, rows))
         failed |= any(row.failed_gate for row in rows)
         if path is not None and rows:
             console.print(f"results: {path}", markup=False)
     return failed
-
-
-def _run_one(
-    spec: BenchSpec,
-    cases: list[BenchCase],
-    options: RunOptions,
-    console: Console,
-    path: Path | None,
-    provenance: Provenance,
-) -> list[BenchRow]:
-    from tilefold.bench import report
-    from tilefold.bench.results import write_csv
-    from tilefold.bench.runner import CSV_KEY, run_spec
-
-    def on_rows(case: BenchCase, rows: list[BenchRow]) -> None:
-        report.print_case(console, spec, case, rows)
-        if path is not None:  # after every case: a run that dies keeps what it has
-            write_csv(path, [row.record() for row in rows], provenance, CSV_KEY)
-
-    with console.status(f"{spec.op}: starting") as status:
-        return run_spec(
-            spec,
-            cases,
-            options,
-            on_rows=on_rows,
-            progress=lambda text: status.update(f"{spec.op}: {text}"),
-        )
