@@ -34,7 +34,16 @@ from typing import Any
 import torch
 
 from benchmarks.job import Job, JobCase, JobOptions, Row, main
-from benchmarks.train_data import FULL_LENGTH, MAX_LENGTH, load_tokenizer, made_pairs, make_encoder, valid_share
+from benchmarks.train_data import (
+    BASE,
+    FULL_LENGTH,
+    MAX_LENGTH,
+    TINY,
+    load_tokenizer,
+    made_pairs,
+    make_encoder,
+    valid_share,
+)
 from benchmarks.train_run import GATE_STEPS, GRAPH_WARM_STEPS, PROFILED_STEPS, Measured, exact_losses, train
 
 LARGE = 250_002
@@ -53,7 +62,7 @@ def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
     steps = max(numbers["steps"].values())
     total = GATE_STEPS + GRAPH_WARM_STEPS + steps + PROFILED_STEPS
     rows = made_pairs(tokenizer, batch * total, length == MAX_LENGTH)
-    model = make_encoder(kind, vocab, numbers.get("tiny", False), tokenizer, length)
+    model = make_encoder(kind, vocab, TINY if "tiny" in numbers else BASE, tokenizer, length)
     shape = {
         "case": case.name,
         "batch": batch,

@@ -60,37 +60,55 @@ def valid_share(tokenizer: Any, documents: list[str], batch: int, length: int) -
     return float(np.mean(shares))
 
 
-def make_encoder(kind: str, vocab: int, tiny: bool, tokenizer: Any, length: int) -> Any:
-    """A stock model with random weights on the CPU, loaded by sentence-transformers from a folder as users do.
+BASE, TINY = (768, 12, 12, 3072), (64, 2, 2, 256)  # hidden, layers, heads, intermediate
+
+
+def make_encoder(
+    kind: str,
+    vocab: int,
+    sizes: tuple[int, int, int, int],
+    tokenizer: Any,
+    length: int,
+    *,
+    roberta: bool | None = None,
+    device: torch.device | str = "cpu",
+) -> Any:
+    """A stock model with random weights, loaded by sentence-transformers from a folder as users do.
+
+    Fresh weights make about half of all logits positive, hence every score of a text of some length: the most expensive
+    case for a backward pass that follows the winners.
 
     Args:
         kind: ``"splade"`` or ``"colbert"``.
-        vocab: V; XLM-R's kind of embeddings from 100,000 on, else BERT's.
-        tiny: two narrow layers in place of the base size.
+        vocab: V.
+        sizes: hidden, layers, heads and intermediate, such as ``BASE``.
         tokenizer: its ids must lie below ``vocab``.
-        length: tokens that are read of a text.
+        length: tokens that are read of a text, at most 512.
+        roberta: XLM-R's kind of embeddings in place of BERT's; by default from V = 100,000 on.
+        device: where the weights are made and the model ends up.
+
+    Raises:
+        ValueError: for a tokenizer with more entries than the vocabulary, or a length out of range.
     """
     import transformers  # noqa: PLC0415
     from sentence_transformers.base.modules import Transformer  # noqa: PLC0415
 
     if len(tokenizer) > vocab:
         raise ValueError(f"tokenizer must have at most {vocab} entries, got {len(tokenizer)}.")
-    hidden, layers, heads = (64, 2, 2) if tiny else (768, 12, 12)
-    roberta = vocab >= 100_000
+    if not 2 < length <= 512:
+        raise ValueError(f"length must be from 3 to 512 tokens, got {length}.")
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     pad = tokenizer.pad_token_id
-    sizes = {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * hidden,
-        "pad_token_id": pad,
-        "max_position_embeddings": 513 + pad if roberta else 512,
-    }
-    config: Any = transformers.XLMRobertaConfig(**sizes) if roberta else transformers.BertConfig(**sizes)
+    roberta = vocab >= 100_000 if roberta is None else roberta
+    # RoBERTa's positions begin behind the padding's id
+    kinds = (transformers.BertConfig, 512) if not roberta else (transformers.XLMRobertaConfig, 513 + pad)
+    config: Any = kinds[0](
+        vocab_size=vocab, pad_token_id=pad, max_position_embeddings=kinds[1], **dict(zip(names, sizes, strict=True))
+    )
     auto = transformers.AutoModelForMaskedLM if kind == "splade" else transformers.AutoModel
     torch.manual_seed(0)
-    network = auto.from_config(config)
+    with torch.device(device):  # normal numbers for 190 million entries take seconds on a CPU
+        network = auto.from_config(config)
     tokenizer.model_max_length = length
     with tempfile.TemporaryDirectory(prefix="tilefold-bench-") as folder:
         network.save_pretrained(folder)
@@ -104,18 +122,18 @@ def make_encoder(kind: str, vocab: int, tiny: bool, tokenizer: Any, length: int)
             model_kwargs={"local_files_only": True, "dtype": torch.float32},
             processor_kwargs={"local_files_only": True},
         )
-        model = _splade(transformer) if kind == "splade" else _colbert(transformer, hidden)
+        model = _splade(transformer, device) if kind == "splade" else _colbert(transformer, sizes[0])
     model.model_card_data.local_files_only = True
     model.model_card_data.generate_widget_examples = False
     model.model_card_data.widget = [{"text": "a"}]
     return model
 
 
-def _splade(transformer: Any) -> Any:
+def _splade(transformer: Any, device: torch.device | str) -> Any:
     from sentence_transformers import SparseEncoder  # noqa: PLC0415
     from sentence_transformers.sparse_encoder.modules import SpladePooling  # noqa: PLC0415
 
-    return SparseEncoder(modules=[transformer, SpladePooling("max")], device="cpu")
+    return SparseEncoder(modules=[transformer, SpladePooling("max")], device=str(device))
 
 
 def _colbert(transformer: Any, hidden: int) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.train import JOB, LARGE
-from benchmarks.train_data import FULL_LENGTH, MAX_LENGTH, load_tokenizer, made_pairs, make_encoder
+from benchmarks.train_data import BASE, FULL_LENGTH, MAX_LENGTH, TINY, load_tokenizer, made_pairs, make_encoder
 from benchmarks.train_run import GATE_STEPS, GRAPH_WARM_STEPS, GRAPHS, PROFILED_STEPS, Watch, run
 
 STEPS = 30
@@ -133,7 +133,7 @@ def main() -> None:
     ragged = numbers["documents"] != "full"
     length = MAX_LENGTH if ragged else FULL_LENGTH
     batch, kind = numbers["batch"], numbers["kind"]
-    model = make_encoder(kind, numbers["vocab"], numbers.get("tiny", False), tokenizer, length)
+    model = make_encoder(kind, numbers["vocab"], TINY if "tiny" in numbers else BASE, tokenizer, length)
     rows = made_pairs(tokenizer, batch * (options.steps + GATE_STEPS + GRAPH_WARM_STEPS + PROFILED_STEPS), ragged)
     on_gpu = device.type == "cuda"
     start = time.perf_counter()

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.train_data import load_tokenizer
 from benchmarks.train_splade.memory import LargestBatch, Meter, fits, largest_batch, release
 from benchmarks.train_splade.options import TrainOptions, TrainRow
 from benchmarks.train_splade.setting import (
     Batches,
     ModelSize,
     build_encoder,
-    load_tokenizer,
     model_size,
     text_pairs,
 )
@@ -78,7 +78,8 @@ def run(
     sizes = [model_size(name) for name in options.models]
     options.check()
     collection = load_collection(options.data)
-    tokenizer, source = load_tokenizer(options.tokenizer, list(collection.contents().values()))
+    tokenizer = load_tokenizer(None if options.tokenizer is None else Path(options.tokenizer))
+    source = "MiniLM" if options.tokenizer is None else Path(options.tokenizer).name
     pairs = {length: text_pairs(collection, length, natural=options.natural) for length in options.lengths}
     rows: list[TrainRow] = []
     for size in sizes:
@@ -130,7 +131,7 @@ def _prepared(
     steps: list[TrainingStep] = []
     try:
         with quiet_libraries():
-            encoder = build_encoder(size, tokenizer, device, max(options.lengths), options.seed)
+            encoder = build_encoder(size, tokenizer, device, max(options.lengths))
             progress(f"{size.name}: comparing the heads")
             first = Batches(encoder, next(iter(pairs.values()))[: len(_GATE_TOKENS)], max(_GATE_TOKENS), device)
 

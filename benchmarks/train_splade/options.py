@@ -30,7 +30,7 @@ class TrainOptions:
         data: ``pydocs`` or a BEIR folder.
         tokenizer: a folder; by default that of the packaged MiniLM.
         natural: documents as they are, padded to the longest, in place of ones filled up to S tokens.
-        seed: of the weights and of dropout.
+        seed: of dropout.
     """
 
     device: torch.device
@@ -48,10 +48,7 @@ class TrainOptions:
     seed: int = 0
 
     def check(self) -> None:
-        """Raise ``ValueError`` for a length, batch or time that cannot be."""
-        for length in self.lengths:
-            if not 2 < length <= 512:
-                raise ValueError(f"length must be from 3 to 512 tokens, got {length}.")
+        """Raise ``ValueError`` for a batch or time that cannot be."""
         for name, value in (("batch", self.batch), ("max-batch", self.max_batch)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")

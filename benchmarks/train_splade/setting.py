@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+
+from benchmarks.train_data import make_encoder
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 CHARACTERS_PER_TOKEN = 8  # more than any language here has: a text of S times this many is never short of S tokens
 QUERY_LENGTH = 32  # tokens, as SPLADE's authors train on MS MARCO
 POOL = 512  # distinct pairs; larger batches repeat them
-_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-_SPOT_VOCABULARY = 8000
 
 
 @dataclass(frozen=True)
@@ -58,120 +56,11 @@ def model_size(name: str) -> ModelSize:
     return MODEL_SIZES[name]
 
 
-def build_encoder(size: ModelSize, tokenizer: Any, device: torch.device, max_length: int, seed: int = 0) -> Any:
-    """A stock SPLADE ``SparseEncoder`` of ``size`` with random weights, as a user would load it.
-
-    The network is made from its configuration, saved to a temporary folder with the tokenizer and loaded back by
-    sentence-transformers. Fresh weights make about half of all logits positive, hence every score of a text of some
-    length: the most expensive case for a backward pass that follows the winners.
-
-    Args:
-        size: one of ``MODEL_SIZES``.
-        tokenizer: of transformers; its ids must lie below ``size.vocab``.
-        device: where the encoder ends up.
-        max_length: tokens read of a text, at most 512.
-        seed: of the weights.
-
-    Raises:
-        ValueError: for a tokenizer with more entries than the vocabulary, or a length out of range.
-    """
-    from sentence_transformers import SparseEncoder  # noqa: PLC0415
-    from sentence_transformers.base.modules import Transformer  # noqa: PLC0415
-    from sentence_transformers.sparse_encoder.modules import SpladePooling  # noqa: PLC0415
-
-    if len(tokenizer) > size.vocab:
-        raise ValueError(f"tokenizer must have at most {size.vocab} entries for {size.name}, got {len(tokenizer)}.")
-    if not 2 < max_length <= 512:
-        raise ValueError(f"length must be from 3 to 512 tokens, got {max_length}.")
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        with torch.device(device):  # normal numbers for 190 million entries take seconds on a CPU
-            network = _network(size, tokenizer.pad_token_id)
-    tokenizer.model_max_length = max_length
-    with tempfile.TemporaryDirectory(prefix="tilefold-bench-") as folder:
-        network.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        del network
-        transformer = Transformer(
-            folder,
-            transformer_task="fill-mask",
-            max_seq_length=max_length,
-            model_kwargs={"local_files_only": True, "dtype": torch.float32},
-            processor_kwargs={"local_files_only": True},
-        )
-        encoder = SparseEncoder(modules=[transformer, SpladePooling("max")], device=str(device))
-    encoder.model_card_data.local_files_only = True
-    encoder.model_card_data.generate_widget_examples = False
-    return encoder
-
-
-def _network(size: ModelSize, pad_token_id: int) -> Any:
-    from transformers import BertConfig, BertForMaskedLM, XLMRobertaConfig, XLMRobertaForMaskedLM  # noqa: PLC0415
-
-    sizes = {
-        "vocab_size": size.vocab,
-        "hidden_size": size.hidden,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.heads,
-        "intermediate_size": size.intermediate,
-        "pad_token_id": pad_token_id,
-    }
-    if size.architecture == "bert":
-        return BertForMaskedLM(BertConfig(**sizes, max_position_embeddings=512))
-    # positions begin behind the padding's id
-    config = XLMRobertaConfig(**sizes, max_position_embeddings=513 + pad_token_id, type_vocab_size=1)
-    return XLMRobertaForMaskedLM(config)
-
-
-def load_tokenizer(path: str | Path | None, texts: Sequence[str]) -> tuple[Any, str]:
-    """A tokenizer and a word on where it comes from.
-
-    Which entries of the vocabulary occur changes nothing that the head computes, so any tokenizer serves; without a
-    path it is that of the packaged MiniLM, and without the package a WordPiece of 8,000 entries learnt from ``texts``.
-
-    Raises:
-        ValueError: if ``path`` holds no tokenizer.
-    """
-    from transformers import AutoTokenizer  # noqa: PLC0415
-
-    if path is not None:
-        try:
-            return AutoTokenizer.from_pretrained(str(path), local_files_only=True), Path(path).name
-        except (OSError, ValueError) as error:
-            raise ValueError(f"tokenizer must be a folder that transformers can load, got {path}: {error}") from error
-    from tilefold.recipes.backbone import minilm_path  # noqa: PLC0415
-    from tilefold.retrieval.errors import MissingPackageError  # noqa: PLC0415
-
-    try:
-        return AutoTokenizer.from_pretrained(minilm_path(verify=False), local_files_only=True), "MiniLM"
-    except MissingPackageError:
-        return _learn_tokenizer(texts), f"WordPiece of {_SPOT_VOCABULARY} learnt here"
-
-
-def _learn_tokenizer(texts: Sequence[str]) -> Any:
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers  # noqa: PLC0415
-    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
-
-    pad, unknown, start, end, mask = _SPECIAL_TOKENS
-    tokenizer = Tokenizer(models.WordPiece(unk_token=unknown))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=_SPOT_VOCABULARY, special_tokens=list(_SPECIAL_TOKENS), show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{start} $A {end}",
-        special_tokens=[(name, tokenizer.token_to_id(name)) for name in (start, end)],
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=pad,
-        unk_token=unknown,
-        cls_token=start,
-        sep_token=end,
-        mask_token=mask,
-    )
+def build_encoder(size: ModelSize, tokenizer: Any, device: torch.device, max_length: int) -> Any:
+    """A stock SPLADE ``SparseEncoder`` of ``size`` with random weights: :func:`benchmarks.train_data.make_encoder`."""
+    sizes = (size.hidden, size.layers, size.heads, size.intermediate)
+    roberta = size.architecture == "xlm-roberta"
+    return make_encoder("splade", size.vocab, sizes, tokenizer, max_length, roberta=roberta, device=device)
 
 
 def text_pairs(collection: Collection, length: int, *, natural: bool = False) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ pytest.importorskip("sentence_transformers")
 
 from benchmarks import train as train_job
 from benchmarks.job import JobOptions
-from benchmarks.train_data import load_tokenizer, made_pairs, make_encoder, valid_share
+from benchmarks.train_data import TINY, load_tokenizer, made_pairs, make_encoder, valid_share
 from benchmarks.train_run import GATE_STEPS, Measured, run
 from tests.distributed.models import VOCABULARY, save_tiny_splade
 
@@ -79,7 +79,7 @@ def test_half_of_a_batch_is_run_where_it_does_not_fit(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("side", ["stock", "packed"])
 def test_every_run_multiplies_in_its_own_precision(side: str, tokenizer_folder: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_folder)
-    model = make_encoder("splade", VOCABULARY, True, tokenizer, 32)
+    model = make_encoder("splade", VOCABULARY, TINY, tokenizer, 32)
     rows = made_pairs(tokenizer, 2 * GATE_STEPS, ragged=True)
     for bf16 in (False, True):
         assert run("splade", model, side, rows, 2, 0, torch.device("cpu"), bf16).bf16 == bf16

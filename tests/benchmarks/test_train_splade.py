@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.train_data import load_tokenizer
 from benchmarks.train_splade import step as step_module
 from benchmarks.train_splade.__main__ import main
 from benchmarks.train_splade.measure import run
@@ -25,8 +26,6 @@ from benchmarks.train_splade.setting import (
     Batches,
     ModelSize,
     build_encoder,
-    load_tokenizer,
-    model_size,
     text_pairs,
 )
 from benchmarks.train_splade.step import (
@@ -66,7 +65,7 @@ def beir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def encoder_and_batches(size: ModelSize = MICRO, length: int = 24) -> tuple[Any, Batches]:
-    tokenizer, _ = load_tokenizer(None, [])
+    tokenizer = load_tokenizer(None)
     encoder = build_encoder(size, tokenizer, CPU, length)
     return encoder, Batches(encoder, text_pairs(small_collection(), length)[:6], length, CPU)
 
@@ -145,26 +144,9 @@ def test_documents_are_filled_up_to_the_length_or_left_as_they_are() -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-def test_without_the_packaged_model_a_tokenizer_is_learnt_from_the_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilefold.recipes import backbone
-    from tilefold.retrieval.errors import MissingPackageError
-
-    def missing(*, verify: bool) -> Path:
-        raise MissingPackageError("not installed")
-
-    monkeypatch.setattr(backbone, "minilm_path", missing)
-    tokenizer, source = load_tokenizer(None, list(small_collection().contents().values()))
-    assert "learnt" in source
-    assert tokenizer.tokenize("zip archives") == ["zip", "archives"]
-    encoder = build_encoder(MICRO, tokenizer, CPU, 16)
-    assert encoder.preprocess(["zip archives"])["input_ids"].shape == (1, 4)
-    assert encoder.encode(["zip archives"]).shape == (1, MICRO.vocab)
-
-
-@pytest.mark.usefixtures("quiet")
-def test_an_xlmr_of_the_papers_vocabulary_reads_texts_of_512_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_xlmr_of_the_papers_vocabulary_reads_texts_of_512_tokens() -> None:
     size = ModelSize("micro-xlmr", "xlm-roberta", 40000, 16, 1, 2, 24)
-    tokenizer, _ = load_tokenizer(None, [])
+    tokenizer = load_tokenizer(None)
     encoder = build_encoder(size, tokenizer, CPU, 512)
     texts = [text for _, text in text_pairs(small_collection(), 512)][:1]
     features = encoder.preprocess(texts)
@@ -360,11 +342,6 @@ def test_wrong_arguments_are_answered_in_one_line(
 ) -> None:
     assert main(["--device", "cpu", *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_an_unknown_model_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="model must be one of"):
-        model_size("bert-huge")
 
 
 @pytest.mark.gpu
