@@ -22,20 +22,7 @@ __all__ = ["ServerError", "TilefoldSparseDocumentEmbedder", "TilefoldSparseTextE
 
 
 class _Embedder:
-    """Base of both components.
-
-    Args:
-        model: a ``SparseEncoder``, or a folder or Hugging Face name of one.
-        url: of ``tilefold serve``, instead of a model.
-        api_key: of the server.
-        top_k: heaviest terms kept per text.
-        batch_size: texts at a time.
-        timeout: seconds for an answer of the server.
-        sides: False for other servers with ``/embed_sparse``, which do not tell queries from documents.
-
-    Raises:
-        ValueError: not one of `model` and `url`, or a value out of range.
-    """
+    """Base of both components; arguments as of :class:`TilefoldSparseTextEmbedder`."""
 
     def __init__(
         self,
@@ -47,13 +34,10 @@ class _Embedder:
         timeout: float = 60.0,
         sides: bool = True,
     ) -> None:
-        self._given = {"model": model, "url": url, "top_k": top_k, "batch_size": batch_size, "timeout": timeout}
-        self._given["sides"] = sides
-        self._secret = api_key
+        options: dict[str, Any] = {"top_k": top_k, "batch_size": batch_size, "timeout": timeout, "sides": sides}
+        self._given, self._secret = {"model": model, "url": url, **options}, api_key
         key = None if api_key is None else api_key.resolve_value()
-        self._source = SparseSource(
-            model, url, api_key=key, top_k=top_k, batch_size=batch_size, timeout=timeout, sides=sides
-        )
+        self._source = SparseSource(model, url, api_key=key, **options)
 
     def to_dict(self) -> dict[str, Any]:
         """For a pipeline on disk.
@@ -80,8 +64,15 @@ class _Embedder:
 class TilefoldSparseTextEmbedder(_Embedder):
     """The sparse embedding of a query, by the model's route for queries.
 
-    Arguments: ``model`` (a ``SparseEncoder``, or a folder or name of one) or ``url`` (of ``tilefold serve``);
-    ``api_key``, ``top_k``, ``batch_size``, ``timeout``, and ``sides`` (False for other servers with ``/embed_sparse``).
+    Args:
+        model: a ``SparseEncoder``, or a folder or Hugging Face name of one.
+        url: of ``tilefold serve``, instead of a model.
+        api_key, timeout: of the server; seconds for an answer.
+        top_k, batch_size: heaviest terms kept per text; texts at a time.
+        sides: False for other servers with ``/embed_sparse``, which do not tell queries from documents.
+
+    Raises:
+        ValueError: not one of `model` and `url`, or a value out of range.
     """
 
     @component.output_types(sparse_embedding=SparseEmbedding)
