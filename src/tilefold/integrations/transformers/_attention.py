@@ -12,6 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface, bidirectional_mas
 
 from tilefold.integrations.transformers._alpha import layer_alpha
 from tilefold.integrations.transformers._sparsity import Recorder, recorder_of
+from tilefold.integrations.transformers.packed import conjuncts
 from tilefold.ops import entmax_attention
 
 NAME = "entmax"
@@ -99,13 +100,9 @@ def _is_known(function: Callable[..., Any], how: dict[str, Any]) -> bool:
         skips = how.get("allow_is_causal_skip", False) or how.get("allow_is_bidirectional_skip", False)
         chunked = "chunked_attention" in (getattr(how.get("config"), "layer_types", None) or ())
         return bool(skips) and not how.get("use_vmap", False) and not chunked
-    name = getattr(function, "__qualname__", "")
-    if name in _KNOWN_MASKS:
+    if getattr(function, "__qualname__", "") in _KNOWN_MASKS:
         return True
-    if not name.startswith("and_masks"):
-        return False
-    parts = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    functions = [f for part in parts for f in (part if isinstance(part, (tuple, list)) else (part,))]
+    functions = conjuncts(function)
     return bool(functions) and all(_is_known(f, how) for f in functions)
 
 
@@ -156,12 +153,10 @@ def entmax_attention_forward(
     cu_q, cu_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if cu_q is not None and cu_k is not None:
         longest = kwargs.get("max_length_k")
+        longest = int(longest) if isinstance(longest, int) else None
         query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         options |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
-        out = _attention(
-            recorder, query, key, value, options, int(longest) if isinstance(longest, int) else None, cross
-        )
-        return out.unsqueeze(0), None
+        return _attention(recorder, query, key, value, options, longest, cross).unsqueeze(0), None
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(
             f"attention_mask must be a padding mask [B, Nk] for entmax attention, got shape "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilefold.integrations.transformers._alpha import attention_modules, heads_of
+from tilefold.integrations.transformers._alpha import checked_attention_modules, heads_of
 from tilefold.ops.entmax_attention import EntmaxStats, live_blocks
 
 _active: list[SparsityRecord] = []
@@ -82,13 +82,9 @@ class SparsityRecord:
     def __init__(self, model: nn.Module, blocks: bool) -> None:
         names = {module: name for name, module in model.named_modules()}
         self._recorders = {
-            module: Recorder(names[module], heads_of(module) or 1, blocks) for module in attention_modules(model)
+            module: Recorder(names[module], heads_of(module) or 1, blocks)
+            for module in checked_attention_modules(model)
         }
-        if not self._recorders:
-            raise ValueError(
-                f"model must have attention layers that call transformers' attention interface, got "
-                f"{type(model).__name__}."
-            )
 
     @property
     def layers(self) -> list[LayerSparsity]:

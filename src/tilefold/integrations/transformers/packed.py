@@ -101,13 +101,18 @@ def packed_mask(
 
 def _is_window(function: Callable[..., Any]) -> bool:
     """Whether it is the conjunction of both directions and a window."""
-    if not getattr(function, "__qualname__", "").startswith("and_masks"):
-        return False
-    parts = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    functions = [f for part in parts for f in (part if isinstance(part, (tuple, list)) else (part,))]
+    functions = conjuncts(function)
     return bool(functions) and all(
         f is bidirectional_mask_function or getattr(f, "__qualname__", "") in _BIDIRECTIONAL_WINDOWS for f in functions
     )
+
+
+def conjuncts(function: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """The mask functions that transformers' ``and_masks`` joined to this one; none if it is no such conjunction."""
+    if not getattr(function, "__qualname__", "").startswith("and_masks"):
+        return []
+    parts = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    return [f for part in parts for f in (part if isinstance(part, (tuple, list)) else (part,))]
 
 
 def padding_position(model: nn.Module) -> int | None:
