@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import zlib
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 
 def edit(file: Path, **changes: Any) -> None:
@@ -13,3 +17,11 @@ def edit(file: Path, **changes: Any) -> None:
     for name, item in {**changes, "checksum": None}.items():
         value.pop(name, None) if item is None else value.update({name: item})
     file.write_text(json.dumps(value), encoding="utf-8")
+
+
+def sum_terms(folder: Path) -> None:
+    """Write the checksums by term of an exact index whose postings were changed."""
+    offsets, documents, weights = (np.load(folder / f"{name}.npy") for name in ("offsets", "documents", "weights"))
+    spans = [slice(*pair) for pair in itertools.pairwise(offsets)]
+    sums = [zlib.crc32(weights[span].tobytes(), zlib.crc32(documents[span].tobytes())) for span in spans]
+    np.save(folder / "checksums.npy", np.array(sums, np.uint32))

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.manifests import edit
+from tests.manifests import edit, sum_terms
 from tests.processes import ROOT, environment
 from tilefold._files import DiskFullError, sha256_file
 from tilefold.retrieval import (
@@ -156,10 +156,8 @@ def test_weights_that_are_none_are_refused_whatever_the_checksums_say(weight: fl
     exact, bm25, tokens = copied("exact"), copied("bm25"), copied("tokens")
     weights = np.load(exact / "weights.npy")
     weights[7] = weight
-    (exact / "checksums.npy").unlink()
-    for name in ("ids.npy", "id_ends.npy"):
-        (exact / name).unlink()
-    (exact / "ids.json").write_text('{"ids": [' + ", ".join(f'"{name}"' for name in DOCUMENTS) + "]}")
+    np.save(exact / "weights.npy", weights)
+    sum_terms(exact)
     replace_array(exact, "weights.npy", weights)
     with pytest.raises(DataError, match=rf"damaged; the postings of term .* at least 0, got {weight}"):
         use("exact", exact)

@@ -41,8 +41,6 @@ def _run(args: list[str], debug: bool) -> int:
 
     _common.keeps(None)
     _common.arguments[:] = [*args, *(["--debug"] if debug else [])]
-    _common.options.clear()
-    _common.given.clear()
     try:
         with _common.saying_cuts():
             outcome = typer.main.get_command(_app())(args, prog_name="tilefold", standalone_mode=False)

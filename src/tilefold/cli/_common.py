@@ -193,6 +193,11 @@ def load_data(
     )
 
 
+def texts_of(data: str | None) -> Callable[[], Mapping[str, str]] | None:
+    """What gives the documents of --data, where they are needed."""
+    return None if data is None else lambda: load_data(data, documents_only=True).contents()
+
+
 def open_documents(name_or_path: str) -> tuple[Collection, Provenance]:
     """The documents alone, read from their file as they are asked for where that is possible, and their fingerprint."""
     from tilefold.retrieval.provenance import Provenance

@@ -71,11 +71,14 @@ def load_index(
     return index, encoder, options
 
 
-def open_searcher(asked: Mapping[str, Any], texts: Texts | None, **parts: Any) -> Searcher:
-    """A searcher of what :func:`load_index` loads, with other `parts`."""
+def open_searcher(
+    asked: Mapping[str, Any], texts: Texts | None, load: Callable[[Provenance], dict[str, Any]]
+) -> Searcher:
+    """A searcher of what :func:`load_index` loads, with the parts that `load` then loads for its provenance."""
     from tilefold.retrieval.searcher import Searcher
 
     index, encoder, options = load_index(asked, texts)
+    parts = load(index.provenance)
     if encoder is not None and asked.get("prf") is not None and parts.get("vectors") is None:
         raise _common.UsageError("--prf reads the vectors of the documents found: give them with --vectors.")
     names = {"vectors": "--vectors", "second": f"--prf-with: {asked.get('prf_with')}", "tokens": "--rerank"}

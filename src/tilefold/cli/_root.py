@@ -27,6 +27,8 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """The arguments that are left, as click returns them."""
+        _common.given.clear()
+        _common.options.clear()
         _, _, found = self.make_parser(ctx).parse_args(args=list(args))
         spelled = {each.name: "/".join((*each.opts, *each.secondary_opts)) for each in self.params}
         _common.options.update({name: text.partition("/")[0] for name, text in spelled.items() if text[:2] == "--"})

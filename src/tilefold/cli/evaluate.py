@@ -92,7 +92,7 @@ def evaluate(
         if index is None:
             searcher = _retrievers.open_dense(asked, collection.contents(), texts.texts_sha256, **parts)
         else:
-            searcher = _retrievers.open_searcher(asked, collection.contents, **parts)
+            searcher = _retrievers.open_searcher(asked, collection.contents, lambda _: parts)
         name = f"--model {model}" if index is None else f"--index {index}"
         _scores.check_texts(name, searcher.provenance, collection, texts)
         request = SearchRequest(max(k or DEPTH, deepest, rerank_depth or 0), feedback, mix)

@@ -149,7 +149,7 @@ def _open(
     elif model is None and source == "vectors":
         raise _common.UsageError(f"--vectors: name the model that made {asked['vectors']} with --model.")
     else:
-        searcher = _retrievers.open_searcher(asked, collection.contents)
+        searcher = _retrievers.open_searcher(asked, collection.contents, lambda _: {})
     name = f"--model {model}" if source is None else f"--{source} {asked[source]}"
     _scores.check_texts(name, searcher.provenance, collection, texts)
     queries = collection.split_queries(split)

@@ -105,19 +105,19 @@ def _open(asked: dict[str, Any]) -> Searcher:
     """The index, with the documents, vectors, second ranking and reranker that the options name."""
     from tilefold.retrieval.provenance import Provenance
 
-    data, rerank, parts = asked["data"], asked["rerank"], {"vectors": asked["vectors"]}
-    if data:
-        collection, texts = _common.open_documents(data)
-        parts["documents"] = collection.documents
-    if rerank is not None:
-        parts["late"], parts["tokens"] = _rerank.load_late(rerank, asked["rerank_model"], data is not None)
-    parts["second"] = _feedback.second(asked, {}, Provenance())
-    searcher = _retrievers.open_searcher(
-        asked, lambda: _common.load_data(data, documents_only=True).contents(), **parts
-    )
-    if data:
-        _scores.check_texts(f"--index {asked['index']}", searcher.provenance, collection, texts)
-    return searcher
+    data, rerank = asked["data"], asked["rerank"]
+
+    def load(made_by: Provenance) -> dict[str, Any]:
+        parts: dict[str, Any] = {"vectors": asked["vectors"], "second": _feedback.second(asked, {}, Provenance())}
+        if data is not None:
+            collection, texts = _common.open_documents(data)
+            _scores.check_texts(f"--index {asked['index']}", made_by, collection, texts)
+            parts["documents"] = collection.documents
+        if rerank is not None:
+            parts["late"], parts["tokens"] = _rerank.load_late(rerank, asked["rerank_model"], data is not None)
+        return parts
+
+    return _retrievers.open_searcher(asked, _common.texts_of(data), load)
 
 
 def _many(query: str | None, queries: Path | None) -> Iterator[tuple[str, str]]:

@@ -220,11 +220,7 @@ def _with_index(name: str, asked: Mapping[str, Any]) -> tuple[list[Served], Sear
     from tilefold.serve.models import Served
     from tilefold.serve.searchable import Searchable
 
-    texts = None
-    if asked["data"] is not None:
-        data = asked["data"]
-        texts = lambda: _common.load_data(data, documents_only=True).contents()  # noqa: E731 - the argument of a call
-    index, encoder, options = _retrievers.load_index(asked, texts)
+    index, encoder, options = _retrievers.load_index(asked, _common.texts_of(asked["data"]))
     parts: dict[str, Any] = {"query_top_k": asked["query_top_k"], "options": options}
     if asked["data"] is not None:
         collection, digest = _common.open_documents(asked["data"])

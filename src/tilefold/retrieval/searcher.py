@@ -191,7 +191,8 @@ class Searcher:
             deep = max(depth, feedback.k, WHOLE if mix is not None or feedback.bottom else 0)
         second = None if mix is None else self._second(queries, deep)
         before = after = retriever.encode(queries) if vectors is None else vectors
-        run = own = retriever.search(before, names, deep)
+        own: Run = retriever.search(before, names, deep)
+        run = own
         if feedback is not None:
 
             def again(basis: Run) -> Run:

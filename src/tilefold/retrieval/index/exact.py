@@ -21,8 +21,6 @@ from tilefold.retrieval.index.protocol import (
     Hit,
     check_buildable,
     check_search,
-    read_description,
-    read_ids,
     read_manifest,
     write_manifest,
 )
@@ -32,8 +30,7 @@ __all__ = ["ExactIndex"]
 
 _OFFSETS, _DOCUMENTS, _WEIGHTS, _CHECKSUMS = "offsets.npy", "documents.npy", "weights.npy", "checksums.npy"
 _LARGE = (_DOCUMENTS, _WEIGHTS)  # checked term by term, when a query reads them
-_OLD_IDS = "ids.json"  # of indexes without checksums by term
-_OWN_NAMES = (MANIFEST_NAME, _OLD_IDS, *ID_FILES, _OFFSETS, _CHECKSUMS, *_LARGE)
+_OWN_NAMES = (MANIFEST_NAME, *ID_FILES, _OFFSETS, _CHECKSUMS, *_LARGE)
 
 
 class ExactIndex:
@@ -100,15 +97,13 @@ class ExactIndex:
     def load(cls, path: str | Path) -> ExactIndex:
         """Open an index that :meth:`save` wrote; its arrays are memory-mapped.
 
-        The postings of a term are read, and compared with their checksum, when a query asks for them. An index that an
-        earlier tilefold wrote has none by term, and is read whole for those of its files.
+        The postings of a term are read, and compared with their checksum, when a query asks for them.
 
         Raises:
             FileNotFoundError, DataError: no index there, or a damaged one.
         """
         folder = Path(path)
-        by_term = _CHECKSUMS in read_description(folder)["files"]
-        manifest = read_manifest(folder, cls.backend, unread=_LARGE if by_term else ())
+        manifest = read_manifest(folder, cls.backend, unread=_LARGE)
         count, size = manifest["n_documents"], manifest["vocab_size"]
         offsets = _array(folder / _OFFSETS, np.int64, size + 1)
         try:
@@ -121,10 +116,9 @@ class ExactIndex:
             _array(folder / _DOCUMENTS, np.int32, int(offsets[-1])),
             _array(folder / _WEIGHTS, np.float32, int(offsets[-1])),
             count,
-            _array(folder / _CHECKSUMS, np.uint32, size) if by_term else None,
+            _array(folder / _CHECKSUMS, np.uint32, size),
         )
-        ids = StoredIds.load(folder, count) if by_term else read_ids(folder / _OLD_IDS, count)
-        return cls(ids, postings, manifest.get("fingerprint"), Provenance.from_dict(manifest))
+        return cls(StoredIds.load(folder, count), postings, manifest.get("fingerprint"), Provenance.from_dict(manifest))
 
 
 def _array(file: Path, dtype: Any, size: int) -> npt.NDArray[Any]:
