@@ -79,8 +79,8 @@ class Queries:
         if self.dense is not None:
             self.dense = self._checked(self.dense)
         if self.tokens is not None and not bool((finite := self.tokens.values.float().isfinite()).all()):
-            got = self.tokens.values[~finite][0].item()
-            raise DataError(f"tokens: expected finite numbers, got {got}. Check the model's output.")
+            value = self.tokens.values[~finite][0].item()
+            raise DataError(f"tokens: expected finite numbers, got {value}. Check the model's output.")
 
     def _checked(self, dense: Any) -> Dense:
         array = dense.detach().cpu().float().numpy() if hasattr(dense, "detach") else np.asarray(dense)
