@@ -69,23 +69,16 @@ def print_report(results: dict[str, Any]) -> None:
     """Print the tables, and commands to try next, on stdout."""
     console = _common.stdout()
     console.print(_systems_table(results))
-    console.print(
-        f"Differences in {_demo_steps.NDCG}, mean ± standard error over the same {results['queries']} queries:",
-        highlight=False,
-    )
-    for values in results["comparisons"]:
-        console.print(f"  {difference_line(values)}", markup=False, highlight=False)
+    lines = [f"Differences in {_demo_steps.NDCG}, mean ± standard error over the same {results['queries']} queries:"]
+    lines += [f"  {difference_line(row)}" for row in results["comparisons"]]
     if "seismic_overlap_at_10" in results:
-        share = results["seismic_overlap_at_10"]
-        console.print(f"Seismic's top 10 holds {share:.1%} of the exact top 10.", highlight=False)
-    console.print(f"model: {results['model']}", markup=False, highlight=False, soft_wrap=True)
-    console.print("the rows of the first table by hand:", highlight=False)
-    for line in results["commands"]:
-        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"done in {results['seconds'] / 60:.1f} minutes; now try:", highlight=False)
-    console.print(f'  tilefold search "{EXAMPLE}"', markup=False, highlight=False)
-    tokens = results["late_interaction"]["tokens"]
-    console.print(f'  tilefold search "{EXAMPLE}" --rerank {tokens}', markup=False, highlight=False, soft_wrap=True)
+        lines.append(f"Seismic's top 10 holds {results['seismic_overlap_at_10']:.1%} of the exact top 10.")
+    lines += [f"model: {results['model']}", "the rows of the first table by hand:"]
+    lines += [f"  {line}" for line in results["commands"]]
+    search = f'  tilefold search "{EXAMPLE}"'
+    lines += [f"done in {results['seconds'] / 60:.1f} minutes; now try:", search]
+    lines.append(f"{search} --rerank {results['late_interaction']['tokens']}")
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 def _systems_table(results: dict[str, Any]) -> Any:

@@ -220,11 +220,9 @@ def rerank_candidates(
 
 def overlap(exact: Run, other: Run, k: int = 10) -> float:
     """Share of the exact top `k` that another run found in its own top `k`."""
-    shares = []
-    for query, scores in exact.items():
-        top = set(sorted(scores, key=lambda name: -scores[name])[:k])
-        found = other.get(query, {})
-        theirs = set(sorted(found, key=lambda name: -found[name])[:k])
-        if top:
-            shares.append(len(top & theirs) / len(top))
-    return sum(shares) / max(1, len(shares))
+    tops = [
+        [set(sorted(scores, key=lambda name: -scores[name])[:k]) for scores in (answers, other.get(query, {}))]
+        for query, answers in exact.items()
+        if answers
+    ]
+    return sum(len(mine & theirs) / len(mine) for mine, theirs in tops) / max(1, len(tops))
