@@ -19,7 +19,7 @@ except ImportError as missing:
 __all__ = ["ServerError", "TilefoldSparseEmbeddings"]
 
 
-class TilefoldSparseEmbeddings(SparseEmbeddings):  # type: ignore[misc]
+class TilefoldSparseEmbeddings(SparseEmbeddings):
     """``langchain_qdrant.SparseEmbeddings`` of any ``SparseEncoder``; queries and documents take their own routes.
 
     Args:

@@ -21,7 +21,7 @@ except ImportError as missing:
 __all__ = ["ServerError", "TilefoldSparseEmbedding"]
 
 
-class TilefoldSparseEmbedding(BaseSparseEmbedding):  # type: ignore[misc]
+class TilefoldSparseEmbedding(BaseSparseEmbedding):
     """LlamaIndex's ``BaseSparseEmbedding`` of any ``SparseEncoder``; queries and documents take their own routes.
 
     ``QdrantVectorStore(enable_hybrid=True, sparse_doc_fn=e.document_vectors, sparse_query_fn=e.query_vectors)`` stores

@@ -12,7 +12,7 @@ from torch import Tensor
 __all__ = ["BaseSpladeLoss"]
 
 
-class BaseSpladeLoss(SpladeLoss):  # type: ignore[misc]
+class BaseSpladeLoss(SpladeLoss):
     """Ranks by ``sentence_embedding`` and penalises ``base_embedding``, both of which the model must give.
 
     Arguments, weights and their schedule are those of ``SpladeLoss``. Each column of texts is one forward.

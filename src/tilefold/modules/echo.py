@@ -19,7 +19,7 @@ DOCUMENT_TEMPLATE = "Document:{text}\nDocument again:{text}"
 _SLOT = "{text}"
 
 
-class EchoTransformer(Transformer):  # type: ignore[misc]
+class EchoTransformer(Transformer):
     """A ``Transformer`` that reads ``<template with the text twice><eos>`` and offers the second copy for pooling.
 
     Tokens are joined before padding: ``bos, before, t_1..t_n, between, t_1..t_n, after, eos``. A text is cut to

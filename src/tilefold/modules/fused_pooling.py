@@ -40,12 +40,10 @@ class FusedPooling(ABC):
     Attributes:
         reads_logits: whether it pools the logits of an LM head, which is then fused with it; False for modules that
             pool something else, and only return CSR rows where those are wanted.
-        quantizable: whether the weight of the head may be given in fp8.
         embedding_dimension: V, of modules that read logits; None until it is known.
     """
 
     reads_logits: bool = True
-    quantizable: bool = False
     embedding_dimension: int | None = None
 
     @abstractmethod
@@ -62,11 +60,16 @@ class FusedPooling(ABC):
             sparse: return CSR rows under these options, if the module can; dense rows are pruned by the caller.
         """
 
+    @property
+    def quantizable(self) -> bool:
+        """Whether the weight of the head may be given in fp8."""
+        return False
+
     def check_fusable(self) -> None:  # noqa: B027 - most have nothing to refuse
         """Raise a ``ValueError`` if the fused operator cannot compute what ``forward`` computes."""
 
 
-class PoolingModule(FusedPooling, Module):  # type: ignore[misc]
+class PoolingModule(FusedPooling, Module):
     """A pooling that is saved as its options in JSON and, if it has any, its weights."""
 
     def forward(self, features: Features) -> Features:

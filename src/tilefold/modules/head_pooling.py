@@ -85,7 +85,7 @@ class HeadPooling(PoolingModule):
         self._check()
 
     @property
-    def quantizable(self) -> bool:  # type: ignore[override]
+    def quantizable(self) -> bool:
         """Only the maximum runs in fp8."""
         return self.pooling == "max"
 

@@ -19,7 +19,7 @@ POOLINGS = ("last", "cls", "max")
 LITERAL_WEIGHTS = "literal_residual.safetensors"
 
 
-class ProsperTransformer(Transformer):  # type: ignore[misc]
+class ProsperTransformer(Transformer):
     """A ``Transformer`` with its LM head, pooling and literal residual network; gives ``sentence_embedding``.
 
     With hidden states ``h`` ``[S, D]`` before the LM head, and its logits ``H = logit_scale * (h @ E.T + b)``::

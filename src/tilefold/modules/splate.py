@@ -25,7 +25,7 @@ __all__ = ["FrozenTransformer", "SplateHead"]
 WEIGHTS = "model.safetensors"
 
 
-class FrozenTransformer(Transformer):  # type: ignore[misc]
+class FrozenTransformer(Transformer):
     """A ``Transformer`` that is never trained: no gradients, and no dropout in training mode either.
 
     Args:

@@ -25,7 +25,7 @@ def counted_tokens(features: dict[str, Any], tokenizer: Any) -> Tensor:
     return mask if tokenizer.pad_token_id is None else mask * (features["input_ids"] != tokenizer.pad_token_id)
 
 
-class StaticQuery(FusedPooling, SparseStaticEmbedding):  # type: ignore[misc]
+class StaticQuery(FusedPooling, SparseStaticEmbedding):
     """A query has the weight ``max(0, weight[v])`` at each of its distinct tokens v but padding, and 0 elsewhere.
 
     The stock module does this too, except that it counts a padding token in a text if the text is alone, and not beside

@@ -46,7 +46,7 @@ def length_grouped_batches(dataset: Any, batch_size: int, **settings: Any) -> An
     lengths = [len(text) for text in dataset["document" if "document" in dataset.column_names else "positive"]]
     pools = NoDuplicatesBatchSampler(dataset, batch_size=POOL * batch_size, **settings)
 
-    class LengthGrouped(DefaultBatchSampler):  # type: ignore[misc]
+    class LengthGrouped(DefaultBatchSampler):
         def __iter__(self) -> Iterator[list[int]]:
             pools.set_epoch(self.epoch)
             shuffle = random.Random(self.seed + self.epoch).shuffle  # noqa: S311 - a reproducible order, no secret

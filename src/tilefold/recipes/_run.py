@@ -160,7 +160,7 @@ def make_watcher(
     """
     from transformers import TrainerCallback  # noqa: PLC0415 - heavy
 
-    class Watcher(TrainerCallback):  # type: ignore[misc]
+    class Watcher(TrainerCallback):
         first_ranking_loss: float | None = None
         ranking_loss: float | None = None
         loss: float | None = None

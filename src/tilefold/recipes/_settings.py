@@ -69,6 +69,7 @@ def _attention(name: str, value: Any) -> None:
 POSITIVE = number(lambda value: value > 0, "greater than 0")
 
 
+@dataclass(frozen=True)
 class Settings:
     """A dataclass whose fields are checked on construction, and that a file keeps as a JSON object.
 
@@ -85,7 +86,7 @@ class Settings:
 
     def to_dict(self) -> dict[str, Any]:
         """Field names and values, as a JSON object."""
-        return asdict(self)  # type: ignore[call-overload, no-any-return]
+        return asdict(self)
 
     @classmethod
     def from_dict(cls: type[S], values: dict[str, Any]) -> S:
@@ -94,7 +95,7 @@ class Settings:
         Raises:
             ValueError: for an unknown field, or a value out of range.
         """
-        known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        known = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise ValueError(f"unknown recipe fields {unknown}; the fields are {sorted(known)}.")
         return cls(**values)

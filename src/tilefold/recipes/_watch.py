@@ -87,7 +87,7 @@ def _counting(penalty: Any) -> Any:
 def _callback(counters: dict[str, Any], loss: Any, bounded: bool) -> Any:
     from transformers import TrainerCallback
 
-    class Watch(TrainerCallback):  # type: ignore[misc]
+    class Watch(TrainerCallback):
         def __init__(self) -> None:
             self.first: dict[str, Seen] = {}
             self.last: dict[str, Seen] = {}

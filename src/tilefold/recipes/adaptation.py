@@ -189,7 +189,7 @@ def _trainer_class() -> Any:
 
     from tilefold.losses import activated_lm_loss
 
-    class AdaptationTrainer(Trainer):  # type: ignore[misc]
+    class AdaptationTrainer(Trainer):
         def prepare(self, recipe: AdaptationRecipe, seen: list[Any], progress: Any) -> None:
             self.recipe, self.seen, self.progress = recipe, seen, progress
 

@@ -220,7 +220,7 @@ def regularizer_schedule(recipe: LsrRecipe, loss: Any) -> Any:
         SpladeRegularizerWeightSchedulerCallback,
     )
 
-    class Schedule(SpladeRegularizerWeightSchedulerCallback):  # type: ignore[misc]
+    class Schedule(SpladeRegularizerWeightSchedulerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if self.total_steps is None:
                 return

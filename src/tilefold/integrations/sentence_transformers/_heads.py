@@ -79,8 +79,9 @@ def head_operands(head: nn.Module, hidden: Tensor) -> Head:
 
 def base_linear(head: nn.Module) -> nn.Linear:
     """The ``nn.Linear`` inside a supported head."""
+    linear: nn.Linear
     *_, linear = layers_of(head)
-    return linear  # type: ignore[no-any-return]
+    return linear
 
 
 def layers_of(head: nn.Module) -> Iterator[Any]:

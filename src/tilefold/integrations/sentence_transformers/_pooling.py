@@ -54,7 +54,7 @@ class StockPooling(FusedPooling):
         self.stock = pooling
 
     @property
-    def quantizable(self) -> bool:  # type: ignore[override]
+    def quantizable(self) -> bool:
         """Only the maximum runs in fp8."""
         return bool(self.stock.pooling_strategy == "max")
 
@@ -79,17 +79,17 @@ class StockPooling(FusedPooling):
             "impl": impl,
         }
         scores: Any = None
-        if sparse is None:
-            scores = lsr_head(*head, **arguments)
-        else:
+        if sparse is not None:
             arguments |= sparse._asdict()
             if (capacity := _capacity.get()) is not None:
                 scores = lsr_head_rows(*head, **arguments, capacity=capacity)
-            scores = lsr_head_sparse(*head, **arguments) if scores is None else scores
+        if scores is None:
+            scores = (lsr_head if sparse is None else lsr_head_sparse)(*head, **arguments)
         if self.stock.embedding_dimension is None:
             width = scores.vocab_size if isinstance(scores, CapacityRows) else scores.shape[1]
             self.stock.embedding_dimension = width
-        return scores  # type: ignore[no-any-return]
+        found: Tensor = scores
+        return found
 
     def _output_dtype(self, hidden: Tensor, *, flattened: bool) -> torch.dtype | None:
         """What autocast makes of the scores of the stock module; None outside of autocast."""

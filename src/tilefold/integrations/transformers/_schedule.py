@@ -15,7 +15,7 @@ from tilefold.integrations.transformers._checkpoint import has_learned_alpha, ru
 SHAPES = ("linear", "cosine")
 
 
-class AlphaSchedule(TrainerCallback):  # type: ignore[misc]
+class AlphaSchedule(TrainerCallback):
     """Anneal alpha from softmax to its target while a trainer runs, as AdaSplash's encoders do (arXiv 2502.12082).
 
     trainer = Trainer(model, ..., callbacks=[AlphaSchedule(1.5, until=0.5)])

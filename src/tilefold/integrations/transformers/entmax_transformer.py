@@ -13,7 +13,7 @@ from tilefold.integrations.transformers._checkpoint import has_learned_alpha, lo
 _HUB = ("subfolder", "revision", "token", "cache_dir", "local_files_only")
 
 
-class EntmaxTransformer(Transformer):  # type: ignore[misc]
+class EntmaxTransformer(Transformer):
     """The stock ``Transformer`` that also loads learned alphas, with ``SentenceTransformer(folder)`` and on resuming.
 
     :func:`tilefold.integrations.transformers.learn_alpha` makes the modules of a model into this. A checkpoint names it

@@ -37,7 +37,7 @@ def one_gpu(arguments_class: Any) -> Any:
             f"arguments_class must be transformers.TrainingArguments or derived from it, got {arguments_class!r}."
         )
 
-    class OneGpu(arguments_class):  # type: ignore[misc]
+    class OneGpu(arguments_class):
         @property
         def n_gpu(self) -> int:
             return min(1, int(super().n_gpu))
