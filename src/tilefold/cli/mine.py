@@ -136,7 +136,7 @@ def check_filter(margin: float | None, max_score_share: float | None) -> FalseNe
 def _open(
     asked: Mapping[str, Any], collection: Collection, split: str, depth: int
 ) -> tuple[_scores.NamedRun, Iterator[tuple[str, Mapping[str, float]]]]:
-    """What is drawn from (its run is empty unless it is --run), and its rankings query by query."""
+    """The source of the draws (its run is empty unless it is --run), and its rankings query by query."""
     texts, model = _scores.texts_of(collection), asked["model"]
     if asked["run"] is not None:
         named = _scores.read_run(asked["run"], "--run")

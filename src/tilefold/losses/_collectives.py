@@ -22,7 +22,7 @@ Group: TypeAlias = "dist.ProcessGroup | Literal['world'] | None"
 
 
 class Columns(NamedTuple):
-    """What this process holds of the scores.
+    """The part of the scores in this process.
 
     Attributes:
         local: ``[B, V]``, or this rank's columns of it, in fp32 (fp64).

@@ -35,7 +35,7 @@ class Regularizer(nn.Module):
         raise NotImplementedError
 
     def forward(self, embeddings: Tensor) -> Tensor:
-        """The same as :meth:`compute_loss_from_embeddings`."""
+        """Call :meth:`compute_loss_from_embeddings`."""
         return self.compute_loss_from_embeddings(embeddings)
 
 

@@ -1,4 +1,4 @@
-"""What a pooling module offers so that ``accelerate`` can run it on hidden states, or to sparse rows."""
+"""The base classes of poolings that ``accelerate`` runs on hidden states, or to sparse rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Head(NamedTuple):
 
 
 class SparseOptions(NamedTuple):
-    """What is kept of a row where poolings return CSR scores in place of dense ones."""
+    """The entries kept of a row where poolings return CSR scores in place of dense ones."""
 
     top_k: int | None
     min_weight: float
@@ -102,7 +102,7 @@ def place_of_files(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Places(NamedTuple):
-    """Which tokens of a batch count, for padded or packed features.
+    """The tokens of a batch that count, for padded or packed features.
 
     Attributes:
         keep: ``[B, S]`` or packed ``[T]`` bool; None of packed features in which every token counts.

@@ -45,7 +45,7 @@ class FrozenTransformer(Transformer):
         return self
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """As in ``Transformer``, without a graph."""
+        """Run ``Transformer`` without a graph."""
         with torch.no_grad():
             out: dict[str, Any] = super().forward(dict(features), **kwargs)
         return out

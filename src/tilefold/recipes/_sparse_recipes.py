@@ -111,7 +111,7 @@ class SpladeRecipe(SparseRecipe):
     }
 
     def as_lsr(self) -> LsrRecipe:
-        """The same training as the general record: both sides share a masked language model."""
+        """This training as the general record: both sides share a masked language model."""
         own = ("query_regularizer", "document_regularizer", "regularizer_warmup_ratio", "frozen_layers")
         common = {name: value for name, value in self.to_dict().items() if name not in own}
         query, document = (

@@ -99,7 +99,7 @@ class Losses:
 
 @dataclass(frozen=True)
 class Examples:
-    """What a trainer reads.
+    """The rows that a trainer reads.
 
     Attributes:
         columns: of the dataset, in the order that the loss reads them: texts, and teacher scores as ``"label"``.
@@ -213,7 +213,7 @@ def run_training(
 
 
 def _lowered(recipe: TrainingSettings, model: Any) -> str:
-    """What to say of a model that reads fewer tokens than the recipe asks for; empty if it does not."""
+    """A note on a model that reads fewer tokens than the recipe asks for; empty for others."""
     limit = getattr(model[0], "document_length", None) or model.max_seq_length
     if not isinstance(limit, int) or limit >= recipe.max_length:
         return ""
@@ -351,7 +351,7 @@ def collate(trainer: Any, graphs: bool) -> None:
 
 
 def graphs_warnings(trainer: Any, graphs: bool) -> tuple[str, ...]:
-    """What to say of a training whose graphs could not be captured."""
+    """A warning about graphs that could not be captured."""
     if not graphs or not trainer.model[0].forward.graphs.failed:
         return ()
     return ("the training ran without CUDA graphs, which could not be captured; leave --graphs out.",)

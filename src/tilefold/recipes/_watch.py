@@ -21,7 +21,7 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Seen:
-    """What a side looked like since the last log.
+    """The vectors of a side since the last log.
 
     Attributes:
         active: mean number of terms of a row.
@@ -49,7 +49,7 @@ def watch(loss: Any, bounded: bool = False) -> Any:
 
 
 def _counting(penalty: Any) -> Any:
-    """The same penalty, which also counts the terms of every row it sees; nothing waits for the device."""
+    """Wrap a penalty so that it counts the terms of every row it sees; nothing waits for the device."""
     import torch
     from torch import Tensor, nn
 
@@ -77,7 +77,7 @@ def _counting(penalty: Any) -> Any:
             return Seen(active, empty, self.width)
 
         def get_config_dict(self) -> dict[str, Any]:
-            """What the model card says of the penalty."""
+            """The penalty's entry of the model card."""
             config: dict[str, Any] = getattr(self.penalty, "get_config_dict", dict)()
             return config
 
@@ -122,7 +122,7 @@ def _callback(counters: dict[str, Any], loss: Any, bounded: bool) -> Any:
                 raise TrainingError(f"the gradient is zero after {step} steps: nothing is learnt any more. {REMEDY}.")
 
         def warnings(self) -> tuple[str, ...]:
-            """What a user should know of the end of the training."""
+            """Warnings about the end of the training."""
             found = []
             for side, seen in self.last.items():
                 if seen.empty > DEAD_ROWS:

@@ -58,7 +58,7 @@ class Entry:
         return self.recipe.needs if isinstance(self.recipe, LsrRecipe) else ("pairs",)
 
     def to_dict(self) -> dict[str, Any]:
-        """As a JSON object, with the configuration's fields."""
+        """The entry as a JSON object, with the configuration's fields."""
         return {
             "name": self.name,
             "summary": self.summary,

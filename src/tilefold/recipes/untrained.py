@@ -79,7 +79,9 @@ def _start(recipe: Any, texts_sha256: str, texts: Callable[[], Mapping[str, str]
         raise LookupError("the untrained start of these documents is not in the cache, and is made from them.")
     found = texts()
     if texts_digest(found) != texts_sha256:
-        raise ValueError("texts: expected the documents of the digest, got others, or others since. Give those.")
+        raise ValueError(
+            f"texts: expected the documents of the digest {texts_sha256}, got {len(found)} of another. Give those."
+        )
     return load_base_model(recipe, list(found.values()))
 
 

@@ -48,7 +48,7 @@ class Window:
 
 @dataclass(frozen=True)
 class FalseNegatives:
-    """Which documents score so close to a query's best judged one that they may be relevant themselves.
+    """A filter of documents that score so close to a query's best judged one that they may be relevant themselves.
 
     A negative is kept if its score is at most ``s - margin`` and at most ``max_share * s``, where s is the highest
     score of the query's judged-relevant documents. Where none of those was retrieved, all that was retrieved scored
@@ -166,7 +166,7 @@ def mine_negatives(
         TypeError: an id that is not a string.
     """
     if not windows:
-        raise ValueError("windows: expected at least one, got none.")
+        raise ValueError("windows: expected at least one, got an empty list.")
     judged = collection.split_qrels(split)
     mined = Mined()
     for query, scores in rankings:

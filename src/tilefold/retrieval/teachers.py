@@ -61,7 +61,7 @@ class Teacher:
 
     @property
     def fingerprint(self) -> str:
-        """Of the weights and settings that its scores depend on."""
+        """A digest of the weights and settings that its scores depend on."""
         if self.kind == "bm25":
             settings = asdict(self.model.options) | {"texts": self.model.provenance.texts_sha256}
             return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()

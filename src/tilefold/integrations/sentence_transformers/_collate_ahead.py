@@ -156,7 +156,7 @@ class PendingBatch:
         self._taken = taken
 
     def pin_memory(self) -> PendingBatch:
-        """The same batch, which the thread copies to pinned memory when it has made it."""
+        """This batch, which the thread copies to pinned memory when it has made it."""
         made = self._made
         pinned = self._thread.submit(lambda: made.result().moved(Tensor.pin_memory))
         return PendingBatch(self._thread, pinned, self._taken)
@@ -179,7 +179,7 @@ def _one_packed_encoder(model: Any) -> bool:
 
 
 def _without_detours(collator: Any, model: Any) -> Any:
-    """The same collator, whose texts go to the Transformer without being looked at one by one for their modality."""
+    """A copy of a collator, whose texts go to the Transformer without being looked at one by one for their modality."""
     given = getattr(collator, "preprocess_fn", None)
     owner, function = getattr(given, "__self__", None), getattr(given, "__func__", None)
     if owner is not model or function is not getattr(type(model), "preprocess", None):

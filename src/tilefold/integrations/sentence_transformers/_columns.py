@@ -31,7 +31,7 @@ class Columns:
         self._waiting: dict[tuple[Any, ...], Tensor] = {}
 
     def embeddings(self, index: int, transformer: Any, graphs: StepGraphs | None = None) -> Tensor:
-        """Those of a column, from the forward of the column before it or from one of all columns."""
+        """The embeddings of a column, from the forward of the column before it or from one of all columns."""
         device = self.parts[0].device.type
         autocasts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         mode = (id(transformer), transformer.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
@@ -120,7 +120,7 @@ def _check_whole(features: dict[str, Any]) -> None:
 
 
 class Batch(NamedTuple):
-    """What a collator made, with packed columns joined.
+    """A batch of a collator, with packed columns joined.
 
     Attributes:
         features: all columns; those in ``spans`` have no tensors of tokens in ``joined``'s place.

@@ -71,7 +71,7 @@ class StaticInputs:
         self.ends = torch.arange(1, sizes.extra + 1, dtype=torch.int32, device=ids.device) * sizes.longest
 
     def features(self) -> dict[str, Any]:
-        """What the encoder is called with."""
+        """The arguments of the encoder."""
         return {**self.tokens, **dict.fromkeys(OFFSETS, self.offsets), **dict.fromkeys(LONGEST, self.sizes.longest)}
 
     def fill(self, features: dict[str, Any]) -> None:

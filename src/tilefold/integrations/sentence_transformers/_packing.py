@@ -146,7 +146,7 @@ def _far(got: Tensor, expected: Tensor) -> float:
 
 
 def _both_ways(route: list[Any]) -> tuple[Tensor, Tensor]:
-    """What packed and padded batches give, in fp32."""
+    """The numbers of packed and of padded batches, in fp32."""
     with as_evaluated(route):
         with padded_inputs():
             expected = _run(route)

@@ -92,7 +92,7 @@ class StockPooling(FusedPooling):
         return found
 
     def _output_dtype(self, hidden: Tensor, *, flattened: bool) -> torch.dtype | None:
-        """What autocast makes of the scores of the stock module; None outside of autocast."""
+        """The dtype that autocast gives the scores of the stock module; None outside of autocast."""
         if not autocasts(hidden):
             return None
         stock, device_type = self.stock, hidden.device.type

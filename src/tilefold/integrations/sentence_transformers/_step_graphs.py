@@ -109,7 +109,7 @@ class StepGraphs:
         return output
 
     def _waiting(self) -> _Waits:
-        """What lives as long as a backward pass may come; not in the frame of a call, which a traceback may keep."""
+        """An object that lives as long as a backward pass may come; no frame of a call, which a traceback may keep."""
         waits = _Waits()
         self._pending = weakref.ref(waits)
         return waits
@@ -127,7 +127,7 @@ class StepGraphs:
         )
 
     def _state_now(self, device: str) -> Any:
-        """What a graph was captured with and cannot follow."""
+        """The settings that a graph was captured with and cannot follow."""
         model = self.transformer.model
         tensors = [*model.parameters(), *model.buffers()]
         addresses = [(tensor.data_ptr(), tensor.requires_grad, tensor.dtype) for tensor in tensors]

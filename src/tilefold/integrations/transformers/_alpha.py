@@ -126,7 +126,7 @@ def set_alpha(model: nn.Module, alpha: float | Sequence[float]) -> None:
 
 
 def add_learned_alpha(model: nn.Module, initial: float | Sequence[float] = DEFAULT) -> list[EntmaxAlpha]:
-    """What ``learn_alpha`` does to a transformers model."""
+    """Run ``learn_alpha`` on a transformers model."""
     modules = checked_attention_modules(model)
     starts = check_alphas(initial, len(modules))
     made = [EntmaxAlpha(heads_of(module) or 1, start) for module, start in zip(modules, starts, strict=True)]

@@ -69,7 +69,7 @@ def _runs_entmax(module: nn.Module) -> bool:
 
 
 def load_learned_alpha(model: nn.Module, name_or_path: str | Path, hub: dict[str, Any]) -> list[EntmaxAlpha]:
-    """What ``load_alpha`` does to a transformers model."""
+    """Run ``load_alpha`` on a transformers model."""
     found = _read_thetas(str(name_or_path), hub)
     layers = set(checked_attention_modules(model))
     modules = [name for name, module in model.named_modules() if module in layers]

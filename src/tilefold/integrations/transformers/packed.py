@@ -176,7 +176,7 @@ def packed_hidden_states(
     position_ids: Tensor | None = None,
     token_type_ids: Tensor | None = None,
 ) -> Tensor:
-    """What a stock encoder computes of packed tokens, ``[T, H]``, with no padding anywhere and no wait for the GPU.
+    """Hidden states of packed tokens by a stock encoder, ``[T, H]``, with no padding anywhere and no wait for the GPU.
 
     Differentiable; dropout, autocast and gradient checkpointing are those of the model.
 
