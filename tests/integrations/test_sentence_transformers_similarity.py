@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
 from pathlib import Path
 from typing import Any
@@ -86,15 +85,6 @@ FORMS = [
     "lists", "lists and masks", "lists of masks", "padded", "padded and masks", "weights", "weights of lists", "mixed",
     "arrays",
 ]  # fmt: skip
-
-
-@needs_stock
-@pytest.mark.parametrize("name", NAMES)
-def test_the_signature_begins_like_that_of_the_stock_function(name: str) -> None:
-    theirs = list(inspect.signature(getattr(stock, name)).parameters.values())
-    mine = list(inspect.signature(getattr(multi_vector, name)).parameters.values())
-    assert [(p.name, p.kind, p.default) for p in mine[:-1]] == [(p.name, p.kind, p.default) for p in theirs]
-    assert mine[-1].name == "impl"
 
 
 @needs_stock

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
-from tests.integrations.multi_vector_models import NEGATIVES, POSITIVES, QUERIES, build_colbert, needs_stock
+from tests.integrations.multi_vector_models import (
+    NEGATIVES,
+    POSITIVES,
+    QUERIES,
+    build_colbert,
+    needs_stock,
+    problem,
+    results,
+)
 from tests.integrations.splade_models import FP32_BUDGET, assert_close
 from tilefold.integrations.sentence_transformers import multi_vector
 
@@ -18,37 +21,6 @@ scoring = pytest.importorskip("sentence_transformers.multi_vector_encoder.scorin
 
 NAMES = ["xtr_scores", "xtr_kd_scores", "xtr_scores_pairwise"]
 pytestmark = [needs_stock, pytest.mark.filterwarnings("ignore:.*documents without any scoreable token.*")]
-
-
-def problem(name: str, device: str = "cpu") -> dict[str, Tensor]:
-    """Masks with holes, a query without a token, and a document without one."""
-    generator = torch.Generator().manual_seed(0)
-    outer = (3,) if "pairwise" in name else (3, 2)
-    queries = torch.randn(3, 5, 16, generator=generator)
-    documents = torch.randn(*outer, 9, 16, generator=generator)
-    queries_mask = torch.rand(3, 5, generator=generator) < 0.7
-    documents_mask = torch.rand(*outer, 9, generator=generator) < 0.6
-    queries_mask[2] = False
-    documents_mask[1] = False
-    parts = (queries, documents, queries_mask, documents_mask)
-    keys = ("queries_embeddings", "documents_embeddings", "queries_mask", "documents_mask")
-    return {key: part.to(device) for key, part in zip(keys, parts, strict=True)}
-
-
-def results(function: Callable[..., Tensor], arguments: dict[str, Tensor], **options: Any) -> list[Tensor]:
-    leaves = [arguments[f"{side}_embeddings"].clone().requires_grad_() for side in ("queries", "documents")]
-    masks = {key: value for key, value in arguments.items() if key.endswith("mask")}
-    scores = function(*leaves, **masks, **options)
-    weights = torch.rand(scores.shape, generator=torch.Generator().manual_seed(1)).to(scores.device)
-    return [scores.detach(), *torch.autograd.grad(scores, leaves, weights)]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_signature_begins_like_that_of_the_stock_function(name: str) -> None:
-    stock = list(inspect.signature(getattr(scoring, name)).parameters.values())
-    mine = list(inspect.signature(getattr(multi_vector, name)).parameters.values())
-    assert [(p.name, p.kind, p.default) for p in mine[:-1]] == [(p.name, p.kind, p.default) for p in stock]
-    assert mine[-1].name == "impl"
 
 
 @pytest.mark.parametrize("masked", ["both", "neither", "weights"])
@@ -107,5 +79,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_gpu_scores_and_gradients_equal_the_reference_on_the_cpu(name: str) -> None:
     expected = results(getattr(multi_vector, name), problem(name), top_k=7, impl="reference")
-    for mine, truth in zip(results(getattr(multi_vector, name), problem(name, "cuda"), top_k=7), expected, strict=True):
+    for mine, truth in zip(
+        results(getattr(multi_vector, name), problem(name, device="cuda"), top_k=7), expected, strict=True
+    ):
         torch.testing.assert_close(mine.cpu(), truth, rtol=1e-4, atol=1e-4)
