@@ -26,7 +26,7 @@ from tests.integrations.splade_models import FP32_BUDGET, assert_close
 from tilefold.integrations.sentence_transformers import multi_vector
 
 scoring = pytest.importorskip("sentence_transformers.multi_vector_encoder.scoring")
-from sentence_transformers.util import similarity
+similarity = pytest.importorskip("sentence_transformers.util.similarity")
 
 NAMES = [name for name in multi_vector.__all__ if "colbert" in name]
 COLUMNS = [QUERIES, POSITIVES, NEGATIVES]
