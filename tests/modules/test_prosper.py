@@ -155,7 +155,9 @@ def test_window_keeps_the_heaviest_of_rows_that_have_more_and_their_gradient() -
     rows = torch.tensor([[3.0, 0.0, 1.0, 2.0], [0.0, 5.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
     assert keep_heaviest(rows, 2).tolist() == [[3, 0, 0, 2], [0, 5, 0, 0], [0, 0, 0, 0]]
     assert keep_heaviest(rows, 4) is rows
-    out = LexicalWindow(2, "l2")({"sentence_embedding": rows})["sentence_embedding"]
+    features = {"sentence_embedding": rows}
+    out = LexicalWindow(2, "l2")(features)["sentence_embedding"]
+    assert features["sentence_embedding"] is rows
     torch.testing.assert_close(out[0], rows.new_tensor([3, 0, 0, 2]) / 13**0.5)
     assert out[1].tolist() == [0, 1, 0, 0] and not out[2].any()
     torch.manual_seed(0)

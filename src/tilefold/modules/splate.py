@@ -117,6 +117,10 @@ class SplateHead(PoolingModule):
         self.decoder = nn.Linear(hidden_size, vocab_size)
         self._freeze()
 
+    def forward(self, features: Features) -> Features:
+        """Put ``sentence_embedding`` ``[B, V]`` into a copy of the features."""
+        return super().forward(dict(features))
+
     def fused_scores(
         self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
     ) -> Tensor:

@@ -41,6 +41,10 @@ class LexicalWindow(PoolingModule):
         self.normalize = normalize
         self.embedding_dimension = embedding_dimension
 
+    def forward(self, features: Features) -> Features:
+        """Replace ``sentence_embedding``, in a copy of the features."""
+        return super().forward(dict(features))
+
     def fused_scores(
         self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
     ) -> Tensor:
