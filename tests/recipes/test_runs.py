@@ -13,7 +13,7 @@ import pytest
 
 from tests.retrieval.test_retrieval_interruptions import HOLD
 from tilefold._files import InUseError
-from tilefold.recipes import _run
+from tilefold.recipes import TrainingError
 from tilefold.recipes.loading import newest_step
 from tilefold.recipes.splade import SpladeRecipe, train
 from tilefold.retrieval.collection import Collection
@@ -83,7 +83,7 @@ def test_a_loss_that_is_not_finite_stops_the_training(
         return {name: loss * math.nan for name, loss in forward(self, *args, **options).items()}
 
     monkeypatch.setattr(SpladeLoss, "forward", diverging)
-    with pytest.raises(_run.TrainingError, match="the loss is nan after 1 steps: the training has diverged"):
+    with pytest.raises(TrainingError, match="the loss is nan after 1 steps: the training has diverged"):
         train(recipe, collection, tmp_path / "m")
 
 

@@ -12,8 +12,7 @@ from transformers import BertForMaskedLM
 
 from tests.recipes.tiny import tiny_masked_lm
 from tilefold.losses import NoPenalty
-from tilefold.recipes import LsrRecipe, train
-from tilefold.recipes._run import TrainingError
+from tilefold.recipes import LsrRecipe, TrainingError, train
 from tilefold.recipes._watch import watch
 from tilefold.retrieval.collection import Collection
 

@@ -8,8 +8,21 @@ from types import TracebackType
 from typing import Any
 
 
-class Patches:
-    """Replacements in one library: all of them are made, or none.
+class Handle:
+    """The result of ``accelerate``: ignore it, or use it as a context manager that calls :meth:`restore` at its end."""
+
+    def restore(self) -> None:
+        """Undo the acceleration."""
+        raise NotImplementedError
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+
+class Acceleration(Handle):
+    """Replacements in one library, all of them or none; a context that restores its own functions at the end.
 
     Args:
         library: the package's name, for error messages.
@@ -28,7 +41,7 @@ class Patches:
         return bool(self._stock)
 
     def apply(self, functions: Mapping[str, Callable[..., Any]]) -> Acceleration:
-        """Put the function of its name in each place; :meth:`undo` restores what was there before the first call.
+        """Put the function of its name in each place; :meth:`restore` brings back what was there before the first call.
 
         Raises:
             ImportError: if the library is not installed.
@@ -45,10 +58,16 @@ class Patches:
             self._stock = stock
         for (owner, name), (_, place) in zip(owners, self.places, strict=True):
             setattr(owner, name, functions[place])
-        return Acceleration(self)
+        return self
 
-    def undo(self) -> None:
-        """Restore the original functions; does nothing if none was replaced."""
+    def __enter__(self) -> Acceleration:
+        return self
+
+    def __repr__(self) -> str:
+        return f"Acceleration({self.library}, active={self.active})"
+
+    def restore(self) -> None:
+        """Bring the library's own functions back; does nothing if none was replaced."""
         if not self._stock:
             return
         for (module, name), function in zip(self.places, self._stock, strict=True):
@@ -67,33 +86,3 @@ class Patches:
             if part is not last:
                 owner = getattr(owner, part)
         return owner, last
-
-
-class Handle:
-    """The result of ``accelerate``: ignore it, or use it as a context manager that calls :meth:`restore` at its end."""
-
-    def restore(self) -> None:
-        """Undo the acceleration."""
-        raise NotImplementedError
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.restore()
-
-
-class Acceleration(Handle):
-    """Handle of an accelerated library: leave it, or use it as a context that undoes the acceleration at its end."""
-
-    def __init__(self, patches: Patches) -> None:
-        self._patches = patches
-
-    def __enter__(self) -> Acceleration:
-        return self
-
-    def restore(self) -> None:
-        """Bring the library's own functions back."""
-        self._patches.undo()
-
-    def __repr__(self) -> str:
-        return f"Acceleration({self._patches.library}, active={self._patches.active})"

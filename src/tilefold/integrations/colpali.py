@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tilefold.integrations._patches import Acceleration, Patches
+from tilefold.integrations._patches import Acceleration
 from tilefold.ops import maxsim
 from tilefold.ops.checks import check_shape, check_tensor
 from tilefold.ops.implementations import check_impl
@@ -68,7 +68,7 @@ def maxsim_kd(query: Tensor, doc: Tensor, *, tau: float | None = None, impl: str
 
 
 _LOSSES = "colpali_engine.loss.late_interaction_losses"
-_PATCHES = Patches(
+_PATCHES = Acceleration(
     "colpali-engine",
     "colpali-engine>=0.3.18",
     [
@@ -112,7 +112,7 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
 
 def restore() -> None:
     """Undo :func:`accelerate`; does nothing if it was not called."""
-    _PATCHES.undo()
+    _PATCHES.restore()
 
 
 def is_accelerated() -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.integrations._patches import Acceleration, Patches
+from tilefold.integrations._patches import Acceleration
 from tilefold.integrations._ragged import as_tokens, pack, token_vectors
 from tilefold.ops import maxsim
 from tilefold.ops.implementations import IMPLS, check_impl
@@ -173,7 +173,7 @@ class ColBERTScores:
         return colbert_scores(queries_embeddings, documents, queries_mask, documents_mask, backend)
 
 
-_PATCHES = Patches(
+_PATCHES = Acceleration(
     "pylate",
     "pylate>=1.6",
     [
@@ -233,7 +233,7 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
 
 def restore() -> None:
     """Undo :func:`accelerate`; does nothing if it was not called."""
-    _PATCHES.undo()
+    _PATCHES.restore()
 
 
 def is_accelerated() -> bool:

@@ -14,6 +14,7 @@ _HOME = {
     "SparseRecipe": "_sparse_recipes",
     "SpladeRecipe": "splade",
     "TrainResult": "splade",
+    "TrainingError": "_run",
     "TrainingSettings": "_settings",
     "get_recipe": "catalogue",
     "train": "catalogue",

@@ -17,6 +17,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tilefold.recipes._settings import whole
 from tilefold.recipes.backbone import GELU_SHIFT
 from tilefold.recipes.loading import seeded
 
@@ -54,8 +55,7 @@ def fresh_masked_lm(
     from transformers import BertConfig, BertForMaskedLM
 
     for name, value in (("width", width), ("layers", layers), ("heads", heads), ("max_length", max_length)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        whole()(name, value)
     if width % heads:
         raise ValueError(f"width must be a multiple of heads ({heads}), got {width}.")
     if tokenizer.pad_token_id is None or tokenizer.mask_token_id is None:
