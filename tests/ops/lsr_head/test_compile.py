@@ -158,7 +158,7 @@ def backwards():
     for capability in CAPABILITIES:
         for dtype in (torch.bfloat16, torch.float32, torch.float16):
             for batch in (16, 64):
-                yield capability, dtype, configs.max_backward_config_for(divmod(capability, 10), dtype, batch)
+                yield capability, dtype, configs.max_backward_config(divmod(capability, 10), dtype, batch)
 
 
 BACKWARDS = [(*case, offsets) for offsets in ("*i32", "*i64") for case in dict.fromkeys(backwards())]
@@ -199,7 +199,7 @@ def test_max_backward_builds_without_spills(capability, dtype, config, offsets):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_sum_pooling_builds_without_spills(capability, dtype, offsets):
-    config = configs.sum_config_for(divmod(capability, 10), dtype, tf32=False)
+    config = configs.sum_config(divmod(capability, 10), dtype, tf32=False)
     constants = {
         "D": DIM, "BLOCK_V": config.block_v, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k,
         "ACTIVATION": "log1p_relu", "HAS_BIAS": True, "HAS_MASK": offsets is None, "UNIFORM": offsets is None,
@@ -250,7 +250,7 @@ ONE_TOKEN_LAYOUTS = {"masked": (False, True, "*i32"), "packed": (True, False, "*
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=NAMES.get)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_one_token_builds_without_spills(capability, dtype, layout, batch):
-    config = configs.one_token_config_for(dtype, tf32=False)
+    config = configs.one_token_config(divmod(capability, 10), dtype, tf32=False)
     packed, masked, offsets = ONE_TOKEN_LAYOUTS[layout]
     types = common_types(dtype) | {"cu_ptr": offsets}
     flags = {"PACKED": packed, "MASKED": masked, "LAST": True, "NO_WINNER": 65535}

@@ -28,7 +28,7 @@ CLEAR_BLOCK = 1024  # of the gradient of hidden that are zeroed at a time
 def forward(tensors: HeadTensors, options: HeadOptions, training: bool, setting: Setting) -> Plan:
     """Winners are the places of the tokens, kept where a mask hides them."""
     tokens, (vocab, dim), batch = tensors.tokens, tensors.weight.shape, tensors.tokens.batch
-    config = one_token_config(options.compute_dtype, setting)
+    config = one_token_config(setting.capability, options.compute_dtype, setting.tf32)
     dtype, masked = winner_dtype(tokens.length_bound), tokens.attention_mask is not None
     flags, block_b = _flags(tokens, options, masked), config.rows(batch)
     finds = masked and block_b * tokens.length <= MAX_MASK
@@ -101,7 +101,7 @@ def row_gradients(
     """The launches of all gradients, given the names of what they read, and their scratch ``parts``."""
     (batch, vocab, dim, *sizes), strides, flags, options, needs = taken
     dtype = options.compute_dtype
-    config = one_token_config(dtype, setting)
+    config = one_token_config(setting.capability, dtype, setting.tf32)
     block_b = config.gradient_rows
     constants = flags | {
         "D": dim, "BLOCK_B": block_b, "BLOCK_V": config.gradient_block_v, "BLOCK_D": config.gradient_block_d,

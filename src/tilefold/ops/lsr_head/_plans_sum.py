@@ -29,7 +29,7 @@ STORE_BIAS = 32, 64  # sequences and columns of sums that one adds up
 def forward(tensors: HeadTensors, options: HeadOptions, setting: Setting) -> Plan:
     """Scores; NaN where ``cu_seqlens`` is broken."""
     tokens, batch, vocab = tensors.tokens, tensors.tokens.batch, tensors.weight.size(0)
-    config, packed = sum_config(options.compute_dtype, setting), tokens.cu_seqlens is not None
+    config, packed = sum_config(setting.capability, options.compute_dtype, setting.tf32), tokens.cu_seqlens is not None
     steps: list[Launch | TorchStep] = [*_operands(tensors, options)]
     if packed:
         numbers, block = (batch, tokens.n_rows), {"BLOCK": CHECK_BLOCK}
@@ -62,7 +62,7 @@ def backward(dscores: Tensor, saved: HeadSaved, options: HeadOptions, needs: Nee
     """A slab of the vocabulary at a time: its logits are computed again, and their gradients multiplied by torch."""
     tokens, (vocab, dim), dtype = saved.tokens, saved.weight.shape, options.compute_dtype
     batch, n_rows, given = tokens.batch, tokens.n_rows, (tokens.hidden.dtype, saved.weight.dtype)
-    config, scaled = sum_config(dtype, setting), dtype == torch.float16
+    config, scaled = sum_config(setting.capability, dtype, setting.tf32), dtype == torch.float16
     width = max(config.block_v, config.slab_elements // max(n_rows, 1) // config.block_v * config.block_v)
     width = min(width, cdiv(vocab, 8) * 8)
     # products in fp32 are the gradients where nothing is left to be done to them

@@ -10,6 +10,7 @@ from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared._triton.tensors import power_of_two
 from tilefold.ops._shared.operator import setting_of
 from tilefold.ops._shared.plan import Setting
+from tilefold.ops._shared.tuning import Between, Row, lookup
 
 
 @dataclass(frozen=True)
@@ -139,53 +140,52 @@ class MaxBackwardConfig:
     precision: str = "ieee"
 
 
-BACKWARD_16BIT = MaxBackwardConfig()
-BACKWARD_BLACKWELL_FP16 = replace(BACKWARD_16BIT, dweight_block_e=16)  # with 32, scaling spills on some releases
-BACKWARD_HOPPER = MaxBackwardConfig(dweight_block_d=256, dweight_block_b=16, dweight_block_e=16, dweight_stages=1)
-BACKWARD_HOPPER_LARGE_BATCH = replace(
-    BACKWARD_HOPPER, dweight_block_b=32, dweight_stages=2 if releases.long_lists_want_stages() else 1
-)
-# scaling would take 152 registers, and a multiprocessor then holds three programs where four do
-BACKWARD_HOPPER_LARGE_BATCH_FP16 = replace(
-    BACKWARD_HOPPER_LARGE_BATCH, dweight_registers=168 if releases.scaled_entries_want_registers() else 128
-)
-BACKWARD_FP32 = MaxBackwardConfig(block_e=32, dweight_block_e=16)
-AMPERE_STAGES = 1 if releases.pipelined_lists_spill() else 2
-BACKWARD_AMPERE = replace(BACKWARD_16BIT, dweight_stages=AMPERE_STAGES)
-BACKWARD_FP32_AMPERE = replace(BACKWARD_FP32, dweight_stages=AMPERE_STAGES)
-BACKWARD_INTERPRETED = MaxBackwardConfig(
-    block_r=16,
-    split_v=64,
-    scan_block=32,
-    block_e=16,
-    dhidden_block_d=16,
-    dweight_block_v=16,
-    dweight_block_d=16,
-    dweight_block_b=4,
-    dweight_block_e=16,
-    dweight_programs=1,
-)
+INTERPRETED_HERE, FP32_HERE, FP16_HERE = {"capability": (0, 0)}, {"dtype": torch.float32}, {"dtype": torch.float16}
+HOPPER = {"capability": (9, 0), "dtype": frozenset({torch.bfloat16, torch.float16})}
+LARGE_BATCH = HOPPER | {"batch": Between(least=33)}  # sequences
+BEFORE_HOPPER, BLACKWELL = Between(most=(8, 9)), Between(least=(9, 1))
+MEASURED, COMPILED = "H200, Triton 3.6", "compiled without spills with Triton 3.4 to 3.9, not timed"
+# facts: capability, dtype, batch; what no row sets is the default
+BACKWARD = (
+    Row(FP32_HERE, {"block_e": 32, "dweight_block_e": 16}, MEASURED),
+    Row(
+        {"capability": BEFORE_HOPPER, "release": Between(most=(3, 5))},
+        {"dweight_stages": 1},
+        "compiled: lists spill in a pipeline, in fp32 with 3.4, in 16 bits with 3.5",
+    ),
+    Row({"capability": BLACKWELL} | FP16_HERE, {"dweight_block_e": 16}, "compiled: with 32, scaling spills on some"),
+    Row(
+        HOPPER,
+        {"dweight_block_d": 256, "dweight_block_b": 16, "dweight_block_e": 16, "dweight_stages": 1},
+        MEASURED,
+    ),
+    Row(LARGE_BATCH, {"dweight_block_b": 32}, MEASURED),
+    Row(LARGE_BATCH | {"release": (3, 7)}, {"dweight_stages": 2}, "compiled: long lists spill without a pipeline"),
+    Row(
+        LARGE_BATCH | FP16_HERE,
+        {"dweight_registers": 128},
+        "H200, Triton 3.6: scaling would take 152, and a multiprocessor then holds three programs where four do",
+    ),
+    Row(
+        LARGE_BATCH | FP16_HERE | {"release": (3, 4)},
+        {"dweight_registers": 168},
+        "compiled: scaled entries with offsets in int64 spill in 128",
+    ),
+    Row(
+        INTERPRETED_HERE,
+        {
+            "block_r": 16, "split_v": 64, "scan_block": 32, "block_e": 16, "dhidden_block_d": 16,
+            "dweight_block_v": 16, "dweight_block_d": 16, "dweight_block_b": 4, "dweight_block_e": 16,
+            "dweight_programs": 1, "dweight_stages": 2,
+        },
+        "small, for tests",
+    ),
+)  # fmt: skip
 
 
-def max_backward_config_for(capability: tuple[int, int], dtype: torch.dtype, batch: int) -> MaxBackwardConfig:
-    """The backward configuration for a compute capability, for ``batch`` sequences."""
-    if dtype == torch.float32:
-        return BACKWARD_FP32 if capability >= (9, 0) else BACKWARD_FP32_AMPERE
-    half = dtype == torch.float16
-    if capability < (9, 0):
-        return BACKWARD_AMPERE
-    if capability > (9, 0):
-        return BACKWARD_BLACKWELL_FP16 if half else BACKWARD_16BIT
-    if batch <= BACKWARD_HOPPER_LARGE_BATCH.dweight_block_b:
-        return BACKWARD_HOPPER
-    return BACKWARD_HOPPER_LARGE_BATCH_FP16 if half else BACKWARD_HOPPER_LARGE_BATCH
-
-
-def max_backward_config(dtype: torch.dtype, setting: Setting, batch: int) -> MaxBackwardConfig:
-    """The backward configuration for ``dtype``, for ``batch`` sequences."""
-    if setting.capability == (0, 0):
-        return BACKWARD_INTERPRETED
-    return max_backward_config_for(setting.capability, dtype, batch)
+def max_backward_config(capability: tuple[int, int], dtype: torch.dtype, batch: int) -> MaxBackwardConfig:
+    """The backward configuration for a compute capability, ``(0, 0)`` where kernels are interpreted."""
+    return MaxBackwardConfig(**lookup(BACKWARD, capability=capability, dtype=dtype, batch=batch))
 
 
 @dataclass(frozen=True)
@@ -207,30 +207,35 @@ class SumConfig:
     precision: str = "ieee"
 
 
-SUM_AMPERE = SumConfig(block_k=32)
-SUM_BLACKWELL = SumConfig(num_warps=16)  # products lie in a memory of their own: their copies take registers
-SUM_FP32 = SumConfig(block_v=32, block_t=32, block_k=32, num_warps=4, num_stages=2, precision="tf32x3")
-SUM_FP32_AMPERE = replace(SUM_FP32, block_k=16)  # with 32, some of Triton 3.6 to 3.8 spill at any depth
-SUM_INTERPRETED = SumConfig(
-    block_v=16, block_t=16, block_k=16, num_warps=4, num_stages=1, slab_elements=4096, few_rows=32
-)
+# facts: capability, dtype, tf32
+SUM = (
+    Row({"capability": BEFORE_HOPPER}, {"block_k": 32}, COMPILED),
+    Row({"capability": BLACKWELL}, {"num_warps": 16}, "compiled: copies of products in their memory take registers"),
+    Row(
+        FP32_HERE,
+        {"block_v": 32, "block_t": 32, "block_k": 32, "num_warps": 4, "num_stages": 2, "precision": "tf32x3"},
+        MEASURED,
+    ),
+    Row(
+        {"capability": BEFORE_HOPPER} | FP32_HERE,
+        {"block_k": 16},
+        "compiled: with 32, some of Triton 3.6 to 3.8 spill at any depth",
+    ),
+    Row(FP32_HERE | {"tf32": True}, {"precision": "tf32"}, COMPILED),
+    Row(
+        INTERPRETED_HERE,
+        {
+            "block_v": 16, "block_t": 16, "block_k": 16, "num_warps": 4, "num_stages": 1, "slab_elements": 4096,
+            "few_rows": 32, "precision": "ieee",
+        },
+        "small, for tests",
+    ),
+)  # fmt: skip
 
 
-def sum_config_for(capability: tuple[int, int], dtype: torch.dtype, tf32: bool) -> SumConfig:
+def sum_config(capability: tuple[int, int], dtype: torch.dtype, tf32: bool) -> SumConfig:
     """The sum-pooling configuration for a compute capability; ``tf32`` allows TF32 products of fp32 input."""
-    if dtype == torch.float32:
-        config = SUM_FP32 if capability >= (9, 0) else SUM_FP32_AMPERE
-        return replace(config, precision="tf32") if tf32 else config
-    if capability < (9, 0):
-        return SUM_AMPERE
-    return SumConfig() if capability == (9, 0) else SUM_BLACKWELL
-
-
-def sum_config(dtype: torch.dtype, setting: Setting) -> SumConfig:
-    """The sum-pooling configuration for ``dtype``."""
-    if setting.capability == (0, 0):
-        return SUM_INTERPRETED
-    return sum_config_for(setting.capability, dtype, setting.tf32)
+    return SumConfig(**lookup(SUM, capability=capability, dtype=dtype, tf32=tf32))
 
 
 @dataclass(frozen=True)
@@ -267,25 +272,28 @@ class OneTokenConfig:
         return min(self.max_rows, power_of_two(batch))
 
 
-ONE_TOKEN_FP32 = OneTokenConfig(
-    max_rows=32, block_k=32, num_stages=2, gradient_block_v=32, gradient_block_d=64, gradient_stages=2,
-    precision="tf32x3",
-)  # fmt: skip
-ONE_TOKEN_INTERPRETED = OneTokenConfig(
-    max_rows=16, gradient_rows=16, block_v=16, block_k=16, num_stages=1, gradient_block_v=16, gradient_block_d=16,
-    gradient_stages=1, hidden_programs=1,
+# facts: capability, dtype, tf32
+ONE_TOKEN = (
+    Row(
+        FP32_HERE,
+        {
+            "max_rows": 32, "block_k": 32, "num_stages": 2, "gradient_block_v": 32, "gradient_block_d": 64,
+            "gradient_stages": 2, "precision": "tf32x3",
+        },
+        MEASURED,
+    ),
+    Row(FP32_HERE | {"tf32": True}, {"precision": "tf32"}, COMPILED),
+    Row(
+        INTERPRETED_HERE,
+        {
+            "max_rows": 16, "gradient_rows": 16, "block_v": 16, "block_k": 16, "num_stages": 1, "gradient_block_v": 16,
+            "gradient_block_d": 16, "gradient_stages": 1, "hidden_programs": 1, "precision": "ieee",
+        },
+        "small, for tests",
+    ),
 )  # fmt: skip
 
 
-def one_token_config_for(dtype: torch.dtype, tf32: bool) -> OneTokenConfig:
+def one_token_config(capability: tuple[int, int], dtype: torch.dtype, tf32: bool) -> OneTokenConfig:
     """The configuration for poolings of one token; ``tf32`` allows TF32 products of fp32 input."""
-    if dtype == torch.float32:
-        return replace(ONE_TOKEN_FP32, precision="tf32") if tf32 else ONE_TOKEN_FP32
-    return OneTokenConfig()
-
-
-def one_token_config(dtype: torch.dtype, setting: Setting) -> OneTokenConfig:
-    """The configuration for ``dtype``."""
-    if setting.capability == (0, 0):
-        return ONE_TOKEN_INTERPRETED
-    return one_token_config_for(dtype, setting.tf32)
+    return OneTokenConfig(**lookup(ONE_TOKEN, capability=capability, dtype=dtype, tf32=tf32))

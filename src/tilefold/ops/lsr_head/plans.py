@@ -265,7 +265,7 @@ def _max_backward(dscores: Tensor, saved: HeadSaved, options: HeadOptions, needs
     tokens, (vocab, dim), dtype = saved.tokens, saved.weight.shape, options.compute_dtype
     if vocab > MAX_VOCAB:
         raise ValueError(f"weight must have at most {MAX_VOCAB} rows for the Triton backward, got {vocab}.")
-    config = max_backward_config(dtype, setting, tokens.batch)
+    config = max_backward_config(setting.capability, dtype, tokens.batch)
     flags = {
         "ALWAYS_ACTIVE": options.activation in {"softplus", "none"},
         "NO_WINNER": no_winner(winner_dtype(tokens.length_bound)),

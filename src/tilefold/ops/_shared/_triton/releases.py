@@ -8,9 +8,6 @@ What only launch configurations depend on stands in the tables of the rooms (`co
 Gluon has the warp roles of ``wgmma``  no     no (1) yes    yes    yes    yes
 Gluon's TMA load                       copy   copy   copy   copy   load   load
 places of winners spill registers (4)  -      -      no     no     yes    yes
-long lists of entries spill (5)        no     no     no     yes    no     no
-scaled entries spill in 128 (8)        yes    no     no     no     no     no
-lists spill in a pipeline (9)          yes    yes    no     no     no     no
 interpreted loops with numpy 2.4       no     no     no     yes    yes    yes
 interpreted bf16, fp8 (2)              wrong  wrong  wrong  wrong  wrong  wrong
 interpreted rows in memory (11)        items  items  bytes  bytes  bytes  bytes
@@ -25,9 +22,6 @@ documents' tiles of 128 spill (15)     yes    no     no     yes    yes    no
 2. Products take the bits of bf16 for integers; conversions truncate to bf16, and some to fp8 are far off.
 3. 3.10 will change the default, so it is asked for.
 4. Of the Hopper kernel, whose comparisons then keep a register for each place of a tile.
-5. Of the head's weight gradient on compute capability 9.0, in large batches, without a pipeline.
-8. Of the same kernel as 5 in fp16, with offsets in int64, held to 128 registers.
-9. Of that kernel on compute capability 8.0: in fp32 with 3.4, in 16 bits with 3.5.
 11. What 16 of must divide a row behind a descriptor.
 13. Of listed pairs' queries in 16 bits from 9.0 on with 4 warps, of smooth maxima in fp32 on 8.0 without a pipeline.
 14. In fp32 on 8.0: with 3.4 and 3.6 they spill with 4 warps, with 3.8 and 3.9 with 8. From 3.7 on, smooth
@@ -79,21 +73,6 @@ def why_no_warp_roles() -> str | None:
 def lean_places() -> bool:
     """Whether the Hopper kernel looks for winners with constants, since registers would not do."""
     return release() >= (3, 8)
-
-
-def long_lists_want_stages() -> bool:
-    """Whether the head's weight gradient of large batches spills unless its loads are pipelined."""
-    return release() == (3, 7)
-
-
-def scaled_entries_want_registers() -> bool:
-    """Whether the head's weight gradient of large batches in fp16 spills where 128 registers are all it may take."""
-    return release() == (3, 4)
-
-
-def pipelined_lists_spill() -> bool:
-    """Whether the head's weight gradient spills on compute capability 8.0 where its loads are pipelined."""
-    return release() in ((3, 4), (3, 5))
 
 
 def release_name() -> str:
