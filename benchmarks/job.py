@@ -39,7 +39,7 @@ class JobCase:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """How to run: the device, which implementations (all if None), whether to be quick, a tokenizer's folder."""
+    """Options of a run: the device, which implementations (all if None), whether to be quick, a tokenizer's folder."""
 
     device: torch.device
     impls: Sequence[str] | None = None

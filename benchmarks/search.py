@@ -48,7 +48,7 @@ Found = list[list[tuple[str, float]]]  # ids and scores of each query's best doc
 
 @dataclass(frozen=True)
 class Measured:
-    """What one engine took in its process: its load, memory beyond that of the modules, and latencies."""
+    """Measurements of one engine in its process: its load, memory beyond that of the modules, and latencies."""
 
     load_s: float
     first_ms: float
@@ -188,7 +188,7 @@ def exactness(truth: Found, found: Found, share: float) -> str:
 
 
 def against_a_sum(documents: SparseVectors, queries: SparseVectors, truth: Found) -> str:
-    """What is wrong with the first answers of the truth, by products of all vectors in float64; empty if nothing is."""
+    """Errors in the first answers of the truth, by products of all vectors in float64; empty if there are none."""
     found: Found = []
     for at in range(min(SUMMED, len(queries))):
         terms, values = queries.row(at)

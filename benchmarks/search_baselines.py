@@ -1,4 +1,4 @@
-"""What searches sparse vectors without an index of ours: a product of scipy, an inverted index in numba.
+"""Sparse search without an index of tilefold: a product of scipy, an inverted index in numba.
 
 Both read the postings that an exact index has saved, into memory.
 """

@@ -1,4 +1,4 @@
-"""What the training benchmark trains: encoders of published sizes with random weights, and pairs of made texts."""
+"""Models and data of the training benchmark: encoders with random weights, and pairs of made texts."""
 
 from __future__ import annotations
 

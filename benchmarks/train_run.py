@@ -26,7 +26,7 @@ REGULARIZER = 30.0
 
 @dataclass
 class Measured:
-    """What a run took.
+    """Measurements of a run.
 
     Attributes:
         losses: of the first steps, without dropout, in the precision of the others.
@@ -88,7 +88,10 @@ def run(
     bf16: bool,
     watch_type: type[Watch] | None = None,
 ) -> Watch:
-    """What was seen of a run. A second trainer of one model runs in the precision of the first: each has a copy."""
+    """Train a copy of the model, and return what was seen.
+
+    A second trainer of one model runs in the precision of the first: each has a copy.
+    """
     from datasets import Dataset  # noqa: PLC0415
     from transformers import PrinterCallback, TrainerCallback  # noqa: PLC0415
 
@@ -122,7 +125,7 @@ def run(
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if watch.bf16 != bf16:
-        raise RuntimeError(f"the trainer must multiply in {'bf16' if bf16 else 'fp32'}, got the other.")
+        raise RuntimeError(f"the trainer must multiply with bf16 = {bf16}, got bf16 = {watch.bf16}.")
     return watch
 
 
@@ -253,7 +256,7 @@ class Watch:
             self.busy = busy_seconds(self.profiler) / seconds
 
     def measured(self) -> Measured:
-        """What was seen."""
+        """The measurements of the steps that were seen."""
         gaps = [1e3 * (after - before) for before, after in zip(self.ends[:-1], self.ends[1:], strict=True)]
         fifths = statistics.quantiles(gaps, n=5) if len(gaps) > 1 else gaps * 4
         return Measured(

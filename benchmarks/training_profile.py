@@ -1,4 +1,4 @@
-"""Where a training step goes, host and device together.
+"""Profile of a training step, host and device together.
 
     python -m benchmarks.training_profile --shape ragged-128 --side packed
 

@@ -152,7 +152,7 @@ def _prepared(
 
 
 def _ragged(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The same documents cut to lengths that differ, so that padding counts."""
+    """Documents cut to lengths that differ, so that padding counts."""
     mask = inputs["document_attention_mask"].clone()
     for row, valid in enumerate(_GATE_TOKENS[: mask.size(0)]):
         mask[row, valid:] = 0

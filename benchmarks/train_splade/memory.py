@@ -1,4 +1,4 @@
-"""How much a training step takes, and the largest batch that fits: measured, predicted, then verified by real steps."""
+"""Memory of a training step, and the largest batch that fits: measured, predicted, then verified by real steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the training benchmark is asked for, and the rows that it answers with."""
+"""Options of the training benchmark, and the rows of its results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_LENGTHS = (256, 512)
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What to measure and how.
+    """Options of a run.
 
     Attributes:
         device: where.

@@ -41,7 +41,7 @@ _PANELS = (
 
 
 def cell_title(row: TrainRow) -> str:
-    """What the two rows of a cell have in common."""
+    """Title of a cell: the settings that its two rows share."""
     checkpointing = {"yes": "gradient checkpointing", "no": "no checkpointing"}[row.checkpointing]
     return (
         f"{row.model}, V={row.vocab}, D={row.hidden}, S={row.length} ({100 * row.valid_tokens:.0f}% valid), queries of "

@@ -1,4 +1,4 @@
-"""What the training benchmark trains: encoders of published sizes with random weights, and batches of real text."""
+"""Models and data of the training benchmark: encoders with random weights, and batches of real text."""
 
 from __future__ import annotations
 

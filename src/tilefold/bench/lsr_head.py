@@ -147,7 +147,7 @@ def stock_head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Ten
 
 
 def max_first_head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor) -> Tensor:
-    """The same function with the activation moved behind the maximum, with which it commutes."""
+    """The stock head with the activation moved behind the maximum, with which it commutes."""
     logits = linear(hidden, weight, bias)
     masked = logits * attention_mask.unsqueeze(-1).to(logits.dtype)
     return torch.max(masked, dim=1).values.relu().log1p()

@@ -59,7 +59,7 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> Inputs:
 
 
 def _places(inputs: Inputs, document: int) -> slice:
-    """Where the tokens of a document lie among those of all."""
+    """The rows of a document's tokens among those of all."""
     (cu_seqlens,) = inputs.others
     if cu_seqlens is None:
         length = inputs.leaves[1].size(1)
@@ -78,7 +78,7 @@ class MaxSimGate(Gate):
     documents: tuple[int, ...] = ()
 
     def check(self, runnable: Runnable, kind: str) -> GateResult:
-        """As of any gate; quantised documents have no gradient."""
+        """Compare slices; quantised documents have no gradient."""
         stored = runnable.label.partition(",")[0]
         if stored not in ("int8", "fp8"):
             return super().check(runnable, kind)
@@ -163,7 +163,7 @@ def materialised_scores(queries: Tensor, documents: Tensor, _: None = None) -> T
 
 
 def _stock(inputs: Inputs) -> Callable[..., Tensor]:
-    """That einsum; for packed documents after padding and masking, as a library without them does."""
+    """The einsum of these inputs; packed documents are padded and masked, as by a library without them."""
     (offsets,) = inputs.others
     if offsets is None:
         return materialised_scores

@@ -1,4 +1,4 @@
-"""What a model needs, worked out from its shape: memory and batch of training, rate and bytes of encoding.
+"""Estimates of a model's needs from its shape: memory and batch of training, rate and bytes of encoding.
 
 The constants are fitted to the rows of ``benchmarks/results/nvidia-h200``: ``train_splade.csv`` (BERT-base and
 XLM-R-base, bf16 autocast, AdamW, fused head; 12 rows, with which ``tests/bench/test_plan.py`` compares) and one row of
@@ -36,12 +36,12 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of all layers."""
+        """Number of parameters of all layers."""
         return self.layers * (4 * self.hidden**2 + 2 * self.hidden * self.intermediate)
 
     @property
     def parameters(self) -> int:
-        """Of the whole model, about."""
+        """Number of parameters of the whole model, about."""
         return self.layer_parameters + (self.vocab + 512) * self.hidden + self.hidden**2
 
 
@@ -84,17 +84,17 @@ def training(shape: Shape, length: int, query_length: int, memory_gib: float, *,
 
 
 def texts_per_second(shape: Shape, length: int) -> float:
-    """Of encoding to Parquet on one H200 in bf16: its operations per second with BERT-base, or the tokenizer's rate."""
+    """Rate of encoding to Parquet on one H200 in bf16: that of BERT-base by operations, or the tokenizer's."""
     attention = 4 * length * shape.hidden * shape.layers
     of_token = 2 * (shape.layer_parameters + shape.hidden * shape.vocab) + attention
     return min(_ENCODING_FLOPS / of_token, _TOKENISED) / length
 
 
 def vector_bytes(terms: float) -> float:
-    """Of a sparse vector in Parquet, at most."""
+    """Bytes of a sparse vector in Parquet, at most."""
     return _TERM_BYTES * terms
 
 
 def index_bytes(terms: float) -> float:
-    """Of a document in the exact index."""
+    """Bytes of a document in the exact index."""
     return _POSTING_BYTES * terms

@@ -1,4 +1,4 @@
-"""Where a number comes from: device, driver, versions, commit and date."""
+"""Origin of a number: device, driver, versions, commit and date."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def driver_version() -> str:
 
 
 def _output(command: list[str], cwd: Path | None = None) -> str:
-    """What a program prints, or ``""`` where it is not there or fails."""
+    """Output of a program, or ``""`` where it is not there or fails."""
     program = shutil.which(command[0])
     if program is None:
         return ""

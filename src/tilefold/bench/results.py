@@ -22,7 +22,7 @@ def device_slug(provenance: Provenance) -> str:
 
 
 def results_folder(output: Path | None, quick: bool) -> Path | None:
-    """Where results go: ``output``, else the folder of the repository that this runs in; ``quick`` ones go nowhere."""
+    """The folder of results: ``output``, else that of the repository around; ``quick`` ones go nowhere."""
     return output or (RESULTS if RESULTS.parent.is_dir() and not quick else None)
 
 

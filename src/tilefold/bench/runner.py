@@ -80,7 +80,7 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How to run.
+    """Options of a run.
 
     Attributes:
         device: where.

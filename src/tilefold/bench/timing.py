@@ -43,7 +43,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """How long to time: seconds for one implementation and phase, and bounds on the number of calls."""
+    """Time to spend on timing: seconds for one implementation and phase, and bounds on the number of calls."""
 
     seconds: float = 0.5
     min_reps: int = 10

@@ -63,12 +63,12 @@ def warmup(
 
 
 def facts(built: Built) -> dict[str, Any]:
-    """What was built, JSON-ready."""
+    """The kernels that were built, JSON-ready."""
     return asdict(built) | {"cache": str(built.cache), "count": built.count}
 
 
 def report(built: Built) -> list[str]:
-    """What was built, in lines."""
+    """The kernels that were built, in lines."""
     names = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in sorted(built.kernels.items()))
     slowest = max(built.first_calls, default=0.0)
     lines = [f"{built.count} kernels in {built.seconds:.1f} s: {names or 'none'}", f"in {built.cache}"]

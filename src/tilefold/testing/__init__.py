@@ -91,7 +91,7 @@ def rounding_scale(total: Tensor, squares: Tensor | float, terms: int, dtype: to
 
 
 def product_bound(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """How far ``a @ b`` may be off, entry by entry, if it accumulates in ``dtype``, in any order and on any device.
+    """Largest error of ``a @ b``, entry by entry, if it accumulates in ``dtype``, in any order and on any device.
 
     Args:
         a, b: what is multiplied, as rounded as it was for the product.

@@ -32,7 +32,7 @@ class EntmaxAttentionInputs:
     layout: dict[str, Any]
 
     def cast(self, dtype: torch.dtype) -> EntmaxAttentionInputs:
-        """The same problem in ``dtype``."""
+        """This problem in ``dtype``."""
         fields = {name: getattr(self, name).to(dtype) for name in ("q", "k", "v", "dout")}
         return dataclasses.replace(self, **fields)
 

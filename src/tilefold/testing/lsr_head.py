@@ -61,13 +61,13 @@ class LSRHeadInputs:
         return list(self.hidden)
 
     def packed(self) -> LSRHeadInputs:
-        """The same problem with ``hidden`` packed."""
+        """This problem with ``hidden`` packed."""
         rows = [self.hidden.new_empty(0, self.hidden.size(-1)), *self.sequences()]
         offsets = torch.tensor([0, *self.lengths], device=self.hidden.device).cumsum(0).int()
         return dataclasses.replace(self, hidden=torch.cat(rows), attention_mask=None, cu_seqlens=offsets)
 
     def cast(self, dtype: torch.dtype) -> LSRHeadInputs:
-        """The same problem with all floating tensors in ``dtype``."""
+        """This problem with all floating tensors in ``dtype``."""
         return dataclasses.replace(
             self,
             hidden=self.hidden.to(dtype),

@@ -44,18 +44,18 @@ class MaxSimInputs:
         return {name: getattr(self, name) for name in names}
 
     def to(self, device: torch.device | str) -> MaxSimInputs:
-        """The same problem on ``device``."""
+        """This problem on ``device``."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return MaxSimInputs(**{n: v.to(device) if isinstance(v, Tensor) else v for n, v in fields.items()})
 
     def cast(self, dtype: torch.dtype) -> MaxSimInputs:
-        """The same problem with token vectors in ``dtype``, and the scores' gradient in what the scores then have."""
+        """This problem with token vectors in ``dtype``, and the scores' gradient in what the scores then have."""
         wide = torch.promote_types(dtype, torch.float32)
         queries, documents = self.queries.to(dtype), self.documents.to(dtype)
         return dataclasses.replace(self, queries=queries, documents=documents, dscores=self.dscores.to(wide))
 
     def packed(self, sides: str = "qd") -> MaxSimInputs:
-        """The same problem with the kept tokens of queries (``"q"``), documents (``"d"``) or both in packed rows."""
+        """This problem with the kept tokens of queries (``"q"``), documents (``"d"``) or both in packed rows."""
         changes: dict[str, Any] = {}
         for side, name, mask_name in (("q", "queries", "query_mask"), ("d", "documents", "document_mask")):
             if side not in sides:

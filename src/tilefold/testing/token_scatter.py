@@ -46,7 +46,7 @@ class TokenScatterInputs:
         return {"attention_mask": self.attention_mask, "cu_seqlens": self.cu_seqlens}
 
     def packed(self) -> TokenScatterInputs:
-        """The same problem with the valid tokens packed."""
+        """This problem with the valid tokens packed."""
         mask = torch.ones_like(self.input_ids) if self.attention_mask is None else self.attention_mask
         valid = mask != 0
         offsets = torch.cat([valid.new_zeros(1, dtype=torch.int64), valid.sum(dim=1)]).cumsum(0).int()
@@ -59,11 +59,11 @@ class TokenScatterInputs:
         )
 
     def cast(self, dtype: torch.dtype) -> TokenScatterInputs:
-        """The same problem with the floating tensors in ``dtype``."""
+        """This problem with the floating tensors in ``dtype``."""
         return dataclasses.replace(self, weights=self.weights.to(dtype), dscores=self.dscores.to(dtype))
 
     def to(self, device: torch.device | str) -> TokenScatterInputs:
-        """The same problem on ``device``."""
+        """This problem on ``device``."""
         return dataclasses.replace(
             self,
             weights=self.weights.to(device),
