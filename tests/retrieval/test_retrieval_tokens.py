@@ -186,7 +186,7 @@ def test_vectors_that_are_not_finite_or_of_another_width_name_their_text() -> No
             TokenVectors.pack(["a", "b", "c"], [rows, poisoned, rows], D, storage)
     with pytest.raises(DataError, match=r"expected \[n, 16\] for 'b', got shape \[2, 8\]"):
         TokenVectors.pack(["a", "b"], [rows, rows[:, :8]], D, "fp16")
-    with pytest.raises(DataError, match="offsets that rise"):
+    with pytest.raises(DataError, match=r"offsets that rise from 0 to 2, got 2 after 3"):
         TokenVectors(["a", "b"], torch.tensor([0, 3, 2]), rows)
     with pytest.raises(DataError, match="was given before"):
         TokenVectors(["a", "a"], torch.tensor([0, 1, 2]), rows)

@@ -63,7 +63,7 @@ def on_ray(
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a dry run found out; the fields are those of ``--json``."""
+    """Result of a dry run; the fields are those of ``--json``."""
 
     texts: int
     shards: int
@@ -82,7 +82,7 @@ class DryRun:
 
 
 def dry_run(model: Any, encoding: Encoding, texts: Texts, shard_size: int, workers: int, rate: float | None) -> DryRun:
-    """What encoding `texts` would take, from a sample of them; nothing is written but to a temporary folder.
+    """Estimate what encoding `texts` takes, from a sample of them; nothing is written but to a temporary folder.
 
     Raises:
         CommandError: the tokenizer takes no text of the sample.

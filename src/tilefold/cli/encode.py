@@ -153,7 +153,7 @@ def _nothing(done: int, total: int, remark: str) -> None:
 
 
 def _print(manifest: Any, output: Path, as_json: bool) -> None:
-    """What is in the folder, and what is not."""
+    """Print a summary of the folder, and the texts that are not in it."""
     from tilefold.retrieval.truncation import tell_truncated
 
     tell_truncated(manifest.kind, manifest.n_texts, manifest.truncated)
@@ -226,7 +226,7 @@ def _load(model: str, kind: str | None, collection: Collection | None) -> tuple[
 
 
 def _encoding(made: str, model: str, storage: str | None, shared: dict[str, Any], sparse: dict[str, Any]) -> Encoding:
-    """What is made of texts; `shared` are fields of every kind, `sparse` those of sparse vectors."""
+    """The record of what is made of texts; `shared` are fields of every kind, `sparse` those of sparse vectors."""
     if made == "multi-vector":
         from tilefold.retrieval.token_encoding import TokenEncoding
 

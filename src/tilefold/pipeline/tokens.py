@@ -28,7 +28,7 @@ class TokenRows(NamedTuple):
     scales: Tensor | None = None
 
     def part(self, chosen: slice) -> TokenRows:
-        """Those of some texts."""
+        """The vectors of some texts."""
         at = entries_of(self.counts, chosen)
         scales = None if self.scales is None else self.scales[at]
         return TokenRows(self.counts[chosen], self.finite[at], self.values[at], scales)

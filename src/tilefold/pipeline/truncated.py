@@ -69,7 +69,7 @@ _stock: list[Callable[..., Any]] = []  # the method of transformers, once for ea
 
 
 def watched() -> Truncation | None:
-    """What counts the texts that this thread tokenises."""
+    """The counter of the texts that this thread tokenises."""
     return _watch.get()
 
 
@@ -161,7 +161,7 @@ def _see_slow(
 
 @dataclass
 class Tally:
-    """What was cut of texts, by their kind and by how many tokens are read of each."""
+    """How many texts were cut, by their kind and by how many tokens are read of each."""
 
     seen: dict[tuple[str, int | None], Truncation] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""What every store checks of the arrays that it reads: offsets, positions and weights."""
+"""Checks of arrays that a store reads: offsets, positions and weights."""
 
 from __future__ import annotations
 
@@ -14,8 +14,17 @@ Array = npt.NDArray[Any]
 
 def check_offsets(offsets: Array, size: int, name: str = "indptr") -> None:
     """Raise ``DataError`` unless `offsets` rise from 0 to `size`."""
-    if not offsets.size or offsets[0] != 0 or offsets[-1] != size or bool((offsets[1:] < offsets[:-1]).any()):
-        raise DataError(f"{name}: expected offsets that rise from 0 to {size}, got others.")
+    falls = offsets[1:] < offsets[:-1]
+    if not offsets.size:
+        shown = "none"
+    elif bool(falls.any()):
+        at = int(falls.argmax())
+        shown = f"{offsets[at + 1]} after {offsets[at]}"
+    elif offsets[0] != 0 or offsets[-1] != size:
+        shown = f"some from {offsets[0]} to {offsets[-1]}"
+    else:
+        return
+    raise DataError(f"{name}: expected offsets that rise from 0 to {size}, got {shown}.")
 
 
 def outside(positions: Array, limit: int) -> int | None:

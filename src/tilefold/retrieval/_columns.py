@@ -26,7 +26,7 @@ JUDGEMENTS = {
 
 
 def named_columns(fields: Sequence[str], known: Mapping[str, Sequence[str]]) -> list[str | None]:
-    """What each of the `fields` of a first line names, None for a field that is no name of a column."""
+    """The column that each of the `fields` of a first line names, None for a field that names none."""
     kind_of = {name: kind for kind, names in known.items() for name in names}
     return [kind_of.get(field.strip().strip('"').lower()) for field in fields]
 

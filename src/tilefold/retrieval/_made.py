@@ -185,5 +185,5 @@ def in_memory(what: str, kind: str, texts: Mapping[str, str], stream: Stream, pr
 
 
 def reason(error: Exception) -> str:
-    """As the manifest lists it."""
+    """An error in the words of the manifest."""
     return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""What runs in an actor: one model, loaded once, that writes shards of a shared folder."""
+"""An actor of Ray: one model, loaded once, that writes shards of a shared folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATIENCE = 10.0  # seconds for a file that another machine has written to appear
 
 @dataclass(frozen=True)
 class Work:
-    """What all workers of a command do.
+    """The work that all workers of a command share.
 
     Attributes:
         encoding: what is made of texts.

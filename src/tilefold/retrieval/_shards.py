@@ -52,7 +52,7 @@ M = TypeVar("M", bound=Manifest)
 
 
 class Vectors(Protocol):
-    """What every kind of vectors has."""
+    """Attributes of every kind of vectors."""
 
     ids: list[str]
 
@@ -64,7 +64,7 @@ V = TypeVar("V", bound=Vectors)
 
 @dataclass(frozen=True)
 class Part(Generic[V]):
-    """What an earlier run kept of a shard: vectors, failed texts, and the texts that were cut, if it counted them."""
+    """A part of a shard from an earlier run: vectors, failed texts, and how many texts were cut, if it counted them."""
 
     vectors: V
     failed: Mapping[str, str]
@@ -128,7 +128,7 @@ class ShardWriter(Generic[M, V]):
         raise NotImplementedError
 
     def _counts(self, vectors: V) -> dict[str, int]:
-        """What the manifest says of a shard, its rows among it."""
+        """Counts of a shard for the manifest, its rows among them."""
         raise NotImplementedError
 
     def _store(self, vectors: V, path: Path) -> None:
@@ -150,7 +150,7 @@ class ShardWriter(Generic[M, V]):
         return None
 
     def identified(self, manifest: M) -> dict[str, Any]:
-        """What makes a folder this one, by name."""
+        """Settings that make a folder this one, by name."""
         return {name: getattr(manifest, name) for name in self.identity} | manifest.settings
 
     def _check_resumable(self, earlier: M, wanted: M) -> None:
@@ -202,7 +202,7 @@ class ShardWriter(Generic[M, V]):
             self.list_shard(number, self._received[number].shard, self._received[number].failed)
 
     def read_partial(self, number: int) -> Part[V] | None:
-        """What :meth:`write_partial` kept of shard `number`, if anything."""
+        """The part of shard `number` that :meth:`write_partial` kept, if any."""
         partial = self.manifest.partial
         file = self.path / str(partial.get("file"))
         if partial.get("shard") != number or not file.is_file():
@@ -305,7 +305,7 @@ class ShardWriter(Generic[M, V]):
 
 
 def _cut(found: Truncation | None) -> dict[str, Any]:
-    """As a manifest says how many texts were cut; nothing where they were not counted."""
+    """How many texts were cut, for a manifest; nothing where they were not counted."""
     return {} if found is None else {"truncated": {"count": found.count, "max_length": found.max_length}}
 
 

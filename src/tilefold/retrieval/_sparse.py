@@ -184,12 +184,12 @@ class SparseVectors:
         return replace(self, ids=ids, indptr=offsets, indices=self.indices[at], data=self.data[at])
 
     def above(self, min_weight: float) -> SparseVectors:
-        """The same vectors without weights of at most `min_weight`; themselves if there are none such."""
+        """A copy without weights of at most `min_weight`; the vectors themselves if there are none such."""
         keep = self.data > min_weight
         return self if keep.all() else self._kept(keep)
 
     def without(self, terms: Sequence[int]) -> SparseVectors:
-        """The same vectors without the weights of some terms."""
+        """A copy without the weights of some terms."""
         return self._kept(~np.isin(self.indices, terms))
 
     def _kept(self, keep: npt.NDArray[np.bool_]) -> SparseVectors:

@@ -28,7 +28,7 @@ def is_saved_dataset(path: Path) -> bool:
 
 
 def find_table(folder: Path, name: str, suffixes: tuple[str, ...]) -> Path | None:
-    """What holds the rows of `name` in `folder`: a file with one of `suffixes`, or a folder; None if there is nothing.
+    """The table `name` in `folder`: a file with one of `suffixes`, or a folder; None if there is nothing.
 
     Raises:
         DataError: there are several.
@@ -100,7 +100,7 @@ def table_rows(path: Path, skip: int = 0) -> Iterator[Row]:
     elif path.name.endswith(TEXT):
         yield from islice(text_rows(numbered_lines(path), path), skip, None)
     else:
-        raise DataError(f"{path}: expected a file that ends in {', '.join((*ROWS, *TEXT))}, got another.")
+        raise DataError(f"{path}: expected a file that ends in {', '.join((*ROWS, *TEXT))}, got {path.name!r}.")
 
 
 def text_rows(lines: Iterable[tuple[int, str]], path: object, *, bare: bool = False) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""What texts are encoded into, as a record that can be sent to other processes."""
+"""Records of what texts are encoded into, which can be sent to other processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Kind = Literal["document", "query"]
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding(ABC):
-    """What texts are encoded into, apart from the model.
+    """How texts are encoded, apart from the model.
 
     Attributes:
         kind: ``"document"`` or ``"query"``: the model's prompt and route.

@@ -75,7 +75,7 @@ class Range:
 
 @dataclass
 class Survey:
-    """What was found out by reading all texts once.
+    """Ranges, counts and a sample, from one reading of all texts.
 
     Attributes:
         ranges: of shards, in order.

@@ -93,7 +93,7 @@ class VectorManifest:
         return SparseVectors(ids, indptr, indices, weights, self.vocab_size, self.fingerprint, self.provenance)
 
     def no_vectors(self) -> SparseVectors:
-        """What a folder without rows holds."""
+        """The vectors of a folder without rows."""
         return self.vectors([], [0], [], [])
 
 

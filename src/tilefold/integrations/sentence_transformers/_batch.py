@@ -18,7 +18,7 @@ from tilefold.ops.cpu_linear import fast_linear
 
 
 def sparse_options(model: Any, top_k: int | None, min_weight: float) -> SparseOptions:
-    """What is kept of a row: by default the model's ``max_active_dims``."""
+    """Options of a row: by default the model's ``max_active_dims`` entries are kept."""
     return SparseOptions(model.max_active_dims if top_k is None else top_k, min_weight)
 
 
@@ -64,7 +64,7 @@ def encode_batch(
 
 
 def encode_features(model: Any, features: dict[str, Any], task_kwargs: dict[str, str]) -> dict[str, Any]:
-    """What the model makes of features, moved to its device; a batch without any token gets a place of padding."""
+    """Run the model on features, moved to its device; a batch without any token gets a place of padding."""
     ids = features.get("input_ids")
     if isinstance(ids, Tensor) and "attention_mask" in features and ids.dim() == 2 and not ids.size(1):
         place = torch.zeros(ids.size(0), 1, dtype=torch.int64)

@@ -21,7 +21,7 @@ from tilefold.pipeline.rows import Item, Window
 
 
 class SparseBatchEncoder:
-    """What an accelerated SparseEncoder carries as ``encode_sparse_batch``, so that others need not know tilefold.
+    """``encode_sparse_batch`` of an accelerated SparseEncoder, by which others need not know tilefold.
 
     Args:
         model: the SparseEncoder.
@@ -78,7 +78,7 @@ class SparseBatchEncoder:
 
 
 class TokenBatchEncoder:
-    """What an accelerated MultiVectorEncoder carries as ``encode_token_batch``.
+    """``encode_token_batch`` of an accelerated MultiVectorEncoder.
 
     Args:
         model: the MultiVectorEncoder.

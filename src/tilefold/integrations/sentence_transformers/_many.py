@@ -47,7 +47,7 @@ def encode_many(
 
 
 def batches_of(stream: TextStream, texts: Sequence[str], progress: Callable[[int], object]) -> Iterator[Batch]:
-    """What a stream makes of texts, longest first; ``places`` are those in `texts`.
+    """Batches of texts through a stream, longest first; ``places`` are those in `texts`.
 
     Args:
         progress: called with the number of texts that were encoded since the last call.

@@ -142,7 +142,7 @@ class TextStream(ABC):
 
     @abstractmethod
     def _pending(self, features: dict[str, Any], *, again: bool = False) -> Any:
-        """What the model makes of features, on its way to the host; ``get()`` waits for it.
+        """Run the model on features; ``get()`` of the result waits for its copy on the host.
 
         Args:
             again: whether the batch, or one around it, has failed before.
@@ -247,7 +247,7 @@ class TextStream(ABC):
             yield Work(number, places, chosen, whole.take(cut), skip=window.skip, cut=count)
 
     def _read(self, window: int, seen: Truncation) -> Truncation:
-        """The same; how many tokens are read of a text is known for this window, whatever was in those before it."""
+        """Note how many tokens are read of a text of this window, whatever was in those before it."""
         if seen.max_length is not None:
             self._limits[window] = seen.max_length
         return seen
