@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import functools
 import gc
 import sys
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,13 +25,6 @@ from benchmarks import host_time
 from tilefold.ops._shared import call_cache, impl, internals, operator
 from tilefold.ops._shared._triton import cuda_driver, launch, tensors
 from tilefold.ops.entmax_attention import configs as attention_configs
-from tilefold.ops.maxsim import _torch_ops as maxsim_ops
-from tilefold.ops.maxsim._triton import launch as maxsim_forward
-from tilefold.ops.maxsim._triton import launch_backward as maxsim_backward
-
-CONFIGURED = (
-    maxsim_forward, maxsim_backward,
-)  # fmt: skip
 
 
 def main() -> int:
@@ -67,8 +58,8 @@ def main() -> int:
 def without_a_gpu() -> None:
     """Let tensors on the CPU take the way of those on a GPU, up to the C function that launches."""
     host_time.DEVICE = "cpu"
-    modules: tuple[Any, ...] = (impl, call_cache, internals, launch, tensors, maxsim_ops, cuda_driver, operator)
-    implementations, calls, private, launching, memory, maxsim, driver, operators = modules
+    modules: tuple[Any, ...] = (impl, call_cache, internals, launch, tensors, cuda_driver, operator)
+    implementations, calls, private, launching, memory, driver, operators = modules
     attention: Any = attention_configs
     implementations.resolve_impl = lambda *_: "triton"
     implementations.interpreter_fault = lambda dtype: None
@@ -77,43 +68,17 @@ def without_a_gpu() -> None:
     private._tma_map = tma_map
     torch.cuda.current_device = lambda: 0
     memory.sm_count = lambda device: 132
-    maxsim.check_values = lambda problem, impl: None  # the host looks at values on the CPU only
-    operators.may_look = lambda first: False
+    operators.may_look = lambda first: False  # the host looks at values on the CPU only
     operators.capability_of = attention.capability_of = lambda device: (9, 0)
     operators.sm_count = memory.sm_count
     driver.enter_context = lambda index: None
     driver._launch_function = lambda: ctypes.CDLL(None).sched_yield  # takes whatever it is given, and returns 0
     launching.Launcher.__call__ = lambda self, grid, arguments: None
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    for module in CONFIGURED:
-        for name in [name for name in vars(module) if name.endswith("_config")]:
-            setattr(module, name, functools.partial(configured, getattr(module, name)))
     launching.Launcher.compiled = lambda self, arguments: (
         compiled(arguments, self._constants),
         tuple(self._constants.values()),
     )
-
-
-class Hopper:
-    """What is asked for the configurations of: a device, or a tensor there."""
-
-    type = "cuda"
-
-    def __init__(self, seen: Any = None) -> None:
-        self._seen = seen
-
-    @property
-    def device(self) -> Hopper:
-        """Of the tensor."""
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._seen, name)
-
-
-def configured(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The configuration of compute capability 9.0."""
-    return function(*[Hopper(x) if isinstance(x, (torch.device, torch.Tensor)) else x for x in arguments])
 
 
 def tma_map(descriptor: Any, description: object) -> cuda_driver.Map:

@@ -25,7 +25,7 @@ tile; ``prefetch`` lets the first document travel to L2 meanwhile.
 
 First compares: rounded queries with ``quantize_tokens`` bit by bit, scores with the reference, variants with each
 other bit by bit. A variant is a change of the streaming kernel's configuration (``VARIANTS``); the winner goes into
-``stream_config_for`` and ``STREAM_PREFETCH`` of ``src/tilefold/ops/maxsim/configs.py``. ``flash_maxsim`` is timed where
+``stream_config`` and ``STREAM_PREFETCH`` of ``src/tilefold/ops/maxsim/configs.py``. ``flash_maxsim`` is timed where
 it is installed.
 """
 
@@ -121,8 +121,8 @@ def main() -> int:
 @contextmanager
 def variant(name: str) -> Iterator[None]:
     """The streaming kernel launched as the variant says; plans of others are forgotten."""
-    launch = importlib.import_module("tilefold.ops.maxsim._triton.launch")
-    honest = vars(launch)["stream_config"]
+    plans = importlib.import_module("tilefold.ops.maxsim.plans")
+    honest = vars(plans)["stream_config"]
 
     def changed(*arguments: Any) -> Any:
         found, change = honest(*arguments), dict(VARIANTS[name])
@@ -134,18 +134,16 @@ def variant(name: str) -> Iterator[None]:
 
     forget()
     try:
-        vars(launch)["stream_config"] = changed
+        vars(plans)["stream_config"] = changed
         yield
     finally:
-        vars(launch)["stream_config"] = honest
+        vars(plans)["stream_config"] = honest
         forget()
 
 
 def forget() -> None:
     """Empty the cache of plans."""
-    module = importlib.import_module("tilefold.ops.maxsim._torch_ops")
-    for plans in vars(module.CALLS).values():
-        plans.clear()
+    importlib.import_module("tilefold.ops.maxsim.api").MAXSIM.forget()
 
 
 def compile_all(variants: list[str], processes: int) -> None:
@@ -286,12 +284,12 @@ def timed(case: str, variants: list[str], seconds: float) -> tuple[list[Row], in
 
 def _planned(query: Tensor, documents: QuantizedTokens, offsets: Tensor | None) -> Callable[[], Tensor]:
     """The public call, which keeps finding the plan that it made under this variant."""
-    module = importlib.import_module("tilefold.ops.maxsim._torch_ops")
+    calls = importlib.import_module("tilefold.ops.maxsim.api").MAXSIM.calls
     maxsim(query, documents, cu_seqlens_d=offsets, impl="triton")
-    plans = dict(next(iter(vars(module.CALLS).values())))
+    plans = dict(next(iter(vars(calls).values())))
 
     def call() -> Tensor:
-        kept = next(iter(vars(module.CALLS).values()))
+        kept = next(iter(vars(calls).values()))
         if kept.keys() != plans.keys() or any(kept[key] is not plans[key] for key in plans):
             kept.clear()
             kept.update(plans)

@@ -31,7 +31,7 @@ class ToyTensors(NamedTuple):
 
 class ToyOptions(NamedTuple):
     scale: float
-    way: str  # "one launch", "two launches" or "torch between"
+    way: str  # "one launch", "two launches", "torch between" or "no launch"
 
 
 class ToySaved(NamedTuple):
@@ -76,7 +76,9 @@ def outputs(tensors: ToyTensors, options: ToyOptions, training: bool) -> tuple[B
     return Buffer((rows,), tensors.x.dtype), Buffer((rows if training else 0,), torch.float32)
 
 
-def forward(tensors: ToyTensors, options: ToyOptions, training: bool, setting: Setting) -> Plan:
+def forward(tensors: ToyTensors, options: ToyOptions, training: bool, setting: Setting) -> Plan | None:
+    if options.way == "no launch":
+        return None
     numbers, grid = (*tensors.x.shape, options.scale), (tensors.x.size(0), 1, 1)
     constants = {"TF32": setting.tf32, "TRAINING": training, "BLOCK": BLOCK}
     if options.way == "one launch" and TWO_LAUNCHES.kernel not in setting.given_up:

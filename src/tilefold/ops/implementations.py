@@ -52,7 +52,7 @@ def kernel_of(operator: str, capability: tuple[int, int], device: torch.device |
             config, why = head.NEXT_BEST[config], failed
         name = head.kernel_name(config).removeprefix("lsr_head's ")
     elif operator == "maxsim":
-        tma = maxsim.forward_config_for(capability, torch.bfloat16, 128, 4096, tf32=False).use_tma
+        tma = maxsim.forward_config(capability, torch.bfloat16, 128, 4096, tf32=False).use_tma
         why = given_up(maxsim.BY_TMA, device) if device is not None and tma else None
         name = "kernels with TMA" if tma and why is None else "kernels without TMA"
     else:

@@ -82,7 +82,7 @@ FORWARD += [(torch.bfloat16, "inference", 32), (torch.float32, "everything", 409
 def test_forward_builds_without_spills(capability: int, dtype: torch.dtype, variant: str, rows: int) -> None:
     changes = VARIANTS[variant]
     winners_in = None if variant == "inference" else 300 if variant == "masked" else 1024
-    config = configs.forward_config_for(divmod(capability, 10), dtype, 128, rows, False, winners_in)
+    config = configs.forward_config(divmod(capability, 10), dtype, 128, rows, False, winners_in)
     types = types_of(dtype, "*fp32" if variant == "smooth" else "*u16")
     if config.use_tma:
         types["doc_src"] = f"tensordesc<{NAMES[dtype]}[{config.block_t},{config.block_k}]>"
@@ -101,7 +101,7 @@ def test_forward_builds_without_spills(capability: int, dtype: torch.dtype, vari
 @pytest.mark.parametrize(("dim", "rows"), [(96, 32), (320, 4096), (768, 32)])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_forward_of_other_dimensions_builds_without_spills(capability: int, dim: int, rows: int) -> None:
-    config = configs.forward_config_for(divmod(capability, 10), torch.bfloat16, dim, rows, tf32=False)
+    config = configs.forward_config(divmod(capability, 10), torch.bfloat16, dim, rows, tf32=False)
     types = types_of(torch.bfloat16)
     if config.use_tma:
         types["doc_src"] = f"tensordesc<bf16[{config.block_t},{config.block_k}]>"
@@ -117,7 +117,7 @@ def test_forward_of_quantized_documents_builds_without_spills(capability: int, k
         pytest.skip("no fp8 there")
     query = torch.int8 if kind == torch.int8 else torch.float16
     for rows in (32, 4096):
-        config = configs.forward_config_for(divmod(capability, 10), query, 128, rows, tf32=False)
+        config = configs.forward_config(divmod(capability, 10), query, 128, rows, tf32=False)
         name = "i8" if kind == torch.int8 else "fp8e4nv"
         types = types_of(torch.float16) | {"query_ptr": "*i8" if kind == torch.int8 else "*fp16", "doc_src": f"*{name}"}
         if config.use_tma:
@@ -146,7 +146,7 @@ def test_the_stream_of_documents_builds_without_spills(
     stored = torch.int8 if document == "i8" else torch.float8_e4m3fn
     given = torch.float32 if query == "fp32" else torch.bfloat16
     for rows in (32, 64):
-        config = configs.stream_config_for(divmod(capability, 10), stored, dim, rows, given)
+        config = configs.stream_config(divmod(capability, 10), stored, dim, rows, given)
         assert config is not None
         types = types_of(torch.bfloat16) | dict.fromkeys(["doc_src", "doc_ptr"], f"*{document}")
         types["query_ptr"] = f"*{query}"
@@ -171,7 +171,7 @@ def test_the_stream_of_documents_builds_without_spills(
 )
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_backward_builds_without_spills(capability: int, dtype: torch.dtype, pairing: int) -> None:
-    config = configs.backward_config_for(divmod(capability, 10), dtype, tf32=False)
+    config = configs.backward_config(divmod(capability, 10), dtype, tf32=False)
     types = types_of(dtype)
     uniform = pairing != 2
     common = {"D": 128, "PAIRING": pairing, "UNIFORM_Q": uniform, "UNIFORM_D": uniform, "NO_WINNER": 65535,
@@ -201,7 +201,7 @@ def test_backward_builds_without_spills(capability: int, dtype: torch.dtype, pai
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_smooth_backward_builds_without_spills(capability: int, dtype: torch.dtype) -> None:
-    config = configs.backward_config_for(divmod(capability, 10), dtype, tf32=False)
+    config = configs.backward_config(divmod(capability, 10), dtype, tf32=False)
     types = types_of(dtype, "*fp32")
     for pairing, uniform in ((0, True), (2, False)):
         constants = {
@@ -235,7 +235,7 @@ GRADIENTS = [  # kernel, pairing
 def test_gradients_of_packed_tokens_build_without_spills(
     capability: int, which: str, pairing: int, packed: str, dtype: torch.dtype, scaled: bool
 ) -> None:
-    config = configs.backward_config_for(divmod(capability, 10), dtype, tf32=False)
+    config = configs.backward_config(divmod(capability, 10), dtype, tf32=False)
     kernel, warps, stages, blocks = gradient_kernel(which, config)
     types = types_of(dtype, "*fp32" if which.startswith("smooth") else "*u16")
     constants = {

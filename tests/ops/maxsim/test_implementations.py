@@ -216,8 +216,8 @@ def test_what_is_saved_past_the_end_of_a_short_query_says_that_nothing_won(targe
     lengths = inputs.cu_seqlens_q.diff()[inputs.pairing[:, 0]]
     with nan_poisoned_empty():
         saved = torch.ops.tilefold.maxsim(
-            inputs.queries, inputs.documents, None, None, inputs.cu_seqlens_q, inputs.cu_seqlens_d, 0, 0,
-            inputs.pairing, "index", False, temperature, False, 9, True, target.impl,
+            inputs.queries, inputs.documents, None, None, inputs.cu_seqlens_q, inputs.cu_seqlens_d,
+            inputs.pairing, None, "index", False, temperature, False, False, 9, True, target.impl,
         )[1].double()  # fmt: skip
     past = torch.arange(9, device=saved.device) >= lengths[:, None]
     assert past.any() and bool((saved[past] == (math.inf if temperature else 65535)).all())

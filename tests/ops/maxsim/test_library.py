@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tilefold.ops import maxsim
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.maxsim import _tiled, chosen_impl
-from tilefold.ops.maxsim._problem import Problem
+from tilefold.ops.maxsim._problem import MaxSimOptions, MaxSimSaved, MaxSimTensors
 from tilefold.testing import assert_within_budget
 from tilefold.testing.maxsim import PAIRINGS, maxsim_inputs, maxsim_results, with_one_answer
 
@@ -32,14 +32,10 @@ def fresh_dynamo() -> Iterator[None]:
 
 def operator_arguments(device: str, pairing: str, layout: str, temperature: float) -> tuple[Any, ...]:
     inputs = maxsim_inputs(3, 4, 5, 9, 16, pairing=pairing, layout=layout, device=device)
-    masks = [None if m is None else m.reshape(-1) for m in (inputs.query_mask, inputs.document_mask)]
-    packed = layout == "packed"
-    index = inputs.pairing if pairing == "index" else None
-    return (
-        inputs.queries.reshape(-1, 16), inputs.documents.reshape(-1, 16), *masks, inputs.cu_seqlens_q,
-        inputs.cu_seqlens_d, 0 if packed else 5, 0 if packed else 9, index,
-        "grouped" if pairing == "aligned" else pairing, False, temperature, True, 5 if pairing == "index" else 0,
-    )  # fmt: skip
+    pairs = inputs.pairing if pairing == "index" else None
+    masks, offsets = (inputs.query_mask, inputs.document_mask), (inputs.cu_seqlens_q, inputs.cu_seqlens_d)
+    mean = layout == "full"
+    return inputs.queries, inputs.documents, *masks, *offsets, pairs, None, pairing, False, temperature, True, mean, 5
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
@@ -49,12 +45,13 @@ def test_operators_pass_opcheck(device: str, pairing: str, layout: str, temperat
     arguments = operator_arguments(device, pairing, layout, temperature)
     impl = chosen_impl(arguments[0])
     with torch.no_grad():
-        scores, saved = torch.ops.tilefold.maxsim(*arguments, True, impl)
+        scores, *saved = torch.ops.tilefold.maxsim(*arguments, True, impl)
     leaves = tuple(t.clone().requires_grad_() for t in arguments[:2])
     torch.library.opcheck(torch.ops.tilefold.maxsim.default, (*leaves, *arguments[2:], True, impl))
     for needs in ((True, True), (False, True), (True, False)):
         torch.library.opcheck(
-            torch.ops.tilefold.maxsim_backward.default, (torch.randn_like(scores), saved, *arguments, *needs, impl)
+            torch.ops.tilefold.maxsim_backward.default,
+            (torch.randn_like(scores), *arguments[:7], *saved, *arguments[8:], needs, impl),
         )
 
 
@@ -138,11 +135,10 @@ def test_winners_take_two_bytes_up_to_65535_tokens_and_are_kept_only_for_a_gradi
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         maxsim(inputs.queries.requires_grad_(), inputs.documents)
     assert [t.shape for t in saved if t.dtype == dtype] == [(2, 6)]
-    scores, winners = torch.ops.tilefold.maxsim(
-        *(t.detach().flatten(0, 1) for t in (inputs.queries, inputs.documents)), None, None, None, None, 3, length,
-        None, "all", False, 0.0, False, 0, False, "tiled",
-    )  # fmt: skip
-    assert scores.shape == (2, 2) and winners.numel() == 0
+    scores, winners, *rest = torch.ops.tilefold.maxsim(
+        inputs.queries.detach(), inputs.documents, *[None] * 6, "all", False, 0.0, False, False, 0, False, "tiled"
+    )
+    assert scores.shape == (2, 2) and not any(t.numel() for t in (winners, *rest))
 
 
 ALLOWED_ON_UINT16 = ("_to_copy", "copy_", "clone", "detach", "empty", "slice", "view", "alias", "transpose", "expand")
@@ -161,9 +157,11 @@ class NoArithmeticOnUint16(TorchDispatchMode):
 
 @pytest.mark.parametrize(("pairing", "layout"), CASES)
 def test_the_tiled_path_asks_of_uint16_what_cuda_can_do(pairing: str, layout: str) -> None:
-    problem = Problem(*operator_arguments("cpu", pairing, layout, 0.0))
+    arguments = operator_arguments("cpu", pairing, layout, 0.0)
+    tensors, options = MaxSimTensors(*arguments[:8]), MaxSimOptions(*arguments[8:])
     with NoArithmeticOnUint16():
-        scores, saved = _tiled.forward(problem, True)
-        dqueries, ddocuments = _tiled.backward(problem, torch.ones_like(scores), saved, True, True)
-    assert saved.dtype == torch.uint16 and dqueries.shape == problem.queries.shape
+        scores, *saved = _tiled.forward(tensors, options, True)
+        given = MaxSimSaved(*arguments[:7], *saved)
+        dqueries, ddocuments = _tiled.backward(torch.ones_like(scores), given, options, (True, True))
+    assert saved[0].dtype == torch.uint16 and dqueries.shape == tensors.queries.shape
     assert bool(ddocuments.isfinite().all())

@@ -139,17 +139,15 @@ def test_zero_rows_stay_zero_and_broken_ones_give_nan(impl: str) -> None:
     assert torch.equal(leaves[0].grad[0], torch.zeros(3, 8))
 
 
-def test_sums_of_more_documents_than_a_grids_second_axis_has_programs_are_laid_out_along_the_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sums_of_more_documents_than_a_grids_second_axis_has_programs_are_laid_out_along_the_first() -> None:
     pytest.importorskip("triton", reason="the launchers need triton")
-    from tilefold.ops.maxsim._problem import Problem
-    from tilefold.ops.maxsim._triton import launch
+    from tilefold.ops._shared.plan import Launch, Setting
+    from tilefold.ops.maxsim import plans
+    from tilefold.ops.maxsim._problem import MaxSimOptions, MaxSimTensors
 
-    queries, documents = torch.zeros(1, 16).expand(300, 16), torch.zeros(1, 16).expand(2**25, 16)
-    problem = Problem(queries, documents, None, None, None, None, 150, 1, None, "all", False, 0.0, False, 0)  # type: ignore[call-arg]
-    grids: dict[object, tuple[int, int, int]] = {}
-    monkeypatch.setattr(launch, "Step", lambda kernel, grid, *rest: grids.update({kernel: grid}))
-    launch.plan_forward(problem, problem.operands, False, problem.score_shape, True)
-    x, y, z = grids[launch.combine_kernel]
-    assert x == 2 * 2**25 // 256 and (y, z) == (1, 1)
+    queries, documents = torch.empty(2, 150, 16, device="meta"), torch.empty(2**25, 1, 16, device="meta")
+    tensors = MaxSimTensors(queries, documents, None, None, None, None, None, None)
+    setting = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
+    *_, sums = plans.forward(tensors, MaxSimOptions("all", False, 0.0, False, False, 0), False, setting).steps
+    assert isinstance(sums, Launch) and sums.kernel is plans.combine_kernel
+    assert sums.grid == (2 * 2**25 // 256, 1, 1)

@@ -15,11 +15,11 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.ops.conftest import Target
 from tilefold.ops import maxsim, quantize_tokens
-from tilefold.ops._shared import fallback
+from tilefold.ops._shared import fallback, operator
 from tilefold.ops._shared._triton import launch as shared_launch
 from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.maxsim import _arguments, _torch_ops, api
+from tilefold.ops.maxsim.api import MAXSIM
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.maxsim import MaxSimInputs, maxsim_inputs, maxsim_results
 
@@ -31,9 +31,9 @@ kernels = pytest.mark.skipif(False, reason="") if triton_interpreted() else pyte
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fallback, "_GIVEN_UP", {})
-    _torch_ops.CALLS._plans.clear()
+    MAXSIM.forget()
     yield
-    _torch_ops.CALLS._plans.clear()
+    MAXSIM.forget()
 
 
 def given(*shape: int, **layout: Any) -> MaxSimInputs:
@@ -52,21 +52,6 @@ def test_options_of_no_hashable_type_are_refused_by_name(name: str) -> None:
     inputs = maxsim_inputs(2, 3, 4, 5, 8, dtype=torch.float32)
     with pytest.raises((TypeError, ValueError), match=name):
         maxsim(inputs.queries, inputs.documents, **{name: ["all"]})
-
-
-@kernels
-def test_a_call_like_an_earlier_one_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[object] = []
-    honest = _arguments.prepare
-    monkeypatch.setattr(api, "prepare", lambda *args, **options: checked.append(options) or honest(*args, **options))
-    inputs = given(3, 4, 5, 9, 16)
-    for needs in ("", "qd", "", "qd", "q"):
-        maxsim_results(inputs, impl="triton", needs=needs)
-    assert len(checked) == 2 and len(_torch_ops.CALLS) == 2  # without and with a gradient
-    documents = quantize_tokens(inputs.documents)
-    for _ in range(3):
-        maxsim(inputs.queries, documents, impl="triton")
-    assert len(checked) == 3
 
 
 QUANTIZED: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
@@ -92,7 +77,7 @@ def test_quantized_scores_repeat_their_launches(case: str, kind: str) -> None:
             maxsim(inputs.queries.clone(), documents, **inputs.layout, reduction="mean", impl="triton")
             for _ in range(4)
         )
-    assert len(_torch_ops.CALLS) == 1 and bool(first.isfinite().all())
+    assert len(MAXSIM.calls) == 1 and bool(first.isfinite().all())
     assert all(torch.equal(scores, first) for scores in others)
 
 
@@ -143,21 +128,18 @@ def test_gradients_of_a_mean_that_a_plan_divides(pairing: str) -> None:
     for name, found, exact in zip(("scores", "dqueries", "ddocuments"), first, truth, strict=True):
         assert_within_budget(found, exact, DTYPE, "forward" if name == "scores" else "gradient", name=name)
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
-    (plan,) = _torch_ops.CALLS._plans.values()
-    assert plan.divisor == 5.0 and plan.plan is not None
 
 
 @pytest.mark.parametrize("offsets", [[0, 3, 3, 7, 20], [0, 20], [0, 0, 0, 20], [0, 9, 4, 13, 20], [0, 400]], ids=str)
 def test_rows_find_their_query_as_a_search_does(offsets: list[int], target: Target) -> None:
     if target.impl != "triton":
         pytest.skip("a kernel's test")
-    from tilefold.ops.maxsim._triton import plan as at
-    from tilefold.ops.maxsim._triton.row_queries import row_queries
+    from tilefold.ops.maxsim._triton.row_queries import row_query_kernel
 
-    rows = torch.zeros(offsets[-1], 16, device=target.device)
     cu = torch.tensor(offsets, dtype=torch.int32, device=target.device)
-    made = at.Make(at.ROW_QUERY, rows, (rows.size(0),), torch.int32)
-    (found,) = at.Plan((made, row_queries(rows.size(0), cu.numel() - 1)), (at.ROW_QUERY,))(rows, rows, None, None, cu)
+    found = torch.empty(offsets[-1], dtype=torch.int32, device=target.device)
+    count = cu.numel() - 1
+    row_query_kernel[-(-offsets[-1] // 256), 1, 1](cu, found, offsets[-1], count, count.bit_length(), BLOCK=256)
     every_row = torch.arange(offsets[-1], dtype=torch.int32, device=target.device)
     expected = torch.searchsorted(cu[1:].contiguous(), every_row, right=True).clamp_(max=cu.numel() - 2)
     assert torch.equal(found.long(), expected)
@@ -231,7 +213,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, when: Any) -> list[str]:
 def test_kernels_without_tma_follow_where_those_with_it_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = given(3, 4, 40, 32, 64)
     expected = maxsim_results(inputs, impl="triton")
-    _torch_ops.CALLS._plans.clear()
+    MAXSIM.forget()
     tried = fail(monkeypatch, lambda arguments: any(hasattr(argument, "block_shape") for argument in arguments))
     with pytest.warns(FallbackWarning, match="maxsim's kernels with TMA cannot run"):
         found = maxsim_results(inputs, impl="triton")
@@ -246,36 +228,13 @@ def test_kernels_without_tma_follow_where_those_with_it_cannot_be_built(monkeypa
 
 
 @kernels
-def test_the_tiled_path_follows_where_a_plan_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilefold.ops._shared import impl as shared_impl
-
-    def resolve(impl: str, device: torch.device, operator: str = "") -> str:
-        return ("triton" if fallback.given_up(operator, device) is None else "tiled") if impl == "auto" else impl
-
-    monkeypatch.setattr(shared_impl, "resolve_impl", resolve)
-    fail(monkeypatch, lambda arguments: True)
-    inputs = given(3, 3, 5, 9, 16, pairing="aligned", layout="holes")
-    expected = maxsim_results(inputs, impl="tiled")
-    leaves = [side.clone().requires_grad_() for side in (inputs.queries, inputs.documents)]
-    with pytest.warns(FallbackWarning, match="^maxsim cannot run on .* instead"):
-        scores = maxsim(*leaves, **inputs.layout)
-    doubled = scores.mul_(2)  # may be changed in place, as any scores
-    assert torch.equal(doubled, 2 * expected["scores"])
-    grads = torch.autograd.grad(doubled, leaves, inputs.dscores / 2)
-    assert torch.equal(grads[0], expected["dqueries"]) and torch.equal(grads[1], expected["ddocuments"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FallbackWarning)
-        assert_same(maxsim_results(inputs), expected)
-
-
-@kernels
 @pytest.mark.parametrize(
     "offsets", [[0, 9, -1, 20], [0, 9, 3, 20], [0, 15, 9, 20], [0, 5, 30, 20], [0, 12, 2, 20]], ids=str
 )
 def test_offsets_of_queries_that_fall_give_nan_and_no_number_that_nobody_wrote(
     monkeypatch: pytest.MonkeyPatch, offsets: list[int]
 ) -> None:
-    monkeypatch.setattr(_torch_ops, "check_values", lambda problem, impl: None)  # as on a GPU, where nobody looks
+    monkeypatch.setattr(operator, "may_look", lambda first: False)  # as on a GPU, where nobody looks
     honest = torch.empty_strided
     monkeypatch.setattr(torch, "empty_strided", lambda *args, **options: honest(*args, **options).fill_(77))
     inputs = given(3, 2, 4, 6, 16)
@@ -295,7 +254,7 @@ def test_offsets_of_queries_that_fall_give_nan_and_no_number_that_nobody_wrote(
 def test_rows_that_broken_offsets_give_to_no_document_have_no_gradient(
     monkeypatch: pytest.MonkeyPatch, offsets: list[int], packed: bool
 ) -> None:
-    monkeypatch.setattr(_torch_ops, "check_values", lambda problem, impl: None)  # as on a GPU, where nobody looks
+    monkeypatch.setattr(operator, "may_look", lambda first: False)  # as on a GPU, where nobody looks
     inputs = given(3, 2, 4, 10, 16)
     layout = {"cu_seqlens_d": torch.tensor(offsets, dtype=torch.int32, device=DEVICE)}
     queries, documents = inputs.queries, inputs.documents.flatten(0, 1)

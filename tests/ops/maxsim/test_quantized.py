@@ -98,9 +98,9 @@ def test_queries_are_rounded_to_the_bits_of_quantize_tokens(target: Target, rows
 def test_the_quantized_operator_passes_opcheck_and_compiles_whole() -> None:
     inputs = maxsim_inputs(3, 4, 5, 9, 16)
     documents = quantize_tokens(inputs.documents)
-    rows = (inputs.queries.flatten(0, 1), documents.values.flatten(0, 1), documents.scales.flatten())
-    arguments = (*rows, None, None, None, None, 5, 9, None, "all", False, 0.0, "tiled")
-    torch.library.opcheck(torch.ops.tilefold.maxsim_quantized.default, arguments)
+    given = (inputs.queries, documents.values, *[None] * 5, documents.scales)
+    arguments = (*given, "all", False, 0.0, False, False, 0, False, "tiled")
+    torch.library.opcheck(torch.ops.tilefold.maxsim.default, arguments)
     compiled = torch.compile(maxsim, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(inputs.queries, documents), maxsim(inputs.queries, documents))
 

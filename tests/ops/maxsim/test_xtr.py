@@ -160,10 +160,9 @@ def test_nothing_of_the_size_of_the_similarities_is_kept() -> None:
 def test_the_operator_passes_opcheck_and_compiles_whole() -> None:
     torch._dynamo.reset()
     inputs = maxsim_inputs(3, 4, 5, 9, 16, layout="holes")
-    rows = [t.flatten(0, 1) for t in (inputs.queries, inputs.documents, inputs.query_mask, inputs.document_mask)]
-    rest = (None, None, 5, 9, None, "all", False, 0.0, True, 0, 7, False, True, "tiled")
-    leaves = [t.clone().requires_grad_() for t in rows[:2]]
-    torch.library.opcheck(torch.ops.tilefold.maxsim_xtr.default, (*leaves, *rows[2:], *rest))
+    leaves = [t.clone().requires_grad_() for t in (inputs.queries, inputs.documents)]
+    rest = (inputs.query_mask, inputs.document_mask, None, None, None, None, 7, False, True, True, "tiled")
+    torch.library.opcheck(torch.ops.tilefold.xtr_scores.default, (*leaves, *rest))
     compiled = torch.compile(xtr_scores, fullgraph=True, backend="aot_eager")
     mine, theirs = (tuple(t.clone().requires_grad_() for t in (inputs.queries, inputs.documents)) for _ in range(2))
     masks = {"query_mask": inputs.query_mask, "document_mask": inputs.document_mask, "top_k": 7}

@@ -27,9 +27,7 @@ from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.entmax.api import ENTMAX
 from tilefold.ops.entmax_attention.api import ATTENTION
 from tilefold.ops.lsr_head.api import HEAD
-from tilefold.ops.maxsim import _torch_ops as maxsim_ops
-from tilefold.ops.maxsim._triton import launch as maxsim_forward
-from tilefold.ops.maxsim._triton import launch_backward as maxsim_backward
+from tilefold.ops.maxsim.api import MAXSIM
 from tilefold.ops.token_scatter.api import SCATTER
 from tilefold.testing import nan_poisoned_empty
 
@@ -170,8 +168,7 @@ def late_interaction(
 ) -> Operator:
     """MaxSim of two queries of 17 tokens, or as many packed ones."""
     queries = (34, 16) if "cu_seqlens_q" in given else (2, 17, 16)
-    caches = (maxsim_ops.CALLS, maxsim_forward.PLANS, maxsim_backward.GRADIENT_PLANS)
-    return Operator(maxsim, (queries, documents), caches, launches, given, options)
+    return Operator(maxsim, (queries, documents), (MAXSIM.calls, MAXSIM.gradients), launches, given, options)
 
 
 def of_queries() -> Tensor:

@@ -6,6 +6,7 @@ Repeated launches, hooks, graphs, threads and streams are in ``test_launches.py`
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -229,6 +230,17 @@ def test_checks_and_plans_are_made_once_for_calls_that_are_alike(monkeypatch: py
     assert sorted(asked) == ["_check", "backward", "forward"]
     gradients(toy(x, w.detach(), impl="triton"), x)
     assert sorted(asked) == ["_check", "backward", "backward", "forward"]
+
+
+@kernels
+def test_a_pass_without_a_plan_takes_the_tiled_path_and_gives_nothing_up() -> None:
+    x, w = leaves(DEVICE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for impl in ("triton", "triton"):
+            y, expected = (toy(x, w, way="no launch", impl=each) for each in (impl, "tiled"))
+            assert torch.equal(y, expected)
+            torch.testing.assert_close(gradients(y, x), gradients(expected, x))  # by a kernel
 
 
 @kernels

@@ -12,6 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="launches need triton")
 
 from tilefold.ops._shared._triton import program
+from tilefold.ops._shared.internals import Tma
 from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, TorchStep, View
 
 CPU = torch.device("cpu")
@@ -23,8 +24,8 @@ class Recorder:
 
     made: list[Recorder]
 
-    def __init__(self, kernel: Any, *_: Any) -> None:
-        self.name, self.calls, self.bound_calls = kernel, list[list[int | None]](), 0
+    def __init__(self, kernel: Any, grid: Any, numbers: Any, constants: Any, tma: Any) -> None:
+        self.name, self.calls, self.bound_calls, self.tma = kernel, list[list[int | None]](), 0, tma
         Recorder.made.append(self)
 
     def __call__(self, same: bool, *tensors: Any) -> None:
@@ -163,6 +164,24 @@ def test_given_tensors_that_torch_copies_first_leave_the_launches_bound(steps: l
         assert y2 is None and y is not None and steps[0].calls[-1][1:] == [y.data_ptr(), None]
         assert steps[0].calls[-1][0] != a.data_ptr()
     assert steps[0].bound_calls == 2
+
+
+def test_what_torch_makes_first_of_given_tensors_leaves_the_launches_bound(steps: list[Recorder]) -> None:
+    plan = Plan((TorchStep("a", Tensor.contiguous, "a"), TorchStep("most", torch.amax, "a"), launch("one", "a most y")))
+    made = program.Program(plan, ("a",), {"y": Buffer((3,), torch.float32)}, CPU, SETTING)
+    addresses = []
+    for turn in range(4):
+        made(a := torch.arange(6.0) + turn)
+        assert steps[0].calls[-1][0] == a.data_ptr()
+        addresses.append(steps[0].calls[-1][1])
+    assert steps[0].bound_calls == 2 and all(addresses)
+
+
+def test_the_first_argument_of_a_name_is_its_descriptor_and_others_are_the_tensor(steps: list[Recorder]) -> None:
+    described = Tma(3, 4, lambda matrix: matrix)
+    step = launch("one", "b a a y")._replace(tma={"a": described})
+    program.Program(Plan((step, launch("two", "a"))), ("a", "b"), {"y": None}, CPU, SETTING)
+    assert [each.tma for each in steps] == [(None, described, None, None), ()]
 
 
 def test_a_gradient_that_is_given_is_written_and_not_returned(steps: list[Recorder]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops import maxsim, quantize_tokens
-from tilefold.ops.maxsim import _torch_ops
+from tilefold.ops.maxsim.api import MAXSIM
 from tilefold.testing.entmax import entmax_results
 from tilefold.testing.entmax_attention import entmax_attention_inputs, entmax_attention_results
 from tilefold.testing.lsr_head import lsr_head_inputs, lsr_head_results
@@ -71,7 +71,7 @@ KINDS = [
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_thread_without_a_context_may_make_any_call_of_an_operator(kind: str) -> None:
-    _torch_ops.CALLS._plans.clear()
+    MAXSIM.forget()
     for index in range(torch.cuda.device_count()):
         device = f"cuda:{index}"
         call = (maxsim_calls(device) | other_calls(device))[kind]

@@ -23,7 +23,7 @@ from triton import JITFunction
 from triton.errors import TritonError
 
 from tests.ops.toy import TOY, TWO_LAUNCHES, toy
-from tilefold.ops import entmax, entmax_attention, lsr_head, maxsim, quantize_weight, token_scatter
+from tilefold.ops import entmax, entmax_attention, lsr_head, maxsim, quantize_weight, token_scatter, xtr_scores
 from tilefold.ops._shared import fallback, impl
 from tilefold.ops._shared._triton import launch
 from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
@@ -32,8 +32,9 @@ from tilefold.ops.entmax.api import ENTMAX
 from tilefold.ops.entmax_attention.api import ATTENTION
 from tilefold.ops.lsr_head import rows as capacity_rows
 from tilefold.ops.lsr_head.api import HEAD
-from tilefold.ops.maxsim import _torch_ops as maxsim_ops
+from tilefold.ops.maxsim.api import MAXSIM
 from tilefold.ops.maxsim.quantized import quantize_tokens
+from tilefold.ops.maxsim.xtr import XTR
 from tilefold.ops.token_scatter.api import SCATTER
 
 OPS = Path(impl.__file__).resolve().parents[1]
@@ -56,7 +57,6 @@ class Case:
         function: with ``impl``, and the leaves first.
         shapes: of the leaves; differentiated unless ``inference``.
         options: keyword arguments.
-        compiled: whether the kernel is launched in compiled functions only.
         capability: of the only GPUs that launch the kernel, if it is not launched everywhere.
     """
 
@@ -65,7 +65,6 @@ class Case:
     shapes: tuple[tuple[int, ...], ...]
     options: dict[str, Any] = field(default_factory=dict)
     inference: bool = False
-    compiled: bool = False
     capability: tuple[int, int] | None = None
     dtype: torch.dtype = torch.float32
 
@@ -86,7 +85,7 @@ class Case:
         def call(*leaves: Tensor) -> Tensor:
             return self.function(*leaves, **options, impl=impl)
 
-        run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled or self.compiled else call
+        run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
         if self.inference:
             with torch.no_grad():
                 return [run(*[leaf.detach() for leaf in leaves])]
@@ -103,8 +102,7 @@ def head(pooling: str = "max", *shape: int, **options: Any) -> Case:
 
 
 def late(queries: tuple[int, ...], documents: tuple[int, ...], **options: Any) -> Case:
-    case = {name: options.pop(name) for name in ("compiled",) if name in options}
-    return Case("maxsim", maxsim, (queries, documents), options, **case)
+    return Case("maxsim", maxsim, (queries, documents), options)
 
 
 def attend(keys: int, **options: Any) -> Case:
@@ -188,7 +186,9 @@ CASES: dict[str, Case] = {
         "maxsim", quantized_documents, (QUERIES, (2, 5, 16)), {"pairing": "aligned"}, inference=True
     ),
     "maxsim/norms.unit_gradient_kernel": late(QUERIES, (2, 2, 5, 16), pairing="grouped", normalize=True),
-    "maxsim/row_queries.row_query_kernel": late((34, 16), DOCUMENTS, cu_seqlens_q=[0, 20, 34], compiled=True),
+    "maxsim/row_queries.row_query_kernel": Case(
+        "xtr_scores", xtr_scores, ((34, 16), DOCUMENTS), {"cu_seqlens_q": [0, 20, 34], "top_k": 4}
+    ),
     "maxsim/smooth.smooth_ddocuments_kernel": late(QUERIES, DOCUMENTS, temperature=0.5),
     "maxsim/smooth.smooth_dqueries_kernel": late(QUERIES, DOCUMENTS, temperature=0.5, mask_mode="zero"),
     "maxsim/stream.stream_kernel": Case("maxsim", quantized_documents, (QUERIES, DOCUMENTS), inference=True),
@@ -199,8 +199,8 @@ CASES: dict[str, Case] = {
 every_kernel = pytest.mark.parametrize("name", CASES)
 COMPILED = [name for name, case in CASES.items() if case.function not in (rows, quantized_head)]
 CACHES = (
-    ATTENTION.calls, ATTENTION.gradients, HEAD.calls, HEAD.gradients,
-    maxsim_ops.CALLS, SCATTER.calls, SCATTER.gradients, ENTMAX.calls, ENTMAX.gradients, TOY.calls, TOY.gradients,
+    ATTENTION.calls, ATTENTION.gradients, HEAD.calls, HEAD.gradients, MAXSIM.calls, MAXSIM.gradients, XTR.calls,
+    XTR.gradients, SCATTER.calls, SCATTER.gradients, ENTMAX.calls, ENTMAX.gradients, TOY.calls, TOY.gradients,
 )  # fmt: skip
 
 
@@ -232,15 +232,8 @@ def forget() -> None:
 
 def forget_plans() -> None:
     launch._LAUNCHERS.clear()
-    for cache in (*CACHES, *_PLANS()):
+    for cache in CACHES:
         cache._plans.clear()
-
-
-def _PLANS() -> tuple[Any, ...]:  # noqa: N802
-    from tilefold.ops.maxsim._triton import launch as forward
-    from tilefold.ops.maxsim._triton import launch_backward as backward
-
-    return forward.PLANS, backward.GRADIENT_PLANS
 
 
 @pytest.fixture
@@ -388,7 +381,7 @@ def test_an_explicit_name_raises(name: str, broken: set[str]) -> None:
 @every_kernel
 def test_a_graph_cannot_take_the_tiled_path(name: str, broken: set[str]) -> None:
     case = case_of(name)
-    if case.capability or case.compiled or case.function is rows:
+    if case.capability or case.function in (rows, xtr_scores):
         pytest.skip("another kernel takes its place, or none, or it is not launched in eager mode")
     stream, made = torch.cuda.Stream(), case.made()
     torch.cuda.synchronize()

@@ -89,7 +89,8 @@ class Operator(Generic[TensorsT, OptionsT]):
             in contiguous memory, or ``(saved, options)`` to all three. What is saved of the first one, by that name or
             its own, chooses the implementation of a registered gradient.
         plans: imports ``plans.py``, whose ``forward(tensors, options, training, setting)`` and ``backward(d<first
-            result>, saved, options, needs, setting)`` return plans; of backward, ``d<tensor>`` are the results.
+            result>, saved, options, needs, setting)`` return plans, and ``None`` for what the tiled path always makes;
+            of backward, ``d<tensor>`` are the results.
         tiled: the tiled path: ``forward(tensors, options, training)`` returns the results, and ``backward(d<first
             result>, saved, options, needs, *buffers to add to)`` the gradients; ``None`` for what it does not make.
         reference: ``(tensors, options)`` to the first result.
@@ -231,6 +232,8 @@ class Operator(Generic[TensorsT, OptionsT]):
                 try:
                     if program is None:
                         program = call.program = self._program(call, given)
+                    if program is None:
+                        break
                     return program(*given)
                 except KernelUnavailableError as error:
                     call.program = None
@@ -248,7 +251,7 @@ class Operator(Generic[TensorsT, OptionsT]):
             found = self._tiled.forward(self._tensors(*given), call.options, call.wanted)
         return found  # type: ignore[no-any-return]
 
-    def _program(self, call: Pass, given: tuple[Any, ...]) -> Program:
+    def _program(self, call: Pass, given: tuple[Any, ...]) -> Program | None:
         """How the kernels run such a pass; ``plans.py`` sees layouts and no values."""
         from tilefold.ops._shared._triton.program import Program  # noqa: PLC0415 (needs Triton)
 
@@ -270,7 +273,7 @@ class Operator(Generic[TensorsT, OptionsT]):
             plan = plans.forward(tensors, call.options, call.wanted, setting)
             outputs = self._outputs(self._tensors(*given), call.options, call.wanted)
             results = dict(zip(self._results, outputs, strict=True))
-        return Program(plan, names, results, given[0].device, setting)
+        return None if plan is None else Program(plan, names, results, given[0].device, setting)
 
     def _gradient_buffers(self, saved: Any, options: OptionsT, needs: Sequence[bool]) -> list[Buffer | None]:
         return [

@@ -81,7 +81,7 @@ class Launch(NamedTuple):
         tensors: names of its first arguments.
         numbers: the arguments after the tensors.
         constants: ``constexpr`` parameters, warps and stages.
-        tma: by name, how a tensor is read through a TMA descriptor.
+        tma: by name, how a tensor is read through a TMA descriptor, which its first argument then is; others are plain.
         instead: what stands behind the kernel, besides the tiled path.
     """
 

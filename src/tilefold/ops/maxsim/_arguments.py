@@ -1,7 +1,8 @@
-"""Checks of MaxSim's arguments, and the problem that they describe."""
+"""Checks of MaxSim's arguments, and the options that they say."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -18,11 +19,8 @@ from tilefold.ops._shared.checks import (
     check_tensor,
     dtype_name,
 )
-from tilefold.ops._shared.impl import IMPLS, check_interpreted
-from tilefold.ops._shared.library import is_plain
-from tilefold.ops.maxsim._problem import Operands, Options, Problem, wide_dtype
-from tilefold.ops.maxsim._torch_ops import Call, check_values_of, impl_of
-from tilefold.ops.maxsim.quantized import QuantizedTokens
+from tilefold.ops._shared.operator import Checked
+from tilefold.ops.maxsim._problem import MaxSimOptions, MaxSimTensors
 
 PAIRINGS = ("all", "aligned", "grouped")
 REDUCTIONS = ("sum", "mean")
@@ -30,99 +28,62 @@ MASK_MODES = ("exclude", "zero")
 QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 
-def prepare(
-    queries: Tensor,
-    documents: Tensor | QuantizedTokens,
-    *,
-    query_mask: Tensor | None = None,
-    document_mask: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_d: Tensor | None = None,
-    pairing: str | Tensor = "all",
-    reduction: str = "sum",
-    mask_mode: str = "exclude",
-    temperature: float | None = None,
-    normalize: bool = False,
-    impl: str = "auto",
-) -> tuple[Operands, Call]:
-    """Check the arguments of :func:`tilefold.ops.maxsim` and say what they ask for.
-
-    Returns:
-        The tensors, in the dtype of autocast, and everything else.
+def checked(
+    tensors: MaxSimTensors,
+    pairing: object,
+    reduction: object,
+    mask_mode: object,
+    temperature: float | None,
+    normalize: bool,
+    longest_query: int = 0,
+) -> Checked:
+    """Check everything that can be checked without reading a value; both sides are cast as autocast asks.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as :func:`tilefold.ops.maxsim`.
+        TypeError, ValueError: as :func:`tilefold.ops.maxsim`.
     """
-    index, mode = _check_options(pairing, reduction, mask_mode, temperature)
-    scales: Tensor | None = None
-    if isinstance(documents, QuantizedTokens):
+    mode = _check_options(tensors.pairs, pairing, reduction, mask_mode, temperature)
+    queries, documents, query_mask, document_mask, cu_queries, cu_documents, _, scale = tensors
+    if scale is not None:
         _check_quantized(queries, normalize)
-        scales, documents = documents.scales, documents.values
-    dtypes = FLOAT_DTYPES if scales is None else QUANTIZED_DTYPES
-    _check_side("queries", queries, query_mask, cu_seqlens_q, False, FLOAT_DTYPES)
-    _check_side("documents", documents, document_mask, cu_seqlens_d, mode == "grouped", dtypes)
-    operands = Operands(queries, documents, query_mask, document_mask, cu_seqlens_q, cu_seqlens_d, index, scales)
-    _check_together(operands)
-    cast = None if scales is not None else _autocast_dtype(queries, documents)
-    operands = cast_to(operands, cast)
-    queries, documents = operands.queries, operands.documents
-    if torch.compiler.is_compiling():
-        check_choice("impl", impl, IMPLS)  # the operators choose when they run: a device cannot be asked in a trace
-    else:
-        impl = impl_of(queries, documents, impl)
-        check_interpreted(impl, queries.device, queries.dtype)
-    n_queries = queries.size(0) if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
-    n_documents = documents.shape[:-2].numel() if cu_seqlens_d is None else cu_seqlens_d.numel() - 1
-    _check_counts(mode, n_queries, n_documents, documents, cu_seqlens_d)
-    group = documents.size(1) if documents.dim() == 4 else n_documents // max(n_queries, 1)
-    options = Options(
-        0 if cu_seqlens_q is not None else queries.size(-2),
-        0 if cu_seqlens_d is not None else documents.size(-2),
-        "grouped" if mode == "aligned" else mode,
-        mask_mode == "zero",
-        0.0 if temperature is None else float(temperature),
-        normalize,
-        _longest_query(operands),
-    )
-    empty = queries.numel() == 0 or documents.numel() == 0
-    if empty and queries.device.type == "cpu" and is_plain(queries, documents, cu_seqlens_q, cu_seqlens_d, index):
-        check_values_of(Problem.of(operands, options), n_queries, n_documents)  # no implementation will
-    return operands, Call(options, _score_shape(mode, index, n_queries, n_documents, group), impl, empty, cast)
+    dtypes = FLOAT_DTYPES if scale is None else QUANTIZED_DTYPES
+    _check_side("queries", queries, query_mask, cu_queries, False, FLOAT_DTYPES)
+    _check_side("documents", documents, document_mask, cu_documents, mode == "grouped", dtypes)
+    _check_together(tensors)
+    cast = None if scale is not None else _autocast_dtype(queries, documents)
+    _check_counts(mode, tensors)
+    mean = reduction == "mean" and divides_itself(tensors)
+    options = MaxSimOptions(mode, mask_mode == "zero", float(temperature or 0), normalize, mean, longest_query)
+    return Checked(options, None if cast is None else functools.partial(_cast_to, cast))
 
 
-def zeros(operands: Operands, call: Call) -> Tensor:
-    """The scores of an ``empty`` call, part of the graph."""
-    nothing = operands.queries[..., :0].sum()
-    if operands.documents.dtype in FLOAT_DTYPES:
-        nothing = nothing + operands.documents[..., :0].sum()
-    return nothing.to(wide_dtype(operands.queries.dtype)).expand(call.shape).contiguous()
+def divides_itself(tensors: MaxSimTensors) -> bool:
+    """Whether the operator makes means: of queries that all have one length."""
+    return tensors.query_mask is None and tensors.cu_queries is None and tensors.document_scale is None
 
 
-def cast_to(operands: Operands, dtype: torch.dtype | None) -> Operands:
-    """Operands with both sides in ``dtype``, if one is given."""
-    if dtype is None:
-        return operands
-    return operands._replace(queries=operands.queries.to(dtype), documents=operands.documents.to(dtype))
+def _cast_to(dtype: torch.dtype, tensors: MaxSimTensors) -> MaxSimTensors:
+    return tensors._replace(queries=tensors.queries.to(dtype), documents=tensors.documents.to(dtype))
 
 
 def _check_options(
-    pairing: object, reduction: object, mask_mode: object, temperature: object
-) -> tuple[Tensor | None, str]:
+    pairs: Tensor | None, pairing: object, reduction: object, mask_mode: object, temperature: object
+) -> str:
     check_choice("reduction", reduction, REDUCTIONS)
     check_choice("mask_mode", mask_mode, MASK_MODES)
     if temperature is not None and (
         isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf
     ):
         raise ValueError(f"temperature must be a positive Python number or None, got {temperature!r}.")
-    if isinstance(pairing, Tensor):
-        if pairing.dim() != 2 or pairing.size(1) != 2:
-            raise ValueError(f"pairing must have shape [P, 2], got {list(pairing.shape)}.")
-        check_dtype("pairing", pairing, (torch.int32, torch.int64), "use pairing.long().")
-        return pairing, "index"
+    if pairs is not None:
+        if pairs.dim() != 2 or pairs.size(1) != 2:
+            raise ValueError(f"pairing must have shape [P, 2], got {list(pairs.shape)}.")
+        check_dtype("pairing", pairs, (torch.int32, torch.int64), "use pairing.long().")
+        return "index"
     if pairing not in PAIRINGS:
         listed = ", ".join(repr(name) for name in PAIRINGS)
         raise ValueError(f"pairing must be one of {listed}, or an integer tensor [P, 2], got {pairing!r}.")
-    return None, str(pairing)
+    return str(pairing)
 
 
 def _check_quantized(queries: object, normalize: bool) -> None:
@@ -163,8 +124,8 @@ def _check_side(
         check_offsets(cu_name, cu_seqlens, "[N + 1]")
 
 
-def _check_together(operands: Operands) -> None:
-    queries, documents, query_mask, document_mask, cu_seqlens_q, cu_seqlens_d, index, _ = operands
+def _check_together(tensors: MaxSimTensors) -> None:
+    queries, documents, query_mask, document_mask, cu_seqlens_q, cu_seqlens_d, index, _ = tensors
     if documents.size(-1) != queries.size(-1):
         raise ValueError(
             f"documents must have the D of queries ({queries.size(-1)}), got {documents.size(-1)} in shape "
@@ -198,34 +159,18 @@ def _autocast_dtype(queries: Tensor, documents: Tensor) -> torch.dtype | None:
     return None
 
 
-def _check_counts(mode: str, n_queries: int, n_documents: int, documents: Tensor, cu_seqlens_d: Tensor | None) -> None:
+def _check_counts(mode: str, tensors: MaxSimTensors) -> None:
+    queries, documents, _, _, cu_queries, cu_documents, _, _ = tensors
+    n_queries = queries.size(0) if cu_queries is None else cu_queries.numel() - 1
+    n_documents = documents.shape[:-2].numel() if cu_documents is None else cu_documents.numel() - 1
     if mode == "aligned" and n_queries != n_documents:
         raise ValueError(
             f"documents must be as many as queries ({n_queries}) for pairing='aligned', got {n_documents}."
         )
     if mode == "grouped":
-        fits = n_documents % max(n_queries, 1) == 0 if cu_seqlens_d is not None else documents.size(0) == n_queries
+        fits = n_documents % max(n_queries, 1) == 0 if cu_documents is not None else documents.size(0) == n_queries
         if not fits:
             raise ValueError(
                 f"documents must come in one group of equal size for each of the {n_queries} queries for "
                 f"pairing='grouped', got {n_documents} documents in shape {list(documents.shape)}."
             )
-
-
-def _score_shape(mode: str, index: Tensor | None, n_queries: int, n_documents: int, group: int) -> tuple[int, ...]:
-    if index is not None:
-        return (index.size(0),)
-    if mode == "all":
-        return (n_queries, n_documents)
-    return (n_queries,) if mode == "aligned" else (n_queries, group)
-
-
-def _longest_query(operands: Operands) -> int:
-    queries, documents, offsets = operands.queries, operands.documents, operands.cu_queries
-    if operands.pairs is None:
-        return 0
-    if offsets is None:
-        return queries.size(-2)
-    if torch.is_grad_enabled() and (queries.requires_grad or documents.requires_grad) and offsets.numel() > 1:
-        return int(offsets.diff().max())
-    return 0

@@ -3,7 +3,7 @@
 Queries and documents are rows ``[T, D]``. Sequence ``i`` of a padded side is rows ``i * length`` to
 ``(i + 1) * length``; of a packed side, ``cu[i]`` to ``cu[i + 1]``. A mask has one entry per row.
 
-Pairs are "all" of them, "grouped" (document ``d`` belongs to query ``d // group``; aligned pairs are groups of one) or
+Pairs are "all" of them, "grouped" (document ``d`` belongs to query ``d // group``; "aligned" ones are groups of one) or
 an "index" ``[P, 2]``. What backward needs of each (pair, query token) is saved in one place of a tensor:
 
 ========  ============  ==================================
@@ -20,12 +20,15 @@ query hold "no winner" too, or infinity where smooth maxima are saved.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.checks import check_cu_seqlens
+from tilefold.ops._shared.plan import Buffer
 from tilefold.ops._shared.winners import winner_dtype
 
 
@@ -39,8 +42,8 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class Operands(NamedTuple):
-    """The tensors of a call, as the caller gave them: padded or packed.
+class MaxSimTensors(NamedTuple):
+    """The tensors of a call, padded or packed.
 
     Attributes:
         queries, documents: ``[.., D]``; documents may be the values of quantized ones.
@@ -57,19 +60,84 @@ class Operands(NamedTuple):
     cu_queries: Tensor | None
     cu_documents: Tensor | None
     pairs: Tensor | None
-    document_scale: Tensor | None = None
+    document_scale: Tensor | None
 
 
-class Options(NamedTuple):
-    """What a problem says besides its tensors; see :class:`Problem`."""
+class MaxSimOptions(NamedTuple):
+    """What is asked for besides the tensors; see :class:`Problem`.
 
-    query_length: int
-    document_length: int
+    Attributes:
+        mean: whether scores are divided by the length of padded queries.
+        longest_query: a bound of the tokens of packed queries, where pairs are listed and a gradient is asked for.
+    """
+
     pairing: str
     mask_zero: bool
     temperature: float
     normalize: bool
+    mean: bool
     longest_query: int
+
+
+class MaxSimSaved(NamedTuple):
+    """What backward reads: tensors of the call, and results beside the scores, ``None`` for those that were not made.
+
+    Attributes:
+        saved: winners, or smooth maxima.
+        query_norms, document_norms: ``[Tq]`` and ``[Td]`` fp32, inverse, of rows that are normalised.
+        row_query: ``[Tq]`` int32 query of each packed row, for all pairs.
+    """
+
+    queries: Tensor
+    documents: Tensor
+    query_mask: Tensor | None
+    document_mask: Tensor | None
+    cu_queries: Tensor | None
+    cu_documents: Tensor | None
+    pairs: Tensor | None
+    saved: Tensor | None
+    query_norms: Tensor | None
+    document_norms: Tensor | None
+    row_query: Tensor | None
+
+    @property
+    def tensors(self) -> MaxSimTensors:
+        """Those of the call."""
+        return MaxSimTensors(*self[:7], None)
+
+
+RESULTS = ("scores", *MaxSimSaved._fields[7:])
+
+
+class XtrOptions(NamedTuple):
+    """What :func:`tilefold.ops.xtr_scores` is asked for besides the tensors."""
+
+    top_k: int
+    impute: bool
+    normalize: bool
+
+    @property
+    def maximum(self) -> MaxSimOptions:
+        """Those of the maximum, whose gradient this one's is."""
+        return MaxSimOptions("all", False, 0.0, self.normalize, False, 0)
+
+
+class XtrSaved(NamedTuple):
+    """What the gradient of XTR scores reads: winners that count, and what the sums were divided by, among it."""
+
+    queries: Tensor
+    documents: Tensor
+    query_mask: Tensor | None
+    document_mask: Tensor | None
+    cu_queries: Tensor | None
+    cu_documents: Tensor | None
+    saved: Tensor | None
+    divisor: Tensor
+
+    @property
+    def maximum(self) -> MaxSimSaved:
+        """What the gradient of the maximum reads of it."""
+        return MaxSimSaved(*self[:6], None, self.saved, None, None, None)
 
 
 @dataclass
@@ -81,11 +149,14 @@ class Problem:
         query_mask, document_mask: ``[Tq]`` and ``[Td]``, nonzero = keep, or ``None``.
         cu_queries, cu_documents: first rows of packed sequences, or ``None``.
         query_length, document_length: rows of every padded sequence; 0 on a packed side.
+        n_queries, n_documents: number of sequences.
+        group: documents of each query, for "grouped".
         index: ``[P, 2]`` (query, document), or ``None``.
-        pairing: ``"all"``, ``"grouped"`` or ``"index"``.
+        pairing: ``"all"``, ``"aligned"``, ``"grouped"`` or ``"index"``.
         mask_zero: whether a masked document token scores 0 and takes part; else it is left out.
         temperature: of the smooth maximum; 0 for the maximum itself.
         normalize: whether rows are divided by their Euclidean norm.
+        mean: whether scores are divided by :attr:`query_length`.
         longest_query: for "index", a bound of the tokens of a query.
         document_scale: ``[Td]`` fp32 factors of quantized documents' rows, or ``None``.
         query_scale: ``[Tq]`` fp32 factors of the rows of queries that were quantized too, or ``None``.
@@ -99,19 +170,27 @@ class Problem:
     cu_documents: Tensor | None
     query_length: int
     document_length: int
+    n_queries: int
+    n_documents: int
+    group: int
     index: Tensor | None
     pairing: str
     mask_zero: bool
     temperature: float
     normalize: bool
+    mean: bool
     longest_query: int
     document_scale: Tensor | None = None
     query_scale: Tensor | None = None
 
     @classmethod
-    def of(cls, operands: Operands, options: Options) -> Problem:
-        """The problem of operands in whatever shape."""
-        queries, documents, query_mask, document_mask, cu_queries, cu_documents, pairs, scale = operands
+    def of(cls, tensors: MaxSimTensors, options: MaxSimOptions) -> Problem:
+        """The problem of tensors in whatever shape."""
+        queries, documents, query_mask, document_mask, cu_queries, cu_documents, pairs, scale = tensors
+        query_length = 0 if cu_queries is not None else queries.size(-2)
+        n_queries = queries.size(0) if cu_queries is None else cu_queries.numel() - 1
+        n_documents = math.prod(documents.shape[:-2]) if cu_documents is None else cu_documents.numel() - 1
+        longest = query_length if pairs is not None and cu_queries is None else options.longest_query
         return cls(
             queries.reshape(-1, queries.size(-1)),
             documents.reshape(-1, documents.size(-1)),
@@ -119,55 +198,40 @@ class Problem:
             None if document_mask is None else document_mask.reshape(-1),
             cu_queries,
             cu_documents,
-            options.query_length,
-            options.document_length,
+            query_length,
+            0 if cu_documents is not None else documents.size(-2),
+            n_queries,
+            n_documents,
+            documents.size(1) if documents.dim() == 4 else n_documents // max(n_queries, 1),
             pairs,
-            *options[2:],
+            *options[:5],
+            longest,
             None if scale is None else scale.reshape(-1),
         )
-
-    @property
-    def operands(self) -> Operands:
-        """The tensors."""
-        return Operands(
-            self.queries, self.documents, self.query_mask, self.document_mask, self.cu_queries, self.cu_documents,
-            self.index, self.document_scale,
-        )  # fmt: skip
-
-    @property
-    def options(self) -> Options:
-        """All but the tensors."""
-        return Options(
-            self.query_length, self.document_length, self.pairing, self.mask_zero, self.temperature, self.normalize,
-            self.longest_query,
-        )  # fmt: skip
-
-    @property
-    def arguments(self) -> tuple[Tensor | int | float | str | None, ...]:
-        """What the registered operators take, in the order of their schema."""
-        return tuple([getattr(self, name) for name in ARGUMENTS])
-
-    @property
-    def n_queries(self) -> int:
-        """Number of queries."""
-        return _count(self.queries, self.cu_queries, self.query_length)
-
-    @property
-    def n_documents(self) -> int:
-        """Number of documents."""
-        return _count(self.documents, self.cu_documents, self.document_length)
-
-    @property
-    def group(self) -> int:
-        """Documents of each query, for "grouped"."""
-        return self.n_documents // max(self.n_queries, 1)
 
     @property
     def score_shape(self) -> tuple[int, ...]:
         """Shape of the scores."""
         if self.pairing == "all":
             return (self.n_queries, self.n_documents)
-        return (self.n_documents if self.index is None else self.index.size(0),)
+        if self.pairing == "grouped":
+            return (self.n_queries, self.group)
+        return (self.n_pairs,)
+
+    @property
+    def n_pairs(self) -> int:
+        """Number of pairs, unless they are all."""
+        return self.n_documents if self.index is None else self.index.size(0)
+
+    @property
+    def divisor(self) -> float:
+        """Of the scores."""
+        return float(max(self.query_length, 1)) if self.mean else 1.0
+
+    @property
+    def empty(self) -> bool:
+        """Whether one side has no element, so that every score is 0."""
+        return self.queries.numel() == 0 or self.documents.numel() == 0
 
     @property
     def saved_shape(self) -> tuple[int, int]:
@@ -185,7 +249,50 @@ class Problem:
         return winner_dtype(bound)
 
 
-ARGUMENTS = tuple(field.name for field in fields(Problem))[:-2]  # all but the scales
+def outputs(tensors: MaxSimTensors, options: MaxSimOptions, training: bool) -> tuple[Buffer, ...]:
+    """Scores, and what backward reads besides the tensors of the call, empty where it is not there."""
+    p = Problem.of(tensors, options)
+    tokens = p.queries.size(0), p.documents.size(0)
+    normalized, ragged = training and p.normalize, training and p.pairing == "all" and p.cu_queries is not None
+    return (
+        Buffer(p.score_shape, wide_dtype(p.queries.dtype)),
+        Buffer(p.saved_shape if training else (0, 0), p.saved_dtype),
+        Buffer((tokens[0] if normalized else 0,), torch.float32),
+        Buffer((tokens[1] if normalized else 0,), torch.float32),
+        Buffer((tokens[0] if ragged else 0,), torch.int32),
+    )
+
+
+def xtr_outputs(tensors: MaxSimTensors, options: XtrOptions, training: bool) -> tuple[Buffer, ...]:
+    """Scores, winners that count, and what the sums were divided by."""
+    scores, saved, *_ = outputs(tensors, options.maximum, training)
+    return scores, saved, scores
+
+
+def check_values(tensors: MaxSimTensors, options: MaxSimOptions | None = None) -> None:
+    """Check offsets and pair indices on the host.
+
+    Raises:
+        ValueError: for offsets that are none, and indices out of range.
+    """
+    queries, documents, _, _, cu_queries, cu_documents, pairs, _ = tensors
+    if cu_queries is not None:
+        check_cu_seqlens("cu_seqlens_q", cu_queries, queries.size(0), "queries")
+    if cu_documents is not None:
+        check_cu_seqlens("cu_seqlens_d", cu_documents, documents.size(0), "documents")
+    if pairs is None or not pairs.numel():
+        return
+    n_queries = queries.size(0) if cu_queries is None else cu_queries.numel() - 1
+    n_documents = documents.size(0) if cu_documents is None else cu_documents.numel() - 1
+    sizes = torch.tensor([n_queries, n_documents], device=pairs.device)
+    bad = ((pairs < 0) | (pairs >= sizes)).nonzero()
+    if bad.numel():
+        pair, side = bad[0].tolist()
+        name = ("queries", "documents")[side]
+        raise ValueError(
+            f"pairing must hold indices below the number of {name} ({int(sizes[side])}), got "
+            f"{int(pairs[pair, side])} in pair {pair}; drop that pair or fix its index."
+        )
 
 
 def saved_place(problem: Problem, item: Tensor, row: Tensor, start: Tensor) -> Tensor:
@@ -193,7 +300,3 @@ def saved_place(problem: Problem, item: Tensor, row: Tensor, start: Tensor) -> T
     if problem.index is not None:
         return item * problem.longest_query + row - start
     return item % problem.group * problem.queries.size(0) + row
-
-
-def _count(rows: Tensor, cu: Tensor | None, length: int) -> int:
-    return rows.size(0) // length if cu is None else cu.numel() - 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +20,13 @@ from torch.autograd.function import once_differentiable
 
 from tilefold._process_group import ranks_of
 from tilefold.ops._shared.checks import FLOAT_DTYPES
-from tilefold.ops._shared.library import run
+from tilefold.ops._shared.impl import host_may_read, settled
 from tilefold.ops.maxsim import _reference
-from tilefold.ops.maxsim._arguments import prepare
+from tilefold.ops.maxsim._arguments import checked
 from tilefold.ops.maxsim._labels import check_labels, check_scale, labelled_loss
-from tilefold.ops.maxsim._problem import Problem, wide_dtype
-from tilefold.ops.maxsim._torch_ops import check_values, compute, compute_gradients
-from tilefold.ops.maxsim.api import kept_tokens
+from tilefold.ops.maxsim._problem import MaxSimOptions, MaxSimTensors, Problem, check_values, wide_dtype
+from tilefold.ops.maxsim.api import MAXSIM, kept_tokens
+from tilefold.ops.maxsim.quantized import QuantizedTokens
 
 
 class Part(NamedTuple):
@@ -111,7 +111,7 @@ class Ring:
         ]
 
 
-Held = tuple[Problem, tuple[int, ...]]  # rows, and the shape of their scores
+Held = tuple[MaxSimTensors, MaxSimOptions]
 
 
 def meet(group: dist.ProcessGroup, held: Held | None, options: object, error: Exception | None) -> Ring:
@@ -149,18 +149,18 @@ def meet(group: dist.ProcessGroup, held: Held | None, options: object, error: Ex
     return Ring(group, dist.get_rank(group), parts)
 
 
-def _part(problem: Problem, shape: tuple[int, ...], options: object) -> Part:
-    grad = torch.is_grad_enabled()
+def _part(tensors: MaxSimTensors, call: MaxSimOptions, options: object) -> Part:
+    grad, problem = torch.is_grad_enabled(), Problem.of(tensors, call)
     return Part(
         failed=0,
         on_gpu=int(problem.queries.is_cuda),
         dtype=FLOAT_DTYPES.index(problem.queries.dtype),
         dim=problem.queries.size(1),
         options=zlib.crc32(repr(options).encode()),
-        need_queries=int(grad and problem.queries.requires_grad),
-        need_documents=int(grad and problem.documents.requires_grad),
-        queries=shape[0],
-        documents=shape[1],
+        need_queries=int(grad and tensors.queries.requires_grad),
+        need_documents=int(grad and tensors.documents.requires_grad),
+        queries=problem.n_queries,
+        documents=problem.n_documents,
         rows=problem.documents.size(0),
         length=problem.document_length,
         packed=int(problem.cu_documents is not None),
@@ -168,9 +168,10 @@ def _part(problem: Problem, shape: tuple[int, ...], options: object) -> Part:
     )
 
 
-def ring_scores(problem: Problem, ring: Ring, impl: str) -> Tensor:
+def ring_scores(tensors: MaxSimTensors, options: MaxSimOptions, ring: Ring, impl: str) -> Tensor:
     """``[Nq, sum of Nd]`` scores of this rank's queries with the documents of all ranks, in the order of the ranks."""
-    scores: Tensor = _RingScores.apply(problem.queries, problem.documents, problem, ring, impl)  # type: ignore[no-untyped-call]
+    leaves = tensors.queries, tensors.documents
+    scores: Tensor = _RingScores.apply(*leaves, tensors, options, ring, impl)  # type: ignore[no-untyped-call]
     return scores
 
 
@@ -197,29 +198,36 @@ def loss_over_ranks(
     ranks = ranks_of(group)
     if ranks is None:
         return None
-    held = error = checked = None
-    impl = "auto"
+    held = error = None
     try:  # whatever is wrong here, the other ranks must hear of it
         check_scale(scale)
-        operands, call = prepare(queries, documents, **options)
-        if operands.document_scale is not None:
+        given: object = documents
+        if isinstance(given, QuantizedTokens):
             raise TypeError("documents must be a torch.Tensor, got QuantizedTokens; give documents.dequantize().")
-        held, impl = (Problem.of(operands, call.options), call.shape), call.impl
-        if not call.empty:
-            check_values(held[0], impl)
-        checked = check_labels(labels, call.shape[0], call.shape[1], operands.queries.device)
+        tensors = MaxSimTensors(
+            queries, documents, options["query_mask"], options["document_mask"], options["cu_seqlens_q"],
+            options["cu_seqlens_d"], None, None,
+        )  # fmt: skip
+        asked = (options[name] for name in ("reduction", "mask_mode", "temperature", "normalize"))
+        settings, ready = checked(tensors, "all", *asked)
+        tensors = tensors if ready is None else ready(tensors)
+        impl = settled(options["impl"], MAXSIM.chosen_impl(tensors.queries, options["impl"]))
+        if host_may_read(queries.device, impl) or impl == "reference":
+            check_values(tensors)
+        n_queries, n_documents = Problem.of(tensors, settings).score_shape
+        checked_labels = check_labels(labels, n_queries, n_documents, queries.device)
+        held = tensors, settings._replace(mean=False)
     except (TypeError, ValueError, RuntimeError) as caught:
-        held, error = None, caught
+        error = caught
     same = (scale, *(options[name] for name in ("reduction", "mask_mode", "temperature", "normalize")))
     ring = meet(ranks, held, same, error)
-    if held is None or checked is None:  # meet has raised
+    if held is None:  # meet has raised
         raise ValueError("arguments must fit on every rank of group.")
-    problem, shape = held
-    scores = ring_scores(problem, ring, impl)
-    if options["reduction"] == "mean" and problem.queries.numel():
-        scores = scores / kept_tokens(operands, scores.dim())
+    scores = ring_scores(*held, ring, impl)
+    if options["reduction"] == "mean" and tensors.queries.numel():
+        scores = scores / kept_tokens(tensors, scores.dim())
     before = sum(part.documents for part in ring.parts[: ring.rank])
-    total = labelled_loss(scale * scores, labels, checked, shape[1], before, "sum")
+    total = labelled_loss(scale * scores, labels, checked_labels, n_documents, before, "sum")
     return mean_over_ranks(total, ring)
 
 
@@ -238,21 +246,22 @@ class _SumOverRanks(torch.autograd.Function):
 
 class _RingScores(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, documents: Tensor, problem: Problem, ring: Ring, impl: str) -> Tensor:
-        with_saved = any(ctx.needs_input_grad[:2])
-        problem = replace(problem, queries=queries.detach(), documents=documents.detach())
+    def forward(
+        ctx: Any, queries: Tensor, documents: Tensor, tensors: MaxSimTensors, options: MaxSimOptions, ring: Ring,
+        impl: str,
+    ) -> Tensor:  # fmt: skip
+        training = any(ctx.needs_input_grad[:2])
+        tensors = tensors._replace(queries=queries.detach(), documents=documents.detach())
         scores: list[Tensor] = [queries] * ring.size
         saved: list[Tensor | None] = [None] * ring.size
-        own = _outgoing(problem)
+        own = _outgoing(tensors)
         for owner, block in ring.blocks(own):
-            scores[owner], saved[owner] = _forward(
-                _with(problem, ring.parts[owner], block), (ring.parts[ring.rank].queries, ring.parts[owner].documents),
-                with_saved, impl,
-            )  # fmt: skip
+            mine = _with(tensors, ring.parts[owner], block)
+            scores[owner], saved[owner] = _forward(mine, options, training, impl)
         # the masks and offsets of the queries are the caller's and small; the rows and winners are not
         ctx.save_for_backward(queries, documents, *own[1:], *saved)
-        ctx.problem = replace(problem, queries=queries.new_empty(0), documents=documents.new_empty(0))
-        ctx.ring, ctx.impl = ring, impl
+        ctx.others = tensors._replace(queries=queries.new_empty(0), documents=documents.new_empty(0))
+        ctx.options, ctx.ring, ctx.impl = options, ring, impl
         return torch.cat(scores, dim=1)
 
     @staticmethod
@@ -260,16 +269,17 @@ class _RingScores(torch.autograd.Function):
     def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor | None, ...]:
         ring: Ring = ctx.ring
         queries, documents, mask, offsets, *saved = ctx.saved_tensors
-        problem = replace(ctx.problem, queries=queries, documents=documents)
+        tensors = ctx.others._replace(queries=queries, documents=documents)
         wide = wide_dtype(queries.dtype)
         needs = ctx.needs_input_grad[:2]
         dqueries = torch.zeros(queries.shape, dtype=wide, device=queries.device) if needs[0] else None
         coming = documents
         waiting: list[Any] = []
         shares = torch.split(dscores, [part.documents for part in ring.parts], dim=1)
-        for step, (owner, block) in enumerate(ring.blocks([documents.contiguous(), mask, offsets])):
+        for step, (owner, block) in enumerate(ring.blocks([_rows(documents), mask, offsets])):
             part = ring.parts[owner]
-            dq, dd = _backward(_with(problem, part, block), shares[owner], saved[owner], needs, ctx.impl)
+            mine = _with(tensors, part, block)
+            dq, dd = _backward(mine, ctx.options, shares[owner], saved[owner], needs, ctx.impl)
             if dqueries is not None and dq is not None:
                 dqueries += dq
             if not needs[1]:
@@ -278,65 +288,72 @@ class _RingScores(torch.autograd.Function):
                 work.wait()
             total = torch.zeros(part.rows, part.dim, dtype=wide, device=queries.device) if step == 0 else coming
             if dd is not None:
-                total += dd
+                total += dd.view(total.shape)
             coming = torch.empty(ring.parts[owner - 1].rows, part.dim, dtype=wide, device=queries.device)
             waiting = ring.shift([total], [coming], tag=3)
         for work in waiting:
             work.wait()
         return (
             None if dqueries is None else dqueries.to(queries.dtype),
-            coming.to(documents.dtype) if needs[1] else None,
-            None, None, None,
+            coming.to(documents.dtype).view(documents.shape) if needs[1] else None,
+            None, None, None, None,
         )  # fmt: skip
 
 
-def _outgoing(problem: Problem) -> list[Tensor]:
+def _rows(documents: Tensor) -> Tensor:
+    return documents.reshape(-1, documents.size(-1)).contiguous()
+
+
+def _outgoing(tensors: MaxSimTensors) -> list[Tensor]:
     """This rank's documents as they travel: rows, a byte of mask per row, int64 offsets; empty where there are none."""
-    rows, mask, offsets = problem.documents, problem.document_mask, problem.cu_documents
+    rows, mask, offsets = _rows(tensors.documents), tensors.document_mask, tensors.cu_documents
     return [
-        rows.contiguous(),
-        rows.new_empty(0, dtype=torch.uint8) if mask is None else (mask != 0).to(torch.uint8),
+        rows,
+        rows.new_empty(0, dtype=torch.uint8) if mask is None else (mask != 0).to(torch.uint8).reshape(-1),
         rows.new_empty(0, dtype=torch.int64) if offsets is None else offsets.to(torch.int64).contiguous(),
     ]
 
 
-def _with(problem: Problem, part: Part, block: Sequence[Tensor]) -> Problem:
+def _with(tensors: MaxSimTensors, part: Part, block: Sequence[Tensor]) -> MaxSimTensors:
     """The same queries with the documents of another rank."""
     rows, mask, offsets = block
-    return replace(
-        problem,
-        documents=rows,
-        document_mask=mask if part.masked else None,
+    shape = (part.rows,) if part.packed else (part.documents, part.length)
+    return tensors._replace(
+        documents=rows.view(*shape, part.dim),
+        document_mask=mask.view(shape) if part.masked else None,
         cu_documents=offsets if part.packed else None,
-        document_length=part.length,
     )
 
 
-def _nothing_to_score(problem: Problem) -> bool:
-    return problem.queries.numel() == 0 or problem.documents.numel() == 0
-
-
-def _forward(problem: Problem, shape: tuple[int, int], with_saved: bool, impl: str) -> tuple[Tensor, Tensor | None]:
-    if _nothing_to_score(problem):
-        return torch.zeros(shape, dtype=wide_dtype(problem.queries.dtype), device=problem.queries.device), None
+def _forward(tensors: MaxSimTensors, options: MaxSimOptions, training: bool, impl: str) -> tuple[Tensor, Tensor | None]:
+    problem = Problem.of(tensors, options)
+    if problem.empty:
+        dtype = wide_dtype(tensors.queries.dtype)
+        return torch.zeros(problem.score_shape, dtype=dtype, device=tensors.queries.device), None
     if impl == "reference":
         return _reference.maxsim(problem), None
-    return run(compute, problem.queries, problem, with_saved, impl)  # type: ignore[no-any-return]
+    scores, saved, *_ = torch.ops.tilefold.maxsim(*tensors, *options, training, impl)
+    return scores, saved
 
 
 def _backward(
-    problem: Problem, dscores: Tensor, saved: Tensor | None, needs: tuple[bool, bool], impl: str
-) -> tuple[Tensor | None, Tensor | None]:
-    if _nothing_to_score(problem):
+    tensors: MaxSimTensors, options: MaxSimOptions, dscores: Tensor, saved: Tensor | None, needs: tuple[bool, bool],
+    impl: str,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    if Problem.of(tensors, options).empty:
         return None, None
     if impl == "reference":
         leaves = [
             rows.detach().requires_grad_(need)
-            for rows, need in zip((problem.queries, problem.documents), needs, strict=True)
+            for rows, need in zip((tensors.queries, tensors.documents), needs, strict=True)
         ]
-        with torch.enable_grad(), torch.autocast(problem.queries.device.type, enabled=False):
-            scores = _reference.maxsim(replace(problem, queries=leaves[0], documents=leaves[1]))
+        with torch.enable_grad(), torch.autocast(leaves[0].device.type, enabled=False):
+            given = tensors._replace(queries=leaves[0], documents=leaves[1])
+            scores = _reference.maxsim(Problem.of(given, options))
         wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
         grads = iter(torch.autograd.grad(scores, wanted, dscores))
         return next(grads) if needs[0] else None, next(grads) if needs[1] else None
-    return run(compute_gradients, dscores, saved, problem.operands, problem.options, needs, impl)  # type: ignore[no-any-return]
+    # offsets and indices were checked; the norms of rows are worked out again, so that no rank's are kept
+    kept = (*tensors[:7], saved, None, None, None)
+    dqueries, ddocuments = torch.ops.tilefold.maxsim_backward(dscores, *kept, *options, needs, impl)
+    return dqueries if needs[0] else None, ddocuments if needs[1] else None

@@ -17,44 +17,61 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.impl import host_may_read
 from tilefold.ops._shared.winners import max_over_tokens
 from tilefold.ops.maxsim import _tiled_maxima, _tiled_smooth, _tiled_winners
 from tilefold.ops.maxsim._blocks import Block, Side, blocks, column_limit, inverse_norms, own_queries, row_limit, sides
 from tilefold.ops.maxsim._blocks import pairs as pairs_of
 from tilefold.ops.maxsim._parts import Part, parts, widest
-from tilefold.ops.maxsim._problem import Problem, saved_place, wide_dtype, winner_bits
+from tilefold.ops.maxsim._problem import (
+    MaxSimOptions,
+    MaxSimSaved,
+    MaxSimTensors,
+    Problem,
+    check_values,
+    saved_place,
+    wide_dtype,
+    winner_bits,
+)
 from tilefold.ops.maxsim.quantized import quantize_rows
 
 SCRATCH_BYTES = 96 << 20
 BOOKKEEPING_BYTES = 200
 
 
-def forward(problem: Problem, with_saved: bool) -> tuple[Tensor, Tensor]:
-    """Scores, and what backward needs (empty unless asked for)."""
+def forward(tensors: MaxSimTensors, options: MaxSimOptions, training: bool) -> tuple[Tensor | None, ...]:
+    """Scores, and winners or smooth maxima where ``training``."""
+    if host_may_read(tensors.queries.device, "tiled"):
+        check_values(tensors)
+    problem = Problem.of(tensors, options)
+    dtype, device = wide_dtype(problem.queries.dtype), problem.queries.device
+    if problem.empty:
+        return torch.zeros(problem.score_shape, dtype=dtype, device=device), None, None, None, None
     if problem.documents.dtype == torch.int8:
         rows, scales = quantized_rows(problem.queries)
         problem = replace(problem, queries=rows, query_scale=scales)
     queries, documents = sides(problem)
-    dtype, device = wide_dtype(problem.queries.dtype), problem.queries.device
-    shape = problem.saved_shape if with_saved else (0, 0)
+    shape = problem.saved_shape if training else (0, 0)
     if problem.temperature:
         saved = torch.full(shape, float("inf"), dtype=dtype, device=device)
     else:  # few operations know uint16: its bits are written as int16, and -1 stands for "no winner" in any width
         bits = torch.int16 if problem.saved_dtype == torch.uint16 else problem.saved_dtype
         saved = torch.full(shape, -1, dtype=bits, device=device)
     scores = torch.zeros(problem.score_shape, dtype=dtype, device=device)
-    reduce = _Reduction(problem, documents, with_saved)
+    reduce = _Reduction(problem, documents, training)
     if problem.pairing == "all":
         every = parts(queries, column_limit(queries.rows.size(1)))
-        if with_saved or problem.temperature:
+        if training or problem.temperature:
             _all_pairs(problem, reduce, scores, saved, every)
         else:
             _tiled_maxima.scores(problem, documents, every, scores)
     else:
-        _some_pairs(problem, queries, reduce, scores, saved)
+        _some_pairs(problem, queries, reduce, scores.view(-1), saved)
     if problem.temperature and problem.mask_zero:
-        _add_zeros_alone(problem, queries, documents, scores)
-    return scores, saved.view(problem.saved_dtype)
+        _add_zeros_alone(problem, queries, documents, scores if problem.pairing == "all" else scores.view(-1))
+    if options.mean:
+        scores.div_(problem.divisor)
+    return scores, saved.view(problem.saved_dtype) if training else None, None, None, None
 
 
 def quantized_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,23 +82,32 @@ def quantized_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def backward(
-    problem: Problem, dscores: Tensor, saved: Tensor, need_queries: bool, need_documents: bool
+    dscores: Tensor, saved: MaxSimSaved, options: MaxSimOptions, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of queries and documents, in their dtypes."""
-    dtype = wide_dtype(problem.queries.dtype)
-    queries, documents = sides(problem)
-    dqueries = torch.zeros(problem.queries.shape, dtype=dtype, device=dscores.device) if need_queries else None
-    ddocuments = torch.zeros(problem.documents.shape, dtype=dtype, device=dscores.device) if need_documents else None
-    grad = dscores.to(dtype)
-    if problem.temperature:
-        _tiled_smooth.backward(problem, queries, documents, grad, dqueries, ddocuments)
-    else:
-        _tiled_winners.backward(problem, queries, documents, grad, saved, dqueries, ddocuments)
-    return _finish(problem, queries, dqueries), _finish(problem, documents, ddocuments)
+    """Gradients of queries and documents, in their shapes and dtypes."""
+    problem, given = Problem.of(saved.tensors, options), (saved.queries, saved.documents)
+    dtype, device = wide_dtype(problem.queries.dtype), dscores.device
+    dqueries, ddocuments = (
+        torch.zeros(rows.shape, dtype=dtype, device=device) if need else None
+        for rows, need in zip((problem.queries, problem.documents), needs, strict=True)
+    )
+    sums = dqueries, ddocuments
+    if not problem.empty and saved.saved is not None:
+        queries, documents = sides(problem)
+        grad = (dscores / problem.divisor if options.mean else dscores).to(dtype)
+        if problem.pairing != "all":
+            grad = grad.reshape(-1)
+        if problem.temperature:
+            _tiled_smooth.backward(problem, queries, documents, grad, dqueries, ddocuments)
+        else:
+            _tiled_winners.backward(problem, queries, documents, grad, saved.saved, dqueries, ddocuments)
+        sums = _finish(problem, queries, dqueries), _finish(problem, documents, ddocuments)
+    found = [None if x is None else x.reshape(rows.shape).to(rows.dtype) for x, rows in zip(sums, given, strict=True)]
+    return found[0], found[1]
 
 
 def _finish(problem: Problem, side: Side, grad: Tensor | None) -> Tensor | None:
-    """The gradient of a row from that of its unit vector, in the row's dtype. Masked rows have none."""
+    """The gradient of a row from that of its unit vector. Masked rows have none."""
     if grad is not None and problem.normalize:
         step = row_limit(grad.size(1))
         for start in range(0, grad.size(0) if side.index is None else side.index.numel(), step):
@@ -90,7 +116,7 @@ def _finish(problem: Problem, side: Side, grad: Tensor | None) -> Tensor | None:
             scale = inverse_norms(rows)
             unit = rows.to(grad.dtype) * scale
             grad[here] = scale * (found - unit * (unit * found).sum(dim=1, keepdim=True))
-    return None if grad is None else grad.to(side.rows.dtype)
+    return grad
 
 
 def _all_pairs(problem: Problem, reduce: _Reduction, scores: Tensor, saved: Tensor, queries: list[Part]) -> None:

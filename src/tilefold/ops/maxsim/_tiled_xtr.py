@@ -12,9 +12,19 @@ import math
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.impl import host_may_read
+from tilefold.ops.maxsim import _tiled
 from tilefold.ops.maxsim._blocks import Side, blocks, column_limit, sides
 from tilefold.ops.maxsim._parts import parts
-from tilefold.ops.maxsim._problem import Problem, wide_dtype, winner_bits
+from tilefold.ops.maxsim._problem import (
+    MaxSimTensors,
+    Problem,
+    XtrOptions,
+    XtrSaved,
+    check_values,
+    wide_dtype,
+    winner_bits,
+)
 
 # query tokens of a tile, and its similarities, on the CPU and elsewhere: long rows keep the searches of the largest few
 CPU_TILE = (1024, 1 << 22)
@@ -22,13 +32,19 @@ DEVICE_TILE = (4096, 1 << 26)
 MAXIMA = 1 << 21  # (query token, document) maxima held at a time on the CPU
 
 
-def forward(problem: Problem, top_k: int, impute: bool, with_saved: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores ``[Nq, Nd]``; winners that count (empty unless asked for), and what the sums were divided by."""
+def forward(tensors: MaxSimTensors, options: XtrOptions, training: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Scores ``[Nq, Nd]``; winners that count where ``training``, and what the sums were divided by."""
+    if host_may_read(tensors.queries.device, "tiled"):
+        check_values(tensors)
+    problem, (top_k, impute, _) = Problem.of(tensors, options.maximum), options
+    if problem.empty:
+        zeros = torch.zeros(problem.score_shape, dtype=wide_dtype(problem.queries.dtype), device=problem.queries.device)
+        return zeros, None, torch.ones_like(zeros)
     queries, documents = sides(problem)
     device, dtype = problem.queries.device, wide_dtype(problem.queries.dtype)
     scores, counts = (torch.zeros(problem.score_shape, dtype=dtype, device=device) for _ in range(2))
     bits = torch.int16 if problem.saved_dtype == torch.uint16 else problem.saved_dtype
-    saved = torch.full(problem.saved_shape if with_saved else (0, 0), -1, dtype=bits, device=device)
+    saved = torch.full(problem.saved_shape if training else (0, 0), -1, dtype=bits, device=device)
     has_tokens = documents.counts > 0
     width, elements = DEVICE_TILE
     if device.type == "cpu":
@@ -41,12 +57,19 @@ def forward(problem: Problem, top_k: int, impute: bool, with_saved: bool) -> tup
         part.add_sums(torch.where(retrieved, best, imputed).T, scores, slice(None))
         if not impute:
             part.add_sums(retrieved.T.to(dtype), counts, slice(None))
-        if with_saved:
+        if training:
             saved[:, part.columns] = winner_bits(winner, problem.saved_dtype).masked_fill_(~retrieved, -1).T
     if impute:
         counts += queries.counts[:, None]
     divisor = counts.clamp_(min=1)
-    return scores.div_(divisor), saved.view(problem.saved_dtype), divisor
+    return scores.div_(divisor), saved.view(problem.saved_dtype) if training else None, divisor
+
+
+def backward(
+    dscores: Tensor, saved: XtrSaved, options: XtrOptions, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of queries and documents: those of the maximum."""
+    return _tiled.backward(dscores / saved.divisor, saved.maximum, options.maximum, needs)
 
 
 def _maxima(tokens: Tensor, documents: Side, top_k: int, elements: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,18 +3,87 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.call_cache import call_key
-from tilefold.ops._shared.impl import chosen_impl as choose
-from tilefold.ops.maxsim import _reference
-from tilefold.ops.maxsim._arguments import cast_to, prepare, zeros
-from tilefold.ops.maxsim._problem import Operands, Problem, wide_dtype
-from tilefold.ops.maxsim._torch_ops import CALLS, Call, check_values, planned
-from tilefold.ops.maxsim._torch_ops import scores as scores_of
+from tilefold.ops._shared.checks import FLOAT_DTYPES
+from tilefold.ops._shared.fallback import SLOWER, give_up
+from tilefold.ops._shared.operator import Operator, Variant
+from tilefold.ops.maxsim import _reference, _tiled
+from tilefold.ops.maxsim._arguments import checked, divides_itself
+from tilefold.ops.maxsim._problem import (
+    RESULTS,
+    MaxSimOptions,
+    MaxSimSaved,
+    MaxSimTensors,
+    Problem,
+    check_values,
+    outputs,
+    wide_dtype,
+)
 from tilefold.ops.maxsim.quantized import QuantizedTokens, quantize_rows
+
+
+def _plans() -> ModuleType:
+    from tilefold.ops.maxsim import plans  # noqa: PLC0415 (needs Triton)
+
+    return plans
+
+
+def _by_reference(tensors: MaxSimTensors, options: MaxSimOptions) -> Tensor:
+    problem = Problem.of(tensors, options)
+    with torch.autocast(problem.queries.device.type, enabled=False):
+        check_values(tensors)
+        if problem.empty:
+            return nothing(problem)
+        scores = _reference.maxsim(problem if problem.document_scale is None else _dequantized(problem))
+    scores = scores.to(wide_dtype(problem.queries.dtype)).view(problem.score_shape)
+    return scores / problem.divisor if options.mean else scores
+
+
+def nothing(problem: Problem) -> Tensor:
+    """The scores of an empty problem, part of the graph."""
+    zero = problem.queries[..., :0].sum()
+    if problem.documents.dtype in FLOAT_DTYPES:
+        zero = zero + problem.documents[..., :0].sum()
+    return zero.to(wide_dtype(problem.queries.dtype)).expand(problem.score_shape).contiguous()
+
+
+def _variant(tensors: MaxSimTensors) -> Variant | None:
+    fp8 = tensors.documents.dtype == torch.float8_e4m3fn and tensors.documents.is_cuda
+    return Variant("maxsim", _impl_of_fp8) if fp8 else None
+
+
+def _impl_of_fp8(queries: Tensor, impl: str) -> str:
+    """The implementation for fp8 documents: there are no kernels before compute capability 8.9."""
+    chosen = MAXSIM.chosen_impl(queries, impl)
+    if chosen != "triton" or torch.cuda.get_device_capability(queries.device) >= (8, 9):
+        return chosen
+    if impl == "triton":
+        raise TypeError(
+            "documents must be quantized with dtype='int8' for impl='triton' before compute capability 8.9, got "
+            "fp8; use int8 or impl='tiled'."
+        )
+    give_up("maxsim with fp8 documents", queries.device, "it has no fp8 products", SLOWER)
+    return "tiled"
+
+
+MAXSIM = Operator(
+    "maxsim",
+    MaxSimTensors,
+    MaxSimOptions,
+    MaxSimSaved,
+    results=RESULTS,
+    outputs=outputs,
+    gradients={"queries": "queries", "documents": "documents"},
+    plans=_plans,
+    tiled=_tiled,
+    reference=_by_reference,
+    check_values=check_values,
+    variant=_variant,
+)
 
 
 def maxsim(
@@ -76,47 +145,16 @@ def maxsim(
         ValueError: for shapes, devices, offsets, indices or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
-    scales: Tensor | None = None
-    if isinstance(documents, QuantizedTokens):
-        rows, scales = documents.values, documents.scales
-    else:
-        rows = documents
+    rows, scale = (documents.values, documents.scales) if isinstance(documents, QuantizedTokens) else (documents, None)
     pairs = pairing if isinstance(pairing, Tensor) else None
-    operands = Operands(queries, rows, query_mask, document_mask, cu_seqlens_q, cu_seqlens_d, pairs, scales)
-    training = torch.is_grad_enabled() and (
-        getattr(queries, "requires_grad", False) or getattr(rows, "requires_grad", False)
-    )
-    options = (None if pairs is not None else pairing, reduction, mask_mode, temperature, normalize, impl, training)
-    key = call_key(operands, options)
-    call = CALLS.find(key)
-    if call is None:
-        operands, call = prepare(
-            queries,
-            documents,
-            query_mask=query_mask,
-            document_mask=document_mask,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_d=cu_seqlens_d,
-            pairing=pairing,
-            reduction=reduction,
-            mask_mode=mask_mode,
-            temperature=temperature,
-            normalize=normalize,
-            impl=impl,
-        )
-        if call.empty:
-            return zeros(operands, call)
-        counted = query_mask is None and cu_seqlens_q is None
-        if reduction == "mean" and counted and scales is None:
-            call = replace(call, divisor=float(queries.size(-2)))
-        call = planned(key, operands, call, training)
-    elif call.cast is not None:
-        operands = cast_to(operands, call.cast)
-    scores = _by_reference(operands, call) if call.impl == "reference" else scores_of(operands, call, training)
-    if reduction == "sum" or (call.plan is not None and call.divisor != 1.0):
+    tensors = MaxSimTensors(queries, rows, query_mask, document_mask, cu_seqlens_q, cu_seqlens_d, pairs, scale)
+    named = None if pairs is not None else pairing
+    asked = (named, reduction, mask_mode, temperature, normalize, _longest_query(tensors))
+    scores: Tensor = MAXSIM(tensors, asked, impl, checked)[0]
+    if reduction == "sum" or divides_itself(tensors) or queries.numel() == 0:
         return scores
-    kept = kept_tokens(operands, scores.dim())
-    return scores / kept if training else scores.div_(kept)  # nobody else has them
+    kept = kept_tokens(tensors, scores.dim())
+    return scores / kept if scores.requires_grad else scores.div_(kept)  # nobody else has them
 
 
 def chosen_impl(queries: Tensor, impl: str = "auto") -> str:
@@ -128,15 +166,7 @@ def chosen_impl(queries: Tensor, impl: str = "auto") -> str:
         ValueError: for an unknown name.
         RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
     """
-    return choose("maxsim", "queries", queries, impl)
-
-
-def _by_reference(operands: Operands, call: Call) -> Tensor:
-    problem = Problem.of(operands, call.options)
-    with torch.autocast(problem.queries.device.type, enabled=False):
-        check_values(problem, call.impl)
-        scores = _reference.maxsim(problem if problem.document_scale is None else _dequantized(problem))
-    return scores.to(wide_dtype(problem.queries.dtype)).view(call.shape)
+    return MAXSIM.chosen_impl(queries, impl)
 
 
 def _dequantized(problem: Problem) -> Problem:
@@ -152,9 +182,9 @@ def _dequantized(problem: Problem) -> Problem:
     return replace(problem, queries=queries, documents=documents, document_scale=None)
 
 
-def kept_tokens(operands: Operands, dims: int) -> Tensor | float:
+def kept_tokens(tensors: MaxSimTensors, dims: int) -> Tensor | float:
     """Kept tokens of the query of each score, at least 1, for scores of ``dims`` dimensions."""
-    queries, mask, offsets, pairs = operands.queries, operands.query_mask, operands.cu_queries, operands.pairs
+    queries, mask, offsets, pairs = tensors.queries, tensors.query_mask, tensors.cu_queries, tensors.pairs
     if mask is None and offsets is None:
         return float(queries.size(-2))
     if mask is None:
@@ -168,3 +198,14 @@ def kept_tokens(operands: Operands, dims: int) -> Tensor | float:
     if pairs is not None:
         return kept[pairs[:, 0].clamp(0, kept.numel() - 1)]
     return kept[:, None] if dims == 2 else kept
+
+
+def _longest_query(tensors: MaxSimTensors) -> int:
+    """Tokens of the longest packed query, where the place of what is saved depends on them."""
+    queries, documents, offsets = tensors.queries, tensors.documents, tensors.cu_queries
+    if tensors.pairs is None or not isinstance(offsets, Tensor) or not torch.is_grad_enabled():
+        return 0
+    if not (getattr(queries, "requires_grad", False) or getattr(documents, "requires_grad", False)):
+        return 0
+    fits = offsets.dtype in (torch.int32, torch.int64) and offsets.dim() == 1 and offsets.numel() > 1
+    return int(offsets.diff().max()) if fits else 0  # the checks refuse others

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,8 +14,6 @@ from tilefold.ops._shared._triton.releases import (
     lists_want_four_warps,
     smooth_maxima_want_registers,
 )
-from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops._shared.tf32 import tf32_allowed
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,7 @@ def _power_of_two(size: int, low: int, high: int) -> int:
     return block
 
 
-def forward_config_for(
+def forward_config(
     capability: tuple[int, int],
     dtype: torch.dtype,
     dim: int,
@@ -127,13 +124,15 @@ def forward_config_for(
     tf32: bool,
     winners_in: int | None = None,
 ) -> ForwardConfig:
-    """The configuration for a compute capability; ``query_rows`` of them can share a tile.
+    """The configuration for a compute capability, ``(0, 0)`` interpreted; ``query_rows`` of them can share a tile.
 
     Few query rows make the kernel a stream of document tokens: small tiles, many programs. Many make it a matrix
     product: 128 rows, so that each document token that is loaded meets as many query tokens. Winners, if they are
     kept (``winners_in`` documents of that many tokens, 0 for packed ones), cost as much as the products: more
     elements per thread, and more tokens per tile where that makes no padding.
     """
+    if capability == (0, 0):
+        return replace(INTERPRETED, use_tma=query_rows > 16)
     if dtype == torch.float32:
         block_k = _power_of_two(dim, 16, 32)
         block_q, warps = 32 if query_rows <= 32 else 64, 8 if capability >= (10, 0) else 4
@@ -142,14 +141,13 @@ def forward_config_for(
     block_k = _power_of_two(dim, 32 if dtype == torch.int8 else 16, MAX_BLOCK_K)  # int8 products take 32 at least
     if query_rows <= 64:
         return _few_rows(capability, dtype, query_rows, block_k)
-    if capability < (9, 0):
-        block_k = min(block_k, 64) if dim > MAX_BLOCK_K else block_k
-        return ForwardConfig(128, 64, block_k, num_warps=8, num_stages=3)
-    config = ForwardConfig(128, 64, block_k, num_warps=8, num_stages=3, use_tma=True)
-    if capability < (10, 0) and winners_in is not None:
+    if capability < (9, 0) and dim > MAX_BLOCK_K:
+        block_k = min(block_k, 64)
+    config = ForwardConfig(128, 64, block_k, num_warps=8, num_stages=3, use_tma=capability >= (9, 0))
+    if (9, 0) <= capability < (10, 0) and winners_in is not None:
+        config = replace(config, num_warps=4)
         if winners_in and -winners_in % 128 <= winners_in // 10:
-            return replace(config, block_q=64, block_t=128, num_warps=4)
-        return replace(config, num_warps=4)
+            config = replace(config, block_q=64, block_t=128)
     return config
 
 
@@ -166,24 +164,7 @@ def _few_rows(capability: tuple[int, int], dtype: torch.dtype, query_rows: int, 
     return replace(config, programs=3, use_tma=True) if dtype == torch.int8 else replace(config, num_stages=4)
 
 
-def forward_config(
-    dtype: torch.dtype, dim: int, query_rows: int, device: torch.device, winners_in: int | None = None
-) -> ForwardConfig:
-    """The forward configuration for ``dtype`` on ``device``."""
-    if device.type != "cuda" or triton_interpreted():
-        return replace(INTERPRETED, use_tma=query_rows > 16)
-    return _forward_config_on(device, dtype, dim, min(query_rows, 65), tf32_allowed(dtype), winners_in)
-
-
-@functools.lru_cache(maxsize=4096)
-def _forward_config_on(
-    device: torch.device, dtype: torch.dtype, dim: int, query_rows: int, tf32: bool, winners_in: int | None
-) -> ForwardConfig:
-    # asking for the capability takes longer than launching a kernel
-    return forward_config_for(torch.cuda.get_device_capability(device), dtype, dim, query_rows, tf32, winners_in)
-
-
-def stream_config_for(
+def stream_config(
     capability: tuple[int, int],
     documents: torch.dtype,
     dim: int,
@@ -198,6 +179,8 @@ def stream_config_for(
         return None
     block_q = _power_of_two(query_rows, 16, MAX_STREAMED_ROWS)
     block_k = _power_of_two(dim, 32, MAX_BLOCK_K)  # int8 products take 32 at least
+    if capability == (0, 0):
+        return ForwardConfig(block_q, INTERPRETED.block_t, block_k, num_warps=4, num_stages=3, use_tma=True)
     if capability < (9, 0):
         return ForwardConfig(block_q, 64, block_k, num_warps=4, num_stages=3)
     programs, registers = _streams_at_a_time(capability, documents, block_q, queries == torch.float32)
@@ -227,25 +210,10 @@ def _streams_at_a_time(
     return 5 if block_q <= 32 else 3, None
 
 
-def stream_config(
-    documents: torch.dtype, dim: int, query_rows: int, device: torch.device, queries: torch.dtype
-) -> ForwardConfig | None:
-    """The configuration of the streaming kernel on ``device``, or ``None`` where another is better."""
-    if device.type != "cuda" or triton_interpreted():
-        config = stream_config_for((9, 0), documents, dim, query_rows)
-        return config and replace(config, block_t=INTERPRETED.block_t, programs=INTERPRETED.programs, prefetch=0)
-    return _stream_config_on(device, documents, dim, min(query_rows, MAX_STREAMED_ROWS + 1), queries)
-
-
-@functools.lru_cache(maxsize=1024)
-def _stream_config_on(
-    device: torch.device, documents: torch.dtype, dim: int, query_rows: int, queries: torch.dtype
-) -> ForwardConfig | None:
-    return stream_config_for(torch.cuda.get_device_capability(device), documents, dim, query_rows, queries)
-
-
-def backward_config_for(capability: tuple[int, int], dtype: torch.dtype, tf32: bool) -> BackwardConfig:
+def backward_config(capability: tuple[int, int], dtype: torch.dtype, tf32: bool) -> BackwardConfig:
     """The backward configuration for a compute capability: tiles that keep to the registers there."""
+    if capability == (0, 0):
+        return BACKWARD_INTERPRETED
     ampere, blackwell, old = capability < (9, 0), capability >= (10, 0), late_interaction_gradients_spill()
     if dtype == torch.float32:
         config = replace(BACKWARD_FP32, precision="tf32") if tf32 else BACKWARD_FP32
@@ -258,15 +226,3 @@ def backward_config_for(capability: tuple[int, int], dtype: torch.dtype, tf32: b
     if blackwell or (ampere and document_tiles_spill()):
         config = replace(config, block_t=64, block_e=32 if blackwell else config.block_e, stages_d=2)
     return replace(config, warps_q=8) if old and not ampere else config
-
-
-def backward_config(dtype: torch.dtype, device: torch.device) -> BackwardConfig:
-    """The backward configuration for ``dtype`` on ``device``."""
-    if device.type != "cuda" or triton_interpreted():
-        return BACKWARD_INTERPRETED
-    return _backward_config_on(device, dtype, tf32_allowed(dtype))
-
-
-@functools.lru_cache(maxsize=64)
-def _backward_config_on(device: torch.device, dtype: torch.dtype, tf32: bool) -> BackwardConfig:
-    return backward_config_for(torch.cuda.get_device_capability(device), dtype, tf32)

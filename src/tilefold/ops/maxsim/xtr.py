@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
-from tilefold.ops.maxsim import _reference, _torch_ops_xtr
-from tilefold.ops.maxsim._arguments import prepare, zeros
-from tilefold.ops.maxsim._problem import Problem
-from tilefold.ops.maxsim._torch_ops import check_values
+from tilefold.ops._shared.operator import Checked, Operator
+from tilefold.ops.maxsim import _reference, _tiled_xtr
+from tilefold.ops.maxsim._arguments import checked
+from tilefold.ops.maxsim._problem import MaxSimTensors, Problem, XtrOptions, XtrSaved, check_values, xtr_outputs
+from tilefold.ops.maxsim.api import nothing
 from tilefold.ops.maxsim.quantized import QuantizedTokens
 
 
@@ -71,26 +74,43 @@ def xtr_scores(
     given: object = documents
     if isinstance(given, QuantizedTokens):
         raise TypeError("documents must be a torch.Tensor, got QuantizedTokens; give documents.dequantize().")
-    operands, call = prepare(
-        queries,
-        documents,
-        query_mask=query_mask,
-        document_mask=document_mask,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_d=cu_seqlens_d,
-        normalize=normalize,
-        impl=impl,
-    )
-    if impute and torch.is_grad_enabled() and (queries.requires_grad or documents.requires_grad):
+    tensors = MaxSimTensors(queries, documents, query_mask, document_mask, cu_seqlens_q, cu_seqlens_d, None, None)
+    scores: Tensor = XTR(tensors, (top_k, impute, normalize), impl, _checked)[0]
+    return scores
+
+
+def _checked(tensors: MaxSimTensors, top_k: int, impute: bool, normalize: bool) -> Checked:
+    ready = checked(tensors, "all", "sum", "exclude", None, normalize).ready
+    if impute and torch.is_grad_enabled() and (tensors.queries.requires_grad or tensors.documents.requires_grad):
         raise ValueError(
             "impute must be False where a gradient is asked for, got True; train without it, score under "
             "torch.no_grad()."
         )
-    if call.empty:
-        return zeros(operands, call)
-    if call.impl == "reference":
-        problem = Problem.of(operands, call.options)
-        with torch.autocast(problem.queries.device.type, enabled=False):
-            check_values(problem, call.impl)
-            return _reference.xtr(problem, top_k, bool(impute))
-    return _torch_ops_xtr.scores(operands, call, top_k, bool(impute))
+    return Checked(XtrOptions(top_k, bool(impute), normalize), ready)
+
+
+def _by_reference(tensors: MaxSimTensors, options: XtrOptions) -> Tensor:
+    problem = Problem.of(tensors, options.maximum)
+    with torch.autocast(problem.queries.device.type, enabled=False):
+        check_values(tensors)
+        return nothing(problem) if problem.empty else _reference.xtr(problem, options.top_k, options.impute)
+
+
+def _plans() -> SimpleNamespace:
+    from tilefold.ops.maxsim import plans  # noqa: PLC0415 (needs Triton)
+
+    return SimpleNamespace(forward=plans.xtr_forward, backward=plans.xtr_backward)
+
+
+XTR = Operator(
+    "xtr_scores",
+    MaxSimTensors,
+    XtrOptions,
+    XtrSaved,
+    results=("scores", "saved", "divisor"),
+    outputs=xtr_outputs,
+    gradients={"queries": "queries", "documents": "documents"},
+    plans=_plans,
+    tiled=_tiled_xtr,
+    reference=_by_reference,
+)

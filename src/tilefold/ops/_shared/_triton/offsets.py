@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilefold.ops._shared._triton.launch import Step
 from tilefold.ops._shared._triton.tensors import cdiv
+from tilefold.ops._shared.plan import Launch
 
 INT32_MAX = tl.constexpr(2147483647)
 BLOCK = 1024
@@ -29,11 +29,11 @@ def int32_kernel(int64_ptr, int32_ptr, count, BLOCK: tl.constexpr):
     tl.store(int32_ptr + i, tl.minimum(tl.maximum(value, -1), INT32_MAX).to(tl.int32), mask=i < count)
 
 
-def int32_step(count: int) -> Step:
-    """What brings ``count`` contiguous int64 offsets or indices to int32, so that kernels are built for one width.
+def int32_launch(source: str, target: str, count: int) -> Launch:
+    """Brings ``count`` contiguous int64 offsets or indices to int32, by names, so that kernels are built for one width.
 
     What int32 does not hold becomes -1 or its largest number, which no check lets pass among fewer than ``2**31 - 1``
     rows: cut to its lower half it could be one that fits.
     """
     constants = {"BLOCK": BLOCK, "num_warps": 4, "num_stages": 1}
-    return Step(int32_kernel, (cdiv(count, BLOCK), 1, 1), (count,), constants)
+    return Launch(int32_kernel, (cdiv(count, BLOCK), 1, 1), f"{source} {target}", (count,), constants)

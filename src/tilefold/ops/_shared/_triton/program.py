@@ -60,7 +60,7 @@ class Program:
     """``program(*given)`` runs the steps on the current stream, allocates what they write, and returns the results.
 
     Once a plan of launches was repeated, each tensor is asked for its address once, and launches get addresses. What
-    torch makes of given tensors before the first launch, as copies, may come before.
+    torch makes of given tensors, as copies, may come before the first launch.
 
     Args:
         plan: of the pass.
@@ -85,7 +85,7 @@ class Program:
         wanted = {name: each for name, each in results.items() if each and plan.buffers.get(name, each) is not None}
         made = {name: each for name, each in wanted.items() if name not in by_torch}
         reads = [[views[name].of if name in views else name for name in step.tensors.split()] for step in plan.steps]
-        copies = _leading_copies(plan, given)
+        copies = _leading(plan, given, results)
         cuts = _cut(plan, reads, made, each_step=any(isinstance(step, TorchStep) for step in plan.steps[copies:]))
         scratch = [name for cut in cuts for name in cut.scratch]
         others = sorted({*plan.buffers, *by_torch, *results} - {*given, *made, *scratch})
@@ -134,11 +134,10 @@ class Program:
         same = self._aligned and not hooked()
         if not same or not self._bound:
             return self._run(same, given)
-        tensors = list(given)
+        tensors: list[Any] = [*given, *self._others]
         for step in self._ready:
             tensors[step.place] = step.function(*step.take(tensors))
         addresses: list[Any] = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        addresses += self._others
         results: list[Tensor] = []
         for stretch, launches in self._bound:
             made = list(map(torch.empty_like, stretch.results))
@@ -198,11 +197,13 @@ class _Cut(NamedTuple):
     scratch: list[str]
 
 
-def _leading_copies(plan: Plan, given: Sequence[str]) -> int:
-    """How many torch steps come first and make given tensors of given ones."""
+def _leading(plan: Plan, given: Sequence[str], results: Mapping[str, Buffer | None]) -> int:
+    """How many torch steps come first, read given tensors and what such steps made, and make no result."""
+    known = {*given}
     for count, step in enumerate(plan.steps):
-        if isinstance(step, Launch) or not {step.makes, *step.tensors.split()} <= {*given}:
+        if isinstance(step, Launch) or step.makes in results or not {*step.tensors.split()} <= known:
             return count
+        known.add(step.makes)
     return len(plan.steps)
 
 
@@ -258,5 +259,5 @@ def _like(buffer: Buffer, device: torch.device) -> Tensor:
 
 def _step(launch: Launch) -> Step:
     names = launch.tensors.split()
-    described = [launch.tma.get(name) for name in names] if launch.tma else []
-    return Step(launch.kernel, launch.grid, launch.numbers, launch.constants, tuple(described))
+    described = [launch.tma.get(name) if names.index(name) == place else None for place, name in enumerate(names)]
+    return Step(launch.kernel, launch.grid, launch.numbers, launch.constants, tuple(described) if launch.tma else ())
