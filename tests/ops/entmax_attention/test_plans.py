@@ -1,0 +1,106 @@
+"""What the attention launches, by layouts and options alone: no kernel runs and no tensor has memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="plans name kernels")
+
+from tilefold.ops._shared._triton import releases
+from tilefold.ops._shared.plan import Launch, Plan, Setting, TorchStep
+from tilefold.ops._shared.tuning import Row
+from tilefold.ops.entmax_attention import configs, plans
+from tilefold.ops.entmax_attention._problem import AttentionSaved, AttentionTensors, Options
+
+HOPPER = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
+WALKED = ["roots_kernel", "output_kernel"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_table() -> Iterator[None]:
+    configs.config_for.cache_clear()
+    yield
+    configs.config_for.cache_clear()
+
+
+def problem(keys: int, packed: bool = False, alpha: float = 1.5, **options: Any) -> tuple[AttentionTensors, Options]:
+    q = torch.empty((keys, 2, 64) if packed else (1, 2, keys, 64), dtype=torch.bfloat16, device="meta")
+    offsets = torch.empty(4, dtype=torch.int32, device="meta") if packed else None
+    asked = {"alpha_value": alpha, "causal": False, "window": -1, "scale": 0.125, "dropout_p": 0.0} | options
+    return AttentionTensors(q, q, q, None, None, offsets, offsets, None), Options(**asked, max_seqlen_k=keys)
+
+
+def launches(plan: Plan) -> dict[str, Launch]:
+    return {step.kernel.__name__: step for step in plan.steps if isinstance(step, Launch)}
+
+
+def gradients(tensors: AttentionTensors, options: Options, *needs: bool) -> Plan:
+    live = torch.empty(configs.live_shape(tensors, options, HOPPER.capability), dtype=torch.int32, device="meta")
+    saved = AttentionSaved(*tensors, tensors.q, torch.empty(4, *tensors.stats_shape, device="meta"), live)
+    return plans.backward(tensors.q, saved, options, needs, HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "capability", "kernels", "lists"),
+    [
+        (256, {}, (9, 0), ["resident_kernel"], False),
+        (256, {"causal": True}, (9, 0), WALKED, False),
+        (128, {"causal": True}, (9, 0), ["resident_kernel"], False),
+        (4096, {"window": 32}, (9, 0), ["resident_kernel"], False),
+        (128, {}, (10, 0), WALKED, False),
+        (1024, {}, (9, 0), WALKED, False),
+        (1025, {}, (9, 0), WALKED, True),
+    ],
+)
+def test_the_way_of_rows_follows_the_keys_that_a_tile_sees(
+    keys: int, options: dict[str, Any], capability: tuple[int, int], kernels: list[str], lists: bool
+) -> None:
+    tensors, asked = problem(keys, **options)
+    plan = plans.forward(tensors, asked, True, HOPPER._replace(capability=capability))
+    assert list(launches(plan)) == kernels and ("live" not in plan.buffers) == lists
+    assert (min(configs.live_shape(tensors, asked, capability)) > 0) == lists
+
+
+def test_what_nobody_reads_is_not_made() -> None:
+    resident, walked = (plans.forward(*problem(keys), False, HOPPER) for keys in (128, 512))
+    assert dict(resident.buffers).items() >= {"out2": None, "stats": None, "live": None}.items()
+    assert walked.buffers["stats"] is None and walked.buffers["rows"] is not None  # between the two kernels
+    counted = plans.forward(*problem(128, support=True), False, HOPPER)
+    assert "stats" not in counted.buffers and counted.buffers["out2"] is None
+
+
+def test_gradients_launch_what_is_needed_with_lists_where_there_is_a_map() -> None:
+    for keys, lists in ((512, []), (4096, ["key_lists_kernel"])):
+        assert list(launches(gradients(*problem(keys), True, False, False, False))) == [*lists, "dq_kernel"]
+    every = ["tables_kernel", "key_lists_kernel", "dq_kernel", "query_lists_kernel", "dkv_kernel"]
+    assert list(launches(gradients(*problem(4096, packed=True), True, True, True, False))) == every
+
+
+def test_a_last_dimension_of_other_strides_is_copied_and_laid_out_again() -> None:
+    tensors, options = problem(64)
+    turned: Tensor = tensors.q.transpose(2, 3).contiguous().transpose(2, 3)
+    plan = plans.forward(tensors._replace(q=turned), options, True, HOPPER)
+    made = [step.makes if isinstance(step, TorchStep) else step.kernel.__name__ for step in plan.steps]
+    assert made == ["q", "resident_kernel", "out", "out2"]
+
+
+def test_one_row_of_the_table_changes_the_limits_of_rows_with_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(releases, "release", lambda: (3, 9))
+    row = Row(
+        configs.HOPPER | {"way": configs.LISTS, "release": (3, 9)},
+        {"registers": 128, "programs": 4, "wide_registers": 168},
+        "a test",
+    )
+    limits = {}
+    for table in (configs.TABLE, (*configs.TABLE, row)):
+        monkeypatch.setattr(configs, "TABLE", table)
+        configs.config_for.cache_clear()
+        for keys in (512, 4096):
+            steps = launches(plans.forward(*problem(keys), True, HOPPER))
+            limits[len(table), keys] = tuple(steps[name].constants["maxnreg"] for name in WALKED)
+    assert list(limits.values()) == [(168, 255), (168, 255), (168, 255), (128, 168)]
