@@ -150,7 +150,7 @@ def test_a_quick_demo_is_one_of_three_minutes_and_more_minutes_never_do_less() -
     assert demo._asked_size(None, full=False, quick=True) == demo._asked_size(3, full=False, quick=False)
     assert demo._asked_size(None, full=False, quick=False) == demo._asked_size(5, full=False, quick=False)
     assert demo._asked_size(None, full=True, quick=False) == _demo_data.FULL
-    sizes = [demo._asked_size(minutes, full=False, quick=False) for minutes in (0.01, 3, 4.9, 5, 12, 15, 20, 600)]
+    sizes = [demo._asked_size(minutes, full=False, quick=False) for minutes in (0.01, 3, 4.9, 5, 10, 12, 15, 600)]
     assert [size.steps for size in sizes] == [40, 40, 40, 50, 90, 90, 110, 110]
     taken = [size.documents or math.inf for size in sizes]
     assert taken == sorted(taken)

@@ -26,7 +26,7 @@ ANSWERS = 3
 def demo(
     minutes: Annotated[
         float | None,
-        typer.Option(help="Take the largest size for so many minutes on two cores: 3, 5, 12 or 20; by default 5."),
+        typer.Option(help="The largest of four sizes, meant for 3, 5, 10 and 15 minutes on two cores; by default 5."),
     ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="Everything at full size: 6 to 30 minutes on 2 cores, depending on the CPU.")
