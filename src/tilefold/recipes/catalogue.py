@@ -59,17 +59,9 @@ class Entry:
 
     def to_dict(self) -> dict[str, Any]:
         """The entry as a JSON object, with the configuration's fields."""
-        return {
-            "name": self.name,
-            "summary": self.summary,
-            "paper": self.paper,
-            "needs": list(self.needs),
-            "published": self.published,
-            "publishes": self.publishes,
-            "base": self.base,
-            "kind": type(self.recipe).__name__,
-            "recipe": self.recipe.to_dict(),
-        }
+        names = ("name", "summary", "paper", "needs", "published", "publishes", "base")
+        told = {name: list(self.needs) if name == "needs" else getattr(self, name) for name in names}
+        return {**told, "kind": type(self.recipe).__name__, "recipe": self.recipe.to_dict()}
 
 
 def _entries() -> Iterator[Entry]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tilefold.integrations.sentence_transformers._packed_inputs import pack_features, packed_features, pads_inputs
 from tilefold.integrations.sentence_transformers._step_graphs import StepGraphs
 from tilefold.integrations.transformers.packed import padding_position
+from tilefold.modules.fused_pooling import Features
 
 JOINED = "joined_columns"  # key of a column's place among those it was joined with
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -26,7 +27,7 @@ class Columns:
         parts: the ``input_ids`` of each column.
     """
 
-    def __init__(self, features: dict[str, Any], parts: list[Tensor]) -> None:
+    def __init__(self, features: Features, parts: list[Tensor]) -> None:
         self.features, self.parts = features, parts
         self._waiting: dict[tuple[Any, ...], Tensor] = {}
 
@@ -60,7 +61,7 @@ class PackedForward:
         self.transformer = transformer
         self.graphs: StepGraphs | None = None
 
-    def __call__(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    def __call__(self, features: Features, **kwargs: Any) -> Features:
         """The features with the output of the module, packed unless :func:`padded_inputs` is in force."""
         transformer = self.transformer
         columns, index = features.pop(JOINED, (None, 0))
@@ -70,14 +71,14 @@ class PackedForward:
         features[transformer.module_output_name] = columns.embeddings(index, transformer, self.graphs)
         return features
 
-    def _alone(self, features: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _alone(self, features: Features, kwargs: Features) -> Features:
         transformer = self.transformer
         if _OFFSETS[0] not in features and not pads_inputs() and not _is_recorded():
             packed = pack_features(features, padding_position(transformer.model))
             if packed is not features:
                 features.clear()
                 features.update(packed)
-        found: dict[str, Any]
+        found: Features
         if _OFFSETS[0] not in features or features["input_ids"].size(1):
             _check_whole(features)
             found = type(transformer).forward(transformer, features, **kwargs)
@@ -104,7 +105,7 @@ def _is_recorded() -> bool:
     return known and torch.cuda.is_current_stream_capturing()
 
 
-def _check_whole(features: dict[str, Any]) -> None:
+def _check_whole(features: Features) -> None:
     """Raise if packed features were cut by their first dimension; by sizes that the host knows, without waiting."""
     if _OFFSETS[0] not in features:
         return
@@ -128,8 +129,8 @@ class Batch(NamedTuple):
         spans: prefix, first token and end of each column.
     """
 
-    features: dict[str, Any]
-    joined: dict[str, Any] | None = None
+    features: Features
+    joined: Features | None = None
     spans: tuple[tuple[str, int, int], ...] = ()
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Batch:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tilefold.modules.fused_pooling import Features
 from tilefold.ops.implementations import copy_each
 
 _SMALLEST = 64  # tokens; sizes are multiples of this
@@ -61,7 +62,7 @@ class StaticInputs:
         sizes: those of the tensors.
     """
 
-    def __init__(self, features: dict[str, Any], sizes: Sizes) -> None:
+    def __init__(self, features: Features, sizes: Sizes) -> None:
         self.sizes = sizes
         ids: Tensor = features["input_ids"]
         self.tokens = {
@@ -74,7 +75,7 @@ class StaticInputs:
         """The arguments of the encoder."""
         return {**self.tokens, **dict.fromkeys(OFFSETS, self.offsets), **dict.fromkeys(LONGEST, self.sizes.longest)}
 
-    def fill(self, features: dict[str, Any]) -> None:
+    def fill(self, features: Features) -> None:
         """Copy a batch; behind it stay tokens of others, in sequences of their own."""
         count = features["input_ids"].size(1)
         for name, tensor in self.tokens.items():

@@ -16,6 +16,7 @@ from tilefold.integrations.sentence_transformers._pairs import pipelines_of
 from tilefold.integrations.sentence_transformers._selfcheck import TOLERANCE, as_evaluated, tiny_batch
 from tilefold.integrations.sentence_transformers._similarity import is_multi_vector
 from tilefold.integrations.transformers import stop_packed, use_packed
+from tilefold.modules.fused_pooling import Features
 from tilefold.ops.packed_attention import places_of_tokens
 
 PACKED_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids")
@@ -175,15 +176,15 @@ class PackedMask:
     def __init__(self, module: Any) -> None:
         self.module = module
 
-    def __call__(self, features: dict[str, Any], task: str | None = None) -> dict[str, Any]:
+    def __call__(self, features: Features, task: str | None = None) -> Features:
         """The features with ``[B, S, ..]`` token vectors and ids, and the mask of the tokens that are scored."""
         if "cu_seq_lens_q" in features:
             repad(features)
-        found: dict[str, Any] = type(self.module).forward(self.module, features, task=task)
+        found: Features = type(self.module).forward(self.module, features, task=task)
         return found
 
 
-def repad(features: dict[str, Any]) -> None:
+def repad(features: Features) -> None:
     """Put padded ``token_embeddings``, ``input_ids`` and ``attention_mask`` in the place of packed ones."""
     cu_seqlens: Tensor = features["cu_seq_lens_q"]
     count, longest = cu_seqlens.numel() - 1, int(features["max_length_q"])

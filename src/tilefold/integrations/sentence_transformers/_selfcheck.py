@@ -13,6 +13,7 @@ from torch import Tensor
 from tilefold.integrations.sentence_transformers._heads import base_linear, head_operands
 from tilefold.integrations.sentence_transformers._pairs import SpladePair
 from tilefold.integrations.sentence_transformers._pooling import FusedForward, pass_hidden_states
+from tilefold.modules.fused_pooling import Features
 
 TEXTS = ["one", "a second text, with a few more tokens than the first"]
 TOLERANCE = 0.02  # of the largest score: wide enough for bf16 logits and TF32, far below a wrong formula
@@ -71,7 +72,7 @@ def check_pair(pair: SpladePair, impl: str) -> None:
         _check_scores(got, expected)
 
 
-def _probe(pair: SpladePair, features: dict[str, Any]) -> tuple[HeadProbe, Tensor]:
+def _probe(pair: SpladePair, features: Features) -> tuple[HeadProbe, Tensor]:
     """The probe after one forward of the Transformer, and the output of the Transformer."""
     probe = HeadProbe(base_linear(pair.head).out_features)
     pair.head.forward = probe
@@ -82,7 +83,7 @@ def _probe(pair: SpladePair, features: dict[str, Any]) -> tuple[HeadProbe, Tenso
     return probe, output
 
 
-def _check_logits_untouched(pair: SpladePair, seen: tuple[HeadProbe, Tensor], features: dict[str, Any]) -> None:
+def _check_logits_untouched(pair: SpladePair, seen: tuple[HeadProbe, Tensor], features: Features) -> None:
     probe, output = seen
     name = type(pair.transformer.model).__name__
     if len(probe.logits) != 1:
@@ -122,7 +123,7 @@ def _check_scores(got: Tensor, expected: Tensor) -> None:
         )
 
 
-def tiny_batch(transformer: Any) -> dict[str, Any]:
+def tiny_batch(transformer: Any) -> Features:
     """Features of two short texts on the module's device, whole where its own limit would cut them to one length."""
     device = next(transformer.parameters()).device
     if type(transformer).preprocess is Transformer.preprocess:

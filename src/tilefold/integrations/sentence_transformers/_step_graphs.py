@@ -28,6 +28,7 @@ from tilefold.integrations.sentence_transformers._graph_capture import (
     fresh_leaves,
     sizes_for,
 )
+from tilefold.modules.fused_pooling import Features
 from tilefold.ops.implementations import tf32_allowed
 
 LIMIT = 16  # graphs that are kept; each has its inputs and outputs to itself and shares all other memory
@@ -82,7 +83,7 @@ class StepGraphs:
         self.serial = 0
         self._forget()
 
-    def __call__(self, features: dict[str, Any]) -> Tensor | None:
+    def __call__(self, features: Features) -> Tensor | None:
         """``[1, T, D]`` with its gradients, or None if the batch must run without a graph."""
         ids = features["input_ids"]
         if self.failed or not torch.is_grad_enabled() or features.keys() - KNOWN or not self._may_run(ids):
@@ -137,7 +138,7 @@ class StepGraphs:
         switches = tf32_allowed(torch.float32), torch.are_deterministic_algorithms_enabled()
         return addresses, modules, rates, autocasts, switches
 
-    def _captured(self, needed: tuple[int, int, int], features: dict[str, Any]) -> Sizes | None:
+    def _captured(self, needed: tuple[int, int, int], features: Features) -> Sizes | None:
         """Sizes of a new graph, when a pack of about these is met for the second time."""
         sizes = sizes_for(*needed)
         alike = next((seen for seen in self._seen if seen.hold(*needed)), sizes)
@@ -197,7 +198,7 @@ class StepGraphs:
             stacklevel=2,
         )
 
-    def _run(self, features: dict[str, Any]) -> Tensor:
+    def _run(self, features: Features) -> Tensor:
         transformer, device = self.transformer, features["input_ids"].device.type
         scope: Any = contextlib.nullcontext()
         if torch.is_autocast_enabled(device):  # what autocast keeps of weights would be older than the next replay

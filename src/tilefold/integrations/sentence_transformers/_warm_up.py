@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilefold.integrations.sentence_transformers._accelerate import accelerate, is_accelerated, restore
 from tilefold.integrations.sentence_transformers._packed_inputs import packed_inputs
+from tilefold.modules.fused_pooling import Features
 from tilefold.ops.warm_up import Built, build_kernels, check_kernels_can_be_built
 
 __all__ = ["warm_up"]
@@ -83,7 +84,7 @@ def steps(
     return calls
 
 
-def made_batch(model: Any, length: int, batch_size: int) -> dict[str, Any]:
+def made_batch(model: Any, length: int, batch_size: int) -> Features:
     """Features of made texts on the device of the model: the first has about ``length`` tokens, half of them fewer."""
     sizes = [length if i % 2 == 0 else max(length // 2, 1) for i in range(batch_size)]
     with packed_inputs():
@@ -93,7 +94,7 @@ def made_batch(model: Any, length: int, batch_size: int) -> dict[str, Any]:
 
 
 def _step(
-    model: Any, queries: dict[str, Any], documents: dict[str, Any], trains: bool, dtype: torch.dtype | None
+    model: Any, queries: Features, documents: Features, trains: bool, dtype: torch.dtype | None
 ) -> Callable[[], object]:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -109,7 +110,7 @@ def _step(
     return step
 
 
-def _scores(model: Any, queries: dict[str, Any], documents: dict[str, Any]) -> Tensor:
+def _scores(model: Any, queries: Features, documents: Features) -> Tensor:
     out = model(dict(documents))
     if "token_embeddings" in out and "sentence_embedding" not in out:
         from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores  # noqa: PLC0415
