@@ -12,7 +12,6 @@ from tests.ops.cross_compile import compile_kernel, dump
 from tests.ops.machine_code import loops_of, names_of, spilled_share
 from tests.ops.token_scatter.test_compile import FLOATS, TYPES
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.token_scatter import configs
 from tilefold.ops.token_scatter._triton.scatter import gather_kernel
 from tilefold.ops.token_scatter.plans import SCAN
 
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interp
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
 def test_spills_are_counted_as_the_disassembler_counts_them(capability: int, registers: int | None) -> None:
     types = TYPES | dict.fromkeys(FLOATS, "*fp32")
-    constants = {"ACTIVATION": "log1p_log1p_relu", "PACKED": True, "BLOCK": configs.LONG.block, "SCAN": SCAN}
+    constants = {"ACTIVATION": "log1p_log1p_relu", "PACKED": True, "BLOCK": 1024, "SCAN": SCAN}
     compiled = compile_kernel(gather_kernel, types, constants, capability, 1, 3, registers=registers)
     disassembled = re.findall(r"\b(?:LDL|STL)\b", dump(compiled.cubin, "--dump-sass"))
     assert compiled.local_memory == len(disassembled)
