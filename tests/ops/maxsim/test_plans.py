@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.ops.conftest import Target
-from tilefold.ops import maxsim, quantize_tokens
+from tilefold.ops import maxsim
 from tilefold.ops._shared import fallback, operator
 from tilefold.ops._shared._triton import launch as shared_launch
 from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
@@ -52,33 +52,6 @@ def test_options_of_no_hashable_type_are_refused_by_name(name: str) -> None:
     inputs = maxsim_inputs(2, 3, 4, 5, 8, dtype=torch.float32)
     with pytest.raises((TypeError, ValueError), match=name):
         maxsim(inputs.queries, inputs.documents, **{name: ["all"]})
-
-
-QUANTIZED: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
-    "few queries": ((3, 4, 5, 9, 64), {}),
-    "holes": ((3, 4, 5, 9, 64), {"layout": "holes"}),
-    "long queries": ((2, 3, 70, 20, 64), {"layout": "right"}),
-    "packed": ((3, 4, 5, 9, 64), {"layout": "packed"}),
-    "aligned": ((3, 3, 5, 9, 64), {"pairing": "aligned"}),
-}
-
-
-@kernels
-@pytest.mark.parametrize("kind", ["int8"] if triton_interpreted() else ["int8", "fp8"])
-@pytest.mark.parametrize("case", QUANTIZED)
-def test_quantized_scores_repeat_their_launches(case: str, kind: str) -> None:
-    if kind == "fp8" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("fp8 products need compute capability 8.9")
-    shape, layout = QUANTIZED[case]
-    inputs = given(*shape, **layout)
-    documents = quantize_tokens(inputs.documents, kind)
-    with nan_poisoned_empty():
-        first, *others = (
-            maxsim(inputs.queries.clone(), documents, **inputs.layout, reduction="mean", impl="triton")
-            for _ in range(4)
-        )
-    assert len(MAXSIM.calls) == 1 and bool(first.isfinite().all())
-    assert all(torch.equal(scores, first) for scores in others)
 
 
 ONE_LAUNCH: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {

@@ -233,6 +233,22 @@ def test_checks_and_plans_are_made_once_for_calls_that_are_alike(monkeypatch: py
 
 
 @kernels
+def test_calls_with_and_without_a_gradient_in_turns_give_what_each_asks_for() -> None:
+    x, w = leaves(DEVICE)
+    expected = toy(x, w, impl="reference").detach()
+    for _ in range(3):
+        for grad in (False, True, False):
+            with torch.set_grad_enabled(grad):
+                y = toy(x, w, impl="triton")
+            assert y.requires_grad is grad
+            torch.testing.assert_close(y.detach(), expected)
+        torch.testing.assert_close(
+            gradients(toy(x, w.detach(), impl="triton"), x), gradients(toy(x, w, impl="tiled"), x)
+        )
+        assert not toy(x.detach(), w.detach(), impl="triton").requires_grad
+
+
+@kernels
 def test_a_pass_without_a_plan_takes_the_tiled_path_and_gives_nothing_up() -> None:
     x, w = leaves(DEVICE)
     with warnings.catch_warnings():
