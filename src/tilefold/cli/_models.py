@@ -13,17 +13,6 @@ from tilefold.cli._common import CommandError, UsageError, first_line, note
 if TYPE_CHECKING:
     from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
 
-__all__ = [
-    "PACKAGED",
-    "find_model",
-    "find_models",
-    "load_dense",
-    "load_encoder",
-    "load_model",
-    "load_multi_vector",
-    "load_untrained",
-]
-
 PACKAGED = "minilm"
 HUB_TIMEOUT = 5.0  # seconds for the first word from the hub
 _NAMES = {
@@ -111,11 +100,6 @@ def load_multi_vector(name: str, option: str) -> MultiVectorEncoder:
 def load_dense(name: str, option: str = "--model") -> SentenceTransformer:
     """A SentenceTransformer."""
     return load_model(name, option, ("dense",))[0]
-
-
-def load_teacher(name: str, option: str) -> tuple[Any, str]:
-    """A cross-encoder, dense, sparse or multi-vector model, and its kind."""
-    return load_model(name, option, ("cross-encoder", "dense", "sparse", "multi-vector"))
 
 
 def load_untrained(

@@ -130,7 +130,7 @@ def _load(given: str, name: str, collection: Collection, max_length: int | None)
         index = BM25Index.load(given)
         _scores.check_texts(f"--teacher {given}", index.provenance, collection, _scores.texts_of(collection))
         return Teacher(name, BM25, index)
-    model, kind = _models.load_teacher(given, "--teacher")
+    model, kind = _models.load_model(given, "--teacher", ("cross-encoder", "dense", "sparse", "multi-vector"))
     if max_length is not None:
         if kind == "multi-vector":
             raise _common.UsageError(f"--max-length: {given} is a multi-vector model, which has lengths of its own.")
