@@ -8,15 +8,11 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 __all__ = ["app", "main"]
 
 INTERRUPTED = 130
-VERBS = (
-    "demo train recipes encode index search evaluate export fuse mine score serve bench warmup info"  # as --help lists
-)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -98,6 +94,23 @@ def _say(text: str) -> None:
 def _app() -> Any:
     import typer
 
+    from tilefold.cli import (
+        bench,
+        demo,
+        encode,
+        evaluate,
+        export,
+        fuse,
+        index,
+        info,
+        mine,
+        recipes,
+        score,
+        search,
+        serve,
+        train,
+        warmup,
+    )
     from tilefold.cli._root import Command, root
 
     app = typer.Typer(
@@ -109,8 +122,25 @@ def _app() -> Any:
         rich_markup_mode="rich",
     )
     app.callback()(root)
-    for verb in VERBS.split():
-        app.command(cls=Command)(getattr(import_module(f"tilefold.cli.{verb}"), verb))
+    verbs = (
+        demo,
+        train,
+        recipes,
+        encode,
+        index,
+        search,
+        evaluate,
+        export,
+        fuse,
+        mine,
+        score,
+        serve,
+        bench,
+        warmup,
+        info,
+    )
+    for module in verbs:
+        app.command(cls=Command)(getattr(module, module.__name__.rpartition(".")[2]))
     return app
 
 
