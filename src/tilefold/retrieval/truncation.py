@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tilefold.pipeline.rows import halved
 from tilefold.pipeline.truncated import Call, Tally, Truncation, tallied, tell, unwatched, watching
 
 __all__ = ["Call", "Tally", "cut_texts", "tallied", "tell_truncated", "token_counts", "watching"]
@@ -50,6 +49,8 @@ def token_counts(model: Any, texts: Sequence[str]) -> list[int | Exception]:
 
     def counts(part: list[str]) -> list[int]:
         return [len(ids) for ids in model.tokenizer(cut_texts(model, part), **cut)["input_ids"]]
+
+    from tilefold.pipeline.rows import halved  # noqa: PLC0415 - it needs torch, which --help does not load
 
     found: list[int | Exception] = []
     for _, outcome in halved(list(texts), counts):
