@@ -215,37 +215,6 @@ def test_inference_mode_gives_the_scores_of_training(pooling: str) -> None:
     assert torch.equal(scores, lsr_head(hidden, weight, bias, pooling=pooling, **inputs.layout))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("pooling", POOLINGS)
-def test_a_second_derivative_is_an_error_and_not_a_wrong_number(pooling: str, device: str) -> None:
-    hidden, weight, bias = leaves(lsr_head_inputs(2, 5, 8, 7, device=device))
-    scores = lsr_head(hidden, weight, bias, pooling=pooling)
-    (first,) = torch.autograd.grad((scores**2).sum(), hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"has no derivative: lsr_head can be differentiated once.*impl='reference'"):
-        first.sum().backward()
-    scores = lsr_head(hidden, weight, bias, pooling=pooling, impl="reference")
-    (first,) = torch.autograd.grad((scores**2).sum(), hidden, create_graph=True)
-    first.sum().backward()
-    assert weight.grad is not None and weight.grad.isfinite().all()
-
-
-def test_backward_twice_through_a_retained_graph_adds_up() -> None:
-    inputs = lsr_head_inputs(3, 9, 16, 21)
-    hidden, weight, bias = leaves(inputs)
-    scores = lsr_head(hidden, weight, bias)
-    scores.backward(inputs.dscores, retain_graph=True)
-    once = weight.grad.clone()
-    scores.backward(inputs.dscores)
-    assert torch.equal(weight.grad, 2 * once)
-
-
-def test_meta_tensors_give_the_shape_without_computing() -> None:
-    hidden, weight = torch.empty(3, 500, 64, device="meta"), torch.empty(250_000, 64, device="meta")
-    for pooling in POOLINGS:
-        scores = lsr_head(hidden, weight, pooling=pooling)
-        assert scores.shape == (3, 250_000) and scores.device.type == "meta"
-
-
 @pytest.mark.parametrize("pooling", ["max", "sum"])
 def test_no_tensor_of_the_size_of_the_logits_is_ever_allocated(pooling: str) -> None:
     batch, length, vocab = 8, 128, 20_000  # 82 MB of logits in fp32

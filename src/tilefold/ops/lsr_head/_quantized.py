@@ -100,7 +100,7 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
         raise ValueError(f"D must be at least 1, got D=0 in shape {list(weight.shape)}.")
 
     def in_one_pass() -> tuple[Tensor, Tensor]:
-        from tilefold.ops.lsr_head._triton.quantize_weight import quantize_rows  # noqa: PLC0415
+        from tilefold.ops.lsr_head._triton.quantize import quantize_rows  # noqa: PLC0415
 
         found: tuple[Tensor, Tensor] = run(quantize_rows, weight.detach())
         return found

@@ -1,13 +1,16 @@
-"""Token states to fp8 with a scale per row, for the quantised head."""
+"""Rows to fp8 with a scale each, for the quantised head: token states in a call, and a decoder weight in one pass."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from tilefold.ops._shared._triton.tensors import power_of_two
+from tilefold.ops._shared._triton.launch import launch
+from tilefold.ops._shared._triton.tensors import cdiv, power_of_two
 
 FP8_MAX = tl.constexpr(448.0)
 TINY = tl.constexpr(2.0**-126)
@@ -40,3 +43,14 @@ def _quantize_rows_kernel(
 def row_constants(dim: int) -> dict[str, Any]:
     """The constants of the kernel for rows of ``dim`` entries."""
     return {"D": dim, "BLOCK_ROWS": BLOCK_ROWS, "BLOCK_D": min(1024, power_of_two(dim, 1)), "num_warps": 8}
+
+
+def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """``[N, D]`` to values in fp8 and ``[N]`` fp32 scales, on the current device."""
+    count, dim = rows.shape
+    values = torch.empty(count, dim, dtype=torch.float8_e4m3fn, device=rows.device)
+    scale = torch.empty(count, dtype=torch.float32, device=rows.device)
+    if count:
+        grid = (cdiv(count, BLOCK_ROWS), 1, 1)
+        launch(_quantize_rows_kernel, grid, (rows.contiguous(), values, scale, count), row_constants(dim))
+    return values, scale
