@@ -15,7 +15,9 @@ import torch
 
 from tilefold.bench.timing import _reset_high_water
 from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops._shared.plan import Buffer, Setting
 from tilefold.ops.lsr_head import _tiles
+from tilefold.ops.lsr_head._problem import HeadOptions, HeadSaved
 from tilefold.testing.lsr_head import LSRHeadInputs, assert_lsr_head_matches, lsr_head_inputs, lsr_head_results
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="the kernels have no such tiles")
@@ -106,3 +108,20 @@ def test_ties_and_nan_across_the_parts_of_a_sequence_are_settled_as_in_one(monke
     truth = lsr_head_results(inputs, impl="reference", needs=("hidden",), activation="none")
     for name, value in truth.items():
         torch.testing.assert_close(found[name], value, equal_nan=True)
+
+
+@pytest.mark.parametrize(("batch", "blocks"), [(64, 2), (1, 1)])
+def test_lists_of_the_hidden_gradient_are_gone_before_that_of_the_weight_is_allocated(batch: int, blocks: int) -> None:
+    pytest.importorskip("triton", reason="plans name kernels")
+    from tilefold.ops._shared._triton.program import Program
+    from tilefold.ops.lsr_head import plans
+
+    hidden, weight, scores = (torch.empty(shape, device="meta") for shape in ((batch, 16, 8), (9000, 8), (batch, 9000)))
+    saved = HeadSaved(hidden, None, None, weight, None, scores, scores.to(torch.uint16))
+    options = HeadOptions("max", "relu", 1.0, torch.float32, torch.float32, torch.float32)
+    setting = Setting((9, 0), 4, tf32=False, aligned=True, given_up=frozenset())
+    plan = plans.backward(scores, saved, options, (True, True, False), setting)
+    results = {"dhidden": Buffer((batch, 16, 8), torch.float32), "dweight": Buffer((9000, 8), torch.float32)}
+    program = Program(plan, ("dscores", *saved._fields), results | {"dbias": None}, torch.device("cpu"), setting)
+    allocated = [[tuple(like.shape) for like in each.results] for each in program._stretches]
+    assert allocated == ([[(64, 16, 8)], [(9000, 8)]] if blocks == 2 else [[(1, 16, 8), (9000, 8)]])
