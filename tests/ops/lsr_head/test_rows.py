@@ -52,14 +52,15 @@ def test_every_row_of_a_group_is_a_token_with_its_place_and_the_first_one_is_rep
     kernels: Target, layout: str, shape: tuple[int, ...], max_mask: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tilefold.ops._shared._triton.launch import launch
-    from tilefold.ops._shared._triton.tensors import as_bytes
+    from tilefold.ops._shared._triton.tensors import one_byte
     from tilefold.ops.lsr_head import plans
     from tilefold.ops.lsr_head._triton import pack
 
     monkeypatch.setattr(pack, "MAX_MASK", max_mask)
     group = 16
     inputs = lsr_head_inputs(*shape, layout=layout, device=kernels.device)
-    tokens = Tokens(inputs.hidden, as_bytes(inputs.attention_mask), inputs.cu_seqlens)
+    mask = None if inputs.attention_mask is None else one_byte(inputs.attention_mask).view(torch.uint8)
+    tokens = Tokens(inputs.hidden, mask, inputs.cu_seqlens)
     packing = plans._packing(tokens, 2000, inputs.hidden.dtype, True, group)
     assert packing is not None and (packing.buffers["counts"] is None) == (layout == "packed" or max_mask > 0)
     scores = torch.full((tokens.batch, 2000), math.inf, device=kernels.device)

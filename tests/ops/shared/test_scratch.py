@@ -1,4 +1,4 @@
-"""Scratch of plans: anew in each call, several pieces of it in one allocation."""
+"""Scratch of plans: several pieces of it in one allocation."""
 
 from __future__ import annotations
 
@@ -7,20 +7,10 @@ import torch
 
 pytest.importorskip("triton", reason="launchers need triton")
 
-from tilefold.ops._shared._triton.tensors import PIECE_ALIGNMENT, Pieces, Scratch
+from tilefold.ops._shared._triton.tensors import PIECE_ALIGNMENT, Pieces
 from tilefold.ops._shared.internals import Tma
 
 CPU = torch.device("cpu")
-
-
-def test_scratch_has_memory_of_its_own_in_each_call() -> None:
-    scratch = Scratch((2, 1, 3), torch.bfloat16, CPU)
-    first, second = scratch(), scratch()
-    assert first.data_ptr() != second.data_ptr()
-    assert all(made.shape == (2, 1, 3) and made.is_contiguous() for made in (first, second))
-    assert scratch._like.untyped_storage().nbytes() == 0
-    nothing = Scratch((0, 3), torch.float32, CPU)
-    assert nothing() is nothing() and nothing().shape == (0, 3)
 
 
 def test_pieces_lie_apart_in_one_buffer() -> None:

@@ -107,10 +107,6 @@ class CallCache(Generic[P]):
         self._plans[key] = plan
         return plan
 
-    def forget(self, key: Hashable) -> None:
-        """Drop the plan of ``key``, if there is one."""
-        self._plans.pop(key, None)
-
     def clear(self) -> None:
         """Drop all plans."""
         self._plans.clear()

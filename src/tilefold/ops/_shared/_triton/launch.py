@@ -24,7 +24,7 @@ from tilefold.ops._shared._triton.releases import BUILD_OPTIONS, interpreted_row
 from tilefold.ops._shared._triton.tensors import Piece
 from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops._shared.internals import Bound, Grid, Launch, LaunchAt, Tma, bind, hooked, specialized
+from tilefold.ops._shared.internals import Bound, Grid, Launch, LaunchAt, Tma, bind, specialized
 
 MAX_LAUNCHERS = 1024  # constants may be as many as shapes are
 DESCRIPTOR_ALIGNMENT = 16  # bytes, of a descriptor's base and rows
@@ -201,8 +201,9 @@ def launch(kernel: Any, grid: Grid, arguments: tuple[Any, ...], constants: dict[
 class Step:
     """A launch but for its tensors, which come first among a kernel's arguments; then numbers, then constants.
 
-    ``step(same, *tensors)`` launches on the current device and stream; ``same`` is what :func:`aligned` says of the
-    tensors. A step belongs to a plan whose key fixes shapes, dtypes and device.
+    ``step(same, *tensors)`` launches on the current device and stream; ``same`` says that all begin at multiples of 16
+    bytes, for which kernels are compiled, and that nobody listens to launches. A step belongs to a plan whose key fixes
+    shapes, dtypes and device.
 
     Args:
         kernel: a Triton kernel.
@@ -258,15 +259,3 @@ class Step:
             return Bound(lambda tensors: run(*self._described(tensors), *self._numbers), None)
         found = self._launcher.compiled(arguments)
         return None if found is None else bind(found[0], self._grid, arguments, (*self._numbers, *found[1]), self._tma)
-
-
-def aligned(*tensors: Tensor | None) -> bool:
-    """Whether all begin at multiples of 16 bytes, and nobody listens to launches: a launch may then be repeated.
-
-    Kernels are compiled for the alignment of their arguments. What a call allocates itself is aligned.
-    """
-    together = 0
-    for tensor in tensors:
-        if tensor is not None:
-            together |= tensor.data_ptr()
-    return together % 16 == 0 and not hooked()

@@ -37,21 +37,8 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if compiled else (0, 0)
 
 
-def contiguous(tensor: Tensor | None) -> Tensor | None:
-    """The tensor, if there is one, in contiguous memory."""
-    return None if tensor is None else tensor.contiguous()
-
-
-def as_bytes(mask: Tensor | None) -> Tensor | None:
-    """A mask that the kernels can read, nonzero = keep: contiguous, and no bool."""
-    if mask is None:
-        return None
-    mask = mask.contiguous()
-    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-
-
 def one_byte(mask: Tensor) -> Tensor:
-    """The same in one byte per entry: for kernels that take long to compile, and so are compiled for no other dtype."""
+    """A mask, nonzero = keep, contiguous and in one byte per entry, so that kernels are compiled for few dtypes."""
     return (mask if mask.dtype.itemsize == 1 else mask != 0).contiguous()
 
 
@@ -64,25 +51,6 @@ def without_memory(
         tensor = tensor.as_strided(shape, strides)
     tensor.untyped_storage().resize_(0)
     return tensor
-
-
-class Scratch:
-    """Memory that a plan's launches write, allocated anew in each call: ``scratch()``.
-
-    It keeps a tensor without memory that says what to allocate: ``torch.empty`` takes twice as long on the host, and
-    ``empty_like`` a quarter longer with a ``memory_format``. What has no element is made once.
-    """
-
-    __slots__ = ("_like", "_nothing")
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self._like = without_memory(shape, dtype, device)
-        self._nothing = None if math.prod(shape) else self._like
-
-    def __call__(self) -> Tensor:
-        if self._nothing is not None:
-            return self._nothing
-        return torch.empty_like(self._like)
 
 
 class Piece:
