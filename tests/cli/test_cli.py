@@ -49,6 +49,13 @@ def test_help_names_every_verb_and_loads_no_torch() -> None:
     assert done.stdout.strip().endswith("False")
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb: str, call: Any) -> None:
+    outcome = call(verb, "--help")
+    assert outcome.code == 0, outcome.err
+    assert f"tilefold {verb}" in outcome.out
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what machines without a GPU say")
 def test_warmup_says_that_nothing_is_built_without_a_gpu(call: Any, tmp_path: Path) -> None:
     outcome = call("warmup", "--model", tmp_path)

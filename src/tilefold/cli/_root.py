@@ -32,7 +32,7 @@ class Command(TyperCommand):
         _, _, found = self.make_parser(ctx).parse_args(args=list(args))
         spelled = {each.name: "/".join((*each.opts, *each.secondary_opts)) for each in self.params}
         _common.options.update({name: text.partition("/")[0] for name, text in spelled.items() if text[:2] == "--"})
-        for parameter in found:
+        for parameter in (each for each in found if each.name in spelled):  # --help is click's own
             option = spelled[parameter.name]
             if parameter.name in _common.given and not getattr(parameter, "multiple", False):
                 if parameter.name in INPUTS:
