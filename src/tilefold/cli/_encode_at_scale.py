@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -43,22 +43,20 @@ def source(data: str, texts: Mapping[str, str] | None) -> Texts:
     return HeldTexts(texts) if texts is not None else StoredTexts(documents_table(Path(data)))
 
 
-class Where(NamedTuple):
-    """The cluster, as :class:`tilefold.retrieval.on_ray.RayCluster` takes it."""
-
-    address: str | None
-    workers: int | None
-    worker_cpus: int | None
-
-
 def on_ray(
-    model: str, made: str, texts: Texts, output: Path, encoding: Encoding, where: Where, options: dict[str, Any]
+    model: str,
+    made: str,
+    texts: Texts,
+    output: Path,
+    encoding: Encoding,
+    where: dict[str, Any],
+    options: dict[str, Any],
 ) -> Any:
-    """The manifest of what workers wrote."""
+    """The manifest of vectors that workers wrote; `where` are fields of ``RayCluster``."""
     from tilefold.retrieval.on_ray import RayCluster, encode_on_ray
 
     load = functools.partial(_load, absolute(model), (made,))
-    return encode_on_ray(load, texts, output, encoding, cluster=RayCluster(**where._asdict()), **options)
+    return encode_on_ray(load, texts, output, encoding, cluster=RayCluster(**where), **options)
 
 
 @dataclass(frozen=True)

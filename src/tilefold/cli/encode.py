@@ -131,7 +131,7 @@ def encode(
                 "resume": resume,
             }
             if engine == "ray":
-                cluster = _encode_at_scale.Where(address, workers, worker_cpus)
+                cluster = {"address": address, "workers": workers, "worker_cpus": worker_cpus}
                 given = _encode_at_scale.source(data, texts)
                 manifest = _encode_at_scale.on_ray(model, made, given, output, encoding, cluster, options)
             else:
