@@ -6,14 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tilefold.ops._shared._triton.releases import (
-    ALL_REGISTERS,
-    assembled_by_ptxas_13_4,
-    document_tiles_spill,
-    late_interaction_gradients_spill,
-    lists_want_four_warps,
-    smooth_maxima_want_registers,
-)
+from tilefold.ops._shared._triton.releases import ALL_REGISTERS
+from tilefold.ops._shared.tuning import Between, Row, lookup
 
 
 @dataclass(frozen=True)
@@ -210,19 +204,46 @@ def _streams_at_a_time(
     return 5 if block_q <= 32 else 3, None
 
 
+AMPERE, BLACKWELL = Between(most=(8, 9)), Between(least=(10, 0))
+BACKWARD = (
+    Row({"fp32": True, "capability": AMPERE}, {"stages_d": 1, "list_e": 16, "list_warps": 8}, "compile gates of 8.0"),
+    Row(
+        {"fp32": True, "capability": AMPERE, "release": Between(least=(3, 8))}, {"list_warps": 4},
+        "compile gates of 8.0: lists spill with 4 warps in 3.4 and 3.6, with 8 in 3.8 and 3.9",
+    ),
+    Row(
+        {"fp32": True, "capability": AMPERE, "release": Between(least=(3, 7))}, {"smooth_registers": ALL_REGISTERS},
+        "compile gates of 8.0: smooth maxima of packed queries are held to 128 registers from 3.7 on, and spill",
+    ),
+    Row(
+        {"fp32": True, "capability": AMPERE, "release": (3, 4)}, {"smooth_stages": 2},
+        "compile gates of 8.0: smooth maxima spill in 3.4 without a pipeline",
+    ),
+    Row(
+        {"fp32": True, "capability": AMPERE, "release": Between(least=(3, 9))}, {"smooth_stages": 2},
+        "compile gates of 8.0: so they do with ptxas 13.4, which 3.9 brings",
+    ),
+    Row({"fp32": True, "capability": BLACKWELL}, {"smooth_stages": 2}, "compile gates of 10.0"),
+    Row(
+        {"fp32": False, "capability": BLACKWELL}, {"block_t": 64, "block_e": 32, "stages_d": 2},
+        "compile gates of 10.0",
+    ),
+    Row(
+        {"fp32": False, "capability": AMPERE, "release": frozenset([(3, 4), (3, 7), (3, 8)])},
+        {"block_t": 64, "stages_d": 2},
+        "compile gates of 8.0: where tokens are scaled and masked, tiles of 128 documents' tokens spill there",
+    ),
+    Row(
+        {"fp32": False, "capability": Between(least=(9, 0)), "release": (3, 4)}, {"warps_q": 8},
+        "compile gates of 9.0 and 10.0: queries of listed pairs spill in 3.4 with 4 warps",
+    ),
+)  # fmt: skip
+
+
 def backward_config(capability: tuple[int, int], dtype: torch.dtype, tf32: bool) -> BackwardConfig:
     """The backward configuration for a compute capability: tiles that keep to the registers there."""
     if capability == (0, 0):
         return BACKWARD_INTERPRETED
-    ampere, blackwell, old = capability < (9, 0), capability >= (10, 0), late_interaction_gradients_spill()
-    if dtype == torch.float32:
-        config = replace(BACKWARD_FP32, precision="tf32") if tf32 else BACKWARD_FP32
-        new = assembled_by_ptxas_13_4()
-        if ampere:
-            config = replace(config, stages_d=1, list_e=16, list_warps=4 if lists_want_four_warps() else 8)
-            config = replace(config, smooth_registers=ALL_REGISTERS if smooth_maxima_want_registers() else None)
-        return replace(config, smooth_stages=2) if blackwell or (ampere and (old or new)) else config
-    config = BACKWARD_16BIT
-    if blackwell or (ampere and document_tiles_spill()):
-        config = replace(config, block_t=64, block_e=32 if blackwell else config.block_e, stages_d=2)
-    return replace(config, warps_q=8) if old and not ampere else config
+    fp32 = dtype == torch.float32
+    config = replace(BACKWARD_FP32 if fp32 else BACKWARD_16BIT, **lookup(BACKWARD, fp32=fp32, capability=capability))
+    return replace(config, precision="tf32") if fp32 and tf32 else config

@@ -13,9 +13,6 @@ interpreted bf16, fp8 (2)              wrong  wrong  wrong  wrong  wrong  wrong
 interpreted rows in memory (11)        items  items  bytes  bytes  bytes  bytes
 interpreted masks may be integers      yes    yes    yes    yes    yes    no
 fused multiply-add by default (3)      yes    yes    yes    yes    yes    warns
-maxsim's gradients spill (13)          yes    no     no     no     no     no
-maxsim's lists keep to 8 warps (14)    yes    yes    yes    yes    no     no
-documents' tiles of 128 spill (15)     yes    no     no     yes    yes    no
 =====================================  =====  =====  =====  =====  =====  =====
 
 1. There, all roles take the same arguments.
@@ -23,10 +20,6 @@ documents' tiles of 128 spill (15)     yes    no     no     yes    yes    no
 3. 3.10 will change the default, so it is asked for.
 4. Of the Hopper kernel, whose comparisons then keep a register for each place of a tile.
 11. What 16 of must divide a row behind a descriptor.
-13. Of listed pairs' queries in 16 bits from 9.0 on with 4 warps, of smooth maxima in fp32 on 8.0 without a pipeline.
-14. In fp32 on 8.0: with 3.4 and 3.6 they spill with 4 warps, with 3.8 and 3.9 with 8. From 3.7 on, smooth
-    maxima of packed queries are held to 128 registers, and spill, unless the assembler is told how many there are.
-15. In maxsim's gradient of documents in 16 bits on 8.0, where tokens are scaled and masked; 64 do not.
 
 This file imports without Triton.
 """
@@ -78,31 +71,6 @@ def lean_places() -> bool:
 def release_name() -> str:
     """The release, as people write it."""
     return ".".join(map(str, release()))
-
-
-def late_interaction_gradients_spill() -> bool:
-    """Whether some of maxsim's gradients spill with the tiles that other releases take."""
-    return release() == (3, 4)
-
-
-def document_tiles_spill() -> bool:
-    """Whether maxsim's gradient of documents in 16 bits spills on 8.0 with 128 tokens in a tile; see 15."""
-    return release() in ((3, 4), (3, 7), (3, 8))
-
-
-def lists_want_four_warps() -> bool:
-    """Whether maxsim's gradient of lists in fp32 spills on 8.0 with 8 warps; see 14."""
-    return release() >= (3, 8)
-
-
-def assembled_by_ptxas_13_4() -> bool:
-    """Whether maxsim's smooth maxima in fp32 on 8.0 want a pipeline."""
-    return release() >= (3, 9)
-
-
-def smooth_maxima_want_registers() -> bool:
-    """Whether maxsim's smooth maxima in fp32 on 8.0 must be told how many registers there are; see 14."""
-    return release() >= (3, 7)
 
 
 def interpreter_breaks_with(numpy: str) -> bool:
