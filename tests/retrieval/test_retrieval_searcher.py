@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +128,12 @@ def test_special_tokens_match_everywhere_and_are_no_matched_terms(splade: Any) -
     for hit in r.Searcher(r.build_index(vectors), splade, vectors=vectors).search(QUERY["query"]):
         assert set(special) & set(vectors.row(vectors.ids.index(hit["id"]))[0].tolist())
         assert hit["terms"] and not names & {term["term"] for term in hit["terms"]}
+
+
+def test_a_search_of_words_needs_no_torch() -> None:
+    code = (
+        "import sys; from tilefold import retrieval as r;"
+        "print(r.Searcher(r.BM25Index.build({'a': 'json'})).search('json')[0]['id'], 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["a", "False"]

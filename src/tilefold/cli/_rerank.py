@@ -37,10 +37,10 @@ WEIGHT = Annotated[
 
 def request(asked: Mapping[str, Any], depth: int | None = None) -> Reranking | None:
     """How --rerank-depth, else `depth`, --rerank-tail and --rerank-weight say; None without --rerank."""
-    from tilefold.retrieval.reranking import Reranking
-
     if asked["rerank"] is None:
         return None
+    from tilefold.retrieval.reranking import Reranking
+
     values = {name: asked.get(f"rerank_{name}") for name in ("depth", "tail", "weight")}
     with _common.as_options(depth="--rerank-depth", tail="--rerank-tail", weight="--rerank-weight"):
         return Reranking(**({"depth": depth} | _common.known(values)))

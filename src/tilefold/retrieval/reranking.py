@@ -18,9 +18,8 @@ from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.token_encoding import encode_texts, token_dimension, token_model_fingerprint
 from tilefold.retrieval.tokens import TokenStore
 
-__all__ = ["RERANK_DEPTH", "TAILS", "Reranker", "Reranking", "Tail", "rerank"]
+__all__ = ["TAILS", "Reranker", "Reranking", "Tail", "rerank"]
 
-RERANK_DEPTH = 100  # candidates of a search that is reranked
 
 Tail = Literal["keep", "drop"]
 TAILS: tuple[Tail, ...] = ("keep", "drop")

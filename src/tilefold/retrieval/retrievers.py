@@ -2,6 +2,7 @@
 
 ``encode`` makes of queries what ``search`` takes with their names, and ``expand`` moves it towards documents.
 """
+# ruff: noqa: PLC0415 - encoding needs torch, and a search of words none
 
 from __future__ import annotations
 
@@ -14,7 +15,6 @@ from typing import Any
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.dense import encode_dense, rank_by_similarity
-from tilefold.retrieval.encoding import encode_queries, model_fingerprint
 from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.feedback import Feedback, expand_dense, expand_sparse, feedback_documents
 from tilefold.retrieval.fusion import Run
@@ -68,6 +68,8 @@ class SparseRetriever:
     def encode(self, queries: Mapping[str, str]) -> SparseVectors:
         if self.words is not None:
             return self.words.query_vectors(queries)
+        from tilefold.retrieval.encoding import encode_queries
+
         return encode_queries(self.model, queries, top_k=self.query_top_k)
 
     def search(self, vectors: SparseVectors, names: Sequence[str], k: int) -> Run:
@@ -144,6 +146,8 @@ class DenseRetriever:
 
     @cached_property
     def provenance(self) -> Provenance:
+        from tilefold.retrieval.encoding import model_fingerprint
+
         return Provenance(model_fingerprint(self.model), self.texts_sha256)
 
     @cached_property
@@ -178,6 +182,8 @@ def check_model(made_by: Provenance, model: Any, name: str = "this", index: str 
     Raises:
         DataError: it is another one.
     """
+    from tilefold.retrieval.encoding import model_fingerprint
+
     if made_by.model_fingerprint is None:
         return False
     if made_by.differs(Provenance(model_fingerprint(model))):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tilefold.retrieval._sparse import SparseVectors
-from tilefold.retrieval._token_vectors import TokenVectors
 from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.collection import Document
 from tilefold.retrieval.errors import DataError
@@ -16,12 +15,16 @@ from tilefold.retrieval.feedback import Feedback, Interpolation, with_feedback
 from tilefold.retrieval.fusion import Fusion, Run
 from tilefold.retrieval.index import SparseIndex
 from tilefold.retrieval.provenance import Provenance
-from tilefold.retrieval.reranking import RERANK_DEPTH, Reranker, Reranking
 from tilefold.retrieval.retrievers import DenseRetriever, SparseRetriever, WordsRetriever, check_model
-from tilefold.retrieval.tokens import TokenStore
+
+if TYPE_CHECKING:
+    from tilefold.retrieval._token_vectors import TokenVectors
+    from tilefold.retrieval.reranking import Reranking
+    from tilefold.retrieval.tokens import TokenStore
 
 __all__ = ["Ranking", "SearchRequest", "Searcher", "matched_terms"]
 
+RERANK_DEPTH = 100  # candidates of a search that is reranked
 WHOLE = 1000  # documents of a ranking that is interpolated around feedback, or whose last ones count
 
 
@@ -131,7 +134,11 @@ class Searcher:
             self.stage = "sparse"
         if isinstance(second, BM25Index) and "texts_sha256" in second.provenance.differs(self.provenance):
             raise DataError("second: was made from other documents than those that are searched.")
-        self.reranker = None if late is None else Reranker(late, tokens, self.documents, self.provenance)
+        self.reranker = None
+        if late is not None:
+            from tilefold.retrieval.reranking import Reranker  # noqa: PLC0415 - needs torch, and a search of words none
+
+            self.reranker = Reranker(late, tokens, self.documents, self.provenance)
 
     @property
     def provenance(self) -> Provenance:

@@ -16,8 +16,8 @@ from tilefold.retrieval.collection import Document
 from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.feedback import Feedback
 from tilefold.retrieval.fusion import Fusion, Normalization, Run
-from tilefold.retrieval.reranking import RERANK_DEPTH, Reranking
-from tilefold.retrieval.searcher import Ranking, SearchRequest
+from tilefold.retrieval.reranking import Reranking
+from tilefold.retrieval.searcher import RERANK_DEPTH, Ranking, SearchRequest
 from tilefold.retrieval.tokens import TokenVectors
 from tilefold.retrieval.vectors import SparseVectors
 from tilefold.serve.answers import plain
