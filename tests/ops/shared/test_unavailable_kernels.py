@@ -401,19 +401,11 @@ def test_a_graph_cannot_take_the_tiled_path(name: str, broken: set[str]) -> None
 
 
 def test_a_fallback_under_capture_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
     monkeypatch.setattr(fallback, "is_capturing", lambda device: True)
-    monkeypatch.setattr(fallback, "_GIVEN_UP", {})
-
-    def fails() -> None:
-        raise KernelUnavailableError("_some_kernel", "no such instruction")
-
-    cpu, tiled = torch.device("cpu"), list[str]()
-    for impl_ in ("auto", "auto", "tiled"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FallbackWarning)
-            with pytest.raises(
-                RuntimeError, match=r"an operator cannot be captured .*_some_kernel cannot be built.*Leave"
-            ):
-                fallback.triton_or_tiled("an operator", impl_, cpu, fails, lambda: tiled.append("ran"))
-    assert not tiled
-    assert fallback.triton_or_tiled("another", "tiled", cpu, fails, lambda: "tiles") == "tiles"
+    monkeypatch.setattr(fallback, "_GIVEN_UP", {("toy", cpu): "_some_kernel cannot be built"})
+    for asked in ("auto", "tiled"):
+        with pytest.raises(RuntimeError, match=r"toy cannot be captured .*_some_kernel cannot be built.*Leave"):
+            toy(torch.ones(2, 3), torch.ones(3), impl=asked)
+    monkeypatch.setattr(fallback, "_GIVEN_UP", {("another", cpu): "_some_kernel cannot be built"})
+    assert torch.equal(toy(torch.ones(2, 3), torch.ones(3), impl="tiled"), torch.tensor([9.0, 9.0]))

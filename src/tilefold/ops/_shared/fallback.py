@@ -9,14 +9,10 @@ tile wants. The launcher then raises :class:`KernelUnavailableError`. Who planne
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 
 from tilefold.ops._shared._triton import releases
-
-T = TypeVar("T")
 
 
 class KernelUnavailableError(RuntimeError):
@@ -70,27 +66,6 @@ def give_up(kernel: str, device: torch.device, why: str, instead: str) -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     text = f"{kernel} cannot run on {name} with Triton {releases.release_name()}: {why}. {instead}"
     warnings.warn(text, FallbackWarning, stacklevel=2)
-
-
-def triton_or_tiled(
-    operator: str, impl: str, device: torch.device, kernels: Callable[[], T], tiled: Callable[[], T]
-) -> T:
-    """``kernels()``, or ``tiled()`` where they cannot be built and ``impl`` is ``"auto"``.
-
-    Raises:
-        KernelUnavailableError: where they cannot be built and ``impl`` is ``"triton"``.
-        RuntimeError: where ``tiled()`` would take their place in a CUDA graph that is being captured.
-    """
-    if impl == "triton" or (impl == "auto" and (operator, device) not in _GIVEN_UP):
-        try:
-            return kernels()
-        except KernelUnavailableError as error:
-            if impl != "auto":
-                raise
-            why = str(error)
-        give_up(operator, device, why, SLOWER)
-    refuse_capture(operator, device)
-    return tiled()
 
 
 def refuse_capture(operator: str, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilefold.ops._shared.bytes import as_bytes, from_bytes
 from tilefold.ops._shared.checks import check_dtype, check_shape, check_tensor
-from tilefold.ops._shared.fallback import triton_or_tiled
+from tilefold.ops._shared.fallback import SLOWER, KernelUnavailableError, give_up, refuse_capture
 from tilefold.ops._shared.impl import resolve_impl
 from tilefold.ops._shared.library import is_plain, run
 from tilefold.ops.lsr_head import _tiled
@@ -99,15 +99,15 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
     if weight.size(1) == 0:
         raise ValueError(f"D must be at least 1, got D=0 in shape {list(weight.shape)}.")
 
-    def in_one_pass() -> tuple[Tensor, Tensor]:
+    if is_plain(weight) and chosen_quantized_impl(weight) == "triton":
         from tilefold.ops.lsr_head._triton.quantize import quantize_rows  # noqa: PLC0415
 
-        found: tuple[Tensor, Tensor] = run(quantize_rows, weight.detach())
-        return found
-
-    impl = "auto" if is_plain(weight) and chosen_quantized_impl(weight) == "triton" else "tiled"
-    quantized = triton_or_tiled(QUANTIZED_HEAD, impl, weight.device, in_one_pass, lambda: _quantize_slabs(weight))
-    return QuantizedWeight(*quantized)
+        try:
+            return QuantizedWeight(*run(quantize_rows, weight.detach()))
+        except KernelUnavailableError as error:
+            give_up(QUANTIZED_HEAD, weight.device, str(error), SLOWER)
+    refuse_capture(QUANTIZED_HEAD, weight.device)
+    return QuantizedWeight(*_quantize_slabs(weight))
 
 
 def _quantize_slabs(weight: Tensor) -> tuple[Tensor, Tensor]:
