@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tilefold.ops import lsr_head, lsr_head_sparse
+from tilefold.ops._shared.impl import triton_installed
 from tilefold.ops.lsr_head import chosen_impl
 
 HIDDEN, PACKED = torch.zeros(2, 3, 4), torch.zeros(6, 4)
@@ -176,6 +178,8 @@ def test_scales_that_are_no_finite_number(scale: Any) -> None:
 
 
 def test_fp64_is_refused_by_triton_and_tiled_by_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    if triton_installed():
+        importlib.import_module("tilefold.ops.lsr_head.plans")  # else its kernels would be interpreted ever after
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr("tilefold.ops._shared.impl.triton_installed", lambda: True)
     assert chosen_impl(HIDDEN.double()) == "tiled"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -148,6 +149,8 @@ INTERPRETED_BF16: dict[str, Callable[[Tensor], object]] = {
 def test_interpreted_kernels_refuse_bf16_which_the_interpreter_takes_for_integers(
     monkeypatch: pytest.MonkeyPatch, call: Callable[[Tensor], object]
 ) -> None:
+    for room in ("entmax", "entmax_attention", "lsr_head", "maxsim", "token_scatter"):
+        importlib.import_module(f"tilefold.ops.{room}.plans")  # kernels that are first imported below are interpreted
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(
         RuntimeError, match=r"dtypes must be float16 or float32 for impl='triton'.*got bfloat16: it mult"
