@@ -131,20 +131,20 @@ def show(row: dict[str, Any], limit: float) -> None:
 
 def write(path: Path, rows: list[dict[str, Any]], device: str) -> None:
     """Write all rows with where they were measured."""
-    import torch  # noqa: PLC0415 (the parent loads no GPU library before its children ran)
+    import torch  # the parent loads no GPU library before its children ran
 
-    from tilefold.bench.provenance import collect  # noqa: PLC0415
-    from tilefold.bench.results import write_csv  # noqa: PLC0415
+    from tilefold.bench.provenance import collect
+    from tilefold.bench.results import write_csv
 
     write_csv(path, rows, collect(torch.device(device)), ("op", "case", "impl", "phase"))
 
 
 def serve(device_type: str) -> None:
     """Answer requests of the parent process with this process's tilefold."""
-    import torch  # noqa: PLC0415
+    import torch
 
-    from tilefold.bench.registry import get_spec  # noqa: PLC0415
-    from tilefold.bench.timing import TimeBudget, time_all  # noqa: PLC0415
+    from tilefold.bench.registry import get_spec
+    from tilefold.bench.timing import TimeBudget, time_all
 
     device = torch.device(device_type)
     runs: dict[tuple[str, str], Any] = {}

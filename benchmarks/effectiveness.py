@@ -16,8 +16,6 @@ The two runs of a seed differ in `accelerate(model)` alone. Two starts are known
 The command exits with 1 if a run failed or the mean difference in nDCG@10 is over the tolerance.
 """
 
-# ruff: noqa: PLC0415 - heavy packages are imported by the process that runs a job
-
 from __future__ import annotations
 
 import argparse

@@ -87,7 +87,7 @@ def prepare(folder: Path, data: Mapping[str, str], tokenizer: str | None, docume
         pairs, judged = collection.pairs("train"), collection.split_qrels(evaluation_split(collection))
         print(f"{name}: {len(collection.documents)} documents, {len(pairs)} pairs, {len(judged)} evaluation queries")
     if tokenizer is not None:
-        from transformers import AutoTokenizer  # noqa: PLC0415 - heavy
+        from transformers import AutoTokenizer
 
         AutoTokenizer.from_pretrained(tokenizer, local_files_only=True).save_pretrained(str(folder / "tokenizer"))
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -4,7 +4,6 @@ Every way encodes the same documents of 240 tokens with the same model. The floo
 device before the clock starts: encoder alone, and encoder, head and rows without anything of the host around them. The
 rows that ``encode_collection`` wrote are compared with those of the stock encoder, by error budget.
 """
-# ruff: noqa: PLC0415 - sentence-transformers is imported when a case runs
 
 from __future__ import annotations
 

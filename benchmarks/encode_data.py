@@ -1,5 +1,4 @@
 """The models and the texts that encoding is timed on: made on the spot, from PyPI packages and the installed Python."""
-# ruff: noqa: PLC0415 - transformers and sentence-transformers are imported when a case runs
 
 from __future__ import annotations
 

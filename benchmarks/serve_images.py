@@ -90,7 +90,7 @@ def serving(found: Searchable) -> Iterator[int]:
 
 def picture(browser: Any, port: int, shot: dict[str, Any]) -> bytes:
     """A PNG with few colours."""
-    from PIL import Image  # noqa: PLC0415 - needed here alone
+    from PIL import Image  # needed here alone
 
     page = browser.new_page(viewport={"width": shot["width"], "height": shot["height"]}, color_scheme=shot["scheme"])
     page.set_default_timeout(120_000)
@@ -113,7 +113,7 @@ def picture(browser: Any, port: int, shot: dict[str, Any]) -> bytes:
 
 def main(argv: Sequence[str]) -> int:
     """Make all pictures."""
-    from playwright.sync_api import sync_playwright  # noqa: PLC0415 - needed here alone
+    from playwright.sync_api import sync_playwright  # needed here alone
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--demo", type=Path, required=True, help="a folder of the demo with model and vectors")

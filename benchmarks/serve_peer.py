@@ -22,11 +22,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--model", required=True)
     parser.add_argument("--one-thread", action="store_true")
     options = parser.parse_args(argv)
-    import uvicorn  # noqa: PLC0415
-    from fastapi import Body, FastAPI  # noqa: PLC0415
-    from sentence_transformers import SparseEncoder  # noqa: PLC0415
+    import uvicorn
+    from fastapi import Body, FastAPI
+    from sentence_transformers import SparseEncoder
 
-    from tilefold.serve.server import bind  # noqa: PLC0415
+    from tilefold.serve.server import bind
 
     model = SparseEncoder(options.model, device="cpu", local_files_only=True)
     turn: Any = threading.Lock() if options.one_thread else nullcontext()

@@ -1,7 +1,5 @@
 """The start `xlmr-small` of effectiveness and recipes: matches words over 250,002 terms, from random weights."""
 
-# ruff: noqa: PLC0415 - heavy packages are imported when the model is made
-
 from __future__ import annotations
 
 import math

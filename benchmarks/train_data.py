@@ -17,10 +17,10 @@ FULL_LENGTH = 240
 
 def load_tokenizer(path: Path | None) -> Any:
     """The tokenizer in a folder; by default that of the packaged MiniLM (WordPiece of 30,522)."""
-    from transformers import AutoTokenizer  # noqa: PLC0415
+    from transformers import AutoTokenizer
 
     if path is None:
-        from tilefold.recipes.backbone import minilm_path  # noqa: PLC0415
+        from tilefold.recipes.backbone import minilm_path
 
         path = Path(minilm_path(verify=False))
     try:
@@ -90,8 +90,8 @@ def make_encoder(
     Raises:
         ValueError: for a tokenizer with more entries than the vocabulary, or a length out of range.
     """
-    import transformers  # noqa: PLC0415
-    from sentence_transformers.base.modules import Transformer  # noqa: PLC0415
+    import transformers
+    from sentence_transformers.base.modules import Transformer
 
     if len(tokenizer) > vocab:
         raise ValueError(f"tokenizer must have at most {vocab} entries, got {len(tokenizer)}.")
@@ -130,16 +130,16 @@ def make_encoder(
 
 
 def _splade(transformer: Any, device: torch.device | str) -> Any:
-    from sentence_transformers import SparseEncoder  # noqa: PLC0415
-    from sentence_transformers.sparse_encoder.modules import SpladePooling  # noqa: PLC0415
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
 
     return SparseEncoder(modules=[transformer, SpladePooling("max")], device=str(device))
 
 
 def _colbert(transformer: Any, hidden: int) -> Any:
-    from sentence_transformers import MultiVectorEncoder  # noqa: PLC0415
-    from sentence_transformers.base.modules import Dense, Normalize  # noqa: PLC0415
-    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask  # noqa: PLC0415
+    from sentence_transformers import MultiVectorEncoder
+    from sentence_transformers.base.modules import Dense, Normalize
+    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 
     dense = Dense(
         hidden, 128, bias=False, activation_function=torch.nn.Identity(), module_input_name="token_embeddings"

@@ -92,12 +92,12 @@ def run(
 
     A second trainer of one model runs in the precision of the first: each has a copy.
     """
-    from datasets import Dataset  # noqa: PLC0415
-    from transformers import PrinterCallback, TrainerCallback  # noqa: PLC0415
+    from datasets import Dataset
+    from transformers import PrinterCallback, TrainerCallback
 
-    from tilefold.integrations.sentence_transformers import accelerate, collate_ahead  # noqa: PLC0415
+    from tilefold.integrations.sentence_transformers import accelerate, collate_ahead
 
-    class Callback(TrainerCallback):  # type: ignore[misc]
+    class Callback(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             watch.begin(state.global_step)
 
@@ -131,7 +131,7 @@ def run(
 
 def _loss(kind: str, model: Any, side: str) -> Any:
     if kind == "splade":
-        from sentence_transformers.sparse_encoder import losses  # noqa: PLC0415
+        from sentence_transformers.sparse_encoder import losses
 
         vocab = model[0].model.config.vocab_size
         ranking = losses.SparseMultipleNegativesRankingLoss(model=model, scale=SIMILARITY_SCALE / vocab)
@@ -139,11 +139,11 @@ def _loss(kind: str, model: Any, side: str) -> Any:
         return losses.SpladeLoss(
             model=model, loss=ranking, document_regularizer_weight=weight, query_regularizer_weight=weight
         )
-    from sentence_transformers.multi_vector_encoder.losses import (  # noqa: PLC0415
+    from sentence_transformers.multi_vector_encoder.losses import (
         MultiVectorMultipleNegativesRankingLoss,
     )
 
-    from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores  # noqa: PLC0415
+    from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
 
     fused = {} if side == "stock" else {"similarity_fct": colbert_scores}
     return MultiVectorMultipleNegativesRankingLoss(model, **fused)
@@ -151,16 +151,16 @@ def _loss(kind: str, model: Any, side: str) -> Any:
 
 def _trainer(kind: str, model: Any, loss: Any, folder: str, batch: int, dataset: Any, steps: int, bf16: bool) -> Any:
     if kind == "splade":
-        from sentence_transformers.sparse_encoder import SparseEncoderTrainer as Trainer  # noqa: PLC0415
-        from sentence_transformers.sparse_encoder import (  # noqa: PLC0415
+        from sentence_transformers.sparse_encoder import SparseEncoderTrainer as Trainer
+        from sentence_transformers.sparse_encoder import (
             SparseEncoderTrainingArguments as Arguments,
         )
     else:
-        from sentence_transformers.multi_vector_encoder import MultiVectorEncoderTrainer as Trainer  # noqa: PLC0415
-        from sentence_transformers.multi_vector_encoder import (  # noqa: PLC0415
+        from sentence_transformers.multi_vector_encoder import MultiVectorEncoderTrainer as Trainer
+        from sentence_transformers.multi_vector_encoder import (
             MultiVectorEncoderTrainingArguments as Arguments,
         )
-    from tilefold.integrations.transformers import one_gpu  # noqa: PLC0415
+    from tilefold.integrations.transformers import one_gpu
 
     cpu = model.device.type == "cpu"
     arguments = one_gpu(Arguments)(

@@ -73,7 +73,7 @@ def run(
     Raises:
         ValueError: for an unknown model, or a length, batch, limit or tokenizer that cannot be.
     """
-    from tilefold.retrieval.datasets import load_collection  # noqa: PLC0415
+    from tilefold.retrieval.datasets import load_collection
 
     sizes = [model_size(name) for name in options.models]
     options.check()
@@ -123,7 +123,7 @@ def _prepared(
     progress: Callable[[str], None],
 ) -> Iterator[tuple[Iterator[tuple[int, _Cell]], GateOutcome]]:
     """A model with its trainer, checked; its cells, one length at a time."""
-    from tilefold.recipes.quiet import quiet_libraries  # noqa: PLC0415
+    from tilefold.recipes.quiet import quiet_libraries
 
     device = options.device
     release(device, collect=True)  # the model before this one

@@ -51,7 +51,7 @@ def cell_title(row: TrainRow) -> str:
 
 def cell_table(rows: Sequence[TrainRow]) -> Table:
     """The two sides of one cell; no numbers where the heads disagreed."""
-    from rich.table import Table  # noqa: PLC0415
+    from rich.table import Table
 
     table = Table(title=cell_title(rows[0]), title_justify="left", header_style="bold")
     for position, name in enumerate(_COLUMNS):

@@ -63,13 +63,13 @@ class TrainingStep:
     """
 
     def __init__(self, encoder: Any, *, bf16: bool, learning_rate: float = 0.0) -> None:
-        from datasets import Dataset  # noqa: PLC0415
-        from sentence_transformers.sparse_encoder import (  # noqa: PLC0415
+        from datasets import Dataset
+        from sentence_transformers.sparse_encoder import (
             SparseEncoderTrainer,
             SparseEncoderTrainingArguments,
         )
 
-        from tilefold.integrations.transformers import one_gpu  # noqa: PLC0415
+        from tilefold.integrations.transformers import one_gpu
 
         self.encoder = encoder
         self._folder = tempfile.TemporaryDirectory(prefix="tilefold-bench-trainer-")
@@ -123,7 +123,7 @@ class TrainingStep:
 
 def splade_loss(encoder: Any) -> Any:
     """``SpladeLoss`` over in-batch negatives with FLOPS terms (arXiv 2107.05720, 2004.05665)."""
-    from sentence_transformers.sparse_encoder import losses  # noqa: PLC0415
+    from sentence_transformers.sparse_encoder import losses
 
     vocab = encoder[0].model.get_output_embeddings().weight.size(0)
     return losses.SpladeLoss(
@@ -137,7 +137,7 @@ def splade_loss(encoder: Any) -> Any:
 @contextmanager
 def head_of(encoder: Any, side: Side, *, check: bool = False) -> Iterator[None]:
     """Inside, the encoder has the stock head or the fused one."""
-    from tilefold.integrations.sentence_transformers import accelerate, restore  # noqa: PLC0415
+    from tilefold.integrations.sentence_transformers import accelerate, restore
 
     if side == "tilefold":
         accelerate(encoder, check=check, packed=False)  # what is compared is the head alone

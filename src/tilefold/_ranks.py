@@ -1,5 +1,4 @@
 """Ranks of a process group on one machine: started by a command of ours, or by torchrun, and joined."""
-# ruff: noqa: PLC0415 - torch is imported where ranks are joined, not by the process that starts them
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def _sdpa(backend: SDPBackend) -> Callable[[Inputs], Runnable]:
 
 
 def _flex(inputs: Inputs) -> Runnable:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: PLC0415
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     block_mask, (n, device) = None, (inputs.grad_output.size(2), inputs.grad_output.device.type)
     if inputs.others[0]:

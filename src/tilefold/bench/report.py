@@ -65,7 +65,7 @@ def case_title(case: BenchCase, rows: Sequence[BenchRow]) -> str:
 
 def case_table(spec: BenchSpec, case: BenchCase, rows: Sequence[BenchRow]) -> Table:
     """One case: a line for each implementation; without a time where its gate failed."""
-    from rich.table import Table  # noqa: PLC0415
+    from rich.table import Table
 
     table = Table(title=case_title(case, rows), title_justify="left", header_style="bold")
     names = [name if name != "x eager" else f"x {spec.baseline}" for name in _COLUMNS]

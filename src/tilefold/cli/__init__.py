@@ -1,5 +1,4 @@
 """The ``tilefold`` command: one file per subcommand."""
-# ruff: noqa: PLC0415 - typer and the verbs are imported when the command runs
 
 from __future__ import annotations
 

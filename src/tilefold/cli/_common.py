@@ -1,5 +1,4 @@
 """Shared by the commands: one-line errors, progress on stderr, JSON on stdout, loading data and models."""
-# ruff: noqa: PLC0415 - a verb imports heavy packages when it runs, so that --help is fast
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """The data of ``tilefold demo``: its sizes and splits, and the part of the collection that a size uses."""
-# ruff: noqa: PLC0415 - heavy packages are imported by the functions that need them
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """The results of ``tilefold demo``: their figures, their tables, and the commands that repeat them one by one."""
-# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """The steps of ``tilefold demo``; each saves its result, and reuses it when its settings are the same."""
-# ruff: noqa: PLC0415 - heavy packages are imported by the step that needs them
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """The engines of ``encode``, and its dry run."""
-# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """``--prf``: pseudo relevance feedback, for search and evaluate."""
-# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """Models that options name: the packaged one, folders and Hugging Face names, refused at once where there is none."""
-# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """``tilefold info plan``: what a model needs for training and encoding."""
-# ruff: noqa: PLC0415 - transformers is imported when the verb runs
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """Options of ``tilefold train`` become the configuration of a recipe."""
-# ruff: noqa: PLC0415 - recipes are imported when the verb runs
 
 from __future__ import annotations
 

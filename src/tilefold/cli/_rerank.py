@@ -1,5 +1,4 @@
 """``--rerank``: late interaction over the candidates of an index, for search, evaluate and serve."""
-# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """Options that name what is searched: an index with its model, encoded documents, or a dense model."""
-# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """Shared by evaluate and fuse: runs from files, checks that they belong to a collection, measures, and the table."""
-# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
 

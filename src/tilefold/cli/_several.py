@@ -1,5 +1,4 @@
 """A command on several devices: started once more for each of them."""
-# ruff: noqa: PLC0415 - torch is imported when it is asked for the devices
 
 from __future__ import annotations
 

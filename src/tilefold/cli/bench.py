@@ -1,5 +1,4 @@
 """``tilefold bench``: time the operators against their baselines, behind a correctness gate."""
-# ruff: noqa: PLC0415 - torch is imported when the verb runs, so that --help is fast
 
 from __future__ import annotations
 

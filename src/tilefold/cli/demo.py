@@ -1,5 +1,4 @@
 """``tilefold demo``: train, index, search and evaluate a sparse retriever on this machine, with no download."""
-# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """``tilefold encode``: encodes documents or queries to sparse vectors or to token vectors, depending on the model."""
-# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
 

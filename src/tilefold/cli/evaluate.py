@@ -1,5 +1,4 @@
 """``tilefold evaluate``: evaluates a run, an index, or a dense model against relevance judgements."""
-# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """``tilefold export``: files that feed encoded documents to OpenSearch or Vespa."""
-# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
 

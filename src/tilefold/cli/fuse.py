@@ -1,5 +1,4 @@
 """``tilefold fuse``: fuses the runs of several retrievers, with weights chosen on a split if asked."""
-# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """``tilefold index``: an index of encoded documents, or of their words."""
-# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def info(
     asked = {"length": length, "query_length": query_length, "gpu_memory": gpu_memory, "documents": documents,
              "terms": terms}  # fmt: skip
     if what is not None or model is not None or any(value is not None for value in asked.values()):
-        from tilefold.cli import _plan  # noqa: PLC0415
+        from tilefold.cli import _plan
 
         _plan.plan(what, model, {name: value for name, value in asked.items() if value is not None}, json)
         return
@@ -60,12 +60,12 @@ def info(
 
 def collect() -> dict[str, Any]:
     """The facts that ``tilefold info`` prints, JSON-ready."""
-    import platform  # noqa: PLC0415
+    import platform
 
-    import torch  # noqa: PLC0415
+    import torch
 
-    from tilefold._version import __version__  # noqa: PLC0415
-    from tilefold.bench.provenance import cpu_name, driver_version, package_version  # noqa: PLC0415
+    from tilefold._version import __version__
+    from tilefold.bench.provenance import cpu_name, driver_version, package_version
 
     return {
         "tilefold": __version__,
@@ -83,7 +83,7 @@ def collect() -> dict[str, Any]:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    import torch  # noqa: PLC0415
+    import torch
 
     found: list[dict[str, Any]] = []
     for index in range(torch.cuda.device_count()):
@@ -101,9 +101,9 @@ def _gpus() -> list[dict[str, Any]]:
 
 def _operators() -> dict[str, dict[str, Any]]:
     """For every operator and kind of device: what ``impl="auto"`` runs, and why not Triton."""
-    import torch  # noqa: PLC0415
+    import torch
 
-    from tilefold.ops import implementations  # noqa: PLC0415
+    from tilefold.ops import implementations
 
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
@@ -126,7 +126,7 @@ def _operators() -> dict[str, dict[str, Any]]:
 
 def _triton() -> dict[str, Any]:
     """The Triton release, and which kernels it would run on each compute capability."""
-    from tilefold.ops.implementations import kernel_of, releases  # noqa: PLC0415
+    from tilefold.ops.implementations import kernel_of, releases
 
     release = releases.release()
     known = {
@@ -140,7 +140,7 @@ def _triton() -> dict[str, Any]:
 
 
 def _print_triton(console: Any, triton: dict[str, Any]) -> None:
-    from rich.table import Table  # noqa: PLC0415
+    from rich.table import Table
 
     if triton["release"] is None:
         return
@@ -155,16 +155,16 @@ def _print_triton(console: Any, triton: dict[str, Any]) -> None:
 
 def _lsr_head_configs() -> Any:
     """The kernels' launch configurations on the current GPU."""
-    import torch  # noqa: PLC0415
+    import torch
 
-    from tilefold.ops.lsr_head.configs import describe  # noqa: PLC0415
+    from tilefold.ops.lsr_head.configs import describe
 
     return describe(torch.device("cuda")) if torch.cuda.is_available() else None
 
 
 def _print(facts: dict[str, Any]) -> None:
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
+    from rich.console import Console
+    from rich.table import Table
 
     console = Console()
     cpu = facts["cpu"]

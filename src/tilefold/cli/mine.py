@@ -1,5 +1,4 @@
 """``tilefold mine``: hard negatives for training, from an index, from vectors, from a dense model or from a run."""
-# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
 

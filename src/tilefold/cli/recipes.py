@@ -1,5 +1,4 @@
 """``tilefold recipes``: lists the systems that ``tilefold train --recipe`` knows."""
-# ruff: noqa: PLC0415 - recipes are imported when the verb runs
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """``tilefold score``: teachers' scores for mined negatives, and their ensemble."""
-# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """``tilefold search``: ranked documents, and the terms that contribute to their scores."""
-# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
 

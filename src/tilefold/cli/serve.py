@@ -1,5 +1,4 @@
 """``tilefold serve``: models and an index behind HTTP."""
-# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """``tilefold train``: trains a model on a collection's training pairs, by the recipe of a published system."""
-# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """``tilefold warmup``: builds the kernels that a model needs before anybody waits for them."""
-# ruff: noqa: PLC0415 - heavy packages are imported when the verb runs
 
 from __future__ import annotations
 

@@ -89,8 +89,8 @@ class SparseSource:
         return found
 
     def _encode(self, texts: Sequence[str], side: Side) -> list[Vector]:
-        from tilefold.integrations.sentence_transformers import accelerate, encode_sparse  # noqa: PLC0415
-        from tilefold.modules import load_encoder  # noqa: PLC0415
+        from tilefold.integrations.sentence_transformers import accelerate, encode_sparse
+        from tilefold.modules import load_encoder
 
         if isinstance(self.model, str):
             self.model = load_encoder(self.model)

@@ -104,14 +104,14 @@ def _row_group(group: Group) -> dist.ProcessGroup | None:
 def _is_dtensor(scores: Tensor) -> bool:
     if not dist.is_available():
         return False
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+    from torch.distributed.tensor import DTensor
 
     return isinstance(scores, DTensor)
 
 
 def _local_columns(scores: Any) -> tuple[Tensor, Any, int | None]:
     """This rank's columns of a DTensor, its mesh, and the mesh dimension that shards them (``None``: not sharded)."""
-    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415
+    from torch.distributed.tensor import Replicate, Shard
 
     sharded = [i for i, placement in enumerate(scores.placements) if not isinstance(placement, Replicate)]
     if len(sharded) > 1 or any(scores.placements[i] != Shard(1) for i in sharded):

@@ -1,5 +1,4 @@
 """Loads a SparseEncoder that holds modules of this room, without trusting any other code."""
-# ruff: noqa: PLC0415 - the modules import sentence-transformers
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def check_kernels_can_be_built() -> None:
     Raises:
         RuntimeError: there is no CUDA device, no Triton, or kernels are interpreted.
     """
-    from tilefold.ops._shared.impl import triton_installed, triton_interpreted  # noqa: PLC0415
+    from tilefold.ops._shared.impl import triton_installed, triton_interpreted
 
     if not torch.cuda.is_available():
         raise RuntimeError(
@@ -74,7 +74,7 @@ def build_kernels(calls: Iterable[Callable[[], object]], workers: int | None = N
         ValueError: for fewer than one worker.
     """
     check_kernels_can_be_built()
-    from tilefold.ops._shared._triton.launch import Launcher, listed  # noqa: PLC0415
+    from tilefold.ops._shared._triton.launch import Launcher, listed
 
     workers = min(16, os.cpu_count() or 1) if workers is None else workers
     if workers < 1:

@@ -98,7 +98,7 @@ def unwatched() -> Iterator[None]:
 
 def _look() -> None:
     """Look at what tokenizers give as long as somebody watches, in whatever thread."""
-    from transformers import PreTrainedTokenizerBase  # noqa: PLC0415 - there is no tokenizer without it
+    from transformers import PreTrainedTokenizerBase  # there is no tokenizer without it
 
     with _lock:
         _stock.append(_stock[0] if _stock else PreTrainedTokenizerBase.__call__)
@@ -107,7 +107,7 @@ def _look() -> None:
 
 
 def _look_away() -> None:
-    from transformers import PreTrainedTokenizerBase  # noqa: PLC0415 - there is no tokenizer without it
+    from transformers import PreTrainedTokenizerBase  # there is no tokenizer without it
 
     with _lock:
         stock = _stock.pop()

@@ -1,5 +1,4 @@
 """The attention that a recipe trains with."""
-# ruff: noqa: PLC0415 - transformers is imported by the functions that need it
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """Cheaper training steps with the same loss: batches with little padding, and frozen layers."""
-# ruff: noqa: PLC0415 - sentence-transformers is imported by the function that needs it
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """The modules of one side, from its record: causal language models, PROSPER, BGE-M3 and SPLATE."""
-# ruff: noqa: PLC0415 - torch and sentence-transformers are imported by the functions that need them
 
 from __future__ import annotations
 

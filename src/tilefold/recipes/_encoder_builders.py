@@ -1,5 +1,4 @@
 """The modules of one side, from its record: masked language models, token weights, and sides without a network."""
-# ruff: noqa: PLC0415 - torch and sentence-transformers are imported by the functions that need them
 
 from __future__ import annotations
 

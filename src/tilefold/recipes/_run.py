@@ -158,7 +158,7 @@ def make_watcher(
     """A trainer callback that reports steps, keeps losses, stops where the loss is not finite, asks for checkpoints by
     time, and marks complete ones. The ranking loss is the loss without its regularisers.
     """
-    from transformers import TrainerCallback  # noqa: PLC0415 - heavy
+    from transformers import TrainerCallback
 
     class Watcher(TrainerCallback):
         first_ranking_loss: float | None = None

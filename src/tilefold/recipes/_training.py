@@ -1,5 +1,4 @@
 """The common part of every recipe's ``train``: pairs, one resumable run, a stock model."""
-# ruff: noqa: PLC0415 - heavy packages are imported by the functions that need them
 
 from __future__ import annotations
 

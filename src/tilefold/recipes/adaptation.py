@@ -3,7 +3,6 @@
 Causal LM heads give logits that are mostly negative, and relu of them has no gradient: trained directly, such models
 die. Some thousand steps of next-token prediction from ``log1p(relu(logits))``, beside the usual one, raise them.
 """
-# ruff: noqa: PLC0415 - torch and transformers are imported by the functions that need them
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ where ``gelu(x) = x`` to fp32 rounding, and the LayerNorm removes the shift of 6
 ``h`` centred and scaled to the same length for every token. The decoder bias starts at minus a high percentile of the
 logits on sample texts, so that the first vectors are already sparse and a few dozen steps of training suffice.
 """
-# ruff: noqa: PLC0415 - transformers and torch are imported by the functions that need them
 
 from __future__ import annotations
 

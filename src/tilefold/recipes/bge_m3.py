@@ -1,5 +1,4 @@
 """The sparse head of BGE-M3 (arXiv 2402.03216): one weight per token, and its published weights."""
-# ruff: noqa: PLC0415 - torch and sentence-transformers are imported by the functions that need them
 
 from __future__ import annotations
 

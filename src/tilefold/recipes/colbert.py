@@ -4,7 +4,6 @@ The loss is ``MultiVectorMultipleNegativesRankingLoss`` over in-batch negatives;
 the similarities ``[B, B, Lq, Ld]`` never exist, and the encoder runs on packed tokens where it can. What is saved is a
 stock ``MultiVectorEncoder``.
 """
-# ruff: noqa: PLC0415 - torch and sentence-transformers are imported by the functions that need them
 
 from __future__ import annotations
 

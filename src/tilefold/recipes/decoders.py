@@ -8,7 +8,6 @@ tied or not. Three ways to let a token see the text after it:
   mask; it is part of the saved ``config.json``, so the checkpoint stays bidirectional.
 - ``"echo"``: :class:`tilefold.modules.echo.EchoTransformer`, which reads every text twice.
 """
-# ruff: noqa: PLC0415 - torch and sentence-transformers are imported by the functions that need them
 
 from __future__ import annotations
 

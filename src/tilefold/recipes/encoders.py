@@ -4,7 +4,6 @@ This is the unified framework of learned sparse retrieval (Nguyen et al., arXiv 
 sentence-transformers are used where they exist, and a stock ``Router`` where the sides differ; the rest is in
 :mod:`tilefold.modules`.
 """
-# ruff: noqa: PLC0415 - sentence-transformers is imported by the functions that need it
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ A random model finds nothing, and a few thousand pairs do not make it. This one 
 
 So SPLADE's vector of a text has the tokens that stand in it, with equal weights, and training starts from there.
 """
-# ruff: noqa: PLC0415 - torch and transformers are imported by the functions that need them
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """The kind of a saved model, read from its files, and the model itself, ready to encode."""
-# ruff: noqa: PLC0415 - sentence-transformers is imported by the functions that need it
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 The trainer, ``SpladeLoss`` and the losses below it are those of sentence-transformers; encoders come from
 :mod:`tilefold.recipes.encoders`, and what stock lacks from :mod:`tilefold.losses` and :mod:`tilefold.modules`.
 """
-# ruff: noqa: PLC0415 - torch and sentence-transformers are imported by the functions that need them
 
 from __future__ import annotations
 

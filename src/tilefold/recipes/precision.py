@@ -1,5 +1,4 @@
 """The precision that models train and run in on this machine."""
-# ruff: noqa: PLC0415 - torch is imported by the functions that need it
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """Quiet third-party libraries."""
-# ruff: noqa: PLC0415 - transformers is imported by the function that needs it
 
 from __future__ import annotations
 

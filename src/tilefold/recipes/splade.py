@@ -3,7 +3,6 @@
 The loss is ``SpladeLoss`` (FLOPS regularisers, arXiv 2004.05665 and 2107.05720) over in-batch negatives; only the LM
 head is replaced while training runs, so that the ``[B, S, V]`` logits never exist. What is saved is stock.
 """
-# ruff: noqa: PLC0415 - torch and sentence-transformers are imported by the functions that need them
 
 from __future__ import annotations
 

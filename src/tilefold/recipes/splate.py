@@ -1,5 +1,4 @@
 """Builds SPLATE's untrained encoder from a late-interaction model and a masked language model."""
-# ruff: noqa: PLC0415 - torch and sentence-transformers are imported by the functions that need them
 
 from __future__ import annotations
 

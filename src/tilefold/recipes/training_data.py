@@ -1,5 +1,4 @@
 """The data of a training: the pairs of a collection's ``"train"`` split, mined negatives, and teacher scores."""
-# ruff: noqa: PLC0415 - pyarrow is needed only for recipes that read a file
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """The packaged MiniLM without training, ready to encode: what the two recipes save after no step."""
-# ruff: noqa: PLC0415 - heavy packages are imported by the functions that need them
 
 from __future__ import annotations
 

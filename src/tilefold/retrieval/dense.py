@@ -72,7 +72,7 @@ def encode_dense(
         raise ValueError(f"kind: expected 'document' or 'query', got {kind!r}.")
     if not texts:
         raise ValueError("texts: expected at least one, got none.")
-    import torch  # noqa: PLC0415 - the package is imported without it
+    import torch  # the package is imported without it
 
     contents, parts = list(texts.values()), []
     contents = cut_texts(model, contents) if kind == "document" else contents

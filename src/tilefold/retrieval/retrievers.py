@@ -2,7 +2,6 @@
 
 ``encode`` makes of queries what ``search`` takes with their names, and ``expand`` moves it towards documents.
 """
-# ruff: noqa: PLC0415 - encoding needs torch, and a search of words none
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class Searcher:
             raise DataError("second: was made from other documents than those that are searched.")
         self.reranker = None
         if late is not None:
-            from tilefold.retrieval.reranking import Reranker  # noqa: PLC0415 - needs torch, and a search of words none
+            from tilefold.retrieval.reranking import Reranker  # needs torch, and a search of words none
 
             self.reranker = Reranker(late, tokens, self.documents, self.provenance)
 

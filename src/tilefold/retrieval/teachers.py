@@ -66,7 +66,7 @@ class Teacher:
             settings = asdict(self.model.options) | {"texts": self.model.provenance.texts_sha256}
             return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         if self.kind == "multi-vector":
-            from tilefold.retrieval.token_encoding import token_model_fingerprint  # noqa: PLC0415 - loads torch
+            from tilefold.retrieval.token_encoding import token_model_fingerprint  # loads torch
 
             return token_model_fingerprint(self.model)
         return model_fingerprint(self.model)
@@ -172,7 +172,7 @@ def _keep(file: Path, values: Floats) -> None:
 def _cross_encoder(
     teacher: Teacher, task: _Task, folder: Path, column: Path, batch_size: int, report: Progress
 ) -> Floats:
-    import torch  # noqa: PLC0415 - the package is imported without it
+    import torch  # the package is imported without it
 
     n = len(task.query)
     scores = np.zeros(n, np.float32)
@@ -201,7 +201,7 @@ def _cross_encoder(
 
 
 def _dense(teacher: Teacher, task: _Task, folder: Path, column: Path, batch_size: int, report: Progress) -> Floats:
-    from tilefold.retrieval.dense import encode_dense  # noqa: PLC0415 - loads torch
+    from tilefold.retrieval.dense import encode_dense  # loads torch
 
     report(0, len(task.documents))
     documents = encode_dense(teacher.model, task.documents, kind="document", batch_size=batch_size, progress=report)
@@ -251,7 +251,7 @@ def _products(queries: SparseVectors, documents: SparseVectors, task: _Task) -> 
 
 
 def _late(teacher: Teacher, task: _Task, folder: Path, column: Path, batch_size: int, report: Progress) -> Floats:
-    from tilefold.retrieval import encode_texts, encode_tokens, open_tokens, rerank  # noqa: PLC0415 - loads torch
+    from tilefold.retrieval import encode_texts, encode_tokens, open_tokens, rerank  # loads torch
 
     manifest = encode_tokens(teacher.model, task.documents, folder, batch_size=batch_size, progress=report)
     tell_truncated("document", len(task.documents), manifest.truncated)

@@ -50,7 +50,7 @@ def token_counts(model: Any, texts: Sequence[str]) -> list[int | Exception]:
     def counts(part: list[str]) -> list[int]:
         return [len(ids) for ids in model.tokenizer(cut_texts(model, part), **cut)["input_ids"]]
 
-    from tilefold.pipeline.rows import halved  # noqa: PLC0415 - it needs torch, which --help does not load
+    from tilefold.pipeline.rows import halved  # it needs torch, which --help does not load
 
     found: list[int | Exception] = []
     for _, outcome in halved(list(texts), counts):

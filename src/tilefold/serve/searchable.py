@@ -113,8 +113,8 @@ class Searchable:
 
     def search_dense(self, vector: npt.NDArray[np.float32], k: int) -> dict[str, float]:
         """The `k` best documents by their dense vectors, in the collection of the index."""
-        from tilefold.retrieval.index.qdrant import QdrantIndex  # noqa: PLC0415 - needs qdrant
-        from tilefold.retrieval.qdrant import Queries  # noqa: PLC0415
+        from tilefold.retrieval.index.qdrant import QdrantIndex  # needs qdrant
+        from tilefold.retrieval.qdrant import Queries
 
         if not isinstance(self.index, QdrantIndex):
             raise ValueError(

@@ -102,7 +102,7 @@ def _allow_files(limits: Limits) -> Limits:
     soft, hard = _open_files()
     wanted = 2 * limits.max_connections + _SPARE_FILES
     if soft < wanted:
-        import resource  # noqa: PLC0415 - not on Windows, which has no such limit
+        import resource  # not on Windows, which has no such limit
 
         soft = max(soft, min(wanted, hard))
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(soft), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -123,7 +123,7 @@ def _allow_files(limits: Limits) -> Limits:
 def _open_files() -> tuple[float, float]:
     """How many files this process may have open, and to how many it may raise that."""
     try:
-        import resource  # noqa: PLC0415 - not on Windows
+        import resource  # not on Windows
     except ImportError:
         return math.inf, math.inf
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -22,7 +22,7 @@ class TextTokens:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        from tokenizers import Tokenizer  # noqa: PLC0415 - a package of transformers
+        from tokenizers import Tokenizer  # a package of transformers
 
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:

@@ -56,7 +56,7 @@ class StreamedEncode(ABC):
 
     def _bar(self, asked: dict[str, Any], title: str) -> Any:
         """A progress bar of texts; by default where the stock method shows one."""
-        from tqdm.autonotebook import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415 - the one of stock
+        from tqdm.autonotebook import tqdm  # type: ignore[import-untyped]  # the one of stock
 
         show = asked["show_progress_bar"]
         show = self.logger.getEffectiveLevel() <= logging.INFO if show is None else show

@@ -113,7 +113,7 @@ def _step(
 def _scores(model: Any, queries: Features, documents: Features) -> Tensor:
     out = model(dict(documents))
     if "token_embeddings" in out and "sentence_embedding" not in out:
-        from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores  # noqa: PLC0415
+        from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
 
         asked = model(dict(queries))
         return colbert_scores(

@@ -121,7 +121,7 @@ def _theta_of(name: str, found: dict[str, Tensor]) -> Tensor | None:
 
 def _read_thetas(name_or_path: str, hub: dict[str, Any]) -> dict[str, Tensor]:
     """All learned alphas in the weight files of a checkpoint, by their names there."""
-    from transformers.utils import cached_file  # noqa: PLC0415 - needs the hub's client
+    from transformers.utils import cached_file  # needs the hub's client
 
     options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": True}
     for name in WEIGHTS:
@@ -140,7 +140,7 @@ def _read_thetas(name_or_path: str, hub: dict[str, Any]) -> dict[str, Tensor]:
 
 def _thetas_in(file: str) -> dict[str, Tensor]:
     if file.endswith(".safetensors"):
-        from safetensors import safe_open  # noqa: PLC0415 - comes with transformers
+        from safetensors import safe_open  # comes with transformers
 
         with safe_open(file, framework="pt") as weights:
             return {key: weights.get_tensor(key) for key in weights.keys() if key.endswith(SUFFIX)}  # noqa: SIM118

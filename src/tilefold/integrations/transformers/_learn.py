@@ -101,9 +101,9 @@ def _let_reload(model: nn.Module) -> None:
     """Make the modules of sentence-transformers that hold a transformers model able to load learned alphas."""
     if not any(type(part).__module__.startswith("sentence_transformers.") for part in model.modules()):
         return
-    from sentence_transformers.base.modules import Transformer  # noqa: PLC0415 - optional
+    from sentence_transformers.base.modules import Transformer  # optional
 
-    from tilefold.integrations.transformers.entmax_transformer import EntmaxTransformer  # noqa: PLC0415 - needs it
+    from tilefold.integrations.transformers.entmax_transformer import EntmaxTransformer  # needs it
 
     for part in model.modules():
         if type(part) is Transformer:

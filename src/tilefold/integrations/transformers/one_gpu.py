@@ -30,7 +30,7 @@ def one_gpu(arguments_class: Any) -> Any:
     Raises:
         TypeError: for anything else.
     """
-    from transformers import TrainingArguments  # noqa: PLC0415 - heavy
+    from transformers import TrainingArguments
 
     if not (isinstance(arguments_class, type) and issubclass(arguments_class, TrainingArguments)):
         raise TypeError(

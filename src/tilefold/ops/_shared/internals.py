@@ -87,7 +87,7 @@ def precision_reader() -> Callable[[str, str], str] | None:
 
 def triton_cache() -> str:
     """The folder in which Triton keeps what it has built."""
-    from triton import knobs  # noqa: PLC0415
+    from triton import knobs
 
     return str(knobs.cache.dir)
 
@@ -99,7 +99,7 @@ def copy_each(to: list[Tensor], found: list[Tensor]) -> None:
 
 @functools.cache
 def _triton_runtime() -> Any:
-    from triton import knobs  # noqa: PLC0415
+    from triton import knobs
 
     return knobs.runtime
 
@@ -180,7 +180,7 @@ def _driver_launch(
     ptx = compiled.asm.get("ptx")
     if not ptx:
         return None
-    from tilefold.ops._shared._triton.cuda_driver import POINTER, driver_launch  # noqa: PLC0415
+    from tilefold.ops._shared._triton.cuda_driver import POINTER, driver_launch
 
     types = [str(kind) for kind in compiled.src.signature.values()]
     descriptions = iter(getattr(metadata, "tensordesc_meta", None) or ())
@@ -208,9 +208,9 @@ def _driver_launch(
 
 def _tma_map(descriptor: Any, description: dict[str, Any] | None) -> Any:
     """How the descriptor's parameters are made for other addresses; ``None`` where the kernel reads it by pointers."""
-    from triton.backends.nvidia import driver  # noqa: PLC0415
+    from triton.backends.nvidia import driver
 
-    from tilefold.ops._shared._triton.cuda_driver import Map  # noqa: PLC0415
+    from tilefold.ops._shared._triton.cuda_driver import Map
 
     if not description:
         return None

@@ -253,7 +253,7 @@ class Operator(Generic[TensorsT, OptionsT]):
 
     def _program(self, call: Pass, given: tuple[Any, ...]) -> Program | None:
         """How the kernels run such a pass; ``plans.py`` sees layouts and no values."""
-        from tilefold.ops._shared._triton.program import Program  # noqa: PLC0415 (needs Triton)
+        from tilefold.ops._shared._triton.program import Program  # needs Triton
 
         plans, setting = self._plans(), setting_of(given[0].device, call.key is not None and is_aligned(call.key))
         layouts = [

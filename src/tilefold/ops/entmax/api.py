@@ -17,7 +17,7 @@ from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxSaved, EntmaxTenso
 
 
 def _plans() -> ModuleType:
-    from tilefold.ops.entmax import plans  # noqa: PLC0415 (needs Triton)
+    from tilefold.ops.entmax import plans  # needs Triton
 
     return plans
 

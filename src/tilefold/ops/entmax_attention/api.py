@@ -20,7 +20,7 @@ from tilefold.ops.entmax_attention.configs import outputs
 
 
 def _plans() -> ModuleType:
-    from tilefold.ops.entmax_attention import plans  # noqa: PLC0415 (needs Triton)
+    from tilefold.ops.entmax_attention import plans  # needs Triton
 
     return plans
 

@@ -35,7 +35,7 @@ class VocabularySharding(NamedTuple):
 
     def placements(self, at_dim: Placement | None) -> tuple[Placement, ...]:
         """``Replicate()`` everywhere, but ``at_dim`` on the dimension that shards the vocabulary."""
-        from torch.distributed.tensor import Replicate  # noqa: PLC0415
+        from torch.distributed.tensor import Replicate
 
         return tuple(at_dim if i == self.dim and at_dim else Replicate() for i in range(self.mesh.ndim))
 
@@ -56,7 +56,7 @@ def is_distributed(*tensors: object) -> bool:
     """Whether one of ``tensors``, not all of which are :data:`PLAIN_TYPES`, is a DTensor."""
     if not torch.distributed.is_available():
         return False
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+    from torch.distributed.tensor import DTensor
 
     return any(isinstance(tensor, DTensor) for tensor in tensors)
 
@@ -69,7 +69,7 @@ def parallel_head(
     Partial ``dhidden`` come out of the head in fp32 (fp64), are summed over the ranks in fp32, and are rounded to the
     dtype of ``hidden`` once, as on one device.
     """
-    from torch.distributed.tensor import DTensor, Partial, Shard  # noqa: PLC0415
+    from torch.distributed.tensor import DTensor, Partial, Shard
 
     sharding, local = _check(tokens, weight, bias)
     whole, local_weight, local_bias = local.hidden, _local(weight), _local(bias)
@@ -119,7 +119,7 @@ def parallel_head_sparse(
 
 def _check(tokens: Tokens, weight: Tensor, bias: Tensor | None) -> tuple[VocabularySharding, Tokens]:
     """The sharding of the vocabulary, and ``tokens`` as the plain tensors that every rank holds."""
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+    from torch.distributed.tensor import DTensor
 
     hidden = tokens.hidden
     check_tensor("hidden", hidden)
@@ -151,7 +151,7 @@ def _check(tokens: Tokens, weight: Tensor, bias: Tensor | None) -> tuple[Vocabul
 
 
 def _vocabulary_dim(weight: DTensor) -> int | None:
-    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415
+    from torch.distributed.tensor import Replicate, Shard
 
     placements = weight.placements
     sharded = [i for i, placement in enumerate(placements) if not isinstance(placement, Replicate)]
@@ -169,7 +169,7 @@ def _vocabulary_dim(weight: DTensor) -> int | None:
 
 
 def _check_bias(bias: Tensor, weight: DTensor) -> None:
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+    from torch.distributed.tensor import DTensor
 
     check_tensor("bias", bias)
     if not isinstance(bias, DTensor):
@@ -187,7 +187,7 @@ def _check_bias(bias: Tensor, weight: DTensor) -> None:
 
 
 def _check_replicated(name: str, value: Tensor | None, mesh: DeviceMesh) -> None:
-    from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415
+    from torch.distributed.tensor import DTensor, Replicate
 
     if not isinstance(value, DTensor):
         return  # masks and offsets may be plain: they have no gradient
@@ -203,7 +203,7 @@ def _check_replicated(name: str, value: Tensor | None, mesh: DeviceMesh) -> None
 
 
 def _local(value: Any) -> Any:
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+    from torch.distributed.tensor import DTensor
 
     return value.to_local() if isinstance(value, DTensor) else value
 

@@ -100,7 +100,7 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
         raise ValueError(f"D must be at least 1, got D=0 in shape {list(weight.shape)}.")
 
     if is_plain(weight) and chosen_quantized_impl(weight) == "triton":
-        from tilefold.ops.lsr_head._triton.quantize import quantize_rows  # noqa: PLC0415
+        from tilefold.ops.lsr_head._triton.quantize import quantize_rows
 
         try:
             return QuantizedWeight(*run(quantize_rows, weight.detach()))

@@ -34,7 +34,7 @@ OPTIONS = ("pooling", "activation", "logit_scale", "out_dtype")
 
 
 def _plans() -> ModuleType:
-    from tilefold.ops.lsr_head import plans  # noqa: PLC0415 (needs Triton)
+    from tilefold.ops.lsr_head import plans  # needs Triton
 
     return plans
 

@@ -152,7 +152,7 @@ def _folding(
         "num_warps": config.num_warps,
     }  # fmt: skip
     if config.warp_roles:
-        from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper  # noqa: PLC0415 (needs Gluon)
+        from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper  # needs Gluon
 
         kernel, make, block_v = hopper.max_forward_hopper_kernel, hopper.hopper_descriptor, hopper.HALF_V.value
         constants |= {"STAGES": config.num_stages, "LEAN_PLACES": releases.lean_places()}

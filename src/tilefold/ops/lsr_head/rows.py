@@ -71,7 +71,7 @@ def lsr_head_rows(
         )
     if chosen_impl("lsr_head", "hidden", hidden, impl) != "triton" or given_up(KERNEL, hidden.device):
         return None
-    from tilefold.ops.lsr_head._triton.compact import append_rows  # noqa: PLC0415 - triton may be missing
+    from tilefold.ops.lsr_head._triton.compact import append_rows  # triton may be missing
 
     batch = hidden.size(0) if cu_seqlens is None else cu_seqlens.numel() - 1
     vocab, device = weight.size(0), hidden.device

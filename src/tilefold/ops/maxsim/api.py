@@ -27,7 +27,7 @@ from tilefold.ops.maxsim.quantized import QuantizedTokens, quantize_rows
 
 
 def _plans() -> ModuleType:
-    from tilefold.ops.maxsim import plans  # noqa: PLC0415 (needs Triton)
+    from tilefold.ops.maxsim import plans  # needs Triton
 
     return plans
 

@@ -76,7 +76,7 @@ def maxsim_contrastive_loss(
         "impl": impl,
     }
     if group is not None:
-        from tilefold.ops.maxsim._ring import loss_over_ranks  # noqa: PLC0415 (needs torch.distributed)
+        from tilefold.ops.maxsim._ring import loss_over_ranks  # needs torch.distributed
 
         loss = loss_over_ranks(queries, documents, labels, scale, group, options)
         if loss is not None:

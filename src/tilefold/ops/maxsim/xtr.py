@@ -97,7 +97,7 @@ def _by_reference(tensors: MaxSimTensors, options: XtrOptions) -> Tensor:
 
 
 def _plans() -> SimpleNamespace:
-    from tilefold.ops.maxsim import plans  # noqa: PLC0415 (needs Triton)
+    from tilefold.ops.maxsim import plans  # needs Triton
 
     return SimpleNamespace(forward=plans.xtr_forward, backward=plans.xtr_backward)
 

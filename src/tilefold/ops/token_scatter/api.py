@@ -29,7 +29,7 @@ MAX_IGNORED = 64  # each is a comparison in the kernels
 
 
 def _plans() -> ModuleType:
-    from tilefold.ops.token_scatter import plans  # noqa: PLC0415 (needs Triton)
+    from tilefold.ops.token_scatter import plans  # needs Triton
 
     return plans
 

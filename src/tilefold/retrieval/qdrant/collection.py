@@ -59,7 +59,7 @@ class QdrantCollection:
             InUseError: it is open elsewhere.
             VocabularyMismatchError, DataError: it has another layout, or is damaged.
         """
-        from tilefold.retrieval.qdrant.edge import RECORD, EdgeEngine  # noqa: PLC0415
+        from tilefold.retrieval.qdrant.edge import RECORD, EdgeEngine
 
         if layout is None and not (Path(folder) / RECORD).is_file():
             raise FileNotFoundError(f"{folder}: no collection there. Give a layout to make one (or tilefold index).")
@@ -90,7 +90,7 @@ class QdrantCollection:
             PermissionError: the server refused the key.
             VocabularyMismatchError, DataError: it has another layout, or tilefold did not make it.
         """
-        from tilefold.retrieval.qdrant.server import ServerEngine  # noqa: PLC0415
+        from tilefold.retrieval.qdrant.server import ServerEngine
 
         return cls.of(ServerEngine(url, name, api_key, timeout, patience), layout)
 

@@ -90,6 +90,6 @@ def interpreter_fault(dtype: torch.dtype) -> str | None:
 
 def gluon_tma_load() -> Any:
     """Gluon's copy of a tile by TMA: ``(descriptor, place, barrier, destination)``."""
-    from triton.experimental.gluon.language.nvidia.hopper import tma  # noqa: PLC0415
+    from triton.experimental.gluon.language.nvidia.hopper import tma
 
     return tma.async_load if release() >= (3, 8) else tma.async_copy_global_to_shared
