@@ -44,7 +44,9 @@ class Forked:
     def __init__(
         self, arguments: Sequence[str], env: Mapping[str, str], cwd: Path | None, stdout: Stream, stderr: Stream
     ) -> None:
-        self.stdout, self.stderr, ends = None, None, []
+        self.stdout: IO[str] | None = None
+        self.stderr: IO[str] | None = None
+        ends: list[Any] = []
         for name, asked in (("stdout", stdout), ("stderr", stderr)):
             end: Any = asked if isinstance(asked, Path) else os.devnull
             if asked == PIPE:
@@ -160,7 +162,7 @@ def _become(arguments: list[str], env: dict[str, str], cwd: str, *ends: Any) -> 
     for number, end in enumerate(ends, 1):
         connected = isinstance(end, Connection)
         _redirect(number, end.fileno() if connected else os.open(end, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
-    streams: list[IO[str]] = [os.fdopen(os.dup(number), "w", 1 if number == 2 else -1) for number in (1, 2)]
+    streams: list[Any] = [os.fdopen(os.dup(number), "w", 1 if number == 2 else -1) for number in (1, 2)]
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__ = streams
     if threads := env.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))

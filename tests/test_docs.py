@@ -81,6 +81,7 @@ def test_relative_links_lead_to_files_and_headings_that_exist(path: Path) -> Non
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)
 def test_commands_in_the_documents_have_the_verbs_and_options_of_the_program(path: Path) -> None:
     group = typer.main.get_command(cli.app)
+    assert isinstance(group, typer.core.TyperGroup)
     for _, verb, *rest in (words for words in commands(path) if words[0] == "tilefold" and len(words) > 1):
         if not re.match(r"[a-z]", verb):
             continue

@@ -31,7 +31,7 @@ def named(readme: Path) -> list[str]:
 def missing(folder: Path) -> list[str]:
     """Files below a folder that the README of their room does not name."""
     files = [path for path in folder.rglob("*.py") if path.name != "__init__.py"]
-    listed = {room_folder: set() for room_folder in map(room, files)}
+    listed: dict[Path, set[Path]] = {room_folder: set() for room_folder in map(room, files)}
     for room_folder, paths in listed.items():
         paths.update(path for name in named(room_folder / "README.md") for path in room_folder.glob(name))
     return sorted(str(path.relative_to(PACKAGE)) for path in files if path not in listed[room(path)])

@@ -44,9 +44,8 @@ def test_a_wrong_implementation_fails_and_shows_no_time() -> None:
     times = [value for name, value in row.record().items() if name.endswith("_ms")]
     assert times == [None] * len(times)
 
-    console = Console(file=io.StringIO(), width=200)
-    report.print_case(console, SPEC, TINY, [row])
-    printed = console.file.getvalue()
+    report.print_case(Console(file=(file := io.StringIO()), width=200), SPEC, TINY, [row])
+    printed = file.getvalue()
     assert "FAILED" in printed
     assert "TFLOP/s" in printed.splitlines()[2]
     assert ".." not in printed.split("FAILED")[1].splitlines()[0], "a spread of times was printed"

@@ -21,13 +21,7 @@ from benchmarks.train_splade.measure import run
 from benchmarks.train_splade.memory import RESOLUTION, Meter, fits, is_out_of_memory, largest_batch
 from benchmarks.train_splade.options import TrainOptions, TrainRow
 from benchmarks.train_splade.report import PAPER, markdown_table, plot_results
-from benchmarks.train_splade.setting import (
-    MODEL_SIZES,
-    Batches,
-    ModelSize,
-    build_encoder,
-    text_pairs,
-)
+from benchmarks.train_splade.setting import MODEL_SIZES, Batches, ModelSize, build_encoder, text_pairs
 from benchmarks.train_splade.step import (
     SIDES,
     TrainingStep,
@@ -38,6 +32,7 @@ from benchmarks.train_splade.step import (
     time_steps,
 )
 from tests.recipes.small import small_collection
+from tilefold.ops import lsr_head
 from tilefold.recipes.quiet import quiet_libraries
 
 CPU = torch.device("cpu")
@@ -258,8 +253,7 @@ def test_a_wrong_head_fails_the_check_and_gets_no_numbers(
 ) -> None:
     from tilefold.integrations.sentence_transformers import _pooling
 
-    right = _pooling.lsr_head
-    monkeypatch.setattr(_pooling, "lsr_head", lambda *args, **kwargs: 1.01 * right(*args, **kwargs))
+    monkeypatch.setattr(_pooling, "lsr_head", lambda *args, **kwargs: 1.01 * lsr_head(*args, **kwargs))
     arguments = ["--model", micro.name, "--length", "16", "--checkpointing", "off"]
     arguments += ["--data", str(beir), "--device", "cpu", "--output", str(tmp_path)]
     assert main(arguments) == 1
@@ -353,6 +347,7 @@ def test_a_gpu_limit_is_kept_and_lifted_again(beir: Path) -> None:
     assert {row.status for row in rows} == {"ok"}
     for stock, fused in zip(rows[::2], rows[1::2], strict=True):
         assert fused.largest_batch > stock.largest_batch
+        assert stock.largest_peak_gib and fused.largest_peak_gib
         assert max(stock.largest_peak_gib, fused.largest_peak_gib) <= 3.0
     gc.collect()
     torch.cuda.empty_cache()

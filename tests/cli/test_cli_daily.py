@@ -190,7 +190,7 @@ QUERIES = "how do I work with csv files\n\nq2\thow do I work with sockets\n"
 def test_many_queries_are_answered_after_loading_once(
     call: Call, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    loads: list[str] = []
+    loads: Any = []
     load = _models.load_encoder
     monkeypatch.setattr(_models, "load_encoder", lambda name: loads.append(name) or load(name))
     (tmp_path / "queries.txt").write_text(QUERIES)

@@ -57,7 +57,7 @@ def test_export_refuses_what_does_not_belong_together(call: Any, work: Path, mas
     for options, message in wrong.items():
         refused = call("export", *options, *here)
         assert (refused.code, message in refused.err) == (2, True), refused.err
-    other = small_collection()
+    other: Any = small_collection()
     other.documents.popitem()
     other.save_beir(tmp_path / "other")
     refused = call("export", "--to", "vespa", "--names", "numbers", *here, "--data", tmp_path / "other")

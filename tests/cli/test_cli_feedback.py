@@ -113,7 +113,7 @@ def test_evaluate_with_dense_feedback_and_a_run_is_the_python_functions(call: Ca
 
 
 def test_a_second_ranking_of_other_documents_is_refused(call: Call, work: Path, tmp_path: Path) -> None:
-    other = small_collection()
+    other: Any = small_collection()
     other.documents.popitem()
     r.BM25Index.build(other.contents()).save(tmp_path / "other")
     data = ("evaluate", "--data", work / "data", "--index", work / "bm25")

@@ -86,7 +86,7 @@ def test_an_index_is_added_to_and_deleted_from(call: Any, work: Path, masked_lm:
         assert (again.code, json.loads(again.out)["deleted"]) == (0, 0)
     http.stop()
     place = tmp_path / "folder"
-    for options, code, message in (
+    for wrong, code, message in (
         (("--update",), 2, "give them with --vectors"),
         (("--delete", tmp_path / "none"), 2, "--delete:"),
         (("--delete", gone, "--vectors", tmp_path / "vectors"), 2, "--vectors goes with --update"),
@@ -94,8 +94,8 @@ def test_an_index_is_added_to_and_deleted_from(call: Any, work: Path, masked_lm:
         (("--delete", gone, "--output", tmp_path / "nowhere"), 1, "no such file"),
         (("--delete", gone, "--output", work / "index"), 1, "expected an index of backend 'qdrant', got 'exact'"),
     ):
-        output = () if "--output" in options else ("--output", place)
-        refused = call("index", "--backend", "qdrant", *output, *options)
+        output = () if "--output" in wrong else ("--output", place)
+        refused = call("index", "--backend", "qdrant", *output, *wrong)
         assert (refused.code, message in refused.err) == (code, True), refused.err
     refused = call("index", "--output", place, "--vectors", work / "vectors", "--update")
     assert (refused.code, "--update goes with --backend qdrant" in refused.err) == (2, True)

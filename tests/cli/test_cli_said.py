@@ -13,6 +13,7 @@ import pytest
 from tests import programs
 from tests.cli.program import Outcome, run_cli
 from tests.recipes.small import small_collection
+from tilefold._files import write_json
 from tilefold.recipes import _run
 from tilefold.retrieval import read_manifest
 from tilefold.retrieval._made import Shard
@@ -77,20 +78,8 @@ def test_encode_says_how_many_texts_were_cut_alone_and_with_others(call: Call, w
 
 
 def test_training_says_how_many_texts_were_cut(call: Call, work: Path, masked_lm: str, tmp_path: Path) -> None:
-    asked = (
-        "train",
-        "--data",
-        work / "data",
-        "--model",
-        masked_lm,
-        "--batch-size",
-        "4",
-        "--epochs",
-        "2",
-        "--lr",
-        "1e-5",
-    )
-    asked = (*asked, "--max-length", LENGTH, "--output", tmp_path / "m")
+    trained = ("train", "--data", work / "data", "--model", masked_lm, "--batch-size", "4", "--epochs", "2")
+    asked = (*trained, "--lr", "1e-5", "--max-length", LENGTH, "--output", tmp_path / "m")
     outcome = call(*asked, "--json")
     assert outcome.code == 0, outcome.err
     told = json.loads(outcome.out)["truncated"]
@@ -147,10 +136,9 @@ def test_train_says_that_it_resumes_and_what_it_starts_from(
 ) -> None:
     trained = ("train", "--data", work / "data", "--model", masked_lm, "--batch-size", "4", "--lr", "1e-5")
     asked = (*trained, "--steps", "4", "--save-steps", "2", "--output", tmp_path / "m")
-    write = _run.write_json
 
     def interrupted(path: Path, value: Any) -> None:
-        write(path, value)
+        write_json(path, value)
         if path.name == _run.WHOLE:
             raise KeyboardInterrupt
 

@@ -102,12 +102,12 @@ def dies(rank: int, model: Any, folder: Path, meet: Path) -> str:
     if rank:
         take, left = Shard.take, [3]
 
-        def kill(self: Any, *given: Any) -> None:
+        def kill(self: Any, batch: Any, maker: Any) -> None:
             left[0] -= 1
             if not left[0]:
                 (folder / "died").write_text(str(time.time()))
                 os.kill(os.getpid(), signal.SIGKILL)
-            take(self, *given)
+            take(self, batch, maker)
 
         Shard.take = kill  # type: ignore[method-assign]
     reported = [0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,8 @@ def mesh_of(rank: Rank) -> DeviceMesh:
 
 def sharded_leaves(
     inputs: LSRHeadInputs, mesh: DeviceMesh, placements: list[Any] | None = None
-) -> tuple[DTensor, DTensor, DTensor | None]:
-    """Hidden replicated, weight and bias sharded over the vocabulary; all of them leaves that want a gradient."""
+) -> tuple[Any, Any, Any]:
+    """DTensors that want a gradient: hidden replicated, weight and bias sharded over the vocabulary."""
     hidden = DTensor.from_local(inputs.hidden, mesh, [Replicate()] * mesh.ndim, run_check=False)
     placements = placements or [Shard(0)]
     weight = distribute_tensor(inputs.weight, mesh, placements)
@@ -39,7 +39,7 @@ def sharded_leaves(
 def sharded_results(
     inputs: LSRHeadInputs,
     mesh: DeviceMesh,
-    head: Callable[..., Tensor] = lsr_head,
+    head: Callable[..., Any] = lsr_head,
     placements: list[Any] | None = None,
     **options: Any,
 ) -> dict[str, DTensor]:
@@ -124,13 +124,13 @@ def gives_only_the_gradients_that_are_asked_for(rank: Rank) -> None:
         leaves = dict(zip(("hidden", "weight", "bias"), sharded_leaves(inputs, mesh), strict=True))
         for name, leaf in leaves.items():
             leaf.requires_grad_(name == needed)
-        lsr_head(*leaves.values(), **inputs.layout).full_tensor().backward(inputs.dscores)
+        cast(DTensor, lsr_head(*leaves.values(), **inputs.layout)).full_tensor().backward(inputs.dscores)
         assert [name for name, leaf in leaves.items() if leaf.grad is not None] == [needed]
         got = leaves[needed].grad.full_tensor()
         assert_within_budget(got, truth[f"d{needed}"], kind="gradient_bound", name=needed)
     for quiet in (torch.no_grad(), torch.inference_mode()):
         with quiet:
-            scores = lsr_head(*leaves.values(), **inputs.layout)
+            scores = cast(DTensor, lsr_head(*leaves.values(), **inputs.layout))
             assert not scores.requires_grad
             assert_within_budget(scores.full_tensor(), truth["scores"])
 
@@ -152,7 +152,7 @@ def a_main_grad_shard_takes_the_weight_gradient(rank: Rank) -> None:
     inputs = with_one_answer(lsr_head_inputs(3, 6, 16, 21, dtype=torch.bfloat16, device=rank.device))
     hidden, weight, bias = sharded_leaves(inputs, mesh)
     main_grad = distribute_tensor(torch.ones(21, 16, device=rank.device), mesh, [Shard(0)])
-    lsr_head(hidden, weight, bias, weight_main_grad=main_grad).full_tensor().backward(inputs.dscores)
+    cast(DTensor, lsr_head(hidden, weight, bias, weight_main_grad=main_grad)).full_tensor().backward(inputs.dscores)
     # torch 2.11 and older hand zeros to a shard that got no gradient
     assert weight.grad is None or not weight.grad.full_tensor().any()
     assert_within_budget(
@@ -216,7 +216,7 @@ def a_parallelized_module_trains_like_the_whole_one(rank: Rank, output: str) -> 
     mask = torch.ones(4, 7, device=rank.device)
     mask[1, 4:] = 0
     whole = Scorer().to(rank.device)
-    sharded = copy.deepcopy(whole)
+    sharded: Any = copy.deepcopy(whole)
     style = (
         VocabularyParallel()
         if output == "sharded"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from packaging.version import Version
@@ -77,7 +77,7 @@ def averaged_gradients_are_those_of_all_rows(rank: Rank) -> None:
 
 
 def sharded_columns(scores: Tensor, mesh: DeviceMesh, placements: list[Any]) -> DTensor:
-    return distribute_tensor(scores.detach(), mesh, placements).requires_grad_()
+    return cast(DTensor, distribute_tensor(scores.detach(), mesh, placements).requires_grad_())
 
 
 def vocabulary_shards_give_the_value_and_gradient_of_the_whole(rank: Rank) -> None:

@@ -31,7 +31,7 @@ def labels_of(number: int) -> Tensor:
     return torch.arange(number + 2) * 2 % (2 * number + 3)
 
 
-def pieces(shards: list[MaxSimInputs]) -> list[tuple[list[Tensor], list[Tensor]]]:
+def pieces(shards: list[MaxSimInputs]) -> list[tuple[list[Tensor], ...]]:
     """Kept tokens of each query and each document of every rank, in fp64."""
     result = []
     for inputs in shards:

@@ -52,7 +52,7 @@ def assert_equal(found: list[Tensor], expected: list[Tensor], arguments: list[Te
 @pytest.mark.parametrize("name", NAMES)
 def test_scores_and_gradients_equal_the_formula(name: str, tau: float | None) -> None:
     arguments = problem(name)
-    expected = results(lambda *a: oracle(name, *a, tau), arguments)
+    expected = results(lambda *a: oracle(name, *a, tau=tau), arguments)
     for impl in ("auto", "reference"):
         found = results(getattr(colpali, name), arguments, tau=tau, impl=impl)
         assert_equal(found, expected, arguments)
@@ -125,6 +125,6 @@ def test_without_colpali_engine_its_acceleration_says_what_to_install() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_gpu_scores_and_gradients_equal_the_formula(name: str, tau: float | None) -> None:
     arguments = problem(name)
-    expected = results(lambda *a: oracle(name, *a, tau), arguments)
+    expected = results(lambda *a: oracle(name, *a, tau=tau), arguments)
     found = results(getattr(colpali, name), problem(name, device="cuda"), tau=tau)
     assert_equal([part.cpu() for part in found], expected, arguments, 1e-4)

@@ -144,7 +144,8 @@ def test_lists_and_arrays_are_taken_as_pylate_takes_them() -> None:
     assert torch.equal(pylate.colbert_scores(queries, documents, query_mask, document_mask), expected)
     arrays = [torch.tensor(side).numpy() for side in (queries, documents)]
     arrays[1].flags.writeable = False
-    assert torch.equal(pylate.colbert_scores(*arrays, query_mask.numpy(), document_mask.numpy()), expected)
+    masks = {"queries_mask": query_mask.numpy(), "documents_mask": document_mask.numpy()}
+    assert torch.equal(pylate.colbert_scores(*arrays, **masks), expected)
     assert torch.equal(pylate.colbert_scores(list(arrays[0]), list(arrays[1]), query_mask, document_mask), expected)
 
 

@@ -187,9 +187,9 @@ def test_a_wrong_call_is_refused_in_the_words_of_the_stock_model(model: SparseEn
             with pytest.raises(TypeError) as caught:
                 model[1](*arguments, **named)
             texts.append(str(caught.value))
-        with pytest.raises((TypeError, ValueError)) as caught:
+        with pytest.raises((TypeError, ValueError)) as refused:
             model.encode(TEXTS, unknown=1)
-        return [*texts, str(caught.value)]
+        return [*texts, str(refused.value)]
 
     stock = refusals()
     accelerate(model)

@@ -16,18 +16,14 @@ import torch
 from datasets import Dataset
 from sentence_transformers import SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
 from sentence_transformers.base.modules import Router
-from sentence_transformers.sparse_encoder.losses import (
-    CachedSpladeLoss,
-    SparseMultipleNegativesRankingLoss,
-    SpladeLoss,
-)
+from sentence_transformers.sparse_encoder.losses import CachedSpladeLoss, SparseMultipleNegativesRankingLoss, SpladeLoss
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 
 from tests.integrations.multi_vector_models import NEGATIVES, POSITIVES, QUERIES, build_colbert, needs_stock
 from tests.integrations.splade_models import TEXTS, assert_close, build_tiny_splade, five_steps, tiny_transformer
 from tilefold.integrations.sentence_transformers import _packing, accelerate, collate_ahead, restore
 from tilefold.integrations.sentence_transformers._collate_ahead import AheadCollator, PendingBatch
-from tilefold.integrations.sentence_transformers._packed_inputs import pack_features, packed_inputs
+from tilefold.integrations.sentence_transformers._packed_inputs import pack_features, packed_inputs, padded_inputs
 from tilefold.integrations.transformers.packed import padding_position
 
 KINDS = ["bert", "roberta", "distilbert", "modernbert"]
@@ -365,12 +361,11 @@ def test_rounding_in_16_bits_is_told_from_a_fault(
         return scores * (1 + fault * torch.linspace(-1, 1, scores.numel()).view_as(scores)) if faulty else scores
 
     scope: list[str] = []
-    padded = _packing.padded_inputs
 
     @contextlib.contextmanager
     def padded_scope() -> Iterator[None]:
         scope.append("padded")
-        with padded():
+        with padded_inputs():
             yield
         scope.clear()
 

@@ -64,9 +64,9 @@ def forms(kind: str) -> tuple[Any, Any, dict[str, Any]]:
         "lists of masks": (
             queries, documents, {"b_mask": [masks["b_mask"][i, : len(row)] for i, row in enumerate(documents)]}
         ),
-        "padded": (*padded, {}),
-        "padded and masks": (*padded, masks),
-        "weights": (*padded, {"a_mask": torch.rand(4, 5), "b_mask": masks["b_mask"].float()}),
+        "padded": (padded[0], padded[1], {}),
+        "padded and masks": (padded[0], padded[1], masks),
+        "weights": (padded[0], padded[1], {"a_mask": torch.rand(4, 5), "b_mask": masks["b_mask"].float()}),
         "weights of lists": (queries, documents, {"a_mask": torch.rand(4, 5)}),
         "mixed": (padded[0], documents, {"a_mask": masks["a_mask"].numpy()}),
         "arrays": ([row.numpy() for row in queries], padded[1].numpy(), {}),
@@ -148,8 +148,8 @@ def test_one_sequence_and_no_sequence_are_taken(name: str) -> None:
         getattr(multi_vector, name)(queries[:1], [documents[1]]), getattr(stock, name)(queries[:1], [documents[1]])
     )
     if "pairwise" not in name:
-        for a, b in ((queries, []), ([], documents)):
-            torch.testing.assert_close(getattr(multi_vector, name)(a, b), getattr(stock, name)(a, b))
+        for one, other in ((queries, []), ([], documents)):
+            torch.testing.assert_close(getattr(multi_vector, name)(one, other), getattr(stock, name)(one, other))
 
 
 def test_half_precision_is_scored_in_fp32() -> None:

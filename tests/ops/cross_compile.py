@@ -78,10 +78,10 @@ def compile_kernel(
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     cubin = compiled.asm["cubin"]
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", dump(cubin, "--dump-resource-usage")).groups()
+    used, stack = re.search(r"REG:(\d+) STACK:(\d+)", dump(cubin, "--dump-resource-usage")).groups()
     local_memory = local_accesses(cubin)
     return Compiled(
-        int(registers),
+        int(used),
         int(stack),
         compiled.metadata.shared,
         compiled.asm["ptx"].count("wgmma.mma_async"),

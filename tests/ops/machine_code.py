@@ -73,7 +73,8 @@ def loops_of(listing: str) -> Iterator[set[int]]:
 
 def _successors(listing: str) -> Graph:
     """For every instruction, those that may follow it; a called function counts as a part of its call."""
-    instructions, labels = [], {}
+    instructions: list[re.Match[str]] = []
+    labels: dict[str, int] = {}
     for line in listing.splitlines():
         if label := LABEL.match(line):
             labels[label[1]] = len(instructions)

@@ -38,7 +38,7 @@ def pack(dtype: torch.dtype, device: torch.device, dim: int = 8) -> tuple[list[T
     return [tensor.to(device, dtype).requires_grad_() for tensor in tensors], offsets.to(device)
 
 
-def one_at_a_time(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None) -> Tensor:
+def one_at_a_time(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None = None) -> Tensor:
     found = []
     for q, k, v in zip(*(tensor.split(LENGTHS) for tensor in (query, key, value)), strict=True):
         places = torch.arange(len(q), device=q.device)
@@ -54,7 +54,7 @@ def test_it_is_attention_within_each_sequence(attend: Callable[..., Tensor], win
     tensors, offsets = pack(torch.float64, torch.device("cpu"))
     weights = torch.randn(tensors[0].shape, dtype=torch.float64)
     got = attend(*tensors, offsets, max(LENGTHS), scale=0.3, window=window)
-    expected = one_at_a_time(*tensors, window, 0.3)
+    expected = one_at_a_time(*tensors, window=window, scale=0.3)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     for one, other in zip(
         torch.autograd.grad((got * weights).sum(), tensors),
@@ -79,7 +79,7 @@ def test_the_kernels_of_a_gpu_are_no_further_from_fp64_than_padded_attention(
         out = attend(*inputs, **options)
         return [out, *torch.autograd.grad((out.double() * weights).sum(), inputs)]
 
-    reference = [each.detach() for each in results(lambda *inputs: one_at_a_time(*inputs, window, None), *exact)]
+    reference = [each.detach() for each in results(lambda *inputs: one_at_a_time(*inputs, window=window), *exact)]
     got = results(lambda *inputs: packed_softmax_attention(*inputs, offsets, max(LENGTHS), window=window), *tensors)
     other = results(lambda *inputs: padded(*inputs, offsets, max(LENGTHS), window=window), *tensors)
     for mine, theirs, right in zip(got, other, reference, strict=True):

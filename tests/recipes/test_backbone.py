@@ -101,7 +101,7 @@ def test_equal_seeds_give_equal_models_and_leave_the_global_random_state_alone()
         ({"sample_texts": TEXTS, "max_length": 1024}, "max_length must be"),
     ],
 )
-def test_wrong_arguments_are_named(arguments: dict, message: str) -> None:
+def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         backbone.minilm_splade(**arguments)
 

@@ -28,7 +28,7 @@ def test_one_of_two_gpus_is_used_and_the_other_is_named(
     monkeypatch.setattr(_training, "_settings", lambda job: settings(job) | {"use_cpu": False})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
-    class Wrapped(nn.DataParallel):
+    class Wrapped(nn.DataParallel[Any]):
         def __init__(self, *_: Any, **__: Any) -> None:
             raise AssertionError("the Trainer took DataParallel")
 

@@ -38,8 +38,8 @@ def command(address: str, model: Path, home: Path) -> list[str]:
 
 def main() -> None:
     if sys.argv[1] == "run":
-        address, model, home = sys.argv[2:]
-        run(functools.partial(load_and_say, model, str(Path(home) / "nodes")), Path(home) / "vectors", address)
+        address, folder, place = sys.argv[2:]
+        run(functools.partial(load_and_say, folder, str(Path(place) / "nodes")), Path(place) / "vectors", address)
         return
     from ray.cluster_utils import Cluster
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -181,7 +182,7 @@ def test_pydocs_is_cached_and_a_damaged_cache_is_built_again(
 ) -> None:
     first = load_collection("pydocs", cache_dir=tmp_path)
     assert first == pydocs  # built twice, the same both times
-    builds: list[int] = []
+    builds: Any = []
     monkeypatch.setattr("tilefold.retrieval.pydocs.build_pydocs", lambda: builds.append(1) or pydocs)
     (folder,) = (tmp_path / "pydocs").iterdir()
     assert load_collection("pydocs", cache_dir=tmp_path) == pydocs

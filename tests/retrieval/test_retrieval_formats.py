@@ -64,8 +64,8 @@ def test_parquet_files_and_folders_of_them_are_read(beir: Path) -> None:
         parquet(beir / "corpus" / f"corpus-0000{number}-of-00003.parquet", [row])
     parquet(beir / "queries.parquet", QUERIES)
     judged = [("q1", "d1", 2), ("q1", "d2", 0), ("q2", "d3", 1)]
-    for number, row in enumerate(judged):
-        named = dict(zip(("query-id", "corpus-id", "score"), row, strict=True))
+    for number, judgement in enumerate(judged):
+        named = dict(zip(("query-id", "corpus-id", "score"), judgement, strict=True))
         parquet(beir / "qrels" / f"test-0000{number}-of-00003.parquet", [named])
     assert load_beir(beir) == whole
     parquet(beir / "queries.parquet", [*QUERIES, {"_id": "q2", "text": "again"}])

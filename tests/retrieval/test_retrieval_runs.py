@@ -203,7 +203,7 @@ def test_integers_as_ids_are_refused_at_once(tmp_path: Path) -> None:
         ("documents", lambda: Collection("x", {7: Document("7", "", "text")}, {}, {})),
         ("queries", lambda: Collection("x", {}, {7: "text"}, {})),
         ("qrels", lambda: Collection("x", {}, {}, {"test": {"q": {7: 1}}})),
-        ("texts", lambda: texts_digest({7: "text"})),
+        ("texts", lambda: texts_digest(dict.fromkeys((7,), "text"))),
     ):
         with pytest.raises(TypeError, match=rf"^{what}: expected .*got [17] \(int\).*str\([17]\)"):
             call()

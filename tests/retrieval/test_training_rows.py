@@ -112,7 +112,7 @@ def test_rows_that_are_taken_keep_their_queries() -> None:
 def test_rows_of_another_collection_are_refused() -> None:
     collection = small_collection()
     query, document = next(iter(collection.queries)), next(iter(collection.documents))
-    one = {"offsets": np.array([0, 1]), "document": np.zeros(1, np.int32), "relevant": np.ones(1, bool)}
+    one: dict[str, Any] = {"offsets": np.array([0, 1]), "document": np.zeros(1, np.int32), "relevant": np.ones(1, bool)}
     one |= {"rank": np.ones(1, np.int32), "retrieved": np.ones(1, np.float32), "queries": [query]}
     own = rows(**one, documents=[document], made_by={"texts_sha256": texts_digest(collection.contents())})
     own.made_by["queries_sha256"] = texts_digest(queries_of(own, collection))

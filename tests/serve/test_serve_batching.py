@@ -105,7 +105,7 @@ def test_each_request_has_its_first_inputs_encoded_before_the_later_ones_of_anot
 
 def test_batches_of_long_requests_are_short_while_others_send_single_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(batching.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("tilefold.serve.batching.time.monotonic", lambda: now[0])
     shares = batching._Shares(16384)
     shares.learn(True, 8000, 4.0)
     assert (shares.limit(True), shares.limit(False)) == (16384, 16384)  # nobody waits for these
@@ -134,7 +134,7 @@ def test_a_closed_lane_refuses_what_waits_and_what_comes() -> None:
     recorder = Recorder()
     lane = Lane("test", recorder, 12, Metrics())
 
-    async def main() -> list[Any]:
+    async def main() -> tuple[Any, Any]:
         lane.start()
         first = lane.submit("a", 1, 1)
         while len(lane):

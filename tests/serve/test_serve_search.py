@@ -80,8 +80,8 @@ def test_a_get_answers_as_anserini_does(client: Client, collection: Collection, 
     assert json.loads(unparsed[0]["doc"])["id"] == unparsed[0]["docid"]
     assert len(unparsed) == 10
     answer = client.get("/v1/small/doc/d3").json
-    document = {"id": "d3", "title": "module3", "text": collection.documents["d3"].text}
-    assert answer == {"api": "v1", "index": "small", "docid": "d3", "doc": document}
+    found = {"id": "d3", "title": "module3", "text": collection.documents["d3"].text}
+    assert answer == {"api": "v1", "index": "small", "docid": "d3", "doc": found}
 
 
 @pytest.mark.parametrize(
@@ -258,6 +258,7 @@ def test_feedback_with_weights_beyond_measure_is_refused_and_leaves_the_log_empt
         assert f"{next(iter(weights))}`: Input should be less than or equal to 1000" in reply.json["error"]
     for weights in ({"alpha": 1000, "beta": 1000}, {"alpha": 1e-300, "beta": 1e-300}, {"alpha": 0, "beta": 1}):
         assert ask(client, **weights).status == 200
+    assert searchable.vectors is not None
     heavy = replace(searchable.vectors, data=searchable.vectors.data * np.float32(1e37))
     models = [model for model in (searchable.encoder, searchable.late) if model]
     with serving(Service(models, searchable=replace(searchable, vectors=heavy))) as other:

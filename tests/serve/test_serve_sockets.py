@@ -323,7 +323,8 @@ class hold:  # noqa: N801 - read as a word
     """A request whose batch stays in the model until the block is left, or for some seconds."""
 
     def __init__(self, client: Client, model: Any, inputs: int, seconds: float = 20) -> None:
-        self.client, self.replies, self._seconds = client, [], seconds
+        self.client, self._seconds = client, seconds
+        self.replies: list[Any] = []
         self._free, self._inside = threading.Event(), threading.Event()
         self._hook = model[0].register_forward_pre_hook(self._wait)
         self._thread = threading.Thread(target=self._ask, args=(inputs,))

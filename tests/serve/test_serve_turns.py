@@ -76,7 +76,8 @@ class Gate:
     """Stands before a function: counts who comes, and lets nobody pass until it is opened."""
 
     def __init__(self, function: Any) -> None:
-        self.function, self.came, self.open = function, [], threading.Event()
+        self.function, self.open = function, threading.Event()
+        self.came: list[tuple[Any, ...]] = []
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         self.came.append(given)

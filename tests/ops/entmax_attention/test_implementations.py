@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,11 +17,11 @@ from tests.ops.conftest import Target
 from tilefold.ops import entmax_attention
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.testing.entmax_attention import (
-    LAYOUTS,
     assert_entmax_attention_matches,
     entmax_attention_inputs,
     entmax_attention_results,
 )
+from tilefold.testing.padding import LAYOUTS
 
 INTERPRETED = triton_interpreted()
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
@@ -208,7 +208,7 @@ def test_softmax_is_what_torch_computes() -> None:
 @here_only
 def test_decoding_one_query_at_a_time_is_causal_attention() -> None:
     inputs = entmax_attention_inputs(1, 2, 12, 16)
-    whole = entmax_attention(inputs.q, inputs.k, inputs.v, causal=True)
+    whole: Any = entmax_attention(inputs.q, inputs.k, inputs.v, causal=True)
     for i in range(12):
         step = entmax_attention(
             inputs.q[:, :, i : i + 1], inputs.k[:, :, : i + 1], inputs.v[:, :, : i + 1], causal=True
@@ -223,5 +223,6 @@ def test_derivatives_of_the_reference_are_those_of_finite_differences() -> None:
     leaves = [t.requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
     for impl in ("reference", "tiled"):
         assert torch.autograd.gradcheck(
-            lambda q, k, v, a, impl=impl: entmax_attention(q, k, v, alpha=a, causal=True, impl=impl), (*leaves, alpha)
+            lambda q, k, v, a, impl=impl: cast(Any, entmax_attention(q, k, v, alpha=a, causal=True, impl=impl)),
+            (*leaves, alpha),
         )

@@ -54,7 +54,7 @@ def test_operators_pass_opcheck(device: str, n: int) -> None:
 def test_shapes_of_a_device_may_be_symbolic() -> None:
     symbols = ShapeEnv()
 
-    def symbol(value: int) -> torch.SymInt:
+    def symbol(value: int) -> int | torch.SymInt:
         made = symbols.create_symbol(value, ConstantSource(f"n{value}"), DimDynamic.DYNAMIC, constraint_dim=None)
         return symbols.create_symintnode(made, hint=value)
 

@@ -16,15 +16,12 @@ from tilefold.ops.lsr_head import configs
 from tilefold.ops.lsr_head._plans_one_token import CLEAR_BLOCK, FIND_BLOCK, SHORT_FIND_BLOCK
 from tilefold.ops.lsr_head._plans_sum import CHECK_BLOCK, STORE_BIAS, STORE_BLOCK
 from tilefold.ops.lsr_head._triton import one_token, pack, quantize, sum_pooling
-from tilefold.ops.lsr_head._triton.max_backward import (
-    _count_kernel,
-    _dhidden_kernel,
-    _dweight_kernel,
-    _list_kernel,
-)
+from tilefold.ops.lsr_head._triton.max_backward import _count_kernel, _dhidden_kernel, _dweight_kernel, _list_kernel
 from tilefold.ops.lsr_head._triton.max_forward import _combine_kernel, _max_forward_kernel
 
 if why_no_warp_roles() is None:
+    from triton.experimental.gluon import language as gl
+
     from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
@@ -133,7 +130,7 @@ def test_the_quantized_forward_builds_without_spills(capability, uniform):
 
 
 def hopper_descriptor(dtype: torch.dtype, rows: int, columns: int) -> str:
-    layout = hopper.gl.NVMMASharedLayout.get_default_for([rows, columns], hopper.ELEMENTS[dtype])
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], hopper.ELEMENTS[dtype])
     return f"tensordesc<{NAMES[dtype]}[{rows}, {columns}],{layout!r}>"
 
 

@@ -17,7 +17,6 @@ from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.lsr_head._problem import POOLINGS
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.lsr_head import (
-    LAYOUTS,
     LSRHeadInputs,
     assert_lsr_head_matches,
     lsr_head_inputs,
@@ -25,6 +24,7 @@ from tilefold.testing.lsr_head import (
     lsr_head_truth,
     with_one_answer,
 )
+from tilefold.testing.padding import LAYOUTS
 
 SMALL = (3, 7, 8, 17) if triton_interpreted() else (4, 11, 24, 21)
 NAMES = ("hidden", "weight", "bias")

@@ -19,13 +19,13 @@ from tilefold.ops.lsr_head._problem import POOLINGS
 from tilefold.testing import assert_within_budget
 from tilefold.testing.lsr_head import (
     DENSITIES,
-    LAYOUTS,
     assert_lsr_head_matches,
     lsr_head_inputs,
     lsr_head_results,
     lsr_head_truth,
     with_one_answer,
 )
+from tilefold.testing.padding import LAYOUTS
 
 INTERPRETED = triton_interpreted()
 ACTIVATIONS = ("log1p_relu", "log1p_log1p_relu", "relu", "softplus", "none")

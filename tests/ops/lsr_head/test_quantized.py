@@ -14,7 +14,8 @@ from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.lsr_head import _quantized
 from tilefold.ops.lsr_head._quantized import fake_quantized
 from tilefold.testing import relative_error
-from tilefold.testing.lsr_head import LAYOUTS, LSRHeadInputs, lsr_head_inputs, lsr_head_results
+from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results
+from tilefold.testing.padding import LAYOUTS
 
 # Hopper adds fp8 products with 14 bits: over D = 64, well under 2e-3 of the norm of the scores.
 # The interpreter cuts off where hardware rounds to the nearest fp8.

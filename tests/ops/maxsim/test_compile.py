@@ -174,8 +174,8 @@ def test_backward_builds_without_spills(capability: int, dtype: torch.dtype, pai
     config = configs.backward_config(divmod(capability, 10), dtype, tf32=False)
     types = types_of(dtype)
     uniform = pairing != 2
-    common = {"D": 128, "PAIRING": pairing, "UNIFORM_Q": uniform, "UNIFORM_D": uniform, "NO_WINNER": 65535,
-              "HAS_SCALE": not uniform}  # fmt: skip
+    common: dict[str, Any] = {"D": 128, "PAIRING": pairing, "UNIFORM_Q": uniform, "UNIFORM_D": uniform,
+                              "NO_WINNER": 65535, "HAS_SCALE": not uniform}  # fmt: skip
     own = common | {"BLOCK_R": config.block_r, "BLOCK_D": config.block_d}
     compiled = compile_kernel(dqueries_kernel, types, own, capability, config.warps_q, config.stages_q)
     check(compiled, capability, tensor_cores=False)

@@ -18,7 +18,8 @@ from tests.ops.conftest import Target
 from tilefold.ops import maxsim
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.testing import nan_poisoned_empty
-from tilefold.testing.maxsim import LAYOUTS, PAIRINGS, assert_maxsim_matches, maxsim_inputs, maxsim_results
+from tilefold.testing.maxsim import PAIRINGS, assert_maxsim_matches, maxsim_inputs, maxsim_results
+from tilefold.testing.padding import LAYOUTS
 
 INTERPRETED = triton_interpreted()
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
@@ -166,9 +167,9 @@ def test_nan_is_seen_where_it_is_kept_and_nowhere_else(target: Target, pairing: 
     if isinstance(inputs.pairing, torch.Tensor):
         inputs.pairing[0] = 0  # the first query and the first document keep all their tokens
     poisoned.documents.view(-1, *inputs.documents.shape[-2:])[0, 1, 3] = math.nan
-    found = maxsim_results(poisoned, impl=target.impl, needs="", **options)["scores"]
+    scores = maxsim_results(poisoned, impl=target.impl, needs="", **options)["scores"]
     expected = maxsim_results(poisoned, impl="reference", needs="", **options)["scores"]
-    assert expected.isnan().any() and torch.equal(found.isnan(), expected.isnan())
+    assert expected.isnan().any() and torch.equal(scores.isnan(), expected.isnan())
 
 
 @pytest.mark.parametrize("temperature", [None, 0.5])

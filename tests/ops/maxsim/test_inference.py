@@ -13,7 +13,8 @@ from tilefold.ops import maxsim
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.maxsim import _blocks, _tiled_maxima
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
-from tilefold.testing.maxsim import LAYOUTS, MaxSimInputs, maxsim_inputs
+from tilefold.testing.maxsim import MaxSimInputs, maxsim_inputs
+from tilefold.testing.padding import LAYOUTS
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="the other files interpret the kernels")
 OPTIONS: list[dict[str, Any]] = [{}, {"mask_mode": "zero"}, {"normalize": True, "reduction": "mean"}]

@@ -131,7 +131,7 @@ def test_winners_take_two_bytes_up_to_65535_tokens_and_are_kept_only_for_a_gradi
     layout: str, length: int, dtype: torch.dtype
 ) -> None:
     inputs = maxsim_inputs(2, 2, 3, length, 2, layout=layout)
-    saved: list[Tensor] = []
+    saved: Any = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         maxsim(inputs.queries.requires_grad_(), inputs.documents)
     assert [t.shape for t in saved if t.dtype == dtype] == [(2, 6)]

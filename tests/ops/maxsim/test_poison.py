@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="this part needs no interpreter")
 POISONS = st.sampled_from([math.nan, math.inf, -math.inf, 3e38])
 SIDES = (("queries", "query_mask", "q"), ("documents", "document_mask", "d"))
-SMALL = {
+SMALL: dict[Any, dict[str, Any]] = {
     _blocks: {"TILE_ELEMENTS": 60, "ROW_ELEMENTS": 112, "BLOCK_COLUMNS": 5},
     _tiled_maxima: {"GROUP_ELEMENTS": 40},
     _tiled_winners: {"SLAB_ENTRIES": 50},

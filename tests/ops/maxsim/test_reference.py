@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tilefold.ops import maxsim
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.testing.maxsim import LAYOUTS, PAIRINGS, maxsim_inputs
+from tilefold.testing.maxsim import PAIRINGS, maxsim_inputs
+from tilefold.testing.padding import LAYOUTS
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="this part needs no interpreter")
 

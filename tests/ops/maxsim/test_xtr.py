@@ -14,7 +14,8 @@ from tilefold.ops import maxsim, xtr_scores
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.maxsim import _tiled_xtr, quantize_tokens
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
-from tilefold.testing.maxsim import LAYOUTS, assert_xtr_matches, maxsim_inputs, xtr_results
+from tilefold.testing.maxsim import assert_xtr_matches, maxsim_inputs, xtr_results
+from tilefold.testing.padding import LAYOUTS
 
 INTERPRETED = triton_interpreted()
 here = pytest.mark.skipif(INTERPRETED, reason="this part needs no interpreter")
@@ -148,7 +149,7 @@ def test_a_batch_wider_than_a_tile(target: Target) -> None:
 @here
 def test_nothing_of_the_size_of_the_similarities_is_kept() -> None:
     inputs = maxsim_inputs(4, 5, 6, 70, 8)
-    saved: list[Tensor] = []
+    saved: Any = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         xtr_scores(inputs.queries.requires_grad_(), inputs.documents, top_k=9)
     own = [t for t in saved if t.size(-1) != 8]

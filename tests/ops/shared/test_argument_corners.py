@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ X = torch.rand(2, 3, D, generator=torch.Generator().manual_seed(0))
 IDS = torch.tensor([[1, 2, 1, 0, 0, 3, 3, 3]] * 3)
 
 
-OPERATORS: dict[str, Callable[[Tensor, str], Tensor]] = {
+OPERATORS: dict[str, Callable[[Tensor, str], Any]] = {
     "lsr_head": lambda x, impl: lsr_head(x, X[0], impl=impl),
     "lsr_head sum": lambda x, impl: lsr_head(x, X[0], pooling="sum", impl=impl),
     "lsr_head cls": lambda x, impl: lsr_head(x, X[0], pooling="cls", impl=impl),
@@ -124,7 +125,7 @@ def test_sparse_and_nested_tensors_are_refused_by_name(operator: Callable[[Tenso
             as_it_is(operator, other)
 
 
-def as_it_is(operator: Callable[[Tensor, str], Tensor], x: Tensor) -> Tensor:
+def as_it_is(operator: Callable[[Tensor, str], Any], x: Tensor) -> Any:
     """The operator on ``x`` itself, which may have no slices and no further dimensions."""
     if operator is OPERATORS["token_scatter"]:
         return token_scatter(x, IDS, 9)

@@ -100,8 +100,8 @@ def test_parameters_are_laid_out_as_the_kernel_declares_them(monkeypatch: pytest
     first, second = driver.seen
     assert first == second and first[:5] == ((5, 6, 1), 256, kernel.metadata.shared, 103, 1234)
     places = first.parameters
-    found = [kind.from_address(place).value for kind, place in
-             zip((ctypes.c_int32, ctypes.c_int64, ctypes.c_float), places[2:], strict=False)]  # fmt: skip
+    kinds: tuple[Any, ...] = (ctypes.c_int32, ctypes.c_int64, ctypes.c_float)
+    found = [kind.from_address(place).value for kind, place in zip(kinds, places[2:], strict=False)]
     assert tuple(found) == numbers
     assert [ctypes.c_uint64.from_address(place).value for place in places[5:]] == [0] * len(places[5:])  # no scratch
 
@@ -290,7 +290,7 @@ def test_threads_do_not_mix_their_addresses(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.gpu
 def test_the_driver_launches_what_triton_launched_before() -> None:
     x, other = torch.randn(64, 32, device="cuda"), torch.randn(64, 32, device="cuda")
-    tma = ()
+    tma: tuple[internals.Tma, ...] = ()
     if torch.cuda.get_device_capability() >= (9, 0):
         tma = (internals.Tma(64, 32, lambda m: TensorDescriptor(m, list(m.shape), list(m.stride()), [64, 32])),)
     plain = Step(_scale_kernel, (1, 1, 1), (64, 1, 0.5), {"BLOCK": 64, "num_warps": 4})

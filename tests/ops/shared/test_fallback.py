@@ -21,7 +21,7 @@ from triton.errors import TritonError
 
 import tilefold
 from tilefold.ops._shared import fallback, operator
-from tilefold.ops._shared._triton import launch
+from tilefold.ops._shared._triton import launch, releases
 from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError, given_up
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.plan import Setting
@@ -120,7 +120,7 @@ def put_kernels(monkeypatch: pytest.MonkeyPatch, room: str, kernels: ModuleType)
 
 
 @pytest.fixture
-def no_kernel_builds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_kernel_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU whose kernels Triton cannot build: "auto" takes them, and so does "triton"."""
     for room in ("lsr_head", "token_scatter", "entmax", "entmax_attention", "maxsim"):
         put_kernels(monkeypatch, room, Unbuildable("plans"))
@@ -278,7 +278,7 @@ def head_plan(dtype: torch.dtype, *given_up: str) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_the_head_steps_down_from_kernel_to_kernel(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    monkeypatch.setattr(configs.releases, "why_no_warp_roles", lambda: None)
+    monkeypatch.setattr(releases, "why_no_warp_roles", lambda: None)
     given_up: list[str] = []
     seen = []
     while (launch := head_plan(dtype, *given_up)).instead is not None:
@@ -290,7 +290,7 @@ def test_the_head_steps_down_from_kernel_to_kernel(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_head_gives_up_what_the_release_cannot_build_before_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configs.releases, "why_no_warp_roles", lambda: "Triton 3.4 cannot")
+    monkeypatch.setattr(releases, "why_no_warp_roles", lambda: "Triton 3.4 cannot")
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         with pytest.raises(KernelUnavailableError, match=r"Triton 3\.4 cannot") as raised:
             head_plan(dtype)

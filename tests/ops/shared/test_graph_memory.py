@@ -35,11 +35,11 @@ class Kernel:
         self.launches: list[tuple[Any, ...]] = []
         self.warmups: list[tuple[Any, ...]] = []
 
-    def warmup(self, *arguments: Any, grid: launch.Grid, **constants: Any) -> Kernel:
+    def warmup(self, *arguments: Any, grid: internals.Grid, **constants: Any) -> Kernel:
         self.warmups.append(arguments)
         return self
 
-    def __getitem__(self, grid: launch.Grid) -> Callable[..., Kernel]:
+    def __getitem__(self, grid: internals.Grid) -> Callable[..., Kernel]:
         def run(*arguments: Any, **constants: Any) -> Kernel:
             self.launches.append(arguments)
             return self
@@ -118,7 +118,7 @@ def test_every_operator_is_captured_with_the_allocator_of_the_driver(when: str) 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def operators() -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]:
+def operators() -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]]:
     """Calls by name, and what is differentiated."""
 
     def rows(*shape: int) -> Tensor:
@@ -128,7 +128,7 @@ def operators() -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]:
     cu = torch.tensor([0, 33, 40, 66], dtype=torch.int32, device="cuda")
     ids = torch.randint(0, 257, (3, 33), device="cuda")
     packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_k": 33}
-    calls: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    calls: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
         f"lsr_head {pooling}": (partial(lsr_head, pooling=pooling, impl="triton"), (hidden, weight))
         for pooling in ("max", "sum", "mean", "cls")
     }

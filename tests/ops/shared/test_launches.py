@@ -86,7 +86,7 @@ def dout(scores: Tensor) -> Tensor:
 def head(pooling: str, launches: int | tuple[int, ...], length: int = 16, **given: Callable[[], Tensor]) -> Operator:
     """The LSR head; rows of 16 values and 16 tokens are read through TMA descriptors where there are some."""
     shape = (2 * length, 16) if "cu_seqlens" in given else (2, length, 16)
-    options = ({"pooling": pooling}, {"pooling": pooling, "activation": "softplus"})
+    options: tuple[dict[str, Any], ...] = ({"pooling": pooling}, {"pooling": pooling, "activation": "softplus"})
     options += ({"pooling": pooling, "logit_scale": 0.5}, {"pooling": pooling, "logit_scale": 1})
     caches = (HEAD.calls, HEAD.gradients)
     return Operator(lsr_head, (shape, (40, 16), (40,)), caches, launches, given, options)
@@ -117,7 +117,7 @@ def scatter(**given: Callable[[], Tensor]) -> Operator:
     """The token scatter; packed tokens are the first padded ones in a row."""
     packed = "cu_seqlens" in given
     given |= {"input_ids": lambda: ids().flatten()[:32] if packed else ids()}
-    options = ({}, {"reduce": "sum"}, {"activation": "softplus"}, {"ignore_ids": (1, 2)}, {"vocab_size": 48})
+    options: Any = ({}, {"reduce": "sum"}, {"activation": "softplus"}, {"ignore_ids": (1, 2)}, {"vocab_size": 48})
     caches = (SCATTER.calls, SCATTER.gradients)
     return Operator(scattered, ((32,) if packed else (2, 21),), caches, 2, given, options)
 

@@ -182,7 +182,7 @@ def test_a_buffer_for_a_gradient_is_refused_where_torch_calls_the_registered_ope
 
 def test_what_is_saved_depends_on_the_options(target: Target) -> None:
     x, w = leaves(target.device)
-    packed: list[int] = []
+    packed: Any = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (packed.append(1), x)[1], lambda x: x):
         found = {way: toy(x, w, 0.5, way, target.impl) for way in ("two launches", "one launch")}
         assert len(packed) == (4 if target.impl != "triton" else 5)
@@ -216,7 +216,7 @@ def test_a_kernel_that_is_known_to_be_missing_gives_way_before_a_launch(monkeypa
 
 @kernels
 def test_checks_and_plans_are_made_once_for_calls_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    asked: Any = []
 
     def counting(name: str) -> Any:
         honest = getattr(room, name)

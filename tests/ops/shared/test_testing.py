@@ -10,13 +10,13 @@ import torch
 from tilefold.testing import assert_within_budget, budget, nan_poisoned_empty, product_bound, relative_error
 from tilefold.testing.lsr_head import (
     DENSITIES,
-    LAYOUTS,
     assert_lsr_head_matches,
     lsr_head_inputs,
     lsr_head_results,
     lsr_head_truth,
     with_one_answer,
 )
+from tilefold.testing.padding import LAYOUTS
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

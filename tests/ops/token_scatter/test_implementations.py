@@ -19,8 +19,8 @@ from tilefold.ops import token_scatter
 from tilefold.ops._shared import operator
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
+from tilefold.testing.padding import LAYOUTS
 from tilefold.testing.token_scatter import (
-    LAYOUTS,
     REDUCTIONS,
     TokenScatterInputs,
     assert_token_scatter_matches,
