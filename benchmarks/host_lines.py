@@ -2,8 +2,8 @@
 
     python -m benchmarks.host_lines
 
-Kernels, references, tiled paths, public functions, checks of arguments and records of a problem are left out, and so are
-the rows of tables of configurations; all else below ``src/tilefold/ops`` counts, with comments and blank lines.
+Kernels, references, tiled paths, public functions, checks of arguments and records of a problem are left out, and
+so are the rows of tables of configurations; all else below ``src/tilefold/ops`` counts, with comments and blank lines.
 """
 
 from __future__ import annotations
