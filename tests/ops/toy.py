@@ -1,7 +1,8 @@
 """The smallest operator on the base of all, for the contracts of that base: ``scale * (x @ w) ** 2``.
 
 Its kernels multiply and add up in one launch, in two that share scratch, or with torch between them; where TF32 is
-allowed they round operands to 16 bits.
+allowed they round operands to 16 bits. ``reads``, ``variant``, ``Instead`` and ``w_main_grad`` are here for their
+contracts: most operators have none of them.
 """
 
 from __future__ import annotations

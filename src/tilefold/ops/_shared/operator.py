@@ -84,10 +84,12 @@ class Operator(Generic[TensorsT, OptionsT]):
         options: record type; annotations of both give the schema.
         saved: record type of what backward reads, each the name of a tensor or a result.
         results: their names.
-        outputs: ``(tensors, options, training)`` to the results' shapes and dtypes, for plans and for compilers.
-        gradients: names of the tensors that have one; of each, what is saved that the gradient has shape and dtype of,
-            in contiguous memory, or ``(saved, options)`` to all three. What is saved of the first one, by that name or
-            its own, chooses the implementation of a registered gradient.
+        outputs: ``(tensors, options, training)`` to the results' shapes and dtypes, for plans and for compilers. Where
+            no gradient may be asked for, ``training`` is false, and a result that only backward reads has no elements.
+        gradients: by the name of each tensor that has one (and may be ``None`` in a call) the saved tensor whose shape
+            and dtype the gradient has, in contiguous memory; or ``(saved, options)`` to its :class:`Buffer`. The saved
+            tensor of the first entry (by its own name, if a function is given) chooses the implementation of a
+            registered gradient.
         plans: imports ``plans.py``, whose ``forward(tensors, options, training, setting)`` and ``backward(d<first
             result>, saved, options, needs, setting)`` return plans, and ``None`` for what the tiled path always makes;
             of backward, ``d<tensor>`` are the results.
@@ -160,7 +162,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         check: Callable[..., Checked],
         into: Mapping[str, Tensor] = NOTHING,
     ) -> tuple[Any, ...]:
-        """The results; ``check(tensors, *asked, *into's)`` looks at what a call has not had like an earlier one.
+        """The results; ``check(tensors, *asked, *into's)`` runs if no call like this one was made before.
 
         Backward adds the gradient of a tensor that ``into`` names to the buffer there, and returns none for it. The
         public function's argument for such a buffer is called ``<tensor>_main_grad``.

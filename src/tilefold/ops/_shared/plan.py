@@ -95,7 +95,10 @@ class Launch(NamedTuple):
 
 
 class TorchStep(NamedTuple):
-    """``makes = function(*tensors)`` by torch, by names; one that exists stands for the new tensor from then on."""
+    """``makes = function(*tensors)`` by torch, by names.
+
+    A name that exists already stands for the new tensor from then on, and a result that a step makes is not allocated.
+    """
 
     makes: str
     function: Callable[..., Tensor]
