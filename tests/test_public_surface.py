@@ -116,6 +116,17 @@ def test_public_functions_and_classes_have_docstrings_and_annotations(path: Path
     assert not problems, f"{label(path)}: " + "; ".join(problems)
 
 
+def test_docstrings_begin_with_what_a_thing_is_or_does() -> None:
+    found = [
+        f"{label(path)}:{node.body[0].lineno}: {first}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if re.match(r"(What|As|Of|Those|The same)\b", first := (ast.get_docstring(node) or "").partition("\n")[0])
+    ]
+    assert not found, "begin with a noun or an imperative:\n" + "\n".join(found)
+
+
 @pytest.mark.parametrize("path", FILES, ids=label)
 def test_sources_are_of_readable_size_and_free_of_banned_patterns(path: Path) -> None:
     text = path.read_text(encoding="utf-8")

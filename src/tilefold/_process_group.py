@@ -1,4 +1,4 @@
-"""Which process group an argument ``group`` means."""
+"""Process group of an argument ``group``."""
 
 from __future__ import annotations
 

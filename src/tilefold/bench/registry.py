@@ -1,4 +1,4 @@
-"""Which operators have a benchmark; their modules are imported only when one is asked for."""
+"""Operators that have a benchmark; their modules are imported only when one is asked for."""
 
 from __future__ import annotations
 

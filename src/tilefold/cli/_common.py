@@ -108,7 +108,7 @@ def _saying_resumed(
 
 
 def _line_per_minute(text: str) -> Callable[[int, int, str], None]:
-    """What is done, how fast since the start, and the time that is left, on stderr."""
+    """Return a function that prints progress, speed and the time left on stderr."""
     first: tuple[float, int] | None = None
     spoken = time.monotonic()
 
@@ -193,7 +193,7 @@ def load_data(
 
 
 def texts_of(data: str | None) -> Callable[[], Mapping[str, str]] | None:
-    """What gives the documents of --data, where they are needed."""
+    """Loader of the documents of --data, None without it."""
     return None if data is None else lambda: load_data(data, documents_only=True).contents()
 
 
@@ -241,7 +241,7 @@ def in_options(message: str) -> str:
 
 
 def known(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are not None."""
+    """Values that are not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -33,7 +33,7 @@ NORMALIZATION = Annotated[str | None, typer.Option(help="Before interpolation: m
 
 
 def request(asked: Mapping[str, Any]) -> tuple[Feedback | None, Interpolation | None]:
-    """What the --prf options ask for, None without them."""
+    """Feedback and interpolation, None without --prf."""
     from tilefold.retrieval.feedback import METHODS, Feedback, Interpolation
 
     method = asked["prf"]

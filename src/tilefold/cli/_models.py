@@ -179,7 +179,7 @@ def load_model(
 
 
 def _remedy(name: str, kind: str, kinds: tuple[str, ...]) -> str:
-    """What can be done where a model of `kind` was given and one of `kinds` is needed."""
+    """Remedies where a model of `kind` was given and one of `kinds` is needed."""
     colbert = "tilefold train --recipe colbert"
     if kind == "dense":
         as_it_is = f"To score it as it is: tilefold evaluate --model {name}. "

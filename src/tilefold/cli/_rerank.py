@@ -35,7 +35,7 @@ WEIGHT = Annotated[
 
 
 def request(asked: Mapping[str, Any], depth: int | None = None) -> Reranking | None:
-    """How --rerank-depth, else `depth`, --rerank-tail and --rerank-weight say; None without --rerank."""
+    """Reranking by --rerank-depth, else `depth`, --rerank-tail and --rerank-weight; None without --rerank."""
     if asked["rerank"] is None:
         return None
     from tilefold.retrieval.reranking import Reranking

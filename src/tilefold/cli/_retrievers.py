@@ -44,7 +44,7 @@ Texts = Callable[[], Mapping[str, str]]
 def load_index(
     asked: Mapping[str, Any], texts: Texts | None
 ) -> tuple[SparseIndex | BM25Index, SparseEncoder | None, dict[str, Any]]:
-    """What --index or --vectors names, the model that --model names (BM25 has none), and options of the search.
+    """Load the index of --index or --vectors, the model of --model (BM25 has none), and options of the search.
 
     Args:
         asked: values of the options ``index`` or ``vectors``, ``model``, ``query_top_k``, ``query_cut``,

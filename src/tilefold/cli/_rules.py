@@ -1,4 +1,4 @@
-"""Which options go together: a table for each command, checked before the command does any work."""
+"""Rules of options that go together: a table for each command, checked before it does any work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where other libraries' clients get sparse vectors from: a model in this process, or a server."""
+"""Sources of sparse vectors for other libraries' clients: a model in this process, or a server."""
 
 from __future__ import annotations
 

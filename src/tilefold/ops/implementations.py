@@ -1,4 +1,4 @@
-"""Which implementation of an operator runs, with which kernels, and why no faster ones do."""
+"""Implementations that operators run, with which kernels, and why no faster ones do."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def operators() -> dict[str, str]:
 
 
 def kernel_of(operator: str, capability: tuple[int, int], device: torch.device | None = None) -> tuple[str, str | None]:
-    """Which kernels of ``operator`` run in bf16 on a compute capability, and why no faster ones do."""
+    """Kernels that ``operator`` runs in bf16 on a compute capability, and why no faster ones do."""
     if operator == "lsr_head":
         config = head.max_forward_config_for(capability, torch.bfloat16, tf32=False)
         why = releases.why_no_warp_roles() if capability == (9, 0) and not config.warp_roles else None

@@ -19,7 +19,7 @@ __all__ = ["Built", "build_kernels", "check_kernels_can_be_built"]
 
 @dataclass(frozen=True)
 class Built:
-    """What :func:`build_kernels` did.
+    """Result of :func:`build_kernels`.
 
     Attributes:
         kernels: the kernels that the calls launch, by name, and how many builds of each: one per kind of arguments.

@@ -34,7 +34,7 @@ class TokenIds:
         return len(self.offsets) - 1
 
     def rows(self, chosen: Int64) -> tuple[Int64, Int64]:
-        """Where the tokens of the given texts are, in the given order, and the offsets that they then have."""
+        """Places of the given texts' tokens, in the given order, and the offsets that they then have."""
         lengths = self.lengths[chosen]
         offsets = offsets_of(lengths)
         return np.repeat(self.offsets[chosen] - offsets[:-1], lengths) + np.arange(offsets[-1]), offsets

@@ -135,7 +135,7 @@ class SparseRows(NamedTuple):
 
 
 def entries_of(counts: Tensor, chosen: slice) -> slice:
-    """Where the entries of some rows are, of rows with so many one after the other."""
+    """Slice of the entries of some rows, of rows with so many one after the other."""
     start = int(counts[: chosen.start].sum())
     return slice(start, start + int(counts[chosen].sum()))
 

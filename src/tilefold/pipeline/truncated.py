@@ -27,7 +27,7 @@ class Call(NamedTuple):
 
 @dataclass
 class Truncation:
-    """How many texts were tokenised, and how many of them were cut.
+    """Number of texts that were tokenised, and of those that were cut.
 
     Attributes:
         texts: that were tokenised, alone or in a call with others.
@@ -54,7 +54,7 @@ class Truncation:
         self.add(call.texts, len(call.cut), call.max_length)
 
     def places(self, texts: int) -> set[int]:
-        """Which texts were cut, of a call with so many: models tokenise their prompt alone, too, for its length."""
+        """Places of texts cut in a call with so many: models tokenise their prompt alone, too, for its length."""
         return {place for call in self.calls if call.texts == texts for place in call.cut}
 
     def see_encodings(self, encodings: Sequence[Any], truncation: dict[str, Any] | None, special: bool = True) -> None:
@@ -161,7 +161,7 @@ def _see_slow(
 
 @dataclass
 class Tally:
-    """How many texts were cut, by their kind and by how many tokens are read of each."""
+    """Counts of texts that were cut, by kind and by how many tokens are read of each."""
 
     seen: dict[tuple[str, int | None], Truncation] = field(default_factory=dict)
 

@@ -144,7 +144,7 @@ def newest_step(output_dir: Path) -> int | None:
 
 
 def work_folder(output_dir: Path) -> Path:
-    """Where checkpoints lie until a run is finished."""
+    """Folder of the checkpoints until a run is finished."""
     return output_dir.with_name(output_dir.name + ".training")
 
 

@@ -138,7 +138,7 @@ class TrainingJob:
 
 
 class RunOptions(NamedTuple):
-    """How a run treats earlier ones, and what it says: arguments of ``train`` of every recipe."""
+    """Options of ``train`` of every recipe: what becomes of earlier runs, and what this one says."""
 
     resume: bool
     overwrite: bool

@@ -28,14 +28,14 @@ def check_offsets(offsets: Array, size: int, name: str = "indptr") -> None:
 
 
 def outside(positions: Array, limit: int) -> int | None:
-    """Where the first position is that is not in ``[0, limit)``; None where all are."""
+    """Index of the first position that is not in ``[0, limit)``; None where all are."""
     if not positions.size or 0 <= positions.min() <= positions.max() < limit:
         return None
     return int(np.flatnonzero((positions < 0) | (positions >= limit))[0])
 
 
 def no_weight(values: Array) -> int | None:
-    """Where the first number is that is NaN, infinite or negative; None where all are weights."""
+    """Index of the first number that is NaN, infinite or negative; None where all are weights."""
     if not values.size or 0 <= values.min() <= values.max() < np.inf:  # a NaN among them is the lowest and the highest
         return None
     return int(np.flatnonzero(~np.isfinite(values) | (values < 0))[0])

@@ -1,4 +1,4 @@
-"""Where the ranks of a process group meet that share the work on a folder, and what they say to one another."""
+"""Rendezvous of the ranks of a process group that share the work on a folder, and what they say to one another."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Meeting:
         return json.loads(self._store.get(name))
 
     def count(self) -> int:
-        """How often any rank has counted before."""
+        """Count; return how often any rank did before."""
         return int(self._store.add("count", 1)) - 1
 
     @contextmanager

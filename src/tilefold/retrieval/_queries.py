@@ -47,7 +47,7 @@ def query_rows(path: Path) -> Iterator[Row]:
 
 
 def loose_query_rows(path: Path) -> Iterator[Row]:
-    """As :func:`query_rows`, and the lines of other text files: ``id<tab>text``, or a text, whose id is its number."""
+    """Query rows, also of other text files' lines: ``id<tab>text``, or a text, whose id is its number."""
     if path.is_dir() or path.name.endswith((*ROWS, TOPICS)):
         yield from query_rows(path)
         return

@@ -37,7 +37,7 @@ class Receipt:
 
     @staticmethod
     def file_of(folder: Path, number: int) -> Path:
-        """Where the receipt of shard `number` is."""
+        """Path of the receipt of shard `number`."""
         return folder / RECEIPTS.replace("*", f"{number:05d}")
 
     @staticmethod

@@ -305,12 +305,12 @@ class ShardWriter(Generic[M, V]):
 
 
 def _cut(found: Truncation | None) -> dict[str, Any]:
-    """How many texts were cut, for a manifest; nothing where they were not counted."""
+    """Manifest entry of texts that were cut; nothing where they were not counted."""
     return {} if found is None else {"truncated": {"count": found.count, "max_length": found.max_length}}
 
 
 def _truncation(*entries: Mapping[str, Any]) -> Truncation | None:
-    """How many texts were cut, by what a manifest says of shards; None where one was written without counting."""
+    """Number of texts that were cut, by manifest entries of shards; None where one was written without counting."""
     found = Truncation()
     for entry in entries:
         if "truncated" not in entry:
@@ -320,7 +320,7 @@ def _truncation(*entries: Mapping[str, Any]) -> Truncation | None:
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], first: str, second: str) -> str:
-    """In which settings two folders differ, in words; empty where in none."""
+    """Settings in which two folders differ, in words; empty where in none."""
     digests = {"texts_sha256": "other texts", "model_fingerprint": "another model, or other weights"}
     return "; ".join(
         f"{name}: {digests.get(name) or f'{one.get(name)!r} {first}, {other.get(name)!r} {second}'}"

@@ -28,7 +28,7 @@ V = TypeVar("V", bound=Vectors)
 
 
 class Output(NamedTuple):
-    """Where vectors go, and when.
+    """Destination of vectors, and save intervals.
 
     Attributes:
         folder: where they are written.

@@ -50,7 +50,7 @@ _OWN_NAMES = (
 
 @dataclass(frozen=True)
 class BM25Options:
-    """How BM25 reads and scores texts.
+    """Options of BM25.
 
     Attributes:
         language: of stop words and Snowball stemmer: one of `LANGUAGES`, its two letters, any other that Snowball
@@ -211,7 +211,7 @@ class BM25Index:
         return SparseVectors(self._ids, rows, words[order], data[order], len(offsets) - 1, None, self.provenance)
 
     def query_vectors(self, queries: Mapping[str, str]) -> SparseVectors:
-        """How often each query has each word of the index; other words are left out."""
+        """Term frequencies of each query; words that the index lacks are left out."""
         counts = {
             name: Counter(self._engine.vocab_dict[token] for token in self._known(text))
             for name, text in queries.items()

@@ -187,7 +187,7 @@ def load_beir(
 
 
 def documents_table(folder: Path) -> Path:
-    """Where the rows of the documents are: `folder` itself where it is a file or a saved dataset.
+    """Path of the rows of the documents: `folder` itself where it is a file or a saved dataset.
 
     Raises:
         FileNotFoundError: a folder without documents.

@@ -22,7 +22,7 @@ Kind = Literal["document", "query"]
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding(ABC):
-    """How texts are encoded, apart from the model.
+    """Options of encoding texts, apart from the model.
 
     Attributes:
         kind: ``"document"`` or ``"query"``: the model's prompt and route.

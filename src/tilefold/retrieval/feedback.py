@@ -33,7 +33,7 @@ _DEPTHS = {"average": 3, "rocchio": 5}  # of the published tables
 
 @dataclass(frozen=True)
 class Feedback:
-    """How a query becomes another one.
+    """Options of pseudo-relevance feedback.
 
     Attributes:
         method: ``"average"`` or ``"rocchio"``.
@@ -93,7 +93,7 @@ class Feedback:
 
 @dataclass(frozen=True)
 class Interpolation:
-    """Where and how a second ranking is mixed in: ``weight`` of it, ``1 - weight`` of the one with feedback.
+    """Options of mixing a second ranking in: ``weight`` of it, ``1 - weight`` of the one with feedback.
 
     Attributes:
         place: ``"before"`` feedback, ``"after"`` it, or ``"both"``.
@@ -190,7 +190,7 @@ def expand_dense(
     run: Run,
     feedback: Feedback,
 ) -> torch.Tensor:
-    """As :func:`expand_sparse`, for dense vectors ``[Q, D]`` and ``[N, D]``: float32 ``[Q, D]``, on their device.
+    """Expand dense vectors ``[Q, D]`` by ``[N, D]``, as :func:`expand_sparse`: float32 ``[Q, D]``, on their device.
 
     Vectors are averaged as they are: with a model that compares by cosine, give normalised ones.
 

@@ -94,7 +94,7 @@ def reciprocal_rank_fusion(runs: Sequence[Run], k: int = 60) -> Run:
 
 @dataclass(frozen=True)
 class Fusion:
-    """How two rankings become one.
+    """Options of fusing two rankings.
 
     Attributes:
         method: ``"rrf"`` (reciprocal ranks) or ``"interpolation"``.

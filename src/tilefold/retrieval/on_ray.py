@@ -39,7 +39,7 @@ class ClusterError(ConnectionError):
 
 @dataclass(frozen=True)
 class RayCluster:
-    """Where workers run, and how many.
+    """Ray cluster of the workers.
 
     Attributes:
         address: ``host:port`` of a cluster, ``"auto"`` for the one that this machine belongs to, ``"local"`` to start

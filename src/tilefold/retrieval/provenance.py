@@ -33,7 +33,7 @@ class Provenance:
         return cls(**{item.name: values.get(item.name) for item in fields(cls)})
 
     def to_dict(self) -> dict[str, str | None]:
-        """As a JSON object for a manifest."""
+        """JSON object for a manifest."""
         return asdict(self)
 
     @classmethod
@@ -76,7 +76,7 @@ class TextsDigest:
             self._digest.update(len(encoded).to_bytes(8, "big") + encoded)
 
     def hexdigest(self) -> str:
-        """Of what was added so far."""
+        """Digest of what was added so far."""
         return self._digest.hexdigest()
 
 

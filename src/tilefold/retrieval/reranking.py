@@ -107,7 +107,7 @@ def rerank(
 
 @dataclass(frozen=True)
 class Reranking:
-    """How candidates are reranked.
+    """Options of reranking candidates.
 
     Attributes:
         depth: candidates per query; None takes all.
@@ -220,7 +220,7 @@ class Reranker:
 
 
 def contents_of(name: str, document: Document | None) -> str:
-    """What a model reads of a document; an error where it is missing."""
+    """Text that a model reads of a document; an error where it is missing."""
     if document is None:
         raise MissingDocumentError("documents", name)
     return document.contents

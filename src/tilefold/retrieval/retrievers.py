@@ -122,7 +122,7 @@ class WordsRetriever:
 
     @cached_property
     def as_vectors(self) -> SparseRetriever:
-        """The same scores from vectors, which feedback can move."""
+        """Retriever with equal scores from vectors, which feedback can move."""
         vectors = self.index.document_vectors()
         return SparseRetriever(build_index(vectors, "exact"), vectors=vectors, words=self.index)
 

@@ -30,7 +30,7 @@ WHOLE = 1000  # documents of a ranking that is interpolated around feedback, or 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What is asked of a search.
+    """Options of a search.
 
     Attributes:
         k: documents per query.

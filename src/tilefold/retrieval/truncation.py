@@ -43,7 +43,7 @@ def cut_texts(model: Any, texts: Sequence[str]) -> list[str]:
 
 
 def token_counts(model: Any, texts: Sequence[str]) -> list[int | Exception]:
-    """How many tokens a model reads of each text; for a text that its tokenizer refuses, the tokenizer's exception."""
+    """Count the tokens a model reads of each text; for a text that its tokenizer refuses, the tokenizer's exception."""
     limit = getattr(model, "max_seq_length", None)
     cut = {"truncation": True, "max_length": limit} if isinstance(limit, int) else {}
 

@@ -65,7 +65,7 @@ class Permits:
 
 
 class _Shares:
-    """How many tokens a batch of requests of several inputs may have, so that requests of one input need not wait long.
+    """Limit of tokens in a batch of requests of several inputs, so that requests of one input need not wait long.
 
     All that a batch can hold, as long as nobody sends requests of one input. Else so many that the batch takes
     `_TIMES` as long as theirs do, by the times of the batches before it.

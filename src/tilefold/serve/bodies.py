@@ -81,7 +81,7 @@ class Body(BaseModel):
 
 
 class Encoded(Body):
-    """How inputs are encoded."""
+    """Options of encoding."""
 
     truncate: bool | None = None
     truncation_direction: Direction = "right"

@@ -1,4 +1,4 @@
-"""How a body becomes an answer: the parts that all POST routes share."""
+"""Parts that all POST routes share, from a body to an answer."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _UNLIMITED = 1 << 30  # transformers says 1e30 where a tokenizer has no limit
 
 
 class Way(NamedTuple):
-    """How a text is encoded: texts that share a way share batches.
+    """Way of encoding a text: texts that share a way share batches.
 
     Attributes:
         kind: of the model.
@@ -74,7 +74,7 @@ class Served:
 
     @property
     def device(self) -> str:
-        """Where the model computes."""
+        """Device of the model."""
         return str(self.model.device)
 
     @property
@@ -84,7 +84,7 @@ class Served:
         return str(found).removeprefix("torch.")
 
     def _call(self, side: Side) -> Call:
-        """How the model has a text of this side tokenized."""
+        """Tokenizer call of the model for a text of this side."""
         with watching() as seen:
             self.model.preprocess(["a"], task=side)
         return seen.calls[-1] if seen.calls else Call(1, (), None)

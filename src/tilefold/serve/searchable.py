@@ -78,7 +78,7 @@ class Searchable:
 
     @property
     def features(self) -> dict[str, bool]:
-        """What a search of it can be asked for."""
+        """Features that a search of it offers."""
         explained = self.vectors is not None and self.encoder is not None
         return {
             "documents": bool(self.documents),
@@ -95,7 +95,7 @@ class Searchable:
         return {} if self.vectors is None else {name: row for row, name in enumerate(self.vectors.ids)}
 
     def contents(self, names: Sequence[str]) -> list[str]:
-        """What a model reads of documents.
+        """Texts that a model reads of documents.
 
         Raises:
             MissingDocumentError: one of them is not in the collection.

@@ -40,7 +40,7 @@ class _Strict(Body):
 
 
 class FusionBody(_Strict):
-    """With the index of words; ``weight`` and ``normalization`` are of an interpolation."""
+    """Fusion with the index of words; ``weight`` and ``normalization`` are of an interpolation."""
 
     method: Literal["rrf", "interpolation"] = Fusion.method
     weight: float = Field(default=Fusion.weight, ge=0, le=1)
@@ -48,7 +48,7 @@ class FusionBody(_Strict):
 
 
 class FeedbackBody(_Strict):
-    """As ``--prf`` of ``tilefold search``."""
+    """Feedback, as ``tilefold search --prf``."""
 
     method: Literal["average", "rocchio"] = Feedback.method
     depth: int | None = Field(default=Feedback.depth, ge=1, le=100)
@@ -60,7 +60,7 @@ class FeedbackBody(_Strict):
 
 
 class RerankBody(_Strict):
-    """As ``--rerank`` of ``tilefold search``: the best `depth`, with `weight` for MaxSim beside the first scores."""
+    """Reranking, as ``tilefold search --rerank``: the best `depth`, with `weight` for MaxSim beside the first scores."""
 
     depth: int = Field(default=RERANK_DEPTH, ge=1)
     weight: float | None = Field(default=None, ge=0, le=1)
@@ -136,7 +136,7 @@ class SearchRoutes:
         return await self._answer(SearchBody(query=query, hits=int(hits), parse=parse == "true"), brief=True)
 
     async def post_search(self, body: SearchBody, request: Request) -> Response:
-        """The same, and more, from a body."""
+        """Search by a body, with more options."""
         self._check_index(request)
         if not body.query.strip():
             raise ServeError("Empty", "`query` cannot be empty")
@@ -219,7 +219,7 @@ class SearchRoutes:
             raise invalid(f"`prf`: {error}") from error
 
     async def _asked(self, work: Callable[..., T], *args: Any) -> T:
-        """What the index answers, in a thread: it may be on a server, which may be away.
+        """Ask the index, in a thread: it may be on a server, which may be away.
 
         A request that waited for a thread while the server failed another one is not made to wait for it once more.
         """
@@ -310,7 +310,7 @@ def _shown(document: Document | None, parse: bool) -> Any:
 
 
 def _request(body: SearchBody) -> SearchRequest:
-    """What is asked, with the defaults of a body where it says ``true``."""
+    """Search request of a body, with the defaults where it says ``true``."""
     feedback = _record(Feedback, FeedbackBody, body.prf, "prf")
     fusion = _record(Fusion, FusionBody, body.fusion, "fusion")
     return SearchRequest(body.hits, feedback, None, fusion, _record(Reranking, RerankBody, body.rerank, "rerank"))

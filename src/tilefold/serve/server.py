@@ -121,7 +121,7 @@ def _allow_files(limits: Limits) -> Limits:
 
 
 def _open_files() -> tuple[float, float]:
-    """How many files this process may have open, and to how many it may raise that."""
+    """Limit of this process's open files, and the one to which it may raise that."""
     try:
         import resource  # not on Windows
     except ImportError:

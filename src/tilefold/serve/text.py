@@ -91,7 +91,7 @@ def _described(text: str, encoding: Any, places: Sequence[int]) -> list[dict[str
 
 
 def _byte_places(text: str) -> Sequence[int]:
-    """Where each code point of a text begins in its UTF-8, and where the text ends."""
+    """Offset of each code point of a text in its UTF-8, and where the text ends."""
     if text.isascii():
         return range(len(text) + 1)
     points = np.frombuffer(text.encode("utf-32-le"), np.uint32)

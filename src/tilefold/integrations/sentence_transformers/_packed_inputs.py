@@ -56,7 +56,7 @@ def pads_inputs() -> bool:
 
 
 class _Plan(NamedTuple):
-    """How texts of one prompt, task and maximal length are tokenised.
+    """Tokenisation plan of texts of one prompt, task and maximal length.
 
     Attributes:
         truncation: of the Rust tokenizer; None = texts are not cut.
@@ -237,6 +237,6 @@ def pack_features(features: dict[str, Any], padding: int | None) -> dict[str, An
 
 
 def _places(keep: Tensor, lengths: Tensor, tokens: int) -> Tensor:
-    """Where the tokens of rows without holes lie; ``nonzero`` would wait for the GPU to know how many they are."""
+    """Places of the tokens of rows without holes; ``nonzero`` would wait for the GPU to know how many they are."""
     sequence, place = places_of_tokens(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), tokens)
     return sequence * keep.size(1) + keep.long().argmax(1)[sequence] + place

@@ -62,7 +62,7 @@ class Side:
 
     @property
     def count(self) -> int:
-        """How many sequences there are."""
+        """Number of sequences."""
         return len(self.rows) if isinstance(self.rows, list) else self.rows.size(0)
 
     def parts(self, device: torch.device, budget: int) -> list[slice]:

@@ -1,4 +1,4 @@
-"""Where checkpoints look for :class:`EntmaxTransformer`, by its name in ``modules.json``."""
+"""Module of :class:`EntmaxTransformer` that checkpoints name in ``modules.json``."""
 
 from tilefold.integrations.transformers.entmax_transformer import EntmaxTransformer
 

@@ -27,7 +27,7 @@ P = TypeVar("P")
 
 
 def call_key(tensors: Sequence[object], options: tuple[object, ...]) -> Key | None:
-    """What the checks and launches of a call look at, or ``None`` for one that must be checked and dispatched in full.
+    """Cache key of a call, or ``None`` for one that must be checked and dispatched in full.
 
     That is a call off the GPU (where the interpreter does not stand in for it), under a compiler, a dispatch mode, a
     transform or forward-mode differentiation, or with a tensor subclass.
@@ -62,7 +62,7 @@ def call_key(tensors: Sequence[object], options: tuple[object, ...]) -> Key | No
 
 
 def gradient_key(call: Hashable, needs: tuple[object, ...], grad: Tensor, saved: Sequence[Tensor | None]) -> Key | None:
-    """What gradients depend on besides the ``call``, which is equal to itself only and has its options.
+    """Cache key of a call's gradients; ``call`` is equal to itself only and has its options.
 
     Hooks for saved tensors may bring them back elsewhere, and laid out in another way, but not in another shape, and
     autograd gives ``grad`` the shape and dtype of the result. Not to be asked where :func:`gradient_needs_dispatcher`

@@ -48,7 +48,7 @@ def check_alphas(alpha: Tensor | None) -> None:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Of the mass of a row in kernels, which divide out what is left: 16 bits round the weights by far more."""
+    """Tolerance of row masses in kernels, which divide out what is left: 16 bits round the weights by far more."""
     return 1e-6 if dtype == torch.float32 else 1e-5
 
 

@@ -1,4 +1,4 @@
-"""What runs where a kernel cannot be built: another one, after one warning; no call dies of a missing fast path.
+"""Fallback where a kernel cannot be built: another one, after one warning; no call dies of a missing fast path.
 
 Triton may be too old or too new for a kernel, its assembler may fail, or a device may have less shared memory than a
 tile wants. The launcher then raises :class:`KernelUnavailableError`. Who planned the launch remembers that with

@@ -1,4 +1,4 @@
-"""Which implementation of an operator runs: chosen by device for ``"auto"``, never changed behind an explicit name."""
+"""Choice of an operator's implementation: by device for ``"auto"``, never changed behind an explicit name."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def resolve_impl(impl: str, device: torch.device, operator: str = "") -> str:
 
 
 def chosen_impl(operator: str, name: str, tensor: Tensor, impl: str = "auto") -> str:
-    """Which implementation ``operator`` runs on ``tensor``: ``"reference"``, ``"tiled"`` or ``"triton"``.
+    """Implementation that ``operator`` runs on ``tensor``: ``"reference"``, ``"tiled"`` or ``"triton"``.
 
     ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, else ``"tiled"``.
 

@@ -1,4 +1,4 @@
-"""What tilefold uses of torch and Triton that neither promises; no other file names a private of either.
+"""Private parts of torch and Triton that tilefold uses; no other file names a private of either.
 
 ``tests/ops/shared/test_internals.py`` fails with a release that changed one of them. This file imports without Triton.
 """
@@ -29,7 +29,7 @@ TMA_MAP_OFFSET = 128  # bytes, of the map in the object that Triton keeps it in
 
 
 class Tma(NamedTuple):
-    """How a kernel reads a contiguous tensor through a TMA descriptor.
+    """Contiguous tensor that a kernel reads through a TMA descriptor.
 
     Attributes:
         rows, columns: the matrix that the tensor holds.
@@ -80,7 +80,7 @@ def is_batched(tensor: Tensor) -> bool:
 
 
 def precision_reader() -> Callable[[str, str], str] | None:
-    """What reads the precision of fp32 products of a backend, ``None`` before torch 2.9."""
+    """Reader of the precision of a backend's fp32 products, ``None`` before torch 2.9."""
     reader: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
     return reader
 
@@ -117,7 +117,7 @@ def hooked() -> bool:
 
 
 class Bound(NamedTuple):
-    """How a kernel that ran before is launched again, on the current device and its current stream.
+    """Launcher of a kernel that ran before, on the current device and its current stream.
 
     Nobody checks what it is given: tensors must lie on the device and be aligned as they were when it was compiled.
 
@@ -133,7 +133,7 @@ class Bound(NamedTuple):
 def bind(
     compiled: Any, grid: Grid, arguments: Sequence[Any], tail: tuple[Any, ...], tma: Sequence[Tma | None]
 ) -> Bound:
-    """What launches a compiled kernel: the CUDA driver where it can, else ``compiled[grid]``.
+    """Bind a compiled kernel: to the CUDA driver where it can, else to ``compiled[grid]``.
 
     Both take addresses: the driver, which Triton asks about tensors, does not know all that a CUDA graph owns.
 
@@ -207,7 +207,7 @@ def _driver_launch(
 
 
 def _tma_map(descriptor: Any, description: dict[str, Any] | None) -> Any:
-    """How the descriptor's parameters are made for other addresses; ``None`` where the kernel reads it by pointers."""
+    """Map of the descriptor's parameters for other addresses; ``None`` where the kernel reads it by pointers."""
     from triton.backends.nvidia import driver
 
     from tilefold.ops._shared._triton.cuda_driver import Map

@@ -29,7 +29,7 @@ def serves(rows: Tensor, count: int, weight: Tensor) -> bool:
 
 
 def tile_product(like: Tensor, count: int, weight: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """What multiplies rows ``[n, K]`` by ``weight.T`` time and again, or None where torch does that as well.
+    """Function for repeated products of rows ``[n, K]`` and ``weight.T``, or None where torch does as well.
 
     Args:
         like: rows, for device and dtype.

@@ -52,7 +52,7 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Checked(NamedTuple):
-    """What a room's checks make of the arguments of a call.
+    """Result of a room's checks of a call's arguments.
 
     Attributes:
         options: of the operator.
@@ -137,7 +137,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         self._register()
 
     def chosen_impl(self, first: Tensor, impl: str) -> str:
-        """Which implementation runs for the first tensor; see :func:`tilefold.ops._shared.impl.chosen_impl`."""
+        """Implementation that runs for the first tensor; see :func:`tilefold.ops._shared.impl.chosen_impl`."""
         return implementations.chosen_impl(self.name, self._tensors._fields[0], first, impl)
 
     def _named(self, tensors: TensorsT, impl: str) -> tuple[str, str]:
@@ -213,7 +213,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         return first, *request.rest
 
     def keep(self, options: OptionsT, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What backward reads of tensors and results."""
+        """Select the values that backward reads."""
         reads = self._saved._fields if self._reads is None else self._reads(options)
         take = self._takers.get(reads)
         if take is None:
@@ -254,7 +254,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         return found  # type: ignore[no-any-return]
 
     def _program(self, call: Pass, given: tuple[Any, ...]) -> Program | None:
-        """How the kernels run such a pass; ``plans.py`` sees layouts and no values."""
+        """Program of the kernels for such a pass; ``plans.py`` sees layouts and no values."""
         from tilefold.ops._shared._triton.program import Program  # needs Triton
 
         plans, setting = self._plans(), setting_of(given[0].device, call.key is not None and is_aligned(call.key))
@@ -404,7 +404,7 @@ def refuse_buffers(into: Collection[str], where: str) -> None:
 
 
 def setting_of(device: torch.device, aligned: bool = True) -> Setting:
-    """What plans for tensors on this device depend on now."""
+    """Current setting for plans on this device."""
     return Setting(
         capability_of(device),
         sm_count(device),
@@ -433,5 +433,5 @@ def _tuple(results: Any) -> tuple[Any, ...]:
 
 
 def _bare(results: Sequence[Any]) -> Any:
-    """As a registered operator returns them."""
+    """Results in a registered operator's form."""
     return results[0] if len(results) == 1 else tuple(results)

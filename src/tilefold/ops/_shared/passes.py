@@ -50,7 +50,7 @@ class Pass:
 
 
 class Request:
-    """What :class:`_Eager` takes besides the tensors that may have a gradient, and the results that it leaves.
+    """Arguments of :class:`_Eager` besides the tensors that may have a gradient, and the results that it leaves.
 
     ``torch.autograd`` looks at every argument and every output on its own: few are fast.
     """

@@ -40,5 +40,5 @@ def dropout_threshold(p: float) -> int:
 
 
 def kept(seed: Tensor, i: Tensor, j: Tensor, plane: Tensor, p: float) -> Tensor:
-    """Which pairs of query ``i`` and key ``j`` of ``plane`` (sequence times heads plus head) dropout keeps."""
+    """Mask of pairs of query ``i`` and key ``j`` of ``plane`` (sequence times heads plus head) that dropout keeps."""
     return (philox_word(seed, j, i, plane) >> 8) >= dropout_threshold(p)

@@ -17,7 +17,7 @@ from tilefold.ops._shared.internals import Grid, Tma
 
 
 class Setting(NamedTuple):
-    """What plans depend on besides the tensors' layouts and the options.
+    """Facts behind plans besides the tensors' layouts and the options.
 
     Attributes:
         capability: compute capability of the GPU; ``(0, 0)`` where kernels are interpreted.
@@ -49,7 +49,7 @@ class Buffer(NamedTuple):
 
     @classmethod
     def like(cls, tensor: Tensor) -> Buffer:
-        """What ``torch.empty_like(tensor)`` is."""
+        """Describe ``torch.empty_like(tensor)``."""
         return cls(tensor.shape, tensor.dtype, torch.empty_like(tensor, device="meta").stride())
 
 
@@ -140,7 +140,7 @@ def in_dtype(dtype: torch.dtype, **tensors: Tensor) -> tuple[TorchStep, ...]:
 
 
 def taker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
-    """What takes the values at these places of a sequence, quickly."""
+    """Fast getter of the values at these places of a sequence."""
     if len(places) > 1:
         return itemgetter(*places)
     return lambda values: tuple([values[place] for place in places])

@@ -1,4 +1,4 @@
-"""Which token won a maximum: how it is found, and how it is stored."""
+"""Winning token of a maximum: how it is found, and how it is stored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def winner_dtype(length_bound: int) -> torch.dtype:
 
 
 def no_winner(dtype: torch.dtype) -> int:
-    """What is stored where no token can win."""
+    """Value stored where no token can win."""
     return NO_WINNER_UINT16 if dtype == torch.uint16 else -1
 
 

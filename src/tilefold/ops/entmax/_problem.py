@@ -24,7 +24,7 @@ class EntmaxOptions(NamedTuple):
 
 
 class EntmaxSaved(NamedTuple):
-    """What gradients are made of: probabilities ``p`` ``[R, n]``, and ``alpha``."""
+    """Tensors saved for gradients: probabilities ``p`` ``[R, n]``, and ``alpha``."""
 
     p: Tensor
     alpha: Tensor | None

@@ -38,7 +38,7 @@ ENTMAX = Operator(
 
 
 def chosen_impl(x: Tensor, impl: str = "auto") -> str:
-    """Which implementation ``entmax(x, ..., impl=impl)`` runs: ``"reference"``, ``"tiled"`` or ``"triton"``.
+    """Implementation of ``entmax(x, ..., impl=impl)``: ``"reference"``, ``"tiled"`` or ``"triton"``.
 
     ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, else ``"tiled"``.
 

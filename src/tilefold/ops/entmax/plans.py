@@ -1,4 +1,4 @@
-"""What alpha-entmax and its gradient launch, for rows of these layouts."""
+"""Launch plans of alpha-entmax and its gradient, for rows of these layouts."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class AttentionTensors(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What an attention is, apart from its tensors.
+    """Options of an attention, besides its tensors.
 
     Attributes:
         alpha_value: alpha, where it is a number.
@@ -74,7 +74,7 @@ class Options(NamedTuple):
 
 
 class AttentionSaved(NamedTuple):
-    """What gradients are made of: the tensors of the call, and what the kernels leave for them.
+    """Tensors saved for gradients: those of the call, and what the kernels leave for them.
 
     Attributes:
         out2: what delta is made from, like ``q``; the tiled path has none.
@@ -96,7 +96,7 @@ class AttentionSaved(NamedTuple):
 
     @property
     def tensors(self) -> AttentionTensors:
-        """Those of the call."""
+        """Tensors of the call."""
         return AttentionTensors(*self[:8])
 
 
@@ -130,7 +130,7 @@ class Group:
 
 
 def groups(tensors: AttentionTensors, elements: int) -> Iterator[Group]:
-    """As many sequences at a time as ``elements`` scores leave room for; reads packed lengths on the host."""
+    """Groups of as many sequences as ``elements`` scores leave room for; reads packed lengths on the host."""
     q, k, mask, cu_q, cu_k = tensors.q, tensors.k, tensors.key_padding_mask, tensors.cu_seqlens_q, tensors.cu_seqlens_k
     every = slice(None)
     if cu_q is None or cu_k is None:

@@ -1,4 +1,4 @@
-"""How sparse an attention is: the keys that a row may see, and the blocks of weights that are not all zero."""
+"""Sparsity of an attention: the keys that a row may see, and the blocks of weights that are not all zero."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TILE_ELEMENTS = 1 << 22  # scores that exist at a time
 
 
 def visible_keys(tensors: AttentionTensors, options: Options) -> Tensor:
-    """How many keys each row may attend to: int32 ``[B, 1, Nq]`` (packed ``[1, 1, Tq]``)."""
+    """Count the keys each row may attend to: int32 ``[B, 1, Nq]`` (packed ``[1, 1, Tq]``)."""
     q, k, mask, cu_q, cu_k = tensors.q, tensors.k, tensors.key_padding_mask, tensors.cu_seqlens_q, tensors.cu_seqlens_k
     nq: Tensor | int
     nk: Tensor | int

@@ -61,7 +61,7 @@ def _ratio(part: Tensor, whole: Tensor) -> Tensor:
 
 
 def of_rows(stats: Tensor, alpha: Tensor | None, options: Options) -> Rows:
-    """What is told of rows, from peaks, roots, masses and support sizes."""
+    """Row statistics from peaks, roots, masses and support sizes."""
     peak, root, mass, support = stats.detach().unbind(0)
     if alpha is None:
         e = torch.full((1, 1, 1), options.alpha_value - 1, dtype=stats.dtype, device=stats.device)

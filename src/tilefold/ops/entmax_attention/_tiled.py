@@ -159,7 +159,7 @@ def _rows(scores: Tensor, alpha: Tensor | None, options: Options, kind: str) -> 
 
 
 def _dropout(seed: Tensor, group: Group, q: Tensor, first: int, last: int, nk: int, options: Options) -> Tensor:
-    """What dropout multiplies probabilities by, ``[b, H, last - first, Nk]``."""
+    """Dropout's factors of probabilities, ``[b, H, last - first, Nk]``."""
     heads, device = q.size(1), q.device
     batch = 1 if group.packed else group.q_at.stop - group.q_at.start
     plane = (group.first * heads + torch.arange(batch * heads, device=device)).view(batch, heads, 1, 1)

@@ -46,7 +46,7 @@ ATTENTION = Operator(
 
 
 def chosen_impl(q: Tensor, impl: str = "auto") -> str:
-    """Which implementation ``entmax_attention(q, ..., impl=impl)`` runs: ``"reference"``, ``"tiled"``, ``"triton"``.
+    """Implementation of ``entmax_attention(q, ..., impl=impl)``: ``"reference"``, ``"tiled"`` or ``"triton"``.
 
     ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, else ``"tiled"``.
 

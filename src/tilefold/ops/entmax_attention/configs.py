@@ -294,5 +294,5 @@ def outputs(tensors: AttentionTensors, options: Options, training: bool) -> tupl
 
 
 def nearness(dtype: torch.dtype) -> float:
-    """What a last step of a row's root may leave out of its weights, relative to their sum: a quarter of an ulp."""
+    """Share of a row's weights that the last step of its root may leave out: a quarter of an ulp."""
     return 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps / 4

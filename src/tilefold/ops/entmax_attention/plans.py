@@ -1,4 +1,4 @@
-"""What alpha-entmax attention and its gradients launch, for tensors of these layouts."""
+"""Launch plans of alpha-entmax attention and its gradients, for tensors of these layouts."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _query_lists(
 
 
 class _Told(NamedTuple):
-    """What every kernel of a call is told, but for tensors: numbers by the order of the kernels' parameters."""
+    """Arguments of every kernel of a call but tensors: numbers by the order of the kernels' parameters."""
 
     sizes: tuple[int, ...]
     scalars: tuple[int | float, ...]
@@ -219,7 +219,7 @@ def _results(tensors: AttentionTensors, options: Options, training: bool, way: s
 
 
 def _turns(blocks: int) -> int:
-    """How many persistent programs follow each other in one place: more balance what tiles cost, and take scratch."""
+    """Persistent programs that follow each other in one place: more balance what tiles cost, and take scratch."""
     return max(1, min(4, 264 // blocks))
 
 
@@ -242,7 +242,7 @@ class _Readable(NamedTuple):
     copies: tuple[TorchStep, ...]
 
     def strides(self, packed: bool, *names: str) -> tuple[int, ...]:
-        """Of the named ones, by default all: strides of sequence, head and token."""
+        """Strides of sequence, head and token of the named tensors, by default all."""
         return tuple(stride for name in names or self.tensors for stride in _strides(self.tensors[name], packed))
 
 
@@ -260,7 +260,7 @@ def _strides(tensor: Tensor, packed: bool) -> tuple[int, int, int]:
 
 
 def _writable(like: Tensor) -> Tensor:
-    """What the kernels write of a result that is laid out as ``torch.empty_like(like)``."""
+    """Buffer that the kernels write for a result laid out as ``torch.empty_like(like)``."""
     made = torch.empty_like(like)
     return made if _is_readable(made) else torch.empty_like(like, memory_format=torch.contiguous_format)
 

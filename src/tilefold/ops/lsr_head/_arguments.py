@@ -1,4 +1,4 @@
-"""What the public functions say about arguments that do not fit together, before a value is read."""
+"""Checks that arguments of the public functions fit together, before a value is read."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter, type(None))
 
 
 class VocabularySharding(NamedTuple):
-    """Where the vocabulary lies: dimension ``dim`` of ``mesh`` shards it, ``None`` if every rank holds all of it."""
+    """Sharding of the vocabulary: dimension ``dim`` of ``mesh`` shards it, ``None`` if every rank holds all of it."""
 
     mesh: DeviceMesh
     dim: int | None
@@ -98,7 +98,7 @@ def parallel_head(
 def parallel_head_sparse(
     head: Callable[..., Tensor], tokens: Tokens, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
 ) -> Tensor:
-    """The same plain CSR ``[B, V]`` on every rank: kept entries are gathered, ``top_k`` chooses among all of them."""
+    """Plain CSR ``[B, V]``, equal on every rank: kept entries are gathered, ``top_k`` chooses among all of them."""
     sharding, local = _check(tokens, weight, bias)
     whole, local_weight = local.hidden, _local(weight)
     wide = torch.promote_types(whole.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""What poolings of one token per sequence launch, and the gradients of rows of which each stands for a sequence."""
+"""Launch plans of poolings of one token per sequence, and of gradients of rows that each stand for a sequence."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def forward(tensors: HeadTensors, options: HeadOptions, training: bool, setting:
 
 
 def _flags(tokens: Tokens, options: HeadOptions, masked: bool) -> dict[str, Any]:
-    """What tells the kernels which row a sequence takes."""
+    """Kernel flags for the row that a sequence takes."""
     return {
         "PACKED": tokens.cu_seqlens is not None, "MASKED": masked, "LAST": options.pooling == "last",
         "NO_WINNER": no_winner(winner_dtype(tokens.length_bound)),
@@ -129,7 +129,7 @@ def row_gradients(
 
 
 def plan_vocabulary_splits(vocab: int, dim: int, batch: int, config: OneTokenConfig, programs: int) -> tuple[int, int]:
-    """How many splits of the vocabulary keep the device busy, and their length, a multiple of the tile's."""
+    """Number of splits of the vocabulary that keep the device busy, and their length, a multiple of the tile's."""
     tiles = cdiv(vocab, config.gradient_block_v)
     beside = cdiv(dim, config.gradient_block_d) * cdiv(batch, config.gradient_rows)
     wanted = max(1, min(tiles, cdiv(config.hidden_programs * programs, beside)))

@@ -1,4 +1,4 @@
-"""What sum and mean pooling launch, and which products torch takes between."""
+"""Launch plans of sum and mean pooling, and torch's products between."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _wide(dscores: Tensor) -> Tensor:
 def _unit_of_dlogits(
     dscores: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, mean: bool, length: int
 ) -> Tensor:
-    """What the gradients of all logits, none steeper than 1, are to be divided by in fp16; on the device."""
+    """Divisor in fp16 of the gradients of all logits, none steeper than 1; on the device."""
     largest = largest_finite(dscores, dim=1)  # [B, 1]
     if mean and cu_seqlens is not None:
         largest /= cu_seqlens.diff().clamp(min=1)[:, None]

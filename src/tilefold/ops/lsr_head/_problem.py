@@ -18,7 +18,7 @@ from tilefold.ops._shared.winners import winner_dtype
 
 
 class Pooling(NamedTuple):
-    """What a pooling keeps for its backward pass.
+    """Data that a pooling keeps for its backward pass.
 
     Attributes:
         reads: what backward reads.
@@ -110,7 +110,7 @@ class HeadOptions(NamedTuple):
 
 
 class HeadSaved(NamedTuple):
-    """What backward reads, of those that :data:`POOLINGS` names, and always token states, offsets and weight."""
+    """Tensors saved for backward: those that :data:`POOLINGS` names, and always token states, offsets and weight."""
 
     hidden: Tensor
     attention_mask: Tensor | None
@@ -127,7 +127,7 @@ class HeadSaved(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which gradients are asked for."""
+    """Gradients that are asked for."""
 
     hidden: bool
     weight: bool
@@ -147,7 +147,7 @@ def outputs(tensors: HeadTensors, options: HeadOptions, training: bool) -> tuple
 
 
 def reads(options: HeadOptions) -> frozenset[str]:
-    """What is saved."""
+    """Names of saved tensors."""
     return POOLINGS[options.pooling].reads
 
 

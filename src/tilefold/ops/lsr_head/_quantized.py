@@ -45,7 +45,7 @@ class QuantizedWeight:
 
     @property
     def device(self) -> torch.device:
-        """Where the values lie."""
+        """Device of the values."""
         return self.values.device
 
     def size(self, dim: int) -> int:
@@ -136,7 +136,7 @@ def fake_quantized(rows: Tensor) -> Tensor:
 
 
 def chosen_quantized_impl(hidden: Tensor, impl: str = "auto") -> str:
-    """Which implementation a quantised head runs: ``"triton"`` from compute capability 8.9 on, else ``"tiled"``.
+    """Implementation that a quantised head runs: ``"triton"`` from compute capability 8.9 on, else ``"tiled"``.
 
     Raises:
         ValueError: for an unknown name.
@@ -154,7 +154,7 @@ def chosen_quantized_impl(hidden: Tensor, impl: str = "auto") -> str:
 
 
 def forward(tensors: HeadTensors, scale: Tensor, options: HeadOptions) -> tuple[Tensor, None]:
-    """The same rounded operands, multiplied in fp32 by the tiled path, a slab of the vocabulary at a time."""
+    """Multiply the rounded operands in fp32 by the tiled path, a slab of the vocabulary at a time."""
     values, bias = tensors.weight, tensors.bias
     rounded = tensors._replace(hidden=fake_quantized(tensors.hidden), weight_scale=None)
     slabs = []

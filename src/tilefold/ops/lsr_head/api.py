@@ -96,7 +96,7 @@ HEAD = Operator(
 
 
 def chosen_impl(hidden: Tensor, impl: str = "auto") -> str:
-    """Which implementation ``lsr_head(hidden, ..., impl=impl)`` runs: ``"reference"``, ``"tiled"`` or ``"triton"``.
+    """Implementation of ``lsr_head(hidden, ..., impl=impl)``: ``"reference"``, ``"tiled"`` or ``"triton"``.
 
     ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, else ``"tiled"``.
 

@@ -93,7 +93,7 @@ def kernel_name(config: MaxForwardConfig) -> str:
 
 
 def instead_of(config: MaxForwardConfig) -> str:
-    """What takes the place of ``config``, and its price."""
+    """Describe the fallback of ``config``, and its price."""
     return f"Max pooling runs {kernel_name(NEXT_BEST[config])} instead: the same results, a slower forward pass."
 
 

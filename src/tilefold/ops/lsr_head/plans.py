@@ -1,4 +1,4 @@
-"""What the LSR head launches, for tensors of these layouts; max pooling is here, other poolings in files beside it."""
+"""Launch plans of the LSR head for tensors of these layouts; max pooling is here, other poolings in files beside it."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _folding(
 
 @functools.cache
 def tma_descriptor(rows: int, columns: int, dtype: torch.dtype) -> Callable[[Tensor], TensorDescriptor]:
-    """What makes TMA descriptors of tiles of this size, of tensors of this dtype."""
+    """Factory of TMA descriptors of tiles of this size, of tensors of this dtype."""
     block = [rows, columns]
     return lambda tensor: TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
 
@@ -182,7 +182,7 @@ def tma_descriptor(rows: int, columns: int, dtype: torch.dtype) -> Callable[[Ten
 def plan_splits(
     rows: int, vocab: int, uniform_length: int, block_v: int, block_t: int, programs: int
 ) -> tuple[int, int]:
-    """How many splits the token tiles get, and the number of tiles that a split's size is a multiple of.
+    """Number of splits of the token tiles, and the number of tiles that a split's size is a multiple of.
 
     The choice that leaves the fewest tiles to the busiest program, at a price per item: 0.1 tile where all sequences
     have one length (``uniform_length``, else 0), 0.15 where the first one has to be looked for. Splits end with
@@ -223,7 +223,7 @@ class _Packing(NamedTuple):
 
 
 def _packing(tokens: Tokens, vocab: int, dtype: torch.dtype, training: bool, group: int) -> _Packing | None:
-    """How valid tokens are packed; ``None`` for unmasked input whose length is a multiple of ``group``."""
+    """Packing of valid tokens; ``None`` for unmasked input whose length is a multiple of ``group``."""
     hidden, mask, cu_seqlens = tokens
     dim, batch, length = hidden.size(-1), tokens.batch, tokens.length
     constants: dict[str, Any] = {

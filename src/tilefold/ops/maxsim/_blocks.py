@@ -1,4 +1,4 @@
-"""How the tiled path walks a problem: blocks of documents, tiles of their tokens, parts of the query tokens.
+"""Walk of the tiled path over a problem: blocks of documents, tiles of their tokens, parts of the query tokens.
 
 Whatever the lengths, a tile has ``TILE_ELEMENTS`` similarities at most, and no more than ``ROW_ELEMENTS`` numbers of
 either side are copied at a time: long sequences are cut. Rows that are gathered are kept tokens of the sequences
@@ -247,7 +247,7 @@ def _classes(count: int, columns: int | Tensor, classes: Tensor | None, items: T
 
 
 def _fitting(lengths: list[int], first: int, end: int, rows: int, places: int, own_rows: int) -> int:
-    """How many items from ``first`` on, by rising length, fit in a block: one at least."""
+    """Count the items from ``first`` on, by rising length, that fit in a block: one at least."""
 
     def too_many(n: int) -> bool:
         padded = n * lengths[first + n - 1]

@@ -1,4 +1,4 @@
-"""What the gradients of MaxSim launch, for tensors of these layouts."""
+"""Launch plans of MaxSim's gradients, for tensors of these layouts."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _sorted_pairs(side: int, index: Tensor) -> Tensor:
 
 
 def _first_pairs(side: int, count: int, index: Tensor, order: Tensor) -> Tensor:
-    """Where the pairs of each of ``count`` queries or documents begin in that order, and where the last one's end."""
+    """Offsets of the pairs of each of ``count`` queries or documents in that order, and the end of the last one's."""
     which = torch.arange(count + 1, dtype=index.dtype, device=index.device)
     # without sorter=, which has its values checked on the host
     return torch.searchsorted(index[:, side][order], which)
@@ -104,7 +104,7 @@ class _Gradients:
     has_largest: bool
 
     def add_shared(self, saved: MaxSimSaved) -> None:
-        """What the gradients of both sides need, where forward did not leave it."""
+        """Add steps for what both sides' gradients need and forward did not leave."""
         p, steps = self.problem, self.steps
         if p.normalize and (saved.query_norms is None or saved.query_norms.numel() == 0):
             sides = ("query_factors", p.queries), ("document_factors", p.documents)

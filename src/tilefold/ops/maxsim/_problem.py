@@ -64,7 +64,7 @@ class MaxSimTensors(NamedTuple):
 
 
 class MaxSimOptions(NamedTuple):
-    """What is asked for besides the tensors; see :class:`Problem`.
+    """Options of MaxSim besides the tensors; see :class:`Problem`.
 
     Attributes:
         mean: whether scores are divided by the length of padded queries.
@@ -80,7 +80,7 @@ class MaxSimOptions(NamedTuple):
 
 
 class MaxSimSaved(NamedTuple):
-    """What backward reads: tensors of the call, and results beside the scores, ``None`` for those that were not made.
+    """Tensors saved for backward: those of the call, and results beside the scores, ``None`` if they were not made.
 
     Attributes:
         saved: winners, or smooth maxima.
@@ -102,7 +102,7 @@ class MaxSimSaved(NamedTuple):
 
     @property
     def tensors(self) -> MaxSimTensors:
-        """Those of the call."""
+        """Tensors of the call."""
         return MaxSimTensors(*self[:7], None)
 
 
@@ -110,7 +110,7 @@ RESULTS = ("scores", *MaxSimSaved._fields[7:])
 
 
 class XtrOptions(NamedTuple):
-    """What :func:`tilefold.ops.xtr_scores` is asked for besides the tensors."""
+    """Options of :func:`tilefold.ops.xtr_scores` besides the tensors."""
 
     top_k: int
     impute: bool
@@ -118,12 +118,12 @@ class XtrOptions(NamedTuple):
 
     @property
     def maximum(self) -> MaxSimOptions:
-        """Those of the maximum, whose gradient this one's is."""
+        """Options of the maximum, whose gradient this one's is."""
         return MaxSimOptions("all", False, 0.0, self.normalize, False, 0)
 
 
 class XtrSaved(NamedTuple):
-    """What the gradient of XTR scores reads: winners that count, and what the sums were divided by, among it."""
+    """Tensors saved for the gradient of XTR scores, with the winners that count, and the divisor of the sums."""
 
     queries: Tensor
     documents: Tensor
@@ -136,13 +136,13 @@ class XtrSaved(NamedTuple):
 
     @property
     def maximum(self) -> MaxSimSaved:
-        """What the gradient of the maximum reads of it."""
+        """Saved tensors that the maximum's gradient reads."""
         return MaxSimSaved(*self[:6], None, self.saved, None, None, None)
 
 
 @dataclass
 class Problem:
-    """What a MaxSim operator is asked to score.
+    """Problem for a MaxSim operator to score.
 
     Attributes:
         queries, documents: ``[Tq, D]`` and ``[Td, D]`` rows.
@@ -225,7 +225,7 @@ class Problem:
 
     @property
     def divisor(self) -> float:
-        """Of the scores."""
+        """Divisor of the scores."""
         return float(max(self.query_length, 1)) if self.mean else 1.0
 
     @property
@@ -296,7 +296,7 @@ def check_values(tensors: MaxSimTensors, options: MaxSimOptions | None = None) -
 
 
 def saved_place(problem: Problem, item: Tensor, row: Tensor, start: Tensor) -> Tensor:
-    """Where the flattened saved tensor of "grouped" or "index" holds (pair, row of its query that begins at start)."""
+    """Place in the flattened saved tensor of "grouped" or "index" of (pair, row of its query that begins at start)."""
     if problem.index is not None:
         return item * problem.longest_query + row - start
     return item % problem.group * problem.queries.size(0) + row

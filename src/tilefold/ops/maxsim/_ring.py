@@ -30,7 +30,7 @@ from tilefold.ops.maxsim.quantized import QuantizedTokens
 
 
 class Part(NamedTuple):
-    """What a rank holds; each rank knows it of every rank."""
+    """Part held by a rank; each rank knows that of all."""
 
     failed: int
     on_gpu: int
@@ -102,7 +102,7 @@ class Ring:
 
     @staticmethod
     def room(part: Part, like: Sequence[Tensor]) -> list[Tensor]:
-        """Where the documents of ``part`` can be received."""
+        """Buffers to receive the documents of ``part``."""
         rows, mask, offsets = like
         return [
             rows.new_empty(part.rows, part.dim),
@@ -315,7 +315,7 @@ def _outgoing(tensors: MaxSimTensors) -> list[Tensor]:
 
 
 def _with(tensors: MaxSimTensors, part: Part, block: Sequence[Tensor]) -> MaxSimTensors:
-    """The same queries with the documents of another rank."""
+    """Replace the documents with those of another rank."""
     rows, mask, offsets = block
     shape = (part.rows,) if part.packed else (part.documents, part.length)
     return tensors._replace(

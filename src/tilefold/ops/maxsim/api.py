@@ -158,7 +158,7 @@ def maxsim(
 
 
 def chosen_impl(queries: Tensor, impl: str = "auto") -> str:
-    """Which implementation ``maxsim(queries, ..., impl=impl)`` runs: ``"reference"``, ``"tiled"`` or ``"triton"``.
+    """Implementation of ``maxsim(queries, ..., impl=impl)``: ``"reference"``, ``"tiled"`` or ``"triton"``.
 
     ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, else ``"tiled"``.
 
@@ -170,7 +170,7 @@ def chosen_impl(queries: Tensor, impl: str = "auto") -> str:
 
 
 def _dequantized(problem: Problem) -> Problem:
-    """What quantized documents, and the queries that are rounded like them, stand for, in fp64."""
+    """Dequantize documents, and the queries that are rounded like them, in fp64."""
     scale = problem.document_scale
     if scale is None:
         raise ValueError("documents must come with their scales, got none; make them with quantize_tokens.")

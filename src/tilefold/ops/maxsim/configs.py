@@ -188,7 +188,7 @@ def stream_config(
 def _streams_at_a_time(
     capability: tuple[int, int], documents: torch.dtype, block_q: int, wide: bool
 ) -> tuple[int, int | None]:
-    """How many programs of the streaming kernel a multiprocessor runs at a time, and a limit of registers if one helps.
+    """Programs of the streaming kernel on a multiprocessor at a time, and a limit of registers if one helps.
 
     Programs beyond those wait for all others to end. Their registers decide, and for fp8 with ``wide`` queries in fp32
     their shared memory.

@@ -1,4 +1,4 @@
-"""What MaxSim launches, for tensors of these layouts; its gradients are in :mod:`._gradient_plans`."""
+"""Launch plans of MaxSim, for tensors of these layouts; its gradients are in :mod:`._gradient_plans`."""
 
 from __future__ import annotations
 

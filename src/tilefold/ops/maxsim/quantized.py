@@ -46,7 +46,7 @@ class QuantizedTokens:
         return self.values.numel() * self.values.element_size() + self.scales.numel() * self.scales.element_size()
 
     def to(self, device: torch.device | str) -> QuantizedTokens:
-        """The same tokens on ``device``."""
+        """Return the tokens on ``device``."""
         return QuantizedTokens(self.values.to(device), self.scales.to(device))
 
     def __copy__(self) -> QuantizedTokens:

@@ -1,4 +1,4 @@
-"""What is scattered, which tokens count, where they lie in padded and packed input, and checks of their values."""
+"""Tensors and options of a scatter, which tokens count, where they lie in the input, and checks of their values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tilefold.ops._shared.plan import Buffer
 
 
 class ScatterTensors(NamedTuple):
-    """What is scattered.
+    """Tensors to scatter.
 
     Attributes:
         weights: ``[B, S]``, packed ``[T]``.
@@ -35,7 +35,7 @@ class ScatterTensors(NamedTuple):
 
 
 class ScatterOptions(NamedTuple):
-    """How it is scattered.
+    """Options of a scatter.
 
     Attributes:
         vocab_size: V.
@@ -53,7 +53,7 @@ class ScatterOptions(NamedTuple):
 
 
 class ScatterSaved(NamedTuple):
-    """What the gradient is made of; ``counted`` tells which tokens it goes to (uint8 like ``weights``)."""
+    """Tensors saved for the gradient; ``counted`` tells which tokens it goes to (uint8 like ``weights``)."""
 
     weights: Tensor
     input_ids: Tensor

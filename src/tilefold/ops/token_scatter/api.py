@@ -50,7 +50,7 @@ SCATTER = Operator(
 
 
 def chosen_impl(weights: Tensor, impl: str = "auto") -> str:
-    """Which implementation ``token_scatter(weights, ..., impl=impl)`` runs.
+    """Implementation of ``token_scatter(weights, ..., impl=impl)``.
 
     ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, else ``"tiled"``.
 

@@ -1,4 +1,4 @@
-"""What the token scatter and its gradient launch, for tensors of these layouts."""
+"""Launch plans of the token scatter and its gradient, for tensors of these layouts."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ class StoredIds(Sequence[str]):
 
     @classmethod
     def load(cls, folder: Path, count: int) -> StoredIds:
-        """Those that :func:`save_ids` wrote, memory-mapped; ``DataError`` unless they are `count`."""
+        """Load ids that :func:`save_ids` wrote, memory-mapped; ``DataError`` unless they are `count`."""
         try:
             text, ends = (np.asarray(np.load(folder / name, mmap_mode="r", allow_pickle=False)) for name in ID_FILES)
         except (OSError, ValueError, EOFError) as error:

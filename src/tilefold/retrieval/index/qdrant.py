@@ -61,7 +61,7 @@ class QdrantIndex:
 
     @property
     def n_documents(self) -> int:
-        """How many documents the collection has now."""
+        """Number of documents in the collection now."""
         return len(self.collection)
 
     @property

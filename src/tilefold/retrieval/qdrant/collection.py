@@ -119,7 +119,7 @@ class QdrantCollection:
 
     @property
     def place(self) -> str:
-        """Where it is, for messages."""
+        """Location, for messages."""
         return self._engine.place
 
     @property
@@ -253,7 +253,7 @@ class QdrantCollection:
         self._engine.optimize()
 
     def count(self, where: Where = None) -> int:
-        """How many documents there are, or match."""
+        """Number of documents in all, or that match."""
         return self._engine.count(Filter.of(where))
 
     def ids(self) -> Iterator[str]:
@@ -261,7 +261,7 @@ class QdrantCollection:
         yield from self._engine.ids()
 
     def present(self, ids: Sequence[str]) -> set[str]:
-        """Those of the `ids` that are there."""
+        """Subset of the `ids` that exist."""
         return set(self.payloads(ids))
 
     def payloads(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -105,7 +105,7 @@ class Queries:
 
     @property
     def kinds(self) -> list[str]:
-        """Which of ``"sparse"``, ``"dense"`` and ``"tokens"`` there are."""
+        """Kinds that there are of ``"sparse"``, ``"dense"`` and ``"tokens"``."""
         return [kind for kind, size in self._sizes.items() if size is not None]
 
     def check(self, layout: Layout, place: str) -> None:

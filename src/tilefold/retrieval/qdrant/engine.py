@@ -106,7 +106,7 @@ class Engine(ABC):
         self._put([self.point(id=at.key, vector=self._vectors(at.vectors), payload=at.payload) for at in points])
 
     def fetch(self, keys: Sequence[str], vectors: bool) -> list[Point]:
-        """Those of the points that there are, in any order."""
+        """Fetch the points that exist, in any order."""
         found = []
         for record in self._get(list(keys), vectors):
             parts = dict(record.vector or {})
@@ -125,7 +125,7 @@ class Engine(ABC):
                 return
 
     def count(self, where: Filter | None) -> int:
-        """How many points match."""
+        """Number of points that match."""
         return self._count(self._filter(where))
 
     def query(self, stages: Sequence[Stage], where: Filter | None) -> list[list[tuple[str, float]]]:

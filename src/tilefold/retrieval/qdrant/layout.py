@@ -78,7 +78,7 @@ class Layout:
 
     @property
     def kinds(self) -> list[str]:
-        """Which of ``"sparse"``, ``"dense"`` and ``"tokens"`` there are."""
+        """Kinds that there are of ``"sparse"``, ``"dense"`` and ``"tokens"``."""
         return [kind for kind, size in self.sizes.items() if size is not None]
 
     def check_same(self, other: Layout, place: str) -> None:

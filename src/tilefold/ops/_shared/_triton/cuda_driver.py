@@ -107,7 +107,7 @@ def driver_launch(
     places: Sequence[int],
     stream: Callable[[int], int],
 ) -> Callable[[Addresses], None]:
-    """What repeats a launch with other tensors, given their addresses, on the current device and its current stream.
+    """Return a function that repeats a launch with tensors at other addresses, on the current device and stream.
 
     Nothing is checked: tensors lie on the device, aligned as they were when the kernel was compiled.
 
@@ -163,7 +163,7 @@ def parameters(ptx: str) -> list[tuple[str, int]]:
 
 
 def error_text(error: int) -> str:
-    """What the driver says of an error code."""
+    """Driver's text for an error code."""
     text = ctypes.c_char_p()
     _library().cuGetErrorString(error, ctypes.byref(text))
     return (text.value or b"unknown").decode()

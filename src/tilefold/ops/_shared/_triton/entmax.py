@@ -224,7 +224,7 @@ def row_peak(s):
 
 @triton.jit
 def bracket(n, e, KIND: tl.constexpr):
-    """Where the root of a row of ``n`` entries (at least 1) lies."""
+    """Bounds of the root of a row of ``n`` entries (at least 1)."""
     if (KIND == "entmax15") | (KIND == "sparsemax"):
         low = tl.exp(-e * tl.log(n)) * (1 - 1e-6)
         high = tl.zeros_like(low) + 1.0
@@ -236,7 +236,7 @@ def bracket(n, e, KIND: tl.constexpr):
 
 @triton.jit
 def middle(low, high, e, KIND: tl.constexpr):
-    """Where to begin between bounds: halfway in c, from where fewer steps follow than from halfway in its logarithm."""
+    """Starting point between bounds: halfway in c, from where fewer steps follow than from halfway in its logarithm."""
     if (KIND == "entmax15") | (KIND == "sparsemax"):
         return 0.5 * (low + high)
     elif KIND == "softmax":

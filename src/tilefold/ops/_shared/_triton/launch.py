@@ -245,7 +245,7 @@ class Step:
         self._ran = True
 
     def _described(self, given: Sequence[Any]) -> Sequence[Any]:
-        """As Triton takes them; a bound launch reads addresses, of which bool's are those of bytes."""
+        """Tensors for Triton; a bound launch reads addresses, of which bool's are those of bytes."""
         tensors = [tensor.tensor() if isinstance(tensor, Piece) else tensor for tensor in given]
         return [
             tensor.view(torch.uint8) if tma is None and tensor is not None and tensor.dtype == torch.bool

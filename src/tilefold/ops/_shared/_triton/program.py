@@ -152,7 +152,7 @@ class Program:
         return results if self._made is None else self._made((*results, None))
 
     def instead_of(self, kernel: str) -> Instead | None:
-        """What stands behind a kernel of the plan, unless it was given up before the plan was made."""
+        """Fallback of a kernel of the plan, unless it was given up before the plan was made."""
         return self._instead.get(kernel)
 
     def _run(self, same: bool, given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -198,7 +198,7 @@ class _Cut(NamedTuple):
 
 
 def _leading(plan: Plan, given: Sequence[str], results: Mapping[str, Buffer | None]) -> int:
-    """How many torch steps come first, read given tensors and what such steps made, and make no result."""
+    """Number of leading torch steps, which read given tensors and what such steps made, and make no result."""
     known = {*given}
     for count, step in enumerate(plan.steps):
         if isinstance(step, Launch) or step.makes in results or not {*step.tensors.split()} <= known:
@@ -208,7 +208,7 @@ def _leading(plan: Plan, given: Sequence[str], results: Mapping[str, Buffer | No
 
 
 def _cut(plan: Plan, reads: list[list[str]], made: Mapping[str, Buffer], each_step: bool) -> list[_Cut]:
-    """Where memory is allocated: ``each_step`` by itself, or where a block of scratch begins."""
+    """Cuts where memory is allocated: ``each_step`` by itself, or where a block of scratch begins."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     for place, names in enumerate(reads):

@@ -1,4 +1,4 @@
-"""What differs between the releases of Triton; no other file asks which one is installed.
+"""Differences between the releases of Triton; no other file asks which one is installed.
 
 What only launch configurations depend on stands in the tables of the rooms (`configs.py`), by the fact `release`.
 
@@ -84,7 +84,7 @@ def interpreted_rows_count_elements() -> bool:
 
 
 def interpreter_fault(dtype: torch.dtype) -> str | None:
-    """What the interpreter of this release does wrongly with ``dtype``, or ``None`` if nothing is known."""
+    """Fault of this release's interpreter with ``dtype``, or ``None`` if none is known."""
     return INTERPRETER_FAULTS.get(dtype)
 
 

@@ -1,4 +1,4 @@
-"""What launchers of all rooms ask of tensors and devices, and the memory that plans write."""
+"""Helpers of all launchers for tensors and devices, and the memory that plans write."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def tables_kernel(
 
 @triton.jit
 def is_broken(cu_ptr, B, rows, longest, BLOCK: tl.constexpr):
-    """How many ways the offsets fail to begin with 0, to end with the number of rows, and never to fall or to rise by
+    """Count the ways the offsets fail to begin with 0, to end with the number of rows, and never to fall or to rise by
     more than ``longest``.
     """
     wrong = (narrowed(tl.load(cu_ptr)) != 0).to(tl.int32) + (narrowed(tl.load(cu_ptr + B)) != rows).to(tl.int32)

@@ -48,7 +48,7 @@ BLOCK_STEPS = tl.constexpr(2)  # and on the maxima of the row's blocks
 def block_distances(
     maxima_ptr, block, low_block, high_block, peak, e, BLOCK_M: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """Of the maxima, scaled already, of every row in some blocks, ``[BLOCK_M, blocks]``."""
+    """Distances of scaled maxima of every row in some blocks, ``[BLOCK_M, blocks]``."""
     inside = (block >= low_block) & (block < high_block)
     offs = (block - low_block).to(tl.int64)[None, :] * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     best = tl.load(maxima_ptr + offs, mask=inside[None, :], other=float("-inf"))
@@ -59,7 +59,7 @@ def block_distances(
 def live_flags(
     maxima_ptr, word, low_block, high_block, peak, y, c, e, idle, BLOCK_M: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """Which of the 32 blocks of a word some row's weights may be positive in, ``[32]`` int32."""
+    """Flags of a word's 32 blocks in which some row's weights may be positive, ``[32]`` int32."""
     block = word * 32 + tl.arange(0, 32)
     d = block_distances(maxima_ptr, block, low_block, high_block, peak, e, BLOCK_M, KIND)
     live = alive(d, y[:, None], c[:, None], e, KIND) & ~idle[:, None]
@@ -94,7 +94,7 @@ def blocks_bound(
     maxima_ptr, low_block, high_block, peak, y, e, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
     TOLERANCE: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`parts_bound`, from the maxima of blocks, beginning at a bound ``y``."""
+    """Bound like :func:`parts_bound`, from the maxima of blocks, beginning at a bound ``y``."""
     for _step in range(BLOCK_STEPS):
         c = peak_power(y, e, KIND)
         f = tl.zeros_like(y)

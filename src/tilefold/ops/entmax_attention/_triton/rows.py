@@ -81,7 +81,7 @@ def add_terms(s, peak, y, c, scale, e, f, u, n, KIND: tl.constexpr, EXACT: tl.co
 
 @triton.jit
 def start_row(best, e, given, keys, KIND: tl.constexpr):
-    """What rows begin with: ``(peak, broken, empty, low, high)``."""
+    """Initial state of rows: ``(peak, broken, empty, low, high)``."""
     alphas = tl.zeros_like(best) + given
     broken = (best != best) | (best == float("inf")) | (alphas < 0) | (alphas > 1) | (alphas != alphas)
     empty = (best == float("-inf")) & ~broken
@@ -115,7 +115,7 @@ def part_sums(s, peak, y, c, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def bound_steps(e, STEPS: tl.constexpr, KIND: tl.constexpr):
-    """How many steps a bound is worth; where alpha is small, fewer lead as near to the root."""
+    """Steps that a bound is worth; where alpha is small, fewer lead as near to the root."""
     if (KIND == "softmax") | (KIND == "entmax15") | (KIND == "sparsemax"):
         return STEPS
     else:
@@ -204,7 +204,7 @@ def improve(
 
 @triton.jit
 def left_after(step, many, e):
-    """What a Newton step of ``e step`` in c leaves of the mass at most, above 1; see :func:`improve_generic`."""
+    """Bound of the mass above 1 that a Newton step of ``e step`` in c leaves; see :func:`improve_generic`."""
     steep = tl.maximum(many, 1.0) * power_of_2(tl.log2(tl.maximum(e * step, 1e-30)) / tl.maximum(e, 0.5))
     return tl.where(e > 0.5, steep, 0.5 * (1 - e) * many * step * step)
 

@@ -1,4 +1,4 @@
-"""What the attention kernels share: where a tile lies, its scores, its dropout."""
+"""Shared helpers of the attention kernels: a tile's place, its scores, its dropout."""
 
 import triton
 import triton.language as tl
@@ -93,7 +93,7 @@ def store_rows(ptr, rows, stride, keep, value, D: tl.constexpr, BLOCK_D: tl.cons
 
 @triton.jit
 def kept_keys(mask_ptr, n0, k_len, KEYS: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Which of the keys ``[n0, n0 + KEYS)`` are there."""
+    """Mask of the keys ``[n0, n0 + KEYS)`` that are there."""
     lane = tl.arange(0, KEYS)
     keep = lane < k_len - n0  # compilers make a counter of blocks 64 bits wide: one subtraction spares every comparison
     if HAS_MASK:
@@ -177,7 +177,7 @@ def scaled(s, scale, EXACT: tl.constexpr):
 
 @triton.jit
 def distances(s, peak, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
-    """How far scores lie below the peak of their row, times e for the closed forms."""
+    """Distances of scores below the peak of their row, times e for the closed forms."""
     d = peak - scaled(s, scale, EXACT)
     if (KIND == "entmax15") | (KIND == "sparsemax"):
         d *= e

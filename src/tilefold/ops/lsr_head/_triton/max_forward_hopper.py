@@ -306,6 +306,6 @@ def max_forward_hopper_kernel(
 
 @functools.cache
 def hopper_descriptor(rows: int, columns: int, dtype: torch.dtype) -> Callable[[Tensor], TensorDescriptor]:
-    """What makes TMA descriptors of tiles of this size, of tensors of this dtype."""
+    """Factory of TMA descriptors of tiles of this size, of tensors of this dtype."""
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], ELEMENTS[dtype])
     return lambda tensor: TensorDescriptor.from_tensor(tensor, [rows, columns], layout)

@@ -70,7 +70,7 @@ def _counts(
     mask_ptr, count_ptr, first_ptr, b, B, S,
     SCAN: tl.constexpr, GROUP: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Where the rows of sequence ``b`` begin, its valid tokens, and the place of the first one (S if none)."""
+    """First row of sequence ``b``, its number of valid tokens, and the place of the first one (S if none)."""
     offset = 0
     if BLOCK_B == 0:  # counted before
         for start in range(0, b, SCAN):

@@ -1,4 +1,4 @@
-"""What the forward kernels share: where sequences and splits begin, and how a finished maximum is stored."""
+"""Shared helpers of the forward kernels: where sequences and splits begin, how a finished maximum is stored."""
 
 import triton
 import triton.language as tl
@@ -20,7 +20,7 @@ def merge(best, winner, new_best, new_winner, WITH_WINNERS: tl.constexpr):
 def column_terms(
     weight_scale_ptr, bias_ptr, offs_v, mask_v, HAS_BIAS: tl.constexpr, QUANTIZED: tl.constexpr
 ):  # fmt: skip
-    """What a maximum is multiplied by and what is added to it, fp32, in the layout of ``offs_v``."""
+    """Factor and addend of a maximum, fp32, in the layout of ``offs_v``."""
     bias = (offs_v * 0).to(tl.float32)  # tl.zeros would lose the layout
     scale = bias + 1.0
     if QUANTIZED:

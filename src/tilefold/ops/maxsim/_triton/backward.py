@@ -36,7 +36,7 @@ def query_list(query, first_ptr, Nd, group, PAIRING: tl.constexpr):
 
 @triton.jit
 def grad_unit(largest_ptr, HAS_LARGEST: tl.constexpr):
-    """What the scores' gradient is measured in, so that its products with fp16 neither vanish nor overflow."""
+    """Unit of the scores' gradient, in which its products with fp16 neither vanish nor overflow."""
     unit = 1.0
     if HAS_LARGEST:
         unit = tl.load(largest_ptr).to(tl.float32)
@@ -46,7 +46,7 @@ def grad_unit(largest_ptr, HAS_LARGEST: tl.constexpr):
 
 @triton.jit
 def saved_at(e, pair, first_item, row, q_start, Tq, longest, PAIRING: tl.constexpr):
-    """Where ``saved`` holds rows ``row`` of an entry."""
+    """Place of rows ``row`` of an entry in ``saved``."""
     if PAIRING == INDEX:
         return pair.to(tl.int64) * longest + row - q_start
     else:
@@ -127,7 +127,7 @@ def dqueries_row_kernel(
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr,
     HAS_SCALE: tl.constexpr, NO_WINNER: tl.constexpr, PROJECTS: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`dqueries_kernel` for all pairs of few query rows: a program owns a row, and takes many documents.
+    """Gradient of queries for all pairs of few query rows: a program owns a row, and takes many documents.
 
     ``PROJECTS``: rows are normalised, of no more than ``BLOCK_D`` dimensions, and get their own gradient.
     """

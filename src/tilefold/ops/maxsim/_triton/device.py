@@ -129,7 +129,7 @@ def finish(
     HAS_MASK: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr, WITH_SAVED: tl.constexpr,
     SMOOTH: tl.constexpr, NO_WINNER: tl.constexpr,
 ):  # fmt: skip
-    """What a query token adds to the score, and what is saved of it."""
+    """Score that a query token adds, and what is saved of it."""
     counts = mask_if(kept_q, parts > 0)
     if SMOOTH:
         value = tl.where(counts, best + temperature * tl.log(state), 0.0)

@@ -1,4 +1,4 @@
-"""Which query each row of packed queries belongs to."""
+"""Query of each row of packed queries."""
 
 from __future__ import annotations
 

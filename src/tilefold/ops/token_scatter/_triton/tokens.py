@@ -75,6 +75,6 @@ def kind_of(x):
 
 @triton.jit
 def sum_of_kinds(kinds, total):
-    """What a sum is whose terms have these kinds together, ``total`` being that of its numbers."""
+    """Sum of terms that have these kinds together, ``total`` being that of its numbers."""
     infinite = tl.where(kinds == 2, float("inf"), tl.where(kinds == 4, float("-inf"), float("nan")))
     return tl.where(kinds == 0, total, infinite)
