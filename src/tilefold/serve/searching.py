@@ -60,7 +60,7 @@ class FeedbackBody(_Strict):
 
 
 class RerankBody(_Strict):
-    """Reranking, as ``tilefold search --rerank``: the best `depth`, with `weight` for MaxSim beside the first scores."""
+    """Reranking, as ``tilefold search --rerank``: of the best `depth`, with `weight` for MaxSim beside first scores."""
 
     depth: int = Field(default=RERANK_DEPTH, ge=1)
     weight: float | None = Field(default=None, ge=0, le=1)
