@@ -35,7 +35,11 @@ def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(call: Any, 
         taken.listen()
         port = str(taken.getsockname()[1])
         for options, code, message in (
-            (("--api-key-file", empty), 2, "--api-key-file: expected one line with the key"),
+            (
+                ("--api-key-file", empty),
+                2,
+                f"--api-key-file: expected one line with the key in {empty}, got an empty one",
+            ),
             (("--port", port), 1, f"cannot listen on 127.0.0.1:{port} (Address already in use); try --port 0."),
         ):
             outcome = call("serve", "--model", "minilm", *options)

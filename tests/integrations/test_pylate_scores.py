@@ -171,7 +171,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         pylate.colbert_scores(queries, documents, query_mask, document_mask[:, 1:])
     with pytest.raises(ValueError, match=r"backend must be None or one of 'auto'.*got 'flash'"):
         pylate.colbert_scores(queries, documents, backend="flash")
-    with pytest.raises(ValueError, match="queries_embeddings must hold at least one sequence"):
+    with pytest.raises(ValueError, match="queries_embeddings must hold at least one sequence, got an empty list"):
         pylate.colbert_scores_pairwise([], documents)
     with pytest.raises(ValueError, match=r"must hold sequences of shape \[L, D\], got one of shape \[16\]"):
         pylate.colbert_scores_pairwise(list(queries), list(documents[0]))

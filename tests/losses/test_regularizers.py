@@ -173,7 +173,7 @@ def test_what_cannot_be_a_regulariser_is_refused_where_it_is_made() -> None:
         DFFlopsLoss(beta=0.0)
     with pytest.raises(ValueError, match="refresh_every must be a positive number of steps"):
         DFFlopsLoss(refresh_every=1.5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="terms must be at least one pair"):
+    with pytest.raises(ValueError, match=r"terms must be at least one pair .* got an empty list"):
         RegularizerSum([])
     with pytest.raises(TypeError, match=r"document_frequency must be a torch.Tensor, got list"):
         df_weights([0.1, 0.2])  # type: ignore[arg-type]

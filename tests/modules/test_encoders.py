@@ -255,7 +255,7 @@ def test_a_side_can_keep_the_lowest_layers_alone(tmp_path: Path, kind: str) -> N
         ),
         (
             lambda base: build_encoder(EncoderSpec("idf"), EncoderSpec(), Base(base, 32), device="cpu"),
-            "needs texts to count document frequencies in",
+            "needs texts to count document frequencies in, got no text",
         ),
         (lambda base: HeadPooling("median"), "pooling must be one of"),
         (lambda base: HeadPooling("cls", ignore_ids=[101]), "ignore_ids must be empty with pooling 'cls'"),

@@ -122,7 +122,7 @@ def test_other_files_are_never_replaced_and_an_earlier_export_is(
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
     with pytest.raises(FileExistsError, match="nothing was overwritten"):
         export(make_vectors(5), tmp_path / "out")
-    with pytest.raises(DataError, match="at least one document, got none"):
+    with pytest.raises(DataError, match="vectors: expected at least one document, got 0 rows"):
         export(SparseVectors.from_rows({}, 5), tmp_path / "new")
     write_vectors(make_vectors(3), tmp_path / "queries", kind="query")
     with pytest.raises(DataError, match="expected vectors of documents, got vectors of kind 'query'"):
@@ -134,7 +134,7 @@ def test_texts_go_along(export: Any, make_vectors: Make, tmp_path: Path) -> None
     vectors = make_vectors(2)
     export(vectors, tmp_path / "out", texts={"d0": "Bäume \u2028 wachsen", "d1": ""})
     assert "Bäume \u2028 wachsen" in b"".join(f.read_bytes() for f in (tmp_path / "out").iterdir()).decode()
-    with pytest.raises(DataError, match="texts: expected one for every document, got none for 'd1'"):
+    with pytest.raises(DataError, match="texts: expected one per document, got no text for 'd1'"):
         export(vectors, tmp_path / "other", texts={"d0": ""})
     with pytest.raises(DataError, match="half a surrogate pair in that of 'd0'"):
         export(vectors, tmp_path / "other", texts={"d0": "\ud800", "d1": ""})

@@ -178,7 +178,9 @@ def test_wrong_options_are_refused(options: Any, message: str) -> None:
 
 
 def test_vectors_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(DataError, match="expected a vector of 'c', which was found for query 'q'"):
+    with pytest.raises(
+        DataError, match=r"vector of 'c', which was found for query 'q', got those of 2 others, \['a', 'b'\]"
+    ):
         expand_sparse(QUERIES, DOCUMENTS.take([0, 1]), RUN, Feedback())
     with pytest.raises(VocabularyMismatchError):
         expand_sparse(QUERIES, SparseVectors.from_rows({"a": {0: 1.0}}, 7), RUN, Feedback())

@@ -94,7 +94,7 @@ def test_teachers_scores_filter_in_the_same_way() -> None:
     )  # fmt: skip
     left = drop_false_negatives(rows, FalseNegatives(max_share=0.95))
     assert [group.documents for group in left.groups()] == [["p", "y"]], "b has no negative left"
-    with pytest.raises(ValueError, match="expected that some negative passes"):
+    with pytest.raises(ValueError, match="expected that some negative passes, got 0 of 3 with 5 and None"):
         drop_false_negatives(rows, FalseNegatives(margin=5))
     assert rows.target is not None
     rows.target -= 20

@@ -179,10 +179,10 @@ def test_a_gpu_scores_as_the_cpu_does(tmp_path: Path, storage: str) -> None:
 
 def test_vectors_that_are_not_finite_or_of_another_width_name_their_text() -> None:
     rows = unit(2, 0)
-    for bad, storage in ((math.nan, "int8"), (math.inf, "int8"), (1e6, "fp16")):
+    for bad, storage in ((math.nan, "int8"), (-math.inf, "int8"), (math.inf, "fp16"), (1e6, "fp16")):
         poisoned = rows.clone()
         poisoned[1, 3] = bad
-        with pytest.raises(DataError, match="got others for 'b'"):
+        with pytest.raises(DataError, match=f"got {bad} for 'b'"):
             TokenVectors.pack(["a", "b", "c"], [rows, poisoned, rows], D, storage)
     with pytest.raises(DataError, match=r"expected \[n, 16\] for 'b', got shape \[2, 8\]"):
         TokenVectors.pack(["a", "b"], [rows, rows[:, :8]], D, "fp16")

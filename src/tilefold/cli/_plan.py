@@ -44,8 +44,8 @@ def shape_of(model: str) -> formulas.Shape:
     names = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
     values = [getattr(config, name, None) for name in names]
     if not all(isinstance(value, int) for value in values):
-        lacking = next(name for name, value in zip(names, values, strict=True) if not isinstance(value, int))
-        raise _common.UsageError(f"--model: expected a configuration with {', '.join(names)}, got none of {lacking}.")
+        name, got = next(pair for pair in zip(names, values, strict=True) if not isinstance(pair[1], int))
+        raise _common.UsageError(f"--model: expected a configuration with {', '.join(names)}, got {name}={got!r:.80}.")
     return formulas.Shape(*(int(value) for value in values if value is not None))
 
 

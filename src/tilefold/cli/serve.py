@@ -170,7 +170,8 @@ def _key(file: Path | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise _common.UsageError(f"--api-key-file: {file} cannot be read ({_common.first_line(error)}).") from error
     if not key or len(key.splitlines()) > 1:
-        raise _common.UsageError(f"--api-key-file: expected one line with the key in {file}, got none or several.")
+        got = f"{len(key.splitlines())} lines" if key else "an empty one"
+        raise _common.UsageError(f"--api-key-file: expected one line with the key in {file}, got {got}.")
     return key
 
 

@@ -286,5 +286,5 @@ def _rows(name: str, embeddings: Any) -> tuple[Tensor, Tensor | None]:
     if not isinstance(embeddings, (list, tuple)):
         return as_tokens(f"{name}_embeddings", embeddings, 3), None
     if not embeddings:
-        raise ValueError(f"{name}_embeddings must hold at least one sequence, got none; skip the call.")
+        raise ValueError(f"{name}_embeddings must hold at least one sequence, got an empty list; skip the call.")
     return pack([token_vectors(f"{name}_embeddings", item) for item in embeddings])

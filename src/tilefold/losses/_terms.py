@@ -15,7 +15,7 @@ def checked_terms(
     """Modules and weights; `what` and `remedy` are for messages: ``"a loss"``, ``"losses that SpladeLoss takes"``."""
     pairs = list(terms)
     if not pairs:
-        raise ValueError(f"terms must be at least one pair of {what} and its weight, got none.")
+        raise ValueError(f"terms must be at least one pair of {what} and its weight, got an empty list.")
     for term, _ in pairs:
         check_term("terms", term, remedy)
     return nn.ModuleList(term for term, _ in pairs), [float(weight) for _, weight in pairs]

@@ -100,8 +100,8 @@ class EpicPooling(PoolingModule):
         layers = features.pop("all_layer_embeddings", None)
         if layers is None:
             raise ValueError(
-                "features must have all_layer_embeddings for EpicPooling, got none; load the Transformer with "
-                'config_kwargs={"output_hidden_states": True}.'
+                f"features must have all_layer_embeddings for EpicPooling, got {sorted(features)}; "
+                'load the Transformer with config_kwargs={"output_hidden_states": True}.'
             )
         states: Tensor = layers[-1]
         if "cu_seq_lens_q" in features:

@@ -144,7 +144,7 @@ def _counted_idf(base: Base, vocab_size: int) -> list[float]:
     """``log(1 + (N - df + 1/2) / (df + 1/2))``, the IDF of BM25."""
     if not base.texts:
         raise ValueError(
-            "an encoder of kind 'idf' needs texts to count document frequencies in, got none; pass texts=[..], or "
+            "an encoder of kind 'idf' needs texts to count document frequencies in, got no text; pass texts=[..], or "
             "idf=, a JSON file of token -> weight."
         )
     found: Counter[int] = Counter()

@@ -113,7 +113,7 @@ def minilm_splade(
         MissingPackageError, RuntimeError: see :func:`minilm_path`.
     """
     if not sample_texts:
-        raise ValueError("sample_texts must hold at least one text, got none: the decoder bias is set from them.")
+        raise ValueError("sample_texts must hold at least one text, got an empty list: they set the decoder bias.")
     if not 0.0 < percentile < 100.0:
         raise ValueError(f"percentile must lie between 0 and 100, got {percentile!r}.")
     if deviations is not None and not math.isfinite(deviations):

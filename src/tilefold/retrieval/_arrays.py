@@ -16,7 +16,7 @@ def check_offsets(offsets: Array, size: int, name: str = "indptr") -> None:
     """Raise ``DataError`` unless `offsets` rise from 0 to `size`."""
     falls = offsets[1:] < offsets[:-1]
     if not offsets.size:
-        shown = "none"
+        shown = "an empty array"
     elif bool(falls.any()):
         at = int(falls.argmax())
         shown = f"{offsets[at + 1]} after {offsets[at]}"

@@ -77,7 +77,8 @@ def _read_split(files: list[Path], known: Known) -> Qrels:
             "the collection. Complete it, or load it with --drop-unknown to leave them out (unknown='drop')."
         )
     if not qrels:
-        raise DataError(f"{files[0]}: expected at least one judgement of a known query and document, got none.")
+        got = f"{len(strays)} of others, the first in {strays[0]}" if strays else "no judgement"
+        raise DataError(f"{files[0]}: expected at least one judgement of a known query and document, got {got}.")
     return qrels
 
 

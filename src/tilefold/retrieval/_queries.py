@@ -38,7 +38,9 @@ def topic_rows(path: Path) -> Iterator[Row]:
             },
         )
     if not found:
-        raise DataError(f"{path}: expected TREC topics (<top> ... </top>), got none.")
+        raise DataError(
+            f"{path}: expected TREC topics (<top> ... </top>), got {''.join(lines)[:40]!r}. Name a table .tsv."
+        )
 
 
 def query_rows(path: Path) -> Iterator[Row]:

@@ -358,7 +358,7 @@ def parse_manifest(kind: type[M], folder: Path, value: Mapping[str, Any], types:
     try:
         manifest = kind(**{name: item for name, item in value.items() if name in known})
     except TypeError as error:
-        raise DataError(f"{file}: expected a manifest of vectors, got another object ({error}). {REMEDY}") from error
+        raise DataError(f"{file}: expected a manifest of vectors, got {[*value]!r:.80} ({error}). {REMEDY}") from error
     wrong = [name for name, type_ in {**_TYPES, **types}.items() if not isinstance(getattr(manifest, name), type_)]
     if not wrong and not all(
         isinstance(shard, dict) and _has(shard, _OF_A_SHARD) and _counts_cuts(shard.get("truncated", {}))

@@ -160,7 +160,7 @@ class SparseVectors:
         """
         parts = list(parts)
         if not parts:
-            raise ValueError("parts: expected at least one set of vectors, got none.")
+            raise ValueError("parts: expected at least one set of vectors, got an empty list.")
         for number, part in enumerate(parts[1:], start=1):
             check_same_vocabulary(parts[0], part, "parts[0]", f"parts[{number}]")
         lengths = np.concatenate([np.diff(part.indptr) for part in parts])
@@ -216,7 +216,7 @@ def check_same_vocabulary(
     if left.fingerprint and right.fingerprint and left.fingerprint != right.fingerprint:
         raise VocabularyMismatchError(
             f"{right_name}: expected the vocabulary of {left_name} (fingerprint {left.fingerprint[:12]}), "
-            f"got another of the same size ({right.fingerprint[:12]}). Encode both with the same model."
+            f"got one of the same size (fingerprint {right.fingerprint[:12]}). Encode both with the same model."
         )
 
 

@@ -72,7 +72,8 @@ def table_files(path: Path) -> list[Path]:
         return [path]
     files = sorted(file for file in path.iterdir() if file.name.endswith(ROWS))
     if not files:
-        raise DataError(f"{path}: expected files that end in {', '.join(ROWS)}, or a saved dataset, got none.")
+        got = sorted(file.name for file in path.iterdir())[:3] or "an empty folder"
+        raise DataError(f"{path}: expected files that end in {', '.join(ROWS)}, or a saved dataset, got {got}.")
     return files
 
 

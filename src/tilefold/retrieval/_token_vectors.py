@@ -68,7 +68,7 @@ class TokenVectors:
         packed = torch.cat([rows.detach().float() for rows in vectors]) if vectors else torch.zeros(0, dimension)
         half = packed.half()
         finite = (packed if storage == "int8" else half).isfinite().all(dim=1).cpu()
-        check_finite(ids, offsets, finite, storage)
+        check_finite(ids, offsets, finite, storage, packed)
         if storage == "fp16":
             return cls(list(ids), offsets, half.cpu())
         quantized = quantize_tokens(packed, "int8")
@@ -116,12 +116,18 @@ class TokenVectors:
         )
 
 
-def check_finite(ids: Sequence[str], offsets: Tensor, finite: Tensor, storage: str) -> None:
-    """Raise ``DataError``, with the id of the text, unless all vectors are `finite`, bool ``[T]``, in their storage."""
+def check_finite(ids: Sequence[str], offsets: Tensor, finite: Tensor, storage: str, numbers: Tensor) -> None:
+    """Raise ``DataError``, with an id and one of its `numbers`, unless all are `finite`, bool ``[T]``, as stored."""
     if not bool(finite.all()):
-        at = int((~finite).nonzero()[0])
-        owner = ids[int(torch.searchsorted(offsets, at, right=True)) - 1]
-        raise DataError(f"vectors: expected finite numbers within the range of {storage}, got others for {owner!r}.")
+        got = named(ids, offsets, numbers, ~(numbers.half() if storage == "fp16" else numbers).isfinite())
+        raise DataError(f"vectors: expected finite numbers within the range of {storage}, got {got}. Check the model.")
+
+
+def named(ids: Sequence[str], offsets: Tensor, numbers: Tensor, wrong: Tensor) -> str:
+    """The first of the `numbers` of some tokens that is `wrong`, and the id of its text."""
+    at = wrong.nonzero()[0].tolist()
+    owner = ids[int(torch.searchsorted(offsets, at[0], right=True)) - 1]
+    return f"{numbers[tuple(at)].item()} for {owner!r}"
 
 
 def _described(tensor: Tensor) -> str:

@@ -168,7 +168,7 @@ class BM25Index:
         bm25s, options = _package(), BM25Options(language, k1, b, identifiers)
         tokenize = Tokenizer(options)
         if not documents:
-            raise ValueError("documents: expected at least one, got none.")
+            raise ValueError("documents: expected at least one, got an empty mapping.")
         check_text_ids("documents", documents)
         corpus = [tokenize(text) for text in documents.values()]
         if not any(corpus):
@@ -264,4 +264,5 @@ def _check_arrays(engine: Any, n_documents: int) -> None:
     check_arrays(("indices", documents, n_documents), ("data", data))
     words = np.array([place for word, place in engine.vocab_dict.items() if word], np.int64)  # "" has no postings
     if words.size != offsets.size - 1 or outside(words, words.size) is not None:
-        raise DataError(f"vocab_dict: expected {offsets.size - 1} words in [0, {offsets.size - 1}), got others.")
+        got = f"{words.size}" if words.size != offsets.size - 1 else f"one at {words[outside(words, words.size)]}"
+        raise DataError(f"vocab_dict: expected {offsets.size - 1} words in [0, {offsets.size - 1}), got {got}.")

@@ -48,7 +48,7 @@ def dense_run(
     check_k(k)
     for name, texts in (("documents", documents), ("queries", queries)):
         if not texts:
-            raise ValueError(f"{name}: expected at least one, got none.")
+            raise ValueError(f"{name}: expected at least one, got an empty mapping.")
         check_text_ids(name, texts)
     vectors = encode_dense(model, documents, kind="document", batch_size=batch_size, progress=progress)
     asked = encode_dense(model, queries, kind="query", batch_size=batch_size)
@@ -71,7 +71,7 @@ def encode_dense(
     if kind not in ("document", "query"):
         raise ValueError(f"kind: expected 'document' or 'query', got {kind!r}.")
     if not texts:
-        raise ValueError("texts: expected at least one, got none.")
+        raise ValueError("texts: expected at least one, got an empty mapping.")
     import torch  # the package is imported without it
 
     contents, parts = list(texts.values()), []

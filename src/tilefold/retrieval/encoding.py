@@ -220,7 +220,7 @@ def encode_queries(
     encoding = SparseEncoding(kind="query", batch_size=batch_size, top_k=top_k, min_weight=min_weight)
     encoding.check()
     if not queries:
-        raise ValueError("queries: expected at least one, got none.")
+        raise ValueError("queries: expected at least one, got an empty mapping.")
     return in_memory(
         "queries",
         "query",

@@ -94,5 +94,5 @@ def encode_to_folder(
     encoding.check()
     output.check()
     if not texts:
-        raise ValueError("texts: expected at least one, got none.")
+        raise ValueError("texts: expected at least one, got an empty mapping.")
     return write_folder(encoding.job(model, texts, output, lambda: texts_digest(texts)), group)

@@ -46,7 +46,7 @@ def ensemble(
             by their deviation.
     """
     if not teachers:
-        raise ValueError("teachers: expected at least one, got none.")
+        raise ValueError("teachers: expected at least one, got an empty mapping.")
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"normalization: expected min_max or none, got {normalization!r}.")
     if like is not None and scale is not None:

@@ -72,7 +72,8 @@ def evaluate_per_query(
     """``{query id: {measure: value}}`` for every judged query; see :func:`evaluate`."""
     judged = {query_id: _checked_grades(query_id, grades) for query_id, grades in qrels.items() if grades}
     if not judged:
-        raise ValueError("qrels: expected at least one judged query, got none. Check the split.")
+        got = f"no grade for any of {len(qrels)}, {list(qrels)[:3]} first" if qrels else "no query"
+        raise ValueError(f"qrels: expected at least one judged query, got {got}. Check the split.")
     check_text_ids("qrels", judged)
     check_answers("run", run, judged)
     ir_measures, parsed = _parsed(measures)
@@ -106,8 +107,9 @@ def check_answers(name: str, run: _RunLike, qrels: _QrelsLike) -> None:
     check_text_ids(name, run)
     if run and not any(query_id in qrels for query_id in run):
         raise ValueError(
-            f"{name}: expected results for a judged query, got none: its first query is {next(iter(run))!r}, that of "
-            f"the judgements {next(iter(qrels), None)!r}. Give the run and the judgements of the same queries."
+            f"{name}: expected results for a judged query, got those of others: its first query is "
+            f"{next(iter(run))!r}, that of the judgements {next(iter(qrels), None)!r}. "
+            "Give the run and the judgements of the same queries."
         )
 
 

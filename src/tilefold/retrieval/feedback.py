@@ -223,8 +223,8 @@ def _parts(query: str, run: Run, row_of: Mapping[str, int], feedback: Feedback) 
     missing = next((name for name in (*best, *worst) if name not in row_of), None)
     if missing is not None:
         raise DataError(
-            f"documents: expected a vector of {missing!r}, which was found for query {query!r}, got none. Give the "
-            "vectors of the collection that was searched."
+            f"documents: expected a vector of {missing!r}, which was found for query {query!r}, got those of "
+            f"{len(row_of)} others, {list(row_of)[:3]} first. Give the vectors of the collection that was searched."
         )
     return [row_of[name] for name in best], [row_of[name] for name in worst]
 

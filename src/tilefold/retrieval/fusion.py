@@ -137,7 +137,7 @@ def check_scores(name: str, query_id: str, scores: Mapping[str, float], *, finit
 
 def _check(runs: Sequence[Run], weights: Sequence[float] | None, k: int) -> Sequence[float]:
     if not runs:
-        raise ValueError("runs: expected at least one run, got none.")
+        raise ValueError("runs: expected at least one run, got an empty list.")
     if not k >= 1:
         raise ValueError(f"k: expected at least 1, got {k}.")
     for run in runs:

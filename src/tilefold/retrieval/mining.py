@@ -249,6 +249,8 @@ def drop_false_negatives(rows: TrainingRows, false_negatives: FalseNegatives) ->
         keep[low : low + len(kept)] = kept if kept.sum() > group.relevant.sum() else False
     if not keep.any():
         raise ValueError(
-            "margin, max_score_share: expected that some negative passes, got none; relax margin or max_score_share."
+            "margin, max_score_share: expected that some negative passes, got 0 of "
+            f"{int((~rows.relevant).sum())} with {false_negatives.margin!r} and {false_negatives.max_share!r}; relax "
+            "margin or max_score_share."
         )
     return rows.take(keep)

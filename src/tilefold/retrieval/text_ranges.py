@@ -173,7 +173,7 @@ def _survey(rows: Iterator[_Row], shard_size: int, wanted: int) -> Survey:
         found.ranges.append(Range(len(found.ranges), len(part), own.hexdigest(), _spans(places), held or None))
     found.sha256 = digest.hexdigest()
     if not found.count:
-        raise ValueError("texts: expected at least one, got none.")
+        raise ValueError("texts: expected at least one, got an empty collection.")
     return found
 
 

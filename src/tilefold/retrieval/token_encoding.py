@@ -134,7 +134,7 @@ class TokenMaker:
         if not isinstance(rows, TokenRows):
             return TokenVectors.pack(names, rows, self.dimension, self.storage)
         offsets = torch.nn.functional.pad(rows.counts.cumsum(0), (1, 0))
-        check_finite(names, offsets, rows.finite, self.storage)
+        check_finite(names, offsets, rows.finite, self.storage, rows.values if rows.scales is None else rows.scales)
         return TokenVectors(names, offsets, rows.values, rows.scales)
 
     def nothing(self) -> TokenVectors:
@@ -154,7 +154,7 @@ def encode_texts(
     encoding = TokenEncoding(kind=kind, batch_size=batch_size, storage=storage)
     encoding.check()
     if not texts:
-        raise ValueError("texts: expected at least one, got none.")
+        raise ValueError("texts: expected at least one, got an empty mapping.")
     maker = TokenMaker(token_dimension(model, kind), storage)
     return in_memory("texts", kind, texts, encoding.plain(model), functools.partial(cut_texts, model), maker)
 

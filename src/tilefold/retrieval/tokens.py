@@ -30,7 +30,7 @@ from tilefold.retrieval._shards import (
     read_layout,
     shard_file,
 )
-from tilefold.retrieval._token_vectors import STORAGES, TokenVectors
+from tilefold.retrieval._token_vectors import STORAGES, TokenVectors, named
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import Provenance
 
@@ -284,7 +284,10 @@ def _check_finite(vectors: TokenVectors, path: Path) -> None:
     else:  # the least and the largest are NaN where there is one
         whole = not vectors.values.numel() or all(math.isfinite(end) for end in vectors.values.aminmax())
     if not whole:
-        raise DataError(f"{path}: expected finite token vectors, got others. {REMEDY}")
+        numbers, what = (vectors.values, "") if vectors.scales is None else (vectors.scales, "a scale of ")
+        wrong = ~numbers.isfinite() if vectors.scales is None else ~numbers.isfinite() | (numbers < 0)
+        got = named(vectors.ids, vectors.offsets, numbers, wrong)
+        raise DataError(f"{path}: expected finite token vectors, got {what}{got}. {REMEDY}")
 
 
 def _read_shard(path: Path) -> TokenVectors:

@@ -211,7 +211,7 @@ def write_training_rows(rows: TrainingRows, path: str | Path) -> None:
     """
     pa, pq = _arrow()
     if not len(rows):
-        raise ValueError("rows: expected at least one row, got none.")
+        raise ValueError("rows: expected at least one row, got an empty table.")
     fields = [("query_id", pa.string()), ("document_id", pa.string()), ("rank", pa.int32())]
     fields += [("score", pa.float32()), ("relevant", pa.bool_())]
     if rows.scored:
@@ -267,7 +267,8 @@ def _from_table(pa: Any, table: Any) -> TrainingRows:
     names = [name for name in table.column_names if name.startswith(TEACHER)]
     needed = ("query_id", "document_id", "relevant", *(("score",) if names else ()))
     if missing := [name for name in needed if name not in table.column_names]:
-        raise DataError(f"expected the columns {', '.join(needed)}, got none of the name {missing[0]}. {_REMEDY}")
+        got = f"{table.column_names!r:.80} without {missing[0]!r}"
+        raise DataError(f"expected the columns {', '.join(needed)}, got {got}. {_REMEDY}")
     queries, query = _ids(pa, table, "query_id")
     documents, document = _ids(pa, table, "document_id")
     order = np.argsort(query, kind="stable")  # rows of a query together, in their order

@@ -329,13 +329,17 @@ def _read_parquet(path: Path, manifest: VectorManifest) -> SparseVectors:
         columns = [table.column(name).combine_chunks() for name in ("id", "indices", "weights")]
         ids, indices, weights = columns
         lengths = indices.value_lengths().to_numpy(zero_copy_only=False)
-        same = bool((lengths == weights.value_lengths().to_numpy(zero_copy_only=False)).all())
+        counts = weights.value_lengths().to_numpy(zero_copy_only=False)
+        same = bool((lengths == counts).all())
         arrays = (
             indices.flatten().to_numpy(zero_copy_only=False),
             weights.flatten().to_numpy(zero_copy_only=False),
         )
     if not same or any(column.null_count for column in columns):
-        raise DataError(f"{path}: expected as many weights as indices and no nulls, got others. {REMEDY}")
+        nulls = [name for name, column in zip(("id", "indices", "weights"), columns, strict=True) if column.null_count]
+        at = int(np.argmax(lengths != counts))
+        got = f"nulls in {', '.join(nulls)}" if nulls else f"{counts[at]} and {lengths[at]} for {ids[at].as_py()!r}"
+        raise DataError(f"{path}: expected as many weights as indices and no nulls, got {got}. {REMEDY}")
     indptr = offsets_of(lengths)
     try:
         return manifest.vectors(ids.to_pylist(), indptr, *arrays)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,7 +166,7 @@ class Served:
             encoded = self._encoded(way, inputs)
         rows = [row.detach().float().cpu() for row in encoded]
         if not all(bool(row.isfinite().all()) for row in rows):
-            raise ValueError("texts: expected finite token vectors, got others.")
+            raise ValueError(f"texts: expected finite token vectors, got {_not_finite(rows)}. Check the model.")
         return rows
 
     def _dense(self, way: Way, inputs: Sequence[Any]) -> list[npt.NDArray[np.float32]]:
@@ -176,7 +176,7 @@ class Served:
             encoded = self._encoded(way, inputs, convert_to_tensor=True)
         rows: torch.Tensor = encoded.detach().float().cpu()
         if not bool(rows.isfinite().all()):
-            raise ValueError("texts: expected finite vectors, got others.")
+            raise ValueError(f"texts: expected finite vectors, got {_not_finite(rows)}. Check the model.")
         return list(rows.numpy())
 
     def _encoded(self, way: Way, texts: Sequence[str], **options: Any) -> Any:
@@ -203,6 +203,12 @@ class Served:
         features = {key: each.to(device) if isinstance(each, torch.Tensor) else each for key, each in features.items()}
         with torch.inference_mode():
             return self.model(features, task=way.side)
+
+
+def _not_finite(rows: Iterable[torch.Tensor]) -> str:
+    """The first number that is not finite, and which input it is of."""
+    at, wrong = next((at, wrong) for at, row in enumerate(rows) if (wrong := row[~row.isfinite()]).numel())
+    return f"{wrong[0].item()} for input {at}"
 
 
 @contextmanager

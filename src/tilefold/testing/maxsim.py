@@ -276,7 +276,7 @@ def assert_xtr_matches(
     choices = {key: value for key, value in options.items() if key != "impl"}
     clear = clear_retrievals(inputs, top_k, normalize=bool(options.get("normalize")))
     if not bool(clear.any()):
-        raise ValueError("inputs must have a query with one answer, got none; take another seed.")
+        raise ValueError(f"inputs must have a query with one answer, got 0 of {len(clear)}; take another seed.")
     inputs = with_one_answer(inputs, normalize=options.get("normalize"))
     inputs = dataclasses.replace(inputs, dscores=inputs.dscores * clear[:, None])
     results = xtr_results(inputs, top_k, needs=needs, **options)

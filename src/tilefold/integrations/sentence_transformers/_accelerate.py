@@ -225,9 +225,8 @@ def _check_head_is_fused(transformer: Any, _: Any) -> None:
     head = transformer.model.get_output_embeddings()
     if vars(head).get("forward") is not pass_hidden_states:
         raise RuntimeError(
-            "the LM head must be the one that accelerate(model) saw, got another layer in its place "
-            f"({type(head).__name__}: an adapter was added, merged or removed, or the head was replaced); call "
-            "accelerate(model) again."
+            f"the LM head must be the one that accelerate(model) saw, got a {type(head).__name__} in its place "
+            "(an adapter was added, merged or removed, or the head was replaced); call accelerate(model) again."
         )
 
 

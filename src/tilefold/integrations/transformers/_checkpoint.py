@@ -135,7 +135,8 @@ def _read_thetas(name_or_path: str, hub: dict[str, Any]) -> dict[str, Tensor]:
         for part in sorted({part for key, part in weights.items() if key.endswith(SUFFIX)}):
             found |= _thetas_in(cached_file(name_or_path, part, **hub))
         return found
-    raise OSError(f"{name_or_path} must hold one of {', '.join(WEIGHTS)}, got none of them.")
+    got = sorted(file.name for file in Path(name_or_path).glob("*"))[:3] or "no such file"
+    raise OSError(f"{name_or_path} must hold one of {', '.join(WEIGHTS)}, got {got}; save the model there.")
 
 
 def _thetas_in(file: str) -> dict[str, Tensor]:

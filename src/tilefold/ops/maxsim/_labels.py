@@ -32,7 +32,7 @@ def check_labels(labels: Tensor | None, n_queries: int, n_documents: int, device
     if labels.device != device:
         raise ValueError(f"labels must be on the device of queries ({device}), got {labels.device}; move it there.")
     if n_queries and not n_documents:
-        raise ValueError("documents must be at least one with labels, got none; leave such batches out.")
+        raise ValueError(f"documents must be at least one with labels, got 0 for {n_queries} queries; skip the batch.")
     if device.type == "cpu" and n_queries and not torch.compiler.is_compiling():
         low, high = (int(bound) for bound in labels.aminmax())
         if low < 0 or high >= n_documents:

@@ -213,5 +213,5 @@ def _maxima(block: Block, queries: Tensor, with_winners: bool) -> tuple[Tensor, 
             better = (value > best) | (value.isnan() & ~best.isnan())
             best, winner = torch.where(better, value, best), torch.where(better, row, winner)
     if best is None:
-        raise RuntimeError("a block must hold a token, got none.")
+        raise RuntimeError(f"a block must hold a token, got documents of at most {block.longest}.")
     return best, winner

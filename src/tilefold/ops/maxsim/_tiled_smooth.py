@@ -54,7 +54,7 @@ def smooth_sums(block: Block, queries: Tensor, temperature: float, masked: Tenso
         total = _moved(found.total, found.peak, joint, temperature) + _moved(total, peak, joint, temperature)
         found = Sums(joint, total, None)
     if found is None:
-        raise RuntimeError("a block must hold a token, got none.")
+        raise RuntimeError(f"a block must hold a token, got documents of at most {block.longest}.")
     return found
 
 

@@ -173,7 +173,8 @@ def _dequantized(problem: Problem) -> Problem:
     """Dequantize documents, and the queries that are rounded like them, in fp64."""
     scale = problem.document_scale
     if scale is None:
-        raise ValueError("documents must come with their scales, got none; make them with quantize_tokens.")
+        got = f"{problem.documents.dtype} {list(problem.documents.shape)}"
+        raise ValueError(f"documents must come with their scales, got {got} alone; make them with quantize_tokens.")
     queries = problem.queries.double()
     if problem.documents.dtype == torch.int8:
         values, query_scale = quantize_rows(problem.queries, torch.int8)

@@ -108,7 +108,8 @@ def survey(vectors: SparseVectors | str | Path, complaint: Callable[[str], str |
             low, high = min(low, float(part.data[positive].min())), max(high, float(part.data.max()))
         documents, weights = documents + len(part), weights + int(positive.sum())
     if not documents:
-        raise DataError("vectors: expected at least one document, got none. Encode a collection (tilefold encode).")
+        where = source if isinstance(source, Path) else "vectors"
+        raise DataError(f"{where}: expected at least one document, got 0 rows. Encode a collection (tilefold encode).")
     lightest = low if weights else 0.0
     return Documents(source, made_of[1], made_of[2], used, lightest, high, documents, weights)
 
@@ -157,7 +158,7 @@ def _text_of(texts: Mapping[str, str], name: str) -> str:
     """The text of a document; ``DataError`` where there is none, or one that UTF-8 cannot write."""
     text = texts.get(name)
     if text is None:
-        raise DataError(f"texts: expected one for every document, got none for {name!r}. Give the collection encoded.")
+        raise DataError(f"texts: expected one per document, got no text for {name!r}. Give the collection encoded.")
     if not is_unicode(text):
         raise DataError(f"texts: expected Unicode, got half a surrogate pair in that of {name!r}. Mend the text.")
     return text

@@ -142,7 +142,7 @@ class QdrantIndex:
         **options: Any,
     ) -> QdrantIndex:
         if not collection:
-            raise ValueError("collection: expected a name for the collection on the server, got none.")
+            raise ValueError(f"collection: expected a name for it on the server, got {collection!r}.")
         engine = ServerEngine(url, collection, **{name: value for name, value in options.items() if value is not None})
         if overwrite:
             record = engine.record()

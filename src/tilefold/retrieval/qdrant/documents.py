@@ -70,7 +70,7 @@ class Queries:
         self.ids = list(self.ids)
         check_ids(self.ids)
         if self.sparse is None and self.dense is None and self.tokens is None:
-            raise DataError("vectors: expected sparse, dense or tokens, got none of them.")
+            raise DataError("vectors: expected sparse, dense or tokens, got None for all three.")
         for name, vectors in (("sparse", self.sparse), ("tokens", self.tokens)):
             if vectors is not None and list(vectors.ids) != self.ids:
                 pairs = zip(vectors.ids, self.ids, strict=False)
@@ -89,7 +89,8 @@ class Queries:
         array = np.ascontiguousarray(array, dtype=np.float32)
         if not np.isfinite(array).all():
             row = int(np.flatnonzero(~np.isfinite(array).all(axis=1))[0])
-            raise DataError(f"dense: expected finite numbers, got others for {self.ids[row]!r}.")
+            value = array[row][~np.isfinite(array[row])][0]
+            raise DataError(f"dense: expected finite numbers, got {value} for {self.ids[row]!r}. Check the model.")
         return array
 
     def __len__(self) -> int:
@@ -126,7 +127,8 @@ class Queries:
             if size not in (None, wanted):
                 raise DataError(f"{what}: expected {kind} vectors of length {wanted} as in {place}, got {size}.")
             if size is None and wanted is not None and what == "documents":
-                raise DataError(f"documents: {place} keeps {kind} vectors, got none. Give those of all documents.")
+                got = ", ".join(self.kinds)
+                raise DataError(f"documents: {place} keeps {kind} vectors, got only {got}. Give those of all as well.")
 
     def vectors(self, row: int) -> dict[str, Any]:
         """Vectors of a row that are not empty, by their kind."""

@@ -62,7 +62,7 @@ class Layout:
             if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise ValueError(f"{name}: expected an integer of at least 1, or None, got {size!r}.")
         if not self.kinds:
-            raise ValueError("layout: expected vocab_size, dense or tokens, got none of them.")
+            raise ValueError("layout: expected vocab_size, dense or tokens, got None for all three.")
         for name, value, allowed in (("weights", self.weights, WEIGHTS), ("distance", self.distance, DISTANCES)):
             if value not in allowed:
                 raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}.")
@@ -150,7 +150,8 @@ class Record:
             layout = Layout(**{name: item for name, item in value["layout"].items() if name in known})
             return cls(layout, value["texts_sha256"], value["vectors_sha256"], bool(value["complete"]))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise DataError(f"{place}: expected the record of a collection, got another ({error}). {remedy}") from error
+            got = f"{dict(value)!r:.80} ({error!r})"
+            raise DataError(f"{place}: expected the record of a collection, got {got}. {remedy}") from error
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class Filter:
 
     def __post_init__(self) -> None:
         if not any(self.conditions()):
-            raise ValueError("where: expected at least one condition, got none. Leave it out to search everything.")
+            raise ValueError("where: expected at least one condition, got an empty filter. Leave it out to search all.")
 
     def conditions(self) -> tuple[list[tuple[str, list[Any] | dict[str, float]]], ...]:
         """Fields of `must` and of `must_not`, each with its values, of which one must be there, or with its bounds."""

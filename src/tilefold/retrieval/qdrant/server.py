@@ -99,7 +99,10 @@ class ServerEngine(Engine):
         try:
             value = json.loads(metadata[_META])
         except (TypeError, ValueError, RecursionError) as error:
-            raise DataError(f"{self.place}: expected the record of a collection, got another ({error}).") from error
+            got = f"{metadata[_META]!r:.80} ({error})"
+            raise DataError(
+                f"{self.place}: expected the record of a collection, got {got}. Choose another name."
+            ) from error
         return Record.from_dict(value if isinstance(value, dict) else {}, self.place)
 
     def create(self, record: Record) -> None:
@@ -180,7 +183,7 @@ class ServerEngine(Engine):
                     if type(error).__name__ != "ResponseHandlingException":
                         raise
                     raise RuntimeError(
-                        f"{self.place}: expected the answers of a Qdrant server, got others ({self._text(error)}). "
+                        f"{self.place}: expected the answers of a Qdrant server, got ({self._text(error)}). "
                         "Is it the right address?"
                     ) from None
                 if status is not None and status not in _BUSY:
