@@ -6,10 +6,12 @@ import hashlib
 import weakref
 from typing import Any
 
+from tilefold._typing import Tokenizer
+
 _known: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
 
 
-def vocabulary_fingerprint(tokenizer: Any) -> str | None:
+def vocabulary_fingerprint(tokenizer: Tokenizer) -> str | None:
     """SHA-256 over the (token, index) pairs of a tokenizer's vocabulary; None when it has no vocabulary.
 
     It is computed once per tokenizer and number of tokens.

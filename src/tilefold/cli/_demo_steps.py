@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilefold._typing import Model
 from tilefold.cli import _common
 from tilefold.cli._demo_data import Size, collection_digest
 
@@ -65,7 +66,7 @@ def train_model(folder: Path, size: Size, seed: int, collection: Collection, tic
     )
 
 
-def encode_documents(folder: Path, encoder: Any, collection: Collection, tick: Tick) -> tuple[SparseVectors, bool]:
+def encode_documents(folder: Path, encoder: Model, collection: Collection, tick: Tick) -> tuple[SparseVectors, bool]:
     """The documents' vectors, saved in ``<folder>/vectors``, and whether they were there already."""
     from tilefold.retrieval.encoding import encode_collection
     from tilefold.retrieval.errors import DataError
@@ -143,7 +144,7 @@ def zero_shot(root: Path, collection: Collection, queries: dict[str, str], max_l
     return ZeroShot(run, store, query_tokens, False)
 
 
-def _late_interaction(model: Any) -> Any:
+def _late_interaction(model: Model) -> Any:
     """A stock MultiVectorEncoder that returns the normalised token states of a dense model."""
     from sentence_transformers import MultiVectorEncoder
     from sentence_transformers.base.modules import Normalize
@@ -153,7 +154,7 @@ def _late_interaction(model: Any) -> Any:
     return MultiVectorEncoder(modules=modules, device=str(model.device))
 
 
-def _encode_documents_once(model: Any, collection: Collection, folder: Path, tick: Tick) -> tuple[Any, TokenStore]:
+def _encode_documents_once(model: Model, collection: Collection, folder: Path, tick: Tick) -> tuple[Any, TokenStore]:
     """Dense vectors ``[N, D]`` in memory, token vectors in ``<folder>/tokens``."""
     import torch
 
@@ -183,7 +184,7 @@ def _encode_documents_once(model: Any, collection: Collection, folder: Path, tic
     return torch.cat(dense), open_tokens(folder / "tokens")
 
 
-def _encode_once(model: Any, texts: dict[str, str], kind: str, storage: str) -> tuple[Any, TokenVectors]:
+def _encode_once(model: Model, texts: dict[str, str], kind: str, storage: str) -> tuple[Any, TokenVectors]:
     """Dense vectors ``[N, D]`` and normalised token vectors of id -> text, from one pass."""
     import torch
 
@@ -196,7 +197,7 @@ def _encode_once(model: Any, texts: dict[str, str], kind: str, storage: str) -> 
     return torch.stack([_pooled(model, row) for row in states]), tokens
 
 
-def _pooled(model: Any, states: Any) -> Any:
+def _pooled(model: Model, states: Any) -> Any:
     """The vector ``[D]`` that the modules after the transformer compute from one text's token states ``[L, D]``."""
     features = {"token_embeddings": states[None], "attention_mask": states.new_ones(1, len(states)).long()}
     for module in list(model)[1:]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from tilefold._typing import Model
 from tilefold.cli import _common, _models
 
 if TYPE_CHECKING:
@@ -78,7 +79,9 @@ class DryRun:
     reading_seconds: float
 
 
-def dry_run(model: Any, encoding: Encoding, texts: Texts, shard_size: int, workers: int, rate: float | None) -> DryRun:
+def dry_run(
+    model: Model, encoding: Encoding, texts: Texts, shard_size: int, workers: int, rate: float | None
+) -> DryRun:
     """Estimate what encoding `texts` takes, from a sample of them; nothing is written but to a temporary folder.
 
     Raises:
@@ -126,7 +129,7 @@ def device_name(kind: str) -> str:
     return f"{kind} with {torch.get_num_threads()} threads"
 
 
-def _encoded(model: Any, encoding: Encoding, sample: list[str]) -> tuple[float, float]:
+def _encoded(model: Model, encoding: Encoding, sample: list[str]) -> tuple[float, float]:
     """Texts per second and bytes per text of a sample, encoded twice; the faster run counts."""
     from tilefold.retrieval.encodings import Output, encode_to_folder
 

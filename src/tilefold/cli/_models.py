@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilefold._typing import Model
 from tilefold.cli._common import CommandError, UsageError, first_line, note
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def _remedy(name: str, kind: str, kinds: tuple[str, ...]) -> str:
     return f"A cross-encoder scores what training reads: tilefold score MINED --teacher {name}."
 
 
-def _accelerate(model: Any) -> None:
+def _accelerate(model: Model) -> None:
     from tilefold.integrations.sentence_transformers import accelerate
 
     try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tilefold._typing import Model
 from tilefold.cli import _common, _models
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def _untrained(path: Path, texts_sha256: str | None, texts: Texts | None) -> Any
     return _models.load_untrained(texts_sha256, texts, f"the documents of {path}")
 
 
-def _check_model(made_by: Provenance, encoder: Any, name: str, path: Path, other_model: bool) -> None:
+def _check_model(made_by: Provenance, encoder: Model, name: str, path: Path, other_model: bool) -> None:
     from tilefold.retrieval.retrievers import check_model
 
     try:

@@ -13,6 +13,8 @@ from itertools import pairwise
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from tilefold._typing import Model
+
 __all__ = ["ServerError", "SparseSource"]
 
 Side = Literal["query", "document"]
@@ -45,7 +47,7 @@ class SparseSource:
 
     def __init__(
         self,
-        model: Any = None,
+        model: Model = None,
         url: str | None = None,
         *,
         api_key: str | None = None,

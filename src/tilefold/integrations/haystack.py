@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from tilefold._typing import Model
 from tilefold.integrations._sparse_source import ServerError, SparseSource
 
 try:
@@ -26,7 +27,7 @@ class _Embedder:
 
     def __init__(
         self,
-        model: Any = None,
+        model: Model = None,
         url: str | None = None,
         api_key: Secret | None = None,
         top_k: int | None = None,

@@ -9,13 +9,14 @@ from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from tilefold._typing import Tokenizer
 from tilefold.modules.fused_pooling import Dtype, Features, FusedPooling, Head, SparseOptions, place_of_files
 from tilefold.ops import token_scatter, token_scatter_sparse
 
 __all__ = ["StaticQuery", "counted_tokens"]
 
 
-def counted_tokens(features: dict[str, Any], tokenizer: Any) -> Tensor:
+def counted_tokens(features: dict[str, Any], tokenizer: Tokenizer) -> Tensor:
     """``attention_mask`` ``[B, S]`` without padding tokens that were written in a text.
 
     A vector of weights by token cannot tell them from those that fill a batch, so no text may count them: else its
@@ -48,7 +49,7 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
     config_keys: list[str] = ["frozen", "vocab_size"]  # noqa: RUF012 - the attribute of the stock base class
 
     def __init__(
-        self, tokenizer: Any, weight: Tensor | None = None, frozen: bool = False, vocab_size: int | None = None
+        self, tokenizer: Tokenizer, weight: Tensor | None = None, frozen: bool = False, vocab_size: int | None = None
     ) -> None:
         if vocab_size is None:
             vocab_size = len(tokenizer.get_vocab()) if weight is None or weight.numel() == 1 else weight.numel()

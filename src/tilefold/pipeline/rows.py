@@ -14,7 +14,7 @@ from torch import Tensor
 from tilefold.pipeline.copies import Fetched
 
 R = TypeVar("R")
-Items = TypeVar("Items", bound=Sequence[Any])
+Items = TypeVar("Items", bound=Sequence[object])
 IN_FLIGHT = 3  # batches that a stream launches at most before it gives the one ahead of them
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tilefold._typing import Model
+
 if TYPE_CHECKING:
     from tilefold.recipes._settings import TrainingSettings
 
@@ -19,7 +21,7 @@ def register_entmax() -> None:
     register()
 
 
-def check_loaded_attention(model: Any) -> None:
+def check_loaded_attention(model: Model) -> None:
     """Refuse a model that has alphas and would run softmax.
 
     Raises:
@@ -32,7 +34,7 @@ def check_loaded_attention(model: Any) -> None:
     runs_entmax(model)
 
 
-def use_attention(model: Any, recipe: TrainingSettings) -> None:
+def use_attention(model: Model, recipe: TrainingSettings) -> None:
     """Give `model` the attention of a recipe.
 
     Raises:

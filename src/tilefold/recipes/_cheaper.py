@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from tilefold._typing import Model
 from tilefold.recipes.backbone import layer_stacks
 
 __all__ = ["freeze_lower_layers", "length_grouped_batches"]
@@ -14,7 +15,7 @@ __all__ = ["freeze_lower_layers", "length_grouped_batches"]
 POOL = 8  # batches per pool; the texts of a pool are sorted by length
 
 
-def freeze_lower_layers(model: Any, layers: int) -> None:
+def freeze_lower_layers(model: Model, layers: int) -> None:
     """Freeze the embeddings, a decoder tied to them, and the lowest `layers` layers of `model`.
 
     Autograd then stops above them: they have a forward pass and no backward pass.

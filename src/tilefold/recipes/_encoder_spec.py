@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from tilefold._typing import Tokenizer
 from tilefold.recipes._settings import Check, Settings, flag, number, whole
 
 __all__ = ["KINDS", "Base", "EncoderSpec"]
@@ -135,6 +136,6 @@ class Base:
     seed: int = 0
     start_percentile: float = 99.95
     start_deviations: float | None = None
-    tokenizer: Any = None
+    tokenizer: Tokenizer = None
     vocab_size: int | None = None
     network: Any = None

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from tilefold._files import LOCK, hold_folder, read_json, release_folder, write_json
+from tilefold._typing import Model
 
 RECORD = "tilefold_training.json"
 WHOLE = "tilefold_whole.json"
@@ -83,7 +84,7 @@ class TrainingRun:
         write_json(self.work_dir / RECORD, {"settings": self.settings})
         return None
 
-    def finish(self, model: Any, result: dict[str, Any]) -> None:
+    def finish(self, model: Model, result: dict[str, Any]) -> None:
         """Save `model` in a temporary folder, move it into place, and delete the checkpoints."""
         made = self.work_dir / "model"
         if made.exists():

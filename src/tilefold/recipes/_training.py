@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilefold._files import naming_full_disk
+from tilefold._typing import Model
 from tilefold.recipes import _run
 from tilefold.recipes._attention import attention_callbacks, register_entmax, use_attention
 from tilefold.recipes._settings import TrainingSettings
@@ -128,7 +129,7 @@ class TrainingJob:
     """
 
     recipe: TrainingSettings
-    model: Any
+    model: Model
     examples: Examples
     run: _run.TrainingRun
     checkpoint: _run.Checkpoint | None
@@ -211,7 +212,7 @@ def run_training(
     return result
 
 
-def _lowered(recipe: TrainingSettings, model: Any) -> str:
+def _lowered(recipe: TrainingSettings, model: Model) -> str:
     """A note on a model that reads fewer tokens than the recipe asks for; empty for others."""
     limit = getattr(model[0], "document_length", None) or model.max_seq_length
     if not isinstance(limit, int) or limit >= recipe.max_length:

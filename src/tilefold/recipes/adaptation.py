@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tilefold._typing import Model, Tokenizer
 from tilefold.recipes._settings import POSITIVE, Check, Settings, number, whole
 
 __all__ = ["AdaptationRecipe", "AdaptationResult", "adapt", "pack_texts"]
@@ -82,7 +83,7 @@ class AdaptationResult:
         return asdict(self)
 
 
-def pack_texts(tokenizer: Any, texts: Iterable[str], length: int) -> list[list[int]]:
+def pack_texts(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> list[list[int]]:
     """Token ids of all texts in a row, an end token after each, cut into blocks of `length`; the rest is dropped.
 
     Texts have the special tokens that the tokenizer puts around them, as they have when they are encoded.
@@ -106,7 +107,7 @@ def pack_texts(tokenizer: Any, texts: Iterable[str], length: int) -> list[list[i
 
 def adapt(
     network: Any,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     texts: Iterable[str],
     recipe: AdaptationRecipe | None = None,
     *,
@@ -192,7 +193,7 @@ def _trainer_class() -> Any:
         def prepare(self, recipe: AdaptationRecipe, seen: list[Any], progress: Any) -> None:
             self.recipe, self.seen, self.progress = recipe, seen, progress
 
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        def compute_loss(self, model: Model, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
             ids = inputs["input_ids"]
             network = self.accelerator.unwrap_model(model)
             head = network.get_output_embeddings()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilefold._files import sha256_file
+from tilefold._typing import Model, Tokenizer
 from tilefold.recipes.quiet import quiet_libraries
 from tilefold.retrieval.errors import MissingPackageError
 
@@ -208,7 +209,7 @@ def _masked_lm(path: Path) -> Any:
     return model.eval()
 
 
-def _scaled_states(model: Any, tokenizer: Any, texts: Sequence[str], max_length: int) -> list[Any]:
+def _scaled_states(model: Model, tokenizer: Tokenizer, texts: Sequence[str], max_length: int) -> list[Any]:
     """Last states ``[L, D]`` of each text, with the head scaled to their length."""
     import torch
 
@@ -229,7 +230,7 @@ def _scaled_states(model: Any, tokenizer: Any, texts: Sequence[str], max_length:
     return states
 
 
-def _set_one_bias(model: Any, hidden: Any, percentile: float) -> None:
+def _set_one_bias(model: Model, hidden: Any, percentile: float) -> None:
     """Minus a percentile of the logits of some tokens and some terms."""
     import torch
 
@@ -242,7 +243,7 @@ def _set_one_bias(model: Any, hidden: Any, percentile: float) -> None:
         head.bias.fill_(-logits.flatten().kthvalue(rank).values)
 
 
-def _set_bias_by_term(model: Any, states: list[Any], deviations: float) -> None:
+def _set_bias_by_term(model: Model, states: list[Any], deviations: float) -> None:
     """Minus mean and `deviations` standard deviations of every term's largest logit in a text."""
     import torch
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tilefold._typing import Tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +60,7 @@ def load_sparse_linear(path: str | Path) -> dict[str, Tensor]:
     return {name: value.float() for name, value in state.items()}
 
 
-def silent_ids(tokenizer: Any) -> list[int]:
+def silent_ids(tokenizer: Tokenizer) -> list[int]:
     """The ids that get no weight: those of CLS, SEP, BOS, EOS, PAD and UNK."""
     names = ("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
     return sorted({value for name in names if (value := getattr(tokenizer, name, None)) is not None})

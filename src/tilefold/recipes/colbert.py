@@ -14,6 +14,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tilefold._typing import Tokenizer
 from tilefold.recipes._settings import Check, TrainingSettings, flag, whole
 from tilefold.recipes._training import Losses, Progress, RunOptions, TrainingJob, TrainResult, run_trainer, run_training
 from tilefold.recipes.loading import check_tokenizer, saved_kind, saved_modules, seeded, stay_offline, whole_weights
@@ -154,7 +155,7 @@ def _with_own_modules(model: MultiVectorEncoder, recipe: ColbertRecipe, *, keep_
     return MultiVectorEncoder(modules=modules, prompts=dict(model.prompts), device=str(model.device))
 
 
-def _known_punctuation(tokenizer: Any) -> list[str]:
+def _known_punctuation(tokenizer: Tokenizer) -> list[str]:
     """The punctuation marks that are a single token; only those can be skipped."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     return [mark for mark in string.punctuation if tokenizer.convert_tokens_to_ids(mark) not in (None, unknown)]

@@ -14,6 +14,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilefold._typing import Model, Tokenizer
+
 if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Transformer
@@ -98,7 +100,7 @@ def causal_transformer(
         made = EchoTransformer
     with whole_weights(base):
         transformer = made(base, **kwargs, **options)
-    tokenizer: Any = transformer.tokenizer
+    tokenizer: Tokenizer = transformer.tokenizer
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     transformer.max_seq_length = min(max_length, transformer.max_seq_length or max_length)
@@ -218,7 +220,7 @@ def merge_adapters(model: SparseEncoder) -> int:
     return merged
 
 
-def _networks(model: Any) -> list[Any]:
+def _networks(model: Model) -> list[Any]:
     from sentence_transformers.base.modules import Transformer
 
     return [module.model for module in model.modules() if isinstance(module, Transformer)]

@@ -16,6 +16,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tilefold._typing import Model, Tokenizer
 from tilefold.recipes._settings import whole
 from tilefold.recipes.backbone import GELU_SHIFT
 from tilefold.recipes.loading import seeded
@@ -26,7 +27,7 @@ _BRANCH_STD = 1e-3
 
 
 def fresh_masked_lm(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     folder: str | Path,
     *,
     width: int = 384,
@@ -81,7 +82,7 @@ def fresh_masked_lm(
     return folder
 
 
-def _start_lexical(model: Any, config: Any) -> None:
+def _start_lexical(model: Model, config: Any) -> None:
     import torch
 
     sigma = config.initializer_range

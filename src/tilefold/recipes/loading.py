@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tilefold._typing import Model
 from tilefold.recipes._attention import check_loaded_attention, register_entmax
 from tilefold.recipes._run import newest_step
 from tilefold.recipes.precision import run_fast
@@ -127,7 +128,7 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def stay_offline(model: Any) -> Any:
+def stay_offline(model: Model) -> Any:
     """The model, whose card asks no network and draws no examples."""
     model.model_card_data.local_files_only = True
     model.model_card_data.generate_widget_examples = False
@@ -167,7 +168,7 @@ def whole_weights(name_or_path: str) -> Iterator[None]:
         )
 
 
-def check_tokenizer(model: Any, name_or_path: str) -> None:
+def check_tokenizer(model: Model, name_or_path: str) -> None:
     """Refuse a model whose tokenizer has far fewer, or more, tokens than its embeddings.
 
     Without tokenizer files transformers makes one of a few special tokens, to which every word is unknown.

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilefold._typing import Model
 from tilefold.recipes._cheaper import freeze_lower_layers, length_grouped_batches
 from tilefold.recipes._sparse_recipes import LOSSES, REGULARIZERS, LsrRecipe, RegularizerSpec, SpladeRecipe
 from tilefold.recipes._training import Losses, Progress, RunOptions, TrainingJob, TrainResult, run_trainer, run_training
@@ -156,7 +157,7 @@ def fused_head(model: SparseEncoder, fused: bool = True, *, needed: bool = False
     return accelerate(model)
 
 
-def make_loss(model: Any, recipe: LsrRecipe | SpladeRecipe) -> Any:
+def make_loss(model: Model, recipe: LsrRecipe | SpladeRecipe) -> Any:
     """``SpladeLoss`` of the recipe's loss and penalties; PROSPER's are on base weights, a SpladeRecipe's are stock."""
     from sentence_transformers.sparse_encoder import losses
 
@@ -176,7 +177,7 @@ def make_loss(model: Any, recipe: LsrRecipe | SpladeRecipe) -> Any:
     )
 
 
-def _ranking_loss(model: Any, recipe: LsrRecipe) -> Any:
+def _ranking_loss(model: Model, recipe: LsrRecipe) -> Any:
     from tilefold.losses import WeightedLosses
 
     terms = [(_term(model, name, recipe), weight) for name, weight in recipe.loss.items()]
@@ -185,7 +186,7 @@ def _ranking_loss(model: Any, recipe: LsrRecipe) -> Any:
     return WeightedLosses(terms)
 
 
-def _term(model: Any, name: str, recipe: LsrRecipe) -> Any:
+def _term(model: Model, name: str, recipe: LsrRecipe) -> Any:
     from sentence_transformers.sparse_encoder import losses
 
     from tilefold.losses import PairwiseSoftmaxLoss, TermRecallLoss

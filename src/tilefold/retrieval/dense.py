@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from tilefold._typing import Model
 from tilefold.pipeline.truncated import Truncation, tell, watching
 from tilefold.retrieval._ids import check_text_ids
 from tilefold.retrieval._ranking import check_k
@@ -20,7 +21,7 @@ DOCUMENT_CHUNK = 1024  # documents encoded between two reports of progress
 
 
 def dense_run(
-    model: Any,
+    model: Model,
     documents: Mapping[str, str],
     queries: Mapping[str, str],
     k: int,
@@ -56,7 +57,7 @@ def dense_run(
 
 
 def encode_dense(
-    model: Any,
+    model: Model,
     texts: Mapping[str, str],
     *,
     kind: Literal["document", "query"],
@@ -88,7 +89,7 @@ def encode_dense(
 
 
 def rank_by_similarity(
-    model: Any,
+    model: Model,
     document_vectors: Any,
     query_vectors: Any,
     document_ids: Sequence[str],

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tilefold._typing import Model
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.pipeline.rows import SparseRows
@@ -26,7 +27,7 @@ PLAIN_TEXTS = 32  # of a batch of a model that is not accelerated
 
 
 def encode_collection(
-    model: Any,
+    model: Model,
     texts: Mapping[str, str],
     output_dir: str | Path,
     *,
@@ -123,7 +124,7 @@ class SparseEncoding(Encoding):
             raise ValueError(f"min_weight: expected at least 0, got {self.min_weight}.")
 
     def job(
-        self, model: Any, texts: Mapping[str, str], output: Output, texts_sha256: Callable[[], str]
+        self, model: Model, texts: Mapping[str, str], output: Output, texts_sha256: Callable[[], str]
     ) -> Job[SparseVectors]:
         """See :meth:`Encoding.job`."""
         vocab_size = _vocab_size(model, self.kind)
@@ -156,7 +157,7 @@ class SparseEncoding(Encoding):
         maker = SparseMaker(vocab_size, self.min_weight, fingerprint, dropped)
         return self._job(model, texts, output, open_writer, look, maker, stream)
 
-    def plain(self, model: Any) -> PlainStream:
+    def plain(self, model: Model) -> PlainStream:
         """Batches through :func:`encode_batch`."""
         run = functools.partial(_encode_batch, model, self)
         return PlainStream(run, self.batch_size or PLAIN_TEXTS)
@@ -193,18 +194,18 @@ class SparseMaker:
         return SparseVectors.from_rows({}, self.vocab_size, self.fingerprint)
 
 
-def _encode_batch(model: Any, how: SparseEncoding, texts: Sequence[str]) -> Any:
+def _encode_batch(model: Model, how: SparseEncoding, texts: Sequence[str]) -> Any:
     return encode_batch(model, texts, how.kind, how.top_k, how.min_weight)
 
 
-def _stream_of(model: Any) -> Callable[..., Any] | None:
+def _stream_of(model: Model) -> Callable[..., Any] | None:
     """``encode_sparse_batch.stream`` of an accelerated model."""
     stream: Callable[..., Any] | None = getattr(getattr(model, "encode_sparse_batch", None), "stream", None)
     return stream
 
 
 def encode_queries(
-    model: Any,
+    model: Model,
     queries: Mapping[str, str],
     *,
     batch_size: int | None = None,
@@ -231,7 +232,7 @@ def encode_queries(
     )
 
 
-def model_fingerprint(model: Any) -> str:
+def model_fingerprint(model: Model) -> str:
     """SHA-256 over the names, shapes and a sample of every weight, the prompts and the length limit.
 
     Up to 1,024 evenly spaced values of each tensor are hashed, so that it is cheap for a large model and any training
@@ -249,11 +250,11 @@ def model_fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
-def _tokenizer(model: Any) -> Any:
+def _tokenizer(model: Model) -> Any:
     return getattr(model, "tokenizer", None)
 
 
-def _vocab_size(model: Any, kind: Kind) -> int:
+def _vocab_size(model: Model, kind: Kind) -> int:
     """Length of the model's vectors: of its fused head, else found by encoding one word."""
     known = getattr(getattr(model, "encode_sparse_batch", None), "vocab_size", None)
     if isinstance(known, int):
@@ -268,7 +269,7 @@ def _vocab_size(model: Any, kind: Kind) -> int:
 
 
 def encode_batch(
-    model: Any, texts: Sequence[str], kind: Kind, top_k: int | None = None, min_weight: float = 0.0
+    model: Model, texts: Sequence[str], kind: Kind, top_k: int | None = None, min_weight: float = 0.0
 ) -> Any:
     """One batch of texts, ``[len(texts), V]``: dense from a stock model, CSR from an accelerated one.
 
@@ -294,7 +295,7 @@ def encode_batch(
     )
 
 
-def model_name(model: Any) -> str | None:
+def model_name(model: Model) -> str | None:
     """The name on the model's card, if it has one."""
     card = getattr(model, "model_card_data", None)
     name = getattr(card, "model_name", None) or getattr(card, "base_model", None)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tilefold._typing import Model
 from tilefold.pipeline.rows import say_unused_batch_tokens
 from tilefold.retrieval._made import Maker, PlainStream
 from tilefold.retrieval._rank_shards import write_folder
@@ -44,7 +45,7 @@ class Encoding(ABC):
                 raise ValueError(f"{name}: expected at least 1, got {value}.")
 
     @abstractmethod
-    def job(self, model: Any, texts: Mapping[str, str], output: Output, texts_sha256: Callable[[], str]) -> Job[Any]:
+    def job(self, model: Model, texts: Mapping[str, str], output: Output, texts_sha256: Callable[[], str]) -> Job[Any]:
         """The work of `model`, which is looked at, so that a wrong one is an error.
 
         Args:
@@ -55,12 +56,12 @@ class Encoding(ABC):
         """
 
     @abstractmethod
-    def plain(self, model: Any) -> PlainStream:
+    def plain(self, model: Model) -> PlainStream:
         """Batches of a model that is not accelerated."""
 
     def _job(
         self,
-        model: Any,
+        model: Model,
         texts: Mapping[str, str],
         output: Output,
         open_writer: Callable[[bool], Any],
@@ -85,7 +86,7 @@ class Encoding(ABC):
 
 
 def encode_to_folder(
-    encoding: Encoding, model: Any, texts: Mapping[str, str], output: Output, group: object = None
+    encoding: Encoding, model: Model, texts: Mapping[str, str], output: Output, group: object = None
 ) -> Any:
     """Encode texts with a model of this process, or with those of all ranks of a group; the complete manifest.
 

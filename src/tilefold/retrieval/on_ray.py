@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tilefold._typing import Model
 from tilefold.retrieval._files import require
 from tilefold.retrieval._ray_worker import TRIED, Work, Worker, appears
 from tilefold.retrieval._shards import ShardWriter
@@ -207,7 +208,7 @@ def _remove_notes(folder: Path) -> None:
         left.unlink(missing_ok=True)
 
 
-def _on_cpu(model: Any) -> Any:
+def _on_cpu(model: Model) -> Any:
     """The GPUs are for the workers."""
     return model.to("cpu") if hasattr(model, "to") else model
 
@@ -219,7 +220,7 @@ def _ray_module() -> Any:
 
 
 @contextmanager
-def _connected(cluster: RayCluster) -> Iterator[Any]:
+def _connected(cluster: RayCluster) -> Iterator[object]:
     """``ray``, connected; what was started is ended.
 
     Raises:

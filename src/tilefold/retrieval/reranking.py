@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from tilefold._typing import Model
 from tilefold.ops import QuantizedTokens, maxsim
 from tilefold.retrieval._token_vectors import TokenVectors
 from tilefold.retrieval.collection import Document
@@ -147,7 +148,7 @@ class Reranker:
         DataError: `tokens` of other documents or by another model.
     """
 
-    model: Any
+    model: Model
     tokens: TokenStore | None = None
     documents: Mapping[str, Document] = field(default_factory=dict)
     made_of: Provenance = field(default_factory=Provenance)

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tilefold._typing import Model
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.dense import encode_dense, rank_by_similarity
@@ -42,7 +43,7 @@ class SparseRetriever:
     """
 
     index: SparseIndex
-    model: Any = None
+    model: Model = None
     vectors: SparseVectors | Path | None = None
     query_top_k: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -138,7 +139,7 @@ class DenseRetriever:
         progress: called as ``progress(documents encoded, documents)``.
     """
 
-    model: Any
+    model: Model
     texts: Mapping[str, str]
     texts_sha256: str | None = None
     progress: Callable[[int, int], None] | None = None
@@ -170,7 +171,7 @@ def open_index(path: str | Path) -> SparseIndex | BM25Index:
     return BM25Index.load(path) if read_description(path)["backend"] == BM25Index.backend else load_index(path)
 
 
-def check_model(made_by: Provenance, model: Any, name: str = "this", index: str = "the index") -> bool:
+def check_model(made_by: Provenance, model: Model, name: str = "this", index: str = "the index") -> bool:
     """Whether a model is known to have made an index; False where that is unknown.
 
     Args:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilefold._typing import Model
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.collection import Document
@@ -102,7 +103,7 @@ class Searcher:
     def __init__(
         self,
         index: SparseIndex | BM25Index | DenseRetriever,
-        model: Any = None,
+        model: Model = None,
         *,
         documents: Mapping[str, Document] | None = None,
         vectors: SparseVectors | str | Path | None = None,

@@ -7,12 +7,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from tilefold._files import atomic_file
+from tilefold._typing import Model
 from tilefold.pipeline.truncated import tell, watching
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.bm25 import BM25Index
@@ -48,7 +49,7 @@ class Teacher:
 
     name: str
     kind: str
-    model: Any
+    model: Model
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

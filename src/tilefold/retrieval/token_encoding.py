@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilefold._typing import Model
 from tilefold.pipeline.tokens import TokenRows
 from tilefold.retrieval._made import PlainStream, in_memory
 from tilefold.retrieval._streamed import Job
@@ -26,7 +27,7 @@ __all__ = ["TokenEncoding", "encode_texts", "encode_tokens", "token_model_finger
 
 
 def encode_tokens(
-    model: Any,
+    model: Model,
     texts: Mapping[str, str],
     output_dir: str | Path,
     *,
@@ -99,7 +100,7 @@ class TokenEncoding(Encoding):
             raise ValueError(f"storage: expected one of {', '.join(STORAGES)}, got {self.storage!r}.")
 
     def job(
-        self, model: Any, texts: Mapping[str, str], output: Output, texts_sha256: Callable[[], str]
+        self, model: Model, texts: Mapping[str, str], output: Output, texts_sha256: Callable[[], str]
     ) -> Job[TokenVectors]:
         """See :meth:`Encoding.job`."""
         dimension = token_dimension(model, self.kind)
@@ -117,7 +118,7 @@ class TokenEncoding(Encoding):
         maker = TokenMaker(dimension, self.storage)
         return self._job(model, texts, output, open_writer, look, maker, stream)
 
-    def plain(self, model: Any) -> PlainStream:
+    def plain(self, model: Model) -> PlainStream:
         """Batches through the stock ``encode``."""
         return PlainStream(lambda texts: _run(model, texts, self.kind), self.batch_size or PLAIN_TEXTS)
 
@@ -143,7 +144,7 @@ class TokenMaker:
 
 
 def encode_texts(
-    model: Any, texts: Mapping[str, str], *, kind: Kind, storage: str = "fp16", batch_size: int = 32
+    model: Model, texts: Mapping[str, str], *, kind: Kind, storage: str = "fp16", batch_size: int = 32
 ) -> TokenVectors:
     """Encode id -> text into memory: queries (``kind="query"``), or the documents of a few candidates.
 
@@ -159,7 +160,7 @@ def encode_texts(
     return in_memory("texts", kind, texts, encoding.plain(model), functools.partial(cut_texts, model), maker)
 
 
-def token_model_fingerprint(model: Any) -> str:
+def token_model_fingerprint(model: Model) -> str:
     """:func:`tilefold.retrieval.encoding.model_fingerprint` with the settings of every module of the model.
 
     Lengths, query expansion and skipped words are included; paths are not.
@@ -172,7 +173,7 @@ def token_model_fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
-def token_dimension(model: Any, kind: Kind) -> int:
+def token_dimension(model: Model, kind: Kind) -> int:
     """Dimension of the model's vectors, found by encoding one word."""
     if not hasattr(model, "encode_query") or not hasattr(model, "similarity_fn_name"):
         raise ValueError(f"model: expected a MultiVectorEncoder, got {type(model).__name__}.")
@@ -185,7 +186,7 @@ def token_dimension(model: Any, kind: Kind) -> int:
     return int(vectors.size(1))
 
 
-def _run(model: Any, batch: list[str], kind: Kind) -> list[Tensor]:
+def _run(model: Model, batch: list[str], kind: Kind) -> list[Tensor]:
     """One ``[n, D]`` tensor per text."""
     encode = model.encode_document if kind == "document" else model.encode_query
     with torch.no_grad():

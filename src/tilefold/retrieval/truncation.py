@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from tilefold._typing import Model, Tokenizer
 from tilefold.pipeline.truncated import Call, Tally, Truncation, tallied, tell, unwatched, watching
 
 __all__ = ["Call", "Tally", "cut_texts", "tallied", "tell_truncated", "token_counts", "watching"]
@@ -18,7 +18,7 @@ _PLAIN = 8  # of them at least are letters or digits, so that no cluster of comb
 _BYTES = 4  # of a character, each of them a character of a byte-level piece
 
 
-def cut_texts(model: Any, texts: Sequence[str]) -> list[str]:
+def cut_texts(model: Model, texts: Sequence[str]) -> list[str]:
     """`texts`, of which enormous ones lose the end that `model` would tokenize only to truncate it.
 
     A text is cut where its beginning is shown to have the first tokens of the whole, as many as the model reads
@@ -42,7 +42,7 @@ def cut_texts(model: Any, texts: Sequence[str]) -> list[str]:
         return [text if len(text) <= longest else _cut(tokenizer, beginnings, prompts, text, most) for text in texts]
 
 
-def token_counts(model: Any, texts: Sequence[str]) -> list[int | Exception]:
+def token_counts(model: Model, texts: Sequence[str]) -> list[int | Exception]:
     """Count the tokens a model reads of each text; for a text that its tokenizer refuses, the tokenizer's exception."""
     limit = getattr(model, "max_seq_length", None)
     cut = {"truncation": True, "max_length": limit} if isinstance(limit, int) else {}
@@ -64,7 +64,7 @@ def tell_truncated(kind: str, texts: int, truncated: Mapping[str, int | None]) -
         tell(kind, texts, Truncation(count=truncated["count"] or 0, max_length=truncated["max_length"]))
 
 
-def _limit(model: Any) -> int | None:
+def _limit(model: Model) -> int | None:
     """The most tokens that the model reads of any text."""
     first = next(iter(model.children()), None) if hasattr(model, "children") else None
     limits = [getattr(model, "max_seq_length", None)]
@@ -73,7 +73,7 @@ def _limit(model: Any) -> int | None:
     return max(known) if known else None
 
 
-def _cut(tokenizer: Any, beginnings: Beginnings | None, prompts: set[str], text: str, limit: int) -> str:
+def _cut(tokenizer: Tokenizer, beginnings: Beginnings | None, prompts: set[str], text: str, limit: int) -> str:
     if beginnings is not None:
         for size in (limit * characters for characters in _BEGINNINGS):
             start = text[:size]
@@ -82,7 +82,7 @@ def _cut(tokenizer: Any, beginnings: Beginnings | None, prompts: set[str], text:
     return _cut_at_space(tokenizer, text, limit)
 
 
-def _cut_at_space(tokenizer: Any, text: str, limit: int) -> str:
+def _cut_at_space(tokenizer: Tokenizer, text: str, limit: int) -> str:
     size = _CHARACTERS_PER_TOKEN * limit
     while size < len(text):
         space = _SPACE.search(text, size)
@@ -116,7 +116,7 @@ class Beginnings:
         tokenizer: of transformers.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.backend = tokenizer.backend_tokenizer
         added = map(len, tokenizer.get_added_vocab())

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers import encode_sparse
 from tilefold.retrieval.encoding import encode_batch
 from tilefold.retrieval.truncation import Call, cut_texts, watching
@@ -60,7 +61,7 @@ class Served:
         name: what clients are told; a folder's own name, without the way to it.
     """
 
-    model: Any
+    model: Model
     kind: Kind
     name: str
 
@@ -212,7 +213,7 @@ def _not_finite(rows: Iterable[torch.Tensor]) -> str:
 
 
 @contextmanager
-def _unnormalized(model: Any) -> Iterator[None]:
+def _unnormalized(model: Model) -> Iterator[None]:
     """The model without the modules at its end that make its vectors of length 1."""
     last = itertools.takewhile(lambda module: type(module).__name__ == "Normalize", reversed(list(model.children())))
     skipped = list(last)

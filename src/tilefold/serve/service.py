@@ -233,14 +233,14 @@ class Service:
         value: T = answer.value
         return value
 
-    def permit(self, inputs: Sequence[Any], name: str = "inputs") -> Any:
+    def permit(self, inputs: Sequence[object], name: str = "inputs") -> Any:
         """Hold a permit per input while the ``with`` block runs; see :class:`Permits`."""
         if not inputs:
             raise ServeError("Empty", f"`{name}` cannot be empty")
         self.check_batch(inputs)
         return self.permits.take(len(inputs))
 
-    def check_batch(self, inputs: Sequence[Any]) -> None:
+    def check_batch(self, inputs: Sequence[object]) -> None:
         """Raise ``ServeError`` for more inputs than a request may have."""
         given, most = len(inputs), self.limits.max_client_batch_size
         if given > most:

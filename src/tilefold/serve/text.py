@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tilefold._typing import Tokenizer
 from tilefold.serve.errors import ServeError, empty
 
 __all__ = ["TextTokens"]
@@ -21,7 +22,7 @@ class TextTokens:
         ValueError: the tokenizer has no fast backend.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         from tokenizers import Tokenizer  # a package of transformers
 
         backend = getattr(tokenizer, "backend_tokenizer", None)

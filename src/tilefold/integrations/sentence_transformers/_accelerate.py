@@ -8,6 +8,7 @@ import torch
 from sentence_transformers import SparseEncoder
 from torch import nn
 
+from tilefold._typing import Model
 from tilefold.integrations._patches import Handle
 from tilefold.integrations.sentence_transformers._batch_encoder import SparseBatchEncoder, TokenBatchEncoder
 from tilefold.integrations.sentence_transformers._fused_encode import FusedEncode, FusedTokenEncode
@@ -44,7 +45,7 @@ class Acceleration(Handle):
         padded: why a network still runs on padded batches, by the name of its class; empty if all run packed.
     """
 
-    def __init__(self, model: Any, heads: int, padded: dict[str, str] | None = None) -> None:
+    def __init__(self, model: Model, heads: int, padded: dict[str, str] | None = None) -> None:
         self.model = model
         self.heads = heads
         self.padded = padded or {}
@@ -62,7 +63,7 @@ class Acceleration(Handle):
 
 
 def accelerate(
-    model: Any, *, impl: str = "auto", check: bool = True, quantize: str | None = None, packed: bool = True
+    model: Model, *, impl: str = "auto", check: bool = True, quantize: str | None = None, packed: bool = True
 ) -> Acceleration:
     """Make a SparseEncoder score without the ``[B, S, V]`` logits, or a MultiVectorEncoder without token similarities.
 
@@ -160,14 +161,14 @@ def accelerate(
     )
 
 
-def _carry(model: Any, **methods: Any) -> None:
+def _carry(model: Model, **methods: Any) -> None:
     """Put methods on the instance; an ``encode`` of somebody else stays."""
     for name, method in methods.items():
         if name != "encode" or name not in vars(model):
             setattr(model, name, method)
 
 
-def _packed(model: Any, check: bool, packed: bool) -> dict[str, str]:
+def _packed(model: Model, check: bool, packed: bool) -> dict[str, str]:
     """Why networks stay padded; the others get packed batches."""
     if not packed:
         return {"all": "packed=False was chosen"}
@@ -177,7 +178,7 @@ def _packed(model: Any, check: bool, packed: bool) -> dict[str, str]:
     return padded
 
 
-def restore(model: Any) -> None:
+def restore(model: Model) -> None:
     """Undo :func:`accelerate`; does nothing to a model that is not accelerated.
 
     Raises:
@@ -191,7 +192,7 @@ def restore(model: Any) -> None:
     _remove_patches(model)
 
 
-def is_accelerated(model: Any) -> bool:
+def is_accelerated(model: Model) -> bool:
     """Whether ``model`` has a fused head or fused similarities."""
     return isinstance(model, nn.Module) and (
         has_fused_similarity(model)

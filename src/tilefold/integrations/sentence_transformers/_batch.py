@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers._heads import base_linear
 from tilefold.integrations.sentence_transformers._packed_inputs import packed_inputs
 from tilefold.integrations.sentence_transformers._pooling import sparse_scores
@@ -17,13 +18,13 @@ from tilefold.modules.fused_pooling import SparseOptions
 from tilefold.ops.cpu_linear import fast_linear
 
 
-def sparse_options(model: Any, top_k: int | None, min_weight: float) -> SparseOptions:
+def sparse_options(model: Model, top_k: int | None, min_weight: float) -> SparseOptions:
     """Options of a row: by default the model's ``max_active_dims`` entries are kept."""
     return SparseOptions(model.max_active_dims if top_k is None else top_k, min_weight)
 
 
 @contextmanager
-def evaluating(model: Any) -> Iterator[None]:
+def evaluating(model: Model) -> Iterator[None]:
     """The model in eval mode, and as it was at the end."""
     was_training = model.training
     model.eval()
@@ -33,7 +34,7 @@ def evaluating(model: Any) -> Iterator[None]:
         model.train(was_training)
 
 
-def prompt_of(model: Any, task: str | None, prompt_name: str | None = None) -> str | None:
+def prompt_of(model: Model, task: str | None, prompt_name: str | None = None) -> str | None:
     """The prompt that ``encode``, ``encode_query`` and ``encode_document`` choose."""
     if prompt_name is not None:
         if prompt_name not in model.prompts:
@@ -44,7 +45,7 @@ def prompt_of(model: Any, task: str | None, prompt_name: str | None = None) -> s
     return model.prompts.get(found)  # type: ignore[no-any-return]
 
 
-def fused_vocab_size(model: Any) -> int | None:
+def fused_vocab_size(model: Model) -> int | None:
     """V of an accelerated model with an LM head, else None."""
     fused = (vars(module).get("forward") for module in model.modules())
     heads = [found for f in fused if (found := getattr(f, "head", None)) is not None]
@@ -52,7 +53,7 @@ def fused_vocab_size(model: Any) -> int | None:
 
 
 def encode_batch(
-    model: Any, texts: Sequence[str], task: str | None, prompt: str | None, options: SparseOptions
+    model: Model, texts: Sequence[str], task: str | None, prompt: str | None, options: SparseOptions
 ) -> Tensor:
     """Texts to CSR rows on the CPU, in one forward pass."""
     task_kwargs = {} if task is None else {"task": task}
@@ -63,7 +64,7 @@ def encode_batch(
         return (rows if rows.layout == torch.sparse_csr else prune(rows.to_dense(), options)).cpu()
 
 
-def encode_features(model: Any, features: dict[str, Any], task_kwargs: dict[str, str]) -> dict[str, Any]:
+def encode_features(model: Model, features: dict[str, Any], task_kwargs: dict[str, str]) -> dict[str, Any]:
     """Run the model on features, moved to its device; a batch without any token gets a place of padding."""
     ids = features.get("input_ids")
     if isinstance(ids, Tensor) and "attention_mask" in features and ids.dim() == 2 and not ids.size(1):

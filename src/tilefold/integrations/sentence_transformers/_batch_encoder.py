@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
-from typing import Any
 
 from torch import Tensor
 
 from tilefold._csr import csr_tensor
+from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers._batch import (
     encode_batch,
     evaluating,
@@ -27,7 +27,7 @@ class SparseBatchEncoder:
         model: the SparseEncoder.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self.model = model
 
     def __call__(
@@ -84,7 +84,7 @@ class TokenBatchEncoder:
         model: the MultiVectorEncoder.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self.model = model
 
     def stream(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, get_worker_info
 
+from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers._columns import Batch, PackedForward, join_columns
 from tilefold.integrations.sentence_transformers._packed_inputs import packed_inputs
 from tilefold.integrations.sentence_transformers._step_graphs import StepGraphs
@@ -173,12 +174,12 @@ class PendingBatch:
         return batch
 
 
-def _one_packed_encoder(model: Any) -> bool:
+def _one_packed_encoder(model: Model) -> bool:
     """Whether all columns go through one Transformer, which takes them packed."""
     return isinstance(model, nn.Sequential) and isinstance(vars(model[0]).get("forward"), PackedForward)
 
 
-def _without_detours(collator: Any, model: Any) -> Any:
+def _without_detours(collator: Any, model: Model) -> Any:
     """A copy of a collator, whose texts go to the Transformer without being looked at one by one for their modality."""
     given = getattr(collator, "preprocess_fn", None)
     owner, function = getattr(given, "__self__", None), getattr(given, "__func__", None)
@@ -192,7 +193,7 @@ def _without_detours(collator: Any, model: Any) -> Any:
 class _TextPreprocess:
     """``model.preprocess``, by the shortest way for texts."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self.model = model
 
     def __call__(self, inputs: list[Any], **kwargs: Any) -> dict[str, Any]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 from torch import Tensor
 
 from tilefold._csr import csr_tensor
+from tilefold._typing import Model
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.integrations.sentence_transformers._accelerate import accelerate, is_accelerated
 from tilefold.integrations.sentence_transformers._batch import (
@@ -26,7 +26,7 @@ FEW = 32  # texts that are encoded in one batch, without threads
 
 
 def encode_sparse(
-    model: Any,
+    model: Model,
     texts: Sequence[str],
     *,
     task: str | None = None,
@@ -82,7 +82,7 @@ def encode_sparse(
 
 
 def _encode_few(
-    model: Any, texts: Sequence[str], task: str | None, prompt: str | None, options: SparseOptions, batch_size: int
+    model: Model, texts: Sequence[str], task: str | None, prompt: str | None, options: SparseOptions, batch_size: int
 ) -> Tensor:
     order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
     cuts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
@@ -95,6 +95,6 @@ def _encode_few(
     return csr_tensor(*stacked(batches, len(texts)), (len(texts), vocab))
 
 
-def _vocab_size(model: Any) -> int:
+def _vocab_size(model: Model) -> int:
     known = fused_vocab_size(model)
     return int(model.get_embedding_dimension()) if known is None else known

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers._batch import sparse_options
 from tilefold.integrations.sentence_transformers._many import batches_of, encode_many
 from tilefold.integrations.sentence_transformers._packed_inputs import packed_inputs
@@ -31,7 +32,7 @@ class StreamedEncode(ABC):
         logger: of the stock method, whose level decides about progress bars.
     """
 
-    def __init__(self, model: Any, logger: str) -> None:
+    def __init__(self, model: Model, logger: str) -> None:
         self.model, self.logger = model, logging.getLogger(f"sentence_transformers.{logger}.model")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +71,7 @@ class FusedEncode(StreamedEncode):
         model: the SparseEncoder.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__(model, "sparse_encoder")
 
     def _serves(self, asked: dict[str, Any]) -> bool:
@@ -98,7 +99,7 @@ class FusedTokenEncode(StreamedEncode):
         model: the MultiVectorEncoder.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__(model, "multi_vector_encoder")
 
     def _serves(self, asked: dict[str, Any]) -> bool:
@@ -117,7 +118,7 @@ class FusedTokenEncode(StreamedEncode):
         return found
 
 
-def _asked_of(stock: Any, model: Any, args: Any, kwargs: Any) -> dict[str, Any] | None:
+def _asked_of(stock: Any, model: Model, args: Any, kwargs: Any) -> dict[str, Any] | None:
     """The arguments of a call of `stock` by name, None for a wrong call, of which the stock method tells."""
     try:
         given = inspect.signature(stock).bind(model, *args, **kwargs)
@@ -127,7 +128,7 @@ def _asked_of(stock: Any, model: Any, args: Any, kwargs: Any) -> dict[str, Any] 
     return given.arguments
 
 
-def _serves_texts(model: Any, asked: dict[str, Any]) -> bool:
+def _serves_texts(model: Model, asked: dict[str, Any]) -> bool:
     """Whether a call is for more than one batch of strings, on the model's device, in this process."""
     texts, size = asked.get("inputs"), asked["batch_size"]
     many = isinstance(texts, list) and isinstance(size, int) and len(texts) > size > 0

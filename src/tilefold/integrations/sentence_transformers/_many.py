@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilefold._csr import csr_tensor
+from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers.stream import SparseStream, TextStream
 from tilefold.modules.fused_pooling import SparseOptions
 from tilefold.pipeline.rows import Batch, Begun, Window, WindowEnd, stacked
@@ -21,7 +21,7 @@ WINDOW_TEXTS = 2048
 
 
 def encode_many(
-    model: Any,
+    model: Model,
     texts: Sequence[str],
     task: str | None,
     prompt: str | None,

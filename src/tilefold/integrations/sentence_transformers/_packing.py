@@ -10,6 +10,7 @@ import torch
 from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 
+from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers._columns import PackedForward
 from tilefold.integrations.sentence_transformers._packed_inputs import PackedInputs, packed_inputs, padded_inputs
 from tilefold.integrations.sentence_transformers._pairs import pipelines_of
@@ -25,7 +26,7 @@ GROSS = 0.25
 _EXPECTED = ("is no encoder", "was chosen", "of its own")  # reasons that nobody need be told
 
 
-def pack_inputs(model: Any, check: bool) -> dict[str, str]:
+def pack_inputs(model: Model, check: bool) -> dict[str, str]:
     """Let the Transformers of ``model`` run on packed tokens, where all that follows takes them.
 
     Returns:
@@ -106,7 +107,7 @@ def _why_not_by_its_kind(transformer: Any) -> str | None:
     return None
 
 
-def _why_not_by_what_follows(model: Any, routes: list[list[Any]]) -> str | None:
+def _why_not_by_what_follows(model: Model, routes: list[list[Any]]) -> str | None:
     if is_multi_vector(model) and not all(any(_is_mask(module) for module in route) for route in routes):
         return "a MultiVectorEncoder takes packed tokens with a MultiVectorMask only, and no module is one"
     return None

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers._sides import Side, scores_of_sides
 
 TOLERANCE = 2**-6  # of the largest score: error of the stock function from rounding similarities to bf16
@@ -90,7 +91,7 @@ class FusedSimilarity:
         impl: implementation of :func:`tilefold.ops.maxsim`.
     """
 
-    def __init__(self, model: Any, pairwise: bool, impl: str) -> None:
+    def __init__(self, model: Model, pairwise: bool, impl: str) -> None:
         self.model = model
         self.pairwise = pairwise
         self.impl = impl
@@ -110,7 +111,7 @@ def is_multi_vector(model: object) -> bool:
     )
 
 
-def fuse_similarity(model: Any, impl: str, check: bool) -> None:
+def fuse_similarity(model: Model, impl: str, check: bool) -> None:
     """Put :class:`FusedSimilarity` on the instance.
 
     Raises:
@@ -133,7 +134,7 @@ def fuse_similarity(model: Any, impl: str, check: bool) -> None:
         setattr(model, name, function)
 
 
-def unfuse_similarity(model: Any) -> None:
+def unfuse_similarity(model: Model) -> None:
     """Remove :class:`FusedSimilarity` from the instance, if it is there."""
     for name in ("similarity", "similarity_pairwise"):
         if isinstance(vars(model).get(name), FusedSimilarity):
@@ -145,7 +146,7 @@ def has_fused_similarity(model: object) -> bool:
     return isinstance(vars(model).get("similarity"), FusedSimilarity)
 
 
-def _check(model: Any, name: str, function: FusedSimilarity) -> None:
+def _check(model: Model, name: str, function: FusedSimilarity) -> None:
     """Compare both on a few vectors, on the model's device and in its dtype."""
     parameter = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(1))
     wave = torch.arange(10 * 16, dtype=torch.float32).sin().view(10, 16).to(parameter.device, parameter.dtype)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers._batch import encode_features
 from tilefold.integrations.sentence_transformers.stream import TextStream
 from tilefold.ops import quantize_tokens
@@ -21,7 +22,7 @@ class TokenStream(TextStream):
         how: as :class:`TextStream` takes them.
     """
 
-    def __init__(self, model: Any, storage: str, **how: Any) -> None:
+    def __init__(self, model: Model, storage: str, **how: Any) -> None:
         super().__init__(model, **how)
         self.storage = storage
 
@@ -49,7 +50,7 @@ class VectorStream(TextStream):
         how: as :class:`TextStream` takes them.
     """
 
-    def __init__(self, model: Any, *, to_host: bool, normalize: bool, **how: Any) -> None:
+    def __init__(self, model: Model, *, to_host: bool, normalize: bool, **how: Any) -> None:
         super().__init__(model, **how)
         self.to_host, self.normalize = to_host, normalize
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers._accelerate import accelerate, is_accelerated, restore
 from tilefold.integrations.sentence_transformers._packed_inputs import packed_inputs
 from tilefold.modules.fused_pooling import Features
@@ -18,7 +18,7 @@ __all__ = ["warm_up"]
 
 
 def warm_up(
-    model: Any,
+    model: Model,
     lengths: Sequence[int] = (32, 256),
     batch_size: int = 32,
     *,
@@ -71,7 +71,7 @@ def warm_up(
 
 
 def steps(
-    model: Any, lengths: Sequence[int], batch_size: int, inference: bool, training: bool, dtype: torch.dtype | None
+    model: Model, lengths: Sequence[int], batch_size: int, inference: bool, training: bool, dtype: torch.dtype | None
 ) -> list[Callable[[], object]]:
     """One function for each length, with and without gradients, as asked for."""
     queries = made_batch(model, lengths[0], batch_size)
@@ -84,7 +84,7 @@ def steps(
     return calls
 
 
-def made_batch(model: Any, length: int, batch_size: int) -> Features:
+def made_batch(model: Model, length: int, batch_size: int) -> Features:
     """Features of made texts on the device of the model: the first has about ``length`` tokens, half of them fewer."""
     sizes = [length if i % 2 == 0 else max(length // 2, 1) for i in range(batch_size)]
     with packed_inputs():
@@ -94,7 +94,7 @@ def made_batch(model: Any, length: int, batch_size: int) -> Features:
 
 
 def _step(
-    model: Any, queries: Features, documents: Features, trains: bool, dtype: torch.dtype | None
+    model: Model, queries: Features, documents: Features, trains: bool, dtype: torch.dtype | None
 ) -> Callable[[], object]:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -110,7 +110,7 @@ def _step(
     return step
 
 
-def _scores(model: Any, queries: Features, documents: Features) -> Tensor:
+def _scores(model: Model, queries: Features, documents: Features) -> Tensor:
     out = model(dict(documents))
     if "token_embeddings" in out and "sentence_embedding" not in out:
         from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores

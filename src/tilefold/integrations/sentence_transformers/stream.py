@@ -20,6 +20,7 @@ import torch
 from sentence_transformers.base.model import BaseModel
 from torch import Tensor
 
+from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers._batch import encode_features, prune
 from tilefold.integrations.sentence_transformers._packed_inputs import PackedInputs, packed_inputs
 from tilefold.integrations.sentence_transformers._pooling import sparse_scores
@@ -118,7 +119,7 @@ class TextStream(ABC):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         *,
         task: str | None,
         prompt: str | None,
@@ -174,7 +175,7 @@ class TextStream(ABC):
         others = {key: value for key, value in features.items() if key not in tensors}
         return tensors == _PACKED, others
 
-    def _run(self, works: Iterable[Work | WindowEnd]) -> Iterator[Any]:
+    def _run(self, works: Iterable[Work | WindowEnd]) -> Iterator[object]:
         waiting: deque[tuple[Work | WindowEnd, Any]] = deque()
         launched = 0
         for work in works:
@@ -288,7 +289,7 @@ class TextStream(ABC):
             "max_length_k": longest,
         }
 
-    def _collected(self, work: Work | WindowEnd, pending: Any) -> Iterator[Any]:
+    def _collected(self, work: Work | WindowEnd, pending: Any) -> Iterator[object]:
         if isinstance(work, WindowEnd):
             yield work._replace(max_length=self._limits.pop(work.window, None))
             return
@@ -336,7 +337,7 @@ class SparseStream(TextStream):
         how: as :class:`TextStream` takes them.
     """
 
-    def __init__(self, model: Any, options: SparseOptions, **how: Any) -> None:
+    def __init__(self, model: Model, options: SparseOptions, **how: Any) -> None:
         super().__init__(model, **how)
         self.options, self.capacity = options, CAPACITY
 

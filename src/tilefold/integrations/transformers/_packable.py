@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tilefold._typing import Model
 from tilefold.integrations.transformers._attention import NAME as ENTMAX
 from tilefold.integrations.transformers.packed import PACKED, packed_hidden_states, register_packed
 
@@ -17,7 +17,7 @@ LENGTHS = (3, 11)
 MAX_CHECKED = 160  # tokens of the longer sequence where a window must be seen to work
 
 
-def use_packed(model: Any, *, check: bool = True) -> str | None:
+def use_packed(model: Model, *, check: bool = True) -> str | None:
     """Let a stock encoder take packed tokens, by ``attn_implementation="tilefold_packed"`` in this model's config.
 
     Padded inputs run as before, by transformers' ``"sdpa"``. Checkpoints do not change. A model with
@@ -45,13 +45,13 @@ def use_packed(model: Any, *, check: bool = True) -> str | None:
     return why
 
 
-def stop_packed(model: Any) -> None:
+def stop_packed(model: Model) -> None:
     """Undo :func:`use_packed`; does nothing to a model that it did not change."""
     if getattr(getattr(model, "config", None), "_attn_implementation", None) == PACKED:
         model.set_attn_implementation("sdpa")
 
 
-def _why_not_by_its_kind(model: Any) -> str | None:
+def _why_not_by_its_kind(model: Model) -> str | None:
     name, config = type(model).__name__, getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):
         return f"{name} is no transformers model"
@@ -68,7 +68,7 @@ def _why_not_by_its_kind(model: Any) -> str | None:
     return None
 
 
-def _why_not_by_its_numbers(model: Any) -> str | None:
+def _why_not_by_its_numbers(model: Model) -> str | None:
     with _evaluating(model), torch.no_grad():
         try:
             ids, mask = _short_sequences(model)
@@ -88,7 +88,7 @@ def _why_not_by_its_numbers(model: Any) -> str | None:
     return None
 
 
-def _short_sequences(model: Any) -> tuple[Tensor, Tensor]:
+def _short_sequences(model: Model) -> tuple[Tensor, Tensor]:
     """Token ids ``[2, S]`` and their mask; longer than the sliding window of the model, if that is short."""
     config = model.config
     device = next(model.parameters()).device

@@ -11,6 +11,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, sdpa_mask
 
+from tilefold._typing import Model
 from tilefold.ops.packed_attention import packed_softmax_attention, places_of_tokens
 
 PACKED = "tilefold_packed"
@@ -168,7 +169,7 @@ def packed_arguments(
 
 
 def packed_hidden_states(
-    model: Any,
+    model: Model,
     input_ids: Tensor,
     cu_seqlens: Tensor,
     max_seqlen: int,

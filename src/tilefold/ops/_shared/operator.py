@@ -432,6 +432,6 @@ def _tuple(results: Any) -> tuple[Any, ...]:
     return (results,) if isinstance(results, Tensor) else tuple(results)
 
 
-def _bare(results: Sequence[Any]) -> Any:
+def _bare(results: Sequence[object]) -> Any:
     """Results in a registered operator's form."""
     return results[0] if len(results) == 1 else tuple(results)

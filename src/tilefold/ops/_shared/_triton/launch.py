@@ -244,7 +244,7 @@ class Step:
             self.bound, self.bound_at = self._bind(arguments) or (None, None)
         self._ran = True
 
-    def _described(self, given: Sequence[Any]) -> Sequence[Any]:
+    def _described(self, given: Sequence[object]) -> Sequence[object]:
         """Tensors for Triton; a bound launch reads addresses, of which bool's are those of bytes."""
         tensors = [tensor.tensor() if isinstance(tensor, Piece) else tensor for tensor in given]
         return [
