@@ -30,6 +30,8 @@ from tilefold.retrieval.collection import Collection, Document
 def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(call: Any, tmp_path: Path) -> None:
     empty = tmp_path / "key"
     empty.write_text("\n")
+    several = tmp_path / "keys"
+    several.write_text("a\nb\n")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -39,6 +41,11 @@ def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(call: Any, 
                 ("--api-key-file", empty),
                 2,
                 f"--api-key-file: expected one line with the key in {empty}, got an empty one",
+            ),
+            (
+                ("--api-key-file", several),
+                2,
+                f"--api-key-file: expected one line with the key in {several}, got 2 lines",
             ),
             (("--port", port), 1, f"cannot listen on 127.0.0.1:{port} (Address already in use); try --port 0."),
         ):

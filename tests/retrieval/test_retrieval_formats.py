@@ -105,6 +105,9 @@ def test_judgements_and_topics_of_trec_are_read(beir: Path) -> None:
         '<topics><topic number="q2"><query>trees</query><question>which?</question></topic></topics>\n'
     )
     assert load_beir(beir) == whole
+    (beir / "queries.trec").write_text("1\ta query")
+    with pytest.raises(DataError, match=r"expected TREC topics .*, got '1\\ta query'"):
+        load_beir(beir)
     (beir / "queries.trec").write_text("<top><num>1</num></top>")
     with pytest.raises(DataError, match=r"queries\.trec, topic 1: expected a <num> and a <title>"):
         load_beir(beir)

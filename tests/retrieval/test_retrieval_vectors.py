@@ -226,6 +226,9 @@ def test_a_shard_written_by_another_program_is_checked_too(make_vectors: Make, t
     forge(pa.table({"id": ["d0"], "indices": [[1, 2]], "weights": [[1.0]]}))
     with pytest.raises(DataError, match="as many weights as indices and no nulls, got 1 and 2 for 'd0'"):
         read_vectors(tmp_path)
+    forge(pa.table({"id": ["d0"], "indices": pa.array([None], pa.list_(pa.int32())), "weights": [[1.0]]}))
+    with pytest.raises(DataError, match="as many weights as indices and no nulls, got nulls in indices"):
+        read_vectors(tmp_path)
     forge(pa.table({"id": ["d0"], "indices": [[1, 500]], "weights": [[1.0, 2.0]]}))
     with pytest.raises(DataError, match=r"part-00000.parquet: indices: expected terms in \[0, 500\), got 500"):
         read_vectors(tmp_path)
