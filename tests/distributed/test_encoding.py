@@ -14,9 +14,10 @@ from tests.distributed import encode_jobs as jobs
 from tests.distributed.ranks import Ranks
 from tests.integrations.multi_vector_models import build_colbert
 from tests.processes import ROOT, environment
-from tilefold._files import LOCK
+from tilefold._files import LOCK, hold_folder
 from tilefold.retrieval import encode_collection, encode_tokens, read_manifest
-from tilefold.retrieval._meeting import KEPT
+from tilefold.retrieval._meeting import KEPT, Meeting
+from tilefold.retrieval.errors import RankError
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -149,3 +150,16 @@ def test_a_rank_that_dies_is_told_at_once_and_nothing_that_was_reported_is_lost(
     assert read_manifest(tmp_path / "v").n_documents >= int(reported) - 2
     encode_collection(jobs.load(tiny_folder, True), jobs.TEXTS, tmp_path / "v", **jobs.OPTIONS)
     assert contents(tmp_path / "v") == contents(whole)
+
+
+def test_of_several_errors_the_first_ends_the_work_of_all(tmp_path: Path) -> None:
+    homes = [tmp_path / "first", tmp_path / "second"]
+    locks = [hold_folder(home) for home in homes]
+    ranks = [Meeting(rank, homes) for rank in (0, 1)]
+    ranks[1].stop(ValueError("the cause"))
+    ranks[0].stop(ValueError("a consequence"))
+    for each in ranks:
+        with pytest.raises(RankError, match=r"^rank 1: ValueError: the cause "):
+            each.check()
+    for lock in locks:
+        lock.release()
