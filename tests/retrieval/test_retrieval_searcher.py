@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_a_request_needs_what_the_searcher_has(parts: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=message):
             bare.search("csv", request)
     for wrong, message in (
-        (lambda: r.SearchRequest(0), "k: expected at least 1, got 0"),
+        (lambda: r.SearchRequest(0), "k: expected an integer of at least 1, got 0"),
         (lambda: r.SearchRequest(interpolation=r.Interpolation()), "interpolation: expected feedback beside it"),
         (lambda: r.Reranking(0), "depth: expected at least 1, got 0"),
         (lambda: r.Reranking(tail="cut"), "tail: expected keep or drop, got 'cut'"),  # type: ignore[arg-type]
@@ -137,3 +138,19 @@ def test_a_search_of_words_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["a", "False"]
+
+
+def test_what_is_no_part_of_a_search_is_named(parts: dict[str, Any]) -> None:
+    index, words, vectors = parts["index"], parts["second"], r.read_vectors(parts["vectors"])
+    wrong: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        (TypeError, "index: expected what build_index .* got SparseVectors", lambda: r.Searcher(vectors)),
+        (TypeError, "model: expected a SparseEncoder, got str; load it", lambda: r.Searcher(index, "minilm")),
+        (ValueError, "model: expected the SparseEncoder that made", lambda: r.Searcher(index).search("csv")),
+        (TypeError, r"query: expected a string, got list; rank\(\)", lambda: r.Searcher(words).search(["csv"])),
+        (TypeError, r"request: expected a SearchRequest, .* got 5", lambda: r.Searcher(words).search("csv", 5)),
+        (ValueError, "k: expected an integer of at least 1, got 2.5", lambda: r.SearchRequest(2.5)),
+        (ValueError, "k: expected an integer of at least 1, got '3'", lambda: r.SearchRequest("3")),
+    ]
+    for kind, message, call in wrong:
+        with pytest.raises(kind, match=f"^{message}"):
+            call()

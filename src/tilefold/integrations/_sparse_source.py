@@ -47,7 +47,7 @@ class SparseSource:
 
     def __init__(
         self,
-        model: Model = None,
+        model: Model | None = None,
         url: str | None = None,
         *,
         api_key: str | None = None,

@@ -27,7 +27,7 @@ class _Embedder:
 
     def __init__(
         self,
-        model: Model = None,
+        model: Model | None = None,
         url: str | None = None,
         api_key: Secret | None = None,
         top_k: int | None = None,

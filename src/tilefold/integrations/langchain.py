@@ -33,7 +33,7 @@ class TilefoldSparseEmbeddings(SparseEmbeddings):
         ValueError: not one of `model` and `url`, or a value out of range.
     """
 
-    def __init__(self, model: Model = None, url: str | None = None, **options: Any) -> None:
+    def __init__(self, model: Model | None = None, url: str | None = None, **options: Any) -> None:
         self._source = SparseSource(model, url, **options)
 
     def embed_documents(self, texts: list[str]) -> list[SparseVector]:

@@ -40,7 +40,7 @@ class TilefoldSparseEmbedding(BaseSparseEmbedding):
 
     _source: SparseSource = PrivateAttr()
 
-    def __init__(self, model: Model = None, url: str | None = None, **options: Any) -> None:
+    def __init__(self, model: Model | None = None, url: str | None = None, **options: Any) -> None:
         source = SparseSource(model, url, **options)
         name = model if isinstance(model, str) else url or type(model).__name__
         super().__init__(model_name=name, embed_batch_size=source.batch_size)

@@ -43,7 +43,7 @@ class SparseRetriever:
     """
 
     index: SparseIndex
-    model: Model = None
+    model: Model | None = None
     vectors: SparseVectors | Path | None = None
     query_top_k: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -68,6 +68,8 @@ class SparseRetriever:
     def encode(self, queries: Mapping[str, str]) -> SparseVectors:
         if self.words is not None:
             return self.words.query_vectors(queries)
+        if self.model is None:
+            raise ValueError("model: expected the SparseEncoder that made the index, to encode queries, got None.")
         from tilefold.retrieval.encoding import encode_queries
 
         return encode_queries(self.model, queries, top_k=self.query_top_k)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilefold._typing import Model
+from tilefold.retrieval._ranking import check_k
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.collection import Document
@@ -41,7 +42,7 @@ class SearchRequest:
         reranking: orders the best candidates by late interaction.
 
     Raises:
-        ValueError: ``k < 1``, or an interpolation without feedback.
+        ValueError: `k` is no integer of at least 1, or an interpolation without feedback.
     """
 
     k: int = 10
@@ -51,8 +52,7 @@ class SearchRequest:
     reranking: Reranking | None = None
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ValueError(f"k: expected at least 1, got {self.k}.")
+        check_k(self.k)
         if self.interpolation is not None and self.feedback is None:
             raise ValueError("interpolation: expected feedback beside it, got None; without, take fusion.")
 
@@ -96,14 +96,15 @@ class Searcher:
         other_model: take a model that did not make the index, such as a query encoder of its own.
 
     Raises:
-        ValueError: `model` is missing or useless, or `vectors` of an index that has none.
+        TypeError: `index` or `model` is something else, such as a name.
+        ValueError: `model` or `vectors` beside an index that has none.
         DataError: parts that were made by another model or from other documents than the index.
     """
 
     def __init__(
         self,
         index: SparseIndex | BM25Index | DenseRetriever,
-        model: Model = None,
+        model: Model | None = None,
         *,
         documents: Mapping[str, Document] | None = None,
         vectors: SparseVectors | str | Path | None = None,
@@ -114,6 +115,13 @@ class Searcher:
         options: Mapping[str, Any] | None = None,
         other_model: bool = False,
     ) -> None:
+        if not hasattr(index, "search"):
+            raise TypeError(
+                "index: expected what build_index or load_index gives, a BM25Index or a DenseRetriever, got "
+                f"{type(index).__name__}."
+            )
+        if model is not None and not hasattr(model, "encode_query"):
+            raise TypeError(f"model: expected a SparseEncoder, got {type(model).__name__}; load it first.")
         self.documents: Mapping[str, Document] = {} if documents is None else documents
         self.second = second
         self.retriever: SparseRetriever | WordsRetriever | DenseRetriever
@@ -156,10 +164,16 @@ class Searcher:
             its ``rank`` and ``score`` before.
 
         Raises:
+            TypeError: `query` is no text, or `request` no SearchRequest.
             ValueError: the request needs a part that the searcher was made without.
             DataError: feedback or reranking needs a document that `vectors`, `tokens` or `documents` lack.
         """
-        request, queries = request or SearchRequest(), {"query": query}
+        request = SearchRequest() if request is None else request
+        if not isinstance(query, str):
+            raise TypeError(f"query: expected a string, got {type(query).__name__}; rank() takes several queries.")
+        if not isinstance(request, SearchRequest):
+            raise TypeError(f"request: expected a SearchRequest, such as SearchRequest(k=5), got {request!r}.")
+        queries = {"query": query}
         ranking = self.rank(queries, request)
         first = next(iter(ranking.run["query"]), None)
         if first is not None and self.documents and not any(name in self.documents for name in ranking.run["query"]):
@@ -251,7 +265,8 @@ class Searcher:
         retriever = self.retriever
         if not isinstance(retriever, SparseRetriever) or retriever.vectors is None:
             return {}
-        tokenizer, asked = retriever.model.tokenizer, ranking.after.row(0)
+        model: Any = retriever.model  # which encoded the query
+        tokenizer, asked = model.tokenizer, ranking.after.row(0)
         moved = ranking.before is not ranking.after
         own = set(ranking.before.row(0)[0].tolist())
         stored = retriever.stored(scores, lacking=True)
