@@ -6,6 +6,10 @@ Each checkout runs in a process of its own, which builds the inputs of a case, p
 times when it is told to; the two take turns (before, after, after, before, ...), so that a clock that drifts touches
 both alike. A row is the ratio of the medians, after over before, with the 20th and 80th percentile of the ratios of
 single rounds. The exit code is 1 if a gate failed or a ratio lies above ``--limit``.
+
+One checkout with two releases of Triton, of which one lies in a folder:
+
+    python -m benchmarks.compare_checkouts . . --after-path triton-3.9
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +37,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="the checkout to compare with")
     parser.add_argument("after", type=Path)
+    for side in ("before", "after"):
+        parser.add_argument(f"--{side}-path", type=Path, help="folder of packages that only this side imports")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--op", action="append", default=[], choices=OPERATORS, help="by default the first three")
     parser.add_argument("--shape", action="append", default=[], help="names of cases; all of the device's by default")
@@ -40,7 +47,10 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=1.03, help="largest ratio that is not called slower")
     parser.add_argument("--output", type=Path, help="CSV file to write")
     options = parser.parse_args()
-    sides = [Side(checkout, options.device) for checkout in (options.before, options.after)]
+    sides = [
+        Side(options.before, options.before_path, options.device),
+        Side(options.after, options.after_path, options.device),
+    ]
     rows: list[dict[str, Any]] = []
     print(
         f"{'case':34s} {'implementation':20s} {'phase':16s} {'before ms':>9s} {'after ms':>9s} {'ratio':>6s}  p20-p80"
@@ -54,15 +64,17 @@ def main() -> int:
             for row in found:
                 show(row, options.limit)
             if options.output is not None:
-                write(options.output, rows, options.device)
+                write(options.output, rows, options.device, [side.ask("triton") for side in sides])
     return int(not rows or any(row["note"] or row["ratio"] > options.limit for row in rows))
 
 
 class Side:
     """A process that runs one checkout and answers one request per line."""
 
-    def __init__(self, checkout: Path, device: str) -> None:
-        environment = dict(os.environ, PYTHONPATH=f"{checkout.resolve() / 'src'}{os.pathsep}" + _python_path())
+    def __init__(self, checkout: Path, packages: Path | None, device: str) -> None:
+        own = [str(path.resolve()) for path in (packages, checkout / "src") if path is not None]
+        inherited = filter(None, [os.environ.get("PYTHONPATH")])
+        environment = dict(os.environ, PYTHONPATH=os.pathsep.join([*own, *inherited]))
         self._process = subprocess.Popen(  # noqa: S603
             [sys.executable, __file__, "--serve", device],
             stdin=subprocess.PIPE,
@@ -86,10 +98,6 @@ class Side:
         """Send and wait."""
         self.send(*request)
         return self.answer()
-
-
-def _python_path() -> str:
-    return os.environ.get("PYTHONPATH", "")
 
 
 def compare(sides: list[Side], op: str, case: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
@@ -129,20 +137,22 @@ def show(row: dict[str, Any], limit: float) -> None:
     )
 
 
-def write(path: Path, rows: list[dict[str, Any]], device: str) -> None:
-    """Write all rows with where they were measured."""
+def write(path: Path, rows: list[dict[str, Any]], device: str, tritons: list[str]) -> None:
+    """Write all rows with where, and with which releases of Triton, they were measured."""
     import torch  # the parent loads no GPU library before its children ran
 
     from tilefold.bench.provenance import collect
     from tilefold.bench.results import write_csv
 
-    write_csv(path, rows, collect(torch.device(device)), ("op", "case", "impl", "phase"))
+    provenance = replace(collect(torch.device(device)), triton=" to ".join(dict.fromkeys(tritons)))
+    write_csv(path, rows, provenance, ("op", "case", "impl", "phase"))
 
 
 def serve(device_type: str) -> None:
     """Answer requests of the parent process with this process's tilefold."""
     import torch
 
+    from tilefold.bench.provenance import package_version
     from tilefold.bench.registry import get_spec
     from tilefold.bench.timing import TimeBudget, time_all
 
@@ -153,6 +163,8 @@ def serve(device_type: str) -> None:
         answer: Any = None
         if verb == "cases":
             answer = [case.name for case in get_spec(arguments[0]).cases if case.device == device_type]
+        elif verb == "triton":
+            answer = package_version("triton")
         elif verb == "build":
             answer, runs = build(get_spec(arguments[0]), arguments[1], device)
         elif verb == "time":
