@@ -22,7 +22,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import host_time
-from tilefold.ops._shared import call_cache, impl, internals, operator
+from tilefold.ops._shared import calls, impl, internals, operator
 from tilefold.ops._shared._triton import cuda_driver, launch, tensors
 from tilefold.ops.entmax_attention import configs as attention_configs
 
@@ -58,12 +58,12 @@ def main() -> int:
 def without_a_gpu() -> None:
     """Let tensors on the CPU take the way of those on a GPU, up to the C function that launches."""
     host_time.DEVICE = "cpu"
-    modules: tuple[Any, ...] = (impl, call_cache, internals, launch, tensors, cuda_driver, operator)
-    implementations, calls, private, launching, memory, driver, operators = modules
+    modules: tuple[Any, ...] = (impl, calls, internals, launch, tensors, cuda_driver, operator)
+    implementations, keys, private, launching, memory, driver, operators = modules
     attention: Any = attention_configs
     implementations.resolve_impl = lambda *_: "triton"
     implementations.interpreter_fault = lambda dtype: None
-    calls.triton_interpreted = lambda: True
+    keys.triton_interpreted = lambda: True
     private.torch._C._cuda_getCurrentRawStream = abs
     private._tma_map = tma_map
     torch.cuda.current_device = lambda: 0

@@ -76,12 +76,12 @@ def test_asking_warns_of_nothing_and_gives_nothing_up(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: hopper)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a Hopper GPU")
-    given_up = dict(fallback._GIVEN_UP)
+    given_up = dict(fallback.GIVEN_UP)
     with warnings.catch_warnings():
         warnings.simplefilter("error", fallback.FallbackWarning)
         facts = collect()
         run()
-    assert given_up == fallback._GIVEN_UP
+    assert given_up == fallback.GIVEN_UP
     assert facts["configs"]["lsr_head"]["bfloat16"]["use_tma"]
     assert not facts["configs"]["lsr_head"]["bfloat16"]["warp_roles"]
     if triton_installed():
@@ -91,7 +91,7 @@ def test_asking_warns_of_nothing_and_gives_nothing_up(monkeypatch: pytest.Monkey
 def test_a_kernel_that_was_given_up_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
     monkeypatch.setattr(releases, "release", lambda: (3, 9))
-    monkeypatch.setitem(fallback._GIVEN_UP, (configs.kernel_name(configs.HOPPER_16BIT), device), "no such instruction")
+    monkeypatch.setitem(fallback.GIVEN_UP, (configs.kernel_name(configs.HOPPER_16BIT), device), "no such instruction")
     assert kernel_of("lsr_head", (9, 0), device) == ("portable kernel with TMA", "no such instruction")
 
 

@@ -12,8 +12,7 @@ from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared.checks import check_choice
 from tilefold.ops._shared.fallback import given_up
 from tilefold.ops._shared.impl import IMPLS, resolve_impl, why_not_triton
-from tilefold.ops._shared.internals import copy_each
-from tilefold.ops._shared.tf32 import tf32_allowed
+from tilefold.ops._shared.internals import copy_each, tf32_allowed
 from tilefold.ops.lsr_head import configs as head
 from tilefold.ops.maxsim import configs as maxsim
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilefold.ops._shared import call_cache, fallback
-from tilefold.ops._shared.call_cache import CallCache, call_key, gradient_key, is_aligned
+from tilefold.ops._shared import calls, fallback
+from tilefold.ops._shared.calls import call_key, gradient_key
 
 
 @pytest.fixture(autouse=True)
 def _like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_cache, "triton_interpreted", lambda: True)
+    monkeypatch.setattr(calls, "triton_interpreted", lambda: True)
 
 
 def key(*tensors: object, options: tuple[object, ...] = ()) -> object:
@@ -37,7 +37,7 @@ def test_alignment_tells_calls_apart() -> None:
     given = [call_key((tensor, None), ()) for tensor in (x[:4], x[4:8], x[1:5])]
     assert given[0] is not None and given[2] is not None
     assert given[0] == given[1] != given[2]
-    assert is_aligned(given[0]) and not is_aligned(given[2])
+    assert given[0][0] and not given[2][0]
 
 
 def test_options_are_told_apart_by_type_too() -> None:
@@ -51,7 +51,7 @@ def test_autocast_and_tf32_tell_calls_apart(monkeypatch: pytest.MonkeyPatch) -> 
     with torch.autocast("cpu", torch.bfloat16):
         assert key(x) != plain
     narrow = key(x.bfloat16())
-    monkeypatch.setattr(call_cache, "tf32_allowed", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr(calls, "matmul_precision", lambda: "tf32")
     assert key(x) != plain
     assert key(x.bfloat16()) != narrow  # a gradient in 16 bits, of products in fp32
 
@@ -59,7 +59,7 @@ def test_autocast_and_tf32_tell_calls_apart(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_was_given_up_tells_calls_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(2)
     plain = key(x)
-    monkeypatch.setattr(fallback, "_GIVEN_UP", {("a kernel", x.device): "why"})
+    monkeypatch.setattr(fallback, "GIVEN_UP", {("a kernel", x.device): "why"})
     assert key(x) != plain
 
 
@@ -78,7 +78,7 @@ def test_calls_that_others_must_see_have_no_key(monkeypatch: pytest.MonkeyPatch)
     with torch.autograd.forward_ad.dual_level():
         assert key(x) is None
     assert torch.func.vmap(lambda y: torch.tensor(key(y) is None))(torch.ones(3, 2)).all()
-    monkeypatch.setattr(call_cache, "triton_interpreted", lambda: False)
+    monkeypatch.setattr(calls, "triton_interpreted", lambda: False)
     assert key(x) is None
 
 
@@ -104,7 +104,7 @@ def test_gradients_are_told_apart_by_what_comes_back_of_a_call(monkeypatch: pyte
     assert alike == key_of() == key_of(torch.zeros(2, 4), x[4:8]) is not None
     others = [key_of(torch.ones(4, 2).T), key_of(saved=x[:8:2]), key_of(saved=x[:4].int()), key_of(saved=x[1:5])]
     others += [key_of(call=object()), key_of(grad, x[:4], call, False)]
-    monkeypatch.setattr(call_cache, "tf32_allowed", lambda dtype: True)
+    monkeypatch.setattr(calls, "matmul_precision", lambda: "tf32")
     others.append(key_of())
     assert len({alike, *others}) == 8
 
@@ -112,17 +112,3 @@ def test_gradients_are_told_apart_by_what_comes_back_of_a_call(monkeypatch: pyte
         pass
 
     assert key_of(grad.as_subclass(Subclass)) is None and key_of(saved=x.as_subclass(Subclass)) is None
-
-
-def test_a_cache_finds_and_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_cache, "MAX_CALLS", 3)
-    cache: CallCache[str] = CallCache()
-    assert cache.find(None) is None and cache.find("a") is None
-    assert cache.keep("a", "plan") == "plan" and cache.find("a") == "plan"
-    for name in "abcdefgh":
-        cache.keep(name, name)
-        assert len(cache) <= 3 and cache.find(name) == name
-
-
-def test_an_option_that_cannot_be_hashed_is_not_found() -> None:
-    assert CallCache[str]().find(key(torch.ones(2), options=([],))) is None

@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilefold.ops._shared import fallback, internals
 from tilefold.ops._shared._triton import cuda_driver
 from tilefold.ops._shared._triton.cuda_driver import POINTER, Map, driver_launch
-from tilefold.ops._shared._triton.launch import Step
+from tilefold.ops._shared._triton.launch import Launcher, Step
 from tilefold.ops._shared._triton.releases import BUILD_OPTIONS
 from tilefold.ops._shared.impl import triton_interpreted
 
@@ -91,9 +91,9 @@ def test_parameters_are_laid_out_as_the_kernel_declares_them(monkeypatch: pytest
     driver.count = len(cuda_driver.parameters(kernel.asm["ptx"]))
     x, out = torch.ones(64), torch.ones(64)
     numbers = (-7, 1 << 40, 0.25)
-    launch, launch_at = internals.bind(kernel, (5, 6, 1), [x, out, None, *numbers], (*numbers, 64), ())
+    launch_at = internals.bind(kernel, (5, 6, 1), [x, out, None, *numbers], (*numbers, 64), ())
     assert launch_at is not None
-    launch((x, out, None))
+    launch_at((x.data_ptr(), out.data_ptr(), None))
     assert driver.pointers() == [x.data_ptr(), out.data_ptr()]
     launch_at((out.data_ptr(), x.data_ptr(), None))
     assert driver.pointers() == [out.data_ptr(), x.data_ptr()]
@@ -126,7 +126,7 @@ def test_a_map_is_encoded_once_for_each_address_and_followed_by_shape_and_stride
     monkeypatch.setattr(internals, "_tma_map", lambda descriptor, description: Map(encode, (64, 48, 48, 1)))
     out = torch.ones(64)
     tma = (internals.Tma(64, 48, lambda matrix: matrix),)
-    _, launch_at = internals.bind(kernel, (1, 1, 1), [object(), out, 9], (9, 64), tma)
+    launch_at = internals.bind(kernel, (1, 1, 1), [object(), out, 9], (9, 64), tma)
     assert launch_at is not None
     for address in (16, 32, 16, 32):
         launch_at((address, out.data_ptr()))
@@ -178,39 +178,52 @@ def test_a_map_is_made_by_the_function_of_the_installed_triton(monkeypatch: pyte
     assert internals._tma_map(descriptor, None) is None
 
 
-class Compiled(SimpleNamespace):
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        return lambda *arguments: self.called.append(arguments)
-
-
-def unbound(asm: dict[str, str]) -> Any:
-    metadata = SimpleNamespace(name="kernel", num_warps=4, shared=0)
+def unbound(asm: dict[str, str], **special: bool) -> Any:
+    metadata = SimpleNamespace(name="kernel", num_warps=4, shared=0, **special)
     src = SimpleNamespace(signature={"x_ptr": "*fp32", "n": "i32"})
-    return Compiled(metadata=metadata, src=src, asm=asm, function=7, called=[])
+    return SimpleNamespace(metadata=metadata, src=src, asm=asm, function=7)
 
 
-def test_where_triton_keeps_no_ptx_its_own_call_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_only_triton_can_launch_is_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     Driver(monkeypatch)
-    compiled = unbound({"amdgcn": ""})
-    launch, launch_at = internals.bind(compiled, (1, 1, 1), (torch.ones(4), 9), (9,), ())
-    x = torch.ones(4)
-    launch((x,))
-    assert launch_at is None and compiled.called == [(x.data_ptr(), 9)]
+    kernel = unbound({"ptx": PTX})
+    assert internals.bind(kernel, (1, 1, 1), (torch.ones(4), 9), (9,), ()) is not None
+    for other in (unbound({"amdgcn": ""}), unbound({"ptx": PTX}, launch_cooperative_grid=True)):
+        assert internals.bind(other, (1, 1, 1), (torch.ones(4), 9), (9,), ()) is None
 
 
-def test_what_a_release_changed_is_said_once_and_its_own_call_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_release_changed_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     Driver(monkeypatch)
-    monkeypatch.setattr(fallback, "_GIVEN_UP", {})
+    monkeypatch.setattr(fallback, "GIVEN_UP", {})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     compiled = unbound({"ptx": PTX.replace(".u32 b", ".u64 b")})
-    x = torch.ones(4)
     with pytest.warns(
         fallback.FallbackWarning, match="past Triton .* parameter 1 of kernel is .u64, and 1.5 was given"
     ) as said:
         for _ in range(2):
-            launch, launch_at = internals.bind(compiled, (1, 1, 1), (x, 1.5), (1.5,), ())
-    launch((x,))
-    assert len(said) == 1 and launch_at is None and compiled.called == [(x.data_ptr(), 1.5)]
+            assert internals.bind(compiled, (1, 1, 1), (torch.ones(4), 1.5), (1.5,), ()) is None
+    assert len(said) == 1
+
+
+def test_a_step_is_bound_when_it_is_repeated_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, launched = Driver(monkeypatch), list[Any]()
+    monkeypatch.setattr(Launcher, "__call__", lambda self, grid, arguments: launched.append(arguments))
+    monkeypatch.setattr(Launcher, "compiled", lambda self, arguments: (unbound({"ptx": PTX}), ()))
+    step, x, y = Step(_scale_kernel, (1, 1, 1), (9,), {}), torch.ones(4), torch.ones(4)
+    for same, tensor, bound in (
+        (True, x, False),
+        (False, y, False),
+        (True, x, False),
+        (True, y, True),
+        (False, x, False),
+    ):
+        launched.clear()
+        driver.seen.clear()
+        step(same, tensor)
+        if bound:
+            assert not launched and driver.pointers()[0] == tensor.data_ptr()
+        else:
+            assert launched == [(tensor, 9)] and not driver.seen
 
 
 PTX = ".visible .entry kernel(.param .u64 .ptr .global .align 1 a, .param .u32 b, .param .u64 c, .param .u64 d)"

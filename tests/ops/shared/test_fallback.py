@@ -36,11 +36,11 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def nothing_given_up() -> Iterator[None]:
-    before = dict(fallback._GIVEN_UP)
-    fallback._GIVEN_UP.clear()
+    before = dict(fallback.GIVEN_UP)
+    fallback.GIVEN_UP.clear()
     yield
-    fallback._GIVEN_UP.clear()
-    fallback._GIVEN_UP.update(before)
+    fallback.GIVEN_UP.clear()
+    fallback.GIVEN_UP.update(before)
 
 
 def head(impl: str) -> tuple[torch.Tensor, ...]:
@@ -194,7 +194,7 @@ def test_offsets_that_nobody_looked_at_are_checked_by_the_path_that_reads_them(
         (good, bad, 5, "cu_seqlens_k must start with 0"),
         (good, good, 2, "max_seqlen_k must be at least 3"),
     ):
-        fallback._GIVEN_UP.clear()
+        fallback.GIVEN_UP.clear()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FallbackWarning)
             with pytest.raises(ValueError, match=text):

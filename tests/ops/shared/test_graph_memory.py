@@ -90,22 +90,12 @@ def test_another_allocator_is_never_asked_whether_it_captures(
     assert [type(given[0]) for given in kernel.launches] == [Tensor, Tensor]
 
 
-def test_launches_that_are_repeated_by_triton_pass_addresses() -> None:
-    kernel, x = Kernel(), torch.zeros(4)
-    metadata = SimpleNamespace(launch_cooperative_grid=True)  # which is Triton's own to launch
-    compiled = type("Compiled", (), {"metadata": metadata, "__getitem__": lambda self, grid: kernel[grid]})
-    internals.bind(compiled(), (1, 1, 1), (x, None, 5), (5,), ()).launch((x, None))
-    assert kernel.launches == [(x.data_ptr(), None, 5)]
-
-
-def test_the_table_of_launchers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_LAUNCHERS", {})
-    monkeypatch.setattr(launch, "MAX_LAUNCHERS", 8)
+def test_launchers_are_made_once_and_the_table_of_them_is_bounded() -> None:
     kernel = Kernel()
-    for block in range(100):
-        made = launch.launcher(kernel, {"BLOCK": block})
-        assert launch.launcher(kernel, {"BLOCK": block}) is made
-        assert len(launch._LAUNCHERS) <= 8
+    made = launch.launcher(kernel, {"BLOCK": 16, "num_warps": 4})
+    assert launch.launcher(kernel, {"BLOCK": 16, "num_warps": 4}) is made
+    assert launch.launcher(kernel, {"BLOCK": 16, "num_warps": 8}) is not made
+    assert launch._launcher.cache_info().maxsize == launch.MAX_LAUNCHERS
 
 
 @pytest.mark.gpu

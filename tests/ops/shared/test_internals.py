@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 import tilefold
-from tilefold.ops._shared import internals
+from tilefold.ops._shared import internals, library
 
 SOURCES = Path(tilefold.__file__).parent
 PRIVATE = re.compile(
@@ -26,27 +28,20 @@ def test_one_file_names_what_is_private() -> None:
 
 
 def test_modes_and_transforms_are_seen() -> None:
-    assert internals.no_dispatch_mode() and not internals.in_function_transform() and not internals.in_forward_mode()
+    assert internals.is_eager() and not internals.in_function_transform() and not internals.in_forward_mode()
     with torch.utils._python_dispatch.TorchDispatchMode():
-        assert not internals.no_dispatch_mode()
+        assert not internals.is_eager()
     seen = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append((internals.no_dispatch_mode(), internals.in_function_transform()))
+        seen.append((internals.is_eager(), internals.in_function_transform()))
         return x.sum()
 
     torch.func.grad(look)(torch.ones(2))
     torch.func.vmap(look)(torch.ones(2, 2))
     assert seen == [(False, True), (False, False)]
     with forward_ad.dual_level():
-        assert internals.in_forward_mode()
-
-
-def test_a_gpu_is_the_current_one_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
-    here, there = (SimpleNamespace(is_cuda=True, get_device=lambda index=index: index) for index in (1, 0))
-    found: list[Any] = [here, there, torch.ones(1)]
-    assert [internals.is_on_current(tensor) for tensor in found] == [True, False, True]
+        assert internals.in_forward_mode() and not internals.is_eager()
 
 
 def test_several_gradients_at_once_are_seen() -> None:
@@ -59,34 +54,33 @@ def test_several_gradients_at_once_are_seen() -> None:
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            seen.append(internals.is_batched(grad))
+            seen.append(internals.is_eager(grad))
             return grad.clone()
 
     x = torch.ones(2, requires_grad=True)
     y = Look.apply(x)
     torch.autograd.grad(y, x, torch.ones(2), retain_graph=True)
     torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)
-    assert seen == [False, True]
+    assert seen == [True, False]
+
+
+def test_an_operator_runs_with_the_gpu_of_its_first_tensor_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1]
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        now.append(index)
+        yield
+
+    monkeypatch.setattr(library, "current_gpu", lambda: now[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for index in (1, 0):
+        gpu = SimpleNamespace(is_cuda=True, get_device=lambda index=index: index, device=index)
+        assert library.run(lambda given: now[-1], gpu) == index
+    assert now == [1, 0] and library.run(lambda given: now[-1], torch.ones(1)) == 0
 
 
 def test_the_names_for_gpus_exist() -> None:
     for name in ("_cuda_getCurrentRawStream", "_cuda_getDevice"):
         assert hasattr(torch._C, name) or not torch.backends.cuda.is_built()
-    reader = internals.precision_reader()
-    assert reader is None or reader("cuda", "matmul") in ("ieee", "tf32", "none")
-
-
-class _Compiled(SimpleNamespace):
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        return lambda *arguments: self.called.append((grid, arguments))
-
-
-def test_what_the_driver_cannot_launch_goes_through_triton_with_addresses() -> None:
-    metadata = SimpleNamespace(name="kernel", num_warps=4, shared=0, launch_cooperative_grid=True)
-    compiled = _Compiled(metadata=metadata, called=[])
-    a, b = torch.ones(4, 2), torch.ones(3)
-    described = internals.Tma(2, 4, lambda matrix: ("described", matrix.shape, matrix.data_ptr()))
-    launch, launch_at = internals.bind(compiled, (1, 1, 1), (b, a, None, 9), (9,), (None, described))
-    launch((b, a, None))
-    assert launch_at is None
-    assert compiled.called == [((1, 1, 1), (b.data_ptr(), ("described", (2, 4), a.data_ptr()), None, 9))]
+    assert internals.matmul_precision() in ("ieee", "tf32", "none")

@@ -20,9 +20,8 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.ops.toy import TOY, toy
 from tilefold.ops import entmax, entmax_attention, lsr_head, maxsim, token_scatter
-from tilefold.ops._shared import call_cache
+from tilefold.ops._shared import operator as shared_operator
 from tilefold.ops._shared._triton import launch
-from tilefold.ops._shared.call_cache import CallCache
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.entmax.api import ENTMAX
 from tilefold.ops.entmax_attention.api import ATTENTION
@@ -52,7 +51,7 @@ class Operator:
 
     call: Callable[..., Tensor]
     shapes: tuple[tuple[int, ...], ...]
-    caches: tuple[CallCache[Any], ...]
+    caches: tuple[dict[Any, Any], ...]
     launches: int | tuple[int, ...]
     given: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
     options: tuple[dict[str, Any], ...] = ({},)
@@ -249,7 +248,7 @@ def nothing_remembered() -> Iterator[None]:
 def forget() -> None:
     for operator in OPERATORS.values():
         for cache in operator.caches:
-            cache._plans.clear()
+            cache.clear()
 
 
 @pytest.fixture
@@ -293,7 +292,7 @@ def test_repeated_launches_give_the_bits_of_the_first(operator: Operator, unboun
                 results = operator.step(leaves, leaves[wanted])
             assert first is None or equal(results, first)
             first = results
-            assert bool(unbound) == (round_ < 2), unbound
+            assert bool(unbound) == (round_ < 2 or triton_interpreted()), unbound
             assert wanted != slice(None) or not unbound or operator.counts(len(unbound)), unbound
     with torch.no_grad():
         found = [operator(operator.leaves()) for _ in range(3)]
@@ -441,7 +440,7 @@ def test_plans_are_bounded_and_keep_no_tensor_of_a_call(operator: Operator, monk
     del leaves
     gc.collect()
     assert not any(ref() is not None for ref in kept)
-    monkeypatch.setattr(call_cache, "MAX_CALLS", 2)
+    monkeypatch.setattr(shared_operator, "MAX_CALLS", 2)
     for options in operator.options * 2:
         operator.step(operator.leaves(), **options)
         assert all(len(cache) <= 2 for cache in operator.caches)
@@ -465,7 +464,7 @@ def test_a_profilers_hooks_hear_of_every_launch(operator: Operator, unbound: lis
     assert operator.counts(len(unbound)), unbound
     assert triton_interpreted() or len(heard) == len(unbound)
     unbound.clear()
-    assert equal(operator.step(leaves), results) and not unbound
+    assert equal(operator.step(leaves), results) and bool(unbound) == triton_interpreted()
 
 
 @gpu

@@ -194,7 +194,7 @@ def test_a_variant_chooses_and_is_given_up_by_itself(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(implementations, "takes_kernels", lambda device: True)
     tensors, halves = ToyTensors(x, w), ToyTensors(x.half(), w.half())
     assert TOY._named(tensors, "auto") == ("toy", "auto") and TOY._named(halves, "auto") == (room.HALVES, "auto")
-    monkeypatch.setitem(fallback._GIVEN_UP, (room.HALVES, x.device), "no halves")
+    monkeypatch.setitem(fallback.GIVEN_UP, (room.HALVES, x.device), "no halves")
     assert TOY._named(tensors, "auto") == ("toy", "auto") and TOY._named(halves, "auto") == (room.HALVES, "tiled")
 
 
@@ -209,7 +209,7 @@ def test_a_kernel_that_is_known_to_be_missing_gives_way_before_a_launch(monkeypa
     expected = toy(x, w, impl="triton")
     monkeypatch.setattr(TOY, "_plans", lambda: type("", (), {"forward": staticmethod(missing)}))
     TOY.forget()
-    monkeypatch.setattr(fallback, "_GIVEN_UP", {})
+    monkeypatch.setattr(fallback, "GIVEN_UP", {})
     with pytest.warns(fallback.FallbackWarning, match="one launch cannot run on .*: this release has none. Two la"):
         assert torch.equal(toy(x, w, impl="triton"), expected)
 

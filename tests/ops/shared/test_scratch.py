@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("triton", reason="launchers need triton")
 
 from tilefold.ops._shared._triton.tensors import PIECE_ALIGNMENT, Pieces
-from tilefold.ops._shared.internals import Tma
 
 CPU = torch.device("cpu")
 
@@ -34,9 +33,3 @@ def test_pieces_without_an_element_are_made_once() -> None:
     pieces = Pieces(CPU, ((0,), torch.float32), ((0, 4), torch.int32))
     assert pieces() is pieces()
     assert [piece.tensor().shape for piece in pieces()] == [(0,), (0, 4)]
-
-
-def test_a_piece_is_described_as_the_matrix_that_it_holds() -> None:
-    _, piece = Pieces(CPU, ((1,), torch.int32), ((4, 6), torch.float16))()
-    described = Tma(8, 3, lambda matrix: (matrix.shape, matrix.dtype, matrix.data_ptr())).of(piece)
-    assert described == ((8, 3), torch.float16, piece.data_ptr())

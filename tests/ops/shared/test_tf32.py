@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.ops.conftest import Target
 from tilefold.ops import entmax_attention, lsr_head, maxsim, token_scatter
-from tilefold.ops._shared.tf32 import tf32_allowed
+from tilefold.ops._shared.internals import tf32_allowed
 
 MATMUL = torch.backends.cuda.matmul
 NEW = hasattr(MATMUL, "fp32_precision")
@@ -143,4 +143,4 @@ def test_gradients_are_rounded_to_tf32_where_it_is_allowed_when_they_run() -> No
 def test_nobody_else_reads_the_switches() -> None:
     sources = sorted((ROOT / "src").rglob("*.py"))
     readers = [path.name for path in sources if re.search(r"(allow_tf32|fp32_precision)\b", path.read_text())]
-    assert readers == ["tf32.py"]
+    assert readers == ["internals.py"]

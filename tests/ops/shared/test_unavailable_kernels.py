@@ -226,14 +226,14 @@ def kernel_name(kernel: Any) -> str:
 
 
 def forget() -> None:
-    fallback._GIVEN_UP.clear()
+    fallback.GIVEN_UP.clear()
     forget_plans()
 
 
 def forget_plans() -> None:
-    launch._LAUNCHERS.clear()
+    launch._launcher.cache_clear()
     for cache in CACHES:
-        cache._plans.clear()
+        cache.clear()
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
             names.add(f"-{name}")
         return name in names
 
-    given_up = dict(fallback._GIVEN_UP)
+    given_up = dict(fallback.GIVEN_UP)
     forget()
     if INTERPRETED:
         monkeypatch.setattr(impl, "takes_kernels", lambda device: True)
@@ -271,7 +271,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
             monkeypatch.setattr(JITFunction, method, run)
     yield names
     forget()
-    fallback._GIVEN_UP.update(given_up)
+    fallback.GIVEN_UP.update(given_up)
 
 
 def case_of(name: str) -> Case:
@@ -403,9 +403,9 @@ def test_a_graph_cannot_take_the_tiled_path(name: str, broken: set[str]) -> None
 def test_a_fallback_under_capture_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setattr(fallback, "is_capturing", lambda device: True)
-    monkeypatch.setattr(fallback, "_GIVEN_UP", {("toy", cpu): "_some_kernel cannot be built"})
+    monkeypatch.setattr(fallback, "GIVEN_UP", {("toy", cpu): "_some_kernel cannot be built"})
     for asked in ("auto", "tiled"):
         with pytest.raises(RuntimeError, match=r"toy cannot be captured .*_some_kernel cannot be built.*Leave"):
             toy(torch.ones(2, 3), torch.ones(3), impl=asked)
-    monkeypatch.setattr(fallback, "_GIVEN_UP", {("another", cpu): "_some_kernel cannot be built"})
+    monkeypatch.setattr(fallback, "GIVEN_UP", {("another", cpu): "_some_kernel cannot be built"})
     assert torch.equal(toy(torch.ones(2, 3), torch.ones(3), impl="tiled"), torch.tensor([9.0, 9.0]))

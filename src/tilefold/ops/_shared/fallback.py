@@ -1,14 +1,10 @@
-"""Fallback where a kernel cannot be built: another one, after one warning; no call dies of a missing fast path.
-
-Triton may be too old or too new for a kernel, its assembler may fail, or a device may have less shared memory than a
-tile wants. The launcher then raises :class:`KernelUnavailableError`. Who planned the launch remembers that with
-:func:`give_up`, which warns, and plans the next best kernel. Behind all kernels stands the tiled torch path, for
-``impl="auto"``; ``impl="triton"`` raises.
-"""
+"""Fallback where a kernel cannot be built: another one, after one warning; at last the tiled path, for ``"auto"``."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -16,10 +12,7 @@ from tilefold.ops._shared._triton import releases
 
 
 class KernelUnavailableError(RuntimeError):
-    """Triton cannot build ``kernel`` here, or the device cannot hold it.
-
-    Who plans and knows that beforehand says what stands behind it, an :class:`tilefold.ops._shared.plan.Instead`.
-    """
+    """Triton cannot build ``kernel`` here, or the device cannot hold it; plans may say what stands ``instead``."""
 
     def __init__(self, kernel: str, why: str, instead: tuple[str, str] | None = None) -> None:
         super().__init__(why)
@@ -33,36 +26,34 @@ class FallbackWarning(UserWarning):
     """A slower kernel, or none, runs in the place of one that cannot be built."""
 
 
+T = TypeVar("T")
 SLOWER = "The tiled torch path runs instead: the same results within rounding, several times slower."
-_GIVEN_UP: dict[tuple[str, torch.device], str] = {}
+GIVEN_UP: dict[tuple[str, torch.device], str] = {}
+
+
+def attempt(run: Callable[..., T], *given: object) -> T | KernelUnavailableError:
+    """``run(*given)``, or the error where a kernel cannot be built: the one place where such errors are caught."""
+    try:
+        return run(*given)
+    except KernelUnavailableError as error:
+        return error
 
 
 def given_up(kernel: str, device: torch.device) -> str | None:
     """Why ``kernel`` was given up on ``device`` in this process, or ``None`` if it was not."""
-    return _GIVEN_UP.get((kernel, device))
-
-
-def everything_given_up() -> tuple[tuple[str, torch.device], ...]:
-    """All that was given up in this process, part of what a plan depends on."""
-    return tuple(_GIVEN_UP)
+    return GIVEN_UP.get((kernel, device))
 
 
 def given_up_on(device: torch.device) -> frozenset[str]:
     """The kernels that were given up on ``device`` in this process."""
-    return frozenset(kernel for kernel, where in _GIVEN_UP if where == device)
+    return frozenset(kernel for kernel, where in GIVEN_UP if where == device)
 
 
 def give_up(kernel: str, device: torch.device, why: str, instead: str) -> None:
-    """Remember that ``kernel`` cannot run on ``device``, and warn the first time.
-
-    Args:
-        kernel: the operator and which of its kernels, as people call them.
-        why: the reason.
-        instead: what runs in its place and what that costs, a sentence.
-    """
-    if (kernel, device) in _GIVEN_UP:
+    """Remember that ``kernel`` cannot run on ``device``, and warn the first time; ``instead`` is a sentence."""
+    if (kernel, device) in GIVEN_UP:
         return
-    _GIVEN_UP[kernel, device] = why
+    GIVEN_UP[kernel, device] = why
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     text = f"{kernel} cannot run on {name} with Triton {releases.release_name()}: {why}. {instead}"
     warnings.warn(text, FallbackWarning, stacklevel=2)
@@ -70,9 +61,9 @@ def give_up(kernel: str, device: torch.device, why: str, instead: str) -> None:
 
 def refuse_capture(operator: str, device: torch.device) -> None:
     """Raise ``RuntimeError`` where the tiled path would take the place of kernels in a CUDA graph being captured."""
-    if (operator, device) in _GIVEN_UP and is_capturing(device):
+    if (operator, device) in GIVEN_UP and is_capturing(device):
         raise RuntimeError(
-            f"{operator} cannot be captured in a CUDA graph here: {_GIVEN_UP[operator, device]}, and the tiled torch "
+            f"{operator} cannot be captured in a CUDA graph here: {GIVEN_UP[operator, device]}, and the tiled torch "
             "path that takes its place waits for the GPU. Leave this call out of the graph; a call before the capture "
             "(a warm up) says whether the kernels can be built."
         )

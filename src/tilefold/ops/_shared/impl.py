@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton.releases import interpreter_fault, release_name
-from tilefold.ops._shared.checks import dtype_name
+from tilefold.ops._shared.checks import check_choice, dtype_name
 from tilefold.ops._shared.fallback import given_up
 from tilefold.ops._shared.internals import in_forward_mode, in_function_transform
 
@@ -59,10 +59,7 @@ def settled(asked: str, chosen: str) -> str:
 
 
 def resolve_impl(impl: str, device: torch.device, operator: str = "") -> str:
-    """Turn ``impl`` into ``"reference"``, ``"tiled"`` or ``"triton"``.
-
-    ``"auto"`` takes the Triton kernels where they can run on a GPU, unless those of ``operator`` were given up there,
-    and the tiled torch path elsewhere.
+    """Turn ``impl`` into ``"reference"``, ``"tiled"`` or ``"triton"``; see :func:`chosen_impl`.
 
     Raises:
         ValueError: for an unknown name.
@@ -70,9 +67,7 @@ def resolve_impl(impl: str, device: torch.device, operator: str = "") -> str:
             in forward-mode differentiation, where a registered operator would have a tangent of zeros without a word,
             and in ``torch.func.grad``, ``vjp`` and ``jacrev``.
     """
-    if impl not in IMPLS:
-        listed = ", ".join(repr(name) for name in IMPLS)
-        raise ValueError(f"impl must be one of {listed}, got {impl!r}.")
+    check_choice("impl", impl, IMPLS)
     if impl != "reference" and in_forward_mode():
         raise RuntimeError(
             f"impl must be 'reference' in forward-mode differentiation (torch.func.jvp, forward_ad), got {impl!r}; the "
@@ -91,19 +86,14 @@ def resolve_impl(impl: str, device: torch.device, operator: str = "") -> str:
 
 
 def chosen_impl(operator: str, name: str, tensor: Tensor, impl: str = "auto") -> str:
-    """Implementation that ``operator`` runs on ``tensor``: ``"reference"``, ``"tiled"`` or ``"triton"``.
+    """Implementation that ``operator`` runs on the argument ``name``: ``"reference"``, ``"tiled"`` or ``"triton"``.
 
-    ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, else ``"tiled"``.
-
-    Args:
-        operator: whose kernels may have been given up; with ``""`` as if none had been.
-        name: of the argument that ``tensor`` is, for the error text.
-        tensor: chooses by its device and dtype.
-        impl: what was asked for.
+    ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, unless ``operator`` was given up
+    there, else ``"tiled"``.
 
     Raises:
-        ValueError: for an unknown name.
-        RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
+        ValueError, RuntimeError: as :func:`resolve_impl`.
+        TypeError: for ``"triton"`` with a dtype that it does not support.
     """
     resolved = resolve_impl(impl, tensor.device, operator)
     if resolved == "triton" and tensor.dtype not in TRITON_DTYPES:
@@ -118,24 +108,12 @@ def chosen_impl(operator: str, name: str, tensor: Tensor, impl: str = "auto") ->
 
 
 def host_may_read(device: torch.device, impl: str) -> bool:
-    """Whether the host may look at values of tensors on ``device``: on the CPU, and where ``impl`` looks anyway.
-
-    Never while a CUDA graph is captured, which has no values yet.
-    """
+    """Whether the host may look at values there: on the CPU, and where ``impl`` does, unless a graph is captured."""
     return device.type != "cuda" or (impl == "tiled" and not torch.cuda.is_current_stream_capturing())
 
 
 def check_interpreted(impl: str, device: torch.device, *dtypes: torch.dtype) -> None:
-    """Refuse what Triton's interpreter computes wrongly without a word: bf16, in every release so far.
-
-    Args:
-        impl: as :func:`resolve_impl` gave it.
-        device: of the tensors.
-        dtypes: of operands and results.
-
-    Raises:
-        RuntimeError: for kernels on the CPU with such a dtype.
-    """
+    """Raise ``RuntimeError`` for what Triton's interpreter computes wrongly without a word: bf16, so far."""
     if impl != "triton" or device.type == "cuda":
         return
     for dtype in dtypes:

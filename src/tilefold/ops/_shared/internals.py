@@ -1,7 +1,4 @@
-"""Private parts of torch and Triton that tilefold uses; no other file names a private of either.
-
-``tests/ops/shared/test_internals.py`` fails with a release that changed one of them. This file imports without Triton.
-"""
+"""Private parts of torch and Triton, which no other file names; it imports without Triton."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ from torch.autograd import forward_ad
 
 from tilefold.ops._shared.fallback import give_up
 
-Launch = Callable[[Sequence[Any]], None]  # of tensors, of what has an address like them, and of None
 Addresses = tuple["int | None", ...]
 LaunchAt = Callable[[Addresses], None]
 Grid = tuple[int, int, int]
@@ -29,39 +25,38 @@ TMA_MAP_OFFSET = 128  # bytes, of the map in the object that Triton keeps it in
 
 
 class Tma(NamedTuple):
-    """Contiguous tensor that a kernel reads through a TMA descriptor.
-
-    Attributes:
-        rows, columns: the matrix that the tensor holds.
-        make: what makes the descriptor of such a matrix.
-    """
+    """Contiguous tensor that a kernel reads as a matrix of these sizes, through a TMA descriptor."""
 
     rows: int
     columns: int
     make: Callable[[Tensor], Any]
 
-    def of(self, tensor: Any) -> Any:
-        """The descriptor of this tensor."""
+    def of(self, tensor: Tensor) -> Any:
         return self.make(tensor.view(self.rows, self.columns))
 
 
-def is_on_current(tensor: Tensor) -> bool:
-    """Whether the GPU of the tensor is the current one; true of all that lie on none."""
-    return not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice()
+current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
 
 
-def no_dispatch_mode() -> bool:
-    """Whether no dispatch mode and no functorch transform is active. Not to be called under torch.compile."""
-    return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None
+def is_eager(gradient: Tensor | None = None) -> bool:
+    """Whether no dispatch mode, transform or forward mode is active, nor ``gradient`` several (``is_grads_batched``).
+
+    Not to be asked under torch.compile.
+    """
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and (gradient is None or not torch._C._functorch.is_legacy_batchedtensor(gradient))
+    )
 
 
 def in_forward_mode() -> bool:
-    """Whether forward-mode differentiation is active."""
     return forward_ad._current_level >= 0
 
 
 def in_function_transform() -> bool:
-    """Whether ``torch.func`` differentiates what runs (``grad``, ``vjp``, ``jacrev``; not ``vmap`` alone)."""
+    """Whether ``torch.func`` differentiates (``grad``, ``vjp``, ``jacrev``; not ``vmap`` alone)."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return False
     differentiating = torch._C._functorch.TransformType.Grad
@@ -74,15 +69,23 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply
 
 
-def is_batched(tensor: Tensor) -> bool:
-    """Whether the tensor stands for several gradients at once (``is_grads_batched``)."""
-    return bool(torch._C._functorch.is_legacy_batchedtensor(tensor))
-
-
-def precision_reader() -> Callable[[str, str], str] | None:
-    """Reader of the precision of a backend's fp32 products, ``None`` before torch 2.9."""
+def _precision_reader() -> Callable[[], str]:
+    # PyTorch 2.9 and newer: one setting behind all switches. Once it was used, the old ones refuse to be read.
     reader: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
-    return reader
+    if reader is not None:
+        return functools.partial(reader, "cuda", "matmul")
+    matmul = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):
+        return lambda: str(matmul.fp32_precision)
+    return lambda: "tf32" if matmul.allow_tf32 else "ieee"
+
+
+matmul_precision = _precision_reader()  # of products on a GPU, by whichever switch; microseconds per call count
+
+
+def tf32_allowed(dtype: torch.dtype) -> bool:
+    """Whether products of ``dtype`` may run in TF32, as cuBLAS would now; never for another dtype than fp32."""
+    return dtype == torch.float32 and matmul_precision() == "tf32"
 
 
 def triton_cache() -> str:
@@ -116,70 +119,34 @@ def hooked() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-class Bound(NamedTuple):
-    """Launcher of a kernel that ran before, on the current device and its current stream.
-
-    Nobody checks what it is given: tensors must lie on the device and be aligned as they were when it was compiled.
-
-    Attributes:
-        launch: with tensors.
-        launch_at: with their addresses; ``None`` where only Triton's own call can launch it.
-    """
-
-    launch: Launch
-    launch_at: LaunchAt | None
-
-
 def bind(
     compiled: Any, grid: Grid, arguments: Sequence[Any], tail: tuple[Any, ...], tma: Sequence[Tma | None]
-) -> Bound:
-    """Bind a compiled kernel: to the CUDA driver where it can, else to ``compiled[grid]``.
+) -> LaunchAt | None:
+    """Bind a compiled kernel to the CUDA driver, ``None`` where only Triton's own call can launch it.
 
-    Both take addresses: the driver, which Triton asks about tensors, does not know all that a CUDA graph owns.
+    Nobody checks what the result is given: addresses of tensors on the current device, aligned as when it was compiled.
 
     Args:
-        compiled: the compiled kernel.
-        grid: its programs.
-        arguments: tensors, descriptors, ``None`` and numbers of a launch that succeeded.
+        arguments: of a launch that succeeded: tensors, descriptors, ``None`` and numbers.
         tail: what follows the tensors among the kernel's arguments, numbers and constants.
         tma: by argument, how the tensor is described; those after the last one are plain pointers.
     """
-    launch_at = None
     try:
-        launch_at = _driver_launch(compiled, grid, arguments, tail, tma)
+        return _driver_launch(compiled, grid, arguments, tail, tma)
     except Exception as error:  # the next release may have changed what this reads
         why, instead = f"{type(error).__name__}: {error}", "Triton's own call does: the same results, more host time."
         give_up("repeating launches past Triton", torch.device("cuda", torch.cuda.current_device()), why, instead)
-    if launch_at is not None:
-        return Bound(
-            lambda tensors: launch_at(tuple([None if x is None else x.data_ptr() for x in tensors])), launch_at
-        )
-    run = compiled[grid]
-
-    def by_triton(tensors: Sequence[Any]) -> None:
-        pairs = zip_longest(tensors, tma[: len(tensors)])
-        run(*[None if x is None else x.data_ptr() if by is None else by.of(x) for x, by in pairs], *tail)
-
-    return Bound(by_triton, None)
+        return None
 
 
 def _driver_launch(
     compiled: Any, grid: Grid, arguments: Sequence[Any], tail: tuple[Any, ...], tma: Sequence[Tma | None]
 ) -> LaunchAt | None:
-    """A launch by the CUDA driver, or ``None`` where Triton does more for this kernel, or keeps no PTX (ROCm).
-
-    ``None``, too, where libcuda is not there or older than that call.
-
-    Raises:
-        Exception: this release does not keep what is read here as others do.
-    """
     metadata = compiled.metadata
     special = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
-    if getattr(metadata, "num_ctas", 1) != 1 or any(getattr(metadata, name, 0) for name in special):
-        return None
-    ptx = compiled.asm.get("ptx")
-    if not ptx:
-        return None
+    ptx = compiled.asm.get("ptx")  # which ROCm has not
+    if not ptx or getattr(metadata, "num_ctas", 1) != 1 or any(getattr(metadata, name, 0) for name in special):
+        return None  # Triton does more for this kernel
     from tilefold.ops._shared._triton.cuda_driver import POINTER, driver_launch
 
     types = [str(kind) for kind in compiled.src.signature.values()]
@@ -248,22 +215,10 @@ def flash_attention_varlen(
     ``torch.nn.attention.varlen`` calls the same kernels, but has no dropout and costs the host more per call.
     """
     side = -1 if window is None else window
-    found = torch.ops.aten._flash_attention_forward.default(
-        query,
-        key,
-        value,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        False,
-        False,
-        scale=scale,
-        window_size_left=side,
-        window_size_right=side,
-    )
-    out: Tensor = found[0]
+    packing = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    out: Tensor = torch.ops.aten._flash_attention_forward.default(
+        query, key, value, *packing, dropout_p, False, False, scale=scale, window_size_left=side, window_size_right=side
+    )[0]
     return out
 
 
@@ -277,21 +232,10 @@ def efficient_attention_varlen(
     scale: float | None,
 ) -> Tensor:
     """Torch's memory-efficient attention of packed ``[T, H, D]``, differentiable, in fp32 too."""
-    found = torch.ops.aten._efficient_attention_forward.default(
-        query[None],
-        key[None],
-        value[None],
-        None,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        0,
-        torch.is_grad_enabled(),
-        scale=scale,
-    )
-    out: Tensor = found[0]
+    tensors, packing = (query[None], key[None], value[None]), (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    out: Tensor = torch.ops.aten._efficient_attention_forward.default(
+        *tensors, None, *packing, dropout_p, 0, torch.is_grad_enabled(), scale=scale
+    )[0]
     return out[0]
 
 

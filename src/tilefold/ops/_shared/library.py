@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.internals import is_batched, is_on_current, no_dispatch_mode
+from tilefold.ops._shared.internals import current_gpu, is_eager
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -20,8 +20,7 @@ def schema_of(arguments: Mapping[str, Any], results: int) -> str:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, kind, annotation=each) for name, each in arguments.items()]
 
-    def prototype() -> None:
-        """Has a signature."""
+    def prototype() -> None: ...
 
     returned = Tensor if results == 1 else tuple[(Tensor,) * results]  # type: ignore[misc]
     prototype.__signature__ = inspect.Signature(parameters, return_annotation=returned)  # type: ignore[attr-defined]
@@ -29,11 +28,7 @@ def schema_of(arguments: Mapping[str, Any], results: int) -> str:
 
 
 def define_op(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Define ``tilefold::name``, its first argument a tensor, with the decorated function for every device.
-
-    The function runs with its tensors' GPU as the current one, on which kernels are launched, and outside autocast:
-    operators settle their dtypes themselves.
-    """
+    """Define ``tilefold::name``, its first argument a tensor, with the decorated function for every device."""
     torch.library.define(f"tilefold::{name}", schema)
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,9 +39,12 @@ def define_op(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable
 
 
 def run(function: Callable[..., Any], *args: Any) -> Any:
-    """Call an implementation with the GPU of its first argument, a tensor, as the current one, and outside autocast."""
+    """Call an implementation with the GPU of its first argument as the current one, on which kernels are launched.
+
+    It runs outside autocast: operators settle their dtypes themselves.
+    """
     first = args[0]
-    if not is_on_current(first):
+    if first.is_cuda and first.get_device() != current_gpu():
         with torch.cuda.device(first.device):
             return run(function, *args)
     device_type = "cuda" if first.is_cuda else first.device.type  # which makes a string, as slowly as the rest of this
@@ -56,14 +54,6 @@ def run(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
-def gradient_needs_dispatcher(grad: Tensor) -> bool:
-    """Whether backward must call the registered operator with the incoming ``grad``.
-
-    It refuses a second derivative, and takes several gradients at once (``is_grads_batched``) one after the other.
-    """
-    return torch.is_grad_enabled() or not no_dispatch_mode() or is_batched(grad)
-
-
 def is_plain(*tensors: Tensor | None) -> bool:
     """Whether no compiler, mode or tensor subclass wants to see the registered operator.
 
@@ -71,13 +61,13 @@ def is_plain(*tensors: Tensor | None) -> bool:
     """
     return (
         not torch.compiler.is_compiling()
-        and no_dispatch_mode()
+        and is_eager()
         and all(tensor is None or (type(tensor) in PLAIN and not tensor.is_meta) for tensor in tensors)
     )
 
 
 def forbid_double_backward(name: str, operator: str) -> None:
-    """Make a derivative of the gradient operator ``tilefold::name`` an error; without this it would silently be wrong.
+    """Make a derivative of the gradient operator ``tilefold::name`` an error: it would silently be wrong.
 
     Call once the operator's fake kernel is registered; ``operator`` is the public function to name.
     """

@@ -1,9 +1,4 @@
-"""Operators told by data: one way from a call to its launches, for eager calls, compiled ones and gradients.
-
-A room says what its tensors and options are, which results there are, what is saved and which gradients exist; its
-``plans.py`` says what is launched. The key of a call, the cache, the choice of an implementation, what takes the place
-of a kernel that cannot be built, and the registered operator with its gradient are here, once.
-"""
+"""Operators told by data: one way from a call to its launches, for eager calls, compiled ones and gradients."""
 
 from __future__ import annotations
 
@@ -17,28 +12,21 @@ from torch import Tensor
 
 from tilefold.ops._shared import impl as implementations
 from tilefold.ops._shared._triton.tensors import capability_of, sm_count
-from tilefold.ops._shared.call_cache import CallCache, Key, call_key, gradient_key, is_aligned
+from tilefold.ops._shared.calls import APPLY, Key, Pass, call_key, gradient_key
 from tilefold.ops._shared.checks import check_choice
 from tilefold.ops._shared.fallback import (
     SLOWER,
     KernelUnavailableError,
+    attempt,
     give_up,
     given_up,
     given_up_on,
     refuse_capture,
 )
 from tilefold.ops._shared.impl import IMPLS, host_may_read, settled
-from tilefold.ops._shared.library import (
-    define_op,
-    forbid_double_backward,
-    gradient_needs_dispatcher,
-    is_plain,
-    run,
-    schema_of,
-)
-from tilefold.ops._shared.passes import APPLY, Pass, Request
+from tilefold.ops._shared.internals import is_eager, tf32_allowed
+from tilefold.ops._shared.library import define_op, forbid_double_backward, is_plain, run, schema_of
 from tilefold.ops._shared.plan import Buffer, Setting, taker
-from tilefold.ops._shared.tf32 import tf32_allowed
 
 if TYPE_CHECKING:
     from tilefold.ops._shared._triton.program import Program
@@ -49,30 +37,21 @@ Results = Sequence["Tensor | None"]
 Needs = tuple[bool, ...]  # which gradients are wanted
 KERNELS = ("auto", "triton")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+MAX_CALLS = 4096  # that are remembered of an operator; what is forgotten is worked out again
 
 
 class Checked(NamedTuple):
-    """Result of a room's checks of a call's arguments.
-
-    Attributes:
-        options: of the operator.
-        ready: what makes the operator's tensors of those that were given, differentiably; ``None`` if they are these.
-    """
+    """Result of a room's checks of a call's arguments."""
 
     options: Any
-    ready: Callable[[Any], Any] | None = None
+    ready: Callable[[Any], Any] | None = None  # makes the operator's tensors of those that were given, differentiably
 
 
 class Variant(NamedTuple):
-    """Calls of an operator that choose an implementation, and whose kernels are given up, apart from the others.
+    """Calls of an operator that choose an implementation, and whose kernels are given up, apart from the others."""
 
-    Attributes:
-        name: of the operator, as people call it.
-        chosen_impl: from the first tensor and what was asked for to the implementation, as :class:`Operator` has it.
-    """
-
-    name: str
-    chosen_impl: Callable[[Tensor, str], str]
+    name: str  # as people call it
+    chosen_impl: Callable[[Tensor, str], str]  # from the first tensor and what was asked for
 
 
 class Operator(Generic[TensorsT, OptionsT]):
@@ -80,10 +59,9 @@ class Operator(Generic[TensorsT, OptionsT]):
 
     Args:
         name: of the public function, and of the registered operator ``tilefold::name``.
-        tensors: record type; the first tensor chooses device and implementation.
-        options: record type; annotations of both give the schema.
+        tensors, options: record types, whose annotations give the schema; the first tensor chooses device and
+            implementation.
         saved: record type of what backward reads, each the name of a tensor or a result.
-        results: their names.
         outputs: ``(tensors, options, training)`` to the results' shapes and dtypes, for plans and for compilers. Where
             no gradient may be asked for, ``training`` is false, and a result that only backward reads has no elements.
         gradients: by the name of each tensor that has one (and may be ``None`` in a call) the saved tensor whose shape
@@ -132,8 +110,8 @@ class Operator(Generic[TensorsT, OptionsT]):
         first = next(iter(gradients))
         self._chooses = self._likes[0] if isinstance(self._likes[0], int) else self._saved._fields.index(first)
         self._dfirst = f"d{results[0]}"
-        self.calls: CallCache[Pass] = CallCache()  # by arguments of the public function, or of the registered operator
-        self.gradients: CallCache[Pass] = CallCache()
+        self.calls: dict[Key, Pass] = {}  # by arguments of the public function, or of the registered operator
+        self.gradients: dict[Key, Pass] = {}
         self._register()
 
     def chosen_impl(self, first: Tensor, impl: str) -> str:
@@ -142,13 +120,12 @@ class Operator(Generic[TensorsT, OptionsT]):
 
     def _named(self, tensors: TensorsT, impl: str) -> tuple[str, str]:
         """The operator as people call it, and the implementation that it runs."""
-        variant = None if self._variant is None else self._variant(tensors)
-        if variant is None:
-            return self.name, settled(impl, self.chosen_impl(tensors[0], impl))
+        special = None if self._variant is None else self._variant(tensors)
+        variant = special or Variant(self.name, self.chosen_impl)
         return variant.name, settled(impl, variant.chosen_impl(tensors[0], impl))
 
     def forget(self) -> None:
-        """Drop all that is remembered of calls."""
+        """Drop what is remembered of calls."""
         self.calls.clear()
         self.gradients.clear()
 
@@ -172,12 +149,25 @@ class Operator(Generic[TensorsT, OptionsT]):
             for place in self._leaves:
                 training = training or bool(getattr(tensors[place], "requires_grad", False))
         key = call_key((*tensors, *into.values()) if into else tensors, (*asked, *into, impl, training))
-        call = self.calls.find(key)
-        if call is None:
-            return self._first(key, check(tensors, *asked, *into.values()), tensors, impl, training, into)
-        if call.ready is not None:
-            tensors = call.ready(tensors)
-        return self._eager(call, tensors, into)
+        call = None
+        if key is not None:
+            try:
+                call = self.calls.get(key)
+            except TypeError:  # an option that cannot be hashed: the checks report it
+                key = None
+        if call is not None:
+            if call.ready is not None:
+                tensors = call.ready(tensors)
+        else:
+            call, found = self._first(key, check(tensors, *asked, *into.values()), tensors, impl, training, into)
+            if call is None:
+                return tuple(found)
+            tensors = found
+        if not training:
+            return tuple(run(self.compute, tensors[0], call, tensors))
+        request = [self, call, tensors, tuple(into.values())]
+        first = APPLY(request, *[tensors[place] for place in self._leaves])
+        return first, *request
 
     def _first(
         self,
@@ -187,7 +177,8 @@ class Operator(Generic[TensorsT, OptionsT]):
         impl: str,
         training: bool,
         into: Mapping[str, Tensor],
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Pass | None, Any]:
+        """The pass of a call that no other was like, and its tensors; ``None`` where none runs it, and its results."""
         (options, ready), name = checked, self.name
         if ready is not None:
             tensors = ready(tensors)
@@ -196,68 +187,63 @@ class Operator(Generic[TensorsT, OptionsT]):
         else:
             name, impl = self._named(tensors, impl)
         if impl == "reference":
-            return (self._reference(tensors, options), *[None] * (len(self._results) - 1))
+            return None, (self._reference(tensors, options), *[None] * (len(self._results) - 1))
         if key is None and not is_plain(*tensors):
             where = "under torch.compile or with tensor subclasses; leave it out there, and add {}.grad to it"
             refuse_buffers(into, f"{where} after backward")
-            return _tuple(self._registered(*tensors, *options, training, impl))
-        call = Pass(name, options, impl, training, False, key, ready, tuple(into))
-        return self._eager(self._kept(self.calls, call), tensors, into)
+            return None, _tuple(self._registered(*tensors, *options, training, impl))
+        return self._kept(self.calls, Pass(name, options, impl, training, False, key, ready, tuple(into))), tensors
 
-    def _eager(self, call: Pass, tensors: TensorsT, into: Mapping[str, Tensor]) -> tuple[Any, ...]:
-        if not call.wanted:
-            return tuple(run(self.compute, tensors[0], call, tensors))
-        request = Request()
-        request.operator, request.call, request.tensors, request.into = self, call, tensors, tuple(into.values())
-        first = APPLY(request, *[tensors[place] for place in self._leaves])
-        return first, *request.rest
-
-    def keep(self, options: OptionsT, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Select the values that backward reads."""
+    def taker(self, options: OptionsT) -> Callable[[Any], tuple[Any, ...]]:
+        """Function that selects what backward reads, of a call's tensors, its results and ``None``."""
         reads = self._saved._fields if self._reads is None else self._reads(options)
         take = self._takers.get(reads)
         if take is None:
             nothing = len(self._places)  # behind all values
-            places = [self._places[each] if each in reads else nothing for each in self._saved._fields]
-            take = self._takers[reads] = taker(places)
-        return take((*values, None))
+            take = taker([self._places[each] if each in reads else nothing for each in self._saved._fields])
+            self._takers[reads] = take
+        return take
 
     # One pass
 
     def compute(self, first: Tensor, call: Pass, given: tuple[Any, ...]) -> Results:
         """Results or gradients; ``first`` is on the current device, and autocast is off."""
+        if call.program is not None and call.program.bound:
+            return call.program(*given)
         if call.impl in KERNELS:
             if self._check_values is not None and not call.backward and not first.is_cuda and may_look(first):
                 self._check_values(self._tensors(*given), call.options)
             while call.program is not None or call.impl == "triton" or given_up(call.name, first.device) is None:
-                program = call.program
-                try:
-                    if program is None:
-                        program = call.program = self._program(call, given)
-                    if program is None:
+                found = attempt(self._launched, call, given)
+                if not isinstance(found, KernelUnavailableError):
+                    if found is None:
                         break
-                    return program(*given)
-                except KernelUnavailableError as error:
-                    call.program = None
-                    instead = error.instead if program is None else program.instead_of(error.kernel)
-                    if instead is None and call.impl == "triton":
-                        raise
-                    kernel, sentence = (call.name, SLOWER) if instead is None else instead
-                    why = str(error) if error.instead is None else str(error.args[0])
-                    give_up(kernel, first.device, why, sentence)
+                    return found
+                program, call.program = call.program, None
+                instead = found.instead if program is None else program.instead.get(found.kernel)
+                if instead is None and call.impl == "triton":
+                    raise found
+                kernel, sentence = (call.name, SLOWER) if instead is None else instead
+                why = str(found) if found.instead is None else str(found.args[0])
+                give_up(kernel, first.device, why, sentence)
         refuse_capture(call.name, first.device)
         if call.backward:
-            saved, into = given[1 : 1 + len(self._saved._fields)], given[1 + len(self._saved._fields) :]
-            found = self._tiled.backward(first, self._saved(*saved), call.options, call.wanted, *into)
-        else:
-            found = self._tiled.forward(self._tensors(*given), call.options, call.wanted)
-        return found  # type: ignore[no-any-return]
+            count = 1 + len(self._saved._fields)
+            saved, into = self._saved(*given[1:count]), given[count:]
+            return self._tiled.backward(first, saved, call.options, call.wanted, *into)  # type: ignore[no-any-return]
+        return self._tiled.forward(self._tensors(*given), call.options, call.wanted)  # type: ignore[no-any-return]
+
+    def _launched(self, call: Pass, given: tuple[Any, ...]) -> Results | None:
+        """What the kernels make; ``None`` where they have no plan."""
+        if call.program is None:
+            call.program = self._program(call, given)
+        return None if call.program is None else call.program(*given)
 
     def _program(self, call: Pass, given: tuple[Any, ...]) -> Program | None:
         """Program of the kernels for such a pass; ``plans.py`` sees layouts and no values."""
         from tilefold.ops._shared._triton.program import Program  # needs Triton
 
-        plans, setting = self._plans(), setting_of(given[0].device, call.key is not None and is_aligned(call.key))
+        plans, setting = self._plans(), setting_of(given[0].device, call.key is not None and call.key[0])
         layouts = [
             None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in given
         ]
@@ -285,22 +271,25 @@ class Operator(Generic[TensorsT, OptionsT]):
             for like, need in zip(self._likes, needs, strict=True)
         ]  # fmt: skip
 
-    def _kept(self, cache: CallCache[Pass], call: Pass) -> Pass:
-        if call.key is not None and call.impl in KERNELS:
-            return cache.keep(call.key, call)
-        call.key = None
+    def _kept(self, cache: dict[Key, Pass], call: Pass) -> Pass:
+        if call.key is None or call.impl not in KERNELS:
+            call.key = None
+            return call
+        if len(cache) >= MAX_CALLS:
+            cache.clear()
+        cache[call.key] = call
         return call
 
     def backward(
         self, call: Pass, needs: Needs, dfirst: Tensor, saved: tuple[Tensor | None, ...], into: tuple[Tensor, ...]
     ) -> Results:
-        """Gradients of an eager call."""
-        if gradient_needs_dispatcher(dfirst):
+        """Gradients of an eager call; the registered operator refuses a second derivative, and takes several."""
+        if torch.is_grad_enabled() or not is_eager(dfirst):
             refuse_buffers(call.into, "with create_graph=True or is_grads_batched=True; leave one of them out")
             return self._by_operator(dfirst, saved, call.options, needs, call.impl)
         saved = (*saved, *into)
         key = None if call.key is None else gradient_key(call, needs, dfirst, saved)
-        known = self.gradients.find(key)
+        known = None if key is None else self.gradients.get(key)
         if known is None:
             known = Pass(call.name, call.options, call.impl, needs, True, key, into=call.into)
             known = self._kept(self.gradients, known)
@@ -322,21 +311,17 @@ class Operator(Generic[TensorsT, OptionsT]):
         self._registered = getattr(torch.ops.tilefold, self.name)
         self._registered_gradients = getattr(torch.ops.tilefold, f"{self.name}_backward")
 
-    def _forward_arguments(self, args: tuple[Any, ...]) -> tuple[TensorsT, OptionsT, bool, str]:
-        *values, training, impl = args
-        count = len(self._tensors._fields)
-        return self._tensors(*values[:count]), self._options(*map(_hashable, values[count:])), training, impl
-
-    def _backward_arguments(self, args: tuple[Any, ...]) -> tuple[Any, OptionsT, Needs, str]:
-        *values, needs, impl = args
-        count = len(self._saved._fields)
-        return self._saved(*values[:count]), self._options(*map(_hashable, values[count:])), tuple(needs), impl
+    def _split(self, record: Any, args: tuple[Any, ...]) -> tuple[Any, OptionsT, Any, str]:
+        *values, wanted, impl = map(_hashable, args)
+        count = len(record._fields)
+        return record(*values[:count]), self._options(*values[count:]), wanted, impl
 
     def _registered_forward(self, *args: Any) -> Any:
-        tensors, options, training, impl = self._forward_arguments(args)
+        tensors, options, training, impl = self._split(self._tensors, args)
         name, impl = self._named(tensors, impl)
         key = call_key(tensors, ("registered", *options, training, impl))
-        call = self.calls.find(key) or self._kept(self.calls, Pass(name, options, impl, training, False, key))
+        known = None if key is None else self.calls.get(key)
+        call = known or self._kept(self.calls, Pass(name, options, impl, training, False, key))
         found = self.compute(tensors[0], call, tensors)
         if any(result is None for result in found):
             shapes = self._outputs(tensors, options, training)
@@ -346,22 +331,21 @@ class Operator(Generic[TensorsT, OptionsT]):
         return _bare(found)
 
     def _fake_forward(self, *args: Any) -> Any:
-        tensors, options, training, _ = self._forward_arguments(args)
+        tensors, options, training, _ = self._split(self._tensors, args)
         return _bare([_empty(tensors[0], *buffer) for buffer in self._outputs(tensors, options, training)])
 
     def _registered_backward(self, dfirst: Tensor, *args: Any) -> Any:
-        saved, options, needs, impl = self._backward_arguments(args)
+        saved, options, needs, impl = self._split(self._saved, args)
         impl = settled(impl, self.chosen_impl(saved[self._chooses], impl))
         key = call_key((dfirst, *saved), (*options, *needs, impl))
-        known = self.gradients.find(key)
-        if known is None:
-            known = self._kept(self.gradients, Pass(self.name, options, impl, needs, True, key))
-        found = self.compute(dfirst, known, (dfirst, *saved))
+        known = None if key is None else self.gradients.get(key)
+        call = known or self._kept(self.gradients, Pass(self.name, options, impl, needs, True, key))
+        found = self.compute(dfirst, call, (dfirst, *saved))
         # operators return tensors only: an empty one stands for a gradient that nobody asked for
         return _bare([dfirst.new_empty(0) if gradient is None else gradient for gradient in found])
 
     def _fake_backward(self, dfirst: Tensor, *args: Any) -> Any:
-        saved, options, needs, _ = self._backward_arguments(args)
+        saved, options, needs, _ = self._split(self._saved, args)
         buffers = self._gradient_buffers(saved, options, needs)
         return _bare([dfirst.new_empty(0) if buffer is None else _empty(dfirst, *buffer) for buffer in buffers])
 
@@ -372,11 +356,11 @@ class Operator(Generic[TensorsT, OptionsT]):
         return [gradient if need else None for gradient, need in zip(found, needs, strict=True)]
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        tensors, ctx.options, ctx.training, ctx.impl = self._forward_arguments(inputs)
+        tensors, ctx.options, ctx.training, ctx.impl = self._split(self._tensors, inputs)
         results = _tuple(output)
         ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*self.keep(ctx.options, (*tensors, *results)))
+        ctx.save_for_backward(*self.taker(ctx.options)((*tensors, *results, None)))
 
     def _differentiate(self, ctx: Any, dfirst: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
@@ -405,13 +389,8 @@ def refuse_buffers(into: Collection[str], where: str) -> None:
 
 def setting_of(device: torch.device, aligned: bool = True) -> Setting:
     """Current setting for plans on this device."""
-    return Setting(
-        capability_of(device),
-        sm_count(device),
-        tf32_allowed(torch.float32),
-        aligned,
-        given_up_on(device),
-    )
+    tf32 = tf32_allowed(torch.float32)
+    return Setting(capability_of(device), sm_count(device), tf32, aligned, given_up_on(device))
 
 
 def _record(each: type[tuple[Any, ...]]) -> Any:
@@ -423,9 +402,9 @@ def _hashable(option: Any) -> Any:
 
 
 def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> Tensor:
-    return (
-        like.new_empty(shape, dtype=dtype) if strides is None else like.new_empty_strided(shape, strides, dtype=dtype)
-    )
+    if strides is None:
+        return like.new_empty(shape, dtype=dtype)
+    return like.new_empty_strided(shape, strides, dtype=dtype)
 
 
 def _tuple(results: Any) -> tuple[Any, ...]:

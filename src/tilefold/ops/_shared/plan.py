@@ -1,8 +1,4 @@
-"""Plans: what one pass of an operator allocates and launches, as data.
-
-A function of a room's ``plans.py`` makes a plan of shapes, strides, dtypes, options and a :class:`Setting`; it sees no
-values and no addresses, and its tensors may lie on the meta device. ``_triton/program.py`` runs it.
-"""
+"""Plans: what one pass of an operator allocates and launches, as data that holds no values and no addresses."""
 
 from __future__ import annotations
 
@@ -17,23 +13,14 @@ from tilefold.ops._shared.internals import Grid, Tma
 
 
 class Setting(NamedTuple):
-    """Facts behind plans besides the tensors' layouts and the options.
+    """Facts behind plans besides the tensors' layouts and the options."""
 
-    Attributes:
-        capability: compute capability of the GPU; ``(0, 0)`` where kernels are interpreted.
-        multiprocessors: of the GPU.
-        tf32: whether fp32 products may run in TF32.
-        aligned: whether all tensors that are given begin at multiples of 16 bytes, as TMA descriptors ask.
-        given_up: names of the kernels that cannot be built there; see :class:`Instead`.
-        added: of backward, names of the tensors whose gradient is added to a buffer, which is given as ``d<tensor>``.
-    """
-
-    capability: tuple[int, int]
+    capability: tuple[int, int]  # (0, 0) where kernels are interpreted
     multiprocessors: int
-    tf32: bool
-    aligned: bool
-    given_up: frozenset[str]
-    added: frozenset[str] = frozenset()
+    tf32: bool  # whether fp32 products may run in it
+    aligned: bool  # all tensors that are given begin at multiples of 16 bytes, as TMA descriptors ask
+    given_up: frozenset[str]  # names of the kernels that cannot be built there; see Instead
+    added: frozenset[str] = frozenset()  # tensors whose gradient is added to a buffer, which is given as d<tensor>
 
 
 class Buffer(NamedTuple):
@@ -61,37 +48,22 @@ class View(NamedTuple):
 
 
 class Instead(NamedTuple):
-    """A kernel that has another one behind it: where it cannot be built, the pass is planned again without it.
+    """A kernel that has another one behind it: where it cannot be built, the pass is planned again without it."""
 
-    Attributes:
-        kernel: what :attr:`Setting.given_up` then has, the operator and which of its kernels, as people call them.
-        sentence: what runs in its place, and what that costs.
-    """
-
-    kernel: str
-    sentence: str
+    kernel: str  # the operator and which of its kernels, as people call them; Setting.given_up then has it
+    sentence: str  # what runs in its place, and what that costs
 
 
 class Launch(NamedTuple):
-    """A kernel's launch.
-
-    Attributes:
-        kernel: a Triton kernel.
-        grid: its programs.
-        tensors: names of its first arguments.
-        numbers: the arguments after the tensors.
-        constants: ``constexpr`` parameters, warps and stages.
-        tma: by name, how a tensor is read through a TMA descriptor, which its first argument then is; others are plain.
-        instead: what stands behind the kernel, besides the tiled path.
-    """
+    """A kernel's launch: its arguments are tensors, by name, then numbers, then constants."""
 
     kernel: Any
     grid: Grid
     tensors: str
     numbers: tuple[int | float, ...]
-    constants: dict[str, Any]
-    tma: Mapping[str, Tma] = {}
-    instead: Instead | None = None
+    constants: dict[str, Any]  # ``constexpr`` parameters, warps and stages
+    tma: Mapping[str, Tma] = {}  # by name: its first argument is a TMA descriptor, others are plain
+    instead: Instead | None = None  # besides the tiled path
 
 
 class TorchStep(NamedTuple):
@@ -106,19 +78,12 @@ class TorchStep(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One pass, forward or backward.
-
-    Its names are those of the tensors that are given, of the results, of ``buffers``, and what torch steps make.
-
-    Attributes:
-        steps: in order.
-        buffers: scratch and views; ``None`` for what launches get ``None`` for, which may be a result that is not made.
-        fills: by result, the number that all its entries have before the steps; kernels write all others whole.
-    """
+    """One pass; its names are those of given tensors, of results, of ``buffers``, and what torch steps make."""
 
     steps: tuple[Launch | TorchStep, ...] = ()
+    # scratch and views; None for what launches get None for, which may be a result that is not made
     buffers: Mapping[str, Buffer | View | None] = {}
-    fills: Mapping[str, float] = {}
+    fills: Mapping[str, float] = {}  # the number that all entries of a result have before the steps
 
 
 def contiguous(**tensors: Tensor | None) -> tuple[TorchStep, ...]:

@@ -15,7 +15,6 @@ class Between(NamedTuple):
     most: Any = None
 
     def holds(self, value: Any) -> bool:
-        """Whether ``value`` lies there."""
         return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
 
 
@@ -25,8 +24,7 @@ class Row(NamedTuple):
     Attributes:
         where: by the name of a fact the value that it must have, a frozenset of such values, or :class:`Between`. The
             fact ``release`` is the release of Triton, ``(3, 6)``.
-        fields: what the row sets.
-        source: where the numbers come from: the device and release they were timed or compiled with, and what was seen.
+        source: the device and release that the fields were timed or compiled with, and what was seen.
     """
 
     where: Mapping[str, Any]
@@ -34,7 +32,6 @@ class Row(NamedTuple):
     source: str
 
     def holds(self, facts: Mapping[str, Any]) -> bool:
-        """Whether the row speaks of these facts."""
         return all(_meets(facts[name], condition) for name, condition in self.where.items())
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilefold.ops._shared._triton.offsets import int32_launch
 from tilefold.ops._shared._triton.tensors import cdiv
-from tilefold.ops._shared.call_cache import ALIGNMENT
+from tilefold.ops._shared.calls import ALIGNMENT
 from tilefold.ops._shared.internals import Grid, Tma
 from tilefold.ops._shared.plan import Buffer, Instead, Launch, Plan, Setting, TorchStep, View
 from tilefold.ops.maxsim._problem import Problem

@@ -1,9 +1,4 @@
-"""Launching kernels: Triton binds the arguments of a launch once for each kind of arguments, and not again.
-
-Binding some forty arguments takes Triton longer on the host than many of these kernels take on the device. A
-:class:`Step` goes further: what its plan fixes is bound once, and a launch then reads addresses only. Triton looks at
-``TRITON_DEBUG`` and instrumentation when a kernel is first launched.
-"""
+"""Launching kernels: Triton binds the arguments of a launch once for each kind of arguments, and not again."""
 
 from __future__ import annotations
 
@@ -19,12 +14,12 @@ from torch import Tensor
 from triton import JITFunction
 from triton.errors import TritonError
 
-from tilefold.ops._shared._triton.context import enter_context
+from tilefold.ops._shared._triton.cuda_driver import enter_context
 from tilefold.ops._shared._triton.releases import BUILD_OPTIONS, interpreted_rows_count_elements
 from tilefold.ops._shared._triton.tensors import Piece
 from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops._shared.internals import Bound, Grid, Launch, LaunchAt, Tma, bind, specialized
+from tilefold.ops._shared.internals import Grid, LaunchAt, Tma, bind, specialized
 
 MAX_LAUNCHERS = 1024  # constants may be as many as shapes are
 DESCRIPTOR_ALIGNMENT = 16  # bytes, of a descriptor's base and rows
@@ -32,10 +27,10 @@ _COUNT_ELEMENTS = triton_interpreted() and interpreted_rows_count_elements()
 
 
 class Launcher:
-    """A kernel with its constants: every ``constexpr`` parameter, which come last, and its number of warps and stages.
+    """``launcher(grid, arguments)``: ``kernel[grid](*arguments, **constants)`` on the current device and stream.
 
-    ``launcher(grid, arguments)`` is ``kernel[grid](*arguments, **constants)`` on the current device and stream;
-    ``arguments`` are tensors, descriptors, numbers and ``None``.
+    Constants are every ``constexpr`` parameter, which come last, warps and stages; arguments tensors, descriptors,
+    numbers and ``None``. Triton looks at ``TRITON_DEBUG`` and instrumentation when a kernel is first launched.
     """
 
     def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
@@ -65,11 +60,7 @@ class Launcher:
         self._build(kind, grid, arguments, not graph_owns_memory())
 
     def build(self, grid: Grid, arguments: tuple[Any, ...]) -> None:
-        """Compile for arguments like these, on any thread, and launch nothing; Triton keeps the result on the disk.
-
-        Raises:
-            KernelUnavailableError: it cannot be built.
-        """
+        """Compile for arguments like these, on any thread, and launch nothing; Triton keeps the result on the disk."""
         kind = self._kind(arguments)
         if kind not in self._compiled:
             self._build(kind, grid, arguments, None)
@@ -126,10 +117,7 @@ _LISTED: list[Listed] = []
 
 @contextmanager
 def listed() -> Iterator[Listed]:
-    """Launches of all threads are listed, one of each kind, and not run: what they would write keeps what it held.
-
-    For calls whose results nobody reads. Launches that were bound before run as ever.
-    """
+    """List the launches of all threads, one of each kind, and run none but those that were bound before."""
     found: Listed = {}
     _LISTED.append(found)
     try:
@@ -179,18 +167,14 @@ def what_failed(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[-1][:300] if lines else 'no message'}".rstrip(".")
 
 
-_LAUNCHERS: dict[tuple[Any, ...], Launcher] = {}
+@functools.lru_cache(MAX_LAUNCHERS)
+def _launcher(kernel: Any, *constants: tuple[str, Any]) -> Launcher:
+    return Launcher(kernel, dict(constants))
 
 
 def launcher(kernel: Any, constants: dict[str, Any]) -> Launcher:
     """The launcher of ``kernel`` with ``constants``, made once."""
-    key = (kernel, *constants.items())
-    found = _LAUNCHERS.get(key)
-    if found is None:
-        if len(_LAUNCHERS) >= MAX_LAUNCHERS:
-            _LAUNCHERS.clear()  # Triton has what it compiled
-        found = _LAUNCHERS[key] = Launcher(kernel, constants)
-    return found
+    return _launcher(kernel, *constants.items())
 
 
 def launch(kernel: Any, grid: Grid, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
@@ -202,22 +186,14 @@ class Step:
     """A launch but for its tensors, which come first among a kernel's arguments; then numbers, then constants.
 
     ``step(same, *tensors)`` launches on the current device and stream; ``same`` says that all begin at multiples of 16
-    bytes, for which kernels are compiled, and that nobody listens to launches. A step belongs to a plan whose key fixes
-    shapes, dtypes and device.
+    bytes, for which kernels are compiled, and that nobody listens to launches. What is repeated is bound: ``bound_at``
+    launches at addresses, where the CUDA driver can. Shapes that never come back need not pay for that.
 
     Args:
-        kernel: a Triton kernel.
-        grid: its programs.
-        numbers: the arguments after the tensors.
-        constants: ``constexpr`` parameters, warps and stages.
         tma: by argument, how a tensor is described; those after the last one are plain pointers.
-
-    Attributes:
-        bound: what launches with tensors for which ``same`` holds, once that is known.
-        bound_at: the same with their addresses, where the CUDA driver can launch it.
     """
 
-    __slots__ = ("_constants", "_grid", "_kernel", "_launcher", "_numbers", "_ran", "_tma", "bound", "bound_at")
+    __slots__ = ("_grid", "_launcher", "_numbers", "_runs", "_tma", "bound_at")
 
     def __init__(
         self,
@@ -227,24 +203,24 @@ class Step:
         constants: dict[str, Any],
         tma: tuple[Tma | None, ...] = (),
     ) -> None:
-        self._kernel, self._constants, self._launcher = kernel, constants, launcher(kernel, constants)
-        self._grid, self._numbers, self._tma = grid, numbers, tma
-        self.bound: Launch | None = None
+        self._launcher, self._grid, self._numbers, self._tma = launcher(kernel, constants), grid, numbers, tma
         self.bound_at: LaunchAt | None = None
-        self._ran = False
+        self._runs = 0
 
     def __call__(self, same: bool, *tensors: Tensor | Piece | None) -> None:
-        bound = self.bound
-        if same and bound is not None:
-            bound(tensors)
+        if same and self.bound_at is not None:
+            self.bound_at(tuple([None if x is None else x.data_ptr() for x in tensors]))
             return
         arguments = (*self._described(tensors), *self._numbers)
         self._launcher(self._grid, arguments)
-        if same and self._ran:  # shapes that never come back need not pay for what is not repeated
-            self.bound, self.bound_at = self._bind(arguments) or (None, None)
-        self._ran = True
+        if same:
+            self._runs += 1
+            found = self._launcher.compiled(arguments) if self._runs == 2 else None
+            if found is not None:
+                tail = (*self._numbers, *found[1])
+                self.bound_at = bind(found[0], self._grid, arguments, tail, self._tma)
 
-    def _described(self, given: Sequence[object]) -> Sequence[object]:
+    def _described(self, given: Sequence[Tensor | Piece | None]) -> Sequence[object]:
         """Tensors for Triton; a bound launch reads addresses, of which bool's are those of bytes."""
         tensors = [tensor.tensor() if isinstance(tensor, Piece) else tensor for tensor in given]
         return [
@@ -252,10 +228,3 @@ class Step:
             else tensor if tma is None or tensor is None else tma.of(tensor)
             for tensor, tma in zip_longest(tensors, self._tma[: len(tensors)])
         ]  # fmt: skip
-
-    def _bind(self, arguments: tuple[Any, ...]) -> Bound | None:
-        if not isinstance(self._kernel, JITFunction):  # interpreted
-            run = functools.partial(self._kernel[self._grid], **self._constants)
-            return Bound(lambda tensors: run(*self._described(tensors), *self._numbers), None)
-        found = self._launcher.compiled(arguments)
-        return None if found is None else bind(found[0], self._grid, arguments, (*self._numbers, *found[1]), self._tma)

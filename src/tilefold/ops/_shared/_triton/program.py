@@ -12,48 +12,34 @@ from torch import Tensor
 from tilefold.ops._shared._triton.launch import Step
 from tilefold.ops._shared._triton.tensors import Piece, Pieces, without_memory
 from tilefold.ops._shared.internals import LaunchAt, hooked
-from tilefold.ops._shared.plan import Buffer, Instead, Launch, Plan, Setting, TorchStep, View, taker
+from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, TorchStep, View, taker
 
 Take = Callable[[Any], tuple[Any, ...]]
 MAX_TOGETHER = 1 << 20  # bytes of scratch that are held for a step longer than it is read: each block costs the host
 
 
 class _Launched(NamedTuple):
-    """A launch, and what takes its tensors, or their addresses, from those of a call."""
-
     step: Step
-    take: Take
+    take: Take  # its tensors from those of a call
     take_addresses: Take
 
 
 class _Computed(NamedTuple):
-    """A torch step, what takes its tensors from those of a call, and the place of its result."""
-
     function: Callable[..., Tensor]
     take: Take
-    place: int
+    place: int  # of its result
 
 
 class _Stretch(NamedTuple):
-    """Steps that follow one another, and the memory that none before them names.
+    """Steps that follow one another, and the memory that none before them names; places are among a call's tensors."""
 
-    Attributes:
-        results: that are allocated first: what says so of each.
-        fills: places among these of the ones that a number fills, and the number.
-        scratch: that is allocated next,
-        allocates: if there is any.
-        views: the place of each view of a result, that of the result, and the dtype.
-        steps: in order.
-        ends: places of what no later step reads.
-    """
-
-    results: list[Tensor]
-    fills: list[tuple[int, float]]
-    scratch: Pieces
-    allocates: bool
-    views: list[tuple[int, int, torch.dtype]]
+    results: list[Tensor]  # allocated first: what says so of each
+    fills: list[tuple[int, float]]  # places among these of the ones that a number fills
+    scratch: Pieces  # allocated next
+    allocates: bool  # any scratch
+    views: list[tuple[int, int, torch.dtype]]  # the place of each view of a result, and that of the result
     steps: list[_Launched | _Computed]
-    ends: list[int]
+    ends: list[int]  # places of what no later step reads
 
 
 class Program:
@@ -63,14 +49,11 @@ class Program:
     torch makes of given tensors, as copies, may come before the first launch.
 
     Args:
-        plan: of the pass.
         given: names of the tensors of a call, in their order.
         results: by name; ``None`` for one that is not wanted.
-        device: of all tensors.
-        setting: that the plan was made for.
     """
 
-    __slots__ = ("_aligned", "_bound", "_instead", "_made", "_others", "_ready", "_results", "_stretches")
+    __slots__ = ("_aligned", "_made", "_others", "_ready", "_results", "_stretches", "bound", "instead")
 
     def __init__(
         self,
@@ -105,7 +88,7 @@ class Program:
         ends = _ends(plan, reads, {*scratch, *by_torch} - results.keys())
         self._stretches = [
             _Stretch(
-                [_like(made[name], device) for name in cut.results],
+                [without_memory(device, *made[name]) for name in cut.results],
                 [(place, plan.fills[name]) for place, name in enumerate(cut.results) if name in plan.fills],
                 Pieces(device, *[tuple(plan.buffers[name] or ()) for name in cut.scratch]),
                 bool(cut.scratch),
@@ -121,25 +104,24 @@ class Program:
         order_of = [allocated.index(name) if name in made else len(allocated) for name in results]  # or None behind
         self._made = None if order_of == [*range(len(allocated))] else taker(order_of)
         self._ready = [step for step in steps[:copies] if isinstance(step, _Computed)]
-        self._instead = {
+        self.instead = {  # of kernels of the plan that were not given up before it was made
             each.kernel.__name__: each.instead
             for each in plan.steps
             if isinstance(each, Launch) and each.instead is not None and each.instead.kernel not in setting.given_up
         }
         self._aligned = setting.aligned
-        self._bound: list[tuple[_Stretch, list[tuple[LaunchAt, Take]]]] = []
+        self.bound: list[tuple[_Stretch, list[tuple[LaunchAt, Take]]]] = []  # which builds no kernel any more
 
     def __call__(self, *given: Tensor | None) -> Sequence[Tensor | None]:
-        """Results in their order, ``None`` for those that are not wanted."""
         same = self._aligned and not hooked()
-        if not same or not self._bound:
+        if not same or not self.bound:
             return self._run(same, given)
         tensors: list[Any] = [*given, *self._others]
         for step in self._ready:
             tensors[step.place] = step.function(*step.take(tensors))
         addresses: list[Any] = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         results: list[Tensor] = []
-        for stretch, launches in self._bound:
+        for stretch, launches in self.bound:
             made = list(map(torch.empty_like, stretch.results))
             for place, value in stretch.fills:
                 made[place].fill_(value)
@@ -150,10 +132,6 @@ class Program:
                 launch(take(addresses))
             held = None  # noqa: F841 (only now may its memory be given to the next)
         return results if self._made is None else self._made((*results, None))
-
-    def instead_of(self, kernel: str) -> Instead | None:
-        """Fallback of a kernel of the plan, unless it was given up before the plan was made."""
-        return self._instead.get(kernel)
 
     def _run(self, same: bool, given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         tensors: list[Any] = [*given, *self._others]
@@ -185,11 +163,11 @@ class Program:
             bound = [(step.step.bound_at, step.take_addresses) for step in launched if step.step.bound_at is not None]
             found.append((stretch, bound))
         if sum(len(bound) for _, bound in found) + len(self._ready) == sum(len(each.steps) for each in self._stretches):
-            self._bound = found
+            self.bound = found
 
 
 class _Cut(NamedTuple):
-    """A stretch: its steps, and the names of the memory that is allocated for it."""
+    """Steps of a stretch, and the names of the memory that is allocated for it."""
 
     first: int
     end: int
@@ -251,10 +229,6 @@ def _ends(plan: Plan, reads: list[list[str]], names: set[str]) -> list[list[str]
                 ends[place].append(name)
             read_later[name] = name in reads[place]
     return ends
-
-
-def _like(buffer: Buffer, device: torch.device) -> Tensor:
-    return without_memory(buffer.shape, buffer.dtype, device, buffer.strides)
 
 
 def _step(launch: Launch) -> Step:

@@ -43,7 +43,7 @@ def one_byte(mask: Tensor) -> Tensor:
 
 
 def without_memory(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, strides: tuple[int, ...] | None = None
+    device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None
 ) -> Tensor:
     """A tensor that says what to allocate, and holds nothing."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
@@ -53,11 +53,15 @@ def without_memory(
     return tensor
 
 
-class Piece:
-    """A part of a buffer that stands for a tensor in launches, which read its address: a view takes torch longer.
+class _Part(NamedTuple):
+    first: int  # byte
+    size: int  # bytes
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
-    ``data_ptr()`` is where it begins.
-    """
+
+class Piece:
+    """A part of a buffer that stands for a tensor in launches, which read its address: a view takes torch longer."""
 
     __slots__ = ("_buffer", "_part", "data_ptr")
 
@@ -66,27 +70,12 @@ class Piece:
         self.data_ptr: Callable[[], int] = address.__index__  # several launches ask, and a method would take longer
 
     def tensor(self) -> Tensor:
-        """The part itself."""
         first, size, shape, dtype = self._part
         return self._buffer[first : first + size].view(dtype).view(shape)
 
-    def view(self, *shape: int) -> Tensor:
-        """The part in another shape."""
-        return self.tensor().view(shape)
-
-
-class _Part(NamedTuple):
-    first: int  # byte
-    size: int  # bytes
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
 
 class Pieces:
-    """Scratch of several shapes and dtypes, ``size`` bytes that are allocated at once: ``first, second = pieces()``.
-
-    Nothing that a call returns may lie in it: it would keep the rest.
-    """
+    """Scratch of several shapes and dtypes that is allocated at once, as no result may be: it would keep the rest."""
 
     __slots__ = ("_firsts", "_like", "_nothing", "_parts", "size")
 
@@ -96,7 +85,7 @@ class Pieces:
         for shape, dtype, *_ in parts:
             self._parts.append(_Part(total, math.prod(shape) * dtype.itemsize, shape, dtype))
             total += cdiv(self._parts[-1].size, PIECE_ALIGNMENT) * PIECE_ALIGNMENT
-        self._like, self.size = without_memory((total,), torch.uint8, device), total
+        self._like, self.size = without_memory(device, (total,), torch.uint8), total
         self._nothing = None if total else [Piece(self._like, 0, part) for part in self._parts]
         self._firsts = [part.first for part in self._parts]
 
@@ -108,7 +97,7 @@ class Pieces:
         return [Piece(buffer, address + part[0], part) for part in self._parts]
 
     def extend(self, addresses: list[int | None]) -> Tensor:
-        """The buffer; those of its pieces are put behind ``addresses``, for launches that take nothing else."""
+        """Put the addresses of the pieces behind others, and return the buffer."""
         if self._nothing is not None:
             addresses += [0] * len(self._parts)
             return self._like

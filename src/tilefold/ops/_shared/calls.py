@@ -1,0 +1,120 @@
+"""Calls that are alike: their key, of layouts and options and no value, and their passes, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tilefold.ops._shared import fallback
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops._shared.internals import apply_of, is_eager, matmul_precision
+from tilefold.ops._shared.library import PLAIN, run
+
+if TYPE_CHECKING:
+    from tilefold.ops._shared._triton.program import Program
+
+ALIGNMENT = 16  # bytes
+
+Key = tuple[Any, ...]  # of which the first says whether all tensors are aligned, as TMA descriptors ask
+
+
+def call_key(tensors: Sequence[object], options: tuple[object, ...]) -> Key | None:
+    """Cache key of a call, or ``None`` for one that must be checked and dispatched in full.
+
+    That is a call off the GPU (where the interpreter does not stand in for it), under a compiler, a dispatch mode, a
+    transform or forward-mode differentiation, or with a tensor subclass.
+
+    Args:
+        tensors: the arguments that are tensors if they are given, the first of which chooses the device.
+        options: the others. Their types are part of the key: ``True`` equals 1, but is not taken for a number.
+    """
+    first: Any = tensors[0]
+    if torch.compiler.is_dynamo_compiling() or type(first) not in PLAIN:
+        return None
+    if not (first.is_cuda or (first.is_cpu and triton_interpreted())) or not is_eager():
+        return None
+    facts: list[object] = []
+    together = 0
+    try:
+        for tensor in tensors:
+            if tensor is None:
+                facts.append(None)
+            elif type(tensor) in PLAIN:
+                facts += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)  # type: ignore[attr-defined]
+                together |= tensor.data_ptr()  # type: ignore[attr-defined]
+            else:
+                return None
+    except RuntimeError:  # sparse and nested tensors have no strides: the checks report them
+        return None
+    kind = "cuda" if first.is_cuda else "cpu"  # device.type makes a string, which takes as long as the rest
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    # whatever the first tensor's dtype: a gradient in 16 bits may be of products in fp32
+    settings = autocast, matmul_precision() == "tf32", *fallback.GIVEN_UP
+    return together % ALIGNMENT == 0, *facts, settings, *options, *map(type, options)
+
+
+def gradient_key(call: Hashable, needs: tuple[object, ...], grad: Tensor, saved: Sequence[Tensor | None]) -> Key | None:
+    """Cache key of the gradients of an eager ``call``, which is equal to itself only and has its options.
+
+    Hooks for saved tensors may bring them back elsewhere, and laid out in another way, but not in another shape, and
+    autograd gives ``grad`` the shape and dtype of the result.
+    """
+    if type(grad) not in PLAIN:
+        return None
+    facts: list[object] = [call, needs, matmul_precision() == "tf32", grad.stride()]
+    together = grad.data_ptr()
+    for tensor in saved:
+        if tensor is None:
+            continue
+        if type(tensor) not in PLAIN:
+            return None
+        facts += (tensor.stride(), tensor.dtype)
+        together |= tensor.data_ptr()
+    return together % ALIGNMENT == 0, *facts
+
+
+@dataclass(eq=False, slots=True)
+class Pass:
+    """Forward, or the gradients, of calls that are alike. Equal to itself only, so that it may be part of a key."""
+
+    name: str  # of the operator, or of a variant of it
+    options: Any
+    impl: str  # "auto" for kernels with the tiled path behind them
+    wanted: Any  # whether a gradient may be asked for; of gradients, which are
+    backward: bool
+    key: Key | None  # of the calls; None where nothing is remembered
+    ready: Callable[[Any], Any] | None = None
+    into: tuple[str, ...] = ()  # tensors whose gradients are added to buffers that are given
+    program: Program | None = None  # of the kernels, once they ran
+
+
+class _Eager(torch.autograd.Function):
+    """The operator and its gradient without the dispatcher, for plain tensors; see :func:`is_plain`.
+
+    ``torch.autograd`` looks at every argument and every output on its own: few are fast. So ``request`` holds all but
+    the tensors that may have a gradient, and takes the results but the first.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, request: list[Any], *leaves: Tensor) -> Tensor:
+        operator, call, tensors, into = request
+        results = run(operator.compute, tensors[0], call, tensors)
+        request[:] = results[1:]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*operator.taker(call.options)((*tensors, *results, None)))
+        ctx.operator, ctx.call, ctx.into = operator, call, into
+        return results[0]  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dfirst: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[1:]
+        if dfirst is None:
+            return None, *[None] * len(needs)
+        return None, *ctx.operator.backward(ctx.call, needs, dfirst, ctx.saved_tensors, ctx.into)
+
+
+APPLY = apply_of(_Eager)  # calls under transforms take the registered operator
