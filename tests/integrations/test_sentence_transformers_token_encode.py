@@ -13,7 +13,7 @@ import torch
 
 from tests.recipes.small import small_masked_lm
 from tilefold.integrations.sentence_transformers import accelerate
-from tilefold.integrations.sentence_transformers._token_stream import VectorStream
+from tilefold.integrations.sentence_transformers.stream import VectorStream
 from tilefold.recipes.colbert import ColbertRecipe, load_base_model
 
 TEXTS = [f"text {i}: " + "cats sleep, dogs run. " * (i % 9) for i in range(40)] + ["", "!"]

@@ -171,7 +171,7 @@ def test_recorded_sparsity_is_that_of_the_weights_without_padding(name: str, mon
     for parameter in made.parameters():
         parameter.data.mul_(4)  # scores that leave some weights at zero
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    from tilefold.integrations.transformers import _attention
+    from tilefold.integrations.transformers import attention
 
     def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
         # the same question, answered by dense probabilities
@@ -188,7 +188,7 @@ def test_recorded_sparsity_is_that_of_the_weights_without_padding(name: str, mon
         seen.append((p > 0, pairs))
         return entmax_attention(q, k, v, **options)
 
-    monkeypatch.setattr(_attention, "entmax_attention", watched)
+    monkeypatch.setattr(attention, "entmax_attention", watched)
     with record_sparsity(made) as record:
         output(made, tokens, mask)
         output(made, tokens, mask)

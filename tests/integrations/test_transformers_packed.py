@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from tests import programs
 from tests.integrations.splade_models import tiny_network
-from tilefold.integrations.transformers._packable import stop_packed, use_packed
+from tilefold.integrations.transformers.packed import stop_packed, use_packed
 from tilefold.integrations.transformers.packed import PACKED, packed_hidden_states, position_ids_of
 
 KINDS = ["bert", "roberta", "xlm-roberta", "distilbert", "modernbert", "albert"]
@@ -155,7 +155,7 @@ def test_entmax_attention_takes_packed_tokens_itself() -> None:
 
 def test_nothing_is_registered_by_an_import() -> None:
     code = (
-        "import tilefold.integrations.transformers, tilefold.integrations.transformers._packable\n"
+        "import tilefold.integrations.transformers\n"
         "from transformers import AttentionInterface\n"
         "assert 'tilefold_packed' not in AttentionInterface._global_mapping"
     )

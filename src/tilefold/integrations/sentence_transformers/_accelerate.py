@@ -10,8 +10,12 @@ from torch import nn
 
 from tilefold._typing import Model
 from tilefold.integrations._patches import Handle
-from tilefold.integrations.sentence_transformers._batch_encoder import SparseBatchEncoder, TokenBatchEncoder
-from tilefold.integrations.sentence_transformers._fused_encode import FusedEncode, FusedTokenEncode
+from tilefold.integrations.sentence_transformers._encoders import (
+    FusedEncode,
+    FusedTokenEncode,
+    SparseBatchEncoder,
+    TokenBatchEncoder,
+)
 from tilefold.integrations.sentence_transformers._heads import check_head
 from tilefold.integrations.sentence_transformers._packing import has_packed_inputs, pack_inputs, unpack_inputs
 from tilefold.integrations.sentence_transformers._pairs import find_pairs
@@ -24,8 +28,8 @@ from tilefold.integrations.sentence_transformers._pooling import (
 )
 from tilefold.integrations.sentence_transformers._selfcheck import check_pair
 from tilefold.integrations.sentence_transformers._similarity import (
+    FusedSimilarity,
     fuse_similarity,
-    has_fused_similarity,
     is_multi_vector,
     unfuse_similarity,
 )
@@ -195,7 +199,7 @@ def restore(model: Model) -> None:
 def is_accelerated(model: Model) -> bool:
     """Whether ``model`` has a fused head or fused similarities."""
     return isinstance(model, nn.Module) and (
-        has_fused_similarity(model)
+        isinstance(vars(model).get("similarity"), FusedSimilarity)
         or any(isinstance(vars(module).get("forward"), _FUSED) for module in model.modules())
     )
 

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilefold._csr import csr_tensor
 from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers._heads import base_linear
 from tilefold.integrations.sentence_transformers._packed_inputs import packed_inputs
 from tilefold.integrations.sentence_transformers._pooling import sparse_scores
-from tilefold.modules.fused_pooling import SparseOptions
+from tilefold.modules.fused_pooling import Features, SparseOptions
 from tilefold.ops.cpu_linear import fast_linear
+from tilefold.ops.lsr_head.rows import CapacityRows
+from tilefold.pipeline.rows import Batch, PendingRows, stacked
 
 
 def sparse_options(model: Model, top_k: int | None, min_weight: float) -> SparseOptions:
     """Options of a row: by default the model's ``max_active_dims`` entries are kept."""
     return SparseOptions(model.max_active_dims if top_k is None else top_k, min_weight)
-
-
-@contextmanager
-def evaluating(model: Model) -> Iterator[None]:
-    """The model in eval mode, and as it was at the end."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 def prompt_of(model: Model, task: str | None, prompt_name: str | None = None) -> str | None:
@@ -54,29 +45,49 @@ def fused_vocab_size(model: Model) -> int | None:
 
 def encode_batch(
     model: Model, texts: Sequence[str], task: str | None, prompt: str | None, options: SparseOptions
-) -> Tensor:
-    """Texts to CSR rows on the CPU, in one forward pass."""
+) -> Batch:
+    """Texts to sparse rows on the CPU, in one forward pass."""
     task_kwargs = {} if task is None else {"task": task}
     with packed_inputs():
         features = model.preprocess(list(texts), prompt=prompt, **task_kwargs)
-    with torch.inference_mode(), sparse_scores(options):
+    return Batch(0, range(len(texts)), pending_rows(model, features, task_kwargs, options).get())
+
+
+def pending_rows(
+    model: Model, features: Features, task_kwargs: dict[str, str], options: SparseOptions, capacity: int | None = None
+) -> PendingRows:
+    """Sparse rows of features, on their way to the host; with a `capacity` in rows of this size where they can be."""
+    with torch.inference_mode(), sparse_scores(options, capacity):
         rows = encode_features(model, features, task_kwargs)["sentence_embedding"]
-        return (rows if rows.layout == torch.sparse_csr else prune(rows.to_dense(), options)).cpu()
+        if isinstance(rows, CapacityRows):
+            return PendingRows((*rows,), capacity or 0)
+        return PendingRows(rows if rows.layout == torch.sparse_csr else _pruned(rows.to_dense(), options))
 
 
-def encode_features(model: Model, features: dict[str, Any], task_kwargs: dict[str, str]) -> dict[str, Any]:
+def encode_features(model: Model, features: Features, task_kwargs: dict[str, str]) -> Features:
     """Run the model on features, moved to its device; a batch without any token gets a place of padding."""
     ids = features.get("input_ids")
     if isinstance(ids, Tensor) and "attention_mask" in features and ids.dim() == 2 and not ids.size(1):
         place = torch.zeros(ids.size(0), 1, dtype=torch.int64)
         features = features | {key: place for key, value in features.items() if isinstance(value, Tensor)}
-    features = {key: value.to(model.device) if isinstance(value, Tensor) else value for key, value in features.items()}
     with fast_linear(model, torch.device(model.device)):
-        found: dict[str, Any] = model(features, **task_kwargs)
+        found: Features = model(on_device(features, model.device), **task_kwargs)
     return found
 
 
-def prune(rows: Tensor, options: SparseOptions) -> Tensor:
+def on_device(features: Mapping[str, Any], device: torch.device | str) -> Features:
+    """Features whose tensors are there."""
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in features.items()}
+
+
+def as_csr(batches: Sequence[Batch], count: int, vocab_size: int) -> Tensor:
+    """``[count, V]`` CSR of sparse rows in the order of the texts; `vocab_size` is that of no batch at all."""
+    vocab_size = batches[0].rows.vocab_size if batches else vocab_size
+    offsets, columns, values = stacked(batches, count)
+    return csr_tensor(offsets, columns.long(), values, (count, vocab_size))
+
+
+def _pruned(rows: Tensor, options: SparseOptions) -> Tensor:
     """Dense ``[B, V]`` to CSR, under the same options."""
     kept = rows.where(rows > options.min_weight, 0)
     if options.top_k is not None and options.top_k < rows.size(1):

@@ -7,20 +7,19 @@ from contextlib import nullcontext
 
 from torch import Tensor
 
-from tilefold._csr import csr_tensor
 from tilefold._typing import Model
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.integrations.sentence_transformers._accelerate import accelerate, is_accelerated
 from tilefold.integrations.sentence_transformers._batch import (
+    as_csr,
     encode_batch,
-    evaluating,
     fused_vocab_size,
     prompt_of,
     sparse_options,
 )
-from tilefold.integrations.sentence_transformers._many import encode_many
-from tilefold.modules.fused_pooling import SparseOptions
-from tilefold.pipeline.rows import Batch, SparseRows, stacked
+from tilefold.integrations.sentence_transformers._encoders import batches_of
+from tilefold.integrations.sentence_transformers.stream import SparseStream
+from tilefold.integrations.transformers.packed import in_eval_mode
 
 FEW = 32  # texts that are encoded in one batch, without threads
 
@@ -71,30 +70,20 @@ def encode_sparse(
     with nullcontext() if is_accelerated(model) else accelerate(model):
         options = sparse_options(model, top_k, min_weight)
         prompt = prompt_of(model, task, prompt_name) if prompt is None else prompt
-        with evaluating(model):
+        with in_eval_mode(model):
             if len(texts) > FEW or batch_tokens is not None:
                 limits = {"batch_size": batch_size, "batch_tokens": batch_tokens}
-                rows = encode_many(model, texts, task, prompt, options, limits, _vocab_size(model))
+                stream = SparseStream(model, options, task=task, prompt=prompt, **limits)
+                batches = list(batches_of(stream, texts, lambda done: None))
             else:
-                rows = _encode_few(model, texts, task, prompt, options, batch_size or FEW)
+                order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+                size = batch_size or FEW
+                cuts = [order[start : start + size] for start in range(0, len(order), size)]
+                batches = [
+                    encode_batch(model, [texts[i] for i in cut], task, prompt, options)._replace(places=cut)
+                    for cut in cuts
+                ]
+            vocab_size = 0 if batches else fused_vocab_size(model) or int(model.get_embedding_dimension())
+            rows = as_csr(batches, len(texts), vocab_size)
     rows.vocabulary_fingerprint = vocabulary_fingerprint(model.tokenizer)  # type: ignore[attr-defined]
     return rows
-
-
-def _encode_few(
-    model: Model, texts: Sequence[str], task: str | None, prompt: str | None, options: SparseOptions, batch_size: int
-) -> Tensor:
-    order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
-    cuts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    found = [encode_batch(model, [texts[i] for i in cut], task, prompt, options) for cut in cuts]
-    vocab = found[0].size(1) if found else _vocab_size(model)
-    batches = [
-        Batch(0, cut, SparseRows(rows.crow_indices().diff(), rows.col_indices(), rows.values(), vocab))
-        for cut, rows in zip(cuts, found, strict=True)
-    ]
-    return csr_tensor(*stacked(batches, len(texts)), (len(texts), vocab))
-
-
-def _vocab_size(model: Model) -> int:
-    known = fused_vocab_size(model)
-    return int(model.get_embedding_dimension()) if known is None else known

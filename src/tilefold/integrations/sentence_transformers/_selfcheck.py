@@ -10,9 +10,11 @@ import torch
 from sentence_transformers.base.modules import Transformer
 from torch import Tensor
 
+from tilefold.integrations.sentence_transformers._batch import on_device
 from tilefold.integrations.sentence_transformers._heads import base_linear, head_operands
 from tilefold.integrations.sentence_transformers._pairs import SpladePair
 from tilefold.integrations.sentence_transformers._pooling import FusedForward, pass_hidden_states
+from tilefold.integrations.transformers.packed import in_eval_mode
 from tilefold.modules.fused_pooling import Features
 
 TEXTS = ["one", "a second text, with a few more tokens than the first"]
@@ -133,21 +135,16 @@ def tiny_batch(transformer: Any) -> Features:
         Transformer.preprocess(transformer, TEXTS)  # which leaves its own limit in the tokenizer, and in its files
     else:
         features = transformer.preprocess(TEXTS)
-    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in features.items()}
+    return on_device(features, device)
 
 
 @contextmanager
 def as_evaluated(modules: Sequence[Any]) -> Iterator[None]:
     """Modules in eval mode, and without a graph; afterwards each has its former mode and dimension."""
-    modes = {module: module.training for root in modules for module in root.modules()}
     dimensions = [(module, module.embedding_dimension) for module in modules if "embedding_dimension" in vars(module)]
-    for module in modules:
-        module.eval()
     try:
-        with torch.no_grad():
+        with in_eval_mode(*modules), torch.no_grad():
             yield
     finally:
-        for module, training in modes.items():
-            module.training = training
         for module, dimension in dimensions:
             module.embedding_dimension = dimension

@@ -30,20 +30,9 @@ class Part(NamedTuple):
 
 
 class Side:
-    """All queries or all documents of a call.
+    """All queries or documents: ``[n, L, D]``, ``[L, D]`` or a list of ``[L_i, D]``; a floating mask may weigh them."""
 
-    Args:
-        name: for error texts, ``"queries_embeddings"``.
-        embeddings: ``[n, L, D]``, one ``[L, D]``, or a list of ``[L_i, D]``; tensors or arrays.
-        mask: ``[n, L]`` (or ``[1, L]``, ``[L]``), or a list of ``[L_i]``; nonzero = keep. Without one, rows of zeros of
-            a padded tensor are padding, and every row of a list is a token.
-        weighted: whether a floating-point mask multiplies the similarities, as for queries of sentence-transformers.
-
-    Raises:
-        ValueError: for shapes that do not fit.
-    """
-
-    def __init__(self, name: str, embeddings: Any, mask: Any, weighted: bool) -> None:
+    def __init__(self, name: str, embeddings: Any, mask: Any, weighted: bool = False) -> None:
         self.rows: Tensor | list[Tensor]
         if isinstance(embeddings, (list, tuple)):
             self.rows = [token_vectors(name, item) for item in embeddings]
@@ -54,16 +43,17 @@ class Side:
             longest = self.rows.size(1)
             first = embeddings
         self.device = first.device if isinstance(first, Tensor) else None  # arrays go to the device of the other side
-        self.mask = (
-            None if mask is None else _mask(f"{name.removesuffix('_embeddings')}_mask", mask, self.count, longest)
-        )
+        self.count = len(self.rows)
+        name = f"{name.removesuffix('_embeddings')}_mask"
+        self.mask = None if mask is None else _mask(name, mask, self.count, longest)
         if weighted and self.mask is not None and self.mask.is_floating_point():
-            self._weigh(self.mask)
-
-    @property
-    def count(self) -> int:
-        """Number of sequences."""
-        return len(self.rows) if isinstance(self.rows, list) else self.rows.size(0)
+            weights = self.mask
+            if isinstance(self.rows, Tensor):
+                self.rows = self.rows * weights.to(self.rows)[..., None]
+            else:
+                self.rows = [
+                    row * weight[: len(row), None].to(row) for row, weight in zip(self.rows, weights, strict=True)
+                ]
 
     def parts(self, device: torch.device, budget: int) -> list[slice]:
         """The whole side if it is padded and on ``device``, else parts of up to ``budget`` numbers."""
@@ -93,12 +83,6 @@ class Side:
             return Part(chosen, chosen.any(dim=-1), None)
         return Part(chosen, self.mask[where, : chosen.size(1)].to(device) != 0, None)
 
-    def _weigh(self, weights: Tensor) -> None:
-        if isinstance(self.rows, Tensor):
-            self.rows = self.rows * weights.to(self.rows)[..., None]
-        else:
-            self.rows = [row * weight[: len(row), None].to(row) for row, weight in zip(self.rows, weights, strict=True)]
-
 
 def scores_of_sides(
     queries: Side,
@@ -109,11 +93,7 @@ def scores_of_sides(
     chunk_elements: int | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """fp32 scores ``[Nq, Nd]`` (``pairing="all"``) or ``[N]`` (``"aligned"``) on the device of the documents.
-
-    Raises:
-        ValueError: for aligned sides of different numbers.
-    """
+    """fp32 scores ``[Nq, Nd]`` (``pairing="all"``) or ``[N]`` (``"aligned"``) on the device of the documents."""
     home = documents.device or queries.device or torch.device("cpu")
     place = home if device is None else torch.device(device)
     budget = CHUNK_ELEMENTS if chunk_elements is None else chunk_elements
@@ -123,20 +103,17 @@ def scores_of_sides(
         )
     if queries.count == 0 or documents.count == 0:
         return torch.zeros((queries.count, documents.count) if pairing == "all" else (0,), device=home)
+
+    def scored(query: Part, where: slice) -> Tensor:
+        return score(query, documents.part(where, place), pairing, length_normalize, impl).to(home)
+
+    columns = documents.parts(place, budget)
     if pairing == "aligned":
-        found = [
-            score(queries.part(where, place), documents.part(where, place), pairing, length_normalize, impl).to(home)
-            for where in documents.parts(place, budget)
-        ]
-        return _joined(found, 0)
+        return _joined([scored(queries.part(where, place), where) for where in columns], 0)
     rows = []
     for part in queries.parts(place, budget):
         query = queries.part(part, place)
-        row = [
-            score(query, documents.part(where, place), pairing, length_normalize, impl).to(home)
-            for where in documents.parts(place, budget)
-        ]
-        rows.append(_joined(row, 1))
+        rows.append(_joined([scored(query, where) for where in columns], 1))
     return _joined(rows, 0)
 
 
@@ -159,21 +136,17 @@ def score(queries: Part, documents: Part, pairing: str, length_normalize: bool, 
     return scores / (kept if pairing == "aligned" else kept[:, None])
 
 
-def groups(embeddings: Any, mask: Any) -> Part:
-    """Documents ``[B, N, Ld, D]`` and their mask ``[B, N, Ld]``; without one, rows of zeros are padding.
-
-    Raises:
-        ValueError: for shapes that do not fit.
-    """
+def groups(embeddings: Any, mask: Any) -> tuple[Tensor, Tensor]:
+    """Documents ``[B, N, Ld, D]`` and their mask ``[B, N, Ld]``; without one, rows of zeros are padding."""
     rows = as_tokens("documents_embeddings", embeddings, 4)
     if mask is None:
-        return Part(rows, rows.any(dim=-1), None)
+        return rows, rows.any(dim=-1)
     mask = _as_mask("documents_mask", mask, list(rows.shape[:-1]))
     if mask.shape != rows.shape[:-1]:
         raise ValueError(
             f"documents_mask must have shape {list(rows.shape[:-1])}, one entry per token, got {list(mask.shape)}."
         )
-    return Part(rows, mask.to(rows.device) != 0, None)
+    return rows, mask.to(rows.device) != 0
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:

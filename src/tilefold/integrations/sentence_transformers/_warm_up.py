@@ -10,7 +10,10 @@ from torch import Tensor
 
 from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers._accelerate import accelerate, is_accelerated, restore
+from tilefold.integrations.sentence_transformers._batch import on_device
 from tilefold.integrations.sentence_transformers._packed_inputs import packed_inputs
+from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
+from tilefold.integrations.transformers.packed import in_eval_mode
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.warm_up import Built, build_kernels, check_kernels_can_be_built
 
@@ -63,8 +66,7 @@ def warm_up(
         if not is_accelerated(model):
             accelerate(model, check=False)  # which would build some of them one after the other
             undo.callback(restore, model)
-        modes = {module: module.training for module in model.modules()}
-        undo.callback(_set_modes, modes)
+        undo.enter_context(in_eval_mode(model))
         calls = steps(model, lengths, batch_size, inference, training, dtype)
         with torch.random.fork_rng(devices=[device]):
             return build_kernels(calls, workers)
@@ -89,8 +91,7 @@ def made_batch(model: Model, length: int, batch_size: int) -> Features:
     sizes = [length if i % 2 == 0 else max(length // 2, 1) for i in range(batch_size)]
     with packed_inputs():
         features = model.preprocess(["a " * max(size - 2, 1) for size in sizes])  # two special tokens
-    device = next(model.parameters()).device
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in features.items()}
+    return on_device(features, next(model.parameters()).device)
 
 
 def _step(
@@ -113,8 +114,6 @@ def _step(
 def _scores(model: Model, queries: Features, documents: Features) -> Tensor:
     out = model(dict(documents))
     if "token_embeddings" in out and "sentence_embedding" not in out:
-        from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
-
         asked = model(dict(queries))
         return colbert_scores(
             asked["token_embeddings"], out["token_embeddings"][:, None], asked["attention_mask"],
@@ -122,8 +121,3 @@ def _scores(model: Model, queries: Features, documents: Features) -> Tensor:
         )  # fmt: skip
     scores: Tensor = out["sentence_embedding"]
     return scores
-
-
-def _set_modes(modes: dict[torch.nn.Module, bool]) -> None:
-    for module, training in modes.items():
-        module.training = training

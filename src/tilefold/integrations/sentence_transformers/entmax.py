@@ -1,5 +1,7 @@
-"""Module of :class:`EntmaxTransformer` that checkpoints name in ``modules.json``."""
+"""Module of ``EntmaxTransformer``, which checkpoints name in ``modules.json``."""
 
-from tilefold.integrations.transformers.entmax_transformer import EntmaxTransformer
+from tilefold.integrations.transformers.alpha import entmax_transformer
 
 __all__ = ["EntmaxTransformer"]
+
+EntmaxTransformer = entmax_transformer()

@@ -1,9 +1,8 @@
 """Texts to rows in a stream: tokenised ahead, encoded without padding, fetched a batch or two later.
 
-Stages, of which only that of the caller's thread touches the model: a thread gives windows of texts to the tokenizer;
-another makes batches of what comes out, while the next window is tokenised; the caller's thread launches batches and
-collects rows that have arrived; what is done with them is the caller's business. The GPU always has the next batches
-before the host looks at the last one.
+A thread gives windows of texts to the tokenizer; another makes batches of what comes out, while the next window is
+tokenised; the caller's thread, which alone touches the model, launches batches and collects rows that have arrived.
+The GPU always has the next batches before the host looks at the last one.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,11 +20,11 @@ from sentence_transformers.base.model import BaseModel
 from torch import Tensor
 
 from tilefold._typing import Model
-from tilefold.integrations.sentence_transformers._batch import encode_features, prune
+from tilefold.integrations.sentence_transformers._batch import encode_features, pending_rows
 from tilefold.integrations.sentence_transformers._packed_inputs import PackedInputs, packed_inputs
 from tilefold.integrations.sentence_transformers._pooling import sparse_scores
-from tilefold.modules.fused_pooling import SparseOptions
-from tilefold.ops.lsr_head.rows import CapacityRows
+from tilefold.modules.fused_pooling import Features, SparseOptions
+from tilefold.ops import quantize_tokens
 from tilefold.pipeline.ahead import Ahead
 from tilefold.pipeline.copies import to_device
 from tilefold.pipeline.ragged import TokenIds, cut_batches
@@ -42,9 +41,12 @@ from tilefold.pipeline.rows import (
     halves,
     say_unused_batch_tokens,
 )
+from tilefold.pipeline.tokens import PendingTokens, PendingVectors
 from tilefold.pipeline.truncated import Truncation, unwatched, watching
 
-__all__ = ["SparseStream", "TextStream", "Work", "sparse_scores"]
+__all__ = ["SparseStream", "TextStream", "TokenStream", "VectorStream", "Work", "sparse_scores"]
+
+T = TypeVar("T")
 
 GPU_TOKENS = 131072  # of a batch: the launches of 12 layers then take the host a fraction of what they take the GPU
 SMALL_GPU_TOKENS = 32768
@@ -64,58 +66,37 @@ def _tokens_for(device: torch.device) -> int:
 
 
 class Work(NamedTuple):
-    """A batch before it is encoded: packed token ids, or features; neither where tokenising it failed.
-
-    Attributes:
-        skip: places of texts whose rows are known, in batches of which others are not.
-        cut: how many of the other texts were cut.
-    """
+    """A batch before it is encoded: packed token ids, or features; neither where tokenising it failed."""
 
     window: int
     places: list[int]
     texts: list[str]
     ids: TokenIds | None = None
-    features: dict[str, Any] | None = None
-    skip: frozenset[int] = frozenset()
-    cut: int = 0
-
-    def with_cut(self, seen: Truncation) -> Work:
-        """The batch, of which the tokenizer cut what was seen."""
-        rows = seen.places(len(self.texts))
-        return self._replace(cut=sum(self.places[row] not in self.skip for row in rows))
+    features: Features | None = None
+    skip: frozenset[int] = frozenset()  # places of texts whose rows are known, in batches of which others are not
+    cut: int = 0  # how many of the other texts were cut
 
 
 class _Begun(NamedTuple):
-    """A window that was given to the tokenizer.
-
-    Attributes:
-        skip, texts: of the window.
-        finish: gives its features; None where it could not be tokenised as a whole, or need not be.
-        cut: which of them were cut, if they were tokenised as a whole.
-    """
+    """A window that was given to the tokenizer."""
 
     skip: frozenset[int]
     texts: list[str]
-    finish: Callable[[], dict[str, Any]] | None
+    finish: Callable[[], Features] | None  # its features; None where it is not tokenised as a whole
     cut: Truncation
 
 
-def _finished(finish: Callable[[], dict[str, Any]] | None) -> dict[str, Any] | None:
+def _or_none(make: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
+    """The result, or None where texts could not be tokenised, which is told when they are encoded one by one."""
     try:
-        return None if finish is None else finish()
-    except Exception:  # told when the texts are encoded one by one
+        with packed_inputs():
+            return make(*args, **kwargs)
+    except Exception:
         return None
 
 
 class TextStream(ABC):
-    """Encodes windows of texts.
-
-    Args:
-        model: an accelerated model in eval mode.
-        task, prompt: as :meth:`preprocess` takes them.
-        batch_tokens: tokens of a batch; by default what suits the device.
-        batch_size: texts of a batch, at most.
-    """
+    """Encodes windows of texts with an accelerated model in eval mode, in batches of so many texts or tokens."""
 
     def __init__(
         self,
@@ -127,7 +108,7 @@ class TextStream(ABC):
         batch_size: int | None = None,
     ) -> None:
         self.model, self.prompt = model, prompt
-        self.task = {} if task is None else {"task": task}
+        self.task: dict[str, str] = {} if task is None else {"task": task}
         self.device = torch.device(model.device)
         self.batch_tokens, self.batch_size = batch_tokens or _tokens_for(self.device), batch_size
         self._lock = threading.Lock()  # held while texts are tokenised, which changes settings of the tokenizer
@@ -142,38 +123,24 @@ class TextStream(ABC):
         self._tokenised = first.preprocess if alone and first is not None else model.preprocess
 
     @abstractmethod
-    def _pending(self, features: dict[str, Any], *, again: bool = False) -> Any:
-        """Run the model on features; ``get()`` of the result waits for its copy on the host.
-
-        Args:
-            again: whether the batch, or one around it, has failed before.
-        """
+    def _pending(self, features: Features, *, again: bool = False) -> Any:
+        """Run the model on features, `again` after a failure; ``get()`` of the result waits for the host's copy."""
 
     def _arrived(self, pending: Any) -> Any:
-        """The rows of a batch."""
         return pending.get()
 
     def __call__(self, windows: Iterable[Window]) -> Generator[Any, None, None]:
-        """Batches of all texts, window by window; a text that fails is reported and loses no other.
-
-        Args:
-            windows: taken by a thread that works ahead. Everything of a window, its :class:`WindowEnd` last, comes
-                before anything of the next one.
-        """
+        """Batches of all texts, then a :class:`WindowEnd`, window by window; a text that fails loses no other."""
         with self.tokenised(windows) as works:
             yield Begun()
             yield from self._run(works)
 
-    def _probed(self) -> tuple[bool, dict[str, Any]]:
+    def _probed(self) -> tuple[bool, Features]:
         """Whether ``preprocess`` gives packed tokens and nothing else, and the features that are no tensors."""
-        try:
-            with packed_inputs(), unwatched():
-                features = self.model.preprocess(["a"], prompt=self.prompt, **self.task)
-        except Exception:  # told where texts are encoded
-            return False, {}
-        tensors = {key for key, value in features.items() if isinstance(value, Tensor)}
-        others = {key: value for key, value in features.items() if key not in tensors}
-        return tensors == _PACKED, others
+        with unwatched():
+            features = _or_none(self.model.preprocess, ["a"], prompt=self.prompt, **self.task) or {}
+        others = {key: value for key, value in features.items() if not isinstance(value, Tensor)}
+        return features.keys() - others.keys() == _PACKED, others
 
     def _run(self, works: Iterable[Work | WindowEnd]) -> Iterator[object]:
         waiting: deque[tuple[Work | WindowEnd, Any]] = deque()
@@ -203,20 +170,16 @@ class TextStream(ABC):
         for window in windows:
             with self._lock, watching() as cut:
                 texts = window.prepared()
-                begun = self._begin(texts) if self.packed and texts else None
+                begun = _or_none(self._begin, texts) if self.packed and texts else None
             yield _Begun(window.skip, texts, begun, cut)
 
-    def _begin(self, texts: list[str]) -> Callable[[], dict[str, Any]] | None:
-        try:
-            begin = getattr(self._tokenised, "begin", None)
-            with packed_inputs():
-                if begin is None:
-                    features = self._tokenised(texts, prompt=self.prompt, **self.task)
-                    return lambda: features
-                begun: Callable[[], dict[str, Any]] = begin(texts, prompt=self.prompt, **self.task)
-        except Exception:  # told when they are encoded one by one
-            return None
-        return begun
+    def _begin(self, texts: list[str]) -> Callable[[], Features]:
+        begin = getattr(self._tokenised, "begin", None)
+        if begin is not None:
+            begun: Callable[[], Features] = begin(texts, prompt=self.prompt, **self.task)
+            return begun
+        features = self._tokenised(texts, prompt=self.prompt, **self.task)
+        return lambda: features
 
     def _works(self, begun: Iterable[_Begun]) -> Iterator[Work | WindowEnd]:
         """In the second thread: ids into one array, and batches cut from it."""
@@ -227,14 +190,16 @@ class TextStream(ABC):
             yield WindowEnd(number, len(window.texts))
 
     def _works_of(self, number: int, window: _Begun) -> Iterator[Work]:
-        texts, features = window.texts, _finished(window.finish)
+        texts, features = window.texts, None if window.finish is None else _or_none(window.finish)
         if features is None or {key for key, value in features.items() if isinstance(value, Tensor)} != _PACKED:
             lengths = np.fromiter(map(len, texts), np.int64, len(texts))
             for cut in cut_batches(lengths, None, self.batch_size or PADDED_TEXTS):
-                work = Work(number, cut.tolist(), [texts[place] for place in cut], skip=window.skip)
-                with watching() as seen:
-                    work = work._replace(features=self._preprocessed(work.texts))
-                yield work.with_cut(self._read(number, seen))
+                places, chosen = cut.tolist(), [texts[place] for place in cut]
+                with self._lock, watching() as seen:
+                    features = _or_none(self._tokenised, chosen, prompt=self.prompt, **self.task)
+                rows = self._read(number, seen).places(len(chosen))
+                count = sum(places[row] not in window.skip for row in rows)
+                yield Work(number, places, chosen, features=features, skip=window.skip, cut=count)
             return
         whole = TokenIds(
             features["input_ids"][0].numpy(),
@@ -253,29 +218,16 @@ class TextStream(ABC):
             self._limits[window] = seen.max_length
         return seen
 
-    def _preprocessed(self, texts: list[str]) -> dict[str, Any] | None:
-        try:
-            with self._lock, packed_inputs():
-                features: dict[str, Any] = self._tokenised(texts, prompt=self.prompt, **self.task)
-        except Exception:  # told when they are encoded one by one
-            return None
-        return features
-
     # in the caller's thread
 
     def _launched(self, work: Work) -> Any:
         try:
-            return self._launch(work)
-        except Exception as error:  # an error of one text must not lose the others
-            return error
+            features = work.features if work.ids is None else self.packed_features(work.ids)
+            return None if features is None else self._pending(features)
+        except Exception:  # an error of one text must not lose the others
+            return None
 
-    def _launch(self, work: Work) -> Any:
-        features = work.features if work.ids is None else self.packed_features(work.ids)
-        if features is None:
-            raise ValueError("the texts could not be tokenised together.")
-        return self._pending(features)
-
-    def packed_features(self, ids: TokenIds) -> dict[str, Any]:
+    def packed_features(self, ids: TokenIds) -> Features:
         """Features of packed token ids, on their way to the device."""
         cu_seqlens = to_device(ids.offsets.astype(np.int32), self.device)
         longest = int(ids.lengths.max(initial=0))
@@ -283,10 +235,8 @@ class TextStream(ABC):
             **self.others,
             "input_ids": to_device(ids.ids, self.device)[None],
             "position_ids": to_device(ids.positions, self.device)[None],
-            "cu_seq_lens_q": cu_seqlens,
-            "cu_seq_lens_k": cu_seqlens,
-            "max_length_q": longest,
-            "max_length_k": longest,
+            **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cu_seqlens),
+            **dict.fromkeys(("max_length_q", "max_length_k"), longest),
         }
 
     def _collected(self, work: Work | WindowEnd, pending: Any) -> Iterator[object]:
@@ -294,13 +244,11 @@ class TextStream(ABC):
             yield work._replace(max_length=self._limits.pop(work.window, None))
             return
         whole = False  # may all of it be tried once more
-        if not isinstance(pending, Exception):
+        if pending is not None:
             try:
                 rows = self._arrived(pending)
-            except NoRoomError:
-                whole = True
-            except Exception:  # of the device, told late
-                whole = False
+            except Exception as error:  # of the device, told late
+                whole = isinstance(error, NoRoomError)
             else:
                 yield Batch(work.window, work.places, rows, work.cut)
                 return
@@ -329,25 +277,14 @@ class TextStream(ABC):
 
 
 class SparseStream(TextStream):
-    """Encodes windows of texts to :class:`tilefold.pipeline.rows.SparseRows`.
-
-    Args:
-        model: an accelerated SparseEncoder in eval mode.
-        options: what is kept of a row.
-        how: as :class:`TextStream` takes them.
-    """
+    """Encodes windows of texts to :class:`tilefold.pipeline.rows.SparseRows`."""
 
     def __init__(self, model: Model, options: SparseOptions, **how: Any) -> None:
         super().__init__(model, **how)
         self.options, self.capacity = options, CAPACITY
 
-    def _pending(self, features: dict[str, Any], *, again: bool = False) -> PendingRows:
-        options = self.options
-        with torch.inference_mode(), sparse_scores(options, None if again else self.capacity):
-            rows = encode_features(self.model, features, self.task)["sentence_embedding"]
-            if isinstance(rows, CapacityRows):
-                return PendingRows((*rows,), self.capacity)
-            return PendingRows(rows if rows.layout == torch.sparse_csr else prune(rows.to_dense(), options))
+    def _pending(self, features: Features, *, again: bool = False) -> PendingRows:
+        return pending_rows(self.model, features, self.task, self.options, None if again else self.capacity)
 
     def _arrived(self, pending: PendingRows) -> SparseRows:
         try:
@@ -356,3 +293,40 @@ class SparseStream(TextStream):
             while self.capacity < min(error.most, MAX_CAPACITY):
                 self.capacity *= 2
             raise
+
+
+class TokenStream(TextStream):
+    """Encodes windows of texts to packed token vectors in ``"fp16"`` or ``"int8"``."""
+
+    def __init__(self, model: Model, storage: str, **how: Any) -> None:
+        super().__init__(model, **how)
+        self.storage = storage
+
+    def _pending(self, features: Features, *, again: bool = False) -> PendingTokens:
+        with torch.inference_mode():
+            found = encode_features(self.model, features, self.task)
+            return PendingTokens(found["token_embeddings"], found["attention_mask"], self._stored)
+
+    def _stored(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Token vectors ``[T, D]`` fp32 as they are stored, after which of them are finite then."""
+        if self.storage == "fp16":
+            half = rows.half()
+            return half.isfinite().all(dim=1), half
+        quantized = quantize_tokens(rows, "int8")
+        return rows.isfinite().all(dim=1), quantized.values, quantized.scales
+
+
+class VectorStream(TextStream):
+    """Encodes windows of texts to token vectors ``[n, D]`` of each text, as the model makes them."""
+
+    def __init__(self, model: Model, *, to_host: bool, normalize: bool, **how: Any) -> None:
+        super().__init__(model, **how)
+        self.to_host, self.normalize = to_host, normalize
+
+    def _pending(self, features: Features, *, again: bool = False) -> PendingVectors:
+        with torch.inference_mode():
+            found = encode_features(self.model, features, self.task)
+            vectors: Tensor = found["token_embeddings"]
+            if self.normalize:
+                vectors = torch.nn.functional.normalize(vectors, p=2, dim=-1)
+            return PendingVectors(vectors, found["attention_mask"], self.to_host)

@@ -13,15 +13,25 @@ except ImportError as error:
         "tilefold.integrations.transformers needs transformers 5.0 or later; pip install transformers."
     ) from error
 
-from tilefold.integrations.transformers._alpha import set_alpha
-from tilefold.integrations.transformers._attention import entmax_attention_forward, entmax_mask, register, unregister
-from tilefold.integrations.transformers._checkpoint import runs_entmax, use_softmax
-from tilefold.integrations.transformers._learn import learn_alpha, load_alpha, use_entmax
-from tilefold.integrations.transformers._packable import stop_packed, use_packed
-from tilefold.integrations.transformers._schedule import AlphaSchedule
-from tilefold.integrations.transformers._sparsity import LayerSparsity, SparsityRecord, record_sparsity
-from tilefold.integrations.transformers.one_gpu import one_gpu
-from tilefold.integrations.transformers.packed import packed_hidden_states
+from tilefold.integrations.transformers._training import AlphaSchedule, one_gpu
+from tilefold.integrations.transformers.alpha import (
+    learn_alpha,
+    load_alpha,
+    runs_entmax,
+    set_alpha,
+    use_entmax,
+    use_softmax,
+)
+from tilefold.integrations.transformers.attention import (
+    LayerSparsity,
+    SparsityRecord,
+    entmax_attention_forward,
+    entmax_mask,
+    record_sparsity,
+    register,
+    unregister,
+)
+from tilefold.integrations.transformers.packed import packed_hidden_states, stop_packed, use_packed
 
 __all__ = [
     "AlphaSchedule",

@@ -1,8 +1,9 @@
-"""Stock encoders of transformers on packed tokens: softmax attention that knows where each sequence begins."""
+"""Stock encoders of transformers on packed tokens: their attention, and whether a model computes the same of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,18 +16,15 @@ from tilefold._typing import Model
 from tilefold.ops.packed_attention import packed_softmax_attention, places_of_tokens
 
 PACKED = "tilefold_packed"
-_BIDIRECTIONAL_WINDOWS = (
+TOLERANCE = 0.02  # of the largest value: wide enough for bf16, far below attention to the neighbouring sequence
+BIDIRECTIONAL_WINDOWS = (
     "sliding_window_bidirectional_overlay.<locals>.inner_mask",
     "sliding_window_bidirectional_mask_function.<locals>.inner_mask",
 )
 
 
 def register_packed() -> None:
-    """Make ``attn_implementation="tilefold_packed"`` known to transformers; models that do not ask for it stay.
-
-    With ``cu_seq_lens_q`` among the arguments of the model it runs
-    :func:`tilefold.ops.packed_attention.packed_softmax_attention`, without them transformers' own ``"sdpa"``.
-    """
+    """Make ``attn_implementation="tilefold_packed"`` known: packed attention given ``cu_seq_lens_q``, else ``sdpa``."""
     AttentionInterface.register(PACKED, packed_attention_forward)
     AttentionMaskInterface.register(PACKED, packed_mask)
 
@@ -42,14 +40,7 @@ def packed_attention_forward(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention for transformers: ``[1, H, T, D]`` with ``cu_seq_lens_q`` and ``max_length_q``, else padded.
-
-    Returns:
-        ``[B, N, H, D]``, and ``None`` for the weights, which are never stored.
-
-    Raises:
-        ValueError: for packed sequences with a mask, a causal layer, or a batch of more than one row.
-    """
+    """Attention of ``[1, H, T, D]`` with ``cu_seq_lens_q`` and ``max_length_q``, else padded, to ``[B, N, H, D]``."""
     cu_seqlens: Tensor | None = kwargs.get("cu_seq_lens_q")
     if cu_seqlens is None:
         mask = attention_mask
@@ -93,7 +84,7 @@ def packed_mask(
 ) -> Tensor | None:
     """The mask of ``"sdpa"``, but none where nothing is padded: the attention applies windows itself."""
     bidirectional = mask_function is bidirectional_mask_function
-    window = getattr(mask_function, "__qualname__", "") in _BIDIRECTIONAL_WINDOWS or _is_window(mask_function)
+    window = getattr(mask_function, "__qualname__", "") in BIDIRECTIONAL_WINDOWS or _is_window(mask_function)
     if attention_mask is None and (bidirectional or window):
         return None
     found: Tensor | None = sdpa_mask(*args, mask_function=mask_function, attention_mask=attention_mask, **how)
@@ -101,10 +92,9 @@ def packed_mask(
 
 
 def _is_window(function: Callable[..., Any]) -> bool:
-    """Whether it is the conjunction of both directions and a window."""
     functions = conjuncts(function)
     return bool(functions) and all(
-        f is bidirectional_mask_function or getattr(f, "__qualname__", "") in _BIDIRECTIONAL_WINDOWS for f in functions
+        f is bidirectional_mask_function or getattr(f, "__qualname__", "") in BIDIRECTIONAL_WINDOWS for f in functions
     )
 
 
@@ -126,13 +116,10 @@ def padding_position(model: nn.Module) -> int | None:
 
 
 def position_ids_of(input_ids: Tensor, cu_seqlens: Tensor, padding: int | None = None) -> Tensor:
-    """``[T]`` int64 positions of packed tokens within their sequences.
+    """``[T]`` int64 positions of packed tokens within their sequences, ``cu_seqlens`` being ``[B + 1]``.
 
-    Args:
-        input_ids: ``[T]``.
-        cu_seqlens: ``[B + 1]``.
-        padding: see :func:`padding_position`; positions then begin at ``padding + 1``, and a token with this id keeps
-            it as its position and is not counted, as in the padded model.
+    With a ``padding`` (see :func:`padding_position`) they begin behind it, and a token with this id keeps it as its
+    position and is not counted, as in the padded model.
     """
     sequence, place = places_of_tokens(cu_seqlens, input_ids.numel())
     if padding is None:
@@ -141,31 +128,6 @@ def position_ids_of(input_ids: Tensor, cu_seqlens: Tensor, padding: int | None =
     before = torch.cat([counted.new_zeros(1), counted.cumsum(0)])  # [T + 1]
     positions: Tensor = (before[1:] - before[cu_seqlens.long()[sequence]]) * counted + padding
     return positions
-
-
-def packed_arguments(
-    model: nn.Module,
-    input_ids: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    *,
-    position_ids: Tensor | None = None,
-    token_type_ids: Tensor | None = None,
-) -> dict[str, Any]:
-    """Keywords of ``model.forward`` for packed tokens; arguments as in :func:`packed_hidden_states`."""
-    if position_ids is None:
-        position_ids = position_ids_of(input_ids, cu_seqlens, padding_position(model))
-    found: dict[str, Any] = {
-        "input_ids": input_ids[None],
-        "position_ids": position_ids[None],
-        "cu_seq_lens_q": cu_seqlens,
-        "cu_seq_lens_k": cu_seqlens,
-        "max_length_q": max_seqlen,
-        "max_length_k": max_seqlen,
-    }
-    if token_type_ids is not None:
-        found["token_type_ids"] = token_type_ids[None]
-    return found
 
 
 def packed_hidden_states(
@@ -190,9 +152,115 @@ def packed_hidden_states(
         position_ids: ``[T]``; by default those of the model, see :func:`position_ids_of`.
         token_type_ids: ``[T]``; by default zeros.
     """
-    arguments = packed_arguments(
-        model, input_ids, cu_seqlens, max_seqlen, position_ids=position_ids, token_type_ids=token_type_ids
-    )
+    if position_ids is None:
+        position_ids = position_ids_of(input_ids, cu_seqlens, padding_position(model))
+    arguments: dict[str, object] = {
+        "input_ids": input_ids[None],
+        "position_ids": position_ids[None],
+        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cu_seqlens),
+        **dict.fromkeys(("max_length_q", "max_length_k"), max_seqlen),
+    }
+    if token_type_ids is not None:
+        arguments["token_type_ids"] = token_type_ids[None]
     output = model(**arguments)
     hidden: Tensor = output.logits if "logits" in output else output.last_hidden_state
     return hidden.squeeze(0)
+
+
+def use_packed(model: Model, *, check: bool = True) -> str | None:
+    """Let a stock encoder take packed tokens, by ``attn_implementation="tilefold_packed"`` in this model's config.
+
+    Padded inputs run as before, by transformers' ``"sdpa"``. Checkpoints do not change. A model with
+    ``attn_implementation="entmax"`` stays as it is: its attention takes packed tokens already.
+
+    Args:
+        model: a transformers model.
+        check: run two short sequences padded and packed, in eval mode, and compare.
+
+    Returns:
+        None if the model now takes packed tokens; else why it does not, and nothing is changed.
+    """
+    why = _why_not_by_its_kind(model)
+    if why is not None:
+        return why
+    register_packed()
+    before = model.config._attn_implementation
+    if before != "entmax":
+        model.set_attn_implementation(PACKED)
+        if model.config._attn_implementation != PACKED:
+            return f"{type(model).__name__} does not let its attention be chosen"
+    why = _why_not_by_its_numbers(model) if check else None
+    if why is not None and before != "entmax":
+        model.set_attn_implementation(before)
+    return why
+
+
+def stop_packed(model: Model) -> None:
+    """Undo :func:`use_packed`; does nothing to a model that it did not change."""
+    if getattr(getattr(model, "config", None), "_attn_implementation", None) == PACKED:
+        model.set_attn_implementation("sdpa")
+
+
+def _why_not_by_its_kind(model: Model) -> str | None:
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if config is None or not hasattr(model, "set_attn_implementation"):
+        return f"{name} is no transformers model"
+    if not getattr(model, "is_backend_compatible", lambda: False)():
+        return f"the attention of {name} does not go through transformers' AttentionInterface"
+    decodes = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
+    if decodes or name.endswith("ForCausalLM") or any(getattr(part, "is_causal", False) for part in model.modules()):
+        return f"{name} is no encoder"
+    chosen = getattr(config, "_attn_implementation", None)
+    if chosen not in ("sdpa", PACKED, "entmax"):
+        return f"attn_implementation={chosen!r} was chosen, and only 'sdpa' and 'entmax' give way to packed attention"
+    if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
+        return f"the parameters of {name} are sharded already; call accelerate(model) first"
+    return None
+
+
+def _why_not_by_its_numbers(model: Model) -> str | None:
+    with in_eval_mode(model), torch.no_grad():
+        try:
+            ids, mask = _short_sequences(model)
+            output = model(input_ids=ids, attention_mask=mask)
+            expected = (output.logits if "logits" in output else output.last_hidden_state)[mask.bool()]
+            lengths = mask.sum(1)
+            cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
+            got = packed_hidden_states(model, ids[mask.bool()], cu_seqlens, int(lengths.max()))
+        except Exception as error:
+            return f"two short sequences could not be run ({type(error).__name__}: {error})"
+    if got.shape != expected.shape:
+        return f"packed tokens gave {list(got.shape)} numbers, padded ones {list(expected.shape)}"
+    scale = max(1e-6, float(expected.abs().max()))
+    difference = float((got.float() - expected.float()).abs().max())
+    if not difference <= TOLERANCE * scale:
+        return f"packed and padded tokens disagree by {difference:.3g} of {scale:.3g} on two short sequences"
+    return None
+
+
+def _short_sequences(model: Model) -> tuple[Tensor, Tensor]:
+    """Token ids ``[2, S]`` and their mask; longer than the sliding window of the model, if that is short."""
+    config = model.config
+    device = next(model.parameters()).device
+    window = getattr(config, "sliding_window", None)
+    longest = max(11, min(160, window + 8)) if isinstance(window, int) else 11
+    longest = min(longest, getattr(config, "max_position_embeddings", longest) - 4)
+    lengths = torch.tensor([[3], [longest]], device=device)
+    mask = (torch.arange(longest, device=device) < lengths).long()
+    padding = getattr(config, "pad_token_id", None)
+    padding = 0 if padding is None else padding
+    ids = torch.arange(2 * longest, device=device).view(2, longest) * 7 % min(config.vocab_size - 4, 89) + 3
+    return torch.where((mask == 0) | (ids == padding), torch.where(mask == 0, padding, ids + 1), ids), mask
+
+
+@contextmanager
+def in_eval_mode(*models: nn.Module) -> Iterator[None]:
+    """Modules in eval mode; afterwards each part has its former one."""
+    modes = {module: module.training for model in models for module in model.modules()}
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -1,0 +1,226 @@
+"""``encode``, ``encode_sparse_batch`` and ``encode_token_batch`` of an accelerated model: texts through a stream."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilefold._typing import Model
+from tilefold.integrations.sentence_transformers._batch import (
+    as_csr,
+    encode_batch,
+    fused_vocab_size,
+    prompt_of,
+    sparse_options,
+)
+from tilefold.integrations.sentence_transformers._packed_inputs import packed_inputs
+from tilefold.integrations.sentence_transformers._pooling import FusedForward, StockPooling
+from tilefold.integrations.sentence_transformers.stream import SparseStream, TextStream, TokenStream, VectorStream
+from tilefold.integrations.transformers.packed import in_eval_mode
+from tilefold.pipeline.rows import Batch, Begun, Item, Window, WindowEnd
+from tilefold.pipeline.truncated import watched
+
+FIRST_TEXTS = 512  # of the first window, so that the device need not wait long for it
+WINDOW_TEXTS = 2048
+_USUAL = 32  # the stock batch size, from which on batches are cut by tokens
+
+
+def batches_of(stream: TextStream, texts: Sequence[str], progress: Callable[[int], object]) -> Iterator[Batch]:
+    """Batches of texts through a stream, longest first; ``places`` are those in `texts`.
+
+    Raises what the model raised for the first text that could not be encoded; `progress` gets numbers of new texts.
+    """
+    lengths = torch.tensor([len(text) for text in texts])
+    order = lengths.argsort(descending=True, stable=True)
+    starts = [0, *range(FIRST_TEXTS, len(texts), WINDOW_TEXTS), len(texts)]
+    windows = [order[start:stop].tolist() for start, stop in itertools.pairwise(starts)]
+    cut = 0
+    with closing(stream(Window([texts[i] for i in window]) for window in windows)) as items:
+        for item in items:
+            if isinstance(item, WindowEnd):
+                if (watch := watched()) is not None:  # of who called, whose thread tokenises nothing itself
+                    watch.add(item.texts, cut, item.max_length)
+                cut = 0
+            if isinstance(item, (Begun, WindowEnd)):
+                continue
+            if isinstance(item.rows, Exception):
+                raise item.rows
+            cut += item.cut
+            window = windows[item.window]
+            yield item._replace(places=[window[place] for place in item.places])
+            progress(len(item.places))
+
+
+class SparseBatchEncoder:
+    """``encode_sparse_batch`` of an accelerated SparseEncoder, by which others need not know tilefold."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def __call__(
+        self, texts: Sequence[str], *, task: str | None = None, top_k: int | None = None, min_weight: float = 0.0
+    ) -> Tensor:
+        """``[len(texts), V]`` CSR on the CPU, in one forward pass; arguments as in ``encode_sparse``."""
+        options = sparse_options(self.model, top_k, min_weight)
+        with in_eval_mode(self.model):
+            batch = encode_batch(self.model, texts, task, prompt_of(self.model, task), options)
+        return as_csr([batch], len(texts), 0)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """V, if the model has an LM head."""
+        return fused_vocab_size(self.model)
+
+    def stream(
+        self,
+        windows: Iterable[Window],
+        *,
+        task: str | None = None,
+        top_k: int | None = None,
+        min_weight: float = 0.0,
+        **limits: int | None,
+    ) -> Generator[Item, None, None]:
+        """Rows of many texts; ``batch_size`` and ``batch_tokens`` as :class:`TextStream` takes them."""
+        options = sparse_options(self.model, top_k, min_weight)
+        with in_eval_mode(self.model):
+            stream = SparseStream(self.model, options, task=task, prompt=prompt_of(self.model, task), **limits)
+            yield from stream(windows)
+
+
+class TokenBatchEncoder:
+    """``encode_token_batch`` of an accelerated MultiVectorEncoder."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def stream(
+        self, windows: Iterable[Window], *, task: str, storage: str, **limits: int | None
+    ) -> Generator[Item, None, None]:
+        """Token vectors of many texts, stored as ``"fp16"`` or ``"int8"``; limits as for sparse rows."""
+        with in_eval_mode(self.model):
+            stream = TokenStream(self.model, storage, task=task, prompt=prompt_of(self.model, task), **limits)
+            yield from stream(windows)
+
+
+class StreamedEncode(ABC):
+    """Replaces ``encode`` of one model: more texts than ``batch_size`` go through a stream, all else is as stock.
+
+    A ``batch_size`` below 32 bounds the texts of a batch; otherwise batches hold a number of tokens that suits the
+    device. The stream serves no inputs but strings, not several processes, and no options of the processor.
+    """
+
+    logger: str  # of the stock method, whose level decides about progress bars
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Arguments and result of the stock ``encode``."""
+        model, stock = self.model, type(self.model).encode
+        asked = _asked_of(stock, model, args, kwargs)
+        if asked is None or not _serves_texts(model, asked) or not self._serves(asked):
+            with packed_inputs():
+                return stock(model, *args, **kwargs)
+        model.eval()
+        size: int = asked["batch_size"]
+        prompt = model._resolve_prompt(asked["prompt"], asked["prompt_name"])
+        return self._encoded(asked, {"prompt": prompt, "batch_size": size if size < _USUAL else None})
+
+    @abstractmethod
+    def _serves(self, asked: dict[str, Any]) -> bool: ...
+
+    @abstractmethod
+    def _encoded(self, asked: dict[str, Any], how: dict[str, Any]) -> Any: ...
+
+    def _batches(self, asked: dict[str, Any], stream: TextStream, title: str) -> Iterator[Batch]:
+        """Batches of the texts under a progress bar; by default where the stock method shows one."""
+        from tqdm.autonotebook import tqdm  # type: ignore[import-untyped]  # the one of stock
+
+        texts, show = asked["inputs"], asked["show_progress_bar"]
+        if show is None:
+            show = logging.getLogger(self.logger).getEffectiveLevel() <= logging.INFO
+        with tqdm(total=len(texts), desc=title, disable=not show) as shown:
+            yield from batches_of(stream, texts, shown.update)
+
+
+class FusedEncode(StreamedEncode):
+    """``encode`` of a SparseEncoder; poolings other than SpladePooling go to the stock method."""
+
+    logger = "sentence_transformers.sparse_encoder.model"
+
+    def _serves(self, asked: dict[str, Any]) -> bool:
+        forwards = (vars(module).get("forward") for module in self.model.modules())
+        fused = [forward for forward in forwards if isinstance(forward, FusedForward)]
+        stock = bool(fused) and all(isinstance(forward.pooling, StockPooling) and forward.last for forward in fused)
+        return stock and not set(asked["kwargs"]) - {"task"}
+
+    def _encoded(self, asked: dict[str, Any], how: dict[str, Any]) -> Any:
+        options = sparse_options(self.model, asked["max_active_dims"], 0.0)
+        stream = SparseStream(self.model, options, task=asked["kwargs"].get("task"), **how)
+        rows = as_csr(list(self._batches(asked, stream, "Texts")), len(asked["inputs"]), 0)
+        found = _as_coo(rows, torch.device("cpu") if asked["save_to_cpu"] else self.model.device)
+        if not asked["convert_to_sparse_tensor"]:
+            found = found.to_dense()
+        return found if asked["convert_to_tensor"] else list(found)
+
+
+class FusedTokenEncode(StreamedEncode):
+    """``encode`` of a MultiVectorEncoder; raw features, and pooling of tokens for this call, go to the stock method."""
+
+    logger = "sentence_transformers.multi_vector_encoder.model"
+
+    def _serves(self, asked: dict[str, Any]) -> bool:
+        plain = asked.get("output_value") == "token_embeddings" and asked.get("token_pooling") is None
+        return plain and not asked["kwargs"]
+
+    def _encoded(self, asked: dict[str, Any], how: dict[str, Any]) -> Any:
+        numpy, task = bool(asked["convert_to_numpy"]), asked["task"]
+        normalize = bool(asked["normalize_embeddings"])
+        stream = VectorStream(self.model, to_host=numpy, normalize=normalize, task=task, **how)
+        found: list[Any] = [None] * len(asked["inputs"])
+        for batch in self._batches(asked, stream, f"Encoding {'queries' if task == 'query' else 'documents'}"):
+            for place, vectors in zip(batch.places, batch.rows, strict=True):
+                found[place] = _as_numpy(vectors) if numpy else vectors
+        return found
+
+
+def _asked_of(stock: Any, model: Model, args: Any, kwargs: Any) -> dict[str, Any] | None:
+    """The arguments of a call of `stock` by name, None for a wrong call, of which the stock method tells."""
+    try:
+        given = inspect.signature(stock).bind(model, *args, **kwargs)
+    except TypeError:
+        return None
+    given.apply_defaults()
+    return given.arguments
+
+
+def _serves_texts(model: Model, asked: dict[str, Any]) -> bool:
+    """Whether a call is for more than one batch of strings, on the model's device, in this process."""
+    texts, size = asked.get("inputs"), asked["batch_size"]
+    many = isinstance(texts, list) and isinstance(size, int) and len(texts) > size > 0
+    if not many or not all(isinstance(text, str) for text in texts or ()):
+        return False
+    here = asked.get("device") is None or asked["device"] in (model.device, str(model.device))
+    return here and asked.get("pool") is None and getattr(model, "_distributed_inference", None) is None
+
+
+def _as_coo(rows: Tensor, device: torch.device) -> Tensor:
+    """CSR on the CPU as coalesced COO on `device`, as ``encode`` returns it."""
+    counts = rows.crow_indices().diff()
+    of_row = torch.repeat_interleave(torch.arange(rows.size(0)), counts)
+    indices = torch.stack([of_row, rows.col_indices().long()]).to(device)
+    return torch.sparse_coo_tensor(
+        indices, rows.values().to(device), tuple(rows.shape), is_coalesced=True, check_invariants=False
+    )
+
+
+def _as_numpy(vectors: Tensor) -> Any:
+    return (vectors.float() if vectors.dtype == torch.bfloat16 else vectors).numpy()

@@ -1,0 +1,309 @@
+"""Alphas of a model's attention layers: set, learned, loaded from a checkpoint; and its switch to entmax attention."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from tilefold.integrations.transformers.attention import (
+    ALPHA,
+    DEFAULT,
+    LEARNED,
+    MARK,
+    NAME,
+    attention_modules,
+    checked_attention_modules,
+    entmax_attention_forward,
+    register,
+)
+from tilefold.nn.entmax import EntmaxAlpha
+
+SUFFIX = f".{ALPHA}.theta"
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_HUB = ("subfolder", "revision", "token", "cache_dir", "local_files_only")
+
+
+def set_alpha(model: nn.Module, alpha: float | Sequence[float]) -> None:
+    """Set the alpha of every attention layer of ``model``: one number, or one per layer.
+
+    The alphas are stored in the model's configuration, and with it in checkpoints; learned ones are removed.
+
+    Args:
+        model: a transformers model, or any module with one inside, such as a sentence-transformers model.
+        alpha: in [1, 2]; 1 is softmax.
+
+    Raises:
+        ValueError: for a list of another length, a number outside [1, 2], or a model without attention layers.
+    """
+    modules = checked_attention_modules(model)
+    alphas = check_alphas(alpha, len(modules))
+    by_config: dict[int, list[tuple[nn.Module, float]]] = {}
+    for module, value in zip(modules, alphas, strict=True):
+        by_config.setdefault(id(module.config), []).append((module, value))
+    for pairs in by_config.values():
+        values: list[float] = [value for _, value in pairs]
+        in_order = [getattr(module, "layer_idx", None) for module, _ in pairs] == list(range(len(pairs)))
+        setattr(pairs[0][0].config, ALPHA, values[0] if len(set(values)) == 1 else values)
+        for module, value in pairs:
+            _forget_alpha(module)
+            if len(set(values)) > 1 and not in_order:  # the configuration's list could not be looked up
+                setattr(module, ALPHA, value)
+
+
+def learn_alpha(model: nn.Module, initial: float | Sequence[float] = DEFAULT) -> list[EntmaxAlpha]:
+    """Give every attention layer of ``model`` one learned alpha per head.
+
+    The parameters join the model, its optimisers and its checkpoints as ``entmax_alpha.theta`` of every attention
+    module: make the optimiser afterwards. The configuration then says that they are learned, and a model that is loaded
+    without them raises instead of using others: see :func:`load_alpha`. In a sentence-transformers model the modules
+    that hold transformers models become :class:`EntmaxTransformer`, which loads them by itself.
+
+    Args:
+        model: a transformers model, or any module with one inside.
+        initial: alpha at the start, strictly between 1 and 2; one number, or one for every layer.
+
+    Returns:
+        The new modules, one per layer.
+
+    Raises:
+        ValueError: for a model without attention layers, or an ``initial`` outside (1, 2).
+    """
+    modules = checked_attention_modules(model)
+    starts = check_alphas(initial, len(modules))
+    made = [EntmaxAlpha(heads, start) for heads, start in zip(modules.values(), starts, strict=True)]
+    for module, alpha in zip(modules, made, strict=True):
+        like = next(module.parameters(), None)
+        if like is not None:
+            alpha.to(like.device)
+        _forget_alpha(module)
+        setattr(module, ALPHA, alpha)
+        setattr(module.config, ALPHA, LEARNED)
+    _let_reload(model)
+    return made
+
+
+def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: Any) -> list[EntmaxAlpha]:
+    """Load the learned alphas of a checkpoint into a model that ``from_pretrained`` made of it.
+
+    transformers makes a stock model, reports ``entmax_alpha.theta`` as unexpected weights, and the model refuses to run
+    until its alphas are loaded.
+
+    Args:
+        model: a transformers model, of the saved class or another one of its architecture.
+        name_or_path: the folder, or the name on the Hugging Face hub, that it was loaded from.
+        hub: where to look, as for ``from_pretrained``: ``subfolder``, ``revision``, ``token``, ``cache_dir``,
+            ``local_files_only``.
+
+    Returns:
+        The new modules, one per attention layer.
+
+    Raises:
+        ValueError: if the checkpoint has no learned alphas, or those of other layers.
+        OSError: if there is no checkpoint.
+    """
+    found = _read_thetas(str(name_or_path), hub)
+    layers = checked_attention_modules(model)
+    chosen = {name: _theta_of(name, found) for name, module in model.named_modules() if module in layers}
+    if not found or any(theta is None for theta in chosen.values()):
+        missing = [name for name, theta in chosen.items() if theta is None]
+        raise ValueError(
+            f"name_or_path {str(name_or_path)!r} must hold learned alphas of {len(chosen)} attention layers, got "
+            f"{len(found)} (none for {', '.join(missing[:3])}); use set_alpha or learn_alpha for new ones."
+        )
+    made = learn_alpha(model)
+    for alpha, (name, theta) in zip(made, chosen.items(), strict=True):
+        if theta is None or theta.shape != alpha.theta.shape:
+            got = "nothing" if theta is None else list(theta.shape)
+            raise ValueError(f"theta of {name} must have shape {list(alpha.theta.shape)}, got {got} in {name_or_path}.")
+        with torch.no_grad():
+            alpha.theta.copy_(theta)
+    return made
+
+
+def use_entmax(model: nn.Module, alpha: float | list[float] = DEFAULT, *, learn: bool = False) -> None:
+    """Switch a model in memory, and its checkpoints, to alpha-entmax attention.
+
+    ``config.json`` then holds ``"attn_implementation": "entmax"`` and the alphas. transformers follows it: a checkpoint
+    loads with entmax attention where :func:`register` was called, and raises where it was not; it never runs softmax
+    silently.
+
+    Args:
+        model: a transformers model, or any module with one inside, such as a sentence-transformers model.
+        alpha: in [1, 2], one number or one per attention layer; 1 is softmax.
+        learn: learn one alpha per head, starting there, see :func:`learn_alpha`.
+
+    Raises:
+        ValueError: for alphas that do not fit, or a model with attention that does not go by transformers' attention
+            interface.
+    """
+    register()
+    for inner in _outer_models(model):
+        inner.set_attn_implementation(NAME)
+    modules = checked_attention_modules(model)
+    stuck = [type(m).__name__ for m in modules if _implementation(m) != NAME]
+    if stuck:
+        raise ValueError(f"model must support a choice of attention, got {sorted(set(stuck))}, which do not.")
+    if learn:
+        learn_alpha(model, alpha)
+    else:
+        set_alpha(model, alpha)
+    for config in _configs(model):
+        setattr(config, MARK, NAME)
+
+
+def use_softmax(model: nn.Module, attn_implementation: str = "sdpa") -> None:
+    """Undo :func:`use_entmax`: softmax attention, and no alphas in the model, its configuration and its checkpoints.
+
+    Args:
+        model: a transformers model, or any module with one inside.
+        attn_implementation: which of transformers' implementations to run.
+    """
+    for module in checked_attention_modules(model):
+        _forget_alpha(module)
+    for inner in _outer_models(model):
+        inner.set_attn_implementation(attn_implementation)
+    for config in _configs(model):
+        for name in (MARK, ALPHA):
+            if name in vars(config):
+                delattr(config, name)
+
+
+def runs_entmax(model: nn.Module) -> bool:
+    """Whether any attention layer of a model runs entmax attention.
+
+    Raises:
+        ValueError: if a layer does not, although its configuration has alphas: it would run softmax instead.
+    """
+    known = AttentionInterface._global_mapping
+    modules = attention_modules(model)
+    runs = {m: known.get(_implementation(m)) is entmax_attention_forward for m in modules}
+    meant = [module for module in modules if not runs[module] and hasattr(module.config, ALPHA)]
+    if meant:
+        raise ValueError(
+            f"model must run entmax attention where its configuration has entmax_alpha, got {len(meant)} layers with "
+            f"attn_implementation={_implementation(meant[0])!r}; call use_entmax(model, alpha), or "
+            "use_softmax(model) if softmax is meant."
+        )
+    return any(runs.values())
+
+
+def has_learned_alpha(model: nn.Module) -> bool:
+    """Whether the configuration of a model says that its alphas are learned."""
+    return any(getattr(config, ALPHA, None) == LEARNED for config in _configs(model))
+
+
+def check_alphas(alpha: float | Sequence[float], layers: int) -> list[float]:
+    """One alpha in [1, 2] per layer."""
+    alphas: list[Any] = list(alpha) if isinstance(alpha, (list, tuple)) else [alpha] * layers
+    if len(alphas) != layers:
+        raise ValueError(f"alpha must be one number or {layers}, one for every attention layer, got {alphas}.")
+    if not all(isinstance(a, (int, float)) and not isinstance(a, bool) and 1 <= a <= 2 for a in alphas):
+        raise ValueError(f"alpha must lie in [1, 2], got {alphas}.")
+    return [float(value) for value in alphas]
+
+
+def _forget_alpha(module: nn.Module) -> None:
+    if ALPHA in vars(module) or ALPHA in module._modules:
+        delattr(module, ALPHA)
+
+
+def _let_reload(model: nn.Module) -> None:
+    """Make the modules of sentence-transformers that hold a transformers model able to load learned alphas."""
+    if not any(type(part).__module__.startswith("sentence_transformers.") for part in model.modules()):
+        return
+    from sentence_transformers.base.modules import Transformer  # optional
+
+    for part in model.modules():
+        if type(part) is Transformer:
+            part.__class__ = entmax_transformer()
+
+
+@functools.cache
+def entmax_transformer() -> type:
+    """The class ``EntmaxTransformer``, which needs sentence-transformers."""
+    from sentence_transformers.base.modules import Transformer
+
+    class EntmaxTransformer(Transformer):
+        """Stock ``Transformer`` that also loads learned alphas, with ``SentenceTransformer(folder)`` and on resuming.
+
+        :func:`tilefold.integrations.transformers.learn_alpha` makes the modules of a model into this. A checkpoint
+        names it in ``modules.json``; since it is no class of sentence-transformers, that asks for
+        ``trust_remote_code=True`` from version 6 on (what runs is the installed tilefold), and fails where tilefold is
+        not installed. Arguments are those of ``Transformer``.
+        """
+
+        __module__ = "tilefold.integrations.sentence_transformers.entmax"  # where checkpoints and pickles look for it
+        __qualname__ = "EntmaxTransformer"
+
+        def __init__(self, model_name_or_path: str | Path, **kwargs: Any) -> None:
+            register()
+            super().__init__(model_name_or_path, **kwargs)
+            if has_learned_alpha(self.model):
+                given = kwargs.get("model_kwargs") or {}
+                load_alpha(self.model, model_name_or_path, **{name: given[name] for name in _HUB if name in given})
+
+    return EntmaxTransformer
+
+
+def _implementation(module: nn.Module) -> Any:
+    return getattr(module.config, "_attn_implementation", None)
+
+
+def _outer_models(model: nn.Module) -> Iterator[PreTrainedModel]:
+    """The outermost transformers models in a module."""
+    inside: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and id(module) not in inside:
+            inside |= {id(part) for part in module.modules()}
+            yield module
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The configurations of a module's transformers models and attention layers, each once."""
+    owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    owners += [module for module in model.modules() if ALPHA in vars(getattr(module, "config", module))]
+    return list({id(owner.config): owner.config for owner in owners if hasattr(owner, "config")}.values())
+
+
+def _theta_of(name: str, found: dict[str, Tensor]) -> Tensor | None:
+    """The theta of a module, whose name may have more or fewer prefixes than in the checkpoint."""
+    if name + SUFFIX in found:
+        return found[name + SUFFIX]
+    matches = [key for key in found if key.endswith(f".{name}{SUFFIX}") or f".{name}{SUFFIX}".endswith(f".{key}")]
+    return found[matches[0]] if len(matches) == 1 else None
+
+
+def _read_thetas(name_or_path: str, hub: dict[str, Any]) -> dict[str, Tensor]:
+    from transformers.utils import cached_file  # needs the hub's client
+
+    options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": True}
+    for name in WEIGHTS:
+        file = cached_file(name_or_path, name, **options, **hub)
+        if file is None:
+            continue
+        if not name.endswith("index.json"):
+            return _thetas_in(file)
+        weights = json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"]
+        found: dict[str, Tensor] = {}
+        for part in sorted({part for key, part in weights.items() if key.endswith(SUFFIX)}):
+            found |= _thetas_in(cached_file(name_or_path, part, **hub))
+        return found
+    got = sorted(file.name for file in Path(name_or_path).glob("*"))[:3] or "no such file"
+    raise OSError(f"{name_or_path} must hold one of {', '.join(WEIGHTS)}, got {got}; save the model there.")
+
+
+def _thetas_in(file: str) -> dict[str, Tensor]:
+    if file.endswith(".safetensors"):
+        from safetensors import safe_open  # comes with transformers
+
+        with safe_open(file, framework="pt") as weights:
+            return {key: weights.get_tensor(key) for key in weights.keys() if key.endswith(SUFFIX)}  # noqa: SIM118
+    weights = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    return {key: value for key, value in weights.items() if key.endswith(SUFFIX)}
