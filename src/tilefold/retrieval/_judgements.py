@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tilefold.retrieval._columns import JUDGEMENTS, named_columns, row_of
-from tilefold.retrieval._tables import ROWS, TEXT, numbered_lines, table_rows
+from tilefold.retrieval._tables import JUDGEMENTS, ROWS, TEXT, named_columns, numbered_lines, row_of, table_rows
 from tilefold.retrieval.errors import DataError
 
 _logger = logging.getLogger(__name__)
@@ -24,12 +23,7 @@ _COLUMNS = tuple(JUDGEMENTS)
 
 @dataclass(frozen=True)
 class Known:
-    """Ids of the collection, and what becomes of judgements of others.
-
-    Attributes:
-        queries, documents: ids.
-        unknown: ``"error"`` or ``"drop"``.
-    """
+    """Ids of the collection, and what becomes of judgements of others."""
 
     queries: Container[str]
     documents: Container[str]
@@ -40,9 +34,6 @@ def read_splits(folder: Path, known: Known, wanted: Sequence[str] | None = None)
     """Split -> query id -> document id -> grade, of the files in `folder`; ``test-00000-of-00002`` is a part.
 
     Only the splits `wanted` are read, if all of them are there; else all, so that an error can name them.
-
-    Raises:
-        DataError: a malformed line, unknown ids where they are errors, a split without a judgement.
     """
     splits: dict[str, list[Path]] = {}
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():

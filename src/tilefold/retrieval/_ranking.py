@@ -1,6 +1,8 @@
-"""The best scores of a row, with ties in a fixed order."""
+"""The best scores of a row, with ties in a fixed order; checks of the options of a ranking."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import numpy as np
 import numpy.typing as npt
@@ -8,9 +10,26 @@ import numpy.typing as npt
 _BLOCKS = 256, 64, 16  # scores in a block; few blocks bound badly
 
 
+def check_count(name: str, value: object, least: int = 1, kinds: tuple[type, ...] = (int,)) -> None:
+    """Raise ``ValueError`` unless `value` is an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, kinds) or value < least:  # type: ignore[operator]
+        raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}.")
+
+
+def check_choice(name: str, value: object, allowed: Collection[str], remedy: str = "") -> None:
+    """Raise ``ValueError`` unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}.{remedy}")
+
+
+def check_share(name: str, value: float) -> None:
+    """Raise ``ValueError`` unless `value` is a number in [0, 1]."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}: expected a number in [0, 1], got {value!r}.")
+
+
 def check_k(k: int) -> None:
-    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
-        raise ValueError(f"k: expected an integer of at least 1, got {k!r}.")
+    check_count("k", k, kinds=(int, np.integer))
 
 
 def top_positive(scores: npt.NDArray[np.float32], k: int) -> list[int]:
@@ -21,8 +40,8 @@ def top_positive(scores: npt.NDArray[np.float32], k: int) -> list[int]:
         threshold = np.partition(values, found.size - k)[found.size - k]
         above = found[values > threshold]
         found = np.concatenate([above, found[values == threshold][: k - above.size]])
-    order = np.lexsort((found, -scores[found]))
-    return [int(i) for i in found[order]]
+    positions: list[int] = found[np.lexsort((found, -scores[found]))].tolist()
+    return positions
 
 
 def _candidates(scores: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:

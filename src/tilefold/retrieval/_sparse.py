@@ -50,11 +50,11 @@ class SparseVectors:
         self.indices = _as_int32(self.indices)
         self.data = np.ascontiguousarray(self.data, dtype=np.float32)
         check_ids(self.ids)
-        self._check_layout()
-        self._check_values()
-        self._sort_rows()
+        self._check()
+        if not self._in_order():
+            self._sort_rows()
 
-    def _check_layout(self) -> None:
+    def _check(self) -> None:
         n, nnz = len(self.ids), self.indices.size
         if self.vocab_size < 1:
             raise DataError(f"vocab_size: expected at least 1, got {self.vocab_size}.")
@@ -66,8 +66,6 @@ class SparseVectors:
                 f"got shapes {self.indices.shape} and {self.data.shape}."
             )
         check_offsets(self.indptr, nnz)
-
-    def _check_values(self) -> None:
         if (at := outside(self.indices, self.vocab_size)) is not None:
             raise DataError(
                 f"indices: expected terms in [0, {self.vocab_size}), got {self.indices[at]} "
@@ -81,8 +79,6 @@ class SparseVectors:
             )
 
     def _sort_rows(self) -> None:
-        if self._in_order():
-            return
         rows = np.repeat(np.arange(len(self.ids), dtype=np.int64), np.diff(self.indptr))
         keys = rows * self.vocab_size + self.indices
         order = np.argsort(keys, kind="stable")
@@ -103,10 +99,7 @@ class SparseVectors:
 
     @classmethod
     def from_rows(
-        cls,
-        rows: Mapping[str, Mapping[int, float]],
-        vocab_size: int,
-        fingerprint: str | None = None,
+        cls, rows: Mapping[str, Mapping[int, float]], vocab_size: int, fingerprint: str | None = None
     ) -> SparseVectors:
         """From ``{id: {term index: weight}}``."""
         lengths = np.array([len(row) for row in rows.values()], np.int64)
@@ -140,15 +133,9 @@ class SparseVectors:
             values = sparse.values()
         keep = (values > min_weight) | (values < 0) | values.isnan()
         rows, columns, values = (part[keep].cpu() for part in (rows, columns, values))
-        lengths = np.bincount(rows.numpy(), minlength=len(ids))
-        return cls(
-            list(ids),
-            offsets_of(lengths),
-            columns.to(torch.int32).numpy(),
-            values.float().numpy(),
-            int(matrix.shape[1]),
-            fingerprint,
-        )
+        offsets = offsets_of(np.bincount(rows.numpy(), minlength=len(ids)))
+        arrays = offsets, columns.to(torch.int32).numpy(), values.float().numpy()
+        return cls(list(ids), *arrays, int(matrix.shape[1]), fingerprint)
 
     @classmethod
     def concatenate(cls, parts: Iterable[SparseVectors]) -> SparseVectors:
@@ -209,22 +196,24 @@ def check_same_vocabulary(
 ) -> None:
     """Raise VocabularyMismatchError unless sizes are equal, and fingerprints too where both are known."""
     if left.vocab_size != right.vocab_size:
-        raise VocabularyMismatchError(
-            f"{right_name}: expected the vocabulary of {left_name} with {left.vocab_size} terms, "
-            f"got one with {right.vocab_size}. Encode both with the same model."
-        )
-    if left.fingerprint and right.fingerprint and left.fingerprint != right.fingerprint:
-        raise VocabularyMismatchError(
-            f"{right_name}: expected the vocabulary of {left_name} (fingerprint {left.fingerprint[:12]}), "
-            f"got one of the same size (fingerprint {right.fingerprint[:12]}). Encode both with the same model."
-        )
+        expected, got = f"with {left.vocab_size} terms", f"with {right.vocab_size}"
+    elif left.fingerprint and right.fingerprint and left.fingerprint != right.fingerprint:
+        expected = f"(fingerprint {left.fingerprint[:12]})"
+        got = f"of the same size (fingerprint {right.fingerprint[:12]})"
+    else:
+        return
+    raise VocabularyMismatchError(
+        f"{right_name}: expected the vocabulary of {left_name} {expected}, got one {got}. "
+        "Encode both with the same model."
+    )
 
 
 def _as_int32(indices: Any) -> npt.NDArray[np.int32]:
     array = np.asarray(indices)
     if array.size and not np.issubdtype(array.dtype, np.integer):
         raise DataError(f"indices: expected integers, got {array.dtype}.")
-    if array.size and (array.max() > np.iinfo(np.int32).max or array.min() < np.iinfo(np.int32).min):
+    limits = np.iinfo(np.int32)
+    if array.size and (array.max() > limits.max or array.min() < limits.min):
         raise DataError(f"indices: expected terms that fit int32, got {array.min()} to {array.max()}.")
     return np.ascontiguousarray(array, dtype=np.int32)
 

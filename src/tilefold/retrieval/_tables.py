@@ -1,25 +1,47 @@
-"""Rows of the files that collections come in: JSON lines, TSV, Parquet, folders of those, and saved datasets."""
+"""Rows of the files of collections: JSON lines, TSV, Parquet, folders of those, saved datasets, TREC topics."""
 
 from __future__ import annotations
 
+import functools
 import gzip
+import html
 import json
+import logging
+import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from tilefold.retrieval._columns import row_of, say_once, text_columns
 from tilefold.retrieval._files import require
 from tilefold.retrieval.errors import DataError
+
+_logger = logging.getLogger(__name__)
 
 Row = tuple[str, dict[str, Any]]
 
 TEXT = (".tsv", ".tsv.gz", ".txt", ".txt.gz")
 ROWS = (".jsonl", ".jsonl.gz", ".parquet")
+TOPICS = ".trec"
 _SAVED = ("dataset_dict.json", "state.json")  # of a DatasetDict, of a Dataset
 _ROWS_PER_BATCH = 1024
+_TOPIC = re.compile(r"<top(?:ic)?\b([^>]*)>(.*?)</top(?:ic)?>", re.DOTALL | re.IGNORECASE)
+_NUMBER = re.compile(r"<num(?:ber)?>\s*(?:Number:)?\s*([^\s<]+)|\bnumber=[\"']([^\"']+)", re.IGNORECASE)
+_TITLE = re.compile(r"<(?:title|query)>\s*(?:Topic:)?(.*?)(?=<|\Z)", re.DOTALL | re.IGNORECASE)
+# What a column is -> names that BEIR, TREC, MS MARCO, datasets and data frames give it.
+_DOCUMENT = ("corpus-id", "corpus_id", "docid", "doc_id", "doc-id", "docno", "document_id", "pid", "passage_id")
+_QUERY = ("query-id", "query_id", "qid", "queryid", "topic_id", "topic-id")
+TEXTS = {
+    "_id": ("_id", "id", *_DOCUMENT, *_QUERY),
+    "title": ("title",),
+    "text": ("text", "contents", "content", "body", "passage", "document", "query", "question"),
+}
+JUDGEMENTS = {
+    "query-id": (*_QUERY, "query", "topic"),
+    "corpus-id": (*_DOCUMENT, "document", "passage", "id"),
+    "score": ("score", "grade", "relevance", "rel", "label", "judgment", "judgement"),
+}
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -28,24 +50,16 @@ def is_saved_dataset(path: Path) -> bool:
 
 
 def find_table(folder: Path, name: str, suffixes: tuple[str, ...]) -> Path | None:
-    """The table `name` in `folder`: a file with one of `suffixes`, or a folder; None if there is nothing.
-
-    Raises:
-        DataError: there are several.
-    """
+    """The table `name` in `folder`: a file with one of `suffixes`, or a folder; None if there is nothing."""
     found = [path for suffix in suffixes if (path := folder / f"{name}{suffix}").is_file()]
-    found += [path for path in (folder / name,) if path.is_dir()]
+    found += [folder / name] if (folder / name).is_dir() else []
     if len(found) > 1:
         raise DataError(f"{folder}: expected one of {', '.join(path.name for path in found)}, got all. Keep one.")
     return found[0] if found else None
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines of a text file, gzipped where its name ends in ``.gz``, with their numbers from 1.
-
-    Raises:
-        DataError: bytes that are not UTF-8, by line and by byte of the file; a damaged gzip file.
-    """
+    """Lines of a text file, gzipped where its name ends in ``.gz``, with their numbers from 1."""
     start = 0
     with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as stream:
         lines = enumerate(stream, start=1)
@@ -78,14 +92,9 @@ def table_files(path: Path) -> list[Path]:
 
 
 def table_rows(path: Path, skip: int = 0) -> Iterator[Row]:
-    """``(where, row)`` of each row, with `where` for messages: file and line, or file and row.
+    """``(where, row)`` of each row of a file, a folder of files or a saved dataset, with `where` for messages.
 
-    Args:
-        path: a file, a folder of files, or a saved dataset.
-        skip: rows at the beginning of each file that are passed over without being looked at.
-
-    Raises:
-        DataError: a malformed line or file, a file of another kind, a dataset with several splits.
+    The first `skip` rows of each file are passed over without being looked at.
     """
     if path.is_dir():
         if is_saved_dataset(path):
@@ -96,8 +105,9 @@ def table_rows(path: Path, skip: int = 0) -> Iterator[Row]:
     elif path.name.endswith(".parquet"):
         yield from _parquet_rows(path, skip)
     elif path.name.endswith(ROWS):
-        for number, line in _filled_lines(path, skip):
-            yield f"{path}:{number}", _json_object(line, path, number)
+        filled = ((number, line) for number, line in numbered_lines(path) if line.strip())
+        for number, line in islice(filled, skip, None):
+            yield f"{path}:{number}", _json_object(line, f"{path}:{number}")
     elif path.name.endswith(TEXT):
         yield from islice(text_rows(numbered_lines(path), path), skip, None)
     else:
@@ -105,27 +115,17 @@ def table_rows(path: Path, skip: int = 0) -> Iterator[Row]:
 
 
 def text_rows(lines: Iterable[tuple[int, str]], path: object, *, bare: bool = False) -> Iterator[Row]:
-    """Rows of lines of an id, a tab and a text; or of the columns that the first of them names.
+    """Rows of numbered lines of an id, a tab and a text; or of the columns that the first of them names.
 
-    Args:
-        lines: with their numbers; empty ones are passed over.
-        path: where they come from, for messages.
-        bare: a line without a tab is a text, whose id is the line's number, and not an error.
-
-    Raises:
-        DataError: a line without a tab, or with other columns than the first one names.
+    A `bare` line, without a tab, is a text whose id is the line's number, and not an error.
     """
     columns: list[str | None] | None = None
-    first = True
-    for number, line in lines:
+    filled = ((number, line) for number, line in lines if line.strip())
+    for place, (number, line) in enumerate(filled):
         where, fields = f"{path}:{number}", line.rstrip("\r\n").split("\t")
-        if not line.strip():
+        if place == 0 and (columns := text_columns(fields, where)):
+            _say_once(where, tuple(fields))
             continue
-        if first:
-            first, columns = False, text_columns(fields, where)
-            if columns:
-                say_once(where, tuple(fields))
-                continue
         if columns:
             yield where, row_of(fields, columns, where)
         elif len(fields) > 1:
@@ -136,19 +136,14 @@ def text_rows(lines: Iterable[tuple[int, str]], path: object, *, bare: bool = Fa
             raise DataError(f"{where}: expected an id, a tab and a text, got no tab. Fix that line.")
 
 
-def _filled_lines(path: Path, skip: int) -> Iterator[tuple[int, str]]:
-    return islice(((number, line) for number, line in numbered_lines(path) if line.strip()), skip, None)
-
-
-def _json_object(line: str, path: Path, number: int) -> dict[str, Any]:
+def _json_object(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # malformed JSON, a number with thousands of digits, too deep nesting
-        raise DataError(
-            f"{path}:{number}: expected one JSON object per line, got malformed JSON ({error}). Fix that line."
-        ) from error
+        got = f"malformed JSON ({error})"
+        raise DataError(f"{where}: expected one JSON object per line, got {got}. Fix that line.") from error
     if not isinstance(row, dict):
-        raise DataError(f"{path}:{number}: expected one JSON object per line, got {type(row).__name__}. Fix that line.")
+        raise DataError(f"{where}: expected one JSON object per line, got {type(row).__name__}. Fix that line.")
     return row
 
 
@@ -176,4 +171,77 @@ def _dataset_rows(path: Path, skip: int) -> Iterator[Row]:
             raise DataError(f"{path}: expected a dataset of one split, got {', '.join(saved)}. Save one of them.")
         (saved,) = saved.values()
     for number, row in enumerate(saved.skip(skip) if skip else saved, start=skip + 1):
-        yield f"{path}, row {number}", cast(dict[str, Any], row)
+        yield f"{path}, row {number}", dict(row)
+
+
+def named_columns(fields: Sequence[str], known: Mapping[str, Sequence[str]]) -> list[str | None]:
+    """The column that each of the `fields` of a first line names, None for a field that names none."""
+    kind_of = {name: kind for kind, names in known.items() for name in names}
+    return [kind_of.get(field.strip().strip('"').lower()) for field in fields]
+
+
+def text_columns(fields: Sequence[str], where: str) -> list[str | None] | None:
+    """The columns that a first line names, None where it is a row, and a ``DataError`` where it may be either."""
+    kinds = named_columns(fields, TEXTS)
+    if kinds.count("_id") == kinds.count("text") == 1 and kinds.count("title") <= 1:
+        return kinds
+    if len(fields) > 1 and (kinds[0] == "_id" or "text" in kinds[1:]):
+        raise DataError(
+            f"{where}: expected a row, or names of columns with one id and one text, got {fields}, which may be "
+            "either. Name the columns id, title and text; remove the line; or put it below another one, if it is a row."
+        )
+    return None
+
+
+@functools.cache
+def _say_once(where: str, fields: tuple[str, ...]) -> None:
+    """Say which line is no row; files are read several times."""
+    kinds = named_columns(fields, TEXTS)
+    used = ", ".join(name.strip() for name, kind in zip(fields, kinds, strict=True) if kind)
+    left = ", ".join(repr(name.strip()) for name, kind in zip(fields, kinds, strict=True) if not kind)
+    _logger.warning(
+        "%s: this line is taken as names of columns (%s)%s", where, used, f", {left} unread" if left else ""
+    )
+
+
+def row_of(fields: Sequence[str], columns: Sequence[str | None], where: str) -> dict[str, str]:
+    """Column -> field of a line."""
+    if len(fields) != len(columns):
+        raise DataError(
+            f"{where}: expected {len(columns)} fields as in the first line, which names them, got {len(fields)}. Fix "
+            "that line."
+        )
+    return {column: field for column, field in zip(columns, fields, strict=True) if column}
+
+
+def _topic_rows(path: Path) -> Iterator[Row]:
+    """Rows of ``_id`` and ``text`` for TREC topics: ``<top>`` or ``<topic>`` with a number, and a title or query."""
+    text, found = "".join(line for _, line in numbered_lines(path)), 0
+    for found, match in enumerate(_TOPIC.finditer(text), start=1):
+        where, number, title = f"{path}, topic {found}", _NUMBER.search(match[0]), _TITLE.search(match[2])
+        if number is None or title is None or not title[1].strip():
+            raise DataError(f"{where}: expected a <num> and a <title> (or <query>), got one without.")
+        yield where, {"_id": number[1] or number[2], "text": " ".join(html.unescape(title[1]).split())}
+    if not found:
+        raise DataError(f"{path}: expected TREC topics (<top> ... </top>), got {text[:40]!r}. Name a table .tsv.")
+
+
+def query_rows(path: Path, *, bare: bool = False) -> Iterator[Row]:
+    """Rows of ``_id`` and ``text``: TREC topics of a ``.trec`` file, or a table; `bare` as in :func:`text_rows`."""
+    if path.name.endswith(TOPICS) and not path.is_dir():
+        return _topic_rows(path)
+    if bare and not path.is_dir() and not path.name.endswith(ROWS):
+        return text_rows(numbered_lines(path), path, bare=True)
+    return table_rows(path)
+
+
+def query_of_line(line: str, number: int) -> tuple[str, str]:
+    """Id and text of a query: ``id<tab>text``, or a text with the number of its line.
+
+    Raises:
+        DataError: a first line that names columns, or may do so.
+    """
+    if number == 1 and text_columns(line.strip().split("\t"), "line 1"):
+        raise DataError(f"line 1: expected a query, got names of columns, {line.strip()!r}. Leave that line out.")
+    name, tab, text = line.strip().partition("\t")
+    return (name, text) if tab else (str(number), name)

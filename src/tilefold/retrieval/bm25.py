@@ -8,21 +8,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from tilefold._files import atomic_directory, write_json
+from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._arrays import check_arrays, check_offsets, outside
 from tilefold.retrieval._files import require
 from tilefold.retrieval._ids import check_text_ids
-from tilefold.retrieval._ranking import check_k, top_positive
+from tilefold.retrieval._ranking import check_k, check_share, top_positive
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
-from tilefold.retrieval.index.protocol import MANIFEST_NAME, REMEDY, read_ids, read_manifest, write_manifest
+from tilefold.retrieval.index.protocol import naming_versions, read_ids, read_manifest, saved_index
 from tilefold.retrieval.provenance import Provenance, texts_digest
 
 __all__ = ["LANGUAGES", "BM25Index", "BM25Options", "Tokenizer"]
@@ -39,13 +38,7 @@ _STOPPED = {
 }  # fmt: skip
 LANGUAGES = (*_STOPPED, "none")
 _ARRAYS = ("data", "indices", "indptr")
-_OWN_NAMES = (
-    MANIFEST_NAME,
-    "ids.json",
-    "params.index.json",
-    "vocab.index.json",
-    *(f"{name}.csc.index.npy" for name in _ARRAYS),
-)
+_OWN_NAMES = ("params.index.json", "vocab.index.json", *(f"{name}.csc.index.npy" for name in _ARRAYS))
 
 
 @dataclass(frozen=True)
@@ -69,8 +62,7 @@ class BM25Options:
     def __post_init__(self) -> None:
         if not 0 <= self.k1 < float("inf"):
             raise ValueError(f"k1: expected a finite number of at least 0, got {self.k1!r}.")
-        if not 0 <= self.b <= 1:
-            raise ValueError(f"b: expected a number in [0, 1], got {self.b!r}.")
+        check_share("b", self.b)
 
 
 class Tokenizer:
@@ -99,7 +91,6 @@ class Tokenizer:
 
 
 def _language(name: str) -> tuple[frozenset[str], Callable[[str], str]]:
-    """Stop words and stemmer."""
     if name == "none":
         return frozenset(), str
     snowball = require("Stemmer", "PyStemmer", "BM25 with stemming")
@@ -190,12 +181,10 @@ class BM25Index:
         check_k(k)
         run: Run = {}
         for query_id, text in queries.items():
-            tokens = self._known(text)
-            if not tokens:
-                run[query_id] = {}
-                continue
-            scores = np.asarray(self._engine.get_scores(tokens), dtype=np.float32)
-            run[query_id] = {self._ids[i]: float(scores[i]) for i in top_positive(scores, k)}
+            run[query_id] = {}
+            if tokens := self._known(text):
+                scores = np.asarray(self._engine.get_scores(tokens), dtype=np.float32)
+                run[query_id] = {self._ids[i]: float(scores[i]) for i in top_positive(scores, k)}
         return run
 
     def document_vectors(self) -> SparseVectors:
@@ -206,8 +195,7 @@ class BM25Index:
         data, documents, offsets = (np.asarray(self._engine.scores[name]) for name in _ARRAYS)
         words = np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets))
         order = np.lexsort((words, documents))
-        counts = np.bincount(documents, minlength=len(self._ids))
-        rows = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+        rows = offsets_of(np.bincount(documents, minlength=len(self._ids)))
         return SparseVectors(self._ids, rows, words[order], data[order], len(offsets) - 1, None, self.provenance)
 
     def query_vectors(self, queries: Mapping[str, str]) -> SparseVectors:
@@ -223,10 +211,8 @@ class BM25Index:
 
     def save(self, path: str | Path) -> None:
         """Write the index as a directory; only an earlier BM25 index is replaced."""
-        with atomic_directory(Path(path), own_names=_OWN_NAMES) as folder:
+        with saved_index(path, self, _OWN_NAMES, "bm25s", asdict(self.options), self._ids) as folder:
             self._engine.save(folder)
-            write_json(folder / "ids.json", {"ids": self._ids})
-            write_manifest(folder, self, {"bm25s": version("bm25s")}, asdict(self.options))
 
     @classmethod
     def load(cls, path: str | Path) -> BM25Index:
@@ -238,17 +224,13 @@ class BM25Index:
         folder = Path(path)
         manifest = read_manifest(folder, cls.backend)
         bm25s = _package()
-        ids = read_ids(folder / "ids.json", manifest["n_documents"])
-        try:
+        ids = read_ids(folder, manifest["n_documents"])
+        with naming_versions(
+            folder, manifest, "bm25s"
+        ):  # which takes its files as they are, and fails at what they hold
             engine = bm25s.BM25.load(folder, mmap=True)
             options = BM25Options(**manifest["options"])
             _check_arrays(engine, len(ids))
-        except Exception as error:  # bm25s takes its files as they are, and fails at what they hold
-            written = (manifest.get("versions") or {}).get("bm25s", "unknown")
-            raise DataError(
-                f"{folder}: could not be read ({error}); written by bm25s {written}, read by {version('bm25s')}. "
-                + REMEDY
-            ) from error
         return cls(engine, ids, options, Provenance.from_dict(manifest))
 
 

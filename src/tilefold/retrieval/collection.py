@@ -1,6 +1,4 @@
-"""Collections in the BEIR layout: ``corpus.jsonl``, ``queries.jsonl`` and ``qrels/<split>.tsv``, or the same rows in
-other files.
-"""
+"""Collections in the BEIR layout, ``corpus.jsonl``, ``queries.jsonl`` and ``qrels/<split>.tsv``, or in other files."""
 
 from __future__ import annotations
 
@@ -13,8 +11,16 @@ from tilefold._files import atomic_directory
 from tilefold.retrieval._files import is_unicode, json_line
 from tilefold.retrieval._ids import check_text_ids
 from tilefold.retrieval._judgements import Known, read_splits
-from tilefold.retrieval._queries import TOPICS, loose_query_rows, query_of_line, query_rows
-from tilefold.retrieval._tables import ROWS, Row, find_table, is_saved_dataset, table_rows
+from tilefold.retrieval._tables import (
+    ROWS,
+    TOPICS,
+    Row,
+    find_table,
+    is_saved_dataset,
+    query_of_line,
+    query_rows,
+    table_rows,
+)
 from tilefold.retrieval.errors import DataError
 
 __all__ = ["Collection", "Document", "load_beir", "load_documents", "load_queries", "query_of_line"]
@@ -99,12 +105,8 @@ class Collection:
 
     def pairs(self, split: str) -> list[tuple[str, str]]:
         """``(query id, document id)`` for every positive grade in `split`."""
-        return [
-            (query_id, document_id)
-            for query_id, judged in self.split_qrels(split).items()
-            for document_id, grade in judged.items()
-            if grade > 0
-        ]
+        judged = self.split_qrels(split).items()
+        return [(query, document) for query, grades in judged for document, grade in grades.items() if grade > 0]
 
     def save_beir(self, path: str | Path) -> None:
         """Write a BEIR folder atomically; only an earlier BEIR folder is replaced.
@@ -115,13 +117,11 @@ class Collection:
         """
         self._check_savable()
         with atomic_directory(Path(path), own_names=_BEIR_NAMES) as folder:
-            with (folder / "corpus.jsonl").open("w", encoding="utf-8") as stream:
-                for document in self.documents.values():
-                    row = {"_id": document.id, "title": document.title, "text": document.text}
-                    stream.write(json_line(row))
-            with (folder / "queries.jsonl").open("w", encoding="utf-8") as stream:
-                for query_id, text in self.queries.items():
-                    stream.write(json_line({"_id": query_id, "text": text}))
+            documents = ({"_id": one.id, "title": one.title, "text": one.text} for one in self.documents.values())
+            queries = ({"_id": name, "text": text} for name, text in self.queries.items())
+            for name, rows in (("corpus.jsonl", documents), ("queries.jsonl", queries)):
+                with (folder / name).open("w", encoding="utf-8") as stream:
+                    stream.writelines(map(json_line, rows))
             (folder / "qrels").mkdir()
             for split, qrels in self.qrels.items():
                 with (folder / "qrels" / f"{split}.tsv").open("w", encoding="utf-8") as stream:
@@ -171,11 +171,10 @@ def load_beir(
     folder = Path(path)
     if not folder.exists():
         raise FileNotFoundError(f"{folder}: no such folder. {BEIR_LAYOUT}")
-    corpus = documents_table(folder)
-    if corpus == folder:
-        return Collection(folder.resolve().name.partition(".")[0], load_documents(folder), {}, {})
-    collection = Collection(folder.resolve().name, load_documents(corpus), {}, {})
-    if documents_only:
+    corpus, name = documents_table(folder), folder.resolve().name
+    alone = corpus == folder
+    collection = Collection(name.partition(".")[0] if alone else name, load_documents(corpus), {}, {})
+    if alone or documents_only:
         return collection
     queries = find_table(folder, "queries", (*ROWS, ".tsv", TOPICS))
     if queries is not None:
@@ -187,11 +186,7 @@ def load_beir(
 
 
 def documents_table(folder: Path) -> Path:
-    """Path of the rows of the documents: `folder` itself where it is a file or a saved dataset.
-
-    Raises:
-        FileNotFoundError: a folder without documents.
-    """
+    """Path of the rows of the documents: `folder` itself where it is a file or a saved dataset."""
     if folder.is_file() or is_saved_dataset(folder):
         return folder
     corpus = find_table(folder, "corpus", ROWS)
@@ -220,7 +215,7 @@ def load_documents(path: str | Path) -> dict[str, Document]:
 def document_of_row(row: dict[str, Any], where: str, seen: Mapping[str, object]) -> Document:
     """The document in a row, checked; its id is none of those `seen`."""
     name = _id(row, where, seen)
-    return Document(name, _string(row, "title", where, optional=True), _string(row, "text", where))
+    return Document(name, _string(row, "title", where, ""), _string(row, "text", where))
 
 
 def load_queries(path: str | Path) -> dict[str, str]:
@@ -235,7 +230,7 @@ def load_queries(path: str | Path) -> dict[str, str]:
     file = Path(path)
     if not file.exists():
         raise FileNotFoundError(f"{file}: no such file with queries.")
-    return _texts(loose_query_rows(file), file)
+    return _texts(query_rows(file, bare=True), file)
 
 
 def _texts(rows: Iterable[Row], path: Path) -> dict[str, str]:
@@ -265,10 +260,8 @@ def _id(row: dict[str, Any], where: str, seen: Mapping[str, object]) -> str:
     return value
 
 
-def _string(row: dict[str, Any], key: str, where: str, optional: bool = False) -> str:
-    value = row.get(key)
-    if value is None and optional:
-        return ""
+def _string(row: dict[str, Any], key: str, where: str, missing: str | None = None) -> str:
+    value = missing if row.get(key) is None else row[key]
     if not isinstance(value, str):
         raise DataError(f"{where}: {key!r} must be a string, got {value!r}. Fix that line.")
     return value

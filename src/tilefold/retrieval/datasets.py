@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -54,12 +55,9 @@ def _cached_pydocs(cache_dir: Path) -> Collection:
     folder = cache_dir / "pydocs" / pydocs.cache_key()
     if folder.is_dir():
         try:
-            collection = load_beir(folder)
+            return replace(load_beir(folder), name="pydocs")
         except (DataError, OSError) as error:
             _logger.warning("cached pydocs is damaged and is built again: %s", error)
-        else:
-            collection.name = "pydocs"
-            return collection
     collection = pydocs.build_pydocs()
     try:
         collection.save_beir(folder)

@@ -102,9 +102,8 @@ def rank_by_similarity(
     run: Run = {}
     for start in range(0, len(query_ids), query_chunk):
         scores = model.similarity(query_vectors[start : start + query_chunk], document_vectors)
-        values, rows = scores.float().topk(min(k, len(document_ids)), dim=1)
-        for offset, (row_values, row) in enumerate(zip(values.tolist(), rows.tolist(), strict=True)):
-            run[query_ids[start + offset]] = {
-                document_ids[at]: score for at, score in zip(row, row_values, strict=True)
-            }
+        best = scores.float().topk(min(k, len(document_ids)), dim=1)
+        names = query_ids[start : start + query_chunk]
+        for name, values, rows in zip(names, best.values.tolist(), best.indices.tolist(), strict=True):
+            run[name] = {document_ids[at]: score for at, score in zip(rows, values, strict=True)}
     return run

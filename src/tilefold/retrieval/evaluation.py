@@ -6,6 +6,7 @@ import math
 import operator
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,8 @@ from tilefold.retrieval.fusion import Run, check_scores
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.vectors import SparseVectors, check_same_vocabulary
 
-__all__ = [
-    "DEFAULT_MEASURES",
-    "active_terms",
-    "check_measures",
-    "evaluate",
-    "evaluate_per_query",
-    "flops",
-    "read_trec_provenance",
-    "read_trec_run",
-    "write_trec_run",
-]
+__all__ = ["DEFAULT_MEASURES", "active_terms", "check_measures", "evaluate", "evaluate_per_query", "flops"]
+__all__ += ["read_trec_provenance", "read_trec_run", "write_trec_run"]
 
 DEFAULT_MEASURES = ("nDCG@10", "R@100", "RR@10")
 
@@ -76,25 +68,27 @@ def evaluate_per_query(
         raise ValueError(f"qrels: expected at least one judged query, got {got}. Check the split.")
     check_text_ids("qrels", judged)
     check_answers("run", run, judged)
-    ir_measures, parsed = _parsed(measures)
+    parsed = _parsed(measures)
     table = {query_id: dict.fromkeys(measures, 0.0) for query_id in judged}
     # trec_eval, which remembers the last query, would take one with the id "no query" for one that it has answered.
     numbered = {str(number): query_id for number, query_id in enumerate(judged)}
-    found = {
-        number: _checked_scores(query_id, run[query_id]) for number, query_id in numbered.items() if run.get(query_id)
-    }
+    found: dict[str, dict[str, float]] = {}
+    for number, query_id in numbered.items():
+        if run.get(query_id):
+            check_scores("run", query_id, run[query_id], finite=False)
+            found[number] = {name: float(score) for name, score in run[query_id].items()}  # Python's numbers
     grades = {number: _countable(judged[query_id], found.get(number, {})) for number, query_id in numbered.items()}
     if found:
-        for metric in _computed(ir_measures, parsed, grades, found):
+        for metric in _computed(parsed, grades, found):
             for name, measure in zip(measures, parsed, strict=True):  # two names may denote one measure
                 if measure == metric.measure:
                     table[numbered[metric.query_id]][name] = float(metric.value)
     return table
 
 
-def _computed(ir_measures: Any, parsed: list[Any], grades: _QrelsLike, run: _RunLike) -> list[Any]:
+def _computed(parsed: list[Any], grades: _QrelsLike, run: _RunLike) -> list[Any]:
     try:
-        return list(ir_measures.iter_calc(list(dict.fromkeys(parsed)), grades, run))
+        return list(_package().iter_calc(list(dict.fromkeys(parsed)), grades, run))
     except subprocess.CalledProcessError as error:  # gdeval.pl
         raise ValueError(
             f"measures: TREC's program for ERR and nDCG(dcg='exp-log2') failed with code {error.returncode}; it takes "
@@ -129,12 +123,6 @@ def _checked_grades(query_id: str, grades: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def _checked_scores(query_id: str, scores: Mapping[str, float]) -> dict[str, float]:
-    """The scores of a query as Python's numbers."""
-    check_scores("run", query_id, scores, finite=False)
-    return {name: float(score) for name, score in scores.items()}
-
-
 def _countable(grades: dict[str, int], scores: dict[str, float]) -> dict[str, int]:
     """Grades of which at least one is not negative: trec_eval writes outside of its table of grades otherwise.
 
@@ -151,16 +139,17 @@ def check_measures(measures: Sequence[str]) -> int:
     Raises:
         ValueError: an unknown measure, or a cut-off or another parameter that it does not have.
     """
-    _, parsed = _parsed(measures)
-    return max(int(measure.params.get("cutoff", 0)) for measure in parsed)
+    return max(int(measure.params.get("cutoff", 0)) for measure in _parsed(measures))
 
 
-def _parsed(measures: Sequence[str]) -> tuple[Any, list[Any]]:
-    """ir-measures, and the measures as it knows them."""
+def _package() -> Any:
+    return require("ir_measures", "ir-measures", "Evaluation")
+
+
+def _parsed(measures: Sequence[str]) -> list[Any]:
     if not measures or isinstance(measures, str):
         raise ValueError(f"measures: expected a list of names such as ['nDCG@10'], got {measures!r}.")
-    ir_measures = require("ir_measures", "ir-measures", "Evaluation")
-    return ir_measures, [_parse(ir_measures, name) for name in measures]
+    return [_parse(_package(), name) for name in measures]
 
 
 def _parse(ir_measures: Any, name: str) -> Any:
@@ -224,10 +213,9 @@ def read_trec_run(path: str | Path) -> Run:
                 "Fix that line, or remove it if it names columns."
             )
         query_id, _, document_id, _, text, _ = fields
-        try:
+        score = math.nan
+        with suppress(ValueError):
             score = float(text)
-        except ValueError:
-            score = math.nan
         if not math.isfinite(score):
             raise DataError(
                 f"{path}:{number}: expected a finite score, got {text!r}. Fix that line, or remove it if it "

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from tilefold.pipeline.ragged import offsets_of
+from tilefold.retrieval._ranking import check_choice, check_count, check_share
 from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Fusion, Normalization, Run
@@ -27,6 +29,7 @@ __all__ = ["Feedback", "Interpolation", "expand_dense", "expand_sparse", "feedba
 
 METHODS = ("average", "rocchio")
 PLACES = ("before", "after", "both")
+_Row = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 _LARGEST = float(np.finfo(np.float32).max)
 _DEPTHS = {"average": 3, "rocchio": 5}  # of the published tables
 
@@ -56,12 +59,10 @@ class Feedback:
     top_terms: int | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}.")
+        check_choice("method", self.method, METHODS)
         for name, least in (("depth", 1), ("bottom", 0), ("top_terms", 1)):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}.")
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), least)
         for name in ("alpha", "beta", "gamma"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
@@ -75,7 +76,6 @@ class Feedback:
 
     @property
     def k(self) -> int:
-        """The best documents that count as relevant."""
         return self.depth or _DEPTHS[self.method]
 
     def chosen(self, ranking: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -111,10 +111,8 @@ class Interpolation:
     normalization: Normalization = "min_max"
 
     def __post_init__(self) -> None:
-        if self.place not in PLACES:
-            raise ValueError(f"place: expected one of {', '.join(PLACES)}, got {self.place!r}.")
-        if not 0 <= self.weight <= 1:
-            raise ValueError(f"weight: expected a number in [0, 1], got {self.weight!r}.")
+        check_choice("place", self.place, PLACES)
+        check_share("weight", self.weight)
 
     def mix(self, run: Run, second: Run, k: int) -> Run:
         """Both rankings of the queries of `run`, `k` documents each."""
@@ -168,18 +166,12 @@ def expand_sparse(queries: SparseVectors, documents: SparseVectors, run: Run, fe
     """
     check_same_vocabulary(queries, documents, "queries", "documents")
     row_of = {name: row for row, name in enumerate(documents.ids)}
-    rows = [_expanded(queries.row(i), _parts(name, run, row_of, feedback), documents, feedback)
-            for i, name in enumerate(queries.ids)]  # fmt: skip
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(terms) for terms, _ in rows], dtype=np.int64)])
-    return SparseVectors(
-        queries.ids,
-        offsets,
-        np.concatenate([terms for terms, _ in rows]) if rows else np.zeros(0, np.int32),
-        np.concatenate([weights for _, weights in rows]) if rows else np.zeros(0, np.float32),
-        queries.vocab_size,
-        queries.fingerprint,
-        queries.provenance,
-    )
+    rows = [(np.zeros(0, np.int32), np.zeros(0, np.float32))]
+    for i, name in enumerate(queries.ids):
+        rows.append(_expanded(queries.row(i), *_parts(name, run, row_of, feedback), documents, feedback))
+    terms, weights = (np.concatenate(part) for part in zip(*rows, strict=True))
+    offsets = offsets_of(np.array([len(row) for row, _ in rows[1:]], np.int64))
+    return replace(queries, indptr=offsets, indices=terms, data=weights)
 
 
 def expand_dense(
@@ -237,21 +229,15 @@ def _check_finite(largest: float) -> None:
         )
 
 
-def _expanded(
-    query: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]],
-    parts: tuple[list[int], list[int]],
-    documents: SparseVectors,
-    feedback: Feedback,
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+def _expanded(query: _Row, best: list[int], worst: list[int], documents: SparseVectors, feedback: Feedback) -> _Row:
     """Terms, ascending, and positive weights of one query after feedback."""
-    best, worst = parts
     if not best:
         return query
     own, each, each_worst = feedback.weights(len(best), len(worst))
-    weighted = [(query, own), *((documents.row(row), each) for row in best)]
-    weighted += [(documents.row(row), each_worst) for row in worst]
-    terms, where = np.unique(np.concatenate([part[0] for part, _ in weighted]), return_inverse=True)
-    values = np.concatenate([part[1].astype(np.float64) * weight for part, weight in weighted])
+    parts = [query, *map(documents.row, (*best, *worst))]
+    factors = [own, *[each] * len(best), *[each_worst] * len(worst)]
+    terms, where = np.unique(np.concatenate([row for row, _ in parts]), return_inverse=True)
+    values = np.concatenate([row.astype(np.float64) * factor for (_, row), factor in zip(parts, factors, strict=True)])
     sums = np.bincount(where, values, minlength=len(terms))
     _check_finite(float(sums.max(initial=0.0)))
     totals = np.maximum(sums, 0.0).astype(np.float32)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tilefold.retrieval._ids import check_text_ids
+from tilefold.retrieval._ranking import check_choice, check_share
 
 __all__ = ["Fusion", "Normalization", "Run", "interpolate", "reciprocal_rank_fusion"]
 
@@ -19,6 +20,7 @@ Normalization = Literal["min_max", "z_score", "none"]
 
 METHODS = ("rrf", "interpolation")
 _Scores = Mapping[str, float]
+_Normalized = tuple[dict[str, float], float]  # scores, and that of a document without one
 
 
 def interpolate(
@@ -50,14 +52,8 @@ def interpolate(
         TypeError: an id that is not a string.
     """
     weights = _check(runs, weights, k)
-    normalizers: dict[str, Callable[[_Scores], tuple[dict[str, float], float]]] = {
-        "min_max": _min_max,
-        "z_score": _z_score,
-        "none": _plain,
-    }
-    if normalization not in normalizers:
-        raise ValueError(f"normalization: expected one of {', '.join(normalizers)}, got {normalization!r}.")
-    normalize = normalizers[normalization]
+    check_choice("normalization", normalization, _NORMALIZERS)
+    normalize = _NORMALIZERS[normalization]
     fused: Run = {}
     for query_id in _queries(runs):
         present = [
@@ -65,8 +61,7 @@ def interpolate(
         ]
         documents = dict.fromkeys(doc for _, scores, _ in present for doc in scores)
         total = {doc: sum(weight * scores.get(doc, low) for weight, scores, low in present) for doc in documents}
-        wrong = next((score for score in total.values() if not math.isfinite(score)), None)
-        if wrong is not None:
+        for wrong in (score for score in total.values() if not math.isfinite(score)):
             raise ValueError(
                 f"weights, normalization: expected finite sums, got {wrong} for query {query_id!r}, whose scores or "
                 "weights are too large. Take smaller weights, or normalization='min_max'."
@@ -107,10 +102,8 @@ class Fusion:
     normalization: Normalization = "min_max"
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}.")
-        if not 0 <= self.weight <= 1:
-            raise ValueError(f"weight: expected a number in [0, 1], got {self.weight!r}.")
+        check_choice("method", self.method, METHODS)
+        check_share("weight", self.weight)
 
     def mix(self, run: Run, second: Run, k: int) -> Run:
         """Both rankings of the queries of `run`, `k` documents each."""
@@ -161,11 +154,7 @@ def _top(scores: _Scores, k: int | None) -> dict[str, float]:
     return dict(sorted(scores.items(), key=lambda item: -item[1])[:k])
 
 
-def _plain(scores: _Scores) -> tuple[dict[str, float], float]:
-    return dict(scores), min(scores.values())
-
-
-def _min_max(scores: _Scores) -> tuple[dict[str, float], float]:
+def _min_max(scores: _Scores) -> _Normalized:
     low, high = min(scores.values()), max(scores.values())
     if high == low:
         return dict.fromkeys(scores, 1.0), 0.0
@@ -175,7 +164,7 @@ def _min_max(scores: _Scores) -> tuple[dict[str, float], float]:
     return {doc: (math.ldexp(score, exponent) - low) / (high - low) for doc, score in scores.items()}, 0.0
 
 
-def _z_score(scores: _Scores) -> tuple[dict[str, float], float]:
+def _z_score(scores: _Scores) -> _Normalized:
     if min(scores.values()) == max(scores.values()):  # their mean may be another number, by a rounding
         return dict.fromkeys(scores, 0.0), 0.0
     within, _ = _min_max(scores)  # the same z-scores, of numbers whose squares are of ordinary size
@@ -183,3 +172,10 @@ def _z_score(scores: _Scores) -> tuple[dict[str, float], float]:
     deviation = math.sqrt(math.fsum((score - mean) ** 2 for score in within.values()) / len(within))
     normalized = {doc: (score - mean) / deviation for doc, score in within.items()}
     return normalized, min(normalized.values())
+
+
+_NORMALIZERS: dict[str, Callable[[_Scores], _Normalized]] = {
+    "min_max": _min_max,
+    "z_score": _z_score,
+    "none": lambda scores: (dict(scores), min(scores.values())),
+}

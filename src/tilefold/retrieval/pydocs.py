@@ -1,9 +1,6 @@
 """``pydocs``: a retrieval collection from the documentation of the installed Python.
 
-Documents are the docstrings of the standard library's modules, classes and functions, with the dotted name as
-title. Where a docstring is a summary line and a body, the summary line is cut out and becomes a query whose
-one relevant document is the body. Python sources are parsed, never imported; of the modules written in C, a
-fixed list without side effects is imported.
+Python sources are parsed, never imported; of the modules written in C, a fixed list without side effects is imported.
 """
 
 from __future__ import annotations
@@ -33,82 +30,19 @@ MIN_WORDS = 8
 MIN_QUERY_WORDS, MAX_QUERY_WORDS = 4, 40
 TEST_QUERIES = 400
 
-_SKIPPED_PARTS = frozenset(
-    {
-        "__phello__",
-        "__pycache__",
-        "dist-packages",
-        "ensurepip",
-        "idlelib",
-        "lib-dynload",
-        "lib2to3",
-        "site-packages",
-        "test",
-        "tests",
-        "turtledemo",
-    }
+_SKIPPED = (
+    "__phello__ __pycache__ dist-packages ensurepip idlelib lib-dynload lib2to3 site-packages test tests turtledemo"
 )
-
-# Module written in C -> the public module that re-exports it.
-_C_MODULES = {
-    "builtins": "builtins",
-    "sys": "sys",
-    "posix": "os",
-    "_io": "io",
-    "_thread": "_thread",
-    "_asyncio": "asyncio",
-    "_bisect": "bisect",
-    "_bz2": "bz2",
-    "_codecs": "codecs",
-    "_collections": "collections",
-    "_contextvars": "contextvars",
-    "_csv": "csv",
-    "_ctypes": "ctypes",
-    "_datetime": "datetime",
-    "_decimal": "decimal",
-    "_elementtree": "xml.etree.ElementTree",
-    "_functools": "functools",
-    "_hashlib": "hashlib",
-    "_heapq": "heapq",
-    "_json": "json",
-    "_lzma": "lzma",
-    "_operator": "operator",
-    "_pickle": "pickle",
-    "_queue": "queue",
-    "_random": "random",
-    "_signal": "signal",
-    "_socket": "socket",
-    "_sqlite3": "sqlite3",
-    "_sre": "re",
-    "_ssl": "ssl",
-    "_statistics": "statistics",
-    "_struct": "struct",
-    "_tracemalloc": "tracemalloc",
-    "_weakref": "weakref",
-    "_zoneinfo": "zoneinfo",
-    "array": "array",
-    "atexit": "atexit",
-    "binascii": "binascii",
-    "cmath": "cmath",
-    "errno": "errno",
-    "faulthandler": "faulthandler",
-    "fcntl": "fcntl",
-    "gc": "gc",
-    "grp": "grp",
-    "itertools": "itertools",
-    "marshal": "marshal",
-    "math": "math",
-    "mmap": "mmap",
-    "pwd": "pwd",
-    "pyexpat": "xml.parsers.expat",
-    "resource": "resource",
-    "select": "select",
-    "syslog": "syslog",
-    "termios": "termios",
-    "time": "time",
-    "unicodedata": "unicodedata",
-    "zlib": "zlib",
-}
+# Modules written in C, some with the public module that re-exports them.
+_C_MODULES = (
+    "builtins sys posix:os _io:io _thread _asyncio:asyncio _bisect:bisect _bz2:bz2 _codecs:codecs "
+    "_collections:collections _contextvars:contextvars _csv:csv _ctypes:ctypes _datetime:datetime _decimal:decimal "
+    "_elementtree:xml.etree.ElementTree _functools:functools _hashlib:hashlib _heapq:heapq _json:json _lzma:lzma "
+    "_operator:operator _pickle:pickle _queue:queue _random:random _signal:signal _socket:socket _sqlite3:sqlite3 "
+    "_sre:re _ssl:ssl _statistics:statistics _struct:struct _tracemalloc:tracemalloc _weakref:weakref "
+    "_zoneinfo:zoneinfo array atexit binascii cmath errno faulthandler fcntl gc grp itertools marshal math mmap pwd "
+    "pyexpat:xml.parsers.expat resource select syslog termios time unicodedata zlib"
+)
 # Pure-Python twins of C modules, under the name that users know.
 _TWINS = {"_pydatetime": "datetime", "_pydecimal": "decimal", "_pyio": "io"}
 _Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -190,10 +124,10 @@ def _normal(text: str) -> str:
 
 def _from_sources(root: Path) -> Iterator[tuple[str, str]]:
     """Dotted name and docstring of everything in the sources under `root`, public modules first."""
-    files = []
+    files, skipped = [], set(_SKIPPED.split())
     for file in root.rglob("*.py"):
         parts = file.relative_to(root).with_suffix("").parts
-        if not _SKIPPED_PARTS.intersection(parts) and not parts[0].startswith("config-"):
+        if not skipped.intersection(parts) and not parts[0].startswith("config-"):
             parts = parts[:-1] if parts[-1] == "__init__" else parts
             name = ".".join((_TWINS.get(parts[0], parts[0]), *parts[1:])) if parts else ""
             files.append((any(part.startswith("_") for part in parts), name, file))
@@ -221,7 +155,9 @@ def _from_tree(node: _Definition, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _from_c_modules() -> Iterator[tuple[str, str]]:
-    for name, public in _C_MODULES.items():
+    for entry in _C_MODULES.split():
+        name, _, public = entry.partition(":")
+        public = public or name
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

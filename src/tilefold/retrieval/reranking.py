@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilefold._typing import Model
 from tilefold.ops import QuantizedTokens, maxsim
+from tilefold.retrieval._ranking import check_choice, check_share
 from tilefold.retrieval._token_vectors import TokenVectors
 from tilefold.retrieval.collection import Document
 from tilefold.retrieval.errors import DataError, MissingDocumentError
@@ -70,8 +71,7 @@ def rerank(
     """
     if depth is not None and depth < 1:
         raise ValueError(f"depth: expected at least 1 or None, got {depth}.")
-    if tail not in TAILS:
-        raise ValueError(f"tail: expected one of {', '.join(TAILS)}, got {tail!r}.")
+    check_choice("tail", tail, TAILS)
     if queries.values.dtype == torch.int8:
         raise ValueError("queries: expected fp16 or fp32 vectors, got int8; encode them with storage='fp16'.")
     if queries.dimension != documents.dimension:
@@ -129,28 +129,22 @@ class Reranking:
             raise ValueError(f"depth: expected at least 1, got {self.depth}.")
         if self.tail not in TAILS:
             raise ValueError(f"tail: expected {' or '.join(TAILS)}, got {self.tail!r}.")
-        if self.weight is not None and not 0 <= self.weight <= 1:
-            raise ValueError(f"weight: expected a number in [0, 1], got {self.weight:g}.")
+        if self.weight is not None:
+            check_share("weight", self.weight)
 
 
 @dataclass(frozen=True)
 class Reranker:
-    """A late-interaction model, and the token vectors of documents or the texts that it encodes.
-
-    Attributes:
-        model: a ``MultiVectorEncoder`` for the queries, and for candidates where there are no `tokens`.
-        tokens: token vectors of the documents by that model, or None.
-        documents: id -> document, where there are no `tokens`.
-        made_of: provenance of what is reranked, if known.
+    """A late-interaction model, and the token vectors of documents by it or the texts that it encodes.
 
     Raises:
         ValueError: `tokens` of queries.
-        DataError: `tokens` of other documents or by another model.
+        DataError: `tokens` of other documents than those of `made_of`, or by another model.
     """
 
     model: Model
     tokens: TokenStore | None = None
-    documents: Mapping[str, Document] = field(default_factory=dict)
+    documents: Mapping[str, Document] = field(default_factory=dict)  # read where there are no `tokens`
     made_of: Provenance = field(default_factory=Provenance)
 
     def __post_init__(self) -> None:
@@ -185,14 +179,8 @@ class Reranker:
     ) -> tuple[Run, Run]:
         """`run` ordered by MaxSim, and the same mixed with the first scores where `reranking` has a weight.
 
-        Args:
-            queries: id -> text.
-            run: of a first retriever; queries without a document are left out.
-            reranking: how deep, and with which weight.
-            encoded, candidates: token vectors of the queries and of the documents, if they are encoded already.
-
-        Raises:
-            MissingDocumentError: the text of a candidate is not among `documents`.
+        Queries without a document are left out. `encoded` and `candidates` are token vectors of the queries and of the
+        documents, if they are encoded already; without, a candidate that `documents` lack is a MissingDocumentError.
         """
         run = {query: scores for query, scores in run.items() if scores}
         if not run:
@@ -202,7 +190,9 @@ class Reranker:
             encoded = encode_texts(self.model, {query: queries[query] for query in run}, kind="query")
         documents = self.tokens if self.tokens is not None else candidates
         if documents is None:
-            documents = encode_texts(self.model, self._texts(run, depth), kind="document")
+            best = {n: None for s in run.values() for n in sorted(s, key=lambda name: -s[name])[:depth]}
+            texts = {name: contents_of(name, self.documents.get(name)) for name in best}
+            documents = encode_texts(self.model, texts, kind="document")
         tail = reranking.tail if weight is None else "drop"
         reduction = "mean" if self.model.similarity_fn_name == "meanmaxsim" else "sum"
         late = rerank(run, encoded, documents, depth=depth, tail=tail, reduction=reduction)
@@ -210,18 +200,9 @@ class Reranker:
             return late, late
         return late, interpolate([run, late], [1 - weight, weight], k=max(map(len, run.values())))
 
-    def _texts(self, run: Run, depth: int | None) -> dict[str, str]:
-        """The contents of all candidates."""
-        found = {
-            name: self.documents.get(name)
-            for scores in run.values()
-            for name in sorted(scores, key=lambda document: -scores[document])[:depth]
-        }
-        return {name: contents_of(name, document) for name, document in found.items()}
-
 
 def contents_of(name: str, document: Document | None) -> str:
-    """Text that a model reads of a document; an error where it is missing."""
+    """Text that a model reads of a document; a ``MissingDocumentError`` without one."""
     if document is None:
         raise MissingDocumentError("documents", name)
     return document.contents
@@ -246,7 +227,6 @@ def _places(documents: TokenStore | TokenVectors, chosen: Mapping[str, list[str]
 def _scores(
     queries: TokenVectors, documents: TokenVectors, index: Tensor, device: torch.device, reduction: str, impl: str
 ) -> list[float]:
-    """MaxSim of the (query row, document row) pairs."""
     if not index.numel():
         return []
     if device.type != "cpu":  # only rows that a pair needs are copied
@@ -266,8 +246,7 @@ def _scores(
         )
     if not bool(scores.isfinite().all()):
         raise DataError("queries, documents: expected finite token vectors, got some that are not. Encode them again.")
-    values: list[float] = scores.tolist()
-    return values
+    return list(scores.tolist())
 
 
 def _completed(names: list[str], scores: dict[str, float], tail: Tail) -> dict[str, float]:

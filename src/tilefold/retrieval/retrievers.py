@@ -1,7 +1,4 @@
-"""First stages of a search with the same methods: an index of sparse vectors, BM25, and a dense model.
-
-``encode`` makes of queries what ``search`` takes with their names, and ``expand`` moves it towards documents.
-"""
+"""First stages of a search with the same methods: an index of sparse vectors, BM25, and a dense model."""
 
 from __future__ import annotations
 
@@ -30,24 +27,16 @@ __all__ = ["DenseRetriever", "SparseRetriever", "WordsRetriever", "check_model",
 class SparseRetriever:
     """An index of sparse vectors, and the model (or the words of BM25) that encodes queries for it.
 
-    Attributes:
-        index: of the documents.
-        model: a ``SparseEncoder``; None where vectors of queries are given.
-        vectors: of the documents, in memory or a folder that is read row by row.
-        query_top_k: terms kept of a query; None keeps all.
-        options: of the index's search, such as Seismic's ``heap_factor``.
-        words: a BM25 index that encodes queries instead of a model.
-
     Raises:
         DataError: `vectors` are not those that the index was built from.
     """
 
     index: SparseIndex
-    model: Model | None = None
-    vectors: SparseVectors | Path | None = None
-    query_top_k: int | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    words: BM25Index | None = None
+    model: Model | None = None  # a SparseEncoder; None where vectors of queries are given
+    vectors: SparseVectors | Path | None = None  # of the documents; a folder is read row by row
+    query_top_k: int | None = None  # terms kept of a query; None keeps all
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the search, such as Seismic's heap_factor
+    words: BM25Index | None = None  # encodes queries instead of a model
 
     def __post_init__(self) -> None:
         if self.vectors is None:
@@ -78,22 +67,15 @@ class SparseRetriever:
         return hits_to_run(vectors, self.index.search(vectors, k, **self.options))
 
     def expand(self, queries: SparseVectors, names: Sequence[str], basis: Run, feedback: Feedback) -> SparseVectors:
-        """The queries' vectors, moved towards the documents that `basis` ranks first."""
         return expand_sparse(queries, self.stored(feedback_documents(basis, feedback)), basis, feedback)
 
     @cached_property
     def _rows(self) -> dict[str, int]:
-        return (
-            {name: row for row, name in enumerate(self.vectors.ids)} if isinstance(self.vectors, SparseVectors) else {}
-        )
+        ids = self.vectors.ids if isinstance(self.vectors, SparseVectors) else []
+        return {name: row for row, name in enumerate(ids)}
 
     def stored(self, names: Iterable[str], *, lacking: bool = False) -> SparseVectors:
-        """The vectors of documents.
-
-        Raises:
-            ValueError: the retriever has none.
-            MissingDocumentError: one of the documents has none, unless such are `lacking` by intent.
-        """
+        """The vectors of documents, each of which has one unless some are `lacking` by intent."""
         if self.vectors is None:
             raise ValueError("vectors: expected those of the documents, which feedback reads, got None.")
         wanted = list(names)
@@ -132,19 +114,12 @@ class WordsRetriever:
 
 @dataclass(frozen=True)
 class DenseRetriever:
-    """A dense model that encodes a whole collection once, when it is first searched.
-
-    Attributes:
-        model: a ``SentenceTransformer``.
-        texts: document id -> contents.
-        texts_sha256: their fingerprint, if known.
-        progress: called as ``progress(documents encoded, documents)``.
-    """
+    """A ``SentenceTransformer`` that encodes a whole collection once, when it is first searched."""
 
     model: Model
-    texts: Mapping[str, str]
-    texts_sha256: str | None = None
-    progress: Callable[[int, int], None] | None = None
+    texts: Mapping[str, str]  # document id -> contents
+    texts_sha256: str | None = None  # their fingerprint, if known
+    progress: Callable[[int, int], None] | None = None  # called with (documents encoded, documents)
 
     @cached_property
     def provenance(self) -> Provenance:
@@ -164,7 +139,6 @@ class DenseRetriever:
         return rank_by_similarity(self.model, self.vectors, vectors.to(self.vectors), list(self.texts), names, k)
 
     def expand(self, queries: Any, names: Sequence[str], basis: Run, feedback: Feedback) -> Any:
-        """The queries' vectors, moved towards the documents that `basis` ranks first."""
         return expand_dense(queries, names, self.vectors, list(self.texts), basis, feedback)
 
 
@@ -174,15 +148,9 @@ def open_index(path: str | Path) -> SparseIndex | BM25Index:
 
 
 def check_model(made_by: Provenance, model: Model, name: str = "this", index: str = "the index") -> bool:
-    """Whether a model is known to have made an index; False where that is unknown.
+    """Whether a ``SparseEncoder`` is known to have made an index; ``DataError`` where another one did.
 
-    Args:
-        made_by: the provenance of the index.
-        model: a ``SparseEncoder``.
-        name, index: what the two are called in messages.
-
-    Raises:
-        DataError: it is another one.
+    `name` and `index` are what the two are called in messages.
     """
     from tilefold.retrieval.encoding import model_fingerprint
 

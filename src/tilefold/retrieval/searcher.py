@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Ranking", "SearchRequest", "Searcher", "matched_terms"]
 
 RERANK_DEPTH = 100  # candidates of a search that is reranked
+_STAGES = {SparseRetriever: "sparse", WordsRetriever: "words", DenseRetriever: "dense"}
 WHOLE = 1000  # documents of a ranking that is interpolated around feedback, or whose last ones count
 
 
@@ -64,20 +65,13 @@ class SearchRequest:
 
 @dataclass
 class Ranking:
-    """Ranked documents of some queries, and how they came about.
+    """Ranked documents of some queries, and how they came about."""
 
-    Attributes:
-        run: query id -> document id -> score, best first.
-        stages: ``"sparse"``, ``"words"``, ``"dense"``, ``"fusion"`` or ``"late"`` -> the ranking of that stage.
-        before, after: vectors of the queries, as they were and as they were searched with after feedback.
-        candidates: the ranking that was reranked, or None.
-    """
-
-    run: Run
-    stages: dict[str, Run] = field(default_factory=dict)
-    before: Any = None
-    after: Any = None
-    candidates: Run | None = None
+    run: Run  # best first
+    stages: dict[str, Run] = field(default_factory=dict)  # "sparse", "words", "dense", "fusion", "late" -> its ranking
+    before: Any = None  # vectors of the queries, as they were
+    after: Any = None  # and as they were searched with after feedback
+    candidates: Run | None = None  # that were reranked
 
 
 class Searcher:
@@ -134,13 +128,12 @@ class Searcher:
                         f"which has none: expected None, got {value}."
                     )
             self.retriever = WordsRetriever(index) if isinstance(index, BM25Index) else index
-            self.stage = "words" if isinstance(index, BM25Index) else "dense"
         else:
             if model is not None and not other_model:
                 check_model(index.provenance, model)
             rows = Path(vectors) if isinstance(vectors, str) else vectors
             self.retriever = SparseRetriever(index, model, rows, query_top_k, options or {})
-            self.stage = "sparse"
+        self.stage = _STAGES[type(self.retriever)]
         if isinstance(second, BM25Index) and "texts_sha256" in second.provenance.differs(self.provenance):
             raise DataError("second: was made from other documents than those that are searched.")
         self.reranker = None
@@ -197,14 +190,12 @@ class Searcher:
         return found
 
     def rank(self, queries: Mapping[str, str], request: SearchRequest, vectors: Any = None) -> Ranking:
-        """The candidates of each query: of the index, after feedback, fused with the second ranking.
+        """The candidates of each query (id -> text): of the index, after feedback, fused with the second ranking.
 
-        Args:
-            queries: id -> text.
-            request: what is asked; its reranking says how many candidates there are.
-            vectors: of the queries, if they are encoded already.
+        `vectors` are those of the queries, if they are encoded already.
         """
         feedback, mix, depth, names = request.feedback, request.interpolation, request.candidates, list(queries)
+        own: Run
         retriever: Any = self.retriever
         if feedback is not None and isinstance(retriever, WordsRetriever):
             retriever = retriever.as_vectors
@@ -213,8 +204,7 @@ class Searcher:
             deep = max(depth, feedback.k, WHOLE if mix is not None or feedback.bottom else 0)
         second = None if mix is None else self._second(queries, deep)
         before = after = retriever.encode(queries) if vectors is None else vectors
-        own: Run = retriever.search(before, names, deep)
-        run = own
+        run = own = retriever.search(before, names, deep)
         if feedback is not None:
 
             def again(basis: Run) -> Run:
@@ -239,14 +229,7 @@ class Searcher:
         encoded: TokenVectors | None = None,
         candidates: TokenVectors | None = None,
     ) -> Ranking:
-        """The ranking after late interaction.
-
-        Args:
-            queries: id -> text.
-            ranking: of :meth:`rank`.
-            reranking: how deep, and with which weight.
-            encoded, candidates: token vectors of the queries and of the documents, if they are encoded already.
-        """
+        """The ranking of :meth:`rank` after late interaction; `encoded` and `candidates` as in :class:`Reranker`."""
         if self.reranker is None:
             raise ValueError("reranking: expected a searcher with a late-interaction model, got one without.")
         late, run = self.reranker(queries, ranking.run, reranking, encoded, candidates)
@@ -283,13 +266,9 @@ class Searcher:
 
 
 def matched_terms(query: Any, document: Any, without: Collection[int] = ()) -> list[tuple[int, float]]:
-    """``(term, query weight * document weight)`` of the terms of both, largest first, equal ones by term.
+    """``(term, query weight * document weight)`` of two rows of ``SparseVectors``, largest first, equal ones by term.
 
-    The products add up to the score of :class:`tilefold.retrieval.SparseIndex`, but for what is left out.
-
-    Args:
-        query, document: a row each, ``(indices, weights)`` of :meth:`tilefold.retrieval.SparseVectors.row`.
-        without: terms to leave out, such as special tokens, which match in every text.
+    Terms `without` which it is, such as special tokens, match in every text.
     """
     asked = dict(zip(*(part.tolist() for part in query), strict=True))
     stored = dict(zip(*(part.tolist() for part in document), strict=True))

@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
+from tilefold.retrieval._ranking import check_choice
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import Hit, SparseIndex, hits_to_run, read_description
 from tilefold.retrieval.vectors import SparseVectors
@@ -17,8 +18,7 @@ BACKENDS = tuple(_CLASSES)
 
 
 def _backend(name: str, where: str) -> type[SparseIndex]:
-    if name not in _CLASSES:
-        raise ValueError(f"{where}: expected one of {', '.join(BACKENDS)}, got {name!r}.")
+    check_choice(where, name, BACKENDS)
     return cast("type[SparseIndex]", getattr(import_module(f"{__name__}.{name}"), _CLASSES[name]))
 
 

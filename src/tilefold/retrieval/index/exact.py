@@ -1,28 +1,30 @@
-"""Exact search: an inverted index, read from disk as far as queries need it."""
+"""Exact search: an inverted index, made in little memory, and read from disk as far as queries need it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._files import atomic_directory
-from tilefold.retrieval._arrays import check_offsets
+from tilefold.pipeline.ragged import offsets_of
+from tilefold.retrieval._arrays import check_arrays, check_offsets
 from tilefold.retrieval._ranking import top_positive
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.index._postings import ID_FILES, Postings, StoredIds, fastest, save_ids
 from tilefold.retrieval.index.protocol import (
-    MANIFEST_NAME,
     REMEDY,
     Hit,
     check_buildable,
     check_search,
     read_manifest,
-    write_manifest,
+    saved_index,
 )
 from tilefold.retrieval.provenance import Provenance
 
@@ -30,7 +32,201 @@ __all__ = ["ExactIndex"]
 
 _OFFSETS, _DOCUMENTS, _WEIGHTS, _CHECKSUMS = "offsets.npy", "documents.npy", "weights.npy", "checksums.npy"
 _LARGE = (_DOCUMENTS, _WEIGHTS)  # checked term by term, when a query reads them
-_OWN_NAMES = (MANIFEST_NAME, *ID_FILES, _OFFSETS, _CHECKSUMS, *_LARGE)
+_PIECE = 1 << 22  # weights that are transposed at a time
+ID_FILES = ("ids.npy", "id_ends.npy")
+_ERRORS = "surrogatepass"  # an id may hold half a surrogate pair
+_SHORT_TERMS = 1 << 16  # below, terms are sorted as 16-bit integers, by radix
+
+Scores = npt.NDArray[np.float32]
+Lists = list[tuple[npt.NDArray[np.int32], Scores]]  # documents and weights
+Add = Callable[[Scores, Lists, Scores], None]
+
+
+@dataclass
+class Postings:
+    """For term `t`, ``documents[offsets[t]:offsets[t + 1]]``, ascending, and their positive weights."""
+
+    offsets: npt.NDArray[np.int64]  # [V + 1]
+    documents: npt.NDArray[np.int32]  # [nnz], in [0, n_documents)
+    weights: npt.NDArray[np.float32]  # [nnz]
+    n_documents: int
+    checksums: npt.NDArray[np.uint32] | None = None  # [V], CRC-32 of the documents and weights of a term
+    trusted: npt.NDArray[np.bool_] = field(init=False)  # [V]: its postings need no check before they are used
+
+    def __post_init__(self) -> None:
+        self.trusted = np.zeros(self.n_terms, bool)
+
+    @property
+    def n_terms(self) -> int:
+        return len(self.offsets) - 1
+
+    @classmethod
+    def of(cls, vectors: SparseVectors) -> Postings:
+        """The positive weights of `vectors`, transposed piece by piece: 8 bytes per weight, and 200 MB."""
+        counts = np.zeros(vectors.vocab_size, np.int64)
+        for low, high in _pieces(vectors):
+            span = slice(vectors.indptr[low], vectors.indptr[high])
+            counts += np.bincount(vectors.indices[span][vectors.data[span] > 0], minlength=vectors.vocab_size)
+        offsets = offsets_of(counts)
+        documents, weights = np.empty(offsets[-1], np.int32), np.empty(offsets[-1], np.float32)
+        free = offsets[:-1].copy()  # where the next posting of each term goes
+        short = vectors.vocab_size <= _SHORT_TERMS
+        for low, high in _pieces(vectors):
+            span = slice(vectors.indptr[low], vectors.indptr[high])
+            keep = vectors.data[span] > 0
+            rows = np.repeat(np.arange(low, high, dtype=np.int32), np.diff(vectors.indptr[low : high + 1]))[keep]
+            terms, values = vectors.indices[span][keep], vectors.data[span][keep]
+            order = np.argsort(terms.astype(np.uint16) if short else terms, kind="stable")
+            counts = np.bincount(terms, minlength=vectors.vocab_size)
+            at = np.arange(terms.size) + np.repeat(free - (np.cumsum(counts) - counts), counts)
+            documents[at], weights[at] = rows[order], values[order]
+            free += counts
+        made = cls(offsets, documents, weights, len(vectors))
+        made.trusted[:] = True
+        return made
+
+    def add(self, scores: Scores, terms: npt.NDArray[np.int32], values: Scores) -> None:
+        """Add ``values[j] * weights`` of each term to the `scores` of its documents, term after term, in float32."""
+        if not self.trusted[terms].all():
+            self._check(terms[~self.trusted[terms]])
+        spans = map(slice, self.offsets[terms].tolist(), self.offsets[terms + 1].tolist())
+        fastest()(scores, [(self.documents[span], self.weights[span]) for span in spans], values)
+
+    def _check(self, terms: npt.NDArray[np.int32]) -> None:
+        for term in terms.tolist():
+            span = slice(self.offsets[term], self.offsets[term + 1])
+            try:
+                if self.checksums is not None and self._checksum(term) != self.checksums[term]:
+                    raise DataError("Their checksum is another.")
+                check_arrays(("documents", self.documents[span], self.n_documents), ("weights", self.weights[span]))
+            except DataError as error:
+                raise DataError(
+                    f"documents.npy, weights.npy: damaged; the postings of term {term} are not those that were saved. "
+                    f"{error} {REMEDY}"
+                ) from error
+            self.trusted[term] = True
+
+    def _checksum(self, term: int) -> int:
+        span = slice(self.offsets[term], self.offsets[term + 1])
+        return zlib.crc32(self.weights[span].data, zlib.crc32(self.documents[span].data))
+
+    def all_checksums(self) -> npt.NDArray[np.uint32]:
+        return np.fromiter((self._checksum(term) for term in range(self.n_terms)), np.uint32, self.n_terms)
+
+
+def _pieces(vectors: SparseVectors) -> Iterator[tuple[int, int]]:
+    """Ranges of rows with about ``_PIECE`` weights each, at least one row."""
+    low = 0
+    while low < len(vectors):
+        reach = int(np.searchsorted(vectors.indptr, vectors.indptr[low] + _PIECE, side="right")) - 1
+        high = max(low + 1, reach)
+        yield low, high
+        low = high
+
+
+def portable(scores: Scores, lists: Lists, values: Scores) -> None:
+    """``scores[documents] += value * weights`` for one list after the other, in numpy."""
+    for (documents, weights), value in zip(lists, values, strict=True):
+        np.add.at(scores, documents, value * weights)
+
+
+def of_rounded_products(add: Add) -> Add:
+    """`add` of products that are rounded before: the bits of :func:`portable` where it fuses the two, as on ARM."""
+    one = np.ones(1, np.float32)
+
+    def rounded(scores: Scores, lists: Lists, values: Scores) -> None:
+        for (documents, weights), value in zip(lists, values, strict=True):
+            add(scores, [(documents, value * weights)], one)
+
+    return rounded
+
+
+@cache
+def fastest() -> Add:
+    """:func:`portable`, or scipy's compiled product where that rounds alike, three times as fast.
+
+    It is private to scipy, so that it is tried first, on a sum that tells a fused multiply-add from a rounded product.
+    The public products allocate or copy for every term.
+    """
+    try:
+        tools: Any = __import__("scipy.sparse._sparsetools", fromlist=["csc_matvec"])
+    except ImportError:
+        return portable
+
+    def compiled(scores: Scores, lists: Lists, values: Scores) -> None:
+        ends = np.zeros((len(lists), 2), np.int32)
+        ends[:, 1] = [len(documents) for documents, _ in lists]
+        for at, (documents, weights) in enumerate(lists):
+            tools.csc_matvec(scores.size, 1, ends[at], documents, weights, values[at : at + 1], scores)
+
+    for add in (compiled, of_rounded_products(compiled)):
+        if _agrees(add):
+            return add
+    warnings.warn(
+        "scipy: its product of sparse matrices does not add as expected in this version, so that numpy searches exact "
+        "indexes, more slowly. Scores are the same.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return portable
+
+
+def _agrees(add: Add) -> bool:
+    """Whether `add` gives the bits of :func:`portable` where a product is not exact in float32."""
+    value = np.array([1 + 2**-12], np.float32)
+    lists = [(np.array([0, 2, 3], np.int32), np.repeat(value, 3))]
+    expected = -np.repeat(value * value, 4)
+    found = expected.copy()
+    try:
+        add(found, lists, value)
+    except Exception:  # whatever another version of scipy raises
+        return False
+    portable(expected, lists, value)
+    return bool((found == expected).all())
+
+
+class StoredIds:
+    """Strings as UTF-8, one after the other (uint8), and where each ends (int64 ``[N]``)."""
+
+    def __init__(self, text: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> None:
+        self._text, self._ends = text, ends
+
+    def __getitem__(self, at: int) -> str:
+        if not 0 <= at < len(self):
+            raise IndexError(f"at: expected a position in [0, {len(self)}), got {at}.")
+        low = int(self._ends[at - 1]) if at else 0
+        try:
+            return self._text[low : int(self._ends[at])].tobytes().decode("utf-8", _ERRORS)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{ID_FILES[0]}: expected ids in UTF-8, got ({error}). {REMEDY}") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[at] for at in range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @classmethod
+    def load(cls, folder: Path, count: int) -> StoredIds:
+        """Load ids that :func:`save_ids` wrote, memory-mapped; ``DataError`` unless they are `count`."""
+        try:
+            text, ends = (np.asarray(np.load(folder / name, mmap_mode="r", allow_pickle=False)) for name in ID_FILES)
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(f"{folder}: expected ids in {' and '.join(ID_FILES)}, got ({error}).") from error
+        fits = ends.shape == (count,) and ends.dtype == np.int64 and text.dtype == np.uint8 and text.ndim == 1
+        if not fits or (np.diff(ends, prepend=0) < 1).any() or (count and int(ends[-1]) != text.size):
+            got = f"{text.dtype} {text.shape} and {ends.dtype} {ends.shape}"
+            raise DataError(f"{folder}: expected the ids of {count} documents, got arrays {got}. {REMEDY}")
+        return cls(text, ends)
+
+
+def save_ids(ids: Iterable[str], folder: Path) -> None:
+    """Write `ids` for :meth:`StoredIds.load`."""
+    encoded = [name.encode("utf-8", _ERRORS) for name in ids]
+    ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)))
+    text, where = ID_FILES
+    np.save(folder / text, np.frombuffer(b"".join(encoded), np.uint8))
+    np.save(folder / where, ends)
 
 
 class ExactIndex:
@@ -44,7 +240,9 @@ class ExactIndex:
 
     backend: ClassVar[str] = "exact"
 
-    def __init__(self, ids: Sequence[str], postings: Postings, fingerprint: str | None, provenance: Provenance) -> None:
+    def __init__(
+        self, ids: list[str] | StoredIds, postings: Postings, fingerprint: str | None, provenance: Provenance
+    ) -> None:
         self._ids, self._postings = ids, postings
         self.n_documents, self.vocab_size = len(ids), postings.n_terms
         self.fingerprint, self.provenance = fingerprint, provenance
@@ -80,18 +278,13 @@ class ExactIndex:
 
     def save(self, path: str | Path) -> None:
         """Write the index as a directory of ``.npy`` files and JSON; only an earlier exact index is replaced."""
-        postings = self._postings
-        arrays: dict[str, npt.NDArray[Any]] = {
-            _OFFSETS: postings.offsets,
-            _DOCUMENTS: postings.documents,
-            _WEIGHTS: postings.weights,
-            _CHECKSUMS: postings.all_checksums(),
-        }
-        with atomic_directory(Path(path), own_names=_OWN_NAMES) as folder:
-            for name, values in arrays.items():
-                np.save(folder / name, values, allow_pickle=False)
+        own_names = (*ID_FILES, _OFFSETS, _CHECKSUMS, *_LARGE)
+        with saved_index(path, self, own_names, "numpy", {}) as folder:
+            np.save(folder / _OFFSETS, self._postings.offsets)
+            np.save(folder / _DOCUMENTS, self._postings.documents)
+            np.save(folder / _WEIGHTS, self._postings.weights)
+            np.save(folder / _CHECKSUMS, self._postings.all_checksums())
             save_ids(self._ids, folder)
-            write_manifest(folder, self, {"numpy": np.__version__}, {})
 
     @classmethod
     def load(cls, path: str | Path) -> ExactIndex:

@@ -1,13 +1,14 @@
-"""The interface of every sparse index, and the manifest that all of them write."""
+"""The interface of every sparse index, and the folder with a manifest that all of them write."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from tilefold._files import sha256_file
+from tilefold._files import atomic_directory, sha256_file, write_json
 from tilefold._version import __version__
 from tilefold.retrieval._files import read_json_object, write_json_object
 from tilefold.retrieval._ranking import check_k
@@ -18,18 +19,14 @@ from tilefold.retrieval.provenance import Provenance
 
 __all__ = ["Hit", "SparseIndex", "hits_to_run"]
 
-MANIFEST_NAME = "index.json"
+MANIFEST_NAME, IDS_NAME = "index.json", "ids.json"
 SCHEMA_VERSION = 1
 _TYPES: dict[str, Any] = {
-    "backend": str,
-    "n_documents": int,
-    "vocab_size": int,
-    "options": dict,
-    "files": dict,
+    **dict.fromkeys(("backend",), str),
+    **dict.fromkeys(("n_documents", "vocab_size"), int),
+    **dict.fromkeys(("options", "files"), dict),
     "versions": dict | None,
-    "fingerprint": str | None,
-    "model_fingerprint": str | None,
-    "texts_sha256": str | None,
+    **dict.fromkeys(("fingerprint", "model_fingerprint", "texts_sha256"), str | None),
 }
 REMEDY = "Build the index again (tilefold index)."
 
@@ -108,24 +105,45 @@ def version_of(package: str) -> str:
 
 
 def write_manifest(
-    folder: Path, index: Described, versions: dict[str, str], options: Any, *, changing: Collection[str] = ()
+    folder: Path, index: Described, package: str, options: Any, *, changing: Collection[str] = ()
 ) -> None:
     """Write ``index.json``, with a checksum of every other file in `folder` that is not `changing`. Call it last."""
-    files = {file.name: sha256_file(file) for file in sorted(folder.iterdir()) if file.name not in changing}
-    write_json_object(
-        folder / MANIFEST_NAME,
-        {
-            "schema_version": SCHEMA_VERSION,
-            "backend": index.backend,
-            "n_documents": index.n_documents,
-            "vocab_size": index.vocab_size,
-            "fingerprint": index.fingerprint,
-            **index.provenance.to_dict(),
-            "versions": {"tilefold": __version__, **versions},
-            "options": options,
-            "files": files,
-        },
-    )
+    manifest = {
+        "schema_version": SCHEMA_VERSION,
+        "backend": index.backend,
+        "n_documents": index.n_documents,
+        "vocab_size": index.vocab_size,
+        "fingerprint": index.fingerprint,
+        **index.provenance.to_dict(),
+        "versions": {"tilefold": __version__, package: version_of(package)},
+        "options": options,
+        "files": {file.name: sha256_file(file) for file in sorted(folder.iterdir()) if file.name not in changing},
+    }
+    write_json_object(folder / MANIFEST_NAME, manifest)
+
+
+@contextmanager
+def saved_index(
+    path: str | Path,
+    index: Described,
+    own_names: Collection[str],
+    package: str,
+    options: Mapping[str, Any],
+    ids: list[str] | None = None,
+) -> Iterator[Path]:
+    """An empty folder for the files of an index, which replaces the earlier one at `path` when its manifest is there.
+
+    Args:
+        own_names: files that an earlier index of the backend may have, beside the manifest and the ids.
+        package: whose version the manifest has, as it decides what is in the files.
+        ids: of the documents, where they are kept as JSON.
+    """
+    own_names = [MANIFEST_NAME, *own_names, *([] if ids is None else [IDS_NAME])]
+    with atomic_directory(Path(path), own_names=own_names) as folder:
+        yield folder
+        if ids is not None:
+            write_json(folder / IDS_NAME, {"ids": ids})
+        write_manifest(folder, index, package, options)
 
 
 def read_description(path: str | Path) -> dict[str, Any]:
@@ -137,14 +155,18 @@ def read_description(path: str | Path) -> dict[str, Any]:
     """
     file = Path(path) / MANIFEST_NAME
     manifest = read_json_object(file, REMEDY)
-    for key, kind in _TYPES.items():
-        value = manifest.get(key)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            wrong = f"wrong {key}: expected {getattr(kind, '__name__', kind)}, got {value!r:.80}"
-            raise DataError(f"{file}: expected an index of schema {SCHEMA_VERSION}, got {wrong}. {REMEDY}")
-    if manifest.get("schema_version") != SCHEMA_VERSION:
-        got = manifest.get("schema_version")
-        raise DataError(f"{file}: expected an index of schema {SCHEMA_VERSION}, got schema {got!r}. {REMEDY}")
+    wrong = next(
+        (
+            f"wrong {key}: expected {getattr(kind, '__name__', kind)}, got {manifest.get(key)!r:.80}"
+            for key, kind in _TYPES.items()
+            if not isinstance(manifest.get(key), kind) or isinstance(manifest.get(key), bool)
+        ),
+        None,
+    )
+    if wrong is None and manifest.get("schema_version") != SCHEMA_VERSION:
+        wrong = f"schema {manifest.get('schema_version')!r}"
+    if wrong is not None:
+        raise DataError(f"{file}: expected an index of schema {SCHEMA_VERSION}, got {wrong}. {REMEDY}")
     return manifest
 
 
@@ -170,10 +192,24 @@ def read_manifest(path: str | Path, backend: str, *, unread: Collection[str] = (
     return manifest
 
 
-def read_ids(path: Path, n_documents: int) -> list[str]:
-    """The ids of the ``n_documents`` documents of a saved index; ``DataError`` if the file holds another number."""
+def read_ids(folder: Path, n_documents: int) -> list[str]:
+    """The ids that :func:`saved_index` wrote; ``DataError`` unless they are `n_documents`."""
+    path = folder / IDS_NAME
     ids = read_json_object(path, REMEDY).get("ids")
     if not isinstance(ids, list) or len(ids) != n_documents:
         got = len(ids) if isinstance(ids, list) else repr(ids)[:80]
         raise DataError(f"{path}: expected the ids of {n_documents} documents, got {got}. {REMEDY}")
     return [str(value) for value in ids]
+
+
+@contextmanager
+def naming_versions(folder: Path, manifest: Mapping[str, Any], package: str) -> Iterator[None]:
+    """Say of what goes wrong with files of `package` which of its versions wrote them, and which reads them."""
+    try:
+        yield
+    except Exception as error:  # whatever the package raises of files that are not as it expects them
+        written = (manifest.get("versions") or {}).get(package, "unknown")
+        raise DataError(
+            f"{folder}: could not be read ({error}); written by {package} {written}, read by {version_of(package)}. "
+            + REMEDY
+        ) from error

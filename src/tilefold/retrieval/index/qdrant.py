@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,8 +19,7 @@ from tilefold.retrieval.index.protocol import (
     Hit,
     check_buildable,
     check_search,
-    read_description,
-    version_of,
+    read_manifest,
     write_manifest,
 )
 from tilefold.retrieval.provenance import Provenance
@@ -32,9 +32,8 @@ from tilefold.retrieval.qdrant.server import ServerEngine
 __all__ = ["QdrantIndex"]
 
 _NAMES = (MANIFEST_NAME, *OWN_NAMES)
-_OPTIONS = (
-    "folder", "url", "collection", "api_key", "timeout", "patience", "weights", "overwrite", "progress", "resumes"
-)  # fmt: skip
+_OF_SERVERS = ("collection", "api_key", "timeout", "patience", "overwrite")
+_OPTIONS = ("folder", "url", *_OF_SERVERS, "weights", "progress", "resumes")
 _BLOCK = 1 << 20
 
 
@@ -49,14 +48,9 @@ class QdrantIndex:
     backend: ClassVar[str] = "qdrant"
 
     def __init__(
-        self,
-        collection: QdrantCollection,
-        *,
-        folder: Path | None = None,
-        address: dict[str, str] | None = None,
+        self, collection: QdrantCollection, *, folder: Path | None = None, address: dict[str, str] | None = None
     ) -> None:
-        self.collection = collection
-        self._folder, self._address = folder, address
+        self.collection, self._folder, self._address = collection, folder, address
         self._discard: Callable[[], object] | None = None
 
     @property
@@ -66,12 +60,10 @@ class QdrantIndex:
 
     @property
     def vocab_size(self) -> int:
-        """V."""
         return int(self.collection.layout.vocab_size or 0)
 
     @property
     def fingerprint(self) -> str | None:
-        """Fingerprint of the vocabulary."""
         return self.collection.layout.fingerprint
 
     @property
@@ -107,16 +99,16 @@ class QdrantIndex:
         if unknown:
             raise ValueError(f"options: Qdrant has {', '.join(_OPTIONS)}; got {', '.join(unknown)}.")
         check_buildable(vectors)
-        url, folder = options.pop("url", None), options.pop("folder", None)
-        layout = Layout(vectors.vocab_size, vectors.fingerprint, weights=options.pop("weights", "float32"))
-        report = {name: options.pop(name, None) for name in ("progress", "resumes")}
+        layout = Layout(vectors.vocab_size, vectors.fingerprint, weights=options.get("weights", "float32"))
         documents = Documents(vectors.ids, vectors)
+        report = {name: options.get(name) for name in ("progress", "resumes")}
+        url, folder = options.get("url"), options.get("folder")
         if url is not None:
             if folder is not None:
                 raise ValueError(f"folder: expected either a folder or the url of a server, got both, {folder!r}.")
-            return cls._on_server(url, documents, layout, report, **options)
-        for name, value in options.items():
-            if value not in (None, False):
+            return cls._on_server(url, documents, layout, report, options)
+        for name in _OF_SERVERS:
+            if options.get(name) not in (None, False):
                 raise ValueError(f"{name}: goes with url, the address of a server. Leave it out.")
         if folder is not None:
             return cls._in_folder(Path(folder), documents, layout, report)
@@ -131,30 +123,23 @@ class QdrantIndex:
 
     @classmethod
     def _on_server(
-        cls,
-        url: str,
-        documents: Documents,
-        layout: Layout,
-        report: dict[str, Any],
-        *,
-        collection: str | None = None,
-        overwrite: bool = False,
-        **options: Any,
+        cls, url: str, documents: Documents, layout: Layout, report: dict[str, Any], options: dict[str, Any]
     ) -> QdrantIndex:
-        if not collection:
-            raise ValueError(f"collection: expected a name for it on the server, got {collection!r}.")
-        engine = ServerEngine(url, collection, **{name: value for name, value in options.items() if value is not None})
-        if overwrite:
-            record = engine.record()
-            if record is not None and record.vectors_sha256 != documents.digest(layout):
-                engine.drop()
+        name = options.get("collection")
+        if not name:
+            raise ValueError(f"collection: expected a name for it on the server, got {name!r}.")
+        given = {key: options[key] for key in ("api_key", "timeout", "patience") if options.get(key) is not None}
+        engine = ServerEngine(url, name, **given)
+        record = engine.record() if options.get("overwrite") else None
+        if record is not None and record.vectors_sha256 != documents.digest(layout):
+            engine.drop()
         opened = QdrantCollection.of(engine, layout)
         try:
             opened.build(documents, **report)
         except BaseException:
             opened.close()
             raise
-        return cls(opened, address={"url": url, "collection": collection})
+        return cls(opened, address={"url": url, "collection": name})
 
     @classmethod
     def _in_folder(cls, folder: Path, documents: Documents, layout: Layout, report: dict[str, Any]) -> QdrantIndex:
@@ -195,11 +180,8 @@ class QdrantIndex:
                 need_space(folder, allocated(self._folder / SHARD), of=Path(path))
                 shutil.copytree(self._folder / SHARD, folder / SHARD, copy_function=_copy_sparse)
                 shutil.copyfile(self._folder / RECORD, folder / RECORD)
-                copy = EdgeEngine(folder, verify=False)
-                try:
+                with closing(EdgeEngine(folder, verify=False)) as copy:  # closing makes the checksums
                     copy.optimize()
-                finally:
-                    copy.close()  # makes the checksums
             self._describe(folder)
 
     @classmethod
@@ -213,27 +195,20 @@ class QdrantIndex:
             UnreachableError, PermissionError: the server did not answer, or refused the key.
         """
         folder = Path(path)
-        manifest = read_description(folder)
-        if manifest["backend"] != cls.backend:
-            raise DataError(
-                f"{path}: expected an index of backend {cls.backend!r}, got {manifest['backend']!r}. "
-                "Load it with the class of that backend."
-            )
+        manifest = read_manifest(folder, cls.backend)
         address = {name: manifest["options"].get(name) for name in ("url", "collection")}
         for name, value in address.items():
             if not isinstance(value, str) and any(other is not None for other in address.values()):
                 raise DataError(f"{path}: expected a text as {name} of the options, got {value!r:.80}. {REMEDY}")
         if address["url"] is not None:
             opened = QdrantCollection.server(address["url"], address["collection"])
-            index = cls(opened, address=address)
         else:
             opened = QdrantCollection.embedded(folder)
-            index = cls(opened, folder=folder)
         if not opened.complete or opened.layout.vocab_size != manifest["vocab_size"]:
             opened.close()
             what = "one of another vocabulary" if opened.complete else "one whose build is not finished"
             raise DataError(f"{opened.place}: expected the collection of {path}, got {what}. Run tilefold index again.")
-        return index
+        return cls(opened, folder=folder) if address["url"] is None else cls(opened, address=address)
 
     def close(self) -> None:
         """Let other processes open the folder; a temporary one is removed."""
@@ -244,11 +219,11 @@ class QdrantIndex:
     def _describe(self, folder: Path) -> None:
         package = "qdrant-edge-py" if self._address is None else "qdrant-client"
         options = {"weights": self.collection.layout.weights, **(self._address or {})}
-        write_manifest(folder, self, {package: version_of(package)}, options, changing=_NAMES)
+        write_manifest(folder, self, package, options, changing=_NAMES)
 
 
 def _unfinished(folder: Path, digest: str) -> EdgeEngine:
-    """The engine of a build that was interrupted; an empty one where that was of other vectors, or is damaged."""
+    """The engine of an interrupted build; an empty one where that was of other vectors, or is damaged."""
     try:
         engine = EdgeEngine(folder)
     except DataError:

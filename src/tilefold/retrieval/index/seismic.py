@@ -20,21 +20,20 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._files import atomic_directory, write_json
+from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._arrays import check_arrays, outside
 from tilefold.retrieval._files import require
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import (
-    MANIFEST_NAME,
     REMEDY,
     Hit,
     check_buildable,
     check_search,
+    naming_versions,
     read_ids,
     read_manifest,
-    version_of,
-    write_manifest,
+    saved_index,
 )
 from tilefold.retrieval.provenance import Provenance
 
@@ -46,9 +45,9 @@ _MANY_DOCUMENTS = 1_000_000
 _CHOSEN = ("n_postings", "query_cut", "heap_factor")  # by the collection, where None
 _INTEGERS = {"n_postings": 1, "min_cluster_size": 1, "doc_cut": 1, "query_cut": 1, "num_threads": 0}
 _FRACTIONS = {"centroid_fraction": "(", "summary_energy": "(", "heap_factor": "["}
+_PACKAGE = "pyseismic-lsr"
 _STEM = "seismic"
-_FILE = f"{_STEM}.index.seismic"
-_OWN_NAMES = (MANIFEST_NAME, "ids.json", "terms.npy", _FILE)
+_FILE, _TERMS = f"{_STEM}.index.seismic", "terms.npy"
 
 
 @dataclass(frozen=True)
@@ -154,40 +153,24 @@ class SeismicIndex:
                 f"vectors: Seismic keeps weights in 16 bits, up to {_LARGEST_WEIGHT:.0f}, "
                 f"got {float(vectors.data.max()):g}. Scale the vectors down, or use the exact backend."
             )
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(keep)])[vectors.indptr]
+        offsets = offsets_of(keep)[vectors.indptr]
         kept = vectors.indices[keep]
         terms = np.flatnonzero(np.bincount(kept, minlength=vectors.vocab_size))
         numbers = np.zeros(vectors.vocab_size, np.int64)
         numbers[terms] = np.arange(terms.size)
         chosen = chosen.for_collection(len(vectors), kept.size / terms.size)
         large = terms.size > _SMALL_VOCABULARY
+        searched = ("query_cut", "heap_factor")
+        settings = {name: value for name, value in asdict(chosen).items() if name not in searched}
         with _quiet():
-            dataset = _dataset(
-                seismic.SeismicDatasetLV if large else seismic.SeismicDataset,
-                int(terms.size),
-                numbers[kept],
-                vectors.data[keep],
-                offsets,
-            )
-            engine = (seismic.SeismicIndexLV if large else seismic.SeismicIndex).build_from_dataset(
-                dataset,
-                n_postings=chosen.n_postings,
-                centroid_fraction=chosen.centroid_fraction,
-                min_cluster_size=chosen.min_cluster_size,
-                summary_energy=chosen.summary_energy,
-                doc_cut=chosen.doc_cut,
-                num_threads=chosen.num_threads,
-            )
+            kind = seismic.SeismicDatasetLV if large else seismic.SeismicDataset
+            dataset = _dataset(kind, int(terms.size), numbers[kept], vectors.data[keep], offsets)
+            engine = (seismic.SeismicIndexLV if large else seismic.SeismicIndex).build_from_dataset(dataset, **settings)
         origin = (vectors.vocab_size, vectors.fingerprint, vectors.provenance)
         return cls(engine, list(vectors.ids), terms.astype(np.int32), *origin, chosen)
 
     def search(
-        self,
-        queries: SparseVectors,
-        k: int,
-        *,
-        query_cut: int | None = None,
-        heap_factor: float | None = None,
+        self, queries: SparseVectors, k: int, *, query_cut: int | None = None, heap_factor: float | None = None
     ) -> list[list[Hit]]:
         """See :class:`SparseIndex`; `query_cut` and `heap_factor` default to those of the build.
 
@@ -198,9 +181,8 @@ class SeismicIndex:
             VocabularyMismatchError: the queries are over another vocabulary.
         """
         check_search(self, queries, k)
-        changed = {"query_cut": query_cut, "heap_factor": heap_factor}
-        given: dict[str, Any] = {name: value for name, value in changed.items() if value is not None}
-        chosen = replace(self.options, **given)
+        changed: dict[str, Any] = {"query_cut": query_cut, "heap_factor": heap_factor}
+        chosen = replace(self.options, **{name: value for name, value in changed.items() if value is not None})
         string_type = _package().get_seismic_string()
         names: list[str] = []
         components: list[npt.NDArray[np.str_]] = []
@@ -216,11 +198,8 @@ class SeismicIndex:
         results: list[list[Hit]] = [[] for _ in range(len(queries))]
         if not names:
             return results
-        asked = {
-            "k": min(int(k), self.n_documents),
-            "query_cut": chosen.query_cut,
-            "heap_factor": float(cast("float", chosen.heap_factor)),
-        }
+        heap = float(cast("float", chosen.heap_factor))
+        asked = {"k": min(int(k), self.n_documents), "query_cut": chosen.query_cut, "heap_factor": heap}
         with self._answering():
             if len(names) == 1:  # a pool of threads takes longer than one query
                 answers = [self._engine.search(names[0], components[0], values[0], **asked)]
@@ -229,10 +208,11 @@ class SeismicIndex:
                 answers = self._engine.batch_search(*several, **asked, num_threads=chosen.num_threads)
             for answer in answers:
                 found = sorted((-float(score), int(row)) for _, score, row in answer)
-                check_arrays(
-                    ("documents", np.array([row for _, row in found], np.int64), self.n_documents),
-                    ("scores", np.array([-score for score, _ in found], np.float64)),
+                rows, scores = (
+                    np.array([row for _, row in found], np.int64),
+                    np.array([-s for s, _ in found], np.float64),
                 )
+                check_arrays(("documents", rows, self.n_documents), ("scores", scores))
                 if found:
                     results[int(answer[0][0])] = [Hit(self._ids[row], -score) for score, row in found]
         return results
@@ -250,12 +230,10 @@ class SeismicIndex:
 
     def save(self, path: str | Path) -> None:
         """Write the index as a directory; only an earlier Seismic index is replaced."""
-        with atomic_directory(Path(path), own_names=_OWN_NAMES) as folder:
+        with saved_index(path, self, (_TERMS, _FILE), _PACKAGE, asdict(self.options), self._ids) as folder:
             with _quiet():
                 self._engine.save(str(folder / _STEM))
-            np.save(folder / "terms.npy", self._terms, allow_pickle=False)
-            write_json(folder / "ids.json", {"ids": self._ids})
-            write_manifest(folder, self, {"pyseismic-lsr": version_of("pyseismic-lsr")}, asdict(self.options))
+            np.save(folder / _TERMS, self._terms)
 
     @classmethod
     def load(cls, path: str | Path) -> SeismicIndex:
@@ -268,17 +246,17 @@ class SeismicIndex:
         folder = Path(path)
         manifest = read_manifest(folder, cls.backend)
         seismic = _package()
-        ids = read_ids(folder / "ids.json", manifest["n_documents"])
-        try:
+        ids = read_ids(folder, manifest["n_documents"])
+        with naming_versions(folder, manifest, _PACKAGE):
             options = SeismicOptions.parse(manifest["options"])
             if None in (getattr(options, name) for name in _CHOSEN):
                 raise DataError(f"options: expected numbers for {', '.join(_CHOSEN)}, got {options}.")
-            terms = np.load(folder / "terms.npy", allow_pickle=False)
+            terms = np.load(folder / _TERMS, allow_pickle=False)
             if terms.dtype != np.int32 or terms.ndim != 1 or (terms[1:] <= terms[:-1]).any():
                 got = f"{terms.dtype} {terms.shape}"
-                raise DataError(f"terms.npy: expected the int32 numbers of the terms in use, ascending, got {got}.")
+                raise DataError(f"{_TERMS}: expected the int32 numbers of the terms in use, ascending, got {got}.")
             if (at := outside(terms, manifest["vocab_size"])) is not None:
-                raise DataError(f"terms.npy: expected terms in [0, {manifest['vocab_size']}), got {terms[at]}.")
+                raise DataError(f"{_TERMS}: expected terms in [0, {manifest['vocab_size']}), got {terms[at]}.")
             kind = seismic.SeismicIndexLV if terms.size > _SMALL_VOCABULARY else seismic.SeismicIndex
             with _quiet():
                 engine = kind.load(str(folder / _FILE))
@@ -286,12 +264,6 @@ class SeismicIndex:
                 raise DataError(
                     f"{_FILE}: expected {len(ids)} documents of {terms.size} terms, got {engine.len} of {engine.dim}."
                 )
-        except (OSError, ValueError, TypeError, EOFError, RuntimeError) as error:
-            written = (manifest.get("versions") or {}).get("pyseismic-lsr", "unknown")
-            raise DataError(
-                f"{folder}: could not be read ({error}); written by pyseismic-lsr {written}, "
-                f"read by {version_of('pyseismic-lsr')}. {REMEDY}"
-            ) from error
         origin = (manifest["vocab_size"], manifest.get("fingerprint"), Provenance.from_dict(manifest))
         index = cls(engine, ids, terms, *origin, options)
         index._folder = folder
@@ -321,7 +293,7 @@ def _dataset(
 
 
 def _package() -> Any:
-    return require("seismic", "pyseismic-lsr", "The seismic backend")
+    return require("seismic", _PACKAGE, "The seismic backend")
 
 
 @contextmanager

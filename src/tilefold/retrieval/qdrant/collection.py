@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tilefold.retrieval._ranking import check_k
+from tilefold.retrieval._ranking import check_choice, check_count, check_k
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import REMEDY, Hit
@@ -96,15 +96,14 @@ class QdrantCollection:
 
     @classmethod
     def of(cls, engine: Engine, layout: Layout | None = None) -> QdrantCollection:
-        """The collection of an engine, which is closed when it has another layout; as the two above."""
+        """The collection of an engine, which is closed when it has another layout; errors as of the two above."""
         try:
             record = engine.record()
             if record is None:
                 if layout is None:
                     raise FileNotFoundError(f"{engine.place}: there is no such collection. Give a layout to make one.")
-                record = Record(layout)
-                engine.create(record)
-                record = engine.record() or record  # of another process, where that was first
+                engine.create(Record(layout))
+                record = engine.record() or Record(layout)  # of another process, where that was first
             if layout is not None:
                 record.layout.check_same(layout, engine.place)
         except BaseException:
@@ -153,22 +152,16 @@ class QdrantCollection:
             DataError: an id that is there; nothing was added.
         """
         documents.check(self.layout, self.place)
-        there = self.present(documents.ids)
+        present = self.present(documents.ids)
+        there = [name for name in documents.ids if name in present]
         if there:
-            first = next(name for name in documents.ids if name in there)
             raise DataError(
-                f"documents: {len(there)} of {len(documents)} ids are in {self.place} already, {first!r} the first. "
+                f"documents: {len(there)} of {len(documents)} ids are in {self.place} already, {there[0]!r} the first. "
                 "Nothing was added; upsert replaces documents."
             )
         self.upsert(documents, progress=progress)
 
-    def upsert(
-        self,
-        documents: Documents,
-        *,
-        batch_size: int = BATCH,
-        progress: Progress | None = None,
-    ) -> None:
+    def upsert(self, documents: Documents, *, batch_size: int = BATCH, progress: Progress | None = None) -> None:
         """Add documents, and replace those whose ids are there: vectors and payload.
 
         Args:
@@ -236,8 +229,7 @@ class QdrantCollection:
         self._write(Record(layout, texts_sha256, digest, complete=False))
         self._put(documents, batch_size, progress, resume=True)
         self._engine.optimize()
-        found = len(self)
-        if found != len(documents):
+        if (found := len(self)) != len(documents):
             raise DataError(
                 f"{self.place}: expected {len(documents)} documents, got {found}. Is somebody else writing?"
             )
@@ -321,16 +313,11 @@ class QdrantCollection:
             queries = Queries(queries.ids, queries)
         queries.check(self.layout, self.place)
         _check_options(queries, fusion, rerank, depth, rank_constant)
-        chosen, stages = Filter.of(where), dict[int, Stage]()
-        for row in range(len(queries)):
-            stage = last_stage(queries.vectors(row), k, fusion, rerank, max(depth, k), rank_constant, exact)
-            if stage is not None:
-                stages[row] = stage
-        answers = self._engine.query(list(stages.values()), chosen)
-        results: list[list[Hit]] = [[] for _ in range(len(queries))]
-        for (row, stage), answer in zip(stages.items(), answers, strict=True):
-            results[row] = self._ranked(stage, chosen, answer, k)
-        return results
+        options = (k, fusion, rerank, max(depth, k), rank_constant, exact)
+        stages = [last_stage(queries.vectors(row), *options) for row in range(len(queries))]
+        chosen = Filter.of(where)
+        answers = iter(self._engine.query([stage for stage in stages if stage is not None], chosen))
+        return [[] if stage is None else self._ranked(stage, chosen, next(answers), k) for stage in stages]
 
     def _ranked(self, stage: Stage, where: Filter | None, answer: list[tuple[str, float]], k: int) -> list[Hit]:
         """Hits of an answer; of sparse vectors with all that share the last score."""
@@ -346,8 +333,7 @@ class QdrantCollection:
         return sorted(hits, key=lambda hit: (-hit.score, hit.id))[:k]
 
     def _put(self, documents: Documents, batch_size: int, progress: Progress | None, resume: bool) -> None:
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size: expected an integer of at least 1, got {batch_size!r}.")
+        check_count("batch_size", batch_size)
         done = 0
         for rows in documents.batches(batch_size, BATCH_BYTES):
             points = documents.points(rows)
@@ -363,8 +349,9 @@ class QdrantCollection:
             raise DataError(
                 f"{self.place}: its build is not finished. Finish it (the same tilefold index), or drop it."
             )
-        if self._record != self._record.changed():
-            self._write(self._record.changed())
+        changed = replace(self._record, texts_sha256=None, vectors_sha256=None)
+        if self._record != changed:
+            self._write(changed)
 
     def _write(self, record: Record) -> None:
         self._engine.write_record(record)
@@ -377,11 +364,10 @@ def _close_quietly(engine: Engine) -> None:
 
 
 def _check_options(queries: Queries, fusion: str | None, rerank: bool, depth: int, rank_constant: int) -> None:
-    for name, value in (("depth", depth), ("rank_constant", rank_constant)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}.")
-    if fusion is not None and fusion not in FUSIONS:
-        raise ValueError(f"fusion: expected one of {', '.join(FUSIONS)}, got {fusion!r}.")
+    check_count("depth", depth)
+    check_count("rank_constant", rank_constant)
+    if fusion is not None:
+        check_choice("fusion", fusion, FUSIONS)
     first = [kind for kind in queries.kinds if not (rerank and kind == TOKENS)]
     if rerank and (queries.tokens is None or not first):
         raise ValueError("rerank: expected queries with tokens, and with sparse or dense vectors for the first stage.")

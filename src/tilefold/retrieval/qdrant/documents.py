@@ -33,19 +33,18 @@ def key_of(name: str) -> str:
 
 
 def list_of_ids(ids: Iterable[str]) -> list[str]:
-    """List of the ids that somebody asks for.
-
-    Raises:
-        TypeError: one text, whose letters may be ids too, or something else than texts.
-        DataError: half a surrogate pair, which is in no id.
-    """
+    """List of the ids that somebody asks for: a ``TypeError`` for one text, whose letters may be ids too."""
     names = [] if isinstance(ids, str) else list(ids)
     if isinstance(ids, str) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"ids: expected a list of texts, got {ids!r:.80}. Pass [id] for one document.")
-    wrong = next((name for name in names if not is_unicode(name)), None)
-    if wrong is not None:
-        raise DataError(f"ids: expected Unicode, got half a surrogate pair in {wrong!r}.")
+    _check_unicode(names)
     return names
+
+
+def _check_unicode(names: Iterable[str]) -> None:
+    for name in names:
+        if not is_unicode(name):
+            raise DataError(f"ids: expected Unicode, got half a surrogate pair in {name!r}. Rename that document.")
 
 
 @dataclass
@@ -77,37 +76,27 @@ class Queries:
                 got = next((own for own, wanted in pairs if own != wanted), len(vectors.ids))
                 raise DataError(f"{name}: expected the ids of the {len(self.ids)} others in their order, got {got!r}.")
         if self.dense is not None:
-            self.dense = self._checked(self.dense)
+            self.dense = _finite(self.dense, self.ids)
         if self.tokens is not None and not bool((finite := self.tokens.values.float().isfinite()).all()):
             value = self.tokens.values[~finite][0].item()
             raise DataError(f"tokens: expected finite numbers, got {value}. Check the model's output.")
-
-    def _checked(self, dense: Any) -> Dense:
-        array = dense.detach().cpu().float().numpy() if hasattr(dense, "detach") else np.asarray(dense)
-        if array.ndim != 2 or array.shape[0] != len(self.ids) or not np.issubdtype(array.dtype, np.floating):
-            raise DataError(f"dense: expected floats [{len(self.ids)}, D], got {array.dtype} {list(array.shape)}.")
-        array = np.ascontiguousarray(array, dtype=np.float32)
-        if not np.isfinite(array).all():
-            row = int(np.flatnonzero(~np.isfinite(array).all(axis=1))[0])
-            value = array[row][~np.isfinite(array[row])][0]
-            raise DataError(f"dense: expected finite numbers, got {value} for {self.ids[row]!r}. Check the model.")
-        return array
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
-    def _sizes(self) -> dict[str, int | None]:
-        return {
+    def _sizes(self) -> dict[str, int]:
+        sizes = {
             SPARSE: None if self.sparse is None else self.sparse.vocab_size,
             DENSE: None if self.dense is None else self.dense.shape[1],
             TOKENS: None if self.tokens is None else self.tokens.dimension,
         }
+        return {kind: size for kind, size in sizes.items() if size is not None}
 
     @property
     def kinds(self) -> list[str]:
         """Kinds that there are of ``"sparse"``, ``"dense"`` and ``"tokens"``."""
-        return [kind for kind, size in self._sizes.items() if size is not None]
+        return list(self._sizes)
 
     def check(self, layout: Layout, place: str) -> None:
         """Raise an error unless a collection of this layout can answer.
@@ -115,20 +104,14 @@ class Queries:
         Raises:
             VocabularyMismatchError, DataError: another vocabulary, or other kinds or lengths of vectors.
         """
-        self._check_layout(layout, place, "queries")
-
-    def _check_layout(self, layout: Layout, place: str, what: str) -> None:
+        what = "documents" if isinstance(self, Documents) else "queries"
         if self.sparse is not None and layout.vocab_size is not None:
             check_same_vocabulary(layout, self.sparse, place, what)
-        for kind, wanted in layout.sizes.items():
-            size = self._sizes[kind]
-            if size is not None and wanted is None:
+        for kind, size in self._sizes.items():
+            if (wanted := layout.sizes[kind]) is None:
                 raise DataError(f"{what}: {place} has no {kind} vectors, got some. It has: {', '.join(layout.kinds)}.")
-            if size not in (None, wanted):
+            if size != wanted:
                 raise DataError(f"{what}: expected {kind} vectors of length {wanted} as in {place}, got {size}.")
-            if size is None and wanted is not None and what == "documents":
-                got = ", ".join(self.kinds)
-                raise DataError(f"documents: {place} keeps {kind} vectors, got only {got}. Give those of all as well.")
 
     def vectors(self, row: int) -> dict[str, Any]:
         """Vectors of a row that are not empty, by their kind."""
@@ -162,9 +145,7 @@ class Documents(Queries):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in self.ids:
-            if not is_unicode(name):
-                raise DataError(f"ids: expected Unicode, got half a surrogate pair in {name!r}. Rename that document.")
+        _check_unicode(self.ids)
         known = set(self.ids)
         for name, payload in self.payloads.items():
             if name not in known:
@@ -180,15 +161,18 @@ class Documents(Queries):
             VocabularyMismatchError, DataError: another vocabulary, other kinds or lengths of vectors, another model,
                 a weight beyond float16, or more token vectors in a document than Qdrant takes.
         """
-        self._check_layout(layout, place, "documents")
+        super().check(layout, place)
+        for kind in layout.kinds:
+            if kind not in self.kinds:
+                got = ", ".join(self.kinds)
+                raise DataError(f"documents: {place} keeps {kind} vectors, got only {got}. Give those of all as well.")
         check_models(layout.models, self.models, place)
-        if self.sparse is not None and layout.weights == "float16" and self.sparse.data.size:
-            heaviest = float(self.sparse.data.max())
-            if heaviest > _LARGEST_HALF:
-                raise DataError(
-                    f"documents: float16 keeps weights up to {_LARGEST_HALF:.0f}, got {heaviest:g}. "
-                    "Scale the vectors down, or use weights='float32'."
-                )
+        heaviest = 0.0 if self.sparse is None else float(self.sparse.data.max(initial=0.0))
+        if layout.weights == "float16" and heaviest > _LARGEST_HALF:
+            raise DataError(
+                f"documents: float16 keeps weights up to {_LARGEST_HALF:.0f}, got {heaviest:g}. "
+                "Scale the vectors down, or use weights='float32'."
+            )
         if self.tokens is not None and len(self):
             lengths = self.tokens.offsets.diff()
             longest = int(lengths.argmax())
@@ -201,21 +185,20 @@ class Documents(Queries):
 
     def points(self, rows: Sequence[int]) -> list[Point]:
         """Some of the documents as the engine takes them; an empty vector is left out of its point."""
-        names = [self.ids[row] for row in rows]
-        payloads = ({**self.payloads.get(name, {}), ID: name} for name in names)
-        return [Point(key_of(n), p, self.vectors(r)) for n, p, r in zip(names, payloads, rows, strict=True)]
+        named = [(self.ids[row], row) for row in rows]
+        return [Point(key_of(n), {**self.payloads.get(n, {}), ID: n}, self.vectors(row)) for n, row in named]
 
     def batches(self, largest: int, largest_bytes: int) -> Iterator[list[int]]:
         """Rows in order, at most `largest` and about `largest_bytes` of a request at a time."""
         batch: list[int] = []
         size = 0
-        for row in range(len(self)):
-            numbers = 64 + (0 if self.dense is None else self.dense.shape[1])
-            if self.sparse is not None:
-                numbers += 2 * int(self.sparse.indptr[row + 1] - self.sparse.indptr[row])
-            if self.tokens is not None:
-                numbers += int(self.tokens.offsets[row + 1] - self.tokens.offsets[row]) * self.tokens.dimension
-            needed = numbers * _BYTES_OF_A_NUMBER + len(json.dumps(self.payloads.get(self.ids[row], {})))
+        numbers = np.full(len(self), 64 + (0 if self.dense is None else self.dense.shape[1]))
+        if self.sparse is not None:
+            numbers += 2 * np.diff(self.sparse.indptr)
+        if self.tokens is not None:
+            numbers += np.array(self.tokens.offsets.diff().tolist(), np.int64) * self.tokens.dimension
+        for row, count in enumerate(numbers.tolist()):
+            needed = count * _BYTES_OF_A_NUMBER + len(json.dumps(self.payloads.get(self.ids[row], {})))
             if batch and (len(batch) == largest or size + needed > largest_bytes):
                 yield batch
                 batch, size = [], 0
@@ -229,27 +212,32 @@ class Documents(Queries):
         digest = hashlib.sha256(json.dumps([layout.weights, layout.distance, layout.vocab_size]).encode())
         for name in self.ids:
             digest.update(json.dumps([name, self.payloads.get(name, {})], sort_keys=True).encode())
-        if self.sparse is not None:
-            for array in (self.sparse.indptr, self.sparse.indices, self.sparse.data):
-                digest.update(array.tobytes())
-        if self.dense is not None:
-            digest.update(self.dense.tobytes())
-        if self.tokens is not None:
-            for tensor in (self.tokens.offsets, self.tokens.values, self.tokens.scales):
-                digest.update(b"" if tensor is None else tensor.numpy().tobytes())
+        arrays: list[Any] = [] if self.sparse is None else [self.sparse.indptr, self.sparse.indices, self.sparse.data]
+        arrays += [self.dense]
+        arrays += [] if self.tokens is None else [self.tokens.offsets, self.tokens.values, self.tokens.scales]
+        for array in arrays:
+            if array is not None:
+                digest.update(np.asarray(array).tobytes())
         return digest.hexdigest()
 
 
-def _integers(value: Any) -> Iterator[int]:
+def _finite(dense: Any, ids: list[str]) -> Dense:
+    array = dense.detach().cpu().float().numpy() if hasattr(dense, "detach") else np.asarray(dense)
+    if array.ndim != 2 or array.shape[0] != len(ids) or not np.issubdtype(array.dtype, np.floating):
+        raise DataError(f"dense: expected floats [{len(ids)}, D], got {array.dtype} {list(array.shape)}.")
+    array = np.ascontiguousarray(array, dtype=np.float32)
+    for row, column in np.argwhere(~np.isfinite(array))[:1]:
+        raise DataError(f"dense: expected finite numbers, got {array[row, column]} for {ids[row]!r}. Check the model.")
+    return array
+
+
+def _integers(value: object) -> Iterator[int]:
     """The integers in what JSON can hold."""
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    for part in parts:
+        yield from _integers(part)
     if isinstance(value, int):
         yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _integers(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _integers(part)
 
 
 def _check_payload(name: str, payload: Mapping[str, Any]) -> None:

@@ -75,11 +75,10 @@ class EdgeEngine(Engine):
             record = self.record()
             if record is not None:
                 self._load(record, verify)
-        except RuntimeError as error:
+        except BaseException as error:
             release_folder(self._lock)
-            raise DataError(f"{error} {REMEDY}") from error
-        except BaseException:
-            release_folder(self._lock)
+            if isinstance(error, RuntimeError):
+                raise DataError(f"{error} {REMEDY}") from error
             raise
         self._process = os.getpid()
 
@@ -157,8 +156,9 @@ class EdgeEngine(Engine):
         return list(self._call("retrieve", keys, True, vectors))
 
     def _page(self, offset: Any) -> tuple[list[Any], Any]:
-        page, following = self._call("scroll", self.api.ScrollRequest(offset=offset, limit=_PAGE, with_payload=[ID]))
-        return page, following
+        request = self.api.ScrollRequest(offset=offset, limit=_PAGE, with_payload=[ID])
+        page, offset = self._call("scroll", request)
+        return page, offset
 
     def _count(self, chosen: Any) -> int:
         return int(self._call("count", self.api.CountRequest(exact=True, filter=chosen)))
@@ -261,11 +261,7 @@ class Checksums:
 
     The file is removed before the shard is changed, and written when that is over: a process that is killed in between
     leaves none. Opening and closing a shard changes no bytes but the order of members in its JSON files, of which the
-    sorted text counts.
-
-    Args:
-        shard: the folder of the engine.
-        engine: its version; what another one makes of a shard when it opens it is not known.
+    sorted text counts. What another version of the engine makes of a shard when it opens it is not known.
     """
 
     def __init__(self, shard: Path, engine: str) -> None:
@@ -274,7 +270,6 @@ class Checksums:
 
     @property
     def kept(self) -> bool:
-        """Whether the file is there."""
         return self._sizes is not None
 
     def read(self, *, verify: bool) -> None:
@@ -285,21 +280,14 @@ class Checksums:
         files = found.get("files")
         if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
             raise DataError(f"{self._file}: expected the checksums of files, got {files!r:.80}. {REMEDY}")
-        if verify:
-            self._compare(files)
+        there = _entries(self._shard) if verify else files
+        if damaged := sorted(name for name, entry in files.items() if there.get(name) != entry):
+            what = "its checksum is not the one" if damaged[0] in there else "it is gone, and is"
+            where = f"{self._file.name} ({len(damaged)} of {len(files)} files)"
+            raise DataError(f"{self._shard / damaged[0]}: damaged; {what} in {where}. {REMEDY}")
         self._sizes = {name: entry.get("bytes") for name, entry in files.items()}
         if found.get("engine") != self._engine:
             self.remove()
-
-    def _compare(self, files: dict[str, Any]) -> None:
-        there = _entries(self._shard)
-        damaged = sorted(name for name, entry in files.items() if there.get(name) != entry)
-        if damaged:
-            first = self._shard / damaged[0]
-            what = "its checksum is not the one" if damaged[0] in there else "it is gone, and is"
-            raise DataError(
-                f"{first}: damaged; {what} in {self._file.name} ({len(damaged)} of {len(files)} files). {REMEDY}"
-            )
 
     def confirm(self) -> None:
         """Remove the checksums where the engine has made, removed or resized a file since."""
@@ -314,7 +302,6 @@ class Checksums:
             sync(self._file.parent)  # else they could be there again after a loss of power
 
     def write(self) -> None:
-        """Take the checksums of a shard that is closed."""
         files = _entries(self._shard)
         write_json_object(self._file, {"engine": self._engine, "files": files}, durable=True)
         self._sizes = {name: entry["bytes"] for name, entry in files.items()}
@@ -338,10 +325,7 @@ def _entries(folder: Path) -> dict[str, dict[str, Any]]:
             digests = list(pool.map(_sha256, files.values()))
     except RuntimeError:  # the interpreter ends, and starts no threads
         digests = list(map(_sha256, files.values()))
-    return {
-        name: {"bytes": _size(file), "sha256": digest}
-        for (name, file), digest in zip(files.items(), digests, strict=True)
-    }
+    return {n: {"bytes": _size(file), "sha256": d} for (n, file), d in zip(files.items(), digests, strict=True)}
 
 
 def _sha256(file: Path) -> str:

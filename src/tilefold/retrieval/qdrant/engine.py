@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tilefold.retrieval.qdrant.layout import ID, SPARSE, TOKENS, Filter, Record
 
@@ -18,95 +17,51 @@ class Point(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A ranking by a vector, or by the fusion of other rankings; of all documents, or of those of `stages`.
-
-    Attributes:
-        limit: documents.
-        using, vector: name of the vectors, and that of the query; or
-        fusion, rank_constant: ``"rrf"`` or ``"dbsf"`` of `stages`, and the k of reciprocal ranks, which start at 1.
-        stages: rankings that this one starts from.
-        exact: without the approximation of a graph.
-    """
+    """A ranking by a vector, or by the fusion of other rankings; of all documents, or of those of `stages`."""
 
     limit: int
-    using: str = ""
+    using: str = ""  # name of the vectors
     vector: Any = None
-    fusion: str = ""
-    rank_constant: int = 60
+    fusion: str = ""  # "rrf" or "dbsf" of `stages`
+    rank_constant: int = 60  # of ranks that start at 1
     stages: tuple[Any, ...] = ()
-    exact: bool = False
+    exact: bool = False  # without the approximation of a graph
 
 
-class Engine(ABC):
-    """A collection in a folder or on a server. What a method has done when it returns is kept whatever comes later.
+class Engine(Protocol):
+    """A collection in a folder or on a server. What a method has done when it returns is kept whatever comes later."""
 
-    Attributes:
-        place: where it is, for messages.
-        api: the module whose classes requests are made of.
-        point, range: its classes of a point and of a range, which have two names.
-        prefetch, at_once: name of the stages of a request; how many queries a call may have.
-    """
-
-    place: str
-    api: Any
-    point: Any
+    place: str  # for messages
+    api: Any  # module whose classes requests are made of
+    point: Any  # its class of a point, and of a range, which have two names
     range: Any
-    prefetch: str
-    at_once: int
+    prefetch: str  # name of the stages of a request
+    at_once: int  # queries of a call
 
-    @abstractmethod
-    def record(self) -> Record | None:
-        """Record of the collection; None where there is no collection."""
-
-    @abstractmethod
-    def create(self, record: Record) -> None:
-        """Make an empty collection, with indexes of its fields."""
-
-    @abstractmethod
-    def write_record(self, record: Record) -> None:
-        """Replace the record of the collection."""
-
-    @abstractmethod
-    def drop(self) -> None:
-        """Remove the collection."""
-
-    @abstractmethod
-    def delete(self, keys: Sequence[str]) -> None:
-        """Remove points, and wait until that is on disk."""
-
-    @abstractmethod
-    def optimize(self) -> None:
-        """Make the final index of what was added."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give the folder or the connections back."""
-
-    @abstractmethod
-    def _put(self, points: list[Any]) -> None:
-        """Add or replace points, and wait until that is on disk."""
-
-    @abstractmethod
+    def record(self) -> Record | None: ...  # None where there is no collection
+    def create(self, record: Record) -> None: ...  # empty, with indexes of its fields
+    def write_record(self, record: Record) -> None: ...
+    def drop(self) -> None: ...
+    def delete(self, keys: Sequence[str]) -> None: ...
+    def optimize(self) -> None: ...  # make the final index of what was added
+    def close(self) -> None: ...
+    def _put(self, points: list[Any]) -> None: ...
     def _get(self, keys: list[str], vectors: bool) -> list[Any]: ...
-
-    @abstractmethod
-    def _page(self, offset: Any) -> tuple[list[Any], Any]: ...
-
-    @abstractmethod
-    def _count(self, chosen: Any) -> int: ...
-
-    @abstractmethod
+    def _page(self, offset: object) -> tuple[list[Any], Any]: ...
+    def _count(self, chosen: object) -> int: ...
     def _answers(self, requests: list[Any]) -> list[Any]: ...
-
-    @abstractmethod
     def _scoring(self, stage: Stage) -> dict[str, Any]: ...
 
     def upsert(self, points: Sequence[Point]) -> None:
-        """Add or replace points."""
-        self._put([self.point(id=at.key, vector=self._vectors(at.vectors), payload=at.payload) for at in points])
+        self._put(
+            [
+                self.point(id=key, vector={n: self._vector(n, v) for n, v in vectors.items()}, payload=payload)
+                for key, payload, vectors in points
+            ]
+        )
 
     def fetch(self, keys: Sequence[str], vectors: bool) -> list[Point]:
-        """Fetch the points that exist, in any order."""
+        """The points that exist, in any order."""
         found = []
         for record in self._get(list(keys), vectors):
             parts = dict(record.vector or {})
@@ -116,16 +71,13 @@ class Engine(ABC):
         return found
 
     def ids(self) -> Iterator[str]:
-        """The ids of all documents."""
-        offset: Any = None
-        while True:
+        page, offset = self._page(None)
+        yield from (record.payload[ID] for record in page)
+        while offset is not None:
             page, offset = self._page(offset)
             yield from (record.payload[ID] for record in page)
-            if offset is None:
-                return
 
     def count(self, where: Filter | None) -> int:
-        """Number of points that match."""
         return self._count(self._filter(where))
 
     def query(self, stages: Sequence[Stage], where: Filter | None) -> list[list[tuple[str, float]]]:
@@ -138,14 +90,11 @@ class Engine(ABC):
             answers += [[(point.payload[ID], float(point.score)) for point in answer] for answer in found]
         return answers
 
-    def _request(self, kind: Any, stage: Stage, chosen: Any, **more: Any) -> Any:
+    def _request(self, kind: Any, stage: Stage, chosen: object, **more: object) -> object:
         earlier = [self._request(self.api.Prefetch, part, chosen) for part in stage.stages]
         params = self.api.SearchParams(exact=True) if stage.exact else None
         more |= {self.prefetch: earlier or None, **self._scoring(stage)}
         return kind(limit=stage.limit, filter=chosen, params=params, **more)
-
-    def _vectors(self, vectors: dict[str, Any]) -> dict[str, Any]:
-        return {name: self._vector(name, vector) for name, vector in vectors.items()}
 
     def _vector(self, name: str, vector: Any) -> Any:
         return self.api.SparseVector(indices=vector[0], values=vector[1]) if name == SPARSE else vector

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from tilefold.retrieval._files import is_unicode
+from tilefold.retrieval._ranking import check_choice, check_count
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 
 SCHEMA_VERSION = 1
@@ -22,8 +23,7 @@ SPARSE, DENSE, TOKENS = "sparse", "dense", "tokens"  # names of the vectors
 _BOUNDS = ("gt", "gte", "lt", "lte")
 
 
-def check_field(name: Any, what: str) -> None:
-    """Raise ``ValueError`` unless `name` is the way to a field, as Qdrant reads it."""
+def _check_field(name: object, what: str) -> None:
     if not isinstance(name, str) or not _FIELD.fullmatch(name):
         raise ValueError(
             f'{what}: expected names of fields, with quotes ("a name") around what holds more than letters, digits, - '
@@ -59,47 +59,38 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name, size in {"vocab_size": self.vocab_size, DENSE: self.dense, TOKENS: self.tokens}.items():
-            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-                raise ValueError(f"{name}: expected an integer of at least 1, or None, got {size!r}.")
+            if size is not None:
+                check_count(name, size)
         if not self.kinds:
             raise ValueError("layout: expected vocab_size, dense or tokens, got None for all three.")
-        for name, value, allowed in (("weights", self.weights, WEIGHTS), ("distance", self.distance, DISTANCES)):
-            if value not in allowed:
-                raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}.")
+        check_choice("weights", self.weights, WEIGHTS)
+        check_choice("distance", self.distance, DISTANCES)
         for name, kind in self.fields.items():
             if kind not in FIELDS or name == ID:
                 raise ValueError(f"fields: expected a name and one of {', '.join(FIELDS)}, got {name!r}: {kind!r}.")
-            check_field(name, "fields")
+            _check_field(name, "fields")
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """Size of the sparse, dense and token vectors; None of those that it lacks."""
         return {SPARSE: self.vocab_size, DENSE: self.dense, TOKENS: self.tokens}
 
     @property
     def kinds(self) -> list[str]:
-        """Kinds that there are of ``"sparse"``, ``"dense"`` and ``"tokens"``."""
         return [kind for kind, size in self.sizes.items() if size is not None]
 
     def check_same(self, other: Layout, place: str) -> None:
-        """Raise an error unless `other` may be asked for where this is.
-
-        Raises:
-            VocabularyMismatchError: another vocabulary.
-            DataError: other vectors, or vectors of other models.
-        """
-        vocabularies = (self.vocab_size, self.fingerprint), (other.vocab_size, other.fingerprint)
-        known = self.fingerprint is not None and other.fingerprint is not None
-        if self.vocab_size != other.vocab_size or (known and self.fingerprint != other.fingerprint):
+        """Raise an error unless `other` may be asked for where this is: of the same vectors, vocabulary and models."""
+        mine, others = (self.vocab_size, self.fingerprint), (other.vocab_size, other.fingerprint)
+        if mine[0] != others[0] or (None not in (mine[1], others[1]) and mine[1] != others[1]):
             raise VocabularyMismatchError(
-                f"layout: expected the vocabulary of {place} {vocabularies[0]}, got {vocabularies[1]}. "
+                f"layout: expected the vocabulary of {place} {mine}, got {others}. "
                 "Encode with the same model, or choose another collection."
             )
         for name in ("dense", "tokens", "weights", "distance"):
-            mine, others = getattr(self, name), getattr(other, name)
-            if mine != others:
+            own, got = getattr(self, name), getattr(other, name)
+            if own != got:
                 raise DataError(
-                    f"layout: expected {name}={mine!r} as in {place}, got {others!r}. Choose another collection."
+                    f"layout: expected {name}={own!r} as in {place}, got {got!r}. Choose another collection."
                 )
         check_models(self.models, other.models, place)
 
@@ -116,42 +107,28 @@ def check_models(mine: Mapping[str, str], others: Mapping[str, str], place: str)
 
 @dataclass(frozen=True)
 class Record:
-    """Description of a collection that is kept with it.
-
-    Attributes:
-        layout: vectors and fields.
-        texts_sha256: of the texts of all its documents; None once single documents were added, replaced or deleted.
-        vectors_sha256: of the vectors that a build put there, so that it can be resumed; None as above.
-        complete: whether no build is unfinished.
-    """
+    """Description of a collection that is kept with it."""
 
     layout: Layout
-    texts_sha256: str | None = None
-    vectors_sha256: str | None = None
-    complete: bool = True
-
-    def changed(self) -> Record:
-        """Record after single documents were changed."""
-        return replace(self, texts_sha256=None, vectors_sha256=None)
+    texts_sha256: str | None = None  # of all its documents; None once single ones were added, replaced or deleted
+    vectors_sha256: str | None = None  # that a build put there, so that it can be resumed; None as above
+    complete: bool = True  # no build is unfinished
 
     def to_dict(self) -> dict[str, Any]:
-        """Record as JSON can hold it."""
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any], place: str) -> Record:
-        """Inverse of :meth:`to_dict`; ``DataError`` for anything else."""
         remedy = "Build the index again (tilefold index), or update tilefold."
-        if value.get("schema_version") != SCHEMA_VERSION:
-            got = value.get("schema_version")
+        if (got := value.get("schema_version")) != SCHEMA_VERSION:
             raise DataError(f"{place}: expected a collection of schema {SCHEMA_VERSION}, got {got!r}. {remedy}")
         try:
             known = {item.name for item in fields(Layout)}
             layout = Layout(**{name: item for name, item in value["layout"].items() if name in known})
             return cls(layout, value["texts_sha256"], value["vectors_sha256"], bool(value["complete"]))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            got = f"{dict(value)!r:.80} ({error!r})"
-            raise DataError(f"{place}: expected the record of a collection, got {got}. {remedy}") from error
+            wrong = f"{dict(value)!r:.80} ({error!r})"
+            raise DataError(f"{place}: expected the record of a collection, got {wrong}. {remedy}") from error
 
 
 @dataclass(frozen=True)
@@ -175,26 +152,24 @@ class Filter:
 
     def conditions(self) -> tuple[list[tuple[str, list[Any] | dict[str, float]]], ...]:
         """Fields of `must` and of `must_not`, each with its values, of which one must be there, or with its bounds."""
-        parts = self.must, self.must_not
-        return tuple([(name, _wanted(name, value)) for name, value in part.items()] for part in parts)
+        return tuple([(n, _wanted(n, value)) for n, value in part.items()] for part in (self.must, self.must_not))
 
     @classmethod
     def of(cls, where: Filter | Mapping[str, Any] | None) -> Filter | None:
-        """A mapping as a filter that must match."""
         return where if where is None or isinstance(where, Filter) else cls(where)
 
 
 def _wanted(name: str, value: Any) -> list[Any] | dict[str, float]:
-    check_field(name, "where")
+    _check_field(name, "where")
     if isinstance(value, Mapping):
-        if not value or not all(bound in _BOUNDS and _is_number(number) for bound, number in value.items()):
+        numbers = [n for n in value.values() if isinstance(n, (int, float)) and not isinstance(n, bool)]
+        if not value or {*value} - {*_BOUNDS} or len(numbers) < len(value) or not all(map(math.isfinite, numbers)):
             raise ValueError(f"where: expected numbers under {', '.join(_BOUNDS)} for {name!r}, got {dict(value)!r}.")
         return {bound: float(number) for bound, number in value.items()}
-    several: list[Any] = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
+    single = isinstance(value, (str, bool, int))
+    several: list[Any] = [value] if single else list(value) if isinstance(value, Sequence) else []
     kinds = {type(item) for item in several}
-    if isinstance(value, (str, bool, int)):
-        several = [value]
-    elif len(kinds) != 1 or kinds & {bool, float} or not isinstance(several[0], (str, int)):
+    if not single and (len(kinds) != 1 or bool in kinds or not isinstance(several[0], (str, int))):
         raise ValueError(
             f"where: expected a text, an integer, a boolean, a list of texts or of integers, or a range for {name!r}, "
             f"got {value!r}."
@@ -203,7 +178,3 @@ def _wanted(name: str, value: Any) -> list[Any] | dict[str, float]:
         if not (is_unicode(item) if isinstance(item, str) else -(1 << 63) <= item < 1 << 63):
             raise ValueError(f"where: expected Unicode or an integer of 64 bits for {name!r}, got {item!r}.")
     return several
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

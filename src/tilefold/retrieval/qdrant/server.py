@@ -36,20 +36,12 @@ class _ExistsError(RuntimeError):
 
 
 class ServerEngine(Engine):
-    """The collection `name` of a server.
+    """The collection `name` of a server; arguments and errors as of :meth:`QdrantCollection.server`.
 
     A request has `timeout` seconds. Where the server cannot be reached, or says that it is busy, it is asked again with
     growing pauses, and given up `patience` seconds after the first attempt began: a request takes
-    ``timeout + patience`` at most. All of them may be repeated, as points have ids of their own.
-
-    Args:
-        url: ``http://host:6333`` or ``https://...``, without a key in it.
-        name: letters, digits, ``.``, ``_`` and ``-``.
-        api_key: by default what the environment has as ``QDRANT_API_KEY``. It is never part of a message or of a file.
-
-    Raises:
-        MissingPackageError: qdrant-client is not installed.
-        ValueError: an argument of another form.
+    ``timeout + patience`` at most. All of them may be repeated, as points have ids of their own. The key is never part
+    of a message or of a file.
     """
 
     prefetch, at_once = "prefetch", 32
@@ -57,37 +49,34 @@ class ServerEngine(Engine):
     def __init__(
         self, url: str, name: str, api_key: str | None = None, timeout: float = 30.0, patience: float = 20.0
     ) -> None:
-        self._package = require("qdrant_client", "qdrant-client", "A collection on a Qdrant server", "qdrant")
+        package = require("qdrant_client", "qdrant-client", "A collection on a Qdrant server", "qdrant")
         if not _NAME.fullmatch(name):
             raise ValueError(f"name: expected letters, digits, '.', '_' or '-', got {name!r}.")
         for option, value, low in (("timeout", timeout, 0.0), ("patience", patience, -1.0)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value < 1e6:
                 raise ValueError(f"{option}: expected seconds above {max(low, 0):.0f}, got {value!r}.")
-        self.url, self.name, self.place = _checked_url(url), name, f"collection {name!r} at {_checked_url(url)}"
+        self.url, self.name = _checked_url(url), name
+        self.place = f"collection {name!r} at {self.url}"
         self._key = api_key if api_key is not None else os.environ.get(KEY_VARIABLE) or None
         if self._key is not None and not _KEY.fullmatch(self._key):
             raise ValueError(
                 f"api_key: expected printable ASCII without spaces (or in {KEY_VARIABLE}), got other text."
             )
-        self._patience, self._timeout = patience, timeout
-        self._client, self.api = self._open(), self._package.models
-        self.point, self.range = self.api.PointStruct, self.api.Range
-
-    def _open(self) -> Any:
         parts = urlsplit(self.url)
-        headers = {"api-key": self._key} if self._key else None
-        if headers and parts.scheme == "http" and not _is_loopback(parts.hostname or ""):
-            warnings.warn(f"{self.url}: the API key is sent without encryption. Use https.", stacklevel=4)
-        return self._package.QdrantClient(
+        if self._key and parts.scheme == "http" and not _is_loopback(parts.hostname or ""):
+            warnings.warn(f"{self.url}: the API key is sent without encryption. Use https.", stacklevel=3)
+        self._patience, self.api = patience, package.models
+        self.point, self.range = self.api.PointStruct, self.api.Range
+        self._client = package.QdrantClient(
             url=self.url,
             port=parts.port or (443 if parts.scheme == "https" else 6333),
-            timeout=max(1, round(self._timeout)),
-            headers=headers,
+            timeout=max(1, round(timeout)),
+            headers={"api-key": self._key} if self._key else None,
             check_compatibility=False,
         )
 
     def record(self) -> Record | None:
-        """Record of the collection, None without one; ``DataError`` for a collection that tilefold did not make."""
+        """Record of the collection; ``DataError`` for one that tilefold did not make."""
         if not self._ask("collection_exists"):
             return None
         metadata = getattr(self._ask("get_collection").config, "metadata", None) or {}
@@ -146,9 +135,8 @@ class ServerEngine(Engine):
         return list(self._ask("retrieve", keys, with_payload=True, with_vectors=vectors))
 
     def _page(self, offset: Any) -> tuple[list[Any], Any]:
-        options = {"limit": _PAGE, "offset": offset, "with_payload": [ID], "with_vectors": False}
-        page, following = self._ask("scroll", **options)
-        return page, following
+        page, offset = self._ask("scroll", limit=_PAGE, offset=offset, with_payload=[ID], with_vectors=False)
+        return page, offset
 
     def _count(self, chosen: Any) -> int:
         return int(self._ask("count", count_filter=chosen, exact=True).count)
