@@ -24,8 +24,7 @@ SHARED = (
 )  # mathematics, checks
 PLANS = (
     "plans",
-    "_plans_sum",
-    "_plans_one_token",
+    "_plans_other",
     "_gradient_plans",
     "_steps",
     "configs",

@@ -91,7 +91,7 @@ def test_asking_warns_of_nothing_and_gives_nothing_up(monkeypatch: pytest.Monkey
 def test_a_kernel_that_was_given_up_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
     monkeypatch.setattr(releases, "release", lambda: (3, 9))
-    monkeypatch.setitem(fallback.GIVEN_UP, (configs.kernel_name(configs.HOPPER_16BIT), device), "no such instruction")
+    monkeypatch.setitem(fallback.GIVEN_UP, (configs.BY_ROLES, device), "no such instruction")
     assert kernel_of("lsr_head", (9, 0), device) == ("portable kernel with TMA", "no such instruction")
 
 

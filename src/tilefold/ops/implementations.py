@@ -13,6 +13,7 @@ from tilefold.ops._shared.checks import check_choice
 from tilefold.ops._shared.fallback import given_up
 from tilefold.ops._shared.impl import IMPLS, resolve_impl, why_not_triton
 from tilefold.ops._shared.internals import copy_each, tf32_allowed
+from tilefold.ops._shared.plan import Setting
 from tilefold.ops.lsr_head import configs as head
 from tilefold.ops.maxsim import configs as maxsim
 
@@ -43,13 +44,11 @@ def operators() -> dict[str, str]:
 def kernel_of(operator: str, capability: tuple[int, int], device: torch.device | None = None) -> tuple[str, str | None]:
     """Kernels that ``operator`` runs in bf16 on a compute capability, and why no faster ones do."""
     if operator == "lsr_head":
-        config = head.max_forward_config_for(capability, torch.bfloat16, tf32=False)
-        why = releases.why_no_warp_roles() if capability == (9, 0) and not config.warp_roles else None
-        while (
-            device is not None and config in head.NEXT_BEST and (failed := given_up(head.kernel_name(config), device))
-        ):
-            config, why = head.NEXT_BEST[config], failed
-        name = head.kernel_name(config).removeprefix("lsr_head's ")
+        failed = {} if device is None else {kernel: given_up(kernel, device) for kernel in (head.BY_ROLES, head.BY_TMA)}
+        setting = Setting(capability, 1, tf32=False, aligned=True, given_up=frozenset(filter(failed.get, failed)))
+        name = head.kernel_name(head.max_forward(torch.bfloat16, setting)).removeprefix("lsr_head's ")
+        why = releases.why_no_warp_roles() if capability == (9, 0) else None
+        why = failed.get(head.BY_TMA) or failed.get(head.BY_ROLES) or why
     elif operator == "maxsim":
         tma = maxsim.forward_config(capability, torch.bfloat16, 128, 4096, tf32=False).use_tma
         why = given_up(maxsim.BY_TMA, device) if device is not None and tma else None

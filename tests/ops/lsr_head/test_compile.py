@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from tests.ops.cross_compile import Compiled, check_spills, compile_kernel
+from tests.ops.cross_compile import check_spills, compile_kernel
 from tilefold.ops._shared._triton.releases import lean_places, why_no_warp_roles
 from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops._shared.plan import Setting
+from tilefold.ops.lsr_head import _plans_other as other
 from tilefold.ops.lsr_head import configs
-from tilefold.ops.lsr_head._plans_one_token import CLEAR_BLOCK, FIND_BLOCK, SHORT_FIND_BLOCK
-from tilefold.ops.lsr_head._plans_sum import CHECK_BLOCK, STORE_BIAS, STORE_BLOCK
 from tilefold.ops.lsr_head._triton import one_token, pack, quantize, sum_pooling
 from tilefold.ops.lsr_head._triton.max_backward import _count_kernel, _dhidden_kernel, _dweight_kernel, _list_kernel
 from tilefold.ops.lsr_head._triton.max_forward import _combine_kernel, _max_forward_kernel
@@ -53,11 +54,54 @@ def common_types(dtype: torch.dtype) -> dict[str, str]:
     return types
 
 
-def check(compiled: Compiled, capability: int, tensor_cores: bool) -> None:
+def setting(capability: int, *given_up: str) -> Setting:
+    return Setting(divmod(capability, 10), 132, tf32=False, aligned=True, given_up=frozenset(given_up))
+
+
+def constants_of(table: Any, dtype: torch.dtype, capability: int, **facts: Any) -> dict[str, Any]:
+    """Of kernels for the usual dimension, activation and tokens."""
+    found = configs.constants_of(table, dtype, setting(capability), **facts)
+    others = {"D": DIM, "ACTIVATION": "log1p_relu", "NO_WINNER": 65535, "SCALED": dtype == torch.float16}
+    return others | found
+
+
+def check(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, products: bool = False
+) -> None:
+    """Compile it; ``products`` run on tensor cores."""
+    options = {"num_warps": 4, "num_stages": 3, "maxnreg": None} | constants
+    warps, stages, registers = (options.pop(name) for name in ("num_warps", "num_stages", "maxnreg"))
+    given = {name: value for name, value in options.items() if name in kernel.arg_names}
+    compiled = compile_kernel(kernel, types, given, capability, warps, stages, registers=registers)
     check_spills(compiled, others=OTHER_RELEASES)
     assert compiled.shared <= SHARED_LIMIT[capability], f"too much shared memory: {compiled}"
-    if capability == 90 and tensor_cores:
+    assert compiled.registers <= (registers or 255), f"the cap is not kept: {compiled}"
+    if capability == 90 and products:
         assert compiled.wgmma > 0, f"the products do not use wgmma: {compiled}"
+
+
+def check_forward(capability: int, dtype: torch.dtype, uniform: bool, *given_up: str, **options: Any) -> None:
+    """Compile the forward kernel of max pooling that runs where others were given up."""
+    config = configs.max_forward(dtype, setting(capability, *given_up))
+    constants = config | {
+        "D": DIM, "ACTIVATION": "log1p_relu", "HAS_BIAS": True, "HAS_POSITIONS": not uniform, "HAS_SCALE": False,
+        "UNIFORM": uniform, "QUANTIZED": dtype == FP8, "WITH_WINNERS": False,
+    } | options  # fmt: skip
+    types, name = common_types(dtype), NAMES[dtype]
+    if config["WARP_ROLES"]:
+        types["weight_desc"] = hopper_descriptor(dtype, 64, config["BLOCK_K"])
+        types["rows_desc"] = hopper_descriptor(dtype, config["BLOCK_T"], config["BLOCK_K"])
+        constants |= {"STAGES": constants.pop("num_stages"), "LEAN_PLACES": lean_places()}
+        check(hopper.max_forward_hopper_kernel, types, constants, capability, products=True)
+        return
+    for matrix, block in (("weight_src", config["BLOCK_V"]), ("rows_src", config["BLOCK_T"])):
+        types[matrix] = f"tensordesc<{name}[{block},{config['BLOCK_K']}]>" if config["USE_TMA"] else f"*{name}"
+    check(_max_forward_kernel, types, constants, capability, products=dtype != torch.float32)
+
+
+def hopper_descriptor(dtype: torch.dtype, rows: int, columns: int) -> str:
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], hopper.ELEMENTS[dtype])
+    return f"tensordesc<{NAMES[dtype]}[{rows}, {columns}],{layout!r}>"
 
 
 @pytest.mark.parametrize("uniform", [True, False], ids=["uniform", "ragged"])
@@ -65,29 +109,7 @@ def check(compiled: Compiled, capability: int, tensor_cores: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_max_forward_builds_without_spills(capability, dtype, with_winners, uniform):
-    config = configs.max_forward_config_for(divmod(capability, 10), dtype, tf32=False)
-    if config.warp_roles:
-        config = configs.NEXT_BEST[config]  # what runs there where that cannot be built
-    check_portable_forward(config, capability, dtype, with_winners=with_winners, uniform=uniform)
-
-
-def check_portable_forward(config, capability, dtype, *, with_winners, uniform):
-    name = NAMES[dtype]
-    types = common_types(dtype)
-    if config.use_tma:
-        types["weight_src"] = f"tensordesc<{name}[{config.block_v},{config.block_k}]>"
-        types["rows_src"] = f"tensordesc<{name}[{config.block_t},{config.block_k}]>"
-    else:
-        types["weight_src"] = types["rows_src"] = f"*{name}"
-    constants = {
-        "D": DIM, "BLOCK_V": config.block_v, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k,
-        "GROUP": config.group, "ACTIVATION": "log1p_relu", "HAS_BIAS": True, "HAS_POSITIONS": not uniform,
-        "HAS_SCALE": False, "WITH_WINNERS": with_winners, "UNIFORM": uniform, "USE_TMA": config.use_tma,
-        "PRECISION": config.precision, "QUANTIZED": dtype == FP8,
-    }  # fmt: skip
-    kernel = _max_forward_kernel
-    compiled = compile_kernel(kernel, types, constants, capability, config.num_warps, config.num_stages)
-    check(compiled, capability, tensor_cores=dtype != torch.float32)
+    check_forward(capability, dtype, uniform, configs.BY_ROLES, WITH_WINNERS=with_winners)
 
 
 @pytest.mark.skipif(
@@ -97,135 +119,79 @@ def check_portable_forward(config, capability, dtype, *, with_winners, uniform):
 @pytest.mark.parametrize("with_winners", [True, False], ids=["winners", "scores_only"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=NAMES.get)
 def test_the_hopper_forward_builds_without_spills(dtype, with_winners, uniform):
-    check_hopper_forward(configs.HOPPER_16BIT, dtype, with_winners=with_winners, uniform=uniform)
-
-
-def check_hopper_forward(config, dtype, *, with_winners, uniform):
-    types = common_types(dtype)
-    types["weight_desc"] = hopper_descriptor(dtype, 64, config.block_k)
-    types["rows_desc"] = hopper_descriptor(dtype, config.block_t, config.block_k)
-    constants = {
-        "D": DIM, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k, "GROUP": config.group,
-        "STAGES": config.num_stages, "ACTIVATION": "log1p_relu", "HAS_BIAS": True, "HAS_POSITIONS": not uniform,
-        "HAS_SCALE": False, "WITH_WINNERS": with_winners, "UNIFORM": uniform, "QUANTIZED": dtype == FP8,
-        "LEAN_PLACES": lean_places(),
-    }  # fmt: skip
-    compiled = compile_kernel(hopper.max_forward_hopper_kernel, types, constants, 90, config.num_warps, 3)
-    check(compiled, 90, tensor_cores=True)
+    check_forward(90, dtype, uniform, WITH_WINNERS=with_winners)
 
 
 @pytest.mark.parametrize("uniform", [True, False], ids=["uniform", "ragged"])
 @pytest.mark.parametrize("capability", [89, 90, 100])
 def test_the_quantized_forward_builds_without_spills(capability, uniform):
-    rounding = {"D": DIM, "BLOCK_ROWS": quantize.BLOCK_ROWS, "BLOCK_D": 1024}
-    check(
-        compile_kernel(quantize._quantize_rows_kernel, common_types(FP8), rounding, capability, 8, 3),
-        capability,
-        tensor_cores=False,
-    )
-    portable = configs.ADA_8BIT if capability == 89 else configs.TMA_8BIT
-    check_portable_forward(portable, capability, FP8, with_winners=False, uniform=uniform)
+    check(quantize._quantize_rows_kernel, common_types(FP8), quantize.row_constants(1024) | {"D": DIM}, capability)
+    check_forward(capability, FP8, uniform, configs.BY_ROLES)
     if capability == 90 and why_no_warp_roles() is None:
-        check_hopper_forward(configs.HOPPER_8BIT, FP8, with_winners=False, uniform=uniform)
-
-
-def hopper_descriptor(dtype: torch.dtype, rows: int, columns: int) -> str:
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], hopper.ELEMENTS[dtype])
-    return f"tensordesc<{NAMES[dtype]}[{rows}, {columns}],{layout!r}>"
+        check_forward(capability, FP8, uniform)
 
 
 @pytest.mark.parametrize("activation", ["log1p_log1p_relu", "softplus"])
 def test_the_other_activations_build_without_spills(activation):
-    config = configs.TMA_16BIT
-    types = common_types(torch.bfloat16)
-    types["weight_src"] = f"tensordesc<bf16[{config.block_v},{config.block_k}]>"
-    types["rows_src"] = f"tensordesc<bf16[{config.block_t},{config.block_k}]>"
-    constants = {
-        "D": DIM, "BLOCK_V": config.block_v, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k,
-        "GROUP": config.group, "ACTIVATION": activation, "HAS_BIAS": True, "HAS_POSITIONS": True,
-        "HAS_SCALE": True, "WITH_WINNERS": True, "UNIFORM": False, "USE_TMA": True, "PRECISION": "ieee",
-        "QUANTIZED": False,
-    }  # fmt: skip
-    kernel = _max_forward_kernel
-    check(compile_kernel(kernel, types, constants, 90, config.num_warps, config.num_stages), 90, tensor_cores=True)
+    options = {"ACTIVATION": activation, "HAS_SCALE": True, "WITH_WINNERS": True}
+    check_forward(90, torch.bfloat16, False, configs.BY_ROLES, **options)
 
 
-def backwards():
-    """Each compute capability, dtype and configuration that is launched there, for small and for large batches."""
-    for capability in CAPABILITIES:
-        for dtype in (torch.bfloat16, torch.float32, torch.float16):
-            for batch in (16, 64):
-                yield capability, dtype, configs.max_backward_config(divmod(capability, 10), dtype, batch)
+def backwards() -> Iterator[tuple[int, torch.dtype, int, str]]:
+    """Each compute capability, dtype and batch that has constants of its own, small or large."""
+    for offsets in ("*i32", "*i64"):
+        for capability in CAPABILITIES:
+            for dtype in (torch.bfloat16, torch.float32, torch.float16):
+                found = [constants_of(configs.DWEIGHT, dtype, capability, batch=batch) for batch in (16, 64)]
+                yield capability, dtype, 16, offsets
+                if found[0] != found[1]:
+                    yield capability, dtype, 64, offsets
 
 
-BACKWARDS = [(*case, offsets) for offsets in ("*i32", "*i64") for case in dict.fromkeys(backwards())]
-
-
-@pytest.mark.parametrize(("capability", "dtype", "config", "offsets"), BACKWARDS)
-def test_max_backward_builds_without_spills(capability, dtype, config, offsets):
+@pytest.mark.parametrize(("capability", "dtype", "batch", "offsets"), list(backwards()))
+def test_max_backward_builds_without_spills(capability, dtype, batch, offsets):
     types = common_types(dtype) | {"cu_ptr": offsets}
     lists = types | ({"grad_ptr": "*fp32"} if dtype == torch.float16 else {})
-    scaled = {"SCALED": dtype == torch.float16}
-    flags = {"ALWAYS_ACTIVE": False, "NO_WINNER": 65535}
-    scan = {"BLOCK_R": config.block_r, "BLOCK": config.scan_block, **flags}
-    dhidden = {"D": DIM, "BLOCK_R": config.block_r, "BLOCK_D": config.dhidden_block_d, "BLOCK_E": config.block_e,
-               "PRECISION": config.precision, **scaled}  # fmt: skip
-    dweight = {"D": DIM, "BLOCK_B": config.dweight_block_b, "BLOCK_V": config.dweight_block_v,
-               "BLOCK_D": config.dweight_block_d, "BLOCK_E": config.dweight_block_e, "ACTIVATION": "log1p_relu",
-               "NEED_WEIGHT": True, "NEED_BIAS": True, "ACCUMULATE": False, "PRECISION": config.precision,
-               **scaled, **flags}  # fmt: skip
+    scan = constants_of(configs.SCAN, dtype, capability) | {"ALWAYS_ACTIVE": False}
+    dhidden = constants_of(configs.DHIDDEN, dtype, capability) | {"BLOCK_R": scan["BLOCK_R"]}
+    dweight = constants_of(configs.DWEIGHT, dtype, capability, batch=batch)
+    dweight |= {"ALWAYS_ACTIVE": False, "NEED_WEIGHT": True, "NEED_BIAS": True, "ACCUMULATE": False}
     for added_up in (False, True):
-        check(compile_kernel(_dhidden_kernel, lists, dhidden | {"ADDED_UP": added_up}, capability, config.dhidden_warps,
-                             config.dhidden_stages), capability, tensor_cores=False)  # fmt: skip
+        check(_dhidden_kernel, lists, dhidden | {"ADDED_UP": added_up}, capability)
     for uniform in (True, False) if offsets == "*i32" else (False,):
         layout = {"UNIFORM": uniform}
-        for kernel, constants, warps, stages in (
-            (_count_kernel, scan, config.scan_warps, 3),
-            (_list_kernel, scan | {"ACTIVATION": "log1p_relu", "ADDED_UP": False}, config.scan_warps, 3),
-            (_list_kernel, scan | {"ACTIVATION": "log1p_relu", "ADDED_UP": True}, config.scan_warps, 3),
-        ):
-            compiled = compile_kernel(kernel, types, constants | layout, capability, warps, stages)
-            check(compiled, capability, tensor_cores=False)
-        compiled = compile_kernel(_dweight_kernel, types, dweight | layout, capability, config.dweight_warps,
-                                  config.dweight_stages, registers=config.dweight_registers)  # fmt: skip
-        check(compiled, capability, tensor_cores=False)
-        assert compiled.registers <= (config.dweight_registers or 255), f"the cap is not kept: {compiled}"
+        check(_count_kernel, types, scan | layout, capability)
+        for added_up in (False, True):
+            check(_list_kernel, types, scan | layout | {"ADDED_UP": added_up}, capability)
+        check(_dweight_kernel, types, dweight | layout, capability)
 
 
 @pytest.mark.parametrize("offsets", [None, "*i32", "*i64"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_sum_pooling_builds_without_spills(capability, dtype, offsets):
-    config = configs.sum_config(divmod(capability, 10), dtype, tf32=False)
-    constants = {
-        "D": DIM, "BLOCK_V": config.block_v, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k,
-        "ACTIVATION": "log1p_relu", "HAS_BIAS": True, "HAS_MASK": offsets is None, "UNIFORM": offsets is None,
-        "MEAN": True,
-        "PRECISION": config.precision,
-    }  # fmt: skip
+    constants = constants_of(configs.SUM, dtype, capability)
+    constants |= {"HAS_BIAS": True, "HAS_MASK": offsets is None, "UNIFORM": offsets is None, "MEAN": True}
     types = common_types(dtype) | {"cu_ptr": offsets or "*i32"}
     gradient = constants | {"CLEAN": offsets is None, "NEED_BIAS": True}
     for kernel, given in ((sum_pooling._sum_forward_kernel, constants), (sum_pooling._dlogits_kernel, gradient)):
-        compiled = compile_kernel(kernel, types, given, capability, config.num_warps, config.num_stages)
-        check(compiled, capability, tensor_cores=dtype != torch.float32)
+        check(kernel, types, given, capability, products=dtype != torch.float32)
     needs = {"NEED_HIDDEN": ["drows_ptr", "dhidden_ptr"], "NEED_WEIGHT": ["product_ptr", "dweight_ptr"],
              "NEED_BIAS": ["sum_ptr", "dbias_ptr"]}  # fmt: skip
     for needed in (list(needs), *([name] for name in needs)):
         absent = [pointer for name, pointers in needs.items() if name not in needed for pointer in pointers]
         stored = {name: name in needed for name in needs} | dict.fromkeys(absent)
-        stored |= {"D": DIM, "HAS_UNIT": False, "BLOCK": STORE_BLOCK, "BLOCK_B": STORE_BIAS[0],
-                   "BLOCK_V": STORE_BIAS[1]}  # fmt: skip
-        compiled = compile_kernel(sum_pooling._store_gradients_kernel, types, stored, capability, 4, 3)
-        check(compiled, capability, tensor_cores=False)
+        stored |= {"D": DIM, "HAS_UNIT": False, "BLOCK": other.STORE_BLOCK, "BLOCK_B": other.STORE_BIAS[0],
+                   "BLOCK_V": other.STORE_BIAS[1]}  # fmt: skip
+        check(sum_pooling._store_gradients_kernel, types, stored, capability)
 
 
 @pytest.mark.parametrize("offsets", ["*i32", "*i64"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_packing_builds_without_spills(capability, offsets):
     types = common_types(torch.bfloat16) | {"cu_ptr": offsets}
-    checking = compile_kernel(sum_pooling._check_offsets_kernel, types, {"BLOCK": CHECK_BLOCK}, capability, 4, 3)
-    check(checking, capability, tensor_cores=False)
-    rows = {"D": DIM, "BLOCK_ROWS": pack.BLOCK_ROWS, "BLOCK_D": pack.BLOCK_D, "GROUP": configs.HOPPER_16BIT.group,
+    check(sum_pooling._check_offsets_kernel, types, {"BLOCK": other.CHECK_BLOCK}, capability)
+    rows = {"D": DIM, "BLOCK_ROWS": pack.BLOCK_ROWS, "BLOCK_D": pack.BLOCK_D, "GROUP": 16,
             "BLOCK_EMPTY": pack.BLOCK_EMPTY, "WITH_WINNERS": True, "NO_WINNER": 65535}  # fmt: skip
     masked = {"SCAN": pack.SCAN, "HAS_MASK": True, **rows}
     for kernel, constants in (
@@ -235,7 +201,7 @@ def test_packing_builds_without_spills(capability, offsets):
         (pack._copy_padded_kernel, masked | {"BLOCK_B": 256, "BLOCK_S": 16}),
         (pack._copy_packed_kernel, {"SCAN_B": 64, **rows}),
     ):
-        check(compile_kernel(kernel, types, constants, capability, 4, 3), capability, tensor_cores=False)
+        check(kernel, types, constants, capability)
 
 
 ONE_TOKEN_LAYOUTS = {"masked": (False, True, "*i32"), "packed": (True, False, "*i32"), "long": (True, False, "*i64"),
@@ -247,33 +213,26 @@ ONE_TOKEN_LAYOUTS = {"masked": (False, True, "*i32"), "packed": (True, False, "*
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=NAMES.get)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_one_token_builds_without_spills(capability, dtype, layout, batch):
-    config = configs.one_token_config(divmod(capability, 10), dtype, tf32=False)
     packed, masked, offsets = ONE_TOKEN_LAYOUTS[layout]
     types = common_types(dtype) | {"cu_ptr": offsets}
-    flags = {"PACKED": packed, "MASKED": masked, "LAST": True, "NO_WINNER": 65535}
-    activation = {"ACTIVATION": "none" if layout == "rows" else "log1p_relu"}  # of few rows, slopes are multiplied
-    tile = {"D": DIM, "BLOCK_B": config.rows(batch), "PRECISION": config.precision} | flags | activation
-    forward = tile | {"BLOCK_V": config.block_v, "BLOCK_K": config.block_k, "HAS_BIAS": True}
-    finds = {"FIND": SHORT_FIND_BLOCK if masked else 0, "WITH_WINNERS": masked}
-    scaled = {"SCALED": dtype == torch.float16}
-    gradient = tile | {"BLOCK_B": config.gradient_rows, "BLOCK_V": config.gradient_block_v} | scaled
-    gradient |= {"BLOCK_D": config.gradient_block_d}
-    stored = {"D": DIM, "BLOCK_B": 4, "BLOCK_D": 256} | flags
-    needed = {"NEED_WEIGHT": True, "NEED_BIAS": True}
-    for kernel, constants, warps, stages in (
-        (one_token._find_kernel, {"LAST": True, "NO_WINNER": 65535, "BLOCK": FIND_BLOCK}, 4, 3),
-        (one_token._forward_kernel, forward | finds, config.num_warps, config.num_stages),
-        (one_token._forward_kernel, forward | {"FIND": 0, "WITH_WINNERS": False}, config.num_warps, config.num_stages),
-        (one_token._weight_gradient_kernel, gradient | needed, config.weight_warps, config.gradient_stages),
-        (
-            one_token._split_gradient_kernel,
-            gradient | {"CLEAR": CLEAR_BLOCK},
-            config.hidden_warps,
-            config.gradient_stages,
-        ),
-        (one_token._store_rows_kernel, stored, 4, 3),
+    flags = {"PACKED": packed, "MASKED": masked, "LAST": True, "HAS_BIAS": True, "CLEAR": other.CLEAR_BLOCK}
+    flags |= {"ACTIVATION": "none"} if layout == "rows" else {}  # of few rows, slopes are multiplied
+    forward = constants_of(configs.ONE_TOKEN, dtype, capability) | flags
+    forward["BLOCK_B"] = min(forward["BLOCK_B"], batch)
+    finds = {"FIND": other.SHORT_FIND_BLOCK if masked else 0, "WITH_WINNERS": masked}
+    gradient = constants_of(configs.ONE_TOKEN_GRADIENTS, dtype, capability) | flags
+    gradient |= {"NEED_WEIGHT": True, "NEED_BIAS": True}
+    stored = {"D": DIM, "BLOCK_B": 4, "BLOCK_D": 256, "NO_WINNER": 65535} | flags
+    found = {"LAST": True, "NO_WINNER": 65535, "BLOCK": other.FIND_BLOCK}
+    for kernel, constants in (
+        (one_token._find_kernel, found),
+        (one_token._forward_kernel, forward | finds),
+        (one_token._forward_kernel, forward | {"FIND": 0, "WITH_WINNERS": False}),
+        (one_token._weight_gradient_kernel, gradient | {"num_warps": other.WEIGHT_WARPS}),
+        (one_token._split_gradient_kernel, gradient | {"num_warps": other.HIDDEN_WARPS}),
+        (one_token._store_rows_kernel, stored),
     ):
-        check(compile_kernel(kernel, types, constants, capability, warps, stages), capability, tensor_cores=False)
+        check(kernel, types, constants, capability)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -282,11 +241,4 @@ def test_combining_splits_builds_without_spills(capability):
         "BLOCK_T": 256, "BLOCK": 1024, "ACTIVATION": "log1p_relu", "HAS_BIAS": True, "HAS_POSITIONS": True,
         "WITH_WINNERS": True, "UNIFORM": False, "QUANTIZED": False,
     }  # fmt: skip
-    compiled = compile_kernel(_combine_kernel, common_types(torch.bfloat16), constants, capability, 4, 3)
-    check(compiled, capability, tensor_cores=False)
-
-
-def test_configurations_say_what_they_are():
-    assert dataclasses.asdict(configs.HOPPER_16BIT)["warp_roles"]
-    assert dataclasses.asdict(configs.TMA_16BIT)["use_tma"]
-    assert not dataclasses.asdict(configs.AMPERE_16BIT)["use_tma"]
+    check(_combine_kernel, common_types(torch.bfloat16), constants, capability)

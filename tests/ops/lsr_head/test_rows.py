@@ -71,7 +71,7 @@ def test_every_row_of_a_group_is_a_token_with_its_place_and_the_first_one_is_rep
             for name, part in packing.buffers.items()
         }
     named = {**tokens._asdict(), **made, "scores": scores, "winners": winners}
-    for step in packing.launches:
+    for step in packing.steps:
         arguments = (*[named[name] for name in step.tensors.split()], *step.numbers)
         launch(step.kernel, step.grid, arguments, step.constants)
     rows, offsets, positions = made["rows"], made["offsets"], made["positions"]

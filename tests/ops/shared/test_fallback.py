@@ -302,5 +302,8 @@ def test_the_head_gives_up_what_the_release_cannot_build_before_a_launch(monkeyp
 
 
 def test_devices_with_little_shared_memory_get_small_tiles() -> None:
-    for capability in ((8, 6), (8, 9), (12, 0)):
-        assert configs.max_forward_config_for(capability, torch.bfloat16, tf32=False) == configs.AMPERE_16BIT
+    def constants(*capability: int) -> dict[str, Any]:
+        return configs.max_forward(torch.bfloat16, Setting(capability, 1, False, True, frozenset()))
+
+    assert constants(8, 6) == constants(8, 9) == constants(12, 0) == constants(8, 0) != constants(10, 0)
+    assert constants(8, 0)["BLOCK_T"] == 128 and not constants(8, 0)["USE_TMA"]

@@ -1,10 +1,10 @@
-"""Launch plans of the LSR head for tensors of these layouts; max pooling is here, other poolings in files beside it."""
+"""Launch plans of the LSR head for tensors of these layouts; poolings other than the maximum in a file beside it."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ from tilefold.ops._shared._triton.tensors import cdiv, power_of_two
 from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.impl import check_interpreted
 from tilefold.ops._shared.internals import Tma
-from tilefold.ops._shared.plan import Buffer, Instead, Launch, Plan, Setting, TorchStep, contiguous, in_dtype
+from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, TorchStep, contiguous, in_dtype
 from tilefold.ops._shared.winners import no_winner, winner_dtype
-from tilefold.ops.lsr_head import _plans_one_token as one_token
-from tilefold.ops.lsr_head import _plans_sum as sums
+from tilefold.ops.lsr_head import _plans_other as other
+from tilefold.ops.lsr_head import configs
 from tilefold.ops.lsr_head._problem import HeadOptions, HeadSaved, HeadTensors, Needs, Tokens
 from tilefold.ops.lsr_head._triton import pack
 from tilefold.ops.lsr_head._triton.max_backward import (
@@ -33,17 +33,6 @@ from tilefold.ops.lsr_head._triton.max_forward import _combine_kernel, _max_forw
 from tilefold.ops.lsr_head._triton.pack import _copy_packed_kernel, _copy_padded_kernel
 from tilefold.ops.lsr_head._triton.pack import _count_kernel as _count_tokens_kernel
 from tilefold.ops.lsr_head._triton.quantize import BLOCK_ROWS, _quantize_rows_kernel, row_constants
-from tilefold.ops.lsr_head.configs import (
-    HOPPER_16BIT,
-    NEXT_BEST,
-    MaxBackwardConfig,
-    MaxForwardConfig,
-    instead_of,
-    kernel_name,
-    max_backward_config,
-    max_forward_config,
-    without_tma,
-)
 
 MAX_SPLITS = 32
 MAX_RAGGED_SPLITS = 8  # where sequences differ, each split looks for its first one
@@ -64,8 +53,8 @@ def forward(tensors: HeadTensors, options: HeadOptions, training: bool, setting:
     if options.pooling == "max":
         return _max_forward(tensors, options, training, setting)
     if options.pooling in ("sum", "mean"):
-        return sums.forward(tensors, options, setting)
-    return one_token.forward(tensors, options, training, setting)
+        return other.sum_forward(tensors, options, setting)
+    return other.one_token_forward(tensors, options, training, setting)
 
 
 def backward(
@@ -77,9 +66,8 @@ def backward(
         return Plan(fills={"dhidden": 0, "dweight": 0, "dbias": 0})
     if options.pooling == "max":
         return _max_backward(dscores, saved, options, wanted, setting)
-    if options.pooling in ("sum", "mean"):
-        return sums.backward(dscores, saved, options, wanted, setting)
-    return one_token.backward(dscores, saved, options, wanted, setting)
+    make = other.sum_backward if options.pooling in ("sum", "mean") else other.one_token_backward
+    return make(dscores, saved, options, wanted, setting)
 
 
 def _max_forward(tensors: HeadTensors, options: HeadOptions, training: bool, setting: Setting) -> Plan:
@@ -87,36 +75,39 @@ def _max_forward(tensors: HeadTensors, options: HeadOptions, training: bool, set
     (vocab, dim), batch = weight.shape, tokens.batch
     given = tokens.hidden.dtype if quantized else options.compute_dtype  # of rows before they are quantised
     dtype = weight.dtype if quantized else given
-    _refuse_missing(dtype, setting)
-    config = max_forward_config(dtype, setting)
-    packing = _packing(tokens, vocab, given, training, config.group)
-    if config.use_tma and not (setting.aligned and rows_fit_descriptor(weight.to(dtype))):
-        config = without_tma(config)
-    total, length = (tokens.n_rows, tokens.length) if packing is None else (packing.total, 0)
-    splits, multiple = plan_splits(total, vocab, length, config.block_v, config.block_t, setting.multiprocessors)
-    cuts = splits > 1 and (packing is not None or multiple * config.block_t % length != 0)
+    why, missing = releases.why_no_warp_roles(), configs.instead_of(configs.BY_ROLES)
+    on_hopper = setting.capability == (9, 0) and dtype != torch.float32
+    if on_hopper and why is not None and configs.BY_ROLES not in setting.given_up:
+        raise KernelUnavailableError("max_forward_hopper_kernel", why, missing)
+    config = configs.max_forward(dtype, setting, setting.aligned and rows_fit_descriptor(weight.to(dtype)))
+    block_t, packing = config["BLOCK_T"], _packing(tokens, vocab, given, training, config["GROUP"])
+    total, length = (tokens.n_rows, tokens.length) if packing is None else (packing.buffers["rows"].shape[0], 0)
+    splits, multiple = plan_splits(total, vocab, length, config["BLOCK_V"], block_t, setting.multiprocessors)
+    cuts = splits > 1 and (packing is not None or multiple * block_t % length != 0)
     steps: list[Launch | TorchStep] = [*in_dtype(given, hidden=tokens.hidden), *in_dtype(dtype, weight=weight)]
     others = tensors._asdict().items()
     steps += contiguous(**{name: tensor for name, tensor in others if name not in ("hidden", "weight")})
-    steps += [] if packing is None else packing.launches
     buffers: dict[str, Buffer | None] = dict.fromkeys(("offsets", "positions", "scales"))
-    buffers |= {} if packing is None else packing.buffers
-    buffers |= {} if training else {"winners": None}
-    rows = "hidden" if packing is None else "rows"
+    rows = "hidden"
+    if packing is not None:
+        steps, buffers, rows = [*steps, *packing.steps], buffers | packing.buffers, "rows"
+    if not training:
+        buffers["winners"] = None
     if quantized:
         grid = cdiv(total, BLOCK_ROWS), 1, 1
         steps.append(Launch(_quantize_rows_kernel, grid, f"{rows} values scales", (total,), row_constants(dim)))
         # whole tiles of scales, as the kernel reads them
-        scales = Buffer((cdiv(total, config.block_t) * config.block_t,), torch.float32)
-        buffers, rows = buffers | {"values": Buffer((total, dim), dtype), "scales": scales}, "values"
+        scales, rows = Buffer((cdiv(total, block_t) * block_t,), torch.float32), "values"
+        buffers |= {"values": Buffer((total, dim), dtype), "scales": scales}
     flags = {
         "ACTIVATION": options.activation, "HAS_BIAS": tensors.bias is not None,
         "HAS_POSITIONS": packing is not None and training, "WITH_WINNERS": training,
-        "UNIFORM": packing is None, "QUANTIZED": quantized, "BLOCK_T": config.block_t,
+        "UNIFORM": packing is None, "QUANTIZED": quantized, "BLOCK_T": block_t,
     }  # fmt: skip
     sizes = (batch, vocab, total, length, splits, multiple)
     folded = "weight_scale bias offsets positions scores winners parts part_winners"
-    steps.append(_folding(config, f"{rows} scales {folded}", dtype, (*sizes, options.logit_scale), dim, flags, setting))
+    constants = config | flags | {"D": dim, "HAS_SCALE": options.logit_scale != 1.0}
+    steps.append(_folding(f"weight {rows} scales {folded}", dtype, (*sizes, options.logit_scale), constants, setting))
     parts = (2 * splits * vocab if cuts else 0,)  # without a cut nothing is partial
     buffers["parts"] = Buffer(parts, torch.float32)
     buffers["part_winners"] = Buffer(parts if training else (0,), torch.int32)
@@ -126,49 +117,31 @@ def _max_forward(tensors: HeadTensors, options: HeadOptions, training: bool, set
     return Plan(tuple(steps), buffers)
 
 
-def _refuse_missing(dtype: torch.dtype, setting: Setting) -> None:
-    """Give up the kernel that the GPU would run in ``dtype`` if this release of Triton had it."""
-    why, missing = releases.why_no_warp_roles(), Instead(kernel_name(HOPPER_16BIT), instead_of(HOPPER_16BIT))
-    on_hopper = setting.capability == (9, 0) and dtype != torch.float32
-    if on_hopper and why is not None and missing.kernel not in setting.given_up:
-        raise KernelUnavailableError("max_forward_hopper_kernel", why, missing)
-
-
 def _folding(
-    config: MaxForwardConfig,
-    names: str,
-    dtype: torch.dtype,
-    numbers: tuple[int | float, ...],
-    dim: int,
-    flags: dict[str, Any],
-    setting: Setting,
+    names: str, dtype: torch.dtype, numbers: tuple[int | float, ...], constants: dict[str, Any], setting: Setting
 ) -> Launch:
-    """The persistent kernel; ``names`` are those of what it reads and writes besides the weight, rows first."""
+    """The persistent kernel; ``names`` are those of weight and rows first."""
+    name, block = configs.kernel_name(constants), (constants["BLOCK_V"], constants["BLOCK_K"])
+    instead = None if setting.capability == (0, 0) else configs.instead_of(name)
     kernel: Any = _max_forward_kernel
     make: Callable[..., Any] = tma_descriptor
-    block_v = config.block_v
-    constants = flags | {
-        "D": dim, "BLOCK_K": config.block_k, "GROUP": config.group, "HAS_SCALE": numbers[-1] != 1.0,
-        "num_warps": config.num_warps,
-    }  # fmt: skip
-    if config.warp_roles:
+    if constants.pop("WARP_ROLES"):
         from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper  # needs Gluon
 
-        kernel, make, block_v = hopper.max_forward_hopper_kernel, hopper.hopper_descriptor, hopper.HALF_V.value
-        constants |= {"STAGES": config.num_stages, "LEAN_PLACES": releases.lean_places()}
-    else:
-        constants |= {"BLOCK_V": block_v, "USE_TMA": config.use_tma, "PRECISION": config.precision}
-        constants |= {"num_stages": config.num_stages}
+        kernel, make = hopper.max_forward_hopper_kernel, hopper.hopper_descriptor
+        block = hopper.HALF_V.value, constants["BLOCK_K"]
+        constants |= {"STAGES": constants.pop("num_stages"), "LEAN_PLACES": releases.lean_places()}
+        for other_kernels in ("BLOCK_V", "USE_TMA", "PRECISION"):
+            del constants[other_kernels]
     tma: dict[str, Tma] = {}
-    if config.use_tma:
-        _, vocab, rows, *_ = map(int, numbers)
+    if name != configs.PORTABLE:
+        _, vocab, total, *_ = map(int, numbers)
+        weight, rows, *_ = names.split()
         tma = {
-            "weight": Tma(vocab, dim, make(block_v, config.block_k, dtype)),
-            names.split(maxsplit=1)[0]: Tma(rows, dim, make(config.block_t, config.block_k, dtype)),
+            weight: Tma(vocab, constants["D"], make(*block, dtype)),
+            rows: Tma(total, constants["D"], make(constants["BLOCK_T"], constants["BLOCK_K"], dtype)),
         }
-    instead = Instead(kernel_name(config), instead_of(config)) if config in NEXT_BEST else None
-    grid = setting.multiprocessors, 1, 1
-    return Launch(kernel, grid, f"weight {names}", numbers, constants, tma, instead)
+    return Launch(kernel, (setting.multiprocessors, 1, 1), names, numbers, constants, tma, instead)
 
 
 @functools.cache
@@ -206,24 +179,12 @@ def plan_splits(
     return min(range(1, min(counts[-1], limit) + 1), key=busiest), multiple
 
 
-class _Packing(NamedTuple):
-    """Launches that write the rows that the forward kernel reads, and the scores of empty sequences.
+def _packing(tokens: Tokens, vocab: int, dtype: torch.dtype, training: bool, group: int) -> Plan | None:
+    """Packing of valid tokens, scores of empty sequences; ``None`` for unmasked multiples of ``group``.
 
-    Attributes:
-        launches: of what counts valid tokens, where a kernel of its own does, and of what copies rows.
-        buffers: ``rows`` ``[total, D]``, of which the first ``offsets[B]`` are meant; ``offsets`` ``[B + 1]`` int32,
-            multiples of the group; where winners are kept, ``positions`` of rows in their sequences, ``[total]`` int32;
-            ``counts`` and ``firsts``, ``[B]`` int32 that are counted.
-        total: rows, at most.
+    Its ``rows`` are ``[total, D]``, of which the first ``offsets[B]`` are meant; ``positions`` are theirs within their
+    sequences, where winners are kept.
     """
-
-    launches: list[Launch]
-    buffers: dict[str, Buffer | None]
-    total: int
-
-
-def _packing(tokens: Tokens, vocab: int, dtype: torch.dtype, training: bool, group: int) -> _Packing | None:
-    """Packing of valid tokens; ``None`` for unmasked input whose length is a multiple of ``group``."""
     hidden, mask, cu_seqlens = tokens
     dim, batch, length = hidden.size(-1), tokens.batch, tokens.length
     constants: dict[str, Any] = {
@@ -258,19 +219,17 @@ def _packing(tokens: Tokens, vocab: int, dtype: torch.dtype, training: bool, gro
         "rows": Buffer((total, dim), dtype), "offsets": Buffer((batch + 1,), torch.int32),
         "positions": Buffer((total,), torch.int32) if training else None, "counts": counted, "firsts": counted,
     }  # fmt: skip
-    return _Packing(launches, buffers, total)
+    return Plan(tuple(launches), buffers)
 
 
 def _max_backward(dscores: Tensor, saved: HeadSaved, options: HeadOptions, needs: Needs, setting: Setting) -> Plan:
     tokens, (vocab, dim), dtype = saved.tokens, saved.weight.shape, options.compute_dtype
     if vocab > MAX_VOCAB:
         raise ValueError(f"weight must have at most {MAX_VOCAB} rows for the Triton backward, got {vocab}.")
-    config = max_backward_config(setting.capability, dtype, tokens.batch)
     flags = {
-        "ALWAYS_ACTIVE": options.activation in {"softplus", "none"},
+        "ALWAYS_ACTIVE": options.activation in {"softplus", "none"}, "UNIFORM": tokens.cu_seqlens is None,
         "NO_WINNER": no_winner(winner_dtype(tokens.length_bound)),
-        "UNIFORM": tokens.cu_seqlens is None,
-    }
+    }  # fmt: skip
     sizes, strides = (tokens.batch, vocab, tokens.n_rows, tokens.length), dscores.stride()
     steps: list[Launch | TorchStep] = []
     steps += contiguous(scores=saved.scores, winners=saved.winners, cu_seqlens=tokens.cu_seqlens)
@@ -280,24 +239,19 @@ def _max_backward(dscores: Tensor, saved: HeadSaved, options: HeadOptions, needs
     if needs.weight or needs.bias:
         steps += in_dtype(dtype, hidden=tokens.hidden)
     if needs.hidden:
-        launches, scratch = _hidden_gradient(sizes, dim, strides, options, flags, config)
-        steps, buffers = [*steps, *launches], scratch
+        plan = _hidden_gradient(sizes, dim, strides, options, flags, setting)
+        steps, buffers = [*steps, *plan.steps], {**plan.buffers}
     if needs.weight or needs.bias:
-        # its programs list entries of their own
-        items = cdiv(vocab, config.dweight_block_v) * (cdiv(dim, config.dweight_block_d) if needs.weight else 1)
-        programs = min(items, setting.multiprocessors * config.dweight_programs)
-        constants = {
-            "D": dim, "BLOCK_B": config.dweight_block_b, "BLOCK_V": config.dweight_block_v,
-            "BLOCK_D": config.dweight_block_d, "BLOCK_E": config.dweight_block_e, "ACTIVATION": options.activation,
-            "NEED_WEIGHT": needs.weight, "NEED_BIAS": needs.bias, "ACCUMULATE": "weight" in setting.added,
-            "SCALED": dtype == torch.float16, "PRECISION": config.precision,
-            "num_warps": config.dweight_warps, "num_stages": config.dweight_stages, **flags,
-        }  # fmt: skip
-        if config.dweight_registers is not None:
-            constants["maxnreg"] = config.dweight_registers
-        entries = (programs * config.dweight_block_b * config.dweight_block_v,)
+        config = configs.constants_of(configs.DWEIGHT, dtype, setting, batch=tokens.batch)
+        items = cdiv(vocab, config["BLOCK_V"]) * (cdiv(dim, config["BLOCK_D"]) if needs.weight else 1)
+        programs = min(items, setting.multiprocessors * config.pop("PROGRAMS"))
+        entries = (programs * config["BLOCK_B"] * config["BLOCK_V"],)  # its programs list entries of their own
         buffers |= {"own_codes": Buffer(entries, torch.int64), "own_grads": Buffer(entries, dtype)}
         names = "dscores scores winners hidden cu_seqlens own_codes own_grads dweight dbias"
+        constants = config | flags | {
+            "D": dim, "ACTIVATION": options.activation, "NEED_WEIGHT": needs.weight, "NEED_BIAS": needs.bias,
+            "ACCUMULATE": "weight" in setting.added, "SCALED": dtype == torch.float16,
+        }  # fmt: skip
         numbers = (*sizes, options.logit_scale, *strides)
         steps.append(Launch(_dweight_kernel, (programs, 1, 1), names, numbers, constants))
     return Plan(tuple(steps), buffers)
@@ -309,31 +263,33 @@ def _hidden_gradient(
     strides: tuple[int, ...],
     options: HeadOptions,
     flags: dict[str, Any],
-    config: MaxBackwardConfig,
-) -> tuple[list[Launch | TorchStep], dict[str, Buffer | None]]:
-    """Launches that count and list what each tile of rows won, and multiply; ``sizes`` are B, V, rows, length."""
-    batch, vocab, n_rows, _ = sizes
-    splits, tiles = cdiv(vocab, config.split_v), cdiv(n_rows, config.block_r)
-    slots, scaled = tiles * splits, options.compute_dtype == torch.float16
-    many = slots > MAX_ADDED  # then torch adds up the counts
-    block = {"BLOCK_R": config.block_r, "BLOCK": config.scan_block, "num_warps": config.scan_warps, **flags}
-    lists, added_up = (*sizes, splits, config.split_v), {"ADDED_UP": many}
-    count = Launch(_count_kernel, (tiles, splits, 1), "scores winners cu_seqlens counts", lists, block)
-    added = [TorchStep("places", lambda counts: counts.cumsum(0), "counts")] if many else []
-    filled = {"ACTIVATION": options.activation, **added_up}
-    names = "dscores scores winners cu_seqlens places counts codes grads"
-    fill = Launch(_list_kernel, (tiles, splits, 1), names, (*lists, *strides), block | filled)
-    constants = {
-        "D": dim, "BLOCK_R": config.block_r, "BLOCK_D": config.dhidden_block_d, "BLOCK_E": config.block_e,
-        "SCALED": scaled, "PRECISION": config.precision, "num_warps": config.dhidden_warps,
-        "num_stages": config.dhidden_stages, **added_up,
-    }  # fmt: skip
-    grid, numbers = (tiles, cdiv(dim, config.dhidden_block_d), 1), (n_rows, splits, options.logit_scale)
-    names = "weight places counts codes grads dhidden"
-    product = Launch(_dhidden_kernel, grid, names, numbers, constants)
-    entries = (batch * vocab,)
+    setting: Setting,
+) -> Plan:
+    """Count and list what each tile of rows won, and multiply; ``sizes`` are B, V, rows, length."""
+    (batch, vocab, n_rows, _), dtype = sizes, options.compute_dtype
+    scan = configs.constants_of(configs.SCAN, dtype, setting) | flags
+    split_v, block_r, scaled = scan.pop("SPLIT_V"), scan["BLOCK_R"], dtype == torch.float16
+    splits, tiles = cdiv(vocab, split_v), cdiv(n_rows, block_r)
+    slots, lists = tiles * splits, (*sizes, splits, split_v)
+    added_up = {"ADDED_UP": slots > MAX_ADDED}  # by torch
+    filled = scan | added_up | {"ACTIVATION": options.activation}
+    product = configs.constants_of(configs.DHIDDEN, dtype, setting) | added_up
+    grid = tiles, cdiv(dim, product["BLOCK_D"]), 1
+    product |= {"D": dim, "BLOCK_R": block_r, "SCALED": scaled}
+    count = "scores winners cu_seqlens counts"
+    fill, names = (
+        "dscores scores winners cu_seqlens places counts codes grads",
+        "weight places counts codes grads dhidden",
+    )
+    numbers = n_rows, splits, options.logit_scale
+    steps = (
+        Launch(_count_kernel, (tiles, splits, 1), count, lists, scan),
+        *([TorchStep("places", lambda counts: counts.cumsum(0), "counts")] if slots > MAX_ADDED else []),
+        Launch(_list_kernel, (tiles, splits, 1), fill, (*lists, *strides), filled),
+        Launch(_dhidden_kernel, grid, names, numbers, product),
+    )
     buffers = {
-        "places": None, "counts": Buffer((slots,), torch.int32), "codes": Buffer(entries, torch.int32),
-        "grads": Buffer(entries, torch.float32 if scaled else options.compute_dtype),
+        "places": None, "counts": Buffer((slots,), torch.int32), "codes": Buffer((batch * vocab,), torch.int32),
+        "grads": Buffer((batch * vocab,), torch.float32 if scaled else dtype),
     }  # fmt: skip
-    return [count, *added, fill, product], buffers
+    return Plan(steps, buffers)
