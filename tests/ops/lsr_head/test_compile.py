@@ -215,7 +215,13 @@ ONE_TOKEN_LAYOUTS = {"masked": (False, True, "*i32"), "packed": (True, False, "*
 def test_one_token_builds_without_spills(capability, dtype, layout, batch):
     packed, masked, offsets = ONE_TOKEN_LAYOUTS[layout]
     types = common_types(dtype) | {"cu_ptr": offsets}
-    flags = {"PACKED": packed, "MASKED": masked, "LAST": True, "HAS_BIAS": True, "CLEAR": other.CLEAR_BLOCK}
+    flags: dict[str, Any] = {
+        "PACKED": packed,
+        "MASKED": masked,
+        "LAST": True,
+        "HAS_BIAS": True,
+        "CLEAR": other.CLEAR_BLOCK,
+    }
     flags |= {"ACTIVATION": "none"} if layout == "rows" else {}  # of few rows, slopes are multiplied
     forward = constants_of(configs.ONE_TOKEN, dtype, capability) | flags
     forward["BLOCK_B"] = min(forward["BLOCK_B"], batch)

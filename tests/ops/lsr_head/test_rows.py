@@ -62,16 +62,16 @@ def test_every_row_of_a_group_is_a_token_with_its_place_and_the_first_one_is_rep
     mask = None if inputs.attention_mask is None else one_byte(inputs.attention_mask).view(torch.uint8)
     tokens = Tokens(inputs.hidden, mask, inputs.cu_seqlens)
     packing = plans._packing(tokens, 2000, inputs.hidden.dtype, True, group)
-    assert packing is not None and (packing.buffers["counts"] is None) == (layout == "packed" or max_mask > 0)
+    assert packing is not None and (packing[1]["counts"] is None) == (layout == "packed" or max_mask > 0)
     scores = torch.full((tokens.batch, 2000), math.inf, device=kernels.device)
     winners = torch.full((tokens.batch, 2000), 7, dtype=torch.int32, device=kernels.device).to(torch.uint16)
     with nan_poisoned_empty():
         made = {
             name: part and torch.empty(part.shape, dtype=part.dtype, device=kernels.device)
-            for name, part in packing.buffers.items()
+            for name, part in packing[1].items()
         }
     named = {**tokens._asdict(), **made, "scores": scores, "winners": winners}
-    for step in packing.steps:
+    for step in packing[0]:
         arguments = (*[named[name] for name in step.tensors.split()], *step.numbers)
         launch(step.kernel, step.grid, arguments, step.constants)
     rows, offsets, positions = made["rows"], made["offsets"], made["positions"]

@@ -159,8 +159,8 @@ def _few_rows(
     names = "dscores weight hidden bias attention_mask cu_seqlens dlogits clean sums"
     dlogits = Launch(_dlogits_kernel, grid, names, numbers, constants | {"CLEAN": clean, "NEED_BIAS": False})
     flags = {"PACKED": False, "MASKED": False, "LAST": False, "NO_WINNER": -1, "ACTIVATION": "none"}
-    sizes, names = (n_rows, vocab, dim, n_rows, 1), ("dlogits", "dlogits", "clean" if clean else "hidden")
-    launches, parts = _row_gradients(sizes, (vocab, 1), flags, options, needs, names, setting)
+    sizes, read = (n_rows, vocab, dim, n_rows, 1), ("dlogits", "dlogits", "clean" if clean else "hidden")
+    launches, parts = _row_gradients(sizes, (vocab, 1), flags, options, needs, read, setting)
     return [dlogits, *launches], {
         "dlogits": Buffer((n_rows, vocab), dtype), "clean": Buffer((n_rows, dim), dtype) if clean else None,
         "sums": None, "parts": parts,

@@ -39,6 +39,7 @@ MAX_RAGGED_SPLITS = 8  # where sequences differ, each split looks for its first 
 RAGGED_SHARES = (0.25, 0.33, 0.5, 0.75, 1.0)  # of valid rows, that a split of ragged rows is chosen for
 LONG_SEQUENCE_TILES = 16  # longer sequences are rather cut than kept in one split
 COMBINE_BLOCK = 1024
+Packing = tuple[list[Launch], dict[str, "Buffer | None"], int]
 MAX_ADDED = 8192  # counts that every program adds up itself: more launches take the host longer
 
 
@@ -81,7 +82,7 @@ def _max_forward(tensors: HeadTensors, options: HeadOptions, training: bool, set
         raise KernelUnavailableError("max_forward_hopper_kernel", why, missing)
     config = configs.max_forward(dtype, setting, setting.aligned and rows_fit_descriptor(weight.to(dtype)))
     block_t, packing = config["BLOCK_T"], _packing(tokens, vocab, given, training, config["GROUP"])
-    total, length = (tokens.n_rows, tokens.length) if packing is None else (packing.buffers["rows"].shape[0], 0)
+    total, length = (tokens.n_rows, tokens.length) if packing is None else (packing[2], 0)
     splits, multiple = plan_splits(total, vocab, length, config["BLOCK_V"], block_t, setting.multiprocessors)
     cuts = splits > 1 and (packing is not None or multiple * block_t % length != 0)
     steps: list[Launch | TorchStep] = [*in_dtype(given, hidden=tokens.hidden), *in_dtype(dtype, weight=weight)]
@@ -90,7 +91,7 @@ def _max_forward(tensors: HeadTensors, options: HeadOptions, training: bool, set
     buffers: dict[str, Buffer | None] = dict.fromkeys(("offsets", "positions", "scales"))
     rows = "hidden"
     if packing is not None:
-        steps, buffers, rows = [*steps, *packing.steps], buffers | packing.buffers, "rows"
+        steps, buffers, rows = [*steps, *packing[0]], buffers | packing[1], "rows"
     if not training:
         buffers["winners"] = None
     if quantized:
@@ -179,11 +180,11 @@ def plan_splits(
     return min(range(1, min(counts[-1], limit) + 1), key=busiest), multiple
 
 
-def _packing(tokens: Tokens, vocab: int, dtype: torch.dtype, training: bool, group: int) -> Plan | None:
+def _packing(tokens: Tokens, vocab: int, dtype: torch.dtype, training: bool, group: int) -> Packing | None:
     """Packing of valid tokens, scores of empty sequences; ``None`` for unmasked multiples of ``group``.
 
-    Its ``rows`` are ``[total, D]``, of which the first ``offsets[B]`` are meant; ``positions`` are theirs within their
-    sequences, where winners are kept.
+    Launches, buffers and total: of ``rows`` ``[total, D]`` the first ``offsets[B]`` are meant; ``positions`` are theirs
+    within their sequences, where winners are kept.
     """
     hidden, mask, cu_seqlens = tokens
     dim, batch, length = hidden.size(-1), tokens.batch, tokens.length
@@ -215,11 +216,11 @@ def _packing(tokens: Tokens, vocab: int, dtype: torch.dtype, training: bool, gro
         grid, numbers = (batch, cdiv(length, pack.BLOCK_ROWS), 1), (batch, length, vocab)
         names = "hidden attention_mask counts firsts offsets rows positions scores winners"
         launches.append(Launch(_copy_padded_kernel, grid, names, numbers, constants))
-    buffers = {
+    buffers: dict[str, Buffer | None] = {
         "rows": Buffer((total, dim), dtype), "offsets": Buffer((batch + 1,), torch.int32),
         "positions": Buffer((total,), torch.int32) if training else None, "counts": counted, "firsts": counted,
     }  # fmt: skip
-    return Plan(tuple(launches), buffers)
+    return launches, buffers, total
 
 
 def _max_backward(dscores: Tensor, saved: HeadSaved, options: HeadOptions, needs: Needs, setting: Setting) -> Plan:
@@ -239,8 +240,8 @@ def _max_backward(dscores: Tensor, saved: HeadSaved, options: HeadOptions, needs
     if needs.weight or needs.bias:
         steps += in_dtype(dtype, hidden=tokens.hidden)
     if needs.hidden:
-        plan = _hidden_gradient(sizes, dim, strides, options, flags, setting)
-        steps, buffers = [*steps, *plan.steps], {**plan.buffers}
+        listed, buffers = _hidden_gradient(sizes, dim, strides, options, flags, setting)
+        steps += listed
     if needs.weight or needs.bias:
         config = configs.constants_of(configs.DWEIGHT, dtype, setting, batch=tokens.batch)
         items = cdiv(vocab, config["BLOCK_V"]) * (cdiv(dim, config["BLOCK_D"]) if needs.weight else 1)
@@ -264,7 +265,7 @@ def _hidden_gradient(
     options: HeadOptions,
     flags: dict[str, Any],
     setting: Setting,
-) -> Plan:
+) -> tuple[list[Launch | TorchStep], dict[str, Buffer | None]]:
     """Count and list what each tile of rows won, and multiply; ``sizes`` are B, V, rows, length."""
     (batch, vocab, n_rows, _), dtype = sizes, options.compute_dtype
     scan = configs.constants_of(configs.SCAN, dtype, setting) | flags
@@ -282,14 +283,14 @@ def _hidden_gradient(
         "weight places counts codes grads dhidden",
     )
     numbers = n_rows, splits, options.logit_scale
-    steps = (
+    steps: list[Launch | TorchStep] = [
         Launch(_count_kernel, (tiles, splits, 1), count, lists, scan),
         *([TorchStep("places", lambda counts: counts.cumsum(0), "counts")] if slots > MAX_ADDED else []),
         Launch(_list_kernel, (tiles, splits, 1), fill, (*lists, *strides), filled),
         Launch(_dhidden_kernel, grid, names, numbers, product),
-    )
-    buffers = {
+    ]
+    buffers: dict[str, Buffer | None] = {
         "places": None, "counts": Buffer((slots,), torch.int32), "codes": Buffer((batch * vocab,), torch.int32),
         "grads": Buffer((batch * vocab,), torch.float32 if scaled else dtype),
     }  # fmt: skip
-    return Plan(steps, buffers)
+    return steps, buffers
