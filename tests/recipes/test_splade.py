@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests import programs
 from tests.processes import ROOT
 from tilefold.recipes import SpladeRecipe, train
-from tilefold.recipes._cheaper import length_grouped_batches
+from tilefold.recipes.training_data import length_grouped_batches
 from tilefold.retrieval.collection import Collection
 
 RUN_AND_HANG = """

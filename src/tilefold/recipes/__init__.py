@@ -11,7 +11,7 @@ _HOME = {
     "build_encoder": "encoders",
     "LsrRecipe": "lsr",
     "RegularizerSpec": "lsr",
-    "SparseRecipe": "_sparse_recipes",
+    "SparseRecipe": "lsr",
     "SpladeRecipe": "splade",
     "TrainResult": "splade",
     "TrainingError": "_run",

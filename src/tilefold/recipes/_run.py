@@ -33,18 +33,12 @@ class TrainingRun:
     """The folders of a run: ``<output_dir>`` when done, ``<output_dir>.training`` until then."""
 
     def __init__(self, output_dir: Path, recipe: dict[str, Any], data: str) -> None:
-        self.output_dir = output_dir
-        self.work_dir = work_folder(output_dir)
-        self.recipe = recipe
-        self.data = data
+        self.output_dir, self.work_dir = output_dir, work_folder(output_dir)
+        self.recipe, self.data = recipe, data
         self.settings: dict[str, Any] = {"recipe": recipe, "data": data}
 
     def finished(self, *, overwrite: bool, resume: bool) -> dict[str, Any] | None:
-        """The result of a finished run in this folder, if it has the same recipe and data.
-
-        Raises:
-            FileExistsError: if the folder holds something else and `overwrite` is not set.
-        """
+        """The result of a finished run in this folder, if it has the same recipe and data."""
         if not self.output_dir.exists() or (self.output_dir.is_dir() and not any(self.output_dir.iterdir())):
             return None
         record = read_json(self.output_dir / RECORD)
@@ -56,7 +50,8 @@ class TrainingRun:
             left = read_json(self.work_dir / RECORD)
             if left is not None and self._same(left):  # interrupted after the model was in place
                 shutil.rmtree(self.work_dir)
-            return self._result(record)
+            result = record.get("result")
+            return result if isinstance(result, dict) else None
         if overwrite:
             return None
         raise FileExistsError(
@@ -118,11 +113,6 @@ class TrainingRun:
             return False
         return settings.get("data") == self.data and _training(settings["recipe"]) == _training(self.recipe)
 
-    @staticmethod
-    def _result(record: dict[str, Any]) -> dict[str, Any] | None:
-        result = record.get("result")
-        return result if isinstance(result, dict) else None
-
     def _difference(self, record: dict[str, Any]) -> str:
         other = record.get("settings") or {}
         theirs, ours = _training(other.get("recipe") or {}), _training(self.recipe)
@@ -156,9 +146,7 @@ class TrainingError(RuntimeError):
 def make_watcher(
     progress: Callable[[int, int, float | None], None] | None, run: TrainingRun, save_minutes: float
 ) -> Any:
-    """A trainer callback that reports steps, keeps losses, stops where the loss is not finite, asks for checkpoints by
-    time, and marks complete ones. The ranking loss is the loss without its regularisers.
-    """
+    """A trainer callback that reports steps, keeps losses, stops where one is not finite, and asks for checkpoints."""
     from transformers import TrainerCallback
 
     class Watcher(TrainerCallback):
@@ -176,6 +164,7 @@ def make_watcher(
                         f"the loss is {self.loss} after {state.global_step} steps: the training has diverged. Train "
                         "with a smaller learning_rate, from the start (resume=False, --fresh)."
                     )
+                # without regularisers
                 self.ranking_loss = float(logs.get("base_loss", self.loss))
                 if self.first_ranking_loss is None:
                     self.first_ranking_loss = self.ranking_loss
@@ -199,11 +188,7 @@ def make_watcher(
 
 @contextmanager
 def heeding_interrupts(watcher: Any) -> Iterator[None]:
-    """Make Ctrl-C stop training at the next step at the latest.
-
-    Python drops a ``KeyboardInterrupt`` that is raised while a destructor or a callback from C runs, and the training
-    would go on.
-    """
+    """Make Ctrl-C stop training at the next step: Python drops what is raised in a destructor or a callback from C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Settings as checked dataclasses: rules for fields, dictionaries for files, and the fields of every training."""
+"""Settings as checked dataclasses: rules for fields, dictionaries for files; those of trainings and encoders."""
 
 from __future__ import annotations
 
@@ -7,66 +7,46 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
-__all__ = ["ATTENTIONS", "POSITIVE", "Check", "Settings", "TrainingSettings", "flag", "number", "whole"]
-
-ATTENTIONS = ("softmax", "entmax")
 Check = Callable[[str, Any], None]
 S = TypeVar("S", bound="Settings")
 
 
-def whole(least: int = 1, *, optional: bool = False) -> Check:
-    """A rule: a whole number of at least `least`, or ``None`` where that is allowed."""
+def rule(accept: Callable[[Any], bool], expected: str) -> Check:
+    """A check of a field: the value must be what is `expected`, which `accept` tells."""
 
-    def check(name: str, value: Any) -> None:
-        if optional and value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            allowed = f"at least {least}{' or None' if optional else ''}"
-            raise ValueError(f"{name} must be a whole number of {allowed}, got {value!r}.")
+    def check(name: str, value: object) -> None:
+        if not accept(value):
+            raise ValueError(f"{name} must be {expected}, got {value!r}.")
 
     return check
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def whole(least: int = 1, *, optional: bool = False) -> Check:
+    """A rule: a whole number of at least `least`, or ``None`` where that is allowed."""
+    expected = f"a whole number of at least {least}{' or None' if optional else ''}"
+    return rule(lambda value: (optional and value is None) or _is_whole(value, least), expected)
 
 
 def number(accept: Callable[[float], bool], expected: str, *, optional: bool = False) -> Check:
     """A rule: a finite number that `accept` takes, or ``None`` where that is allowed."""
 
-    def check(name: str, value: Any) -> None:
+    def taken(value: Any) -> bool:
         if optional and value is None:
-            return
-        finite = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not finite or not accept(value):
-            raise ValueError(f"{name} must be a number {expected}, got {value!r}.")
+            return True
+        known = isinstance(value, int | float) and not isinstance(value, bool)
+        return known and math.isfinite(value) and accept(value)
 
-    return check
-
-
-def flag(name: str, value: Any) -> None:
-    """A rule: True or False."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}.")
+    return rule(taken, f"a number {expected}")
 
 
-def _base_model(name: str, value: Any) -> None:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{name} must be 'minilm', a folder or a model name, got {value!r}.")
-
-
-def _seed(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
-        raise ValueError(f"{name} must be a whole number of at least 0 and below 2^32, got {value!r}.")
-
-
-def _bf16(name: str, value: Any) -> None:
-    if value not in (None, True, False):
-        raise ValueError(f"{name} must be True, False or None (by hardware), got {value!r}.")
-
-
-def _attention(name: str, value: Any) -> None:
-    if value not in (None, *ATTENTIONS):
-        raise ValueError(f"{name} must be 'softmax', 'entmax' or None, got {value!r}.")
-
-
+flag = rule(lambda value: isinstance(value, bool), "True or False")
+optional_flag = rule(lambda value: value is None or isinstance(value, bool), "True or False")
 POSITIVE = number(lambda value: value > 0, "greater than 0")
+NOT_NEGATIVE = number(lambda value: value >= 0, "of at least 0")
 
 
 @dataclass(frozen=True)
@@ -145,7 +125,7 @@ class TrainingSettings(Settings):
     anneal_alpha: float = 0.0
 
     CHECKS: ClassVar[Mapping[str, Check]] = {
-        "base_model": _base_model,
+        "base_model": rule(lambda value: isinstance(value, str) and value != "", "'minilm', a folder or a model name"),
         "max_steps": whole(0, optional=True),
         "epochs": POSITIVE,
         "batch_size": whole(2),  # the others of a batch are the negatives
@@ -154,12 +134,14 @@ class TrainingSettings(Settings):
         "similarity_scale": POSITIVE,
         "max_length": whole(),
         "train_max_length": whole(optional=True),
-        "bf16": _bf16,
+        "bf16": rule(lambda value: value in (None, True, False), "True, False or None (by hardware)"),
         "graphs": flag,
         "save_steps": whole(),
-        "save_minutes": number(lambda value: value >= 0, "of at least 0"),
-        "seed": _seed,
-        "attention": _attention,
+        "save_minutes": NOT_NEGATIVE,
+        "seed": rule(
+            lambda value: _is_whole(value, 0) and value < 2**32, "a whole number of at least 0 and below 2^32"
+        ),
+        "attention": rule(lambda value: value in (None, "softmax", "entmax"), "'softmax', 'entmax' or None"),
         "alpha": number(lambda value: 1 <= value <= 2, "in [1, 2]", optional=True),
         "anneal_alpha": number(lambda value: 0 <= value <= 1, "in [0, 1]"),
     }
@@ -175,3 +157,103 @@ class TrainingSettings(Settings):
             )
         if self.graphs and not self.fused:
             raise ValueError("graphs must be False without fused, got True; leave --graphs or --plain out.")
+
+
+_NETWORK = frozenset({"activation", "layers", "shared_network"})
+_HEAD = _NETWORK | {"logit_scale", "top_k", "normalize"}
+_CAUSAL = (_HEAD - {"layers"}) | {"pooling", "drop_special_tokens", "lora"}
+# kind -> the fields, beside `kind` and `base_model`, that apply to it
+KINDS: Mapping[str, frozenset[str]] = {
+    "mlm": _HEAD | {"pooling", "drop_special_tokens"},
+    "cls_mlm": _HEAD,
+    "epic": frozenset({"layers", "drop_special_tokens", "top_k"}),
+    "mlp": _NETWORK | {"scale", "drop_special_tokens", "saturation"},
+    "binary": frozenset({"scale", "trainable"}),
+    "idf": frozenset({"idf", "trainable"}),
+    "causal": _CAUSAL,
+    "bidirectional": _CAUSAL,
+    "echo": _CAUSAL,
+    "prosper": frozenset({"pooling", "logit_scale", "top_k", "normalize", "literal_residual", "shared_network"}),
+    "bge_m3": frozenset({"shared_network"}),
+    "splate": frozenset({"head_model", "trainable"}),
+}
+
+
+@dataclass(frozen=True)
+class EncoderSpec(Settings):
+    """The encoder of queries, of documents, or of both; every field is checked on construction.
+
+    Fields that say nothing (None) have the value of the kind. One that the kind does not have is an error.
+
+    Attributes:
+        kind: ``"mlm"`` (an LM head over all tokens: SPLADE), ``"cls_mlm"`` (over the first one: TILDE), ``"epic"``
+            (over all, weighted by learned importance and quality), ``"mlp"`` (a weight for each token: uniCOIL,
+            DeepImpact), ``"binary"`` (1 for each distinct token, times a number), ``"idf"`` (a number of its own for
+            each distinct token; these two need no network), ``"causal"``, ``"bidirectional"`` or ``"echo"`` (the LM
+            head of a causal language model, see :mod:`tilefold.recipes.decoders`), ``"prosper"``
+            (:class:`tilefold.modules.ProsperTransformer`), ``"bge_m3"`` (a weight for each token, with BGE-M3's own
+            where the base model has them) or ``"splate"`` (an adapter on a frozen ColBERT, the base model).
+        base_model: of this side alone: ``"minilm"``, a folder or a Hugging Face name; None takes the recipe's.
+        pooling: of the LM head, see :class:`tilefold.modules.HeadPooling`; ``"max"``, and ``"last"`` for ``"prosper"``.
+        activation: ``"log1p_relu"`` of heads, ``"relu"`` of ``"mlp"``.
+        logit_scale: factor on the logits: 1, but 1/16 for ModernBERT and Ettin (arXiv 2606.18811).
+        drop_special_tokens: whether positions of special tokens do not count; False for heads, as in SPLADE, True for
+            ``"mlp"`` and ``"epic"``.
+        top_k: keep the largest weights of a text that has more than this many. Of ``"epic"``, whose weights are all
+            positive: the ``max_active_dims`` of the model, 1,000.
+        normalize: ``"l2"`` for vectors of length 1.
+        scale: start of the learned factor on the weights of ``"mlp"`` (None: no such factor); the number of
+            ``"binary"``, 0.3.
+        saturation: of ``"mlp"``: the weight that counts half when texts are encoded, as BM25 counts frequencies; the
+            loss sees the weights as they are. All tokens start with this one. None counts weights as they are.
+        trainable: whether the numbers of ``"binary"`` (False) or ``"idf"`` (False), or the bias of the head of
+            ``"splate"`` (False), are learned.
+        idf: a JSON file of token -> weight; None counts document frequencies in the sample texts.
+        layers: keep only so many of the lowest layers of the base model.
+        shared_network: of the query side: runs the network of the document side, with a pooling of its own.
+        lora: rank of low-rank updates, which alone are trained; they are merged into the model that is saved.
+        literal_residual: of ``"prosper"``: False leaves the literal residual network out.
+        head_model: of ``"splate"``: the masked language model whose head decodes; ``"minilm"``.
+    """
+
+    kind: str = "mlm"
+    base_model: str | None = None
+    pooling: str | None = None
+    activation: str | None = None
+    logit_scale: float | None = None
+    drop_special_tokens: bool | None = None
+    top_k: int | None = None
+    normalize: str | None = None
+    scale: float | None = None
+    trainable: bool | None = None
+    idf: str | None = None
+    layers: int | None = None
+    shared_network: bool = False
+    lora: int | None = None
+    literal_residual: bool | None = None
+    head_model: str | None = None
+    saturation: float | None = None
+
+    CHECKS: ClassVar[Mapping[str, Check]] = {
+        **dict.fromkeys(("top_k", "layers", "lora"), whole(optional=True)),
+        "shared_network": flag,
+        **dict.fromkeys(("drop_special_tokens", "trainable", "literal_residual"), optional_flag),
+        **dict.fromkeys(
+            ("logit_scale", "scale", "saturation"),
+            number(lambda value: value > 0, "greater than 0", optional=True),
+        ),
+    }
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {sorted(KINDS)}, got {self.kind!r}.")
+        allowed = KINDS[self.kind] | {"kind", "base_model"}
+        given = {field.name for field in fields(self) if getattr(self, field.name) not in (None, field.default)}
+        if extra := sorted(given - allowed):
+            raise ValueError(f"{extra[0]} does not apply to an encoder of kind {self.kind!r}; leave it out.")
+        super().__post_init__()
+
+    @property
+    def has_network(self) -> bool:
+        """Whether texts of this side run through a Transformer."""
+        return self.kind not in ("binary", "idf")

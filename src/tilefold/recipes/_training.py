@@ -1,4 +1,4 @@
-"""The common part of every recipe's ``train``: pairs, one resumable run, a stock model."""
+"""The ``train`` of every recipe: pairs, one resumable run, a stock model."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from tilefold._files import naming_full_disk
 from tilefold._typing import Model
 from tilefold.recipes import _run
-from tilefold.recipes._attention import attention_callbacks, register_entmax, use_attention
 from tilefold.recipes._settings import TrainingSettings
+from tilefold.recipes.loading import register_entmax
 from tilefold.recipes.precision import supports_bf16
 from tilefold.recipes.quiet import quiet_libraries
 from tilefold.retrieval.provenance import texts_digest
@@ -23,22 +23,6 @@ from tilefold.retrieval.truncation import cut_texts
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
-
-__all__ = [
-    "Examples",
-    "Losses",
-    "Progress",
-    "RunOptions",
-    "TrainResult",
-    "TrainingJob",
-    "check_one_process",
-    "pair_examples",
-    "run_trainer",
-    "run_training",
-    "say_unused_gpus",
-    "total_steps",
-    "training_pairs",
-]
 
 EXPLODED = 4.0
 _logger = logging.getLogger(__name__)
@@ -84,15 +68,12 @@ class TrainResult:
         return self.ranking_loss > EXPLODED * max(self.first_ranking_loss, 1.0)
 
 
-@dataclass(frozen=True)
-class Losses:
-    """The mean loss of the steps that were logged last, the ranking loss of those and of the first step, warnings, and
-    what was cut of the texts.
-    """
+class Losses(NamedTuple):
+    """The part of a :class:`TrainResult` that the trainer tells."""
 
-    last: float | None = None
-    ranking: float | None = None
-    first_ranking: float | None = None
+    loss: float | None = None
+    first_ranking_loss: float | None = None
+    ranking_loss: float | None = None
     warnings: tuple[str, ...] = ()
     truncated: tuple[dict[str, int | None], ...] = ()
 
@@ -116,19 +97,9 @@ class Examples:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """The model, data and starting point of a training run.
+    """The model, which is trained in place, its data, and where checkpoints go and the last one is."""
 
-    Attributes:
-        recipe: its fields become the trainer's arguments.
-        model: trained in place.
-        examples: the dataset.
-        run: where checkpoints go.
-        checkpoint: the one to resume from, or ``None``.
-        bf16: whether to train under bf16 autocast.
-        progress, verbose: as in ``train`` of a recipe.
-    """
-
-    recipe: TrainingSettings
+    recipe: Recipe
     model: Model
     examples: Examples
     run: _run.TrainingRun
@@ -138,78 +109,118 @@ class TrainingJob:
     verbose: bool
 
 
-class RunOptions(NamedTuple):
-    """Options of ``train`` of every recipe: what becomes of earlier runs, and what this one says."""
+@dataclass(frozen=True, kw_only=True)
+class Recipe(TrainingSettings):
+    """A configuration that :func:`train` takes."""
 
-    resume: bool
-    overwrite: bool
-    progress: Progress | None
-    verbose: bool
+    reads_negatives: ClassVar[bool] = False
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The data that training takes: ``"pairs"``, ``"negatives"``, ``"scores"``."""
+        return ("pairs",)
+
+    def start(self, texts: list[str]) -> Model:
+        """The untrained model; `texts` are the documents of the collection."""
+        raise NotImplementedError
+
+    def examples(self, collection: Collection, negatives: str | Path | None) -> Examples:
+        """The rows that training reads."""
+        return pair_examples(collection)
+
+    def fit(self, job: TrainingJob) -> Losses:
+        """Train the job's model in place."""
+        raise NotImplementedError
 
 
-def run_training(
-    recipe: TrainingSettings,
+def train(
+    recipe: Recipe,
     collection: Collection,
     output_dir: str | Path,
-    options: RunOptions,
     *,
-    load: Callable[[], Any],
-    fit: Callable[[TrainingJob], Losses],
-    examples: Callable[[], Examples] | None = None,
+    negatives: str | Path | None = None,
+    resume: bool = True,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    verbose: bool = False,
 ) -> TrainResult:
-    """Return a finished run's result, or ``load()`` a model, ``fit(job)`` and save it.
+    """Train any recipe on the pairs of the collection's ``"train"`` split, and save a stock model in `output_dir`.
 
-    With ``max_steps=0`` the model is saved as it was loaded. ``examples()`` makes the dataset; without it, it is the
-    pairs of the collection.
+    Checkpoints lie in ``<output_dir>.training`` until the end; the finished model is moved into place atomically. An
+    interrupted run is resumed from its last complete checkpoint by the same call (recipe and data), and a finished run
+    is returned unchanged. Equal recipes, data and machines give equal models. With ``max_steps=0`` the model is saved
+    as it starts.
+
+    Args:
+        negatives: mined negatives, or teacher scores, of the training queries: see
+            :mod:`tilefold.retrieval.training_rows`.
+        resume: resume or return an earlier run; with False, its checkpoints are discarded.
+        overwrite: replace a finished model in `output_dir`.
+        progress: called as ``progress(step, steps, loss)`` after every step; loss is ``None`` until it is known.
+        verbose: let the libraries log.
 
     Raises:
-        ValueError, FileExistsError: see ``train`` of a recipe; also for graphs without a GPU.
+        ValueError: for a collection without training pairs, missing data (the message has the command that makes
+            them), checkpoints of another recipe or data, `negatives` for a recipe that reads none, or graphs without a
+            GPU.
+        FileExistsError: if `output_dir` holds something other than a model of this recipe and data.
+        MissingPackageError: if sentence-transformers or the packaged model is not installed.
         RuntimeError: in one of several processes of a launcher.
     """
+    if negatives is not None and not recipe.reads_negatives:
+        raise ValueError(f"negatives must be left out for a {type(recipe).__name__}, which reads none.")
     check_one_process()
     started = time.monotonic()
     untrained = recipe.max_steps == 0
-    made = Examples({}, 0) if untrained else (examples or (lambda: pair_examples(collection)))()
+    made = Examples({}, 0) if untrained else recipe.examples(collection, negatives)
     read = _run.digest(zip(*made.columns.values(), strict=True)) + made.documents
     data = texts_digest(collection.contents()) if untrained else read
     bf16 = supports_bf16() if recipe.bf16 is None else recipe.bf16
     run = _run.TrainingRun(Path(output_dir), recipe.to_dict() | {"bf16": bf16}, data)
-    finished = run.finished(overwrite=options.overwrite, resume=options.resume)
+    finished = run.finished(overwrite=overwrite, resume=resume)
     if finished is not None:
         now = {"seconds": time.monotonic() - started, "reused": True, "model_dir": str(output_dir)}
         lists = {name: tuple(finished.get(name, ())) for name in ("warnings", "truncated")}
         return TrainResult(**finished | now | lists)
     check_graphs(recipe.graphs)
-    checkpoint = run.open(resume=options.resume)
-    with quiet_libraries(options.verbose):
+    checkpoint = run.open(resume=resume)
+    with quiet_libraries(verbose):
         register_entmax()
         try:
-            model = load()
-            use_attention(model, recipe)
+            model = recipe.start(list(collection.contents().values()))
+            _use_attention(model, recipe)
         except Exception:
             run.close(checkpoint)
             raise
         said = (made.note, _lowered(recipe, model))
-        job = TrainingJob(recipe, model, made, run, checkpoint, bf16, options.progress, options.verbose)
+        job = TrainingJob(recipe, model, made, run, checkpoint, bf16, progress, verbose)
         with naming_full_disk(run.work_dir):
-            losses = Losses() if untrained else fit(job)
-        result = TrainResult(
-            model_dir=str(output_dir),
-            steps=total_steps(recipe, made.pairs),
-            loss=losses.last,
-            first_ranking_loss=losses.first_ranking,
-            ranking_loss=losses.ranking,
-            seconds=time.monotonic() - started,
-            resumed_from=checkpoint.step if checkpoint else 0,
-            reused=False,
-            bf16=bf16,
-            fused=recipe.fused,
-            warnings=(*filter(None, said), *losses.warnings),
-            truncated=losses.truncated,
-        )
-        with naming_full_disk(run.work_dir):
+            losses = Losses() if untrained else recipe.fit(job)
+            told = losses._replace(warnings=(*filter(None, said), *losses.warnings))
+            result = TrainResult(
+                model_dir=str(output_dir),
+                steps=total_steps(recipe, made.pairs),
+                seconds=time.monotonic() - started,
+                resumed_from=checkpoint.step if checkpoint else 0,
+                reused=False,
+                bf16=bf16,
+                fused=recipe.fused,
+                **told._asdict(),
+            )
             run.finish(model, asdict(result))
     return result
+
+
+def _use_attention(model: Model, recipe: TrainingSettings) -> None:
+    """Give `model` the attention of a recipe; a ``ValueError`` for one whose attention cannot be chosen."""
+    if recipe.attention is None:
+        return
+    from tilefold.integrations.transformers import runs_entmax, use_entmax, use_softmax
+
+    if recipe.attention == "entmax":
+        use_entmax(model, 1.5 if recipe.alpha is None else recipe.alpha)
+    elif runs_entmax(model):
+        use_softmax(model)
 
 
 def _lowered(recipe: TrainingSettings, model: Model) -> str:
@@ -233,64 +244,61 @@ def run_trainer(
     from datasets import Dataset
     from transformers.trainer_callback import PrinterCallback
 
-    from tilefold.integrations.transformers import one_gpu
+    from tilefold.integrations.transformers import AlphaSchedule, one_gpu
 
     say_unused_gpus()
+    recipe, read = job.recipe, job.examples.columns
     card = job.model.model_card_data
-    card.widget = card.widget or [
-        {"text": job.examples.columns["query"][0]}
-    ]  # otherwise the card draws examples with a progress bar
-    watcher = _run.make_watcher(job.progress, job.run, job.recipe.save_minutes)
-    columns = {
-        name: values if name == "label" else cut_texts(job.model, values)
-        for name, values in job.examples.columns.items()
-    }
+    card.widget = card.widget or [{"text": read["query"][0]}]  # else the card draws examples with a progress bar
+    watcher = _run.make_watcher(job.progress, job.run, recipe.save_minutes)
+    annealed = [AlphaSchedule(recipe.alpha or 1.5, until=float(recipe.anneal_alpha))] if recipe.anneal_alpha else []
+    columns = {name: values if name == "label" else cut_texts(job.model, values) for name, values in read.items()}
     trainer = trainer_class(
         model=job.model,
         args=one_gpu(arguments_class)(**_settings(job), batch_sampler=batch_sampler, **settings),
         train_dataset=Dataset.from_dict(columns),
         loss=loss,
-        callbacks=[*callbacks, *attention_callbacks(job.recipe), watcher],
+        callbacks=[*callbacks, *annealed, watcher],
     )
-    collate(trainer, job.recipe.graphs)
+    collate(trainer, recipe.graphs)
     if not job.verbose:
         trainer.remove_callback(PrinterCallback)
     with _run.heeding_interrupts(watcher):
         trainer.train(resume_from_checkpoint=str(job.checkpoint.path) if job.checkpoint else None)
-    said = graphs_warnings(trainer, job.recipe.graphs)
+    failed = recipe.graphs and trainer.model[0].forward.graphs.failed
+    said = ("the training ran without CUDA graphs, which could not be captured; leave --graphs out.",) if failed else ()
     cut = tuple(
         {"texts": found.texts, "count": found.count, "max_length": found.max_length}
         for found in trainer.data_collator.cut.seen.values()
     )
-    return Losses(watcher.loss, watcher.ranking_loss, watcher.first_ranking_loss, said, cut)
+    return Losses(watcher.loss, watcher.first_ranking_loss, watcher.ranking_loss, said, cut)
 
 
 def _settings(job: TrainingJob) -> dict[str, Any]:
     """The trainer's arguments, without the sampler."""
     import torch
 
-    steps = total_steps(job.recipe, job.examples.pairs)
-    on_gpu = torch.cuda.is_available()
+    recipe, steps, on_gpu = job.recipe, total_steps(job.recipe, job.examples.pairs), torch.cuda.is_available()
     return {
         "output_dir": str(job.run.work_dir),
         "max_steps": steps,
-        "per_device_train_batch_size": job.recipe.batch_size,
-        "learning_rate": job.recipe.learning_rate,
+        "per_device_train_batch_size": recipe.batch_size,
+        "learning_rate": recipe.learning_rate,
         "lr_scheduler_type": "linear",
-        "warmup_steps": int(job.recipe.warmup_ratio * steps),
+        "warmup_steps": int(recipe.warmup_ratio * steps),
         "weight_decay": 0.0,
         "bf16": job.bf16,
         "use_cpu": not on_gpu,
         "dataloader_pin_memory": on_gpu,
         "save_strategy": "steps",
-        "save_steps": job.recipe.save_steps,
+        "save_steps": recipe.save_steps,
         "save_total_limit": 2,
         "logging_first_step": True,
         "logging_nan_inf_filter": False,
         "logging_steps": max(1, min(10, steps)),
         "report_to": "none",
         "disable_tqdm": not job.verbose,
-        "seed": job.recipe.seed,
+        "seed": recipe.seed,
     }
 
 
@@ -310,10 +318,10 @@ def training_pairs(collection: Collection) -> list[tuple[str, str]]:
     return [(collection.queries[query], collection.documents[doc].contents) for query, doc in named]
 
 
-def pair_examples(collection: Collection) -> Examples:
-    """The columns ``"query"`` and ``"document"`` of the pairs."""
+def pair_examples(collection: Collection, document: str = "document") -> Examples:
+    """The columns ``"query"`` and `document` of the pairs."""
     queries, documents = zip(*training_pairs(collection), strict=True)
-    return Examples({"query": list(queries), "document": list(documents)}, len(queries))
+    return Examples({"query": list(queries), document: list(documents)}, len(queries))
 
 
 def total_steps(recipe: TrainingSettings, n_pairs: int) -> int:
@@ -332,11 +340,7 @@ def check_graphs(graphs: bool) -> None:
 
 
 def collate(trainer: Any, graphs: bool) -> None:
-    """Make the trainer's batches ahead, and with `graphs` repeat the launches of its encoder.
-
-    Raises:
-        ValueError: graphs of a model that has several encoders, or one whose batches stay padded.
-    """
+    """Make the trainer's batches ahead, and with `graphs` repeat the launches of its encoder."""
     from tilefold.integrations.sentence_transformers import collate_ahead
 
     try:
@@ -348,13 +352,6 @@ def collate(trainer: Any, graphs: bool) -> None:
             "graphs must be False for a model of several encoders, or of one whose batches stay padded, got True; "
             "leave --graphs out."
         ) from error
-
-
-def graphs_warnings(trainer: Any, graphs: bool) -> tuple[str, ...]:
-    """A warning about graphs that could not be captured."""
-    if not graphs or not trainer.model[0].forward.graphs.failed:
-        return ()
-    return ("the training ran without CUDA graphs, which could not be captured; leave --graphs out.",)
 
 
 def check_one_process() -> None:

@@ -1,8 +1,4 @@
-"""The phase before SPLADE training of a causal language model (CSPLADE, arXiv 2504.10816).
-
-Causal LM heads give logits that are mostly negative, and relu of them has no gradient: trained directly, such models
-die. Some thousand steps of next-token prediction from ``log1p(relu(logits))``, beside the usual one, raise them.
-"""
+"""The phase before SPLADE training of a causal language model (CSPLADE, arXiv 2504.10816)."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tilefold._typing import Model, Tokenizer
-from tilefold.recipes._settings import POSITIVE, Check, Settings, number, whole
+from tilefold.recipes._settings import NOT_NEGATIVE, POSITIVE, Check, Settings, whole
 
 __all__ = ["AdaptationRecipe", "AdaptationResult", "adapt", "pack_texts"]
 
@@ -50,7 +46,7 @@ class AdaptationRecipe(Settings):
         "length": whole(2),
         "warmup_steps": whole(0),
         "learning_rate": POSITIVE,
-        "activated_weight": number(lambda value: value >= 0, "of at least 0"),
+        "activated_weight": NOT_NEGATIVE,
     }
 
 
@@ -115,6 +111,8 @@ def adapt(
 ) -> AdaptationResult:
     """Train a causal language model in place with ``CE(H) + activated_weight * CE(log1p(relu(H)))``.
 
+    Causal LM heads give logits that are mostly negative, and relu of them has no gradient: trained directly, such
+    models die.
     Do it before the model is made bidirectional or wrapped for SPLADE; then save it, and name the folder as
     ``base_model``. Attention is causal here, so a bidirectional model is refused: it would see the token it predicts.
 

@@ -171,6 +171,20 @@ def layer_stacks(network: Any) -> list[Any]:
     return [module for module in network.modules() if type(module).__name__ == "ModuleList" and len(module) == count]
 
 
+def freeze_lower_layers(model: Model, layers: int) -> None:
+    """Freeze the embeddings, a decoder tied to them, and the lowest `layers` layers: they have no backward pass."""
+    network = model[0].model
+    stacks = layer_stacks(network)
+    if not stacks:
+        raise ValueError(f"frozen_layers: {type(network).__name__} has no list of layers that is known; use 0.")
+    if layers > len(stacks[0]):
+        raise ValueError(f"frozen_layers must not exceed the model's {len(stacks[0])} layers, got {layers}.")
+    network.get_input_embeddings().requires_grad_(False)
+    getattr(network.base_model, "embeddings", network.get_input_embeddings()).requires_grad_(False)
+    for layer in stacks[0][:layers]:
+        layer.requires_grad_(False)
+
+
 def _stock_encoder(folder: str, max_length: int, device: str | None) -> SparseEncoder:
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Transformer

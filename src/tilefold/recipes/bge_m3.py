@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tilefold._typing import Tokenizer
+from tilefold.recipes._builders import Base, load_transformer, shared_network
+from tilefold.recipes._settings import EncoderSpec
+from tilefold.recipes.loading import seeded
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SPARSE_LINEAR", "find_sparse_linear", "load_sparse_linear", "silent_ids"]
+__all__ = ["build_bge_m3", "load_sparse_linear"]
 
 SPARSE_LINEAR = ("sparse_linear.safetensors", "sparse_linear.pt")  # beside the weights; the first that exists is read
-
-
-def find_sparse_linear(name_or_path: str) -> str | None:
-    """The file of a model's sparse head, in a folder or a Hugging Face repository; ``None`` if it has none."""
-    from sentence_transformers.util import load_file_path
-
-    for name in SPARSE_LINEAR:
-        found = load_file_path(name_or_path, name, local_files_only=Path(name_or_path).is_dir())
-        if found is not None:
-            return str(found)
-    return None
+# tokens that get no weight
+SILENT = ("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
+FRESH = 0.1  # factor on the random weights of a new head
 
 
 def load_sparse_linear(path: str | Path) -> dict[str, Tensor]:
     """``{"weight": [1, D], "bias": [1]}`` of an ``nn.Linear(D, 1)``, as FlagEmbedding saves it.
 
     A ``.pt`` file is a pickle: it is read as tensors alone (``weights_only=True``), and runs no code.
-
-    Args:
-        path: ``sparse_linear.pt`` or a safetensors file.
 
     Raises:
         ValueError: for a file that holds anything else.
@@ -60,7 +51,37 @@ def load_sparse_linear(path: str | Path) -> dict[str, Tensor]:
     return {name: value.float() for name, value in state.items()}
 
 
-def silent_ids(tokenizer: Tokenizer) -> list[int]:
-    """The ids that get no weight: those of CLS, SEP, BOS, EOS, PAD and UNK."""
-    names = ("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
-    return sorted({value for name in names if (value := getattr(tokenizer, name, None)) is not None})
+def build_bge_m3(spec: EncoderSpec, base: Base) -> list[Any]:
+    """A weight for each token; that of the base model if it has one (``sparse_linear.pt``), else a fresh one."""
+    import torch
+    from sentence_transformers.util import load_file_path
+
+    from tilefold.modules import TokenWeights
+
+    name = spec.base_model or base.base_model
+    transformer = (
+        shared_network(spec, base, "feature-extraction")
+        if spec.shared_network
+        else load_transformer(name, base, "feature-extraction")
+    )
+    rows = transformer.model.get_input_embeddings().num_embeddings
+    with seeded(base.seed):
+        ids = (getattr(transformer.tokenizer, token, None) for token in SILENT)
+        silent = sorted({id_ for id_ in ids if id_ is not None})
+        head = TokenWeights(transformer.get_embedding_dimension(), rows, ignore_ids=silent)
+    files = SPARSE_LINEAR if name != "minilm" else ()
+    local = Path(name).is_dir()
+    found = next(filter(None, (load_file_path(name, file, local_files_only=local) for file in files)), None)
+    if found is not None:
+        state = load_sparse_linear(found)
+        if state["weight"].shape != head.linear.weight.shape:
+            raise ValueError(
+                f"{found} must fit states of width {head.hidden_size}, got {list(state['weight'].shape)}; it belongs "
+                "to another model."
+            )
+        head.linear.load_state_dict(state)
+    else:  # every token begins with a weight near 1: relu of a random layer leaves many texts without any
+        with torch.no_grad():
+            head.linear.weight.mul_(FRESH)
+            head.linear.bias.fill_(1.0)
+    return [transformer, head]

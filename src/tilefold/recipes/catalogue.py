@@ -1,9 +1,7 @@
-"""The published systems by name, and one ``train`` for all of them.
+"""The published systems by name: their sources, and the settings in which each differs from its class of recipe.
 
-``systems.json`` has a row for each: its sources, and the settings in which it differs from its class of recipe. Those
-of the unified framework (arXiv 2303.13416: any query encoder with any document encoder) train on pairs alone where the
-system's own loss allows it, so that they can be compared on any collection; the framework's common setting distils a
-cross-encoder's margins (DistilBERT, batch 128, 150k steps, warm-up 6k, length 250).
+Those of the unified framework (arXiv 2303.13416) train on pairs alone where the system's own loss allows it, so that
+they can be compared on any collection; the framework itself distils a cross-encoder's margins.
 """
 
 from __future__ import annotations
@@ -13,21 +11,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tilefold.recipes import colbert, lsr, splade
-from tilefold.recipes._training import Progress, TrainResult
+from tilefold.recipes._training import TrainResult, train
 from tilefold.recipes.colbert import ColbertRecipe
 from tilefold.recipes.lsr import LsrRecipe
 from tilefold.recipes.splade import SpladeRecipe
 
-if TYPE_CHECKING:
-    from tilefold.retrieval.collection import Collection
-
-__all__ = ["RECIPES", "Config", "Entry", "get_recipe", "train"]
+__all__ = ["RECIPES", "Config", "Entry", "TrainResult", "get_recipe", "train"]
 
 Config = SpladeRecipe | ColbertRecipe | LsrRecipe
-_CLASSES: dict[str, type[Config]] = {"SpladeRecipe": SpladeRecipe, "ColbertRecipe": ColbertRecipe}
+_CLASSES: dict[str, type[Config]] = {kind.__name__: kind for kind in (SpladeRecipe, ColbertRecipe, LsrRecipe)}
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,7 @@ class Entry:
     @property
     def needs(self) -> tuple[str, ...]:
         """The data that training takes: ``"pairs"``, ``"negatives"``, ``"scores"``."""
-        return self.recipe.needs if isinstance(self.recipe, LsrRecipe) else ("pairs",)
+        return self.recipe.needs
 
     def to_dict(self) -> dict[str, Any]:
         """The entry as a JSON object, with the configuration's fields."""
@@ -66,10 +60,10 @@ class Entry:
 
 def _entries() -> Iterator[Entry]:
     for row in json.loads((Path(__file__).parent / "systems.json").read_text(encoding="utf-8")):
-        settings, kind = row.pop("recipe", {}), row.pop("kind", None)
+        settings, kind = row.pop("recipe", {}), row.pop("kind", "LsrRecipe")
         row.pop("comment", None)
-        made = _CLASSES[kind].from_dict(settings) if kind else LsrRecipe.from_dict({"name": row["name"], **settings})
-        yield Entry(recipe=made, **row)
+        named = {"name": row["name"]} if kind == "LsrRecipe" else {}
+        yield Entry(recipe=_CLASSES[kind].from_dict(named | settings), **row)
 
 
 #: Name -> entry, in the order of the documentation.
@@ -86,29 +80,3 @@ def get_recipe(name: str, **overrides: Any) -> Config:
         raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {name!r}.")
     recipe = RECIPES[name].recipe
     return type(recipe).from_dict(recipe.to_dict() | overrides) if overrides else replace(recipe)
-
-
-def train(
-    recipe: Config,
-    collection: Collection,
-    output_dir: str | Path,
-    *,
-    negatives: str | Path | None = None,
-    resume: bool = True,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-    verbose: bool = False,
-) -> TrainResult:
-    """Train any recipe of the catalogue: see :func:`tilefold.recipes.lsr.train`.
-
-    Raises:
-        ValueError: `negatives` for a recipe that reads none, and what the recipe's own ``train`` refuses.
-    """
-    settings: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "progress": progress, "verbose": verbose}
-    if isinstance(recipe, LsrRecipe):
-        return lsr.train(recipe, collection, output_dir, negatives=negatives, **settings)
-    if negatives is not None:
-        raise ValueError(f"negatives must be left out for a {type(recipe).__name__}, which reads none.")
-    if isinstance(recipe, ColbertRecipe):
-        return colbert.train(recipe, collection, output_dir, **settings)
-    return splade.train(recipe, collection, output_dir, **settings)

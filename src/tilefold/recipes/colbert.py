@@ -1,9 +1,4 @@
-"""Train a ColBERT encoder (arXiv 2004.12832) with the stock trainer, loss and checkpoints of sentence-transformers.
-
-The loss is ``MultiVectorMultipleNegativesRankingLoss`` over in-batch negatives; its similarity is replaced, so that
-the similarities ``[B, B, Lq, Ld]`` never exist, and the encoder runs on packed tokens where it can. What is saved is a
-stock ``MultiVectorEncoder``.
-"""
+"""ColBERT encoders (arXiv 2004.12832), trained with the stock trainer, loss and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilefold._typing import Tokenizer
-from tilefold.recipes._settings import Check, TrainingSettings, flag, whole
-from tilefold.recipes._training import Losses, Progress, RunOptions, TrainingJob, TrainResult, run_trainer, run_training
+from tilefold.recipes._settings import Check, flag, whole
+from tilefold.recipes._training import Losses, Recipe, TrainingJob, TrainResult, run_trainer, train
+from tilefold.recipes.backbone import MINILM_NAME, minilm_path
 from tilefold.recipes.loading import check_tokenizer, saved_kind, saved_modules, seeded, stay_offline, whole_weights
 
 if TYPE_CHECKING:
     from sentence_transformers import MultiVectorEncoder
-
-    from tilefold.retrieval.collection import Collection
 
 __all__ = ["ColbertRecipe", "TrainResult", "load_base_model", "train"]
 
@@ -39,7 +33,7 @@ def _dimension(name: str, value: Any) -> None:
 
 
 @dataclass(frozen=True)
-class ColbertRecipe(TrainingSettings):
+class ColbertRecipe(Recipe):
     """Configuration of a ColBERT training run; every field is checked on construction.
 
     Attributes:
@@ -67,46 +61,34 @@ class ColbertRecipe(TrainingSettings):
         **dict.fromkeys(("expand_queries", "skip_punctuation", "fused"), flag),
     }
 
+    def start(self, texts: list[str]) -> MultiVectorEncoder:
+        """The stock MultiVectorEncoder that training starts from, whatever the texts."""
+        return load_base_model(self)
 
-def train(
-    recipe: ColbertRecipe,
-    collection: Collection,
-    output_dir: str | Path,
-    *,
-    resume: bool = True,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-    verbose: bool = False,
-) -> TrainResult:
-    """Train on the pairs of the collection's ``"train"`` split and save a stock MultiVectorEncoder in `output_dir`.
+    def fit(self, job: TrainingJob) -> Losses:
+        """Train the job's model in place."""
+        from sentence_transformers import MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
+        from sentence_transformers.multi_vector_encoder import losses
 
-    Arguments, and the treatment of interrupted and finished runs, are those of :func:`tilefold.recipes.splade.train`.
+        from tilefold.integrations.sentence_transformers import accelerate
+        from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
 
-    Raises:
-        ValueError: for a collection without training pairs, or checkpoints of another recipe or data.
-        FileExistsError: if `output_dir` holds something other than a model of this recipe and data.
-        MissingPackageError: if sentence-transformers or the packaged model is not installed.
-    """
-    return run_training(
-        recipe,
-        collection,
-        output_dir,
-        RunOptions(resume, overwrite, progress, verbose),
-        load=lambda: load_base_model(recipe),
-        fit=lambda job: _fit(recipe, job),
-    )
+        model = job.model
+        length = model[0].document_length
+        model[0].document_length = min(length, self.train_max_length or self.max_length)
+        loss = losses.MultiVectorMultipleNegativesRankingLoss(
+            model, scale=self.similarity_scale, similarity_fct=colbert_scores if self.fused else None
+        )
+        with accelerate(model) if self.fused else nullcontext():
+            last = run_trainer(job, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments, loss)
+        model[0].document_length = length
+        return last
 
 
 def load_base_model(recipe: ColbertRecipe) -> MultiVectorEncoder:
-    """The stock MultiVectorEncoder that a recipe starts from.
-
-    A backbone becomes ``[Transformer, Dense, MultiVectorMask, Normalize]`` with a bias-free projection whose rows are
-    orthonormal, so that untrained scores already follow those of the backbone's own token states.
-    """
+    """The stock MultiVectorEncoder that a recipe starts from."""
     from sentence_transformers import MultiVectorEncoder
     from sentence_transformers.base.modules import Transformer
-
-    from tilefold.recipes.backbone import MINILM_NAME, minilm_path
 
     packaged = recipe.base_model == "minilm"
     base = str(minilm_path()) if packaged else recipe.base_model
@@ -142,7 +124,7 @@ def _with_own_modules(model: MultiVectorEncoder, recipe: ColbertRecipe, *, keep_
         if recipe.dimension is not None:
             width = transformer.get_embedding_dimension()
             weight = torch.empty(recipe.dimension, width)
-            torch.nn.init.orthogonal_(weight)
+            torch.nn.init.orthogonal_(weight)  # untrained scores follow those of the backbone's own token states
             identity = torch.nn.Identity()
             modules.append(
                 Dense(width, recipe.dimension, False, identity, weight, module_input_name="token_embeddings")
@@ -165,23 +147,3 @@ def _positions(model: MultiVectorEncoder) -> int:
     """Maximum number of tokens of the backbone."""
     length = model.max_seq_length
     return length if isinstance(length, int) and length > 0 else 1 << 30
-
-
-def _fit(recipe: ColbertRecipe, job: TrainingJob) -> Losses:
-    """Train the job's model in place."""
-    from sentence_transformers import MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
-    from sentence_transformers.multi_vector_encoder import losses
-
-    from tilefold.integrations.sentence_transformers import accelerate
-    from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
-
-    model = job.model
-    length = model[0].document_length
-    model[0].document_length = min(length, recipe.train_max_length or recipe.max_length)
-    loss = losses.MultiVectorMultipleNegativesRankingLoss(
-        model, scale=recipe.similarity_scale, similarity_fct=colbert_scores if recipe.fused else None
-    )
-    with accelerate(model) if recipe.fused else nullcontext():
-        last = run_trainer(job, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments, loss)
-    model[0].document_length = length
-    return last

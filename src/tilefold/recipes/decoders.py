@@ -1,20 +1,15 @@
-"""SPLADE on causal language models: Mistral-SPLADE (arXiv 2408.11119) and CSPLADE (arXiv 2504.10816).
-
-The encoder is ``[Transformer(text-generation), SpladePooling]`` of sentence-transformers, on the LM head of the model,
-tied or not. Three ways to let a token see the text after it:
-
-- ``"causal"``: it does not.
-- ``"bidirectional"``: ``config.is_causal = False``, which transformers 5.2 and later read when they build the attention
-  mask; it is part of the saved ``config.json``, so the checkpoint stays bidirectional.
-- ``"echo"``: :class:`tilefold.modules.echo.EchoTransformer`, which reads every text twice.
-"""
+"""SPLADE on causal language models: Mistral-SPLADE (arXiv 2408.11119), CSPLADE (arXiv 2504.10816), and PROSPER."""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilefold._typing import Model, Tokenizer
+from tilefold._typing import Tokenizer
+from tilefold.recipes._builders import Base, head_pooling, load_transformer, shared_network, usual_scale
+from tilefold.recipes._settings import EncoderSpec
+from tilefold.recipes.loading import saved_architectures, seeded, stay_offline, whole_weights
 
 if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder
@@ -41,7 +36,9 @@ def causal_splade(
 
     Args:
         base_model: a folder or Hugging Face name of a model with a causal LM head (Llama, Mistral, Qwen2, Qwen3, ...).
-        variant: ``"causal"``, ``"bidirectional"`` or ``"echo"``.
+        variant: how a token sees the text after it: ``"causal"``, not at all; ``"bidirectional"``, by
+            ``config.is_causal = False``, which transformers 5.2 and later read and which is saved; ``"echo"``,
+            in a second copy of the text (:class:`tilefold.modules.echo.EchoTransformer`).
         pooling, activation: of stock ``SpladePooling``.
         max_length: maximum tokens of an input; the two copies of an echo, and its template, share them.
         device: as in sentence-transformers, which chooses by default.
@@ -58,27 +55,18 @@ def causal_splade(
     from sentence_transformers import SparseEncoder
     from sentence_transformers.sparse_encoder.modules import SpladePooling
 
-    from tilefold.recipes.loading import stay_offline
-
     transformer = causal_transformer(base_model, variant, max_length=max_length, **options)
     splade = SpladePooling(pooling_strategy=pooling, activation_function=activation)
-    model = SparseEncoder(modules=[transformer, splade], device=device)
-    return stay_offline(model)
+    return stay_offline(SparseEncoder(modules=[transformer, splade], device=device))
 
 
 def causal_transformer(
     base_model: str | Path, variant: str = "causal", *, max_length: int = 128, **options: Any
 ) -> Transformer:
-    """The Transformer module of :func:`causal_splade`: logits of all tokens, padding on the left.
-
-    Raises:
-        ValueError: as there.
-    """
+    """The Transformer module of :func:`causal_splade`: logits of all tokens, padding on the left."""
     if variant not in VARIANTS:
         raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}.")
     from sentence_transformers.base.modules import Transformer
-
-    from tilefold.recipes.loading import whole_weights
 
     base = str(base_model)
     _check_version()
@@ -124,13 +112,7 @@ def _check_version() -> None:
 
 
 def check_causal_lm(name_or_path: str) -> None:
-    """Refuse a model without a causal LM head.
-
-    Raises:
-        ValueError: its configuration names no ``...ForCausalLM``.
-    """
-    from tilefold.recipes.loading import saved_architectures
-
+    """Refuse a model whose configuration names no ``...ForCausalLM``."""
     packaged = name_or_path == "minilm"
     named = [] if packaged else saved_architectures(name_or_path)
     if packaged or (Path(name_or_path).is_dir() and not any(name.endswith("ForCausalLM") for name in named)):
@@ -142,11 +124,7 @@ def check_causal_lm(name_or_path: str) -> None:
 
 
 def check_bidirectional(network: Any) -> None:
-    """Refuse a model that ignores ``config.is_causal = False``: its first token must depend on its last.
-
-    Raises:
-        ValueError: naming its class.
-    """
+    """Refuse a model that ignores ``config.is_causal = False``: its first token must depend on its last."""
     import torch
 
     was_training = network.training
@@ -205,9 +183,15 @@ def merge_adapters(model: SparseEncoder) -> int:
     An adapter alone is saved without the model's ``config.json``, and a bidirectional model would load as a causal one.
     After this the checkpoint is complete, and stock.
     """
+    from sentence_transformers.base.modules import Transformer
+
     merged = 0
-    for network in _networks(model):
-        layers = [(name, module) for name, module in network.named_modules() if _is_lora(module)]
+    for network in [module.model for module in model.modules() if isinstance(module, Transformer)]:
+        layers = [
+            (name, module)
+            for name, module in network.named_modules()
+            if any(base.__name__ == "LoraLayer" for base in type(module).__mro__)
+        ]
         for name, layer in layers:
             layer.merge(safe_merge=True)
             parent = network.get_submodule(name.rpartition(".")[0])
@@ -220,11 +204,55 @@ def merge_adapters(model: SparseEncoder) -> int:
     return merged
 
 
-def _networks(model: Model) -> list[Any]:
-    from sentence_transformers.base.modules import Transformer
+def build_causal(spec: EncoderSpec, base: Base) -> list[Any]:
+    """A causal language model, read causally, in both directions, or twice, and the pooling of its logits."""
+    if spec.shared_network:
+        transformer = shared_network(spec, base, "text-generation")
+    else:
+        transformer = causal_transformer(spec.base_model or base.base_model, spec.kind, max_length=base.max_length)
+        if spec.lora is not None:
+            with seeded(base.seed):
+                add_lora(transformer, rank=spec.lora, alpha=2 * spec.lora)
+    return [transformer, head_pooling(spec, transformer, spec.pooling or "max")]
 
-    return [module.model for module in model.modules() if isinstance(module, Transformer)]
+
+def build_prosper(spec: EncoderSpec, base: Base) -> list[Any]:
+    """An LM head at one token with the literal residual network, then window and norm."""
+    from tilefold.modules.prosper import ProsperTransformer
+    from tilefold.modules.window import LexicalWindow
+
+    if spec.shared_network:
+        transformer = shared_network(spec, base, None)
+        if not isinstance(transformer, ProsperTransformer):
+            raise ValueError("shared_network: the document side must be of kind 'prosper' too.")
+    else:
+        with seeded(base.seed):
+            transformer = _prosper_transformer(spec, base)
+    return [transformer, LexicalWindow(spec.top_k, spec.normalize, transformer.vocab_size)]
 
 
-def _is_lora(module: Any) -> bool:
-    return any(base.__name__ == "LoraLayer" for base in type(module).__mro__)
+def _prosper_transformer(spec: EncoderSpec, base: Base) -> Any:
+    """A backbone with its LM head: masked or causal, by what its configuration names."""
+    from tilefold.modules.prosper import ProsperTransformer
+
+    name = spec.base_model or base.base_model
+    if name != "minilm" and any(found.endswith("ForCausalLM") for found in saved_architectures(name)):
+        plain = causal_transformer(name, "causal", max_length=base.max_length)
+    else:
+        plain = load_transformer(name, base, "fill-mask")
+    with tempfile.TemporaryDirectory(prefix="tilefold-prosper-") as folder:
+        plain.save(folder)
+        made = ProsperTransformer(
+            folder,
+            transformer_task=plain.transformer_task,
+            modality_config=plain.modality_config,
+            module_output_name=plain.module_output_name,
+            processing_kwargs=plain.processing_kwargs,
+            pooling=spec.pooling or "last",
+            literal_residual=spec.literal_residual is not False,
+            logit_scale=usual_scale(plain) if spec.logit_scale is None else spec.logit_scale,
+            **{f"{part}_kwargs": {"local_files_only": True} for part in ("model", "processor", "config")},
+        )
+    made.model.config._name_or_path = plain.model.config._name_or_path
+    made.max_seq_length = plain.max_seq_length
+    return made

@@ -1,9 +1,4 @@
-"""Builds a ``SparseEncoder`` from a record of each side: any query encoder with any document encoder.
-
-This is the unified framework of learned sparse retrieval (Nguyen et al., arXiv 2303.13416). Stock modules of
-sentence-transformers are used where they exist, and a stock ``Router`` where the sides differ; the rest is in
-:mod:`tilefold.modules`.
-"""
+"""Builds a ``SparseEncoder`` from a record of each side (arXiv 2303.13416): any query encoder with any other."""
 
 from __future__ import annotations
 
@@ -12,10 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tilefold._vocabulary import vocabulary_fingerprint
-from tilefold.recipes import _decoder_builders as decoders
-from tilefold.recipes import _encoder_builders as builders
-from tilefold.recipes._encoder_spec import KINDS, Base, EncoderSpec
+from tilefold.recipes import _builders as builders
+from tilefold.recipes._builders import Base
+from tilefold.recipes._settings import KINDS, EncoderSpec
+from tilefold.recipes.bge_m3 import build_bge_m3
+from tilefold.recipes.decoders import build_causal, build_prosper
 from tilefold.recipes.loading import stay_offline
+from tilefold.recipes.quiet import quiet_libraries
+from tilefold.recipes.splate import build_splate
 
 if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder
@@ -29,14 +28,14 @@ BUILDERS: Mapping[str, Callable[[EncoderSpec, Base], list[Any]]] = {
     "mlp": builders.build_mlp,
     "binary": builders.build_binary,
     "idf": builders.build_idf,
-    "causal": decoders.build_causal,
-    "bidirectional": decoders.build_causal,
-    "echo": decoders.build_causal,
-    "prosper": decoders.build_prosper,
-    "bge_m3": decoders.build_bge_m3,
-    "splate": decoders.build_splate,
+    "causal": build_causal,
+    "bidirectional": build_causal,
+    "echo": build_causal,
+    "prosper": build_prosper,
+    "bge_m3": build_bge_m3,
+    "splate": build_splate,
 }
-EPIC_TERMS = 1000  # that the paper keeps of a passage
+EPIC_TERMS = 1000  # that the paper keeps of a passage, whose weights are all positive
 
 
 def build_encoder(
@@ -59,8 +58,6 @@ def build_encoder(
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Router
 
-    from tilefold.recipes.quiet import quiet_libraries
-
     if query is None and not document.has_network:
         raise ValueError(f"a shared encoder needs a network, which kind {document.kind!r} has not.")
     with quiet_libraries():
@@ -68,18 +65,10 @@ def build_encoder(
             modules = BUILDERS[document.kind](document, base)
         else:
             modules = [Router.for_query_document(*_both_sides(query, document, base))]
-        model = SparseEncoder(
-            modules=modules, device=device, similarity_fn_name="dot", max_active_dims=_most_terms(query, document)
-        )
+        epic = (side for side in (query, document) if side and side.kind == "epic")
+        most = max((EPIC_TERMS if side.top_k is None else side.top_k for side in epic), default=None)
+        model = SparseEncoder(modules=modules, device=device, similarity_fn_name="dot", max_active_dims=most)
     return stay_offline(model)
-
-
-def _most_terms(query: EncoderSpec | None, document: EncoderSpec) -> int | None:
-    """The bound on the terms of a vector that encoding needs: EPIC's, whose weights are all positive."""
-    bounds = [
-        EPIC_TERMS if side.top_k is None else side.top_k for side in (query, document) if side and side.kind == "epic"
-    ]
-    return max(bounds, default=None)
 
 
 def _both_sides(query: EncoderSpec, document: EncoderSpec, base: Base) -> tuple[list[Any], list[Any]]:

@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tilefold._typing import Model
-from tilefold.recipes._attention import check_loaded_attention, register_entmax
 from tilefold.recipes._run import newest_step
 from tilefold.recipes.precision import run_fast
 
@@ -56,26 +56,23 @@ def saved_kind(name_or_path: str) -> str:
 
 
 def check_masked_lm(name_or_path: str) -> None:
-    """Refuse a backbone without the masked-LM head that SPLADE needs.
-
-    sentence-transformers would put a freshly initialised SparseAutoEncoder on it, and encode with that.
-
-    Raises:
-        ValueError: its configuration names no ``...ForMaskedLM``.
-    """
-    config = _read(name_or_path, "config.json")
-    named = (config.get("architectures") or []) if isinstance(config, dict) else []
-    if isinstance(config, dict) and not any(str(name).endswith("ForMaskedLM") for name in named):
+    """Refuse a backbone whose configuration names no ``...ForMaskedLM``: stock code would give it a random head."""
+    named = _architectures(name_or_path)
+    if named is not None and not any(name.endswith("ForMaskedLM") for name in named):
         raise ValueError(
-            f"{name_or_path} has no masked-LM head (its config.json names {', '.join(map(str, named)) or 'nothing'}), "
+            f"{name_or_path} has no masked-LM head (its config.json names {', '.join(named) or 'nothing'}), "
             "and sparse vectors come from one. Take a masked language model, or a SparseEncoder that was trained."
         )
 
 
 def saved_architectures(name_or_path: str) -> list[str]:
     """The classes that ``config.json`` of a model names; none without that file."""
+    return _architectures(name_or_path) or []
+
+
+def _architectures(name_or_path: str) -> list[str] | None:
     config = _read(name_or_path, "config.json")
-    return [str(name) for name in (config.get("architectures") or [])] if isinstance(config, dict) else []
+    return [str(name) for name in (config.get("architectures") or [])] if isinstance(config, dict) else None
 
 
 def saved_modules(name_or_path: str) -> list[str]:
@@ -106,16 +103,28 @@ def load_saved(name_or_path: str, kind: str) -> Any:
     names = {"multi-vector": "MultiVectorEncoder", "dense": "SentenceTransformer", "cross-encoder": "CrossEncoder"}
     if kind == "backbone":
         check_masked_lm(name_or_path)
-    register_entmax()
+    entmax = register_entmax()
     local = Path(name_or_path).is_dir()
     made = getattr(sentence_transformers, names[kind]) if kind in names else load_encoder
     with whole_weights(name_or_path):
         model = made(name_or_path, trust_remote_code=False, local_files_only=local)
     check_tokenizer(model, name_or_path)
-    check_loaded_attention(model)
+    if entmax is not None:  # refuses a model that has alphas and would run softmax
+        entmax.runs_entmax(model)
     model.model_card_data.local_files_only = True
     run_fast(model)
     return model
+
+
+def register_entmax() -> ModuleType | None:
+    """Let transformers load entmax checkpoints, if it is new enough: else None, and it refuses them itself."""
+    try:
+        from tilefold.integrations import transformers
+
+        transformers.register()
+    except ImportError:
+        return None
+    return transformers
 
 
 @contextmanager
@@ -137,13 +146,7 @@ def stay_offline(model: Model) -> Any:
 
 @contextmanager
 def whole_weights(name_or_path: str) -> Iterator[None]:
-    """Refuse what transformers loads in this context if it had to initialise weights that are not in the files.
-
-    Poolers are left out: no encoder here uses them, and checkpoints of language models have none.
-
-    Raises:
-        ValueError: naming the first of them.
-    """
+    """Refuse what transformers loads in this context if weights, but for poolers, are not in the files."""
     from transformers import PreTrainedModel
 
     stock = PreTrainedModel.__dict__["from_pretrained"]
@@ -169,13 +172,7 @@ def whole_weights(name_or_path: str) -> Iterator[None]:
 
 
 def check_tokenizer(model: Model, name_or_path: str) -> None:
-    """Refuse a model whose tokenizer has far fewer, or more, tokens than its embeddings.
-
-    Without tokenizer files transformers makes one of a few special tokens, to which every word is unknown.
-
-    Raises:
-        ValueError: saying how many.
-    """
+    """Refuse a model whose tokenizer has far fewer tokens than its embeddings, as without its files, or more."""
     try:
         tokens, rows = len(model.tokenizer), model[0].model.get_input_embeddings().num_embeddings
     except (AttributeError, TypeError, NotImplementedError):

@@ -1,21 +1,28 @@
-"""Learned sparse retrieval: one typed configuration for the systems of the catalogue, trained with stock parts.
-
-The trainer, ``SpladeLoss`` and the losses below it are those of sentence-transformers; encoders come from
-:mod:`tilefold.recipes.encoders`, and what stock lacks from :mod:`tilefold.losses` and :mod:`tilefold.modules`.
-"""
+"""Learned sparse retrieval: one typed configuration for the systems of the catalogue, trained with stock parts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilefold._typing import Model
-from tilefold.recipes._cheaper import freeze_lower_layers, length_grouped_batches
-from tilefold.recipes._sparse_recipes import LOSSES, REGULARIZERS, LsrRecipe, RegularizerSpec, SpladeRecipe
-from tilefold.recipes._training import Losses, Progress, RunOptions, TrainingJob, TrainResult, run_trainer, run_training
+from tilefold.recipes._settings import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    Check,
+    EncoderSpec,
+    Settings,
+    flag,
+    number,
+    rule,
+    whole,
+)
+from tilefold.recipes._training import Examples, Losses, Recipe, TrainingJob, TrainResult, run_trainer, train
 from tilefold.recipes.encoders import Base, build_encoder
+from tilefold.recipes.training_data import length_grouped_batches, make_examples
 from tilefold.retrieval.provenance import texts_digest
 
 if TYPE_CHECKING:
@@ -28,81 +35,190 @@ __all__ = [
     "REGULARIZERS",
     "LsrRecipe",
     "RegularizerSpec",
+    "TrainResult",
     "fused_head",
     "load_base_model",
     "make_loss",
     "train",
 ]
 
+LOSSES = ("infonce", "kl", "margin_mse", "pairwise_softmax", "term_recall")
+MASKED_LM = EncoderSpec()
+REGULARIZERS = ("flops", "l1", "l2", "df_flops", "anti_zero", "none")
+RATIO = number(lambda value: 0 < value <= 1, "in (0, 1]")
 
-def train(
-    recipe: LsrRecipe,
-    collection: Collection,
-    output_dir: str | Path,
-    *,
-    negatives: str | Path | None = None,
-    resume: bool = True,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-    verbose: bool = False,
-) -> TrainResult:
-    """Train on the pairs of the collection's ``"train"`` split and save a ``SparseEncoder`` in `output_dir`.
 
-    Arguments, and the treatment of interrupted and finished runs, are those of :func:`tilefold.recipes.splade.train`.
+@dataclass(frozen=True)
+class RegularizerSpec(Settings):
+    """The sparsity penalty of one side.
 
-    Args:
-        negatives: mined negatives, or teacher scores, of the training queries: see
-            :mod:`tilefold.retrieval.training_rows`.
-
-    Raises:
-        ValueError: data that the recipe needs are missing: the message has the command that makes them. Also for
-            checkpoints of another recipe or data.
-        FileExistsError: if `output_dir` holds something other than a model of this recipe and data.
-        MissingPackageError: if sentence-transformers or the packaged model is not installed.
+    Attributes:
+        kind: one of `REGULARIZERS`; ``"anti_zero"`` is added to FLOPS, as naver's trainer does.
+        weight: its factor once the warm-up is over.
+        warmup_ratio: share of the steps over which the factor rises quadratically.
+        threshold: rows with at most so many terms are not penalised (the l0 mask of arXiv 2504.14839).
+        per_position: of documents: the relevant ones, the first negatives and so on are penalised by themselves, and
+            the values added (:class:`tilefold.losses.PositionSum`); False takes all documents of a batch together.
     """
-    from tilefold.recipes.training_data import make_examples
 
-    counts = [spec for spec in (recipe.query, recipe.document) if spec and spec.kind == "idf" and spec.idf is None]
-    fitted = texts_digest(collection.contents()) if counts else ""
-    return run_training(
-        recipe,
-        collection,
-        output_dir,
-        RunOptions(resume, overwrite, progress, verbose),
-        load=lambda: load_base_model(recipe, list(collection.contents().values())),
-        fit=lambda job: fit(recipe, job),
-        examples=lambda: replace(make_examples(recipe, collection, negatives), documents=fitted),
-    )
+    kind: str = "flops"
+    weight: float = 0.1
+    warmup_ratio: float = 1 / 3
+    threshold: int | None = None
+    per_position: bool = False
+
+    CHECKS: ClassVar[Mapping[str, Check]] = {
+        "kind": rule(lambda value: value in REGULARIZERS, f"one of {', '.join(REGULARIZERS)}"),
+        "weight": NOT_NEGATIVE,
+        "warmup_ratio": RATIO,
+        "threshold": whole(optional=True),
+        "per_position": flag,
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind == "anti_zero" and self.threshold is not None:
+            raise ValueError(f"threshold must be None for kind {self.kind!r}, got {self.threshold}.")
+        if self.kind == "df_flops" and self.per_position:
+            raise ValueError("per_position must be False for kind 'df_flops', whose frequencies are of all documents.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseRecipe(Recipe):
+    """The settings of every learned sparse model, on top of :class:`TrainingSettings`.
+
+    Attributes:
+        start_percentile: initial decoder bias of ``"minilm"``, see :func:`tilefold.recipes.minilm_splade`.
+        start_deviations: the same bias with a value per term; ``None`` gives all terms the same, from
+            `start_percentile`.
+        group_by_length: batches of documents of similar length, with little padding.
+    """
+
+    start_percentile: float = 99.95
+    start_deviations: float | None = None
+    group_by_length: bool = False
+
+    CHECKS: ClassVar[Mapping[str, Check]] = {
+        "start_percentile": number(lambda value: 0 < value < 100, "in (0, 100)"),
+        "start_deviations": number(lambda value: value >= 0, "0 or more, or None", optional=True),
+        "group_by_length": flag,
+    }
+
+
+@dataclass(frozen=True)
+class LsrRecipe(SparseRecipe):
+    """Configuration of a learned sparse model and its training; every field is checked on construction.
+
+    Attributes:
+        name: of the system, for messages; it changes nothing.
+        base_model: of encoders that name none: ``"minilm"``, a folder or a Hugging Face name.
+        query, document: the encoders; ``query=None`` shares the document's weights.
+        loss: weights by name, out of `LOSSES`. ``"infonce"`` has in-batch negatives beside mined ones.
+        query_regularizer, document_regularizer: penalties of both sides.
+        negatives: mined negatives per query and step; 0 for in-batch negatives alone.
+        idf_learning_rate: of the weights of an ``"idf"`` query encoder; ``None`` takes `learning_rate`.
+
+    The others are those of :class:`SparseRecipe` and :class:`TrainingSettings`.
+    """
+
+    name: str = "custom"
+    base_model: str = "minilm"
+    query: EncoderSpec | None = None
+    document: EncoderSpec = MASKED_LM
+    loss: Mapping[str, float] = field(default_factory=lambda: {"infonce": 1.0})
+    query_regularizer: RegularizerSpec = RegularizerSpec()
+    document_regularizer: RegularizerSpec = RegularizerSpec()
+    negatives: int = 0
+    _: KW_ONLY
+    batch_size: int = 32
+    idf_learning_rate: float | None = None
+    max_length: int = 256
+
+    reads_negatives: ClassVar[bool] = True
+    CHECKS: ClassVar[Mapping[str, Check]] = {
+        "negatives": whole(0),
+        "idf_learning_rate": number(lambda value: value > 0, "greater than 0", optional=True),
+    }
+
+    def __post_init__(self) -> None:
+        self._nest()
+        super().__post_init__()
+        if self.query_regularizer.per_position:
+            raise ValueError("query_regularizer: per_position must be False, a group has one query.")
+        if not isinstance(self.loss, Mapping) or not self.loss or set(self.loss) - set(LOSSES):
+            raise ValueError(f"loss must map names out of {', '.join(LOSSES)} to weights, got {self.loss!r}.")
+        for name, weight in self.loss.items():
+            POSITIVE(f"loss[{name!r}]", weight)
+        if self.needs_scores and not self.negatives:
+            raise ValueError("negatives must be at least 1 for a loss that compares documents with a teacher, got 0.")
+        if "pairwise_softmax" in self.loss and not self.negatives:
+            raise ValueError("negatives must be at least 1 for the loss pairwise_softmax, got 0.")
+
+    def _nest(self) -> None:
+        """Turn specifications that came as dictionaries, from JSON, into objects."""
+        for name in ("query", "document", "query_regularizer", "document_regularizer"):
+            cls: type[Settings] = RegularizerSpec if name.endswith("regularizer") else EncoderSpec
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                try:
+                    object.__setattr__(self, name, cls.from_dict(dict(value)))
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
+            elif not isinstance(value, cls) and not (name == "query" and value is None):
+                raise ValueError(f"{name} must be an instance of {cls.__name__}, got {value!r}.")
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether the loss reads teacher scores."""
+        return "kl" in self.loss or "margin_mse" in self.loss
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The data that training takes."""
+        return ("pairs",) + ("negatives",) * bool(self.negatives) + ("scores",) * self.needs_scores
+
+    def start(self, texts: list[str]) -> SparseEncoder:
+        """The untrained model; `texts` are the documents of the collection."""
+        base = Base(
+            self.base_model,
+            self.max_length,
+            texts,
+            seed=self.seed,
+            start_percentile=self.start_percentile,
+            start_deviations=self.start_deviations,
+        )
+        return build_encoder(self.query, self.document, base)
+
+    def examples(self, collection: Collection, negatives: str | Path | None) -> Examples:
+        """The rows that training reads."""
+        made = make_examples(self, collection, negatives)
+        counted = [spec for spec in (self.query, self.document) if spec and spec.kind == "idf" and spec.idf is None]
+        return replace(made, documents=texts_digest(collection.contents())) if counted else made
+
+    def fit(self, job: TrainingJob) -> Losses:
+        """Train the job's model in place."""
+        from tilefold.modules import to_stock
+
+        losses = fit_sparse(self, job)
+        to_stock(job.model)
+        return losses
 
 
 def load_base_model(recipe: LsrRecipe, texts: list[str]) -> SparseEncoder:
     """The untrained model of a recipe; `texts` are the documents of the collection."""
-    base = Base(
-        recipe.base_model,
-        recipe.max_length,
-        texts,
-        seed=recipe.seed,
-        start_percentile=recipe.start_percentile,
-        start_deviations=recipe.start_deviations,
-    )
-    return build_encoder(recipe.query, recipe.document, base)
+    return recipe.start(texts)
 
 
-def fit(recipe: LsrRecipe | SpladeRecipe, job: TrainingJob) -> Losses:
-    """Train the job's model in place."""
+def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> Losses:
+    """Train the job's model in place; a SPLADE recipe's has stock penalties, and a head to fuse."""
     from sentence_transformers.sparse_encoder import SparseEncoderTrainer, SparseEncoderTrainingArguments
 
-    from tilefold.modules import to_stock
     from tilefold.recipes._watch import watch
     from tilefold.recipes.decoders import merge_adapters
 
-    model, splade = job.model, isinstance(recipe, SpladeRecipe)
-    if isinstance(recipe, SpladeRecipe) and recipe.frozen_layers:
-        freeze_lower_layers(model, recipe.frozen_layers)
-    length = model.max_seq_length
+    model, length = job.model, job.model.max_seq_length
     model.max_seq_length = min(length, recipe.train_max_length or recipe.max_length)
-    loss = make_loss(model, recipe)
-    recipe = recipe.as_lsr() if isinstance(recipe, SpladeRecipe) else recipe
+    loss = make_loss(model, recipe, stock=splade)
     watcher = watch(loss, bounded=not splade and model.max_active_dims is not None)
     sampler: Any = "no_duplicates" if "infonce" in recipe.loss else "batch_sampler"
     with fused_head(model, recipe.fused, needed=splade):
@@ -118,9 +234,7 @@ def fit(recipe: LsrRecipe | SpladeRecipe, job: TrainingJob) -> Losses:
     model.max_seq_length = length
     if any(side is not None and side.lora is not None for side in (recipe.query, recipe.document)):
         merge_adapters(model)
-    if not splade:  # which keeps the modules of its base model
-        to_stock(model)
-    return replace(last, warnings=last.warnings + watcher.warnings())
+    return last._replace(warnings=last.warnings + watcher.warnings())
 
 
 def _routes(recipe: LsrRecipe, job: TrainingJob) -> dict[str, Any]:
@@ -129,22 +243,14 @@ def _routes(recipe: LsrRecipe, job: TrainingJob) -> dict[str, Any]:
         return {}
     texts = [name for name in job.examples.columns if name != "label"]
     settings: dict[str, Any] = {"router_mapping": {name: "query" if name == "query" else "document" for name in texts}}
-    if (
-        recipe.query is not None
-        and recipe.query.kind == "idf"
-        and recipe.query.trainable
-        and recipe.idf_learning_rate is not None
-    ):
+    learned = recipe.query is not None and recipe.query.kind == "idf" and recipe.query.trainable
+    if learned and recipe.idf_learning_rate is not None:
         settings["learning_rate_mapping"] = {r"sub_modules\.query\.0\.weight$": recipe.idf_learning_rate}
     return settings
 
 
 def fused_head(model: SparseEncoder, fused: bool = True, *, needed: bool = False) -> Any:
-    """A context in which `model` scores without the logits, where it has a head to fuse and `fused` asks for it.
-
-    Raises:
-        ValueError: for a model without such a head that is `needed`.
-    """
+    """A context in which `model` scores without the logits, where it has a head to fuse and `fused` asks for it."""
     from sentence_transformers.sparse_encoder.modules import SpladePooling
 
     from tilefold.modules import FusedPooling
@@ -157,33 +263,24 @@ def fused_head(model: SparseEncoder, fused: bool = True, *, needed: bool = False
     return accelerate(model)
 
 
-def make_loss(model: Model, recipe: LsrRecipe | SpladeRecipe) -> Any:
-    """``SpladeLoss`` of the recipe's loss and penalties; PROSPER's are on base weights, a SpladeRecipe's are stock."""
+def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False) -> Any:
+    """``SpladeLoss`` of the recipe's loss and penalties, which may be stock ones; PROSPER's are on base weights."""
     from sentence_transformers.sparse_encoder import losses
 
+    from tilefold.losses import WeightedLosses
     from tilefold.losses.base_splade import BaseSpladeLoss
 
-    stock = isinstance(recipe, SpladeRecipe)
-    recipe = recipe.as_lsr() if isinstance(recipe, SpladeRecipe) else recipe
+    terms = [(_term(model, name, recipe), weight) for name, weight in recipe.loss.items()]
     made = BaseSpladeLoss if recipe.document.kind == "prosper" else losses.SpladeLoss
     query, document = recipe.query_regularizer, recipe.document_regularizer
     return made(
         model,
-        loss=_ranking_loss(model, recipe),
+        loss=terms[0][0] if len(terms) == 1 and terms[0][1] == 1 else WeightedLosses(terms),
         document_regularizer_weight=document.weight,
         query_regularizer_weight=query.weight,
         document_regularizer=None if stock else make_regularizer(document, positions=1 + recipe.negatives),
         query_regularizer=None if stock else make_regularizer(query),
     )
-
-
-def _ranking_loss(model: Model, recipe: LsrRecipe) -> Any:
-    from tilefold.losses import WeightedLosses
-
-    terms = [(_term(model, name, recipe), weight) for name, weight in recipe.loss.items()]
-    if len(terms) == 1 and terms[0][1] == 1:
-        return terms[0][0]
-    return WeightedLosses(terms)
 
 
 def _term(model: Model, name: str, recipe: LsrRecipe) -> Any:

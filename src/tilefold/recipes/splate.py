@@ -5,6 +5,12 @@ from __future__ import annotations
 import tempfile
 from typing import TYPE_CHECKING, Any
 
+from tilefold.recipes._builders import Base, load_transformer, usual_scale
+from tilefold.recipes._settings import EncoderSpec
+from tilefold.recipes.colbert import ColbertRecipe
+from tilefold.recipes.colbert import load_base_model as load_colbert
+from tilefold.recipes.loading import seeded, stay_offline
+
 if TYPE_CHECKING:
     from sentence_transformers import MultiVectorEncoder, SparseEncoder
     from sentence_transformers.base.modules import Transformer
@@ -38,19 +44,12 @@ def splate_encoder(
     """
     from sentence_transformers import SparseEncoder
 
-    from tilefold.recipes.loading import stay_offline
-
     modules = splate_modules(colbert, masked_lm, **options)
-    model = SparseEncoder(modules=modules, prompts=dict(colbert.prompts), device=device)
-    return stay_offline(model)
+    return stay_offline(SparseEncoder(modules=modules, prompts=dict(colbert.prompts), device=device))
 
 
 def splate_modules(colbert: MultiVectorEncoder, masked_lm: Transformer, **options: Any) -> list[Any]:
-    """The modules of :func:`splate_encoder`: the ColBERT's Transformer, frozen, and the head.
-
-    Raises:
-        ValueError: if the two do not fit together.
-    """
+    """The modules of :func:`splate_encoder`: the ColBERT's Transformer, frozen, and the head."""
     from sentence_transformers.base.modules import Transformer as AnyTransformer
 
     from tilefold.modules.splate import FrozenTransformer
@@ -74,15 +73,7 @@ def splate_modules(colbert: MultiVectorEncoder, masked_lm: Transformer, **option
 
 
 def mlm_head(network: Any, **options: Any) -> SplateHead:
-    """The head of a masked language model with a fresh adapter before it; its weights are copies.
-
-    Args:
-        network: BERT, RoBERTa, XLM-R, MPNet, DistilBERT or ModernBERT ``...ForMaskedLM`` of transformers.
-        options: ``adapter_size``, ``train_bias`` and ``logit_scale`` of :class:`tilefold.modules.splate.SplateHead`.
-
-    Raises:
-        ValueError: for a head of another structure.
-    """
+    """A copy of the head of a BERT-like ``...ForMaskedLM`` with a fresh adapter before it; `options` of SplateHead."""
     import torch
 
     from tilefold.modules.splate import SplateHead
@@ -124,3 +115,17 @@ def _inside(network: Any, path: str) -> Any:
         if network is None:
             return None
     return network
+
+
+def build_splate(spec: EncoderSpec, base: Base) -> list[Any]:
+    """A frozen ColBERT's Transformer, an adapter, and the frozen head of a masked language model."""
+    recipe = ColbertRecipe(spec.base_model or base.base_model, max_length=base.max_length, seed=base.seed)
+    colbert = load_colbert(recipe)
+    if prompts := {name: text for name, text in colbert.prompts.items() if text}:
+        raise ValueError(
+            f"the ColBERT of kind 'splate' must have no prompts here, got {prompts}; build it with "
+            "tilefold.recipes.splate.splate_encoder, which keeps them, and train it with the stock trainer."
+        )
+    masked = load_transformer(spec.head_model or "minilm", base, "fill-mask")
+    with seeded(base.seed):
+        return splate_modules(colbert, masked, train_bias=spec.trainable is True, logit_scale=usual_scale(masked))

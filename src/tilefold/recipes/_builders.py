@@ -5,21 +5,48 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilefold.recipes._encoder_spec import Base, EncoderSpec
+from tilefold._typing import Tokenizer
+from tilefold.recipes._settings import EncoderSpec
+from tilefold.recipes.backbone import keep_lowest_layers, minilm_path, minilm_splade
 from tilefold.recipes.loading import check_masked_lm, saved_modules, seeded, whole_weights
-
-__all__ = ["build_binary", "build_cls_mlm", "build_epic", "build_idf", "build_mlm", "build_mlp", "load_transformer"]
 
 SMALL_HEAD_SCALE = 1 / 16  # of backbones whose LM head gives logits of a large norm (arXiv 2606.18811)
 SMALL_HEAD_MODELS = ("modernbert", "modernbert-decoder")  # Ettin has these types too
 BINARY_SCALE = 0.3
 
 
+@dataclass(frozen=True)
+class Base:
+    """The start of the encoders of both sides.
+
+    Attributes:
+        base_model: of sides that name none: ``"minilm"``, a folder or a Hugging Face name.
+        max_length: maximum tokens per text; saved with the model.
+        texts: sample documents: they set the decoder bias of ``"minilm"`` and the document frequencies of an IDF.
+        seed: of fresh parameters and samples.
+        start_percentile, start_deviations: decoder bias of ``"minilm"``, see :func:`tilefold.recipes.minilm_splade`.
+        tokenizer, vocab_size: of the side with a network, which is built first; ``build_encoder`` sets them.
+        network: the Transformer of that side, for a query side that shares it.
+    """
+
+    base_model: str
+    max_length: int
+    texts: Sequence[str] = ()
+    seed: int = 0
+    start_percentile: float = 99.95
+    start_deviations: float | None = None
+    tokenizer: Tokenizer = None
+    vocab_size: int | None = None
+    network: Any = None
+
+
 def build_mlm(spec: EncoderSpec, base: Base) -> list[Any]:
-    """A masked language model, and the pooling of its logits: stock ``SpladePooling`` where it has the options."""
+    """A masked language model, and the pooling of its logits."""
     transformer = _network(spec, base, "fill-mask")
     return [transformer, head_pooling(spec, transformer, spec.pooling or "max")]
 
@@ -69,11 +96,7 @@ def usual_scale(transformer: Any) -> float:
 
 
 def build_mlp(spec: EncoderSpec, base: Base) -> list[Any]:
-    """A Transformer without its LM head, and a learned weight for every token.
-
-    The bias of the linear layer starts at 1, so that every token counts: with the usual start half of the tokens, or
-    all of a text, would have no weight and no gradient. Weights that saturate all start at the one that counts half.
-    """
+    """A Transformer without its LM head, and a learned weight for every token."""
     import torch
 
     from tilefold.modules import TokenWeights
@@ -90,6 +113,7 @@ def build_mlp(spec: EncoderSpec, base: Base) -> list[Any]:
             ignore_ids=transformer.tokenizer.all_special_ids if drop else (),
             saturation=spec.saturation,
         )
+        # every token counts at the start: else half of them, or all of a text, would have no weight and no gradient
         torch.nn.init.constant_(weights.linear.bias, 1.0 if spec.saturation is None else spec.saturation)
         if spec.saturation is not None:
             torch.nn.init.zeros_(weights.linear.weight)
@@ -118,16 +142,11 @@ def _continue_weights(weights: Any, base_model: str) -> None:
 
 def build_binary(spec: EncoderSpec, base: Base) -> list[Any]:
     """1 for each distinct token, times a number."""
-    import torch
-
-    scale = BINARY_SCALE if spec.scale is None else spec.scale
-    return [_static(spec, base, torch.tensor([scale]))]
+    return [_static(spec, base, [BINARY_SCALE if spec.scale is None else spec.scale])]
 
 
 def build_idf(spec: EncoderSpec, base: Base) -> list[Any]:
     """The inverse document frequency of each distinct token."""
-    import torch
-
     vocab_size = _vocab_size(base)
     if spec.idf is None:
         weights = _counted_idf(base, vocab_size)
@@ -137,7 +156,7 @@ def build_idf(spec: EncoderSpec, base: Base) -> list[Any]:
             place = base.tokenizer.convert_tokens_to_ids(token)
             if place is not None and place != base.tokenizer.unk_token_id:
                 weights[place] = float(weight)
-    return [_static(spec, base, torch.tensor(weights))]
+    return [_static(spec, base, weights)]
 
 
 def _counted_idf(base: Base, vocab_size: int) -> list[float]:
@@ -157,13 +176,14 @@ def _counted_idf(base: Base, vocab_size: int) -> list[float]:
     return [math.log1p((total - found[v] + 0.5) / (found[v] + 0.5)) for v in range(vocab_size)]
 
 
-def _static(spec: EncoderSpec, base: Base, weight: Any) -> Any:
+def _static(spec: EncoderSpec, base: Base, weights: list[float]) -> Any:
     """The stock module where it can be trained, saved and loaded with these weights."""
+    import torch
     from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding
 
     from tilefold.modules import StaticQuery
 
-    vocab_size = _vocab_size(base)
+    vocab_size, weight = _vocab_size(base), torch.tensor(weights)
     if spec.trainable or len(base.tokenizer.get_vocab()) != vocab_size:
         module = StaticQuery(base.tokenizer, weight, frozen=not spec.trainable, vocab_size=vocab_size)
     else:
@@ -209,21 +229,12 @@ def shared_network(spec: EncoderSpec, base: Base, task: str | None) -> Any:
 def load_transformer(
     base_model: str, base: Base, task: str, first_token: bool = False, layers: int | None = None, **config: Any
 ) -> Any:
-    """The stock ``Transformer`` module of ``"minilm"``, of a folder, or of a Hugging Face name; no remote code runs.
+    """The stock ``Transformer`` of a base model; `config` is saved in the configuration, and no remote code runs.
 
-    Args:
-        base_model: as in :class:`EncoderSpec`.
-        base: lengths, samples and seed.
-        task: ``"fill-mask"`` keeps the LM head, ``"feature-extraction"`` leaves it out.
-        first_token: whether only the logits of first tokens are read; the decoder bias of ``"minilm"`` follows them.
-        layers: keep only so many of the lowest layers.
-        config: options of the transformers configuration that are saved with it.
-
-    Raises:
-        ValueError: for a model without the head or with fewer layers, files without its weights, or another model's
-            tokenizer.
+    ``"fill-mask"`` keeps the LM head, ``"feature-extraction"`` leaves it out. With `first_token` only the logits of
+    first tokens are read, which the decoder bias of ``"minilm"`` follows.
     """
-    from tilefold.recipes.backbone import keep_lowest_layers, minilm_path, minilm_splade
+    from sentence_transformers.base.modules import Transformer
 
     if base_model == "minilm" and task == "fill-mask":
         model = minilm_splade(
@@ -240,15 +251,6 @@ def load_transformer(
             setattr(model[0].model.config, name, value)
         return model[0]
     path = str(minilm_path()) if base_model == "minilm" else base_model
-    transformer = _load(path, base, task, config)
-    if layers is not None:
-        keep_lowest_layers(transformer.model, layers)
-    return transformer
-
-
-def _load(path: str, base: Base, task: str, config: dict[str, Any]) -> Any:
-    from sentence_transformers.base.modules import Transformer
-
     if task == "fill-mask":
         check_masked_lm(path)
     where = {"local_files_only": Path(path).is_dir(), "trust_remote_code": False}
@@ -261,4 +263,6 @@ def _load(path: str, base: Base, task: str, config: dict[str, Any]) -> Any:
             config_kwargs=where | config,
         )
     transformer.max_seq_length = min(base.max_length, transformer.max_seq_length or base.max_length)
+    if layers is not None:
+        keep_lowest_layers(transformer.model, layers)
     return transformer
