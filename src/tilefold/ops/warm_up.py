@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tilefold.ops._shared.fallback import KernelUnavailableError
+from tilefold.ops._shared.fallback import KernelUnavailableError, attempt
 from tilefold.ops._shared.internals import triton_cache
 
 __all__ = ["Built", "build_kernels", "check_kernels_can_be_built"]
@@ -87,11 +87,8 @@ def build_kernels(calls: Iterable[Callable[[], object]], workers: int | None = N
 
     def build(launcher: Launcher, grid: tuple[int, int, int], arguments: tuple[object, ...]) -> str | None:
         torch.cuda.set_device(device)
-        try:
-            launcher.build(grid, arguments)
-        except KernelUnavailableError as error:
-            return str(error)
-        return None
+        failed = attempt(launcher.build, grid, arguments)
+        return str(failed) if isinstance(failed, KernelUnavailableError) else None
 
     with ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(build, launcher, *launch) for (launcher, _), launch in launches.items()]

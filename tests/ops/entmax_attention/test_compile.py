@@ -14,7 +14,7 @@ from tilefold.ops._shared._triton.releases import release
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.plan import Launch, Setting
 from tilefold.ops.entmax._triton import rows
-from tilefold.ops.entmax.configs import rows_config
+from tilefold.ops.entmax.plans import rows_config
 from tilefold.ops.entmax_attention import configs, plans
 from tilefold.ops.entmax_attention._problem import AttentionSaved, AttentionTensors, Options
 
@@ -57,9 +57,9 @@ def test_row_kernels_build_without_spills(capability: int, kind: str, dtype: str
             (rows._forward_kernel, rows_config(n), {"TOLERANCE": 1e-6}),
             (rows._backward_kernel, rows_config(n, gradient=True), needs),
         ):
-            constants = {"BLOCK_R": config.block_r, "BLOCK_N": config.block_n, "KIND": form(kind, dtype),
-                         "HAS_ALPHA": kind == "generic", "RESIDENT": config.resident} | own  # fmt: skip
-            check(compile_kernel(kernel, types, constants, capability, config.num_warps, 3), capability)
+            warps = config.pop("num_warps")
+            constants = config | {"KIND": form(kind, dtype), "HAS_ALPHA": kind == "generic"} | own
+            check(compile_kernel(kernel, types, constants, capability, warps, 3), capability)
 
 
 STRIDES = frozenset(f"s{letter}_{axis}" for letter in "qkvodgw" for axis in "bhn")

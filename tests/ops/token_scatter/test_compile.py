@@ -10,14 +10,14 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.ops.cross_compile import check_spills, compile_kernel
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.token_scatter import configs
+from tilefold.ops._shared.tuning import lookup
 from tilefold.ops.token_scatter._triton.scatter import gather_kernel, scatter_kernel
-from tilefold.ops.token_scatter.plans import SCAN
+from tilefold.ops.token_scatter.plans import CONFIGS, SCAN
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
 
 CAPABILITIES = (80, 90, 100)
-SHORT, MEDIUM, LONG = (configs.scatter_config(length, (9, 0)) for length in (128, 512, 513))
+SHORT, MEDIUM, LONG = (lookup(CONFIGS, length=length, capability=(9, 0)) for length in (128, 512, 513))
 # (configuration, reduction, packed, dtype of weights and scores, memory that serves as the table, activation)
 VARIANTS = {
     "short-max-padded-bf16": (SHORT, "max", False, "bf16", "u16", "relu"),
@@ -54,9 +54,9 @@ def test_the_scatter_builds_without_spills(capability: int, variant: tuple[Any, 
     types = TYPES | dict.fromkeys(FLOATS, f"*{dtype}") | {"table_ptr": f"*{table}"}
     constants = {
         "SUM": reduce == "sum", "ACTIVATION": activation, "IGNORE": (0, 1, 2, 3), "IGNORED": 4,
-        "HAS_MASK": not packed, "PACKED": packed, "WITH_COUNTED": True, "BLOCK": config.block, "SCAN": SCAN,
+        "HAS_MASK": not packed, "PACKED": packed, "WITH_COUNTED": True, "BLOCK": config["BLOCK"], "SCAN": SCAN,
     }  # fmt: skip
-    check(scatter_kernel, types, constants, capability, config.num_warps)
+    check(scatter_kernel, types, constants, capability, config["num_warps"])
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_the_scatter_builds_without_spills(capability: int, variant: tuple[Any, 
 )
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_gradient_builds_without_spills(
-    capability: int, config: configs.ScatterConfig, packed: bool, dtype: str, activation: str
+    capability: int, config: dict[str, int], packed: bool, dtype: str, activation: str
 ) -> None:
     types = TYPES | dict.fromkeys(FLOATS, f"*{dtype}")
-    constants = {"ACTIVATION": activation, "PACKED": packed, "BLOCK": config.block, "SCAN": SCAN}
-    check(gather_kernel, types, constants, capability, config.num_warps)
+    constants = {"ACTIVATION": activation, "PACKED": packed, "BLOCK": config["BLOCK"], "SCAN": SCAN}
+    check(gather_kernel, types, constants, capability, config["num_warps"])

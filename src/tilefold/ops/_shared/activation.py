@@ -41,12 +41,7 @@ def differentiable_activate(x: Tensor, activation: str) -> Tensor:
 
 
 def slope_from_score(score: Tensor, activation: str) -> Tensor:
-    """``act'(x)`` written in terms of ``score = act(x)``, so that backward needs no logits; NaN stays NaN.
-
-    Args:
-        score: any shape, fp32 or fp64.
-        activation: one of :data:`ACTIVATIONS`.
-    """
+    """``act'(x)`` written in terms of ``score = act(x)``, so that backward needs no logits; NaN stays NaN."""
     positive = score > 0
     if activation == "log1p_relu":  # y = log1p(x), y' = 1 / (1 + x)
         slope = torch.exp(-score)

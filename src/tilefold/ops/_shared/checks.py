@@ -27,17 +27,7 @@ def check_tensor(name: str, value: object) -> Tensor:
 
 
 def check_shape(name: str, value: Tensor, spec: str, **sizes: int) -> None:
-    """Check the shape of ``value`` against ``spec``, one letter or word a dimension.
-
-    Args:
-        name: the argument's name, for the error text.
-        value: the tensor.
-        spec: dimension names separated by spaces, for instance ``"B S D"``.
-        sizes: known sizes of some of those dimensions, for instance ``D=384``.
-
-    Raises:
-        ValueError: for another number of dimensions, or another size of a known one.
-    """
+    """Raise ``ValueError`` unless ``value`` has the dimensions of ``spec``, as ``"B S D"``, of known ``sizes``."""
     dims = spec.split()
     if value.dim() != len(dims) or any(dim in sizes and value.size(i) != sizes[dim] for i, dim in enumerate(dims)):
         # only here: writing a size out makes torch.compile take it for a constant
@@ -79,16 +69,7 @@ def check_out_dtype(out_dtype: object) -> None:
 
 
 def check_tokens(attention_mask: Tensor | None, cu_seqlens: Tensor | None, unit: str, **sizes: int) -> None:
-    """Check the mask ``[B, S]`` of padded tokens, or the offsets of packed ones.
-
-    Args:
-        attention_mask, cu_seqlens: as :func:`tilefold.ops.lsr_head` takes them.
-        unit: what cu_seqlens tells the sequence of, for the error text.
-        sizes: B and S.
-
-    Raises:
-        TypeError, ValueError: for what is no mask or no offsets, or both.
-    """
+    """Check the mask ``[B, S]`` of padded tokens, or the offsets of packed ones; ``unit`` is what these tell apart."""
     if attention_mask is not None:
         check_tensor("attention_mask", attention_mask)
         if cu_seqlens is not None:
@@ -112,17 +93,7 @@ def check_offsets(name: str, offsets: Tensor, shape: str) -> None:
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, rows: int, owner: str, unit: str = "rows") -> None:
-    """Check the values of packed offsets on the host.
-
-    Args:
-        name: the argument's name.
-        cu_seqlens: ``[B + 1]``.
-        rows: what they must end at: the number of rows (or of another ``unit``) T of the argument ``owner``.
-        owner, unit: for the error text.
-
-    Raises:
-        ValueError: unless they start with 0, never fall, and end at ``rows``.
-    """
+    """Raise ``ValueError`` unless offsets start with 0, never fall, and end at the ``rows`` of ``owner``."""
     values = cu_seqlens.tolist()
     falls = next((i for i in range(1, len(values)) if values[i] < values[i - 1]), None)
     if values[0] != 0:

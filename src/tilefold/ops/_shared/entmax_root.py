@@ -37,13 +37,10 @@ NEAR_SOFTMAX, NEAR_SOFTMAX16 = 1 / 8, 1 / 64
 
 
 def check_alphas(alpha: Tensor | None) -> None:
-    """Check an alpha tensor that lies on the CPU.
-
-    Raises:
-        ValueError: for an alpha outside [1, 2].
-    """
-    if alpha is not None and alpha.device.type == "cpu" and not bool(((alpha >= 1) & (alpha <= 2)).all()):
-        bad = alpha[~((alpha >= 1) & (alpha <= 2))][0].item()
+    """Raise ``ValueError`` for a tensor on the CPU with an alpha outside [1, 2]."""
+    if alpha is None or alpha.device.type != "cpu":
+        return
+    for bad in alpha[~((alpha >= 1) & (alpha <= 2))][:1].tolist():
         raise ValueError(f"alpha must lie in [1, 2], got {bad}; parametrise it, for instance as 1 + sigmoid(theta).")
 
 

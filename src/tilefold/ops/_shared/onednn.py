@@ -1,8 +1,4 @@
-"""fp32 products on the CPU by oneDNN instead of torch's choice, MKL.
-
-One core of an EPYC encodes texts of 128 tokens 1.1 times as fast with it: MKL reaches 80 to 97 GFLOP/s there, oneDNN 90
-to 104. It makes a kernel for each number of rows, so a few rows stay with torch (docs/performance.md).
-"""
+"""fp32 products on the CPU by oneDNN, which makes a kernel for each number of rows; times: docs/performance.md."""
 
 from __future__ import annotations
 
@@ -29,13 +25,7 @@ def serves(rows: Tensor, count: int, weight: Tensor) -> bool:
 
 
 def tile_product(like: Tensor, count: int, weight: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """Function for repeated products of rows ``[n, K]`` and ``weight.T``, or None where torch does as well.
-
-    Args:
-        like: rows, for device and dtype.
-        count: rows of a product, at most.
-        weight: ``[N, K]``; copied into blocks, once.
-    """
+    """Function for repeated products of at most ``count`` rows and ``weight.T``, or None where torch does as well."""
     if not serves(like, count, weight):
         return None
     packed = onednn_packed(weight, count)

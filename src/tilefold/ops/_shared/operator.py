@@ -234,7 +234,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         return self._tiled.forward(self._tensors(*given), call.options, call.wanted)  # type: ignore[no-any-return]
 
     def _launched(self, call: Pass, given: tuple[Any, ...]) -> Results | None:
-        """What the kernels make; ``None`` where they have no plan."""
+        """Run the kernels, and return what they make; ``None`` where they have no plan."""
         if call.program is None:
             call.program = self._program(call, given)
         return None if call.program is None else call.program(*given)

@@ -1,7 +1,4 @@
-"""The random words of dropout, counter-based: the same for every implementation, and again in backward.
-
-Philox 4x32 with ten rounds (Salmon et al., SC 2011), as ``triton.language.philox`` computes it.
-"""
+"""Dropout by counter-based random words, the same in every implementation: Philox 4x32-10, as in Triton."""
 
 from __future__ import annotations
 

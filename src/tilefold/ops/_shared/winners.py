@@ -21,16 +21,14 @@ def no_winner(dtype: torch.dtype) -> int:
 
 
 def max_over_tokens(values: Tensor, with_winners: bool) -> tuple[Tensor, Tensor]:
-    """Maximum over dim 1 of ``[n, L, C]``, and an index that holds it if asked for; NaN if there is one.
-
-    First the block of tokens, then the token: a maximum with indices over all tokens costs several times as much.
-    """
+    """Maximum over dim 1 of ``[n, L, C]``, and an index that holds it if asked for; NaN if there is one."""
     length = values.size(1)
     if not with_winners:
         return values.amax(dim=1), values.new_empty(0)
     if length <= BLOCK_WINNER:
         best, winner = values.max(dim=1)
         return best, winner
+    # first the block of tokens, then the token: a maximum with indices over all tokens costs several times as much
     whole = length // BLOCK_WINNER
     maxima = values[:, : whole * BLOCK_WINNER].reshape(-1, whole, BLOCK_WINNER, values.size(2)).amax(dim=2)
     if whole * BLOCK_WINNER < length:

@@ -1,4 +1,4 @@
-"""Launch plans of alpha-entmax and its gradient, for rows of these layouts."""
+"""Launch plans of alpha-entmax and its gradient, for rows of these layouts, and their configurations."""
 
 from __future__ import annotations
 
@@ -8,13 +8,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared._triton.tensors import cdiv
+from tilefold.ops._shared._triton.tensors import cdiv, power_of_two
 from tilefold.ops._shared.entmax_root import kernel_kind, tolerance
 from tilefold.ops._shared.impl import check_interpreted
 from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, TorchStep, contiguous
+from tilefold.ops._shared.tuning import Between, Row, lookup
 from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxSaved, EntmaxTensors
 from tilefold.ops.entmax._triton.rows import _backward_kernel, _forward_kernel
-from tilefold.ops.entmax.configs import RowsConfig, rows_config
+
+# Rows in registers are held whole: several in a program of 256 entries, and 8 to 16 entries a thread of 16 warps.
+CONFIGS = (
+    Row({}, {"BLOCK_R": 1, "BLOCK_N": 1024, "RESIDENT": False, "num_warps": 8}, "compiled without spills"),
+    Row({"n": Between(most=4096), "gradient": False}, {"RESIDENT": True}, "compiled: 8 values a thread, no spills"),
+    Row({"n": Between(most=2048), "gradient": True}, {"RESIDENT": True}, "compiled: twice the sums, two operands"),
+)
+
+
+def rows_config(n: int, gradient: bool = False) -> dict[str, Any]:
+    """Tile of rows of ``n`` entries, of the forward kernel or of that of the gradient; resident ones are read once."""
+    config = lookup(CONFIGS, n=n, gradient=gradient)
+    if not config["RESIDENT"]:
+        return config
+    block = power_of_two(n)
+    rows, warps = max(1, 256 // block), max(4, min(16, block // 256))
+    return {"BLOCK_R": rows, "BLOCK_N": block, "RESIDENT": True, "num_warps": warps}
 
 
 def forward(tensors: EntmaxTensors, options: EntmaxOptions, training: bool, setting: Setting) -> Plan:
@@ -24,9 +41,8 @@ def forward(tensors: EntmaxTensors, options: EntmaxOptions, training: bool, sett
         check_interpreted("triton", torch.device("cpu"), x.dtype)
     if x.numel() == 0:
         return Plan(fills={"support": 0})
-    config = rows_config(x.size(1))
-    constants = _constants(x, alpha, options, config) | {"TOLERANCE": tolerance(x.dtype)}
-    rows = _launch(_forward_kernel, "x alpha p support", x, options, config, constants)
+    constants = rows_config(x.size(1)) | {"TOLERANCE": tolerance(x.dtype)}
+    rows = _launch(_forward_kernel, "x alpha p support", x, alpha, options, constants)
     return Plan((*contiguous(x=x, alpha=alpha), rows))
 
 
@@ -35,25 +51,18 @@ def backward(dp: Tensor, saved: EntmaxSaved, options: EntmaxOptions, needs: tupl
     p, alpha = saved
     if p.numel() == 0:
         return Plan(fills={"dalpha": 0})
-    config = rows_config(p.size(1), gradient=True)
-    constants = _constants(p, alpha, options, config) | {"NEED_X": needs[0], "NEED_ALPHA": needs[1]}
+    constants = rows_config(p.size(1), gradient=True) | {"NEED_X": needs[0], "NEED_ALPHA": needs[1]}
     copies = contiguous(dp=dp, p=p, alpha=alpha)
     if alpha is None or alpha.dtype == torch.float32 or not needs[1]:
-        return Plan((*copies, _launch(_backward_kernel, "dp p alpha dx dalpha", p, options, config, constants)))
-    rows = _launch(_backward_kernel, "dp p alpha dx wide", p, options, config, constants)
+        return Plan((*copies, _launch(_backward_kernel, "dp p alpha dx dalpha", p, alpha, options, constants)))
+    rows = _launch(_backward_kernel, "dp p alpha dx wide", p, alpha, options, constants)
     rounded = TorchStep("dalpha", methodcaller("to", alpha.dtype), "wide")
     return Plan((*copies, rows, rounded), {"wide": Buffer((p.size(0),), torch.float32)})
 
 
-def _constants(x: Tensor, alpha: Tensor | None, options: EntmaxOptions, config: RowsConfig) -> dict[str, Any]:
-    return {
-        "BLOCK_R": config.block_r, "BLOCK_N": config.block_n,
-        "KIND": kernel_kind(x.dtype, alpha, options.alpha_value), "HAS_ALPHA": alpha is not None,
-        "RESIDENT": config.resident, "num_warps": config.num_warps,
-    }  # fmt: skip
-
-
 def _launch(
-    kernel: Any, names: str, x: Tensor, options: EntmaxOptions, config: RowsConfig, constants: dict[str, Any]
+    kernel: Any, names: str, x: Tensor, alpha: Tensor | None, options: EntmaxOptions, constants: dict[str, Any]
 ) -> Launch:
-    return Launch(kernel, (cdiv(x.size(0), config.block_r), 1, 1), names, (*x.shape, *options), constants)
+    form = {"KIND": kernel_kind(x.dtype, alpha, options.alpha_value), "HAS_ALPHA": alpha is not None}
+    grid = cdiv(x.size(0), constants["BLOCK_R"]), 1, 1
+    return Launch(kernel, grid, names, (*x.shape, *options), constants | form)

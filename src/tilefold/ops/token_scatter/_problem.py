@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,42 +13,26 @@ from tilefold.ops._shared.plan import Buffer
 
 
 class ScatterTensors(NamedTuple):
-    """Tensors to scatter.
+    """Tensors to scatter."""
 
-    Attributes:
-        weights: ``[B, S]``, packed ``[T]``.
-        input_ids: of the same shape, int32 or int64.
-        attention_mask: ``[B, S]``, nonzero = valid, or ``None``.
-        cu_seqlens: ``[B + 1]`` offsets of a packed batch, or ``None``.
-    """
-
-    weights: Tensor
-    input_ids: Tensor
-    attention_mask: Tensor | None
-    cu_seqlens: Tensor | None
+    weights: Tensor  # [B, S], packed [T]
+    input_ids: Tensor  # of the same shape, int32 or int64
+    attention_mask: Tensor | None  # [B, S], nonzero = valid
+    cu_seqlens: Tensor | None  # [B + 1] offsets of a packed batch
 
     @property
     def batch(self) -> int:
-        """Number of sequences."""
         return batch_size(self.weights, self.cu_seqlens)
 
 
 class ScatterOptions(NamedTuple):
-    """Options of a scatter.
-
-    Attributes:
-        vocab_size: V.
-        reduce: ``"max"`` or ``"sum"``.
-        activation: one of :data:`tilefold.ops._shared.activation.ACTIVATIONS`.
-        ignore_ids: ids whose tokens do not count.
-        out_dtype: of the scores.
-    """
+    """Options of a scatter."""
 
     vocab_size: int
     reduce: str
     activation: str
-    ignore_ids: Sequence[int]
-    out_dtype: torch.dtype
+    ignore_ids: Sequence[int]  # whose tokens do not count
+    out_dtype: torch.dtype  # of the scores
 
 
 class ScatterSaved(NamedTuple):
@@ -89,55 +72,31 @@ def sequence_of_tokens(input_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def check_values(tensors: ScatterTensors, options: ScatterOptions) -> Tensor:
-    """Check offsets and ids on the host; return :func:`valid_tokens`.
-
-    Raises:
-        ValueError: for broken ``cu_seqlens``, or ids outside of the vocabulary.
-    """
+    """Check offsets and ids on the host, ``ValueError`` for broken ones; return :func:`valid_tokens`."""
     if tensors.cu_seqlens is not None:
         check_cu_seqlens("cu_seqlens", tensors.cu_seqlens, tensors.weights.size(0), "weights", "tokens")
     valid = valid_tokens(tensors.input_ids, tensors.attention_mask, options.ignore_ids)
-    check_ids(tensors.input_ids, valid, options.vocab_size)
+    input_ids, vocab_size = tensors.input_ids, options.vocab_size
+    outside = valid & ((input_ids < 0) | (input_ids >= vocab_size))
+    if bool(outside.any()):
+        place = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"input_ids must lie between 0 and vocab_size - 1 = {vocab_size - 1}, got {int(input_ids[tuple(place)])} "
+            f"at {place}; pass the vocab_size of the tokenizer, or mask that token."
+        )
     return valid
 
 
-def check_ids(input_ids: Tensor, valid: Tensor, vocab_size: int) -> None:
-    """Check the ids of valid tokens on the host.
+class CountedTokens(NamedTuple):
+    """The valid tokens of a batch in one row, in rising order."""
 
-    Raises:
-        ValueError: for one outside of the vocabulary.
-    """
-    outside = valid & ((input_ids < 0) | (input_ids >= vocab_size))
-    if not bool(outside.any()):
-        return
-    place = outside.nonzero()[0].tolist()
-    raise ValueError(
-        f"input_ids must lie between 0 and vocab_size - 1 = {vocab_size - 1}, got {int(input_ids[tuple(place)])} at "
-        f"{place}; pass the vocab_size of the tokenizer, or mask that token."
-    )
-
-
-@dataclass(frozen=True)
-class CountedTokens:
-    """The valid tokens of a batch in one row, in rising order.
-
-    Attributes:
-        weights: ``[N]``, in the dtype of the computation.
-        entry: ``[N]`` int64, ``sequence * V + id``: the place in the flattened scores.
-        index: ``[N]`` int64, the place in the flattened input.
-    """
-
-    weights: Tensor
-    entry: Tensor
-    index: Tensor
+    weights: Tensor  # [N], in the dtype of the computation
+    entry: Tensor  # [N] int64, sequence * V + id: the place in the flattened scores
+    place: Tensor  # [N] int64, the place in the flattened input
 
 
 def counted_tokens(tensors: ScatterTensors, options: ScatterOptions) -> CountedTokens:
-    """Gather the valid tokens; reads values on the host, and checks them.
-
-    Raises:
-        ValueError: for broken ``cu_seqlens``, or ids outside of the vocabulary.
-    """
+    """Gather the valid tokens; reads values on the host, and checks them."""
     weights, input_ids = tensors.weights, tensors.input_ids
     index = check_values(tensors, options).flatten().nonzero().squeeze(1)
     wide = torch.promote_types(weights.dtype, torch.float32)

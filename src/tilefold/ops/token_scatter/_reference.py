@@ -13,15 +13,7 @@ from tilefold.ops.token_scatter._problem import ScatterOptions, ScatterTensors, 
 
 
 def first_winner(weights: Tensor, holds: Tensor) -> Tensor:
-    """The token with the largest weight among those that hold each vocabulary entry; the lowest among equals.
-
-    Args:
-        weights: ``[B, S]``.
-        holds: ``[B, S, V]`` bool, whether token s is a valid token with id v.
-
-    Returns:
-        ``[B, V]`` int64, the first NaN if there is one, 0 where no token holds v.
-    """
+    """``[B, V]`` int64, the first token with the largest weight, or NaN, of those that hold each entry; else 0."""
     candidates = torch.where(holds, weights[:, :, None], float("-inf"))
     best = candidates.amax(dim=1, keepdim=True)
     is_best = (candidates == best) | (candidates.isnan() & best.isnan())
@@ -30,12 +22,8 @@ def first_winner(weights: Tensor, holds: Tensor) -> Tensor:
 
 def token_scatter(tensors: ScatterTensors, options: ScatterOptions) -> Tensor:
     """``[B, V]`` scores; reads values on the host, and checks them."""
-    valid, weights, ids, out_dtype = (
-        check_values(tensors, options),
-        tensors.weights,
-        tensors.input_ids,
-        options.out_dtype,
-    )
+    valid, out_dtype = check_values(tensors, options), options.out_dtype
+    weights, ids = tensors.weights, tensors.input_ids
     if tensors.cu_seqlens is not None:
         lengths = tensors.cu_seqlens.diff()
         longest = int(lengths.max()) if lengths.numel() else 0

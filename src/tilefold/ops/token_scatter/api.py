@@ -21,7 +21,7 @@ from tilefold.ops._shared.checks import (
     check_tokens,
 )
 from tilefold.ops._shared.operator import Checked, Operator
-from tilefold.ops.token_scatter import _reference, _sparse, _tiled
+from tilefold.ops.token_scatter import _reference, _tiled
 from tilefold.ops.token_scatter._problem import ScatterOptions, ScatterSaved, ScatterTensors, check_values, outputs
 
 REDUCTIONS = ("max", "sum")
@@ -118,7 +118,7 @@ def token_scatter(
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
     tensors = ScatterTensors(weights, input_ids, attention_mask, cu_seqlens)
-    asked = (vocab_size, reduce, activation, _ignored(ignore_ids), out_dtype)
+    asked = (vocab_size, reduce, activation, () if ignore_ids is None else _ignored(ignore_ids), out_dtype)
     scores: Tensor = SCATTER(tensors, asked, impl, _checked)[0]
     return scores
 
@@ -155,13 +155,14 @@ def token_scatter_sparse(
         ``[B, V]`` ``torch.sparse_csr`` tensor with int64 indices, sorted within each row.
     """
     tensors = ScatterTensors(weights, input_ids, attention_mask, cu_seqlens)
-    options, ready = _checked(tensors, vocab_size, reduce, activation, _ignored(ignore_ids), out_dtype)
+    ignored = () if ignore_ids is None else _ignored(ignore_ids)
+    options, ready = _checked(tensors, vocab_size, reduce, activation, ignored, out_dtype)
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
         raise ValueError(f"top_k must be a positive integer or None, got {top_k!r}.")
     if not isinstance(min_weight, (int, float)) or math.isnan(min_weight):
         raise ValueError(f"min_weight must be a Python number, got {min_weight!r}; -inf keeps every entry.")
     with torch.no_grad():
-        return _sparse.scatter(tensors if ready is None else ready(tensors), options, top_k, min_weight)
+        return _tiled.to_csr(tensors if ready is None else ready(tensors), options, top_k, min_weight)
 
 
 def _checked(
@@ -203,9 +204,7 @@ def _squeezed(tensors: ScatterTensors) -> ScatterTensors:
     return ScatterTensors(tensors.weights.squeeze(-1), *tensors[1:])
 
 
-def _ignored(ignore_ids: Iterable[int] | None) -> tuple[int, ...]:
-    if ignore_ids is None:
-        return ()
+def _ignored(ignore_ids: Iterable[int]) -> tuple[int, ...]:
     if isinstance(ignore_ids, Tensor):
         raise TypeError("ignore_ids must be Python integers, got a Tensor; use ignore_ids.tolist().")
     if not isinstance(ignore_ids, Iterable):

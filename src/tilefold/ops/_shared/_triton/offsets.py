@@ -30,10 +30,6 @@ def int32_kernel(int64_ptr, int32_ptr, count, BLOCK: tl.constexpr):
 
 
 def int32_launch(source: str, target: str, count: int) -> Launch:
-    """Brings ``count`` contiguous int64 offsets or indices to int32, by names, so that kernels are built for one width.
-
-    What int32 does not hold becomes -1 or its largest number, which no check lets pass among fewer than ``2**31 - 1``
-    rows: cut to its lower half it could be one that fits.
-    """
+    """Brings ``count`` contiguous int64 offsets to int32, by names, so that kernels are built for one width."""
     constants = {"BLOCK": BLOCK, "num_warps": 4, "num_stages": 1}
     return Launch(int32_kernel, (cdiv(count, BLOCK), 1, 1), f"{source} {target}", (count,), constants)

@@ -1,6 +1,4 @@
-"""Differences between the releases of Triton; no other file asks which one is installed.
-
-What only launch configurations depend on stands in the tables of the rooms (`configs.py`), by the fact `release`.
+"""Differences between the releases of Triton, beside those of tables; no other file asks which is installed.
 
 =====================================  =====  =====  =====  =====  =====  =====
                                        3.4    3.5    3.6    3.7    3.8    3.9
@@ -20,8 +18,6 @@ fused multiply-add by default (3)      yes    yes    yes    yes    yes    warns
 3. 3.10 will change the default, so it is asked for.
 4. Of the Hopper kernel, whose comparisons then keep a register for each place of a tile.
 11. What 16 of must divide a row behind a descriptor.
-
-This file imports without Triton.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ TESTED: tuple[Release, ...] = ((3, 4), (3, 5), (3, 6), (3, 7), (3, 8), (3, 9))
 # of every build: budgets of the numerics are those of fused multiply-adds
 BUILD_OPTIONS = {"enable_fp_fusion": True}
 ALL_REGISTERS = 255  # that a thread can have: no limit, but for assemblers that would give it fewer
-INTERPRETER_FAULTS: dict[torch.dtype, str] = {
+INTERPRETER_FAULTS = {
     torch.bfloat16: "it multiplies the bits of bf16 as integers",
     torch.float8_e4m3fn: "it rounds some numbers to fp8 wrongly, by up to half",
 }
