@@ -107,7 +107,7 @@ class Prepared:
         self.stream = SparseStream(model, SparseOptions(None, 0.0), task="document", prompt=None)
         self.tokens = 0
         self.batches: list[dict[str, Any]] = []
-        for work in self.stream._works(self.stream._begun(self._windows(texts))):
+        for work in self.stream._works(filter(None, self.stream._begun(self._windows(texts)))):
             if isinstance(work, Work):
                 self._add(work)
         self.note = "" if self.stream.packed else "padded: this model does not take packed tokens here"

@@ -102,14 +102,14 @@ def dies(rank: int, model: Any, folder: Path, meet: Path) -> str:
     if rank:
         take, left = Shard.take, [3]
 
-        def kill(self: Any, batch: Any, maker: Any) -> None:
+        def kill(self: Any, batch: Any, job: Any) -> None:
             left[0] -= 1
             if not left[0]:
                 (folder / "died").write_text(str(time.time()))
                 os.kill(os.getpid(), signal.SIGKILL)
-            take(self, batch, maker)
+            take(self, batch, job)
 
-        Shard.take = kill  # type: ignore[method-assign]
+        Shard.take = kill  # type: ignore[method-assign, assignment]
     reported = [0]
     try:
         encode_collection(model, TEXTS, folder / "v", progress=lambda done, total: reported.append(done), **OPTIONS)

@@ -17,25 +17,21 @@ class Ahead(Generic[T]):
     """The items of an iterator, computed by a thread, at most `depth` ahead of who takes them.
 
     An exception of the iterator is raised by ``next`` after the items before it. Leaving the context stops the thread
-    at its next item and waits for it, so that nothing runs on when the consumer has failed.
-
-    Args:
-        items: is only touched by the thread.
-        depth: items that wait to be taken.
-        name: of the thread.
+    at its next item and waits for it, so that nothing runs on when the consumer has failed. An item that is None says
+    that there is none yet, and is not given on.
     """
 
-    def __init__(self, items: Iterable[T], depth: int, name: str = "tilefold-ahead") -> None:
+    def __init__(self, items: Iterable[T | None], depth: int, name: str = "tilefold-ahead") -> None:
         self._queue: queue.Queue[Any] = queue.Queue(depth)
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, args=(items,), name=name, daemon=True)
         self._thread.start()
 
-    def _work(self, items: Iterable[T]) -> None:
+    def _work(self, items: Iterable[T | None]) -> None:
         try:
             for item in items:
-                if not self._put(item):
+                if self._stop.is_set() or (item is not None and not self._put(item)):
                     return
         except BaseException as error:  # whatever it is belongs to the consumer
             self._error = error
@@ -69,10 +65,6 @@ class Behind:
 
     When one raises, the later ones are dropped, and the error is raised by the next :meth:`submit` or :meth:`drain`.
     Leaving the context runs what was submitted, even after an error elsewhere, and waits for it.
-
-    Args:
-        depth: functions that wait.
-        name: of the thread.
     """
 
     def __init__(self, depth: int, name: str = "tilefold-behind") -> None:

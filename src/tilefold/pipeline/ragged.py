@@ -27,7 +27,6 @@ class TokenIds:
 
     @property
     def lengths(self) -> Int64:
-        """int64 ``[N]``."""
         return np.diff(self.offsets)
 
     def __len__(self) -> int:
@@ -53,12 +52,7 @@ def offsets_of(lengths: npt.NDArray[Any]) -> Int64:
 def cut_batches(lengths: Int64, budget: int | None, most: int | None = None) -> Iterator[Int64]:
     """Places of the texts of each batch, longest texts first; every text is in one batch.
 
-    Batches hold at most `budget` tokens and are nearly equal; a longer text is alone.
-
-    Args:
-        lengths: tokens of each text.
-        budget: tokens of a batch; None for as many as there are.
-        most: texts of a batch, at most.
+    Batches hold at most `budget` tokens and `most` texts, and are nearly equal; a longer text is alone.
     """
     order = np.argsort(-lengths, kind="stable")
     total = int(lengths.sum())

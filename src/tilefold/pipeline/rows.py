@@ -1,4 +1,4 @@
-"""Windows of texts that go into a stream, batches and ends of windows that come out; sparse rows of a batch."""
+"""Windows of texts that go into a stream, batches that come out, their rows, and copies between host and device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tilefold.pipeline.copies import Fetched
-
 R = TypeVar("R")
 Items = TypeVar("Items", bound=Sequence[object])
 IN_FLIGHT = 3  # batches that a stream launches at most before it gives the one ahead of them
@@ -24,15 +22,17 @@ class Batch(NamedTuple):
     Attributes:
         window: number of the window.
         places: of the texts in it, in the order of the rows.
-        rows: :class:`SparseRows`, :class:`tilefold.pipeline.tokens.TokenRows`, or a row of a list or of a matrix for
-            each text; an exception where a text could not be encoded, alone too.
+        rows: :class:`SparseRows`, :class:`TokenRows`, or a row of a list or of a matrix for each text; an exception
+            where a text could not be encoded, alone too.
         cut: how many of the texts were cut by the tokenizer.
+        max_length: the most tokens that it keeps of a text.
     """
 
     window: int
     places: Sequence[int]
     rows: Any
     cut: int = 0
+    max_length: int | None = None
 
     def rows_of(self, texts: range) -> Any:
         """The rows of some of its texts, which follow one another; raises what they failed with."""
@@ -48,12 +48,7 @@ class Batch(NamedTuple):
 
 
 def halved(texts: Items, attempt: Callable[[Items], R]) -> Iterator[tuple[Items, R | Exception]]:
-    """Parts of `texts` with what came of them: what fails is halved until the failing text is alone.
-
-    Args:
-        texts: a sequence whose slices are of its kind, such as a list or a range.
-        attempt: may raise any exception.
-    """
+    """Parts of `texts` with what came of them: what fails is halved until the failing text is alone."""
     try:
         outcome: R | Exception = attempt(texts)
     except Exception as error:  # of one text, which must not lose the others
@@ -72,11 +67,9 @@ def halves(texts: Items) -> tuple[Items, Items]:
 
 
 class WindowEnd(NamedTuple):
-    """Everything of a window, which held so many texts, was given before; `max_length` tokens were read of a text."""
+    """Everything of a window was given before."""
 
     window: int
-    texts: int
-    max_length: int | None = None
 
 
 class Begun(NamedTuple):
@@ -149,12 +142,7 @@ class NoRoomError(Exception):
 
 
 class PendingRows:
-    """Sparse rows on their way to the host.
-
-    Args:
-        rows: ``[B, V]`` CSR, or rows of fixed capacity: (counts, kept, columns, values, V).
-        capacity: of the latter.
-    """
+    """Sparse rows on their way to the host: ``[B, V]`` CSR, or (counts, kept, columns, values, V) of fixed capacity."""
 
     def __init__(self, rows: Tensor | tuple[Tensor, Tensor, Tensor, Tensor, int], capacity: int = 0) -> None:
         if isinstance(rows, Tensor):
@@ -168,11 +156,7 @@ class PendingRows:
             self._fetched = Fetched([counts, kept, columns, values])
 
     def get(self) -> SparseRows:
-        """All rows.
-
-        Raises:
-            NoRoomError: a row has more entries than there was room for.
-        """
+        """All rows; :class:`NoRoomError` if one has more entries than there was room for."""
         if self.capacity is None:
             counts, columns, values = self._fetched.get()
             return SparseRows(counts.to(torch.int64), columns, values, self.vocab_size)
@@ -208,3 +192,98 @@ def stacked(batches: Sequence[Batch], total: int) -> tuple[Tensor, Tensor, Tenso
     offsets = torch.cat([counts.new_zeros(1), wanted.cumsum(0)])
     source = torch.repeat_interleave(starts - offsets[:-1], wanted) + torch.arange(len(values))
     return offsets, columns[source], values[source]
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A numpy array on `device`, in the order of the current stream."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class Fetched:
+    """Tensors on their way to the host: from a GPU into pinned memory, in the order of its current stream."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._event: Any = None
+        self._host = list(tensors)
+        device = tensors[0].device
+        if device.type == "cuda":
+            self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+            for host, tensor in zip(self._host, tensors, strict=True):
+                host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
+        elif device.type != "cpu":
+            self._host = [tensor.cpu() for tensor in tensors]
+
+    def get(self) -> list[Tensor]:
+        """The tensors on the CPU; waits for the copies, and for nothing after them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
+class TokenRows(NamedTuple):
+    """Token vectors of some texts, packed, on the CPU.
+
+    Attributes:
+        counts: int64 ``[n]``, vectors of each text.
+        finite: bool ``[T]``.
+        values: ``[T, D]`` as they are stored.
+        scales: ``[T]`` of int8 values, else None.
+    """
+
+    counts: Tensor
+    finite: Tensor
+    values: Tensor
+    scales: Tensor | None = None
+
+    def part(self, chosen: slice) -> TokenRows:
+        """The vectors of some texts."""
+        at = entries_of(self.counts, chosen)
+        scales = None if self.scales is None else self.scales[at]
+        return TokenRows(self.counts[chosen], self.finite[at], self.values[at], scales)
+
+
+class PendingTokens:
+    """Token vectors ``[B, S, D]`` that count, packed and stored on the device, of unknown number there.
+
+    `stored` makes of ``[T, D]`` fp32 which are finite ``[T]``, values, and scales if any.
+    """
+
+    def __init__(self, vectors: Tensor, mask: Tensor, stored: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+        keep = mask.bool()
+        self._fetched = Fetched([keep.sum(1), *stored(_packed(vectors, keep).float())])
+
+    def get(self) -> TokenRows:
+        counts, *others = self._fetched.get()
+        total = int(counts.sum())
+        return TokenRows(counts, *(part[:total] for part in others))
+
+
+class PendingVectors:
+    """Token vectors ``[B, S, D]`` that count, packed on the device, of whose numbers the host does not know yet."""
+
+    def __init__(self, vectors: Tensor, mask: Tensor, to_host: bool) -> None:
+        keep = mask.bool()
+        self._rows = _packed(vectors, keep)
+        self._fetched = Fetched([keep.sum(1), *([self._rows] if to_host else [])])
+
+    def get(self) -> list[Tensor]:
+        """``[n, D]`` of each text, parts of one tensor."""
+        counts, *rows = self._fetched.get()
+        total = int(counts.sum())
+        found = (rows or [self._rows])[0]
+        # a copy where rows are spare, so that nobody keeps them
+        found = found if found.size(0) == total else found[:total].clone()
+        return list(torch.split(found, counts.tolist()))
+
+
+def _packed(vectors: Tensor, keep: Tensor) -> Tensor:
+    """``[T, D]`` vectors that count; on a GPU as many rows as there are places, the last of which mean nothing."""
+    if vectors.device.type == "cpu":
+        return vectors[keep]
+    flat = keep.reshape(-1)
+    spare = flat.numel()
+    at = torch.where(flat, flat.cumsum(0) - 1, spare)
+    return vectors.new_zeros(spare + 1, vectors.size(-1)).index_copy_(0, at, vectors.flatten(0, 1))[:spare]

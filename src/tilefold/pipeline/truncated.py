@@ -27,14 +27,7 @@ class Call(NamedTuple):
 
 @dataclass
 class Truncation:
-    """Number of texts that were tokenised, and of those that were cut.
-
-    Attributes:
-        texts: that were tokenised, alone or in a call with others.
-        count: of those that were cut.
-        max_length: the most tokens that were kept of a text; None where nothing limits them.
-        calls: of tokenizers, in their order.
-    """
+    """Number of texts that were tokenised, and `count` of those that were cut; no limit has a `max_length` of None."""
 
     texts: int = 0
     count: int = 0
@@ -42,14 +35,12 @@ class Truncation:
     calls: list[Call] = field(default_factory=list)
 
     def add(self, texts: int, count: int, max_length: int | None) -> None:
-        """Count some more."""
         self.texts += texts
         self.count += count
         known = [length for length in (self.max_length, max_length) if length is not None]
         self.max_length = max(known, default=None)
 
     def see(self, call: Call) -> None:
-        """Count those of a call."""
         self.calls.append(call)
         self.add(call.texts, len(call.cut), call.max_length)
 

@@ -1,33 +1,214 @@
-"""The texts of one shard, and what was made of them."""
+"""A model with its options and texts, the texts of one shard, and what was made of them."""
 
 from __future__ import annotations
 
+import functools
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
-from tilefold.pipeline.rows import Batch, Begun, Window, WindowEnd, halved
+from tilefold._typing import Model
+from tilefold.pipeline.rows import Batch, Begun, Window, WindowEnd, halved, say_unused_batch_tokens
 from tilefold.pipeline.truncated import Truncation, tell, watching
 from tilefold.retrieval._ids import check_text_ids
-from tilefold.retrieval._shards import Part, Vectors
+from tilefold.retrieval._shards import Part, ShardWriter, Vectors
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.truncation import cut_texts
 
+PLAIN_TEXTS = 32  # of a batch of a model that is not accelerated
+
+Kind = Literal["document", "query"]
 V = TypeVar("V", bound=Vectors)
-Made_co = TypeVar("Made_co", bound=Vectors, covariant=True)
-Stream = Callable[[Iterator[Window]], Generator[Any, None, None]]
-Prepare = Callable[[Sequence[str]], Sequence[str]]
+Stream = Callable[[Iterator[Window | None]], Generator[Any, None, None]]
 
 
-class Maker(Protocol[Made_co]):
-    """Makes vectors of what a stream gives."""
+class Output(NamedTuple):
+    """Destination of vectors, and save intervals.
 
-    def vectors(self, names: list[str], rows: Any) -> Made_co:
+    Attributes:
+        folder: where they are written.
+        shard_size: texts of a shard.
+        save_minutes: after this time, and on Ctrl-C, what is done of a shard is kept.
+        progress: called with the texts done and the texts in all.
+        resume: keep what an earlier run wrote.
+    """
+
+    folder: Path
+    shard_size: int = 1024
+    save_minutes: float = 1.0
+    progress: Callable[[int, int], None] | None = None
+    resume: bool = True
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for sizes and times that no shard has."""
+        if self.shard_size < 1:
+            raise ValueError(f"shard_size: expected at least 1, got {self.shard_size}.")
+        if not self.save_minutes >= 0:
+            raise ValueError(f"save_minutes: expected at least 0, got {self.save_minutes}.")
+
+    def report(self, done: int, total: int) -> None:
+        """Call `progress`, where there is one."""
+        if self.progress is not None:
+            self.progress(done, total)
+
+
+IN_MEMORY = Output(Path())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoding(ABC):
+    """Options of encoding texts, apart from the model; can be sent to other processes.
+
+    Attributes:
+        kind: ``"document"`` or ``"query"``: the model's prompt and route.
+        batch_size: texts encoded at a time, at most.
+        batch_tokens: tokens that an accelerated model encodes at a time.
+    """
+
+    kind: Kind = "document"
+    batch_size: int | None = None
+    batch_tokens: int | None = None
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for a value that it cannot have."""
+        if self.kind not in ("document", "query"):
+            raise ValueError(f"kind: expected 'document' or 'query', got {self.kind!r}.")
+        for name in ("batch_size", "batch_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}.")
+
+    @abstractmethod
+    def job(self, model: Model, texts: Mapping[str, str], output: Output, texts_sha256: Callable[[], str]) -> Job[Any]:
+        """The work of `model`, which is looked at, so that a wrong one is an error.
+
+        Args:
+            model: a sentence-transformers model.
+            texts: id -> text, in a fixed order.
+            output: where the vectors go.
+            texts_sha256: what identifies the texts; called when the folder is opened.
+        """
+
+
+@dataclass
+class Job(ABC, Generic[V]):
+    """A model and what it is to make of texts: vectors in memory, or a folder of them.
+
+    Attributes:
+        how: options; `model`: of sentence-transformers.
+        size: length of a vector.
+        texts: id -> text.
+        output: where a folder goes; `texts_sha256`: what identifies its texts, called when it is opened.
+    """
+
+    fused: ClassVar[str]  # attribute of an accelerated model that has a stream
+
+    how: Encoding
+    model: Model
+    size: int
+    texts: Mapping[str, Any]
+    output: Output = IN_MEMORY
+    texts_sha256: Callable[[], str] = str
+
+    def __post_init__(self) -> None:
+        how = self.how
+        stream = getattr(getattr(self.model, self.fused, None), "stream", None)
+        self.ahead = stream is not None  # of the device; else a shard is written before the next one begins
+        self.plain = PlainStream(self.run, how.batch_size or PLAIN_TEXTS)
+        limits = {"batch_size": how.batch_size, "batch_tokens": how.batch_tokens}
+        self.stream: Stream = self.plain
+        if stream is not None:
+            self.stream = functools.partial(stream, task=how.kind, **limits, **self.stream_options())
+        elif how.batch_tokens is not None:
+            say_unused_batch_tokens()
+
+    @abstractmethod
+    def stream_options(self) -> dict[str, Any]:
+        """Options of an accelerated model's stream beside its limits."""
+
+    @abstractmethod
+    def run(self, texts: list[str]) -> Any:
+        """Rows of some texts, by a model that is not accelerated."""
+
+    @abstractmethod
+    def vectors(self, names: list[str], rows: Any) -> V:
         """Vectors of some texts, of the rows of a batch; an error tells that one of them is at fault."""
 
-    def nothing(self) -> Made_co:
+    @abstractmethod
+    def nothing(self) -> V:
         """Vectors of no text."""
+
+    @functools.cached_property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Digest of the model, which takes a while."""
+
+    @abstractmethod
+    def open_writer(self, lists: bool) -> ShardWriter[Any, Any]:
+        """The writer of the folder, which `lists` shards, or leaves them to another one."""
+
+    def chunks(self) -> list[list[str]]:
+        """Ids of the texts of each shard."""
+        ids, size = list(self.texts), self.output.shard_size
+        return [ids[start : start + size] for start in range(0, len(ids), size)]
+
+    def opens_late(self) -> bool:
+        """Whether the folder is opened when the device has its first texts: what identifies them takes a while.
+
+        Not so if there is anything in the folder that could be resumed.
+        """
+        folder = self.output.folder
+        return self.ahead and (not folder.exists() or (folder.is_dir() and not any(folder.iterdir())))
+
+    def in_memory(self, what: str) -> V:
+        """The vectors of all texts, in their order; an error says `what` they are."""
+        check_text_ids(what, self.texts)
+        shard: Shard[V] = Shard(0, list(self.texts), self.texts)
+        with closing(self.plain(iter([shard.window(self.model)]))) as items:
+            for item in items:
+                if isinstance(item, Batch):
+                    shard.take(item, self)
+        if shard.cut is not None:
+            tell(self.how.kind, len(self.texts), shard.cut)
+        vectors, failed = shard.assembled(self)
+        if failed:
+            name, why = next(iter(failed.items()))
+            raise DataError(f"{what}: {len(failed)} of {len(self.texts)} failed, {name!r} first ({why}).")
+        return vectors
+
+
+class PlainStream:
+    """Windows of texts to batches by a function of texts of similar length, longest first; without threads."""
+
+    def __init__(self, run: Callable[[list[str]], Any], batch_size: int) -> None:
+        self.run, self.batch_size = run, batch_size
+
+    def __call__(self, windows: Iterator[Window | None]) -> Generator[Any, None, None]:
+        """Batches of all texts, window by window, as :class:`tilefold.pipeline.rows.Item` says."""
+        yield Begun()
+        for number, window in enumerate(filter(None, windows)):
+            texts = window.prepared()
+            order = sorted(range(len(texts)), key=lambda place: len(texts[place]), reverse=True)
+            for start in range(0, len(order), self.batch_size):
+                places = [place for place in order[start : start + self.batch_size] if place not in window.skip]
+                if places:
+                    yield from self._encoded(number, texts, places)
+            yield WindowEnd(number)
+
+    def _encoded(self, window: int, texts: Sequence[str], places: list[int]) -> Iterator[Batch]:
+        seen = Truncation()
+
+        def attempt(part: list[int]) -> Any:
+            nonlocal seen
+            with watching() as seen:
+                return self.run([texts[place] for place in part])
+
+        for part, rows in halved(places, attempt):
+            yield Batch(window, part, rows, seen.count, seen.max_length)
 
 
 @dataclass
@@ -35,13 +216,11 @@ class Shard(Generic[V]):
     """Texts of one shard, and what is done of them.
 
     Attributes:
-        number, ids: of the shard.
-        texts: id -> text, of these texts and perhaps of others.
+        number, ids: of the shard; `texts`: id -> text, of these texts and perhaps of others.
         strings: those of its texts that can be encoded at all.
         done, failed: vectors in batches, and id -> reason.
         cut: how many of these texts the tokenizer cut, and at how many tokens; None where an earlier version did them.
-        kept, saved: how much of it is on disk, and since when.
-        is_written: whether all of it is.
+        kept, saved: how much of it is on disk, and since when; `is_written`: whether all of it is.
     """
 
     number: int
@@ -66,6 +245,11 @@ class Shard(Generic[V]):
     def __len__(self) -> int:
         return sum(map(len, self.done)) + len(self.failed)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all its texts are done."""
+        return len(self) == len(self.ids)
+
     def resumed(self, before: Part[V] | None) -> Shard[V]:
         """The shard, of which an earlier run kept a part."""
         if before is not None:
@@ -73,24 +257,20 @@ class Shard(Generic[V]):
             self.kept = len(self)
         return self
 
-    def window(self, prepare: Prepare) -> Window:
-        """Its texts for a stream."""
+    def window(self, model: Model) -> Window:
+        """Its texts for a stream of a model."""
         known = {name for vectors in self.done for name in vectors.ids} | self.failed.keys()
         skip = frozenset(place for place, name in enumerate(self.strings) if name in known)
-        return Window([self.texts[name] for name in self.strings], skip, prepare)
+        return Window([self.texts[name] for name in self.strings], skip, functools.partial(cut_texts, model))
 
-    def written(self) -> None:
-        """Forget the vectors, which are on disk."""
-        self.is_written, self.done = True, []
-
-    def take(self, batch: Batch, maker: Maker[V]) -> None:
+    def take(self, batch: Batch, job: Job[V]) -> None:
         """A batch of the stream; what fails of it, such as NaN in a row, loses no other text."""
         if self.cut is not None:
-            self.cut.add(0, batch.cut, None)
+            self.cut.add(0, batch.cut, batch.max_length)
         names = [self.strings[place] for place in batch.places]
 
         def vectors(texts: range) -> V:
-            return maker.vectors(names[texts.start : texts.stop], batch.rows_of(texts))
+            return job.vectors(names[texts.start : texts.stop], batch.rows_of(texts))
 
         for texts, outcome in halved(range(len(names)), vectors):
             if isinstance(outcome, Exception):
@@ -98,90 +278,23 @@ class Shard(Generic[V]):
             else:
                 self.done.append(outcome)
 
-    def end(self, item: WindowEnd) -> None:
-        """The last batch was taken."""
-        if self.cut is not None:
-            self.cut.add(0, 0, item.max_length)
-
-    def assembled(self, maker: Maker[V]) -> tuple[V, dict[str, str]]:
+    def assembled(self, job: Job[V]) -> tuple[V, dict[str, str]]:
         """All vectors in the order of the texts, and the failed ones."""
-        failed = self.failures()
+        failed = {name: self.failed[name] for name in self.ids if name in self.failed}
         if not self.done:
-            return maker.nothing(), failed
+            return job.nothing(), failed
         whole: Any = self.part()
         row_of = {name: row for row, name in enumerate(whole.ids)}
         return whole.take([row_of[name] for name in self.ids if name in row_of]), failed
-
-    def failures(self) -> dict[str, str]:
-        """Reasons of the failed texts, in the order of the texts."""
-        return {name: self.failed[name] for name in self.ids if name in self.failed}
 
     def part(self) -> V:
         """All vectors in the order in which they were made; there are some."""
         whole: V = type(self.done[0]).concatenate(self.done)  # type: ignore[attr-defined]
         return whole
 
-
-class PlainStream:
-    """Windows of texts to batches by a function of texts, without threads; a text that fails loses no other.
-
-    Args:
-        run: texts of similar length, longest first -> rows.
-        batch_size: texts given to it at a time.
-    """
-
-    def __init__(self, run: Callable[[list[str]], Any], batch_size: int) -> None:
-        self.run, self.batch_size = run, batch_size
-        self.max_length: int | None = None  # of a text in tokens, once some of the window were tokenised
-
-    def __call__(self, windows: Iterator[Window]) -> Generator[Any, None, None]:
-        """Batches of all texts, window by window, as :class:`tilefold.pipeline.rows.Item` says."""
-        yield Begun()
-        for number, window in enumerate(windows):
-            self.max_length = None
-            texts = window.prepared()
-            order = sorted(range(len(texts)), key=lambda place: len(texts[place]), reverse=True)
-            for start in range(0, len(order), self.batch_size):
-                places = [place for place in order[start : start + self.batch_size] if place not in window.skip]
-                if places:
-                    yield from self._encoded(number, texts, places)
-            yield WindowEnd(number, len(texts), self.max_length)
-
-    def _encoded(self, window: int, texts: Sequence[str], places: list[int]) -> Iterator[Batch]:
-        seen = Truncation()
-
-        def attempt(part: list[int]) -> Any:
-            nonlocal seen
-            with watching() as seen:
-                return self.run([texts[place] for place in part])
-
-        for part, rows in halved(places, attempt):
-            self.max_length = seen.max_length or self.max_length
-            yield Batch(window, part, rows, seen.count)
-
-
-def in_memory(what: str, kind: str, texts: Mapping[str, str], stream: Stream, prepare: Prepare, maker: Maker[V]) -> V:
-    """The vectors of all texts, in their order.
-
-    Raises:
-        DataError: a text cannot be encoded; the message says `what` it is one of, and names it.
-        TypeError: an id that is not a string.
-    """
-    check_text_ids(what, texts)
-    shard: Shard[V] = Shard(0, list(texts), texts)
-    with closing(stream(iter([shard.window(prepare)]))) as items:
-        for item in items:
-            if isinstance(item, WindowEnd):
-                shard.end(item)
-            elif not isinstance(item, Begun):
-                shard.take(item, maker)
-    if shard.cut is not None:
-        tell(kind, len(texts), shard.cut)
-    vectors, failed = shard.assembled(maker)
-    if failed:
-        name, why = next(iter(failed.items()))
-        raise DataError(f"{what}: {len(failed)} of {len(texts)} failed, {name!r} first ({why}).")
-    return vectors
+    def written(self) -> None:
+        """Forget the vectors, which are on disk."""
+        self.is_written, self.done = True, []
 
 
 def reason(error: Exception) -> str:

@@ -28,31 +28,21 @@ _STORE_SECONDS = 1.0
 class Meeting:
     """Values that all ranks see, and whether the others live; all methods may be called from any thread.
 
-    The first rank watches all others and says when one has died; they watch the first.
-
-    Args:
-        rank: of this process.
-        homes: a folder of each rank, which is locked as long as its process takes part.
+    The first rank watches all others and says when one has died; they watch the first. Each has a home, a folder that
+    is locked as long as its process takes part.
     """
 
     def __init__(self, rank: int, homes: Sequence[Path]) -> None:
         self.rank = rank
-        self._watched = {other: homes[other] for other in (range(1, len(homes)) if rank == 0 else (0,))}
+        self.watched = {other: homes[other] for other in (range(1, len(homes)) if rank == 0 else (0,))}
         self._store = dist.FileStore(str(homes[0] / "store"), len(homes))  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         self._looked = 0.0  # when it was seen that the others live
 
-    @property
-    def others(self) -> list[int]:
-        """The ranks that this one watches."""
-        return list(self._watched)
-
     def say(self, name: str, value: Any) -> None:
-        """Let all ranks hear a value."""
         self._store.set(name, json.dumps(value))
 
     def said(self, *names: str) -> bool:
-        """Whether all of these values can be heard."""
         try:
             return bool(self._store.check(list(names)))
         except RuntimeError:  # the first rank, which is gone, has removed the store
@@ -103,12 +93,12 @@ class Meeting:
         if time.monotonic() - self._looked < POLL_SECONDS:
             return None
         self._looked = time.monotonic()
-        return next((rank for rank, home in self._watched.items() if _has_left(home)), None)
+        return next((rank for rank, home in self.watched.items() if _has_left(home)), None)
 
     def wait_until_all_left(self) -> None:
         """So that they hear why."""
         until = time.monotonic() + _LEAVE_SECONDS
-        while time.monotonic() < until and not all(map(_has_left, self._watched.values())):
+        while time.monotonic() < until and not all(map(_has_left, self.watched.values())):
             time.sleep(POLL_SECONDS / 4)
 
 
@@ -127,11 +117,7 @@ def _has_left(home: Path) -> bool:
 
 @contextmanager
 def meeting(group: dist.ProcessGroup) -> Iterator[Meeting]:
-    """Meet the other ranks of `group`.
-
-    Raises:
-        RankError: a rank did not come in time, or runs on another machine.
-    """
+    """Meet the other ranks of `group`; :class:`RankError` if one did not come in time, or runs on another machine."""
     rank = dist.get_rank(group)
     with scratch_folder(Path(tempfile.gettempdir()) / "tilefold-rank") as home:
         ranks = Meeting(rank, _homes(group, home))

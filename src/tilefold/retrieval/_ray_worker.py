@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from tilefold.retrieval._made import Shard, reason
-from tilefold.retrieval._receipts import Receipt, check_some
-from tilefold.retrieval._shards import differences
-from tilefold.retrieval._streamed import Job, Output, encode_shards
-from tilefold.retrieval.encodings import Encoding
+from tilefold.pipeline.ahead import Behind
+from tilefold.retrieval._made import Encoding, Job, Output, Shard, reason
+from tilefold.retrieval._shards import Receipt, check_some, differences
+from tilefold.retrieval._streamed import WAITING_SHARDS, encode_shards
 from tilefold.retrieval.text_ranges import Range
 
 TRIES = 5  # of shards whose workers die
@@ -25,31 +24,18 @@ PATIENCE = 10.0  # seconds for a file that another machine has written to appear
 
 @dataclass(frozen=True)
 class Work:
-    """The work that all workers of a command share.
-
-    Attributes:
-        encoding: what is made of texts.
-        load: makes the model.
-        output: the folder, at the same path everywhere.
-        identity: of the folder, as the command knows it.
-        beacon: name of a file that the command has put into the folder.
-        threads: of torch on a CPU.
-    """
+    """The work that all workers of a command share."""
 
     encoding: Encoding
-    load: Callable[[], Any]
-    output: Output
-    identity: dict[str, Any]
-    beacon: str
-    threads: int
+    load: Callable[[], Any]  # makes the model
+    output: Output  # at the same path everywhere
+    identity: dict[str, Any]  # of the folder, as the command knows it
+    beacon: str  # name of a file that the command has put into the folder
+    threads: int  # of torch on a CPU
 
 
 class Worker:
-    """An actor of the pool. Everything that goes wrong is told as a row, so that the command can say it in its words.
-
-    Args:
-        work: the same for all.
-    """
+    """An actor of the pool; what goes wrong is told as a row, so that the command can say it in its words."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -95,7 +81,8 @@ class Worker:
         missing = [part for part in ranges if Receipt.read(folder, part.number, key) is None]
         if missing:
             tried = self._tried(missing)
-            encode_shards(self.job, map(self._read, missing), self._leave)
+            with Behind(WAITING_SHARDS, "tilefold-writer") as behind:
+                list(encode_shards(self.job, map(self._read, missing), self._leave, behind))
             tried.unlink(missing_ok=True)
 
     def _read(self, part: Range) -> Shard[Any]:
@@ -104,7 +91,7 @@ class Worker:
         return Shard(part.number, list(texts), texts)
 
     def _leave(self, shard: Shard[Any]) -> None:
-        vectors, failed = shard.assembled(self.job.maker)
+        vectors, failed = shard.assembled(self.job)
         check_some(shard.number, len(vectors), failed, nothing_yet=False)
         self.writer.leave_shard(shard.number, vectors, failed, shard.cut)
         shard.written()

@@ -9,15 +9,25 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from tilefold._files import LOCK, atomic_file, hold_folder, release_folder, remove_leftovers, sha256_file
+from tilefold._files import (
+    LOCK,
+    atomic_file,
+    hold_folder,
+    read_json,
+    release_folder,
+    remove_leftovers,
+    sha256_file,
+    write_json,
+)
 from tilefold.pipeline.truncated import Truncation
 from tilefold.retrieval._files import read_json_object, write_json_object
-from tilefold.retrieval._receipts import RECEIPTS, Receipt
 from tilefold.retrieval.errors import DataError
 
 MANIFEST_NAME = "manifest.json"
 REMEDY = "Write the vectors again (tilefold encode)."
 SCHEMA_VERSION = 1
+RECEIPTS = "part-*.receipt.json"
+TOO_MANY = 16  # when every text of a shard of at least this size fails, the model is at fault, not the texts
 _TYPES: dict[str, Any] = {
     "model_name": str | None,
     "kind": str,
@@ -35,8 +45,6 @@ _OF_CUTS = {"count": int, "max_length": int | None}
 
 
 class Manifest(Protocol):
-    """The fields that every manifest has."""
-
     kind: str
     n_texts: int | None
     n_documents: int
@@ -52,8 +60,6 @@ M = TypeVar("M", bound=Manifest)
 
 
 class Vectors(Protocol):
-    """Attributes of every kind of vectors."""
-
     ids: list[str]
 
     def __len__(self) -> int: ...
@@ -71,28 +77,56 @@ class Part(Generic[V]):
     cut: Truncation | None
 
 
+@dataclass(frozen=True)
+class Receipt:
+    """A shard that the manifest does not list yet, left by a process that does not hold the folder."""
+
+    key: str  # of the folder that it was written for
+    size: int  # of the file in bytes
+    shard: dict[str, Any]  # what the manifest is to say of it
+    failed: dict[str, str]  # id -> reason
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether :func:`check_some` would refuse it wherever the shard is."""
+        return not self.shard["rows"] and len(self.failed) >= TOO_MANY
+
+    @staticmethod
+    def file_of(folder: Path, number: int) -> Path:
+        return folder / RECEIPTS.replace("*", f"{number:05d}")
+
+    @classmethod
+    def read(cls, folder: Path, number: int, key: str) -> Receipt | None:
+        """The receipt of shard `number`, None without one of this key whose file is there in its full size."""
+        found = read_json(cls.file_of(folder, number))
+        if found is None or found.get("key") != key or set(found) != {item.name for item in fields(cls)}:
+            return None
+        receipt = cls(**found)
+        file = folder / str(receipt.shard["file"])
+        return receipt if file.is_file() and file.stat().st_size == receipt.size else None
+
+
+def check_some(number: int, rows: int, failed: Mapping[str, str], *, nothing_yet: bool) -> None:
+    """Raise ``DataError`` where all texts of a shard failed: of a large one, or of all where `nothing_yet` has rows."""
+    if failed and not rows and (len(failed) >= TOO_MANY or nothing_yet):
+        name, why = next(iter(failed.items()))
+        raise DataError(
+            f"texts: all {len(failed)} of shard {number} failed, {name!r} first ({why}). "
+            "Check the model; earlier shards are kept."
+        )
+
+
 class ShardWriter(Generic[M, V]):
     """Write a folder shard by shard; one process at a time may use it.
 
     Shards and manifest are replaced atomically, and a shard counts only once the manifest lists it, so that an
-    interrupted writer can be resumed. Other processes may leave shards (:meth:`leave_shard`) for the one that lists
-    them (:meth:`receive`).
-
-    Args:
-        path: the folder, made when missing.
-        manifest: the manifest of a new folder.
-        resume: keep the shards of an earlier writer with the same settings. With False, they are discarded.
-        lists: whether this process lists shards, and so holds the folder. With False another one does: nothing is
-            checked or changed here until a shard is stored.
-
-    Raises:
-        FileExistsError: `path` holds files but no manifest, so it is not a folder of vectors.
-        DataError: ``resume=True`` and the earlier vectors have other settings or another layout.
-        InUseError: another process writes there.
+    interrupted writer can be resumed. Other processes (`lists` is False) may leave shards (:meth:`leave_shard`) for the
+    one that lists them (:meth:`receive`): they neither check nor change anything until a shard is stored.
     """
 
     suffix: ClassVar[str]
-    identity: ClassVar[tuple[str, ...]]
+    identity: ClassVar[tuple[str, ...]]  # fields of the manifest that make a folder this one, beside its settings
+    totals: ClassVar[tuple[tuple[str, str], ...]] = (("n_documents", "rows"),)  # fields of the manifest, of a shard
 
     def __init__(self, path: Path, manifest: M, resume: bool, lists: bool = True) -> None:
         self.path = path
@@ -107,7 +141,13 @@ class ShardWriter(Generic[M, V]):
         written = earlier is not None and bool(earlier.shards or earlier.partial or receipts)
         resume = resume and written  # else any settings do
         if earlier is not None and resume:
-            self._check_resumable(earlier, manifest)
+            changed = differences(self.identified(earlier), self.identified(manifest), "before", "now")
+            if changed:
+                raise DataError(
+                    f"{self.path}: holds vectors with other settings ({changed}). "
+                    "Go on with the former ones, choose another folder, or write them again with resume=False (with "
+                    "--fresh on the command line)."
+                )
             manifest = earlier
         self.manifest = manifest
         shards = f"part-*.{self.suffix}"
@@ -118,7 +158,7 @@ class ShardWriter(Generic[M, V]):
                 stale.unlink(missing_ok=True)
         remove_leftovers(self.path)
         if resume:
-            self.receive(map(Receipt.number_of, receipts))
+            self.receive(int(file.name.split("-")[1].split(".")[0]) for file in receipts)
 
     def _load(self, folder: Path) -> M:
         raise NotImplementedError
@@ -128,7 +168,6 @@ class ShardWriter(Generic[M, V]):
         raise NotImplementedError
 
     def _counts(self, vectors: V) -> dict[str, int]:
-        """Counts of a shard for the manifest, its rows among them."""
         raise NotImplementedError
 
     def _store(self, vectors: V, path: Path) -> None:
@@ -152,15 +191,6 @@ class ShardWriter(Generic[M, V]):
     def identified(self, manifest: M) -> dict[str, Any]:
         """Settings that make a folder this one, by name."""
         return {name: getattr(manifest, name) for name in self.identity} | manifest.settings
-
-    def _check_resumable(self, earlier: M, wanted: M) -> None:
-        changed = differences(self.identified(earlier), self.identified(wanted), "before", "now")
-        if changed:
-            raise DataError(
-                f"{self.path}: holds vectors with other settings ({changed}). "
-                "Go on with the former ones, choose another folder, or write them again with resume=False (with "
-                "--fresh on the command line)."
-            )
 
     def has_shard(self, number: int) -> bool:
         """Whether shard `number` is complete: listed in the manifest or received, with an unchanged file."""
@@ -186,10 +216,8 @@ class ShardWriter(Generic[M, V]):
 
         They are listed as far as none before them is missing; those that were found are returned.
         """
-        found = {number: Receipt.read(self.path, number, self.key) for number in numbers}
-        taken = {
-            number: receipt for number, receipt in found.items() if receipt is not None and not receipt.is_hopeless
-        }
+        found = ((number, Receipt.read(self.path, number, self.key)) for number in numbers)
+        taken = {number: receipt for number, receipt in found if receipt is not None and not receipt.is_hopeless}
         self._received |= taken
         for number in sorted(taken):
             if number < len(self.manifest.shards):  # written again
@@ -237,10 +265,7 @@ class ShardWriter(Generic[M, V]):
         self.list_shard(number, self.store_shard(number, vectors, cut), failed)
 
     def store_shard(self, number: int, vectors: V, cut: Truncation | None = None) -> dict[str, Any]:
-        """Write the file of shard `number`; its entry for :meth:`list_shard`.
-
-        `cut` is how many of its texts were cut, where they were counted.
-        """
+        """Write the file of shard `number`, of which `cut` says how many texts were cut; its entry for the manifest."""
         self._check(vectors)
         file = self.path / f"part-{number:05d}.{self.suffix}"
         digest = self._save_shard(vectors, file)
@@ -250,13 +275,14 @@ class ShardWriter(Generic[M, V]):
         """Write shard `number` with a receipt, for :meth:`receive` of the writer that holds the folder."""
         stored = self.store_shard(number, vectors, cut)
         size = (self.path / stored["file"]).stat().st_size
-        Receipt(self.key, size, stored, dict(failed)).write(self.path, number)
+        write_json(Receipt.file_of(self.path, number), asdict(Receipt(self.key, size, stored, dict(failed))))
 
     def list_shard(self, number: int, stored: Mapping[str, Any], failed: Mapping[str, str] | None = None) -> None:
         """List shard `number` (the next one, or one to replace), which :meth:`store_shard` wrote, in the manifest."""
         self._check_next(number)
         self.manifest.shards[number : number + 1] = [dict(stored)]
-        self.manifest.n_documents = sum(int(part["rows"]) for part in self.manifest.shards)
+        for total, count in self.totals:
+            setattr(self.manifest, total, sum(int(part[count]) for part in self.manifest.shards))
         self.manifest.truncated = _cut(_truncation(*self.manifest.shards)).get("truncated", {})
         self.manifest.failed.update(failed or {})
         self.manifest.complete = False
@@ -276,10 +302,7 @@ class ShardWriter(Generic[M, V]):
             )
 
     def finish(self, n_texts: int | None = None) -> M:
-        """Mark the folder as complete.
-
-        Args:
-            n_texts: texts that were given, each of which has a row or a reason why not; None where only rows are known.
+        """Mark the folder as complete: `n_texts` were given, each of which must have a row or a reason why not.
 
         Raises:
             DataError: they are not as many.
@@ -345,10 +368,10 @@ def _counts_cuts(value: Any) -> bool:
 
 
 def parse_manifest(kind: type[M], folder: Path, value: Mapping[str, Any], types: Mapping[str, Any]) -> M:
-    """The manifest of a folder as an object of `kind`; DataError unless it is whole and agrees with itself.
+    """The manifest of a folder as an object of `kind`, with fields of these `types` beside those that all have.
 
-    Args:
-        types: of the fields that only this kind of manifest has.
+    Raises:
+        DataError: it is not whole, or does not agree with itself.
     """
     file = folder / MANIFEST_NAME
     version = value.get("schema_version")

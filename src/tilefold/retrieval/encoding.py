@@ -13,17 +13,15 @@ from tilefold._typing import Model
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.pipeline.rows import SparseRows
-from tilefold.retrieval._made import PlainStream, in_memory
+from tilefold.retrieval._made import Encoding, Job, Kind, Output
 from tilefold.retrieval._sparse import SparseVectors
-from tilefold.retrieval._streamed import Job
-from tilefold.retrieval.encodings import Encoding, Kind, Output, encode_to_folder
+from tilefold.retrieval.encodings import encode_to_folder
 from tilefold.retrieval.truncation import cut_texts
 from tilefold.retrieval.vectors import SparseVectorWriter, VectorManifest
 
 __all__ = ["SparseEncoding", "encode_batch", "encode_collection", "encode_queries", "model_fingerprint"]
 
 _SAMPLES_PER_TENSOR = 1024
-PLAIN_TEXTS = 32  # of a batch of a model that is not accelerated
 
 
 def encode_collection(
@@ -123,85 +121,65 @@ class SparseEncoding(Encoding):
         if not self.min_weight >= 0:
             raise ValueError(f"min_weight: expected at least 0, got {self.min_weight}.")
 
-    def job(
-        self, model: Model, texts: Mapping[str, str], output: Output, texts_sha256: Callable[[], str]
-    ) -> Job[SparseVectors]:
+    def job(self, model: Model, texts: Mapping[str, str], output: Output, texts_sha256: Callable[[], str]) -> SparseJob:
         """See :meth:`Encoding.job`."""
-        vocab_size = _vocab_size(model, self.kind)
-        fingerprint = vocabulary_fingerprint(_tokenizer(model))
-        look = functools.cache(lambda: model_fingerprint(model))
-
-        def open_writer(lists: bool) -> SparseVectorWriter:
-            return SparseVectorWriter(
-                output.folder,
-                vocab_size=vocab_size,
-                fingerprint=fingerprint,
-                model_name=model_name(model),
-                kind=self.kind,
-                settings={
-                    "model_fingerprint": look(),
-                    "texts_sha256": texts_sha256(),
-                    "shard_size": output.shard_size,
-                    "top_k": self.top_k,
-                    "min_weight": self.min_weight,
-                    **({} if self.special_tokens else {"special_tokens": False}),
-                },
-                resume=output.resume,
-                lists=lists,
-            )
-
-        dropped = [] if self.special_tokens else list(_tokenizer(model).all_special_ids)
-        stream = _stream_of(model)
-        if stream is not None:
-            stream = functools.partial(stream, top_k=self.top_k, min_weight=self.min_weight)
-        maker = SparseMaker(vocab_size, self.min_weight, fingerprint, dropped)
-        return self._job(model, texts, output, open_writer, look, maker, stream)
-
-    def plain(self, model: Model) -> PlainStream:
-        """Batches through :func:`encode_batch`."""
-        run = functools.partial(_encode_batch, model, self)
-        return PlainStream(run, self.batch_size or PLAIN_TEXTS)
+        return SparseJob(self, model, _vocab_size(model, self.kind), texts, output, texts_sha256)
 
 
-@dataclass(frozen=True)
-class SparseMaker:
-    """Makes the vectors of a folder, see :class:`tilefold.retrieval._made.Maker`.
+class SparseJob(Job[SparseVectors]):
+    """Texts that become sparse vectors."""
 
-    Attributes:
-        vocab_size, fingerprint: of the folder.
-        min_weight: smaller weights, and this one, are left out.
-        dropped: terms that are left out.
-    """
+    fused = "encode_sparse_batch"
+    how: SparseEncoding
 
-    vocab_size: int
-    min_weight: float
-    fingerprint: str | None
-    dropped: Sequence[int] = ()
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.vocabulary = vocabulary_fingerprint(_tokenizer(self.model))
+        self.dropped = [] if self.how.special_tokens else list(_tokenizer(self.model).all_special_ids)
+
+    def stream_options(self) -> dict[str, Any]:
+        return {"top_k": self.how.top_k, "min_weight": self.how.min_weight}
+
+    def run(self, texts: list[str]) -> Any:
+        return encode_batch(self.model, texts, self.how.kind, self.how.top_k, self.how.min_weight)
 
     def vectors(self, names: list[str], rows: Any) -> SparseVectors:
-        """Vectors of rows of a stream, or of a matrix."""
         if isinstance(rows, SparseRows):
             indptr = offsets_of(rows.counts.numpy())
             weights = rows.values.float().numpy()
-            made = SparseVectors(names, indptr, rows.columns.numpy(), weights, rows.vocab_size, self.fingerprint)
-            made = made.above(self.min_weight)
+            made = SparseVectors(names, indptr, rows.columns.numpy(), weights, rows.vocab_size, self.vocabulary)
+            made = made.above(self.how.min_weight)
         else:
-            made = SparseVectors.from_torch(names, rows, self.fingerprint, self.min_weight)
+            made = SparseVectors.from_torch(names, rows, self.vocabulary, self.how.min_weight)
         return made.without(self.dropped) if self.dropped else made
 
     def nothing(self) -> SparseVectors:
-        """Vectors of no text."""
-        return SparseVectors.from_rows({}, self.vocab_size, self.fingerprint)
+        return SparseVectors.from_rows({}, self.size, self.vocabulary)
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return model_fingerprint(self.model)
 
-def _encode_batch(model: Model, how: SparseEncoding, texts: Sequence[str]) -> Any:
-    return encode_batch(model, texts, how.kind, how.top_k, how.min_weight)
-
-
-def _stream_of(model: Model) -> Callable[..., Any] | None:
-    """``encode_sparse_batch.stream`` of an accelerated model."""
-    stream: Callable[..., Any] | None = getattr(getattr(model, "encode_sparse_batch", None), "stream", None)
-    return stream
+    def open_writer(self, lists: bool) -> SparseVectorWriter:
+        how, output = self.how, self.output
+        settings = {
+            "model_fingerprint": self.fingerprint,
+            "texts_sha256": self.texts_sha256(),
+            "shard_size": output.shard_size,
+            "top_k": how.top_k,
+            "min_weight": how.min_weight,
+            **({} if how.special_tokens else {"special_tokens": False}),
+        }
+        return SparseVectorWriter(
+            output.folder,
+            vocab_size=self.size,
+            fingerprint=self.vocabulary,
+            model_name=model_name(self.model),
+            kind=how.kind,
+            settings=settings,
+            resume=output.resume,
+            lists=lists,
+        )
 
 
 def encode_queries(
@@ -222,14 +200,7 @@ def encode_queries(
     encoding.check()
     if not queries:
         raise ValueError("queries: expected at least one, got an empty mapping.")
-    return in_memory(
-        "queries",
-        "query",
-        queries,
-        encoding.plain(model),
-        functools.partial(cut_texts, model),
-        SparseMaker(1, min_weight, vocabulary_fingerprint(_tokenizer(model))),
-    )
+    return SparseJob(encoding, model, 1, queries).in_memory("queries")
 
 
 def model_fingerprint(model: Model) -> str:

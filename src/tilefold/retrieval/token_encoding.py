@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from tilefold._typing import Model
-from tilefold.pipeline.tokens import TokenRows
-from tilefold.retrieval._made import PlainStream, in_memory
-from tilefold.retrieval._streamed import Job
+from tilefold.pipeline.rows import TokenRows
+from tilefold.retrieval._made import Encoding, Job, Kind, Output
 from tilefold.retrieval._token_vectors import STORAGES, TokenVectors, check_finite
-from tilefold.retrieval.encoding import PLAIN_TEXTS, model_fingerprint, model_name
-from tilefold.retrieval.encodings import Encoding, Kind, Output, encode_to_folder
+from tilefold.retrieval.encoding import model_fingerprint, model_name
+from tilefold.retrieval.encodings import encode_to_folder
 from tilefold.retrieval.tokens import TokenManifest, TokenVectorWriter
 from tilefold.retrieval.truncation import cut_texts
 
@@ -99,48 +98,44 @@ class TokenEncoding(Encoding):
         if self.storage not in STORAGES:
             raise ValueError(f"storage: expected one of {', '.join(STORAGES)}, got {self.storage!r}.")
 
-    def job(
-        self, model: Model, texts: Mapping[str, str], output: Output, texts_sha256: Callable[[], str]
-    ) -> Job[TokenVectors]:
+    def job(self, model: Model, texts: Mapping[str, str], output: Output, texts_sha256: Callable[[], str]) -> TokenJob:
         """See :meth:`Encoding.job`."""
-        dimension = token_dimension(model, self.kind)
-        look = functools.cache(lambda: token_model_fingerprint(model))
-
-        def open_writer(lists: bool) -> TokenVectorWriter:
-            made_by = (model_name(model), look(), self.source, self.kind)
-            settings = {"texts_sha256": texts_sha256(), "shard_size": output.shard_size}
-            manifest = TokenManifest(dimension, self.storage, *made_by, settings=settings)
-            return TokenVectorWriter(output.folder, manifest, resume=output.resume, lists=lists)
-
-        stream = getattr(getattr(model, "encode_token_batch", None), "stream", None)
-        if stream is not None:
-            stream = functools.partial(stream, storage=self.storage)
-        maker = TokenMaker(dimension, self.storage)
-        return self._job(model, texts, output, open_writer, look, maker, stream)
-
-    def plain(self, model: Model) -> PlainStream:
-        """Batches through the stock ``encode``."""
-        return PlainStream(lambda texts: _run(model, texts, self.kind), self.batch_size or PLAIN_TEXTS)
+        return TokenJob(self, model, token_dimension(model, self.kind), texts, output, texts_sha256)
 
 
-@dataclass(frozen=True)
-class TokenMaker:
-    """Makes the vectors of a folder, see :class:`tilefold.retrieval._made.Maker`; the attributes are the folder's."""
+class TokenJob(Job[TokenVectors]):
+    """Texts that become token vectors."""
 
-    dimension: int
-    storage: str
+    fused = "encode_token_batch"
+    how: TokenEncoding
+
+    def stream_options(self) -> dict[str, Any]:
+        return {"storage": self.how.storage}
+
+    def run(self, texts: list[str]) -> list[Tensor]:
+        return _run(self.model, texts, self.how.kind)
 
     def vectors(self, names: list[str], rows: Any) -> TokenVectors:
-        """Vectors of rows of a stream, or of a list."""
+        storage = self.how.storage
         if not isinstance(rows, TokenRows):
-            return TokenVectors.pack(names, rows, self.dimension, self.storage)
+            return TokenVectors.pack(names, rows, self.size, storage)
         offsets = torch.nn.functional.pad(rows.counts.cumsum(0), (1, 0))
-        check_finite(names, offsets, rows.finite, self.storage, rows.values if rows.scales is None else rows.scales)
+        check_finite(names, offsets, rows.finite, storage, rows.values if rows.scales is None else rows.scales)
         return TokenVectors(names, offsets, rows.values, rows.scales)
 
     def nothing(self) -> TokenVectors:
-        """Vectors of no text."""
-        return TokenVectors.pack([], [], self.dimension, self.storage)
+        return TokenVectors.pack([], [], self.size, self.how.storage)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return token_model_fingerprint(self.model)
+
+    def open_writer(self, lists: bool) -> TokenVectorWriter:
+        how, output = self.how, self.output
+        made_by = (model_name(self.model), self.fingerprint, how.source, how.kind)
+        settings = {"texts_sha256": self.texts_sha256(), "shard_size": output.shard_size}
+        manifest = TokenManifest(self.size, how.storage, *made_by, settings=settings)
+        return TokenVectorWriter(output.folder, manifest, resume=output.resume, lists=lists)
 
 
 def encode_texts(
@@ -156,8 +151,7 @@ def encode_texts(
     encoding.check()
     if not texts:
         raise ValueError("texts: expected at least one, got an empty mapping.")
-    maker = TokenMaker(token_dimension(model, kind), storage)
-    return in_memory("texts", kind, texts, encoding.plain(model), functools.partial(cut_texts, model), maker)
+    return TokenJob(encoding, model, token_dimension(model, kind), texts).in_memory("texts")
 
 
 def token_model_fingerprint(model: Model) -> str:

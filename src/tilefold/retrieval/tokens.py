@@ -98,6 +98,7 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
 
     suffix = "safetensors"
     identity = ("dimension", "storage", "model_name", "model_fingerprint", "kind")
+    totals = (("n_documents", "rows"), ("n_tokens", "tokens"))
 
     def __init__(self, path: str | Path, manifest: TokenManifest, *, resume: bool = False, lists: bool = True) -> None:
         _safetensors()
@@ -122,10 +123,6 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
 
     def _read(self, path: Path) -> TokenVectors:
         return _read_shard(path)
-
-    def _save(self) -> None:
-        self.manifest.n_tokens = sum(int(part["tokens"]) for part in self.manifest.shards)
-        super()._save()
 
 
 def read_token_manifest(path: str | Path) -> TokenManifest:

@@ -42,18 +42,14 @@ def batches_of(stream: TextStream, texts: Sequence[str], progress: Callable[[int
     order = lengths.argsort(descending=True, stable=True)
     starts = [0, *range(FIRST_TEXTS, len(texts), WINDOW_TEXTS), len(texts)]
     windows = [order[start:stop].tolist() for start, stop in itertools.pairwise(starts)]
-    cut = 0
     with closing(stream(Window([texts[i] for i in window]) for window in windows)) as items:
         for item in items:
-            if isinstance(item, WindowEnd):
-                if (watch := watched()) is not None:  # of who called, whose thread tokenises nothing itself
-                    watch.add(item.texts, cut, item.max_length)
-                cut = 0
             if isinstance(item, (Begun, WindowEnd)):
                 continue
             if isinstance(item.rows, Exception):
                 raise item.rows
-            cut += item.cut
+            if (watch := watched()) is not None:  # of who called, whose thread tokenises nothing itself
+                watch.add(len(item.places), item.cut, item.max_length)
             window = windows[item.window]
             yield item._replace(places=[window[place] for place in item.places])
             progress(len(item.places))

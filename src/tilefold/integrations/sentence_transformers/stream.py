@@ -26,7 +26,6 @@ from tilefold.integrations.sentence_transformers._pooling import sparse_scores
 from tilefold.modules.fused_pooling import Features, SparseOptions
 from tilefold.ops import quantize_tokens
 from tilefold.pipeline.ahead import Ahead
-from tilefold.pipeline.copies import to_device
 from tilefold.pipeline.ragged import TokenIds, cut_batches
 from tilefold.pipeline.rows import (
     IN_FLIGHT,
@@ -34,14 +33,16 @@ from tilefold.pipeline.rows import (
     Begun,
     NoRoomError,
     PendingRows,
+    PendingTokens,
+    PendingVectors,
     SparseRows,
     Window,
     WindowEnd,
     halved,
     halves,
     say_unused_batch_tokens,
+    to_device,
 )
-from tilefold.pipeline.tokens import PendingTokens, PendingVectors
 from tilefold.pipeline.truncated import Truncation, unwatched, watching
 
 __all__ = ["SparseStream", "TextStream", "TokenStream", "VectorStream", "Work", "sparse_scores"]
@@ -75,6 +76,7 @@ class Work(NamedTuple):
     features: Features | None = None
     skip: frozenset[int] = frozenset()  # places of texts whose rows are known, in batches of which others are not
     cut: int = 0  # how many of the other texts were cut
+    max_length: int | None = None  # tokens that are read of a text
 
 
 class _Begun(NamedTuple):
@@ -112,7 +114,6 @@ class TextStream(ABC):
         self.device = torch.device(model.device)
         self.batch_tokens, self.batch_size = batch_tokens or _tokens_for(self.device), batch_size
         self._lock = threading.Lock()  # held while texts are tokenised, which changes settings of the tokenizer
-        self._limits: dict[int, int] = {}  # window -> the most tokens of a text, where one was tokenised
         self.packed, self.others = self._probed()
         if batch_tokens is not None and not self.packed:
             say_unused_batch_tokens()
@@ -129,7 +130,7 @@ class TextStream(ABC):
     def _arrived(self, pending: Any) -> Any:
         return pending.get()
 
-    def __call__(self, windows: Iterable[Window]) -> Generator[Any, None, None]:
+    def __call__(self, windows: Iterable[Window | None]) -> Generator[Any, None, None]:
         """Batches of all texts, then a :class:`WindowEnd`, window by window; a text that fails loses no other."""
         with self.tokenised(windows) as works:
             yield Begun()
@@ -157,17 +158,20 @@ class TextStream(ABC):
     # in the threads that work ahead
 
     @contextmanager
-    def tokenised(self, windows: Iterable[Window]) -> Iterator[Iterable[Work | WindowEnd]]:
+    def tokenised(self, windows: Iterable[Window | None]) -> Iterator[Iterable[Work | WindowEnd]]:
         """Batches of token ids, made by two threads that work ahead."""
         with (
             Ahead(self._begun(windows), 1, "tilefold-tokenizer") as begun,
-            Ahead(self._works(begun), AHEAD, "tilefold-tokens") as works,
+            Ahead[Work | WindowEnd](self._works(begun), AHEAD, "tilefold-tokens") as works,
         ):
             yield works
 
-    def _begun(self, windows: Iterable[Window]) -> Iterator[_Begun]:
+    def _begun(self, windows: Iterable[Window | None]) -> Iterator[_Begun | None]:
         """In the first thread: the Rust tokenizer at work, which leaves Python's lock to the others."""
         for window in windows:
+            if window is None:
+                yield None
+                continue
             with self._lock, watching() as cut:
                 texts = window.prepared()
                 begun = _or_none(self._begin, texts) if self.packed and texts else None
@@ -187,7 +191,7 @@ class TextStream(ABC):
             for work in self._works_of(number, window):
                 if not work.skip.issuperset(work.places):
                     yield work
-            yield WindowEnd(number, len(window.texts))
+            yield WindowEnd(number)
 
     def _works_of(self, number: int, window: _Begun) -> Iterator[Work]:
         texts, features = window.texts, None if window.finish is None else _or_none(window.finish)
@@ -197,26 +201,20 @@ class TextStream(ABC):
                 places, chosen = cut.tolist(), [texts[place] for place in cut]
                 with self._lock, watching() as seen:
                     features = _or_none(self._tokenised, chosen, prompt=self.prompt, **self.task)
-                rows = self._read(number, seen).places(len(chosen))
+                rows = seen.places(len(chosen))
                 count = sum(places[row] not in window.skip for row in rows)
-                yield Work(number, places, chosen, features=features, skip=window.skip, cut=count)
+                yield Work(number, places, chosen, None, features, window.skip, count, seen.max_length)
             return
         whole = TokenIds(
             features["input_ids"][0].numpy(),
             features["position_ids"][0].numpy(),
             features["cu_seq_lens_q"].numpy().astype(np.int64),
         )
-        short = self._read(number, window.cut).places(len(texts)) - window.skip
+        short = window.cut.places(len(texts)) - window.skip
         for cut in cut_batches(whole.lengths, self.batch_tokens, self.batch_size):
             places = cut.tolist()
             chosen, count = [texts[place] for place in places], sum(place in short for place in places)
-            yield Work(number, places, chosen, whole.take(cut), skip=window.skip, cut=count)
-
-    def _read(self, window: int, seen: Truncation) -> Truncation:
-        """Note how many tokens are read of a text of this window, whatever was in those before it."""
-        if seen.max_length is not None:
-            self._limits[window] = seen.max_length
-        return seen
+            yield Work(number, places, chosen, whole.take(cut), None, window.skip, count, window.cut.max_length)
 
     # in the caller's thread
 
@@ -241,7 +239,7 @@ class TextStream(ABC):
 
     def _collected(self, work: Work | WindowEnd, pending: Any) -> Iterator[object]:
         if isinstance(work, WindowEnd):
-            yield work._replace(max_length=self._limits.pop(work.window, None))
+            yield work
             return
         whole = False  # may all of it be tried once more
         if pending is not None:
@@ -250,7 +248,7 @@ class TextStream(ABC):
             except Exception as error:  # of the device, told late
                 whole = isinstance(error, NoRoomError)
             else:
-                yield Batch(work.window, work.places, rows, work.cut)
+                yield Batch(work.window, work.places, rows, work.cut, work.max_length)
                 return
         yield from self._again(work, whole=whole)
 
@@ -267,8 +265,8 @@ class TextStream(ABC):
         for part in (every,) if whole or len(every) == 1 else halves(every):
             for texts, rows in halved(part, attempt):
                 places = work.places[texts.start : texts.stop]
-                cut = self._read(work.window, seen).places(len(texts))
-                yield Batch(work.window, places, rows, sum(places[at] not in work.skip for at in cut))
+                cut = sum(places[at] not in work.skip for at in seen.places(len(texts)))
+                yield Batch(work.window, places, rows, cut, seen.max_length)
 
     def _plain(self, texts: list[str]) -> Any:
         with self._lock, packed_inputs():
