@@ -11,7 +11,7 @@ import torch
 from tests.ops.conftest import Target
 from tilefold.ops import maxsim
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.maxsim import _blocks, _tiled_maxima
+from tilefold.ops.maxsim import tiles
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.maxsim import MaxSimInputs, maxsim_inputs
 from tilefold.testing.padding import LAYOUTS
@@ -46,7 +46,7 @@ def test_small_tiles_give_what_large_ones_give(monkeypatch: pytest.MonkeyPatch, 
     whole = maxsim(inputs.queries, inputs.documents, **inputs.layout)
     sizes = {"TILE_ELEMENTS": 2000, "BLOCK_ROWS": 150, "BLOCK_COLUMNS": 5, "GROUP_ELEMENTS": 900}
     for name, size in sizes.items():
-        monkeypatch.setattr(_tiled_maxima if name == "GROUP_ELEMENTS" else _blocks, name, size)
+        monkeypatch.setattr(tiles, name, size)
         found = maxsim(inputs.queries, inputs.documents, **inputs.layout)
         torch.testing.assert_close(found, whole)
 

@@ -15,14 +15,7 @@ from torch import Tensor
 from tests.ops.conftest import Target
 from tilefold.ops import maxsim, xtr_scores
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.maxsim import (
-    _blocks,
-    _tiled_maxima,
-    _tiled_winners,
-    _tiled_xtr,
-    maxsim_contrastive_loss,
-    quantize_tokens,
-)
+from tilefold.ops.maxsim import maxsim_contrastive_loss, quantize_tokens, tiles
 from tilefold.testing import assert_within_budget
 from tilefold.testing.maxsim import PAIRINGS, MaxSimInputs, maxsim_inputs, maxsim_results, with_one_answer
 
@@ -33,22 +26,18 @@ from hypothesis import strategies as st
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="this part needs no interpreter")
 POISONS = st.sampled_from([math.nan, math.inf, -math.inf, 3e38])
 SIDES = (("queries", "query_mask", "q"), ("documents", "document_mask", "d"))
-SMALL: dict[Any, dict[str, Any]] = {
-    _blocks: {"TILE_ELEMENTS": 60, "ROW_ELEMENTS": 112, "BLOCK_COLUMNS": 5},
-    _tiled_maxima: {"GROUP_ELEMENTS": 40},
-    _tiled_winners: {"SLAB_ENTRIES": 50},
-    _tiled_xtr: {"CPU_TILE": (3, 40), "DEVICE_TILE": (3, 40)},
-}
+SMALL = {
+    "TILE_ELEMENTS": 60, "ROW_ELEMENTS": 112, "BLOCK_COLUMNS": 5, "GROUP_ELEMENTS": 40, "SLAB_ENTRIES": 50,
+    "CPU_TILE": (3, 40), "DEVICE_TILE": (3, 40),
+}  # fmt: skip
 
 
 @contextmanager
-def tiles(small: bool) -> Iterator[None]:
+def tiles_of(small: bool) -> Iterator[None]:
     """Tiles of the tiled path so small that every sequence is cut, or as they are."""
     with pytest.MonkeyPatch.context() as patch:
-        for module, sizes in SMALL.items():
-            for name, size in sizes.items():
-                if small:
-                    patch.setattr(module, name, size)
+        for name, size in SMALL.items() if small else ():
+            patch.setattr(tiles, name, size)
         yield
 
 
@@ -108,7 +97,7 @@ def test_what_a_masked_token_holds_reaches_neither_scores_nor_gradients(
     dirty = poisoned(inputs, poison)
     specified = maxsim_results(dirty.cast(torch.float64), impl="reference", **options)
     assert all(torch.equal(specified[name], value) for name, value in exact.items())
-    with tiles(small):
+    with tiles_of(small):
         for needs in ("qd", "q", "d", ""):
             found = maxsim_results(dirty.to(target.device), impl=target.impl, needs=needs, **options)
             assert_same(found, {name: exact[name].to(target.device) for name in found})
@@ -131,7 +120,7 @@ def test_what_a_masked_token_holds_reaches_neither_xtr_scores_nor_losses(
     clean, dirty = inputs.to(target.device), poisoned(inputs, poison).to(target.device)
     options = {"normalize": normalize, "impl": target.impl}
     labels = torch.zeros(clean.dscores.size(0), dtype=torch.int64, device=target.device)
-    with tiles(small):
+    with tiles_of(small):
         for function, more in ((xtr_scores, {"top_k": 4}), (maxsim_contrastive_loss, {"labels": labels})):
             for found, expected in zip(
                 both(function, dirty, **options, **more), both(function, clean, **options, **more), strict=True

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilefold.ops import maxsim, xtr_scores
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.maxsim import quantize_tokens
-from tilefold.ops.maxsim._tiled import BOOKKEEPING_BYTES, SCRATCH_BYTES
+from tilefold.ops.maxsim.tiles import BOOKKEEPING_BYTES, SCRATCH_BYTES
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="the other files interpret the kernels")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.ops.conftest import Target
 from tilefold.ops import maxsim, xtr_scores
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.maxsim import _tiled_xtr, quantize_tokens
+from tilefold.ops.maxsim import quantize_tokens, tiles
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.maxsim import assert_xtr_matches, maxsim_inputs, xtr_results
 from tilefold.testing.padding import LAYOUTS
@@ -126,7 +126,7 @@ def test_small_tiles_give_what_large_ones_give(monkeypatch: pytest.MonkeyPatch) 
     for layout in ("holes", "packed"):
         inputs = maxsim_inputs(*SIZES, layout=layout)
         whole = xtr_results(inputs, 12)
-        monkeypatch.setattr(_tiled_xtr, "CPU_TILE", (4, 100))
+        monkeypatch.setattr(tiles, "CPU_TILE", (4, 100))
         for name, value in xtr_results(inputs, 12).items():
             torch.testing.assert_close(value, whole[name])
         monkeypatch.undo()
@@ -226,6 +226,6 @@ def test_the_threshold_is_right_where_tiles_make_up_exactly_the_tokens_to_retrie
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     queries, documents = torch.ones(1, 1, 1), torch.tensor([1.0, 3.0, 2.0]).view(3, 1, 1)
-    monkeypatch.setattr(_tiled_xtr, "CPU_TILE", (1, 1))
+    monkeypatch.setattr(tiles, "CPU_TILE", (1, 1))
     assert xtr_scores(queries, documents, top_k=3).tolist() == [[1, 3, 2]]
     assert xtr_scores(queries, documents, top_k=2).tolist() == [[0, 3, 2]]

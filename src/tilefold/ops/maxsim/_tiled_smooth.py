@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilefold.ops.maxsim._blocks import Block, Side, Tile, blocks, column_limit, own_queries, pairs
-from tilefold.ops.maxsim._parts import parts, widest
 from tilefold.ops.maxsim._problem import Problem
+from tilefold.ops.maxsim._sides import Side
 from tilefold.ops.maxsim._tiled_winners import add_rows
+from tilefold.ops.maxsim._walk import Meeting, Part, Tile, walk
 
 
 class Sums(NamedTuple):
@@ -19,48 +20,53 @@ class Sums(NamedTuple):
 
     Attributes:
         peak, total: ``[n, C]``.
-        weights: ``[n, L, C]`` addends, where the block has one tile.
+        tiles: of documents that are not cut, each with its addends ``[n, L, C]``.
     """
 
     peak: Tensor
     total: Tensor
-    weights: Tensor | None
+    tiles: list[tuple[Tile, Tensor]]
 
 
-def smooth_sums(block: Block, queries: Tensor, temperature: float, masked: Tensor | None) -> Sums:
-    """The sums of a block; ``masked`` ``[n, 1]`` tokens of each document take part with a similarity of 0.
+def smooth_sums(meeting: Meeting, temperature: float, masked: Tensor | None) -> Sums:
+    """The sums of a meeting; ``masked`` ``[n, 1]`` tokens of each document take part with a similarity of 0.
 
     Differences to the peak are taken before anything is divided, so that no temperature is too small.
     """
-    temperature = _usable(temperature, queries.dtype)
-    found: Sums | None = None
-    top = torch.empty(0)
-    for tile in block.tiles():
-        sims = similarities(tile, queries)
+    temperature = _usable(temperature, meeting.queries.dtype)
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    tiles: list[tuple[Tile, Tensor]] = []
+    first = 0
+    for tile in meeting.tiles():
+        zeros = None if masked is None or (meeting.cut and found) else masked[first : first + tile.rows.size(0)]
+        sims = _similarities(tile)
         highest = sims.amax(dim=1)
-        if masked is not None and found is None:
-            highest = torch.where(masked > 0, highest.clamp_min(0), highest)
+        if zeros is not None:
+            highest = torch.where(zeros > 0, highest.clamp_min(0), highest)
         peak = _finite(highest)
         weights = _weights(sims, peak, temperature)
         total = weights.sum(dim=1)
-        if masked is not None and found is None:
-            zeros = torch.where(masked > 0, -peak, float("-inf"))  # at most 0 where it counts
-            total = total + masked * (zeros / temperature).exp_()
-        if found is None:
-            found, top = Sums(peak, total, weights), highest
-            continue
-        top = torch.maximum(top, highest)
+        if zeros is not None:
+            below = torch.where(zeros > 0, -peak, float("-inf"))  # at most 0 where it counts
+            total = total + zeros * (below / temperature).exp_()
+        found.append((highest, peak, total))
+        if not meeting.cut:
+            tiles.append((tile, weights))
+            first += tile.rows.size(0)
+    if not meeting.cut:
+        _, peaks, totals = zip(*found, strict=True)
+        return Sums(torch.cat(peaks), torch.cat(totals), tiles)
+    top, joint, total = found[0]
+    for highest, peak, more in found[1:]:
+        top, before = torch.maximum(top, highest), joint
         joint = _finite(top)
-        total = _moved(found.total, found.peak, joint, temperature) + _moved(total, peak, joint, temperature)
-        found = Sums(joint, total, None)
-    if found is None:
-        raise RuntimeError(f"a block must hold a token, got documents of at most {block.longest}.")
-    return found
+        total = _moved(total, before, joint, temperature) + _moved(more, peak, joint, temperature)
+    return Sums(joint, total, [])
 
 
-def similarities(tile: Tile, queries: Tensor) -> Tensor:
+def _similarities(tile: Tile) -> Tensor:
     """``[n, L, C]``, minus infinity at places past a document's end."""
-    sims = tile.tokens @ queries.mT
+    sims = tile.similarities
     return sims if tile.exists is None else sims.masked_fill_(~tile.exists[:, :, None], float("-inf"))
 
 
@@ -91,56 +97,39 @@ def backward(
 
     The saved maxima are rounded, and their rounding, divided by a small temperature, would be an exponent.
     """
-    walk = _Walk(problem, documents, dqueries, ddocuments)
-    if problem.pairing == "all":
-        every = torch.arange(problem.n_documents, device=grad.device)
-        query_of_row = torch.arange(problem.n_queries, device=grad.device).repeat_interleave(queries.sizes)
-        whole = parts(queries, column_limit(queries.rows.size(1)))
-        for block in blocks(documents, every, widest(whole)):
-            for part in whole:
-                weight = grad.T[block.items[:, None], query_of_row[part.columns]]
-                walk.add(block, part.columns, None, part.tokens(), weight)
-        return
-    query_of, document_of = pairs(problem)
-    for block in blocks(documents, document_of, queries.counts[query_of]):
-        query = query_of[block.items]
-        for rows, exists, tokens in own_queries(queries, query):
-            weight = grad[block.items][:, None].expand(rows.shape)
+    masked, temperature = documents.masked(problem.mask_zero), problem.temperature
+    query_of_row = torch.arange(problem.n_queries, device=grad.device).repeat_interleave(queries.sizes)
+    for meeting in walk(problem, queries, documents):
+        owner, exists, vectors = meeting.owner, meeting.exists, meeting.queries
+        if isinstance(owner, Part):
+            weight = grad.T[meeting.items][:, query_of_row[meeting.rows]]
+        else:
+            weight = grad.reshape(-1)[owner.items][:, None].expand(owner.rows.shape)
             weight = weight if exists is None else weight.masked_fill(~exists, 0)
-            walk.add(block, rows[0] if tokens.dim() == 2 else rows, exists, tokens, weight)
-
-
-class _Walk:
-    """Adds up the gradients of one block after the other."""
-
-    def __init__(self, problem: Problem, documents: Side, dqueries: Tensor | None, ddocuments: Tensor | None) -> None:
-        masked = problem.mask_zero and documents.index is not None
-        self.masked = (documents.sizes - documents.counts)[:, None] if masked else None
-        self.temperature = problem.temperature
-        self.documents_differ = problem.index is None
-        self.dqueries, self.ddocuments = dqueries, ddocuments
-
-    def add(self, block: Block, rows: Tensor | slice, exists: Tensor | None, queries: Tensor, weight: Tensor) -> None:
-        """One block and the query tokens ``[C, D]`` or ``[n, C, D]`` of these rows; ``[n, C]`` weights."""
-        masked = None if self.masked is None else self.masked[block.documents]
-        sums = smooth_sums(block, queries, self.temperature, masked)
+        sums = smooth_sums(meeting, temperature, None if masked is None else masked[meeting.documents])
         scale = (weight / torch.where(sums.total == 0, 1, sums.total))[:, None]
-        for tile in block.tiles():
-            share = sums.weights
-            if share is None:
-                share = _weights(similarities(tile, queries), sums.peak, _usable(self.temperature, queries.dtype))
-            share.mul_(scale)
-            if self.dqueries is not None:
-                if queries.dim() == 2 or isinstance(rows, slice):
-                    self.dqueries[rows] += share.flatten(0, 1).T @ tile.tokens.flatten(0, 1)
-                else:
-                    _add(self.dqueries, rows, exists, share.mT @ tile.tokens, False)
-            if self.ddocuments is not None:
-                found = share @ queries
+        first = 0
+        for tile, share in _again(meeting.tiles(), sums.peak, temperature) if meeting.cut else sums.tiles:
+            share.mul_(scale[first : first + tile.rows.size(0)])
+            if dqueries is not None:
+                tokens = documents.take(tile.rows) if tile.tokens is None else tile.tokens
+                if vectors.dim() == 2:
+                    rows = meeting.rows if isinstance(owner, Part) else owner.rows[0]
+                    dqueries[rows] += share.flatten(0, 1).T @ tokens.flatten(0, 1)
+                elif not isinstance(owner, Part):
+                    _add(dqueries, owner.rows, exists, share.mT @ tokens, False)
+            if ddocuments is not None:
+                found = share @ vectors
                 if tile.span is None:
-                    _add(self.ddocuments, tile.rows, tile.exists, found, self.documents_differ)
+                    _add(ddocuments, tile.rows, tile.exists, found, problem.index is None)
                 else:
-                    self.ddocuments[tile.span] += found.flatten(0, 1)
+                    ddocuments[tile.span] += found.flatten(0, 1)
+            first += 0 if meeting.cut else tile.rows.size(0)
+
+
+def _again(tiles: Iterator[Tile], peak: Tensor, temperature: float) -> Iterator[tuple[Tile, Tensor]]:
+    for tile in tiles:
+        yield tile, _weights(_similarities(tile), peak, _usable(temperature, peak.dtype))
 
 
 def _add(out: Tensor, rows: Tensor, exists: Tensor | None, values: Tensor, differ: bool) -> None:

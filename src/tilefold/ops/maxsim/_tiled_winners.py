@@ -6,17 +6,15 @@ an order that depends on nothing but the layout, so that two runs agree in every
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from tilefold.ops._shared.winners import no_winner
-from tilefold.ops.maxsim._blocks import Side, pairs, row_limit
+from tilefold.ops.maxsim import tiles
 from tilefold.ops.maxsim._problem import Problem, saved_place, wide_dtype
-
-SLAB_ENTRIES = 1 << 19  # (document, query token) winners whose gradients are sorted at a time
+from tilefold.ops.maxsim._sides import Side, pairs
+from tilefold.ops.maxsim._walk import chunks
 
 
 def backward(
@@ -32,19 +30,23 @@ def backward(
     if problem.pairing == "all":
         _all_pairs(queries, documents, grad, saved, dqueries, ddocuments)
     else:
-        _some_pairs(problem, queries, documents, grad, saved, dqueries, ddocuments)
+        _some_pairs(problem, queries, documents, grad.reshape(-1), saved, dqueries, ddocuments)
 
 
 def _all_pairs(
     queries: Side, documents: Side, grad: Tensor, saved: Tensor, dqueries: Tensor | None, ddocuments: Tensor | None
 ) -> None:
-    n_rows, limit = queries.rows.size(0), row_limit(queries.rows.size(1))
+    n_rows, limit = queries.rows.size(0), tiles.row_limit(queries.rows.size(1))
     width = min(n_rows, limit)
     query_of_row = torch.arange(queries.starts.numel(), device=grad.device).repeat_interleave(queries.sizes)
-    starts = documents.starts.tolist()
-    ends = [*starts[1:], documents.rows.size(0)]
+    offsets = [*documents.starts.tolist(), documents.rows.size(0)]
     query_table = None
-    for first, last, start, stop in _chunks(starts, ends, limit, max(1, SLAB_ENTRIES // max(width, 1))):
+    slabs = (
+        (first, last, start, min(start + limit, offsets[last]))
+        for first, last in chunks(offsets, limit, max(1, tiles.SLAB_ENTRIES // max(width, 1)))
+        for start in range(offsets[first], offsets[last], limit)  # a long document comes in parts
+    )
+    for first, last, start, stop in slabs:
         table = _table(documents, start, stop) if dqueries is not None else None
         for q0 in range(0, n_rows, width):
             rows = slice(q0, min(q0 + width, n_rows))
@@ -62,21 +64,6 @@ def _all_pairs(
                 row = torch.arange(rows.stop - rows.start, device=grad.device).expand(has.shape)[has]
                 scaled = _scaled(weight[has], queries.scale, row, rows.start)
                 _add_bags(ddocuments[start:stop], query_table, target[has], row, scaled)
-
-
-def _chunks(starts: list[int], ends: list[int], rows: int, limit: int) -> Iterator[tuple[int, int, int, int]]:
-    """First and last (excluded) of consecutive documents and of their rows: ``rows`` and ``limit`` documents at most.
-
-    A longer document comes in parts.
-    """
-    first = 0
-    while first < len(starts):
-        last = first + 1
-        while last < len(starts) and ends[last] - starts[first] <= rows and last - first < limit:
-            last += 1
-        for start in range(starts[first], ends[last - 1], rows):
-            yield first, last, start, min(start + rows, ends[last - 1])
-        first = last
 
 
 def _table(side: Side, start: int, stop: int) -> Tensor:
@@ -113,7 +100,7 @@ def _some_pairs(
     query_of, document_of = pairs(problem)
     ends = queries.counts[query_of].cumsum(0)  # entries up to each pair's last
     count = int(ends[-1]) if ends.numel() else 0
-    step = row_limit(queries.rows.size(1))
+    step = tiles.row_limit(queries.rows.size(1))
     for first in range(0, count, step):
         entry = torch.arange(first, min(first + step, count), device=grad.device)
         pair = torch.searchsorted(ends, entry, right=True)
